@@ -1,0 +1,25 @@
+"""Embeddings on JAX/XLA. Public names load on first use, so importing jaxembed starts no device."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxembed.config import EngineConfig, TextConfig
+    from jaxembed.embedder import Embedder
+    from jaxembed.errors import JaxembedError
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Embedder": "jaxembed.embedder",
+    "EngineConfig": "jaxembed.config",
+    "JaxembedError": "jaxembed.errors",
+    "TextConfig": "jaxembed.config",
+}
+__all__ = ["Embedder", "EngineConfig", "JaxembedError", "TextConfig", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'jaxembed' has no attribute {name!r}")

@@ -1,0 +1,91 @@
+"""Every exception raised on purpose. Knows no HTTP; `server/errors.py` maps them to statuses.
+
+JaxembedError
+  * ConfigError             a flag or setting that cannot be honoured
+  * CheckpointError         a model directory, hub id or checkpoint that cannot be used
+      - UnsupportedModel    an architecture, module or activation we have no code for
+      - ConversionError     tensors missing, unused or wrongly shaped, all listed at once
+  * InvalidInput            the request is at fault
+      - EmptyInput
+      - InputTooLong        more tokens than the limit, and truncation is off
+      - BatchTooLarge       more inputs than one request may carry
+  * TokenizerError          the tokenizer refused the text
+  * Overloaded              the queue is full; try again after `retry_after_s`
+      - ShuttingDown        the server drains and admits nothing more
+  * BackendError            the device failed on this request
+      - NotFinite           a result holds NaN or infinity, alone and in float32 too
+  * Cancelled               whoever waited for the result has gone
+"""
+
+
+class JaxembedError(Exception):
+    """Base of the tree above."""
+
+
+class ConfigError(JaxembedError):
+    """A setting that cannot be honoured: says what was wanted, what came and what to do."""
+
+
+class CheckpointError(JaxembedError):
+    """A model directory, hub id or checkpoint that cannot be used."""
+
+
+class UnsupportedModel(CheckpointError):
+    """Names what is not supported, and what is."""
+
+
+class ConversionError(CheckpointError):
+    """A conversion that found problems; `problems` lists every one."""
+
+    def __init__(self, model: str, problems: list[str]):
+        self.problems = problems
+        lines = "\n  ".join(problems)
+        super().__init__(f"cannot convert {model}: {len(problems)} problem(s)\n  {lines}")
+
+
+class InvalidInput(JaxembedError):
+    """The request is at fault. `field` names the part of it that is, where one can be named."""
+
+    def __init__(self, message: str, field: str | None = None):
+        super().__init__(message)
+        self.field = field
+
+
+class EmptyInput(InvalidInput):
+    """An empty text, an empty list of token ids, or no input at all."""
+
+
+class InputTooLong(InvalidInput):
+    """An input with more tokens than the limit while truncation is off."""
+
+
+class BatchTooLarge(InvalidInput):
+    """More inputs than one request may carry."""
+
+
+class TokenizerError(JaxembedError):
+    """The tokenizer refused the text."""
+
+
+class Overloaded(JaxembedError):
+    """The queue is full. Nothing of the request was kept; try again in `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: int = 1):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ShuttingDown(Overloaded):
+    """The server finishes what it has admitted and admits nothing more."""
+
+
+class BackendError(JaxembedError):
+    """The device failed on this request. The message carries no internals; the log does."""
+
+
+class NotFinite(BackendError):
+    """A result holds NaN or infinity even when its sequence is run alone."""
+
+
+class Cancelled(JaxembedError):
+    """Whoever waited for the result has gone."""

@@ -1,0 +1,48 @@
+"""What a request may ask to embed, and what the processor makes of it. Knows no wire format."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text. Prompts and special tokens are added when it is tokenized."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two texts in one sequence, such as a query and a document."""
+
+    first: str
+    second: str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids to run verbatim: nothing is decoded, nothing added."""
+
+    ids: Sequence[int]
+
+
+Input = Text | Pair | Tokens
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """One tokenized input, ready to be packed.
+
+    `ids` and `types` are int32 `[length]` (`types` may be None: all zero). The first `unpooled`
+    tokens take no part in pooling: the prompt of a checkpoint that says include_prompt=false.
+    """
+
+    ids: np.ndarray
+    types: np.ndarray | None = None
+    unpooled: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)

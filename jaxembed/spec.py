@@ -1,0 +1,67 @@
+"""What a checkpoint says of itself: the manifest, as types. Knows nothing of files or arrays."""
+
+from typing import Any, Literal
+
+import msgspec
+
+FORMAT_VERSION = 1
+
+Pooling = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken"]
+"""Order of concatenation when a checkpoint names several, as in sentence-transformers."""
+
+Activation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh", "silu", "sigmoid"]
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+class DenseLayer(msgspec.Struct, frozen=True, tag="dense"):
+    """A sentence-transformers Dense module: activation(x @ kernel + bias)."""
+
+    in_features: int
+    out_features: int
+    bias: bool = True
+    activation: Activation = "tanh"
+
+
+class NormalizeLayer(msgspec.Struct, frozen=True, tag="normalize"):
+    """Scale to length one."""
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything needed to run a checkpoint, except its parameters and its tokenizer.
+
+    `config` holds the fields of the architecture's own config dataclass. `modules` are the layers
+    after pooling, in the order of modules.json. `dtype` is the dtype of the stored parameters,
+    not the one they are computed in.
+    """
+
+    architecture: str
+    config: dict[str, Any]
+    pooling: tuple[Pooling, ...]
+    modules: tuple[DenseLayer | NormalizeLayer, ...] = ()
+    include_prompt: bool = True
+    prompts: dict[str, str] = {}
+    default_prompt_name: str | None = None
+    max_input_tokens: int
+    hidden_size: int
+    dtype: DType
+    source: str
+    revision: str | None = None
+    content_hash: str
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def normalize(self) -> bool:
+        """Whether the checkpoint ends in a Normalize module. The host does that one."""
+        return bool(self.modules) and isinstance(self.modules[-1], NormalizeLayer)
+
+    @property
+    def device_modules(self) -> tuple[DenseLayer | NormalizeLayer, ...]:
+        """The modules that run on the device: all but a last Normalize."""
+        return self.modules[:-1] if self.normalize else self.modules
+
+    @property
+    def dim(self) -> int:
+        """Width of the embedding that comes out."""
+        dense = [layer for layer in self.modules if isinstance(layer, DenseLayer)]
+        return dense[-1].out_features if dense else self.hidden_size * len(self.pooling)

@@ -1,0 +1,54 @@
+"""The metrics as Prometheus reads them."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxembed.telemetry import DURATION_BUCKETS, FAILURES, STAGES, Telemetry
+
+
+def families(telemetry):
+    text = telemetry.exposition().decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def labels(family, label):
+    return {sample.labels[label] for sample in family.samples if label in sample.labels}
+
+
+def test_every_series_is_present_from_the_start():
+    found = families(Telemetry())
+    assert labels(found["te_request_count"], "method") == {"single", "batch"}
+    assert labels(found["te_request_success"], "method") == {"single", "batch"}
+    assert labels(found["te_request_failure"], "err") == set(FAILURES)
+    assert labels(found["jaxembed_stage_seconds"], "stage") == set(STAGES)
+    assert all(family.samples for family in found.values())
+
+
+def test_counters_are_typed_counters_under_the_names_of_tei():
+    telemetry = Telemetry()
+    telemetry.embed_count.inc(3)
+    text = telemetry.exposition().decode()
+    assert "# TYPE te_embed_count counter" in text
+    assert "\nte_embed_count 3.0\n" in text
+    assert "_total" not in text
+
+
+def test_every_metric_says_what_it_is():
+    assert all(family.documentation for family in families(Telemetry()).values())
+
+
+def test_duration_buckets_are_those_of_tei():
+    assert len(DURATION_BUCKETS) == 35
+    assert abs(DURATION_BUCKETS[0] - 1.5e-5) < 1e-12
+    assert 14.5 < DURATION_BUCKETS[-1] < 14.6
+
+
+def test_input_length_buckets_end_at_the_limit():
+    text = Telemetry(max_input_tokens=512).exposition().decode()
+    assert 'te_request_input_length_bucket{le="512.0"}' in text
+    assert 'te_request_input_length_bucket{le="1024.0"}' not in text
+
+
+def test_two_servers_count_apart():
+    one, other = Telemetry(), Telemetry()
+    one.embed_count.inc()
+    assert families(other)["te_embed_count"].samples[0].value == 0
