@@ -1,0 +1,140 @@
+"""Towers by name, and a checkpoint's whole model as one pure function of its parameters."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.models.layers import ACTIVATIONS, Linear
+from jaxembed.models.output import Output
+from jaxembed.models.pooling import POOLINGS
+from jaxembed.models.tokens import PackedTokens
+from jaxembed.spec import DenseLayer, ModelSpec, NormalizeLayer
+
+ARCHITECTURES = {
+    "bert": "jaxembed.models.bert:Bert",
+}
+
+
+class Model(nnx.Module):
+    """A tower, a pooling and the modules after it."""
+
+    def __init__(self, spec: ModelSpec):
+        tower = tower_class(spec.architecture)
+        self.tower = tower(tower.Config(**spec.config))
+        self.modules = nnx.List([_module(layer) for layer in spec.device_modules])
+        self.pooling = spec.pooling
+
+    def __call__(self, tokens: PackedTokens, slots: int) -> Output:
+        hidden = self.tower(tokens)
+        pooled = [POOLINGS[name](hidden, tokens, slots) for name in self.pooling]
+        dense = jnp.concatenate(pooled, axis=-1)
+        for layer in self.modules:
+            dense = layer(dense)
+        return Output(dense=dense, tokens=hidden)
+
+
+class Dense(Linear):
+    """sentence-transformers' Dense: a linear layer and its activation."""
+
+    def __init__(self, layer: DenseLayer):
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias)
+        self.activation = ACTIVATIONS[layer.activation]
+
+    def __call__(self, x: Float[Array, "rows slots in"]) -> Float[Array, "rows slots out"]:
+        return self.activation(super().__call__(x))
+
+
+class Normalize(nnx.Module):
+    """Scale to length one; zero stays zero."""
+
+    def __call__(self, x: Float[Array, "rows slots dim"]) -> Float[Array, "rows slots dim"]:
+        return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+
+
+def _module(layer: DenseLayer | NormalizeLayer) -> nnx.Module:
+    return Dense(layer) if isinstance(layer, DenseLayer) else Normalize()
+
+
+def tower_class(architecture: str) -> Any:
+    """The tower named in ARCHITECTURES. Raises UnsupportedModel, naming those there are."""
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise UnsupportedModel(f"architecture {architecture!r} is not supported; known: {known}")
+    module, name = ARCHITECTURES[architecture].split(":")
+    return getattr(import_module(module), name)
+
+
+def position_limit(spec: ModelSpec) -> int | None:
+    """The longest sequence the tower has positions for; None where any length will do."""
+    tower = tower_class(spec.architecture)
+    return tower.position_limit(tower.Config(**spec.config))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model as data: the names and shapes of its parameters, and a pure function of them."""
+
+    shapes: dict[str, jax.ShapeDtypeStruct]
+    forward: Callable[[Sequence[Array], Int[Array, "planes rows length"], int], Output]
+
+    def order(self, parameters: dict[str, Any]) -> list[Any]:
+        """The parameters in the order `forward` takes them.
+
+        Raises CheckpointError listing every missing, unknown and wrongly shaped one.
+        """
+        problems = [f"missing: {name}" for name in self.shapes if name not in parameters]
+        problems += [f"unknown: {name}" for name in parameters if name not in self.shapes]
+        for name, shape in self.shapes.items():
+            got = parameters[name].shape if name in parameters else shape.shape
+            if tuple(got) != shape.shape:
+                problems.append(f"{name}: wanted shape {shape.shape}, got {tuple(got)}")
+        if problems:
+            raise CheckpointError("the parameters do not fit the model\n  " + "\n  ".join(problems))
+        return [parameters[name] for name in self.shapes]
+
+
+def program(spec: ModelSpec) -> Program:
+    """Build the model from shapes alone: no weights are made and no device is started."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Model(spec)))
+    flat = nnx.to_flat_state(state)
+    names = [".".join(map(str, path)) for path, _ in flat]
+    shapes = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for name, leaf in zip(names, jax.tree.leaves(state), strict=True)
+    }
+    structure = jax.tree.structure(state)
+
+    def forward(parameters, planes, slots: int) -> Output:
+        model = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
+        return model(PackedTokens.unstack(planes), slots)
+
+    return Program(shapes, forward)
+
+
+def parameter_shapes(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
+    """The dotted name and float32 shape of every parameter a checkpoint must hold."""
+    return program(spec).shapes
+
+
+def random_parameters(spec: ModelSpec, seed: int = 0) -> dict[str, np.ndarray]:
+    """float32 parameters drawn at random, for tests and benchmarks of shapes without weights."""
+    draw = np.random.default_rng(seed)
+    parameters = {}
+    for name, shape in parameter_shapes(spec).items():
+        values = draw.standard_normal(shape.shape, np.float32)
+        if name.endswith(".kernel"):
+            values *= shape.shape[0] ** -0.5
+        elif name.endswith(".scale"):
+            values = 1 + 0.1 * values
+        else:  # biases and embeddings
+            values *= 0.1 if len(shape.shape) == 1 else 0.5
+        parameters[name] = values
+    return parameters

@@ -1,0 +1,99 @@
+"""BERT: learned positions, norms after each block. Knows nothing of pooling.
+
+Devlin et al. 2019, arXiv:1810.04805; names and order of operations as in transformers' BertModel.
+"""
+
+from dataclasses import dataclass
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxembed.models.attention import attend
+from jaxembed.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
+from jaxembed.models.tokens import PackedTokens
+
+Hidden = Float[Array, "rows length dim"]
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    max_positions: int
+    type_vocab_size: int
+    norm_eps: float
+    activation: str
+
+
+class Bert(nnx.Module):
+    """Token ids in, the last hidden states out."""
+
+    Config = BertConfig
+
+    @staticmethod
+    def position_limit(config: BertConfig) -> int:
+        """Tokens the position table holds; JAX would clamp a later one without a word."""
+        return config.max_positions
+
+    def __init__(self, config: BertConfig):
+        self.embeddings = Embeddings(config)
+        self.layers = nnx.List([Layer(config) for _ in range(config.num_layers)])
+
+    def __call__(self, tokens: PackedTokens) -> Hidden:
+        hidden = self.embeddings(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, tokens)
+        return hidden
+
+
+class Embeddings(nnx.Module):
+    def __init__(self, config: BertConfig):
+        self.word = Embedding(config.vocab_size, config.hidden_size)
+        self.position = Embedding(config.max_positions, config.hidden_size)
+        self.type = Embedding(config.type_vocab_size, config.hidden_size)
+        self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
+
+    def __call__(self, tokens: PackedTokens) -> Hidden:
+        word, kind = self.word(tokens.ids), self.type(tokens.types)
+        return self.norm(word + kind + self.position(tokens.positions))
+
+
+class Layer(nnx.Module):
+    def __init__(self, config: BertConfig):
+        self.attention = Attention(config)
+        self.attention_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = Mlp(config)
+        self.mlp_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
+
+    def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
+        hidden = self.attention_norm(hidden + self.attention(hidden, tokens))
+        return self.mlp_norm(hidden + self.mlp(hidden))
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: BertConfig):
+        dim = config.hidden_size
+        self.num_heads = config.num_heads
+        self.qkv = Linear(dim, 3 * dim)
+        self.out = Linear(dim, dim)
+
+    def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
+        rows, length, dim = hidden.shape
+        qkv = self.qkv(hidden).astype(self.qkv.kernel[...].dtype)
+        heads = qkv.reshape(rows, length, 3, self.num_heads, dim // self.num_heads)
+        query, key, value = heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
+        mixed = attend(query, key, value, tokens.segments)
+        return self.out(mixed.reshape(rows, length, dim))
+
+
+class Mlp(nnx.Module):
+    def __init__(self, config: BertConfig):
+        self.up = Linear(config.hidden_size, config.intermediate_size)
+        self.down = Linear(config.intermediate_size, config.hidden_size)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def __call__(self, hidden: Hidden) -> Hidden:
+        return self.down(self.activation(self.up(hidden)))
