@@ -1,0 +1,108 @@
+"""BERT from transformers: its config, and where each tensor goes."""
+
+from typing import Any
+
+from converters.weights import Rule, concatenate, concatenate_transposed, transpose
+from jaxembed.errors import CheckpointError, UnsupportedModel
+
+ARCHITECTURE = "bert"
+
+CLASSES = ("BertModel", "BertForMaskedLM", "BertForPreTraining")
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+PREFIXES = ("bert.",)
+RENAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+LAYER = "encoder.layer.{i}"
+SELF = f"{LAYER}.attention.self"
+TARGET = "tower.layers.{i}"
+
+RULES = [
+    Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
+    Rule("embeddings.position_embeddings.weight", "tower.embeddings.position.embedding"),
+    Rule("embeddings.token_type_embeddings.weight", "tower.embeddings.type.embedding"),
+    Rule("embeddings.LayerNorm.weight", "tower.embeddings.norm.scale"),
+    Rule("embeddings.LayerNorm.bias", "tower.embeddings.norm.bias"),
+    Rule(
+        (f"{SELF}.query.weight", f"{SELF}.key.weight", f"{SELF}.value.weight"),
+        f"{TARGET}.attention.qkv.kernel",
+        concatenate_transposed,
+    ),
+    Rule(
+        (f"{SELF}.query.bias", f"{SELF}.key.bias", f"{SELF}.value.bias"),
+        f"{TARGET}.attention.qkv.bias",
+        concatenate,
+    ),
+    Rule(f"{LAYER}.attention.output.dense.weight", f"{TARGET}.attention.out.kernel", transpose),
+    Rule(f"{LAYER}.attention.output.dense.bias", f"{TARGET}.attention.out.bias"),
+    Rule(f"{LAYER}.attention.output.LayerNorm.weight", f"{TARGET}.attention_norm.scale"),
+    Rule(f"{LAYER}.attention.output.LayerNorm.bias", f"{TARGET}.attention_norm.bias"),
+    Rule(f"{LAYER}.intermediate.dense.weight", f"{TARGET}.mlp.up.kernel", transpose),
+    Rule(f"{LAYER}.intermediate.dense.bias", f"{TARGET}.mlp.up.bias"),
+    Rule(f"{LAYER}.output.dense.weight", f"{TARGET}.mlp.down.kernel", transpose),
+    Rule(f"{LAYER}.output.dense.bias", f"{TARGET}.mlp.down.bias"),
+    Rule(f"{LAYER}.output.LayerNorm.weight", f"{TARGET}.mlp_norm.scale"),
+    Rule(f"{LAYER}.output.LayerNorm.bias", f"{TARGET}.mlp_norm.bias"),
+]
+
+# The pooler and the training heads take no part in an embedding; position_ids is 0, 1, 2, ...
+IGNORED = [
+    "embeddings.position_ids",
+    "pooler.dense.*",
+    "cls.predictions.*",
+    "cls.seq_relationship.*",
+]
+
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """BertConfig's fields from config.json. Raises UnsupportedModel for what we do not run."""
+    missing = [key for key in REQUIRED if not isinstance(hf.get(key), int)]
+    if missing:
+        raise CheckpointError(f"config.json lacks {', '.join(missing)}")
+    activation = hf.get("hidden_act", "gelu")
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise UnsupportedModel(f"hidden_act {activation!r} is not supported; known: {known}")
+    positions = hf.get("position_embedding_type") or "absolute"
+    if positions != "absolute":
+        raise UnsupportedModel(
+            f"position_embedding_type {positions!r} is not supported; known: absolute"
+        )
+    for flag in ("is_decoder", "add_cross_attention", "pruned_heads"):
+        if hf.get(flag):
+            raise UnsupportedModel(f"{flag}={hf[flag]} is not supported: BERT runs as an encoder")
+    if hf["hidden_size"] % hf["num_attention_heads"]:
+        raise CheckpointError(
+            f"hidden_size {hf['hidden_size']} is not a multiple of num_attention_heads "
+            f"{hf['num_attention_heads']}"
+        )
+    return {
+        "vocab_size": hf["vocab_size"],
+        "hidden_size": hf["hidden_size"],
+        "num_layers": hf["num_hidden_layers"],
+        "num_heads": hf["num_attention_heads"],
+        "intermediate_size": hf["intermediate_size"],
+        "max_positions": hf["max_position_embeddings"],
+        "type_vocab_size": hf.get("type_vocab_size", 2),
+        "norm_eps": hf.get("layer_norm_eps", 1e-12),
+        "activation": ACTIVATIONS[activation],
+    }

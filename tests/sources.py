@@ -1,0 +1,170 @@
+"""Tiny Hugging Face directories with random weights, written without torch or transformers."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+HIDDEN, LAYERS, INTERMEDIATE, POSITIONS = 8, 2, 16, 24
+
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "hello",
+    "world",
+    "un",
+    "##happy",
+    "a",
+    "##b",
+    "[MASK]",
+]
+
+BERT_CONFIG: dict[str, Any] = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "vocab_size": len(WORDS),
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "intermediate_size": INTERMEDIATE,
+    "max_position_embeddings": POSITIONS,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "hidden_act": "gelu",
+    "position_embedding_type": "absolute",
+}
+
+TRANSFORMER = "sentence_transformers.models.Transformer"
+POOLING = "sentence_transformers.models.Pooling"
+DENSE = "sentence_transformers.models.Dense"
+NORMALIZE = "sentence_transformers.models.Normalize"
+
+Tensors = dict[str, np.ndarray]
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def change_json(path: Path, **fields: Any) -> None:
+    write_json(path, json.loads(path.read_text()) | fields)
+
+
+def bert_tensors(seed: int = 0, config: Mapping[str, Any] = BERT_CONFIG) -> Tensors:
+    """Every tensor of a BertModel, float32, drawn at random."""
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (config["vocab_size"], hidden),
+        "embeddings.position_embeddings.weight": (config["max_position_embeddings"], hidden),
+        "embeddings.token_type_embeddings.weight": (config["type_vocab_size"], hidden),
+        **_norm("embeddings.LayerNorm", hidden),
+    }
+    for i in range(config["num_hidden_layers"]):
+        layer = f"encoder.layer.{i}"
+        for name in ("query", "key", "value"):
+            shapes |= _linear(f"{layer}.attention.self.{name}", hidden, hidden)
+        shapes |= _linear(f"{layer}.attention.output.dense", hidden, hidden)
+        shapes |= _norm(f"{layer}.attention.output.LayerNorm", hidden)
+        shapes |= _linear(f"{layer}.intermediate.dense", hidden, wide)
+        shapes |= _linear(f"{layer}.output.dense", wide, hidden)
+        shapes |= _norm(f"{layer}.output.LayerNorm", hidden)
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def _linear(name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+
+def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def wordpiece() -> Tokenizer:
+    """A WordPiece tokenizer of eleven tokens that lowers its text."""
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)  # pyright: ignore
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # pyright: ignore
+    tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    tokenizer.add_special_tokens(WORDS[:4])
+    return tokenizer
+
+
+def write_bert(
+    folder: Path,
+    *,
+    tensors: Tensors | None = None,
+    rename: Callable[[str], str] = str,
+    shards: int = 1,
+    **config: Any,
+) -> Path:
+    """A plain transformers directory: no modules.json."""
+    write_json(folder / "config.json", BERT_CONFIG | config)
+    wordpiece().save(str(folder / "tokenizer.json"))
+    tensors = bert_tensors() if tensors is None else tensors
+    write_weights(folder, {rename(name): array for name, array in tensors.items()}, shards)
+    return folder
+
+
+def write_weights(folder: Path, tensors: Tensors, shards: int = 1) -> None:
+    """model.safetensors, or so many shards and their index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return
+    files = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        names = list(tensors)[shard::shards]
+        save_file({name: tensors[name] for name in names}, folder / file)
+        files |= dict.fromkeys(names, file)
+    write_json(folder / "model.safetensors.index.json", {"weight_map": files})
+
+
+def write_modules(folder: Path, *modules: tuple[str, str]) -> None:
+    """modules.json from pairs of type and path."""
+    entries = [
+        {"idx": i, "name": str(i), "path": path, "type": kind}
+        for i, (kind, path) in enumerate(modules)
+    ]
+    write_json(folder / "modules.json", entries)
+
+
+def write_sentence_bert(folder: Path, **options: Any) -> Path:
+    """A sentence-transformers directory: mean pooling and Normalize. Options as for write_bert."""
+    write_bert(folder, **options)
+    write_modules(folder, (TRANSFORMER, ""), (POOLING, "1_Pooling"), (NORMALIZE, "2_Normalize"))
+    write_json(
+        folder / "1_Pooling" / "config.json",
+        {"word_embedding_dimension": HIDDEN, "pooling_mode_mean_tokens": True},
+    )
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 16})
+    return folder
+
+
+def write_dense(
+    folder: Path, inputs: int, outputs: int, *, bias: bool = True, seed: int = 1, **config: Any
+) -> Tensors:
+    """The folder of one Dense module; gives its tensors."""
+    write_json(
+        folder / "config.json",
+        {"in_features": inputs, "out_features": outputs, "bias": bias} | config,
+    )
+    rng = np.random.default_rng(seed)
+    tensors = {"linear.weight": rng.standard_normal((outputs, inputs), np.float32)}
+    if bias:
+        tensors["linear.bias"] = rng.standard_normal((outputs,), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    return tensors

@@ -1,0 +1,144 @@
+"""The checkpoint directory: what is saved comes back, to the bit, or is refused."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxembed import checkpoint
+from jaxembed.errors import CheckpointError
+from jaxembed.spec import DenseLayer, ModelSpec, NormalizeLayer
+
+TOKENIZER = b'{"version": "1.0"}'
+
+
+@pytest.fixture(name="spec")
+def _spec() -> ModelSpec:
+    return ModelSpec(
+        architecture="bert",
+        config={"hidden_size": 8, "norm_eps": 1e-12},
+        pooling=("cls", "mean"),
+        modules=(DenseLayer(in_features=16, out_features=4), NormalizeLayer()),
+        prompts={"query": "find: "},
+        max_input_tokens=16,
+        hidden_size=8,
+        dtype="float32",
+        source="me/tiny",
+        content_hash="",
+    )
+
+
+def random_params(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    wide = rng.standard_normal((3, 5), np.float32)
+    return {
+        "tower.layers.0.mlp.up.kernel": wide,
+        "tower.layers.0.mlp.up.bias": wide[0].astype(np.float16),
+        "tower.layers.10.mlp.up.kernel": wide.astype(ml_dtypes.bfloat16),
+        "scalar": np.array(2.5, np.float32),
+    }
+
+
+def test_what_is_saved_comes_back_to_the_bit(tmp_path, spec):
+    params = random_params()
+    saved = checkpoint.save(tmp_path / "out", spec, params, TOKENIZER)
+    assert checkpoint.is_checkpoint(tmp_path / "out")
+    assert checkpoint.load_spec(tmp_path / "out") == saved
+    assert checkpoint.tokenizer_path(tmp_path / "out").read_bytes() == TOKENIZER
+    restored = checkpoint.load_params(tmp_path / "out", saved)
+    assert restored.keys() == params.keys()
+    for name, array in params.items():
+        assert type(restored[name]) is np.ndarray
+        assert restored[name].dtype == array.dtype
+        assert restored[name].tobytes() == array.tobytes()
+
+
+def test_large_parameters_come_in_parts(tmp_path, spec, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 64)
+    params = {f"p{i}": np.full(8, i, np.float32) for i in range(5)}
+    saved = checkpoint.save(tmp_path / "out", spec, iter(params.items()), TOKENIZER)
+    parts = sorted(path.name for path in (tmp_path / "out" / "params").iterdir())
+    assert parts == ["part-000", "part-001", "part-002"]
+    restored = checkpoint.load_params(tmp_path / "out", saved)
+    assert {name: int(array[0]) for name, array in restored.items()} == {
+        f"p{i}": i for i in range(5)
+    }
+
+
+def test_the_hash_is_of_the_content_and_not_of_its_order(tmp_path, spec):
+    def hashed(name, params, tokenizer=TOKENIZER):
+        return checkpoint.save(tmp_path / name, spec, params, tokenizer).content_hash
+
+    first = hashed("a", random_params())
+    assert hashed("b", dict(reversed(random_params().items()))) == first
+    assert hashed("c", random_params(seed=1)) != first
+    assert hashed("d", random_params(), b"{}") != first
+
+
+def test_nothing_is_left_behind_on_failure(tmp_path, spec):
+    def broken():
+        yield "a", np.ones(3, np.float32)
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        checkpoint.save(tmp_path / "out", spec, broken(), TOKENIZER)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_save_left_can_be_discarded(tmp_path):
+    (tmp_path / ".out.partial-1234" / "params").mkdir(parents=True)
+    (tmp_path / "outer").mkdir()
+    checkpoint.discard_partial(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["outer"]
+
+
+def test_an_occupied_path_is_refused(tmp_path, spec):
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(CheckpointError, match="exists already"):
+            checkpoint.save(path, spec, random_params(), TOKENIZER)
+
+
+def test_a_path_that_cannot_be_made_is_named(tmp_path, spec):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"cannot make .*out: .*Not a directory"):
+        checkpoint.save(tmp_path / "file" / "out", spec, random_params(), TOKENIZER)
+
+
+def test_another_format_is_refused(tmp_path, spec):
+    checkpoint.save(tmp_path / "out", spec, random_params(), TOKENIZER)
+    manifest = tmp_path / "out" / "manifest.json"
+    manifest.write_text(json.dumps({"format_version": 99}))
+    with pytest.raises(CheckpointError, match=r"format 99, .* reads format 1; convert the model"):
+        checkpoint.load_spec(tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"format_version": 1}', "[]"])
+def test_a_damaged_manifest_is_refused(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        checkpoint.load_spec(tmp_path)
+
+
+def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path):
+    assert not checkpoint.is_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        checkpoint.load_spec(tmp_path)
+
+
+@pytest.mark.parametrize("damaged", ["*", "_METADATA"])
+def test_damaged_parameters_are_refused(tmp_path, spec, damaged):
+    checkpoint.save(tmp_path / "out", spec, random_params(), TOKENIZER)
+    for path in (tmp_path / "out" / "params" / "part-000").rglob(damaged):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:9])
+    with pytest.raises(CheckpointError, match="cannot restore the parameters"):
+        checkpoint.load_params(tmp_path / "out", spec)
+
+
+def test_parameters_of_another_dtype_are_refused(tmp_path, spec):
+    params = {"a": np.ones(3, np.float16)}
+    checkpoint.save(tmp_path / "out", spec, params, TOKENIZER)
+    with pytest.raises(CheckpointError, match="says float32, the parameters are float16"):
+        checkpoint.load_params(tmp_path / "out", spec)

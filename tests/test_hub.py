@@ -1,0 +1,291 @@
+"""From what the user names to a checkpoint, without a network: the hub is a folder here."""
+
+import importlib.util
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import sources
+from huggingface_hub import errors
+
+import converters
+from jaxembed import checkpoint, hub
+from jaxembed.errors import CheckpointError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(name="cache")
+def _cache(tmp_path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture(name="source")
+def _source(tmp_path) -> Path:
+    return sources.write_sentence_bert(tmp_path / "tiny model")
+
+
+@pytest.fixture(name="conversions")
+def _conversions(monkeypatch) -> list[Path]:
+    """Every source that is converted, in order."""
+    seen = []
+    convert = converters.convert
+
+    def counted(source, out, **options):
+        seen.append(source)
+        return convert(source, out, **options)
+
+    monkeypatch.setattr(converters, "convert", counted)
+    return seen
+
+
+@pytest.fixture(name="downloads")
+def _downloads(monkeypatch, tmp_path) -> list[SimpleNamespace]:
+    """A hub with one model, copied file by file as its patterns ask; every call to it."""
+    remote = sources.write_sentence_bert(tmp_path / "remote")
+    for name in ("pytorch_model.bin", "onnx/model.onnx", "model.h5"):
+        (remote / name).parent.mkdir(exist_ok=True)
+        (remote / name).write_bytes(b"large")
+    calls = []
+
+    def snapshot_download(name, **asked):
+        calls.append(SimpleNamespace(name=name, **asked))
+        found = tmp_path / "hub" / COMMIT
+        for path in remote.rglob("*"):
+            inside = path.relative_to(remote)
+            allowed = any(inside.match(pattern) for pattern in asked["allow_patterns"])
+            refused = any(inside.match(pattern) for pattern in asked["ignore_patterns"])
+            if path.is_file() and allowed and not refused:
+                (found / inside).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, found / inside)
+        return str(found)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+def test_a_directory_is_converted_once(source, cache, conversions):
+    first = hub.resolve(str(source), cache_dir=cache)
+    assert hub.resolve(str(source), cache_dir=cache) == first
+    assert conversions == [source]
+    assert checkpoint.load_spec(first).source == str(source)
+    assert first.parent == cache / "models"
+    assert first.name.endswith(hub._entry(str(source), str(source), None)[-16:])
+
+
+def test_the_cache_is_private(source, cache):
+    hub.resolve(str(source), cache_dir=cache)
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+def test_a_checkpoint_is_used_as_it_is(source, cache, tmp_path):
+    converters.convert(source, tmp_path / "out")
+    assert hub.resolve(str(tmp_path / "out"), cache_dir=cache) == tmp_path / "out"
+    assert not cache.exists()
+    with pytest.raises(CheckpointError, match="is converted already"):
+        hub.resolve(str(tmp_path / "out"), cache_dir=cache, dense_path="2_Dense")
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "~/no/such/model"])
+def test_a_missing_path_is_not_taken_for_a_hub_id(cache, model):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        hub.resolve(model, cache_dir=cache)
+
+
+def test_a_file_and_a_revision_of_a_directory_are_refused(source, cache):
+    with pytest.raises(CheckpointError, match="is a file"):
+        hub.resolve(str(source / "config.json"), cache_dir=cache)
+    with pytest.raises(CheckpointError, match="revision 'main' was asked of"):
+        hub.resolve(str(source), cache_dir=cache, revision="main")
+
+
+def test_a_changed_source_is_converted_again(source, cache, conversions):
+    entry = hub.resolve(str(source), cache_dir=cache)
+    before = checkpoint.load_spec(entry)
+    sources.write_weights(source, sources.bert_tensors(seed=7))
+    os.utime(source / "model.safetensors", ns=(1, 1))
+    assert hub.resolve(str(source), cache_dir=cache) == entry
+    assert len(conversions) == 2
+    assert checkpoint.load_spec(entry).content_hash != before.content_hash
+
+
+@pytest.mark.parametrize("lost", ["source.json", "manifest.json", "tokenizer.json", "params"])
+def test_an_incomplete_entry_is_made_anew(source, cache, conversions, lost):
+    entry = hub.resolve(str(source), cache_dir=cache)
+    path = entry / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (cache / "models" / f".{entry.name}.partial-dead" / "params").mkdir(parents=True)
+    assert checkpoint.load_spec(hub.resolve(str(source), cache_dir=cache)).source == str(source)
+    assert len(conversions) == 2
+    assert not list((cache / "models").glob("*partial*"))
+
+
+def test_a_truncated_entry_is_made_anew(source, cache, conversions):
+    entry = hub.resolve(str(source), cache_dir=cache)
+    largest = max((p for p in entry.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    hub.resolve(str(source), cache_dir=cache)
+    assert len(conversions) == 2
+
+
+def test_another_dense_path_is_another_entry(source, cache):
+    sources.write_modules(
+        source,
+        (sources.TRANSFORMER, ""),
+        (sources.POOLING, "1_Pooling"),
+        (sources.DENSE, "2_Dense"),
+    )
+    sources.write_dense(source / "2_Dense", 8, 4)
+    sources.write_dense(source / "2_Dense_6", 8, 6)
+    paths = [hub.resolve(str(source), cache_dir=cache, dense_path=p) for p in (None, "2_Dense_6")]
+    assert [checkpoint.load_spec(path).dim for path in paths] == [4, 6]
+
+
+def test_a_failed_conversion_leaves_no_entry(source, cache):
+    (source / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no weights"):
+        hub.resolve(str(source), cache_dir=cache)
+    assert [path.suffix for path in (cache / "models").iterdir()] in ([".lock"], [])
+
+
+def test_two_processes_convert_once(source, cache):
+    code = (
+        "import logging, sys; from pathlib import Path; from jaxembed import hub\n"
+        "logging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
+        "hub.resolve(sys.argv[1], cache_dir=Path(sys.argv[2]))"
+    )
+    command = [sys.executable, "-c", code, str(source), str(cache)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    output = "".join(process.communicate(timeout=60)[0] for process in both)
+    assert [process.returncode for process in both] == [0, 0]
+    assert output.count("once") == 1
+
+
+def test_waiting_for_another_process_is_logged(source, cache, caplog, monkeypatch):
+    lock = hub.FileLock
+
+    def busy_once(path):
+        real = lock(path)
+        acquire = real.acquire
+
+        def refuse(timeout=None):
+            if timeout == 0:
+                raise hub.Timeout(str(path))
+            return acquire()
+
+        monkeypatch.setattr(real, "acquire", refuse)
+        return real
+
+    monkeypatch.setattr(hub, "FileLock", busy_once)
+    with caplog.at_level(logging.INFO):
+        hub.resolve(str(source), cache_dir=cache)
+    assert "another process converts" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_is_named(source, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot make the cache"):
+        hub.resolve(str(source), cache_dir=tmp_path / "file")
+
+
+def test_a_hub_model_is_fetched_and_converted(cache, downloads, conversions):
+    entry = hub.resolve("me/tiny", cache_dir=cache, revision="v1", token="secret")
+    spec = checkpoint.load_spec(entry)
+    assert (spec.source, spec.revision) == ("me/tiny", COMMIT)
+    assert [call.revision for call in downloads] == ["v1", COMMIT]
+    assert all(call.token == "secret" for call in downloads)
+    fetched = {
+        str(p.relative_to(conversions[0])) for p in conversions[0].rglob("*.*") if p.is_file()
+    }
+    assert "model.safetensors" in fetched
+    assert not fetched & {"pytorch_model.bin", "onnx/model.onnx", "model.h5"}
+    assert hub.resolve("me/tiny", cache_dir=cache) == entry
+    assert len(conversions) == 1
+    assert len(downloads) == 3  # its descriptions, its weights, and which commit it is now
+
+
+def test_torch_files_are_fetched_where_there_is_nothing_else(downloads, tmp_path, cache):
+    (tmp_path / "remote" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"torch is not installed|damaged"):
+        hub.resolve("me/tiny", cache_dir=cache)
+    assert (tmp_path / "hub" / COMMIT / "pytorch_model.bin").exists()
+
+
+def test_a_hub_model_without_weights_is_named(downloads, tmp_path, cache):
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        (tmp_path / "remote" / name).unlink()
+    with pytest.raises(CheckpointError, match=r"wanted model\.safetensors or"):
+        hub.resolve("me/tiny", cache_dir=cache)
+
+
+@pytest.mark.parametrize(
+    ("error", "offline", "message"),
+    [
+        (errors.LocalEntryNotFoundError("x"), True, "not downloaded yet and --offline is set"),
+        (errors.LocalEntryNotFoundError("x"), False, "the hub cannot be reached"),
+        (errors.HFValidationError("x"), False, "neither a directory nor a hub id"),
+        (OSError("disk full"), False, "cannot download me/tiny at v1: disk full"),
+    ],
+)
+def test_hub_errors_name_the_model(cache, monkeypatch, error, offline, message):
+    def fail(*_, **asked):
+        assert asked["local_files_only"] is offline
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        hub.resolve("me/tiny", cache_dir=cache, offline=offline, revision="v1")
+    assert "me/tiny" in str(caught.value)
+
+
+def test_offline_for_real(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "none"))
+    with pytest.raises(CheckpointError, match="me/tiny is not downloaded yet and --offline is set"):
+        hub.resolve("me/tiny", cache_dir=cache, offline=True)
+
+
+@pytest.fixture(name="package")
+def _package(source, tmp_path, monkeypatch) -> Path:
+    """The default model's package, which fails if it is imported."""
+    package = tmp_path / "site" / hub.DEFAULT_MODEL_PACKAGE
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('torch')")
+    shutil.copytree(source, package / "model")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    return package
+
+
+@pytest.mark.parametrize("model", [None, hub.DEFAULT_MODEL])
+def test_the_default_model_comes_from_its_package_unimported(package, cache, conversions, model):
+    spec = checkpoint.load_spec(hub.resolve(model, cache_dir=cache))
+    assert spec.source == hub.DEFAULT_MODEL
+    assert conversions == [package / "model"]
+    assert hub.DEFAULT_MODEL_PACKAGE not in sys.modules
+
+
+def test_a_revision_of_the_default_model_comes_from_the_hub(package, cache, downloads):
+    hub.resolve(None, cache_dir=cache, revision="v1")
+    assert downloads[0].name == hub.DEFAULT_MODEL
+
+
+def test_the_default_model_comes_from_the_hub_without_its_package(cache, downloads, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    hub.resolve(None, cache_dir=cache)
+    assert downloads[0].name == hub.DEFAULT_MODEL
+
+
+def test_a_foreign_converters_package_is_named(source, cache, monkeypatch):
+    monkeypatch.delattr(converters, "CONVERTERS")
+    with pytest.raises(CheckpointError, match="is not jaxembed's"):
+        hub.resolve(str(source), cache_dir=cache)
+
+
+def test_the_default_cache_is_in_the_home():
+    assert hub.default_cache_dir() == Path.home() / ".cache" / "jaxembed"
