@@ -1,0 +1,141 @@
+"""The static shapes that programs are compiled for. Knows no JAX and no queue."""
+
+import json
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxembed.errors import ConfigError
+
+SHORTEST_ROW = 32
+LONGEST_DEFAULT_ROW = 8192
+MOST_DEFAULT_BUCKETS = 20
+MOST_SLOTS = 128  # in a row: pooling costs slots * length, and short texts have shorter rows
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """A batch of `rows` rows of `length` tokens, each row holding up to `slots` sequences."""
+
+    rows: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    @property
+    def slots(self) -> int:
+        """Sequences in a row. A quarter of its tokens holds real queries: 5 in a row of 32 at
+        most, 16 in one of 128 were seen on MS MARCO's."""
+        return min(max(self.length // 4, 1), MOST_SLOTS)
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.length}"
+
+
+@dataclass(frozen=True)
+class BucketGrid:
+    """The buckets of one model, by length and then by rows."""
+
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def max_length(self) -> int:
+        return max(bucket.length for bucket in self.buckets)
+
+    @property
+    def covering(self) -> tuple[Bucket, ...]:
+        """What must be compiled to serve anything: each length at its fewest rows, shortest
+        first, and the largest bucket. With these every request has a place."""
+        fewest = {b.length: b for b in sorted(self.buckets, reverse=True)}
+        first = sorted(fewest.values(), key=lambda b: b.length)
+        largest = max(self.buckets, key=lambda b: (b.tokens, -b.length))
+        return tuple(dict.fromkeys([*first, largest]))
+
+    @property
+    def by_use(self) -> tuple[Bucket, ...]:
+        """Every bucket in the order to compile them: the covering ones, then the largest."""
+        rest = sorted(set(self.buckets) - set(self.covering), key=lambda b: (-b.tokens, b.length))
+        return self.covering + tuple(rest)
+
+
+def default_grid(limit: int, max_batch_tokens: int, shards: int = 1) -> BucketGrid:
+    """At most 20 buckets for sequences up to `limit` tokens.
+
+    Lengths are powers of two from 32, the last one the limit itself; rows are powers of two (times
+    `shards`) from one to what the token budget of a device holds. While there are more than 20,
+    rows between the fewest and the most are thinned out.
+    """
+    lengths = _lengths(min(limit, LONGEST_DEFAULT_ROW))
+    per_device = {length: _powers(max_batch_tokens // length) for length in lengths}
+    if not all(per_device.values()):
+        raise ConfigError(
+            f"no bucket holds a sequence of {lengths[-1]} tokens within max_batch_tokens="
+            f"{max_batch_tokens}; raise --max-batch-tokens to at least {lengths[-1]} or lower "
+            "--max-input-length"
+        )
+    while sum(map(len, per_device.values())) > MOST_DEFAULT_BUCKETS:
+        widest = max(per_device, key=lambda length: (len(per_device[length]), length))
+        rows = per_device[widest]
+        if len(rows) <= 2:
+            break
+        per_device[widest] = [*rows[:-1:2], rows[-1]] if len(rows) > 3 else [rows[0], rows[-1]]
+    return BucketGrid(
+        tuple(Bucket(r * shards, length) for length, rows in per_device.items() for r in rows)
+    )
+
+
+def read_grid(path: Path, limit: int, max_batch_tokens: int, shards: int = 1) -> BucketGrid:
+    """A grid from a file: {"buckets": [[rows, length], ...]}.
+
+    Raises ConfigError for a file that can't be read, a bucket over the token budget of a device,
+    rows that don't divide over the devices, or a grid too short for the limit.
+    """
+    try:
+        pairs = json.loads(path.read_text())["buckets"]
+        shapes = {tuple(map(operator.index, pair)) for pair in pairs}  # 1.5 rows are refused
+        buckets = tuple(sorted(Bucket(rows, length) for rows, length in shapes))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        wanted = '{"buckets": [[rows, length], ...]}'
+        raise ConfigError(f"--buckets {path}: wanted {wanted}, got {error!r}") from error
+    if problems := list(_problems(buckets, limit, max_batch_tokens, shards)):
+        raise ConfigError(f"--buckets {path}: " + "; ".join(problems))
+    return BucketGrid(buckets)
+
+
+def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -> Iterable[str]:
+    if not buckets:
+        yield "no bucket in it"
+        return
+    for b in buckets:
+        if b.rows < 1 or b.length < 1:
+            yield f"bucket {b} has no tokens"
+        elif b.rows % shards:
+            yield f"{b.rows} rows of bucket {b} do not divide over {shards} devices"
+        elif b.tokens > budget * shards:
+            yield (
+                f"bucket {b} holds {b.tokens} tokens, over max_batch_tokens={budget}"
+                f"{f' on each of {shards} devices' if shards > 1 else ''}; raise --max-batch-tokens"
+            )
+    longest = max(b.length for b in buckets)
+    if longest < limit:
+        yield (
+            f"its longest row holds {longest} tokens, the model's limit is {limit}; add a longer "
+            f"bucket or set --max-input-length {longest}"
+        )
+
+
+def _lengths(limit: int) -> list[int]:
+    if limit <= SHORTEST_ROW:
+        return [limit]
+    return [2**k for k in range(5, 14) if 2**k < limit] + [limit]
+
+
+def _powers(most: int) -> list[int]:
+    """1, 4, 16, ... and the largest power of two that fits."""
+    if most < 1:
+        return []
+    largest = 2 ** (most.bit_length() - 1)
+    return sorted({largest, *(4**k for k in range(8) if 4**k < largest)})

@@ -1,0 +1,157 @@
+"""From a spec and the settings to an engine: devices, limits, grid, replicas."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxembed.config import EngineConfig
+from jaxembed.engine.bucket import LONGEST_DEFAULT_ROW, Bucket, BucketGrid, default_grid, read_grid
+from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, batch_tokens
+from jaxembed.engine.engine import Engine, Seat
+from jaxembed.engine.replica import Device, NullReplica, Replica, native_dtype
+from jaxembed.engine.turn import DeviceTurn
+from jaxembed.errors import ConfigError
+from jaxembed.models import Program, position_limit
+from jaxembed.spec import DType, ModelSpec
+from jaxembed.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided before anything is loaded: every field is final."""
+
+    devices: tuple[Device, ...]  # none for the null model
+    dtype: DType
+    max_input_tokens: int
+    max_batch_tokens: int  # of one device
+    grid: BucketGrid
+    shards: int  # devices that share each batch
+    full_warmup: bool
+
+    @property
+    def platform(self) -> str:
+        return self.devices[0].platform if self.devices else "null"
+
+    @property
+    def device_name(self) -> str:
+        """Such as "cpu" or "NVIDIA H200"."""
+        return self.devices[0].device_kind if self.devices else "null"
+
+
+def plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Path) -> Plan:
+    """Decide devices, dtype, limits and grid. Raises ConfigError naming the flag at fault."""
+    devices = () if config.null_model else _devices(config.devices)
+    dtype: DType = config.dtype or (native_dtype(devices[0]) if devices else "float32")
+    budget = config.max_batch_tokens
+    if budget is None and devices:
+        budget = batch_tokens(program, devices[0], dtype, cache_dir)
+    limit = _limit(spec, config)
+    if config.max_batch_tokens is None:
+        longest = limit if config.buckets is not None else min(limit, LONGEST_DEFAULT_ROW)
+        budget = max(budget or ACCELERATOR_TOKENS, longest)  # a batch holds the longest input
+    assert budget is not None
+    limit = _clamped(limit, budget, config)
+    shards = len(devices) if config.parallel == "sharded" and devices else 1
+    if config.buckets is not None:
+        grid = read_grid(config.buckets, limit, budget, shards)
+    else:
+        grid = default_grid(limit, budget, shards)
+    full = config.warmup == "full" or (
+        config.warmup is None and bool(devices) and devices[0].platform == "gpu"
+    )
+    return Plan(devices, dtype, limit, budget, grid, shards, full)
+
+
+def build(
+    plan: Plan,
+    program: Program,
+    load: Callable[[], dict[str, np.ndarray]],
+    spec: ModelSpec,
+    config: EngineConfig,
+    telemetry: Telemetry,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Engine:
+    """An engine that is not started yet. `load` gives the parameters; the null model needs none."""
+    if plan.devices:
+        seats = _seats(plan, program, load())
+    else:
+        seats = [Seat(NullReplica(spec.dim, spec.hidden_size), DeviceTurn())]
+    return Engine(
+        seats,
+        plan.grid,
+        spec.dim,
+        telemetry,
+        max_batch_requests=config.max_batch_requests,
+        full_warmup=plan.full_warmup,
+        on_progress=on_progress,
+    )
+
+
+def _devices(count: int | None) -> tuple[Device, ...]:
+    """The first `count` local devices. Never jax.devices(): those of other hosts hang."""
+    local = jax.local_devices()
+    if count is not None and not 0 < count <= len(local):
+        raise ConfigError(f"--devices {count}: this machine has {len(local)}")
+    return tuple(local[:count])
+
+
+def _seats(plan: Plan, program: Program, parameters: dict[str, np.ndarray]) -> list[Seat]:
+    """One replica a device, or one over all of them."""
+    groups: Sequence[Sequence[Device]]
+    groups = [plan.devices] if plan.shards > 1 else [[device] for device in plan.devices]
+    twin = _float32_twin(plan)
+    return [
+        Seat(
+            Replica(program, parameters, devices, plan.dtype, twin),
+            DeviceTurn.for_platform(plan.platform),
+        )
+        for devices in groups
+    ]
+
+
+def _float32_twin(plan: Plan) -> Bucket | None:
+    if plan.dtype != "float16":
+        return None
+    longest = [b for b in plan.grid.buckets if b.length == plan.grid.max_length]
+    return min(longest, key=lambda b: b.rows)
+
+
+def _limit(spec: ModelSpec, config: EngineConfig) -> int:
+    """Tokens of an input: what the user wants, within the model's positions."""
+    positions = position_limit(spec)
+    if config.max_input_tokens is None:
+        return spec.max_input_tokens if positions is None else min(spec.max_input_tokens, positions)
+    if positions is not None and config.max_input_tokens > positions:
+        raise ConfigError(
+            f"--max-input-length {config.max_input_tokens} is more than the {positions} positions "
+            "this model has"
+        )
+    return config.max_input_tokens
+
+
+def _clamped(limit: int, budget: int, config: EngineConfig) -> int:
+    """The limit, or what the grid can hold if that is less and the user did not insist."""
+    if config.buckets is not None:
+        return limit
+    held = min(LONGEST_DEFAULT_ROW, budget)
+    if limit <= held:
+        return limit
+    if config.max_input_tokens is not None:
+        raise ConfigError(
+            f"--max-input-length {limit} does not fit: the default buckets hold {held} tokens "
+            f"with --max-batch-tokens {budget}; raise --max-batch-tokens, or give a grid with "
+            "--buckets"
+        )
+    logger.warning(
+        "the model takes %d tokens, the grid holds %d: longer inputs are cut. "
+        "--max-batch-tokens and --buckets raise it",
+        limit,
+        held,
+    )
+    return held

@@ -1,0 +1,70 @@
+"""How many tokens a batch should hold on a CPU: measured once for a machine, then remembered."""
+
+import json
+import logging
+import os
+import platform
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxembed.engine.replica import Device
+from jaxembed.models import Program
+from jaxembed.spec import DType
+
+logger = logging.getLogger(__name__)
+
+ACCELERATOR_TOKENS = 16384  # TEI's default
+BATCH_S = 0.15  # what a batch may take on a CPU: nothing else runs meanwhile
+SHARE_REACHED = 0.5  # of the rate of a single product, by a whole model
+SHAPE = (1024, 768, 3072)
+
+
+def batch_tokens(program: Program, device: Device, dtype: DType, cache_dir: Path) -> int:
+    """The default token budget of a batch: 16,384 on an accelerator, on a CPU the power of two
+    that takes about 150 ms."""
+    if device.platform != "cpu":
+        return ACCELERATOR_TOKENS
+    tokens = BATCH_S * SHARE_REACHED * _rate(dtype, cache_dir) / _flops_per_token(program)
+    return int(min(max(2 ** int(np.log2(max(tokens, 1.0))), 256), ACCELERATOR_TOKENS))
+
+
+def _flops_per_token(program: Program) -> float:
+    """Of the products with the parameters: two for each element of every matrix."""
+    shapes = program.shapes.items()
+    return 2.0 * sum(np.prod(s.shape) for name, s in shapes if name.endswith(".kernel"))
+
+
+def _rate(dtype: DType, cache_dir: Path) -> float:
+    """FLOP/s of a product on this machine. Kept in a file: a figure that moved from start to start
+    would choose other buckets, and compile them anew."""
+    key = f"{platform.processor() or platform.machine()}/{os.cpu_count()}/{dtype}"
+    file = cache_dir / "cpu-rates.json"
+    try:
+        rates = json.loads(file.read_text())
+    except (OSError, ValueError):
+        rates = {}
+    if not isinstance(rates, dict) or key not in rates:
+        rates = (rates if isinstance(rates, dict) else {}) | {key: _measure(dtype)}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f".{file.name}.{os.getpid()}")
+        partial.write_text(json.dumps(rates))
+        partial.replace(file)
+        logger.info("this CPU multiplies %s at %.0f GFLOP/s", dtype, rates[key] / 1e9)
+    return float(rates[key])
+
+
+def _measure(dtype: DType) -> float:
+    m, k, n = SHAPE
+    a, b = jnp.ones((m, k), dtype), jnp.ones((k, n), dtype)
+    product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
+    product(a, b).block_until_ready()
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        product(a, b).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * m * k * n / best

@@ -1,0 +1,287 @@
+"""One queue, and threads that pull from it: sequences in, tickets answered.
+
+Life of a sequence: `submit` puts it in the queue; a thread of a free replica takes the device's
+turn, then `take` chooses a batch out of what waits at that moment, the replica runs it, and the
+answers are written into the tickets. There are no timers: batches grow while the devices are busy.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from jaxembed.engine.batch import MOST_LOOKED_AT, Batch, place, take
+from jaxembed.engine.bucket import Bucket, BucketGrid
+from jaxembed.engine.recovery import Answers, Recovery
+from jaxembed.engine.replica import Runner, milliseconds
+from jaxembed.engine.ticket import Entry, Ticket
+from jaxembed.engine.turn import DeviceTurn
+from jaxembed.engine.warmup import Warmup
+from jaxembed.errors import BackendError, InputTooLong
+from jaxembed.inputs import Encoding
+from jaxembed.models.output import OutputName
+from jaxembed.telemetry import Telemetry
+
+FAILURES_TO_SICK = 3
+PROBE_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A runner and the turn of its devices."""
+
+    runner: Runner
+    turn: DeviceTurn
+
+
+class Engine:
+    """Batches sequences and runs them on every seat.
+
+    `submit` may be called from any thread. Nothing compiles on its way: buckets are used as they
+    become ready, and a sequence that fits none yet waits.
+    """
+
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        grid: BucketGrid,
+        dim: int,
+        telemetry: Telemetry,
+        *,
+        max_batch_requests: int | None = None,
+        full_warmup: bool = False,
+        compile_workers: int = 2,
+        on_progress: Callable[[int, int], None] | None = None,
+    ):
+        self.grid = grid
+        self.cost: dict[Bucket, float] = {}  # milliseconds of each bucket that is compiled
+        self.tokens_per_s = 0.0  # useful tokens, of late
+        self._seats = seats
+        self._dim = dim
+        self._telemetry = telemetry
+        self._most = max_batch_requests
+        self._queue: deque[Entry] = deque()
+        self._waiting_entries = 0  # cancelled ones not counted
+        self._waiting_tokens = 0
+        self._stuck = False  # all that waits is too long for the buckets compiled so far
+        self._failures = 0  # batches in a row
+        self._closing = False
+        self._changed = threading.Condition()
+        self.warmup = Warmup(
+            grid,
+            self._compile,
+            self._needed_length,
+            full=full_warmup,
+            workers=compile_workers,
+            on_progress=on_progress,
+            on_failure=lambda error: self._fail_waiting("the model could not be compiled"),
+        )
+        # one thread more than programs in flight: it settles answers while the others run
+        self._threads = [
+            threading.Thread(target=self._serve, args=(seat,), name=f"seat-{n}-{k}", daemon=True)
+            for n, seat in enumerate(seats)
+            for k in range(seat.turn.permits + 1)
+        ]
+        telemetry.queue_size.set_function(lambda: self._waiting_entries)
+        telemetry.queue_tokens.set_function(lambda: self._waiting_tokens)
+
+    @property
+    def ready(self) -> bool:
+        """Compiled far enough to serve anything, and not failing batch after batch."""
+        return self.warmup.ready and self.healthy
+
+    @property
+    def healthy(self) -> bool:
+        return self._failures < FAILURES_TO_SICK
+
+    def start(self) -> None:
+        """Start compiling and serving."""
+        self.warmup.start()
+        for thread in self._threads:
+            thread.start()
+
+    def submit(
+        self,
+        encodings: Sequence[Encoding],
+        outputs: frozenset[OutputName] = frozenset({"dense"}),
+        wake: Callable[[], object] | None = None,
+    ) -> Ticket:
+        """Queue the sequences of one request. Raises InputTooLong if one fits no bucket."""
+        longest = max(encoding.length for encoding in encodings)
+        if longest > self.grid.max_length:
+            raise InputTooLong(
+                f"a sequence of {longest} tokens does not fit the longest bucket, "
+                f"{self.grid.max_length} tokens"
+            )
+        ticket = Ticket(encodings, self._dim, outputs, wake)
+        with self._changed:
+            if self._closing or self.warmup.error is not None:
+                raise BackendError("the engine is closed")
+            self._queue.extend(ticket.entries)
+            self._waiting_entries += ticket.waiting_entries
+            self._waiting_tokens += ticket.waiting_tokens
+            self._stuck = False
+            self._changed.notify_all()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Nobody waits for the ticket: what is queued of it will not run."""
+        with self._changed:
+            if not ticket.cancel():
+                return
+            self._waiting_entries -= ticket.waiting_entries
+            self._waiting_tokens -= ticket.waiting_tokens
+            if self._waiting_entries == 0:
+                self._queue.clear()
+        self._telemetry.cancelled_requests.inc()
+
+    def close(self, timeout_s: float = 20.0) -> None:
+        """Finish the queue, stop the threads. What waits for a bucket that is not compiled fails."""
+        self.warmup.stop()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        self._fail_waiting("the engine is closed")
+
+    def _serve(self, seat: Seat) -> None:
+        """A thread's life: wait, take the device's turn, take a batch, run it, settle it."""
+        recovery = Recovery(seat.runner, lambda: self.cost, self._telemetry)
+        while self._wait_for_work():
+            with seat.turn.hold(self._urgency):
+                batch = self._take() or self._probe()
+                if batch is None:
+                    continue
+                started_at = time.monotonic()
+                results = recovery.run(batch)
+                seconds = time.monotonic() - started_at
+            self._note(batch, results, seconds)
+            for answers in results:
+                _settle(answers, started_at, seconds)
+
+    def _wait_for_work(self) -> bool:
+        """Wait for something to run; False when the engine is closed and the queue empty."""
+        with self._changed:
+            timeout_s = None if self.healthy else PROBE_EVERY_S
+            self._changed.wait_for(lambda: self._closing or self._runnable, timeout_s)
+            return not self._closing or self._runnable
+
+    @property
+    def _runnable(self) -> bool:
+        return self._waiting_entries > 0 and not self._stuck and bool(self.cost)
+
+    def _urgency(self) -> float:
+        """Waiting tokens times the seconds the oldest has waited: of two models on one device the
+        busier goes first, and the other does not starve."""
+        with self._changed:
+            if not self._queue:
+                return 0.0
+            return self._waiting_tokens * (time.monotonic() - self._queue[0].ticket.queued_at)
+
+    def _take(self) -> Batch | None:
+        """Take the next batch out of the queue. None if nothing waits that a bucket holds."""
+        with self._changed:
+            longest = max((bucket.length for bucket in self.cost), default=0)
+            runnable = (
+                entry
+                for entry in self._queue
+                if entry.length <= longest and not entry.ticket.cancelled
+            )
+            window = list(islice(runnable, MOST_LOOKED_AT))
+            if not window:
+                self._stuck = self._waiting_entries > 0  # until a bucket or a request is new
+                return None
+            batch = take(window, self.cost, self._most)
+            self._remove(batch)
+            return batch
+
+    def _remove(self, batch: Batch) -> None:
+        chosen = set(batch.entries)
+        passed = []
+        while chosen:
+            entry = self._queue.popleft()
+            if entry in chosen:
+                chosen.remove(entry)
+                entry.ticket.waiting_entries -= 1
+                entry.ticket.waiting_tokens -= entry.length
+            elif not entry.ticket.cancelled:
+                passed.append(entry)
+        self._queue.extendleft(reversed(passed))
+        self._waiting_entries -= len(batch.entries)
+        self._waiting_tokens -= batch.useful_tokens
+
+    def _probe(self) -> Batch | None:
+        """One token on the smallest bucket when batches have failed in a row, to see whether the
+        device is well again."""
+        if self.healthy or not self.cost:
+            return None
+        ticket = Ticket([Encoding(np.ones(1, np.int32))], self._dim)
+        return place(ticket.entries, min(self.cost, key=lambda bucket: bucket.tokens))
+
+    def _note(self, batch: Batch, results: Sequence[Answers], seconds: float) -> None:
+        """Keep the figures of a batch."""
+        failed = all(isinstance(answers.error, BackendError) for answers in results)
+        with self._changed:
+            self._failures = self._failures + 1 if failed else 0
+            if len(results) == 1 and not failed:
+                self.cost[batch.bucket] = min(self.cost[batch.bucket], seconds * 1000)
+                rate = batch.useful_tokens / seconds * len(self._seats)
+                self.tokens_per_s += 0.1 * (rate - self.tokens_per_s) if self.tokens_per_s else rate
+        self._telemetry.batch_size.observe(len(batch.entries))
+        self._telemetry.batch_tokens.observe(batch.useful_tokens)
+        self._telemetry.batch_fill.observe(batch.fill)
+
+    def _compile(self, bucket: Bucket) -> None:
+        """Compile a bucket on every seat, time it, and only then let batches use it."""
+        cost = math.inf
+        for seat in self._seats:
+            seat.runner.compile(bucket)
+            with seat.turn.hold(lambda: math.inf):
+                cost = min(cost, milliseconds(seat.runner, bucket))
+        with self._changed:
+            self.cost = {**self.cost, bucket: cost}
+            self._stuck = False
+            self._changed.notify_all()
+
+    def _fail_waiting(self, reason: str) -> None:
+        """Nothing that waits will be answered: tell those who wait."""
+        with self._changed:
+            waiting = [entry for entry in self._queue if not entry.ticket.cancelled]
+            self._queue.clear()
+            self._waiting_entries = self._waiting_tokens = 0
+            for entry in waiting:
+                entry.ticket.waiting_entries = entry.ticket.waiting_tokens = 0
+        for entry in waiting:
+            entry.ticket.fail([entry.index], BackendError(reason))
+
+    def _needed_length(self) -> int | None:
+        """The length of the oldest sequence that no compiled bucket holds."""
+        with self._changed:
+            longest = max((bucket.length for bucket in self.cost), default=0)
+            window = islice(self._queue, MOST_LOOKED_AT)
+            return next((entry.length for entry in window if entry.length > longest), None)
+
+
+def _settle(answers: Answers, started_at: float, seconds: float) -> None:
+    """Write the answers into their tickets, one step for each ticket."""
+    by_ticket: dict[Ticket, list[int]] = {}
+    for k, entry in enumerate(answers.entries):
+        by_ticket.setdefault(entry.ticket, []).append(k)
+    for ticket, chosen in by_ticket.items():
+        index = [answers.entries[k].index for k in chosen]
+        ticket.queue_s[index] = started_at - ticket.queued_at
+        ticket.inference_s[index] = seconds
+        if answers.error is not None:
+            ticket.fail(index, answers.error)
+            continue
+        assert answers.dense is not None
+        tokens = None if answers.tokens is None else [answers.tokens[k] for k in chosen]
+        ticket.answer(index, answers.dense[chosen], tokens)

@@ -1,0 +1,139 @@
+"""Run a batch so that only the guilty fail: halve what does not fit, isolate what is not finite."""
+
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxembed.engine.batch import Batch, pack, place
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.replica import Runner
+from jaxembed.engine.ticket import Entry
+from jaxembed.errors import BackendError, NotFinite
+from jaxembed.models.output import OutputName
+from jaxembed.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What came of some entries: entry k has `dense[k]` and `tokens[k]`, or all have `error`."""
+
+    entries: Sequence[Entry]
+    dense: np.ndarray | None = None
+    tokens: Sequence[np.ndarray] | None = None
+    error: Exception | None = None
+
+
+class Recovery:
+    """Runs batches on a runner; `buckets()` are those compiled so far."""
+
+    def __init__(
+        self, runner: Runner, buckets: Callable[[], Iterable[Bucket]], telemetry: Telemetry
+    ):
+        self._runner = runner
+        self._buckets = buckets
+        self._telemetry = telemetry
+
+    def run(self, batch: Batch) -> list[Answers]:
+        """Every entry of the batch, answered or failed. Raises nothing."""
+        try:
+            answers = self._attempt(batch)
+        except Exception as error:  # whatever the device says goes to those who wait
+            return self._after_failure(batch, error)
+        finite = _finite(answers)
+        if finite.all():
+            return [answers]
+        suspects = [e for e, good in zip(answers.entries, finite, strict=True) if not good]
+        return [_subset(answers, finite), *(self._alone(entry, batch) for entry in suspects)]
+
+    def _attempt(self, batch: Batch) -> Answers:
+        names = _outputs(batch.entries)
+        return _gather(batch, self._runner.run(batch.bucket, pack(batch), names))
+
+    def _after_failure(self, batch: Batch, error: Exception) -> list[Answers]:
+        smaller = self._smaller(batch)
+        if "RESOURCE_EXHAUSTED" in str(error) and smaller is not None:
+            self._telemetry.split_batches.inc()
+            logger.warning(
+                "batch %s does not fit the device's memory, running it in halves", batch.bucket
+            )
+            return [answers for half in smaller for answers in self.run(half)]
+        reference = uuid.uuid4().hex[:12]
+        lengths = sorted((entry.length for entry in batch.entries), reverse=True)[:8]
+        logger.error(
+            "batch %s of %d sequences failed (reference %s, longest %s)",
+            batch.bucket, len(batch.entries), reference, lengths, exc_info=error,
+        )  # fmt: skip
+        self._telemetry.failed_batches.inc()
+        failure = BackendError(f"the device failed on this batch (reference {reference})")
+        return [Answers(batch.entries, error=failure)]
+
+    def _smaller(self, batch: Batch) -> list[Batch] | None:
+        """The batch on buckets of half its tokens at most; None where there are none."""
+        longest = max(entry.length for entry in batch.entries)
+        fitting = [
+            b
+            for b in self._buckets()
+            if b.length >= longest and b.tokens <= batch.bucket.tokens // 2
+        ]
+        if not fitting:
+            return None
+        bucket, left, parts = max(fitting, key=lambda b: b.tokens), list(batch.entries), []
+        while left:
+            parts.append(place(left, bucket))
+            placed = set(parts[-1].entries)
+            left = [entry for entry in left if entry not in placed]
+        return parts
+
+    def _alone(self, entry: Entry, batch: Batch) -> Answers:
+        """The sequence by itself, then in float32 where the model is float16."""
+        self._telemetry.not_finite.inc()
+        fitting = [b for b in self._buckets() if b.length >= entry.length]
+        bucket = min(fitting, key=lambda b: b.tokens, default=batch.bucket)
+        alone = place([entry], bucket)
+        try:
+            answers = self._attempt(alone)
+            if _finite(answers).all():
+                return answers
+            wide = self._runner.run_in_float32(pack(alone), _outputs([entry]))
+            if wide is not None and _finite(answers := _gather(alone, wide)).all():
+                return answers
+        except Exception as error:
+            return self._after_failure(alone, error)[0]
+        message = f"the result of input {entry.index} is not finite, alone and in full precision"
+        return Answers([entry], error=NotFinite(message))
+
+
+def _outputs(entries: Iterable[Entry]) -> set[OutputName]:
+    dense: set[OutputName] = {"dense"}
+    return dense.union(*(entry.ticket.outputs for entry in entries))
+
+
+def _gather(batch: Batch, output: dict[OutputName, np.ndarray]) -> Answers:
+    """Each entry's own rows out of a bucket's output."""
+    dense = output["dense"][batch.rows, batch.slots]
+    if "tokens" not in output:
+        return Answers(batch.entries, dense)
+    spans = zip(batch.entries, batch.rows, batch.starts, strict=True)
+    # copies: a view would keep the whole bucket's output alive as long as the answer
+    tokens = [output["tokens"][row, at : at + e.length].copy() for e, row, at in spans]
+    return Answers(batch.entries, dense, tokens)
+
+
+def _finite(answers: Answers) -> np.ndarray:
+    assert answers.dense is not None
+    finite = np.asarray(np.isfinite(answers.dense).all(axis=1))
+    if answers.tokens is not None:
+        finite &= np.array([np.isfinite(tokens).all() for tokens in answers.tokens])
+    return finite
+
+
+def _subset(answers: Answers, chosen: np.ndarray) -> Answers:
+    assert answers.dense is not None
+    index = np.flatnonzero(chosen).tolist()
+    tokens = None if answers.tokens is None else [answers.tokens[i] for i in index]
+    return Answers([answers.entries[i] for i in index], answers.dense[index], tokens)

@@ -1,0 +1,210 @@
+"""One copy of the parameters on its devices, and one compiled program for each bucket.
+
+Knows nothing of requests: packed tokens in, outputs out.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxembed.engine.bucket import Bucket
+from jaxembed.errors import ConfigError
+from jaxembed.models import Program
+from jaxembed.models.output import Output, OutputName
+from jaxembed.models.tokens import PackedTokens
+from jaxembed.spec import DType
+
+logger = logging.getLogger(__name__)
+
+Device = Any  # a jax.Device, which JAX exports as a variable and no checker takes for a type
+
+Outputs = dict[OutputName, np.ndarray]
+
+FLOAT32: DType = "float32"
+
+# XLA:CPU of jaxlib 0.10.2 gives wrong sums where it fuses a product and a reduction
+# (github.com/jax-ml/jax/issues/39103). With single products as the only fusions it does not.
+SAFE_FUSION: dict[str, str | bool] = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+}
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """What the engine asks of a replica; NullReplica answers the same."""
+
+    def compile(self, bucket: Bucket) -> None: ...
+
+    def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs: ...
+
+    def run_in_float32(
+        self, planes: np.ndarray, outputs: Iterable[OutputName]
+    ) -> Outputs | None: ...
+
+
+class Replica:
+    """A model on one device, or on several in lockstep, each with a share of the rows."""
+
+    def __init__(
+        self,
+        program: Program,
+        parameters: dict[str, np.ndarray],
+        devices: Sequence[Device],
+        dtype: DType,
+        float32_twin: Bucket | None = None,
+    ):
+        self.devices = tuple(devices)
+        self.dtype: DType = dtype
+        self._forward = program.forward
+        self._mesh = Mesh(np.array(devices), ("data",))
+        self._programs: dict[Bucket, jax.stages.Compiled] = {}
+        self._twin = float32_twin
+        self._float32: jax.stages.Compiled | None = None
+        whole = NamedSharding(self._mesh, PartitionSpec())
+        leaves = program.order(parameters)
+        self._parameters = [jax.device_put(_cast(leaf, dtype), whole) for leaf in leaves]
+
+    def compile(self, bucket: Bucket) -> None:
+        """Make the program of a bucket. Raises what XLA raises.
+
+        Of the `float32_twin` a second program is kept that computes in float32, with the same
+        parameters, for sequences whose activations leave float16's range.
+        """
+        self._programs[bucket] = self._compile(bucket, self.dtype)
+        if bucket == self._twin:
+            self._float32 = self._compile(bucket, FLOAT32)
+
+    def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
+        """Run a bucket and copy the outputs asked for to the host. Blocks without the GIL."""
+        return self._fetch(self._programs[bucket](self._parameters, self._placed(planes)), outputs)
+
+    def run_in_float32(self, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs | None:
+        """The same for one sequence in the first row, in float32; None without such a program."""
+        if self._float32 is None or self._twin is None:
+            return None
+        wide = np.zeros((PackedTokens.FIELDS, self._twin.rows, self._twin.length), np.int32)
+        wide[:, 0, : planes.shape[2]] = planes[:, 0, : self._twin.length]
+        return self._fetch(self._float32(self._parameters, self._placed(wide)), outputs)
+
+    def program_text(self, bucket: Bucket) -> str:
+        """The optimised program of a bucket, as HLO."""
+        return self._programs[bucket].as_text() or ""
+
+    def temporary_bytes(self, bucket: Bucket) -> int:
+        """Device memory a run of the bucket takes besides the parameters."""
+        memory: Any = self._programs[bucket].memory_analysis()  # None on no platform of ours
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+    def _placed(self, planes: np.ndarray) -> jax.Array:
+        return jax.device_put(planes, NamedSharding(self._mesh, PartitionSpec(None, "data")))
+
+    def _fetch(self, output: Output, names: Iterable[OutputName]) -> Outputs:
+        return {name: np.asarray(getattr(output, name)) for name in names}
+
+    def _compile(self, bucket: Bucket, dtype: DType) -> jax.stages.Compiled:
+        if bucket.rows % len(self.devices):
+            raise ConfigError(
+                f"{bucket.rows} rows of bucket {bucket} do not divide over "
+                f"{len(self.devices)} devices"
+            )
+
+        def forward(parameters, planes):
+            leaves = [leaf.astype(jnp.float32) for leaf in parameters]
+            return self._forward(leaves if dtype == FLOAT32 else parameters, planes, bucket.slots)
+
+        rows: Any = PartitionSpec("data")  # the specs of an Output have its shape
+        mapped = jax.shard_map(
+            forward,
+            mesh=self._mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(None, "data")),
+            out_specs=Output(dense=rows, tokens=rows),
+            check_vma=False,
+        )
+        shape = (PackedTokens.FIELDS, bucket.rows, bucket.length)
+        planes = jax.ShapeDtypeStruct(
+            shape, jnp.int32, sharding=NamedSharding(self._mesh, PartitionSpec(None, "data"))
+        )
+        # float32 must mean float32: the default is TF32 on GPU and bfloat16 passes on TPU
+        exact = jax.default_matmul_precision("highest") if dtype == FLOAT32 else nullcontext()
+        with exact:
+            lowered = jax.jit(mapped).lower(self._parameters, planes)
+        return lowered.compile(compiler_options=compiler_options(self.devices[0].platform))
+
+
+class NullReplica:
+    """Answers with constants and runs no device: what is left is the cost of the host."""
+
+    def __init__(self, dim: int, width: int):
+        self._dim = dim
+        self._width = width
+
+    def compile(self, bucket: Bucket) -> None:
+        """Nothing to compile."""
+
+    def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
+        """Ones of the right shapes."""
+        shapes: dict[OutputName, tuple[int, ...]] = {
+            "dense": (bucket.rows, bucket.slots, self._dim),
+            "tokens": (bucket.rows, bucket.length, self._width),
+        }
+        return {name: np.ones(shapes[name], np.float32) for name in outputs}
+
+    def run_in_float32(self, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs | None:
+        """Constants are finite."""
+        return None
+
+
+@cache
+def compiler_options(platform: str) -> dict[str, str | bool]:
+    """XLA's options for a platform: on CPU the safe fusion setting, where XLA knows it."""
+    if platform != "cpu":
+        return {}
+    try:
+        jax.jit(lambda x: x + 1).lower(np.float32(0)).compile(compiler_options=dict(SAFE_FUSION))
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        logger.info("this XLA has no YNNPACK fusions to restrict: %s", error)
+        return {}
+    return SAFE_FUSION
+
+
+def native_dtype(device: Device) -> DType:
+    """bfloat16 where the device multiplies it natively, else float32."""
+    if device.platform in ("gpu", "tpu") or _cpu_has_bfloat16():
+        return "bfloat16"
+    return FLOAT32
+
+
+def milliseconds(runner: Runner, bucket: Bucket, runs: int = 2) -> float:
+    """The fastest of some runs of a full bucket, copies to and from the device included."""
+    planes = np.ones((PackedTokens.FIELDS, bucket.rows, bucket.length), np.int32)
+    planes[1] = np.arange(bucket.length)
+    best = float("inf")
+    for _ in range(runs):
+        start = time.perf_counter()
+        runner.run(bucket, planes, ("dense",))
+        best = min(best, time.perf_counter() - start)
+    return best * 1000
+
+
+def _cpu_has_bfloat16() -> bool:
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = file.read()
+    except OSError:
+        return False
+    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+
+
+def _cast(leaf: np.ndarray, dtype: DType) -> np.ndarray:
+    """Matrices in the dtype that products take; vectors (norms, biases) stay float32."""
+    return leaf.astype(jnp.dtype(dtype) if leaf.ndim > 1 else np.float32)

@@ -1,0 +1,120 @@
+"""Compiles the buckets: what covers every request first, the rest behind traffic."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from jaxembed.engine.bucket import Bucket, BucketGrid
+
+logger = logging.getLogger(__name__)
+
+STACK_BYTES = 64 * 1024 * 1024  # XLA overflows the 8 MiB a thread gets on large models
+
+
+class CompilePlan:
+    """Which bucket to compile next. A bucket that a waiting sequence needs jumps the queue."""
+
+    def __init__(self, grid: BucketGrid):
+        self._pending = list(grid.by_use)
+        self._lock = threading.Lock()
+
+    def next(self, needed_length: int | None) -> Bucket | None:
+        """The next bucket, or None when all are taken. `needed_length` is the length of the oldest
+        sequence that no compiled bucket holds, if there is one."""
+        with self._lock:
+            if not self._pending:
+                return None
+            urgent = [b for b in self._pending if needed_length and b.length >= needed_length]
+            bucket = min(urgent, key=lambda b: b.tokens) if urgent else self._pending[0]
+            self._pending.remove(bucket)
+            return bucket
+
+
+class Warmup:
+    """Compiles a grid on background threads and tells the engine of every bucket that is ready."""
+
+    def __init__(
+        self,
+        grid: BucketGrid,
+        compile_bucket: Callable[[Bucket], None],
+        needed_length: Callable[[], int | None],
+        *,
+        full: bool,
+        workers: int,
+        on_progress: Callable[[int, int], None] | None = None,
+        on_failure: Callable[[Exception], None] = lambda error: None,
+    ):
+        self.error: Exception | None = None
+        self.compiled: list[Bucket] = []
+        self._compile_bucket = compile_bucket
+        self._needed_length = needed_length
+        self._on_progress = on_progress or (lambda done, total: None)
+        self._on_failed = on_failure
+        self._plan = CompilePlan(grid)
+        self._required = set(grid.buckets if full else grid.covering)
+        self._ready = threading.Event()
+        self._stop = threading.Event()
+        self._started_at = time.monotonic()
+        self._workers = workers
+        self._total = len(grid.buckets)
+        self._lock = threading.Lock()
+
+    @property
+    def ready(self) -> bool:
+        """Whether every request has a compiled bucket, or with `full` every bucket is compiled."""
+        return self._ready.is_set() and self.error is None
+
+    def start(self) -> None:
+        """Begin; the threads end when every bucket is taken."""
+        usual = threading.stack_size(STACK_BYTES)
+        for k in range(self._workers):
+            threading.Thread(target=self._work, name=f"compile-{k}", daemon=True).start()
+        threading.stack_size(usual)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until ready. Raises what the compiler raised on a bucket that is required."""
+        if not self._ready.wait(timeout_s):
+            raise TimeoutError(f"not ready within {timeout_s} s")
+        if self.error is not None:
+            raise self.error
+
+    def stop(self) -> None:
+        """Compile no further bucket."""
+        self._stop.set()
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            bucket = self._plan.next(self._needed_length())
+            if bucket is None:
+                return
+            try:
+                self._compile_bucket(bucket)
+            except Exception as error:
+                self._on_failure(bucket, error)
+            else:
+                self._on_success(bucket)
+
+    def _on_success(self, bucket: Bucket) -> None:
+        with self._lock:
+            self.compiled.append(bucket)
+            done = len(self.compiled)
+            became_ready = not self._ready.is_set() and self._required <= set(self.compiled)
+        elapsed = time.monotonic() - self._started_at
+        logger.debug("bucket %s compiled, %d of %d", bucket, done, self._total)
+        self._on_progress(done, self._total)
+        if became_ready:
+            logger.info("ready: %d of %d buckets in %.1f s", done, self._total, elapsed)
+            self._ready.set()
+        if done == self._total:
+            logger.info("all %d buckets compiled in %.1f s", done, elapsed)
+
+    def _on_failure(self, bucket: Bucket, error: Exception) -> None:
+        if bucket not in self._required:
+            logger.warning("bucket %s does not compile and is left out", bucket, exc_info=error)
+            return
+        logger.error("bucket %s does not compile", bucket, exc_info=error)
+        self.error = error
+        self._stop.set()
+        self._ready.set()
+        self._on_failed(error)
