@@ -1,0 +1,1 @@
+"""What turns inputs into encodings: text so far."""

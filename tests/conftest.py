@@ -1,0 +1,97 @@
+"""Fixtures that most tests share: a tiny random BERT as a checkpoint, and an Embedder on it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, processors
+
+from jaxembed import Embedder, EngineConfig, checkpoint
+from jaxembed.models import random_parameters
+from jaxembed.spec import ModelSpec, NormalizeLayer
+
+jax.config.update("jax_num_cpu_devices", 8)  # used by tests of parallelism; the others take one
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+LIMIT = 64  # tokens
+_SENTENCE = "the a of cat dog sat on mat runs red blue sky how what is where train tiny"
+WORDS = _SENTENCE.split()
+
+
+def tiny_spec(**changes) -> ModelSpec:
+    """A two-layer BERT of width 32; `changes` are fields of ModelSpec."""
+    fields = {
+        "architecture": "bert",
+        "config": {
+            "vocab_size": 5 + len(WORDS) + 26,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "intermediate_size": 64,
+            "max_positions": LIMIT,
+            "type_vocab_size": 2,
+            "norm_eps": 1e-12,
+            "activation": "gelu",
+        },
+        "pooling": ("mean",),
+        "modules": (NormalizeLayer(),),
+        "prompts": {"query": "what is ", "passage": "the "},
+        "max_input_tokens": LIMIT,
+        "hidden_size": 32,
+        "dtype": "float32",
+        "source": "tiny",
+        "content_hash": "",
+    }
+    return ModelSpec(**(fields | changes))
+
+
+def word_tokenizer() -> tokenizers.Tokenizer:
+    """WordPiece over WORDS and single letters, with BERT's special tokens."""
+    letters = [f"##{chr(c)}" for c in range(ord("a"), ord("z") + 1)]
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *letters]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
+    # as all-MiniLM-L6-v2 ships them: both must be switched off, or every vector is wrong
+    tokenizer.enable_padding(length=16)
+    tokenizer.enable_truncation(16)
+    return tokenizer
+
+
+def save_tiny(path: Path, **changes) -> Path:
+    """A checkpoint of `tiny_spec(**changes)` with random parameters."""
+    spec = tiny_spec(**changes)
+    checkpoint.save(path, spec, random_parameters(spec), word_tokenizer().to_str().encode())
+    return path
+
+
+@pytest.fixture(name="tiny_checkpoint", scope="session")
+def _tiny_checkpoint(tmp_path_factory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "checkpoint")
+
+
+@pytest.fixture(name="grid_file", scope="session")
+def _grid_file(tmp_path_factory) -> Path:
+    """Three tiny buckets: what nearly all tests compile."""
+    path = tmp_path_factory.mktemp("grid") / "buckets.json"
+    path.write_text('{"buckets": [[1, 16], [4, 32], [2, 64]]}')
+    return path
+
+
+@pytest.fixture(name="embedder", scope="session")
+def _embedder(tiny_checkpoint, grid_file, tmp_path_factory) -> Iterator[Embedder]:
+    """One device, float32, three buckets, all compiled. Shared: do not close or drain it."""
+    config = EngineConfig(
+        dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128, warmup="full"
+    )
+    cache = tmp_path_factory.mktemp("cache")
+    embedder = Embedder(str(tiny_checkpoint), cache_dir=cache, config=config)
+    yield embedder
+    embedder.close()

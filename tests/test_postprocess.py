@@ -1,0 +1,61 @@
+"""Vectors cut, normalised, compared and encoded."""
+
+import base64
+
+import numpy as np
+import pytest
+
+from jaxembed.postprocess import shape_vectors, similarity, to_base64, to_bytes
+
+
+@pytest.fixture(name="dense")
+def _dense():
+    return np.random.default_rng(0).normal(size=(5, 12)).astype(np.float32)
+
+
+@pytest.mark.parametrize("dimensions", [None, 1, 7, 12])
+def test_vectors_are_cut_first_and_then_normalised(dense, dimensions):
+    shaped = shape_vectors(dense, dimensions=dimensions, normalize=True)
+    cut = dense[:, :dimensions].astype(np.float64)
+    wanted = cut / np.linalg.norm(cut, axis=1, keepdims=True)
+    np.testing.assert_array_equal(shaped, wanted.astype(np.float32))
+    assert shaped.dtype == np.float32
+    assert shaped.flags.c_contiguous
+
+
+def test_vectors_stay_as_they_are_unless_asked(dense):
+    shaped = shape_vectors(dense, dimensions=3, normalize=False)
+    np.testing.assert_array_equal(shaped, dense[:, :3])
+    assert shaped.flags.c_contiguous
+
+
+def test_a_zero_vector_stays_zero():
+    shaped = shape_vectors(np.zeros((2, 4), np.float32), dimensions=None, normalize=True)
+    np.testing.assert_array_equal(shaped, np.zeros((2, 4), np.float32))
+
+
+def test_huge_and_tiny_vectors_get_length_one():
+    dense = np.array([[1e38] * 4, [1e-38] * 4], np.float32)
+    shaped = shape_vectors(dense, dimensions=None, normalize=True)
+    np.testing.assert_allclose(shaped, 0.5, rtol=1e-6)
+
+
+def test_no_vectors_are_no_vectors():
+    assert shape_vectors(np.zeros((0, 4), np.float32), dimensions=2, normalize=True).shape == (0, 2)
+
+
+def test_similarity_is_the_cosine(dense):
+    lengths = np.linalg.norm(dense, axis=1)
+    wanted = dense[1:] @ dense[0] / (lengths[1:] * lengths[0])
+    np.testing.assert_allclose(similarity(dense[0], dense[1:]), wanted, rtol=1e-5)
+
+
+def test_similarity_to_itself_is_one_and_to_nothing_is_zero(dense):
+    others = np.stack([dense[0], -dense[0], np.zeros(12, np.float32)])
+    np.testing.assert_allclose(similarity(dense[0], others), [1, -1, 0], rtol=1e-6)
+
+
+def test_base64_is_little_endian_float32(dense):
+    decoded = np.frombuffer(base64.b64decode(to_base64(dense[1])), "<f4")
+    np.testing.assert_array_equal(decoded, dense[1])
+    np.testing.assert_array_equal(np.frombuffer(to_bytes(dense), "<f4").reshape(5, 12), dense)
