@@ -1,0 +1,83 @@
+"""What happens to every request around its handler: its id, CORS, the API key. Knows no route."""
+
+import hmac
+import re
+import uuid
+
+from quart import Response, g, request
+
+from jaxembed.server.body import discard_body
+from jaxembed.server.errors import Unauthorized
+from jaxembed.server.service import current_service
+
+OPEN_ROUTES = {
+    "/",
+    "/health",
+    "/livez",
+    "/ready",
+    "/ping",
+    "/metrics",
+    "/docs",
+    "/openapi.json",
+    "/api-doc/openapi.json",
+}
+REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
+
+
+async def name_request() -> None:
+    """The client's id for the request if it sent a sane one, else one of ours."""
+    given = request.headers.get("x-request-id", "")
+    g.request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+async def answer_preflight() -> Response | None:
+    """A browser asks before it sends a key, so this comes before `check_key`."""
+    if request.method == "OPTIONS" and "access-control-request-method" in request.headers:
+        headers = {
+            "Access-Control-Allow-Methods": "GET, POST",
+            "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Request-Id",
+            "Access-Control-Max-Age": "600",
+        }
+        return Response(b"", 204, headers=headers)
+    return None
+
+
+async def check_key() -> None:
+    """Raises Unauthorized unless the route is open, no key is set, or the request carries one."""
+    keys = current_service().config.api_keys
+    if not keys or _is_open():
+        return
+    # Quart decodes headers as latin-1: this gives back the bytes the client sent.
+    given = request.headers.get("authorization", "").encode("latin-1", "replace")
+    matches = [hmac.compare_digest(given, f"Bearer {key}".encode()) for key in keys]
+    if not any(matches):
+        raise Unauthorized("missing or wrong API key; send it as `Authorization: Bearer <key>`")
+
+
+async def finish(response: Response) -> Response:
+    """Headers of every answer, errors included."""
+    service = current_service()
+    if response.status_code >= 400:
+        await discard_body()
+    response.headers.add("x-request-id", g.get("request_id", "-"))
+    _allow_origin(response, service.config.cors_allow_origins)
+    if service.embedder.draining and request.http_version.startswith("1"):
+        response.headers["Connection"] = "close"  # the next request should find another server
+    return response
+
+
+def _is_open() -> bool:
+    if request.method not in ("GET", "HEAD", "OPTIONS"):
+        return False
+    return request.path in OPEN_ROUTES or request.path.startswith("/docs/")
+
+
+def _allow_origin(response: Response, allowed: tuple[str, ...]) -> None:
+    if not allowed or "*" in allowed:
+        response.headers.add("Access-Control-Allow-Origin", "*")
+    else:
+        response.headers["Vary"] = "Origin"
+        origin = request.headers.get("origin")
+        if origin in allowed:
+            response.headers["Access-Control-Allow-Origin"] = origin
+    response.headers.add("Access-Control-Expose-Headers", "*")

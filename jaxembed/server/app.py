@@ -1,0 +1,93 @@
+"""Puts the server together: routes, errors, access. Plain ASGI; knows no port and no signal."""
+
+import asyncio
+
+from quart import Quart, Request, Response, Websocket
+from quart.typing import ResponseTypes
+from werkzeug.exceptions import HTTPException
+
+from jaxembed.config import ServerConfig
+from jaxembed.embedder import Embedder
+from jaxembed.errors import ShuttingDown
+from jaxembed.server import access, docs, errors, openai, ops, tei
+from jaxembed.server.service import Service, install
+
+BLUEPRINTS = (
+    openai.blueprint,
+    tei.blueprint,
+    ops.blueprint,
+    ops.metrics_blueprint,
+    docs.blueprint,
+)
+SEND_TIMEOUT_S = 600  # Quart's minute cuts a large answer to a slow reader
+
+
+class Server(Quart):
+    """A Quart that knows which of its requests are unanswered, so that it can be drained."""
+
+    def __init__(self, service: Service):
+        super().__init__(__name__, static_folder=None)
+        self.config["MAX_CONTENT_LENGTH"] = None  # `body.read_body` limits it
+        self.config["RESPONSE_TIMEOUT"] = SEND_TIMEOUT_S
+        self.register_error_handler(HTTPException, errors.refuse_http)
+        self.register_error_handler(Exception, errors.refuse)
+        install(self, service)
+        self.unanswered: set[asyncio.Task] = set()
+        self.expired = False
+
+    async def handle_request(self, request: Request) -> ResponseTypes:
+        """As Quart's, in a task that ends when the answer is sent."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.unanswered.add(task)
+        task.add_done_callback(self.unanswered.discard)
+        try:
+            return await super().handle_request(request)
+        except asyncio.CancelledError:
+            if not self.expired:
+                raise  # the client is gone
+            task.uncancel()
+            return await self._refuse_late(request)
+
+    async def handle_websocket(self, websocket: Websocket) -> ResponseTypes:
+        """There are none. Quart's own refusal would run our handlers without a request."""
+        return Response(b"", 404)
+
+    async def answered(self, timeout_s: float) -> int:
+        """Wait for the requests unanswered now, not for later ones; how many remain after all."""
+        if not self.unanswered:
+            return 0
+        _, remaining = await asyncio.wait(set(self.unanswered), timeout=timeout_s)
+        return len(remaining)
+
+    async def expire(self, timeout_s: float) -> None:
+        """Give up on the unanswered requests: each gets a 503 that says to try again."""
+        self.expired = True
+        for task in self.unanswered:
+            task.cancel()
+        await self.answered(timeout_s)
+
+    async def _refuse_late(self, request: Request) -> ResponseTypes:
+        error = ShuttingDown("the server shut down before it could answer; try again")
+        async with self.request_context(request) as context:
+            await access.name_request()
+            refusal = await errors.refuse(error)
+            return await self.finalize_request(refusal, context, from_error_handler=True)
+
+
+def create_app(embedder: Embedder, config: ServerConfig) -> Server:
+    """The app that serves `embedder`."""
+    app = Server(Service(embedder, config))
+    for blueprint in BLUEPRINTS:
+        app.register_blueprint(blueprint)
+    for step in (access.name_request, access.answer_preflight, access.check_key):
+        app.before_request(step)
+    app.after_request(access.finish)
+    return app
+
+
+def create_metrics_app(embedder: Embedder, config: ServerConfig) -> Server:
+    """/metrics alone, for a port of its own."""
+    app = Server(Service(embedder, config))
+    app.register_blueprint(ops.metrics_blueprint)
+    return app

@@ -1,0 +1,158 @@
+"""Reads a JSON body into a Struct, and its inputs into `Input`s. Knows no route and no dialect."""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from quart import request
+from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, UnsupportedMediaType
+
+from jaxembed.config import MIB
+from jaxembed.errors import BatchTooLarge, EmptyInput
+from jaxembed.inputs import Input, Text, Tokens
+from jaxembed.server.errors import BadField, BadJson
+from jaxembed.server.service import current_service
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+
+# msgspec refuses list[str] | list[int] in one union: `read_inputs` checks what this lets through.
+InputUnion = str | list[str | TokenId | list[TokenId]]
+
+T = TypeVar("T")
+
+BODY_S = 60.0  # to send a body in
+DISCARD_S = 10.0
+DISCARD_BYTES = 256 * MIB
+
+
+@dataclass(frozen=True)
+class RequestInputs:
+    """The inputs of one request, in order."""
+
+    items: list[Input]
+    method: Literal["single", "batch"]
+    characters: int  # Unicode code points of the texts, plus one for each token id
+
+
+async def read_json(kind: type[T]) -> T:
+    """The body of the current request as `kind`."""
+    mimetype = request.mimetype
+    suffixed = mimetype.startswith("application/") and mimetype.endswith("+json")
+    if mimetype != "application/json" and not suffixed:
+        raise UnsupportedMediaType
+    data = await read_body()
+    with current_service().telemetry.stage.labels("decode").time():
+        return decode(data, kind)
+
+
+async def read_body() -> bytes:
+    """The bytes of the body, if they are no more than the limit and arrive in time."""
+    limit = current_service().config.payload_limit
+    if (request.content_length or 0) > limit:
+        raise RequestEntityTooLarge
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.body:
+                size += len(part)
+                if size > limit:
+                    raise RequestEntityTooLarge
+                parts.append(part)
+    except TimeoutError as error:
+        raise RequestTimeout from error
+    return b"".join(parts)
+
+
+async def discard_body() -> None:
+    """Let a refused client finish sending: one whose connection is reset never reads why."""
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            async for part in request.body:
+                size += len(part)
+                if size > DISCARD_BYTES:
+                    return
+
+
+def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
+    """JSON as `kind`; a bad field answers with its path, such as `$.dimensions`."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        path = re.search(r"at `\$\.?([^`]*)`$", str(error))
+        raise BadField(str(error), field=path.group(1) if path else None) from error
+    except UnicodeDecodeError as error:
+        raise BadJson("the body is not valid UTF-8") from error
+    except RecursionError as error:
+        raise BadJson("the body nests too deeply") from error
+    except msgspec.DecodeError as error:
+        raise BadJson(str(error)) from error
+
+
+def read_inputs(raw: str | Sequence[str | int | list[int]], field: str) -> RequestInputs:
+    """One text, one sequence of token ids, or a list in which each item is either.
+
+    `[1, 2, 3]` is one sequence. `field` is the name the client gave the value.
+    """
+    if isinstance(raw, str):
+        return RequestInputs([_text(raw, field, field)], "single", len(raw))
+    if not raw or isinstance(raw[0], int):
+        ids = _sequence(raw, field)
+        return RequestInputs([Tokens(ids)], "single", len(ids))
+    check_batch(len(raw))
+    items: list[Input] = []
+    characters = 0
+    for i, item in enumerate(raw):
+        if isinstance(item, int):
+            raise _mixed(field, i, "a text or a list of token ids", item)
+        place = f"{field}[{i}]"
+        items.append(_text(item, field, place) if isinstance(item, str) else _ids(item, field, i))
+        characters += len(item)
+    return RequestInputs(items, "batch", characters)
+
+
+def check_batch(count: int) -> None:
+    """Raises BatchTooLarge when a request carries more inputs than one request may."""
+    limit = current_service().config.max_client_batch_size
+    if 0 < limit < count:
+        raise BatchTooLarge(
+            f"batch size {count} > maximum allowed batch size {limit}; "
+            "send smaller batches or raise --max-client-batch-size"
+        )
+
+
+def empty(field: str, place: str | None = None) -> EmptyInput:
+    """TEI's words for an empty input; `place` says which one it is."""
+    return EmptyInput(f"Input validation error: `{field}` cannot be empty", field=place or field)
+
+
+def _text(text: str, field: str, place: str) -> Text:
+    if not text:
+        raise empty(field, place)
+    return Text(text)
+
+
+def _ids(ids: list[int], field: str, i: int) -> Tokens:
+    if not ids:
+        raise empty(field, f"{field}[{i}]")
+    return Tokens(ids)
+
+
+def _sequence(raw: Sequence[str | int | list[int]], field: str) -> list[int]:
+    if not raw:
+        raise empty(field)
+    ids = []
+    for i, item in enumerate(raw):
+        if not isinstance(item, int):
+            raise _mixed(field, i, "a token id, as the items before it", item)
+        ids.append(item)
+    return ids
+
+
+def _mixed(field: str, i: int, wanted: str, item: str | int | list[int]) -> BadField:
+    kind = {str: "str", int: "int"}.get(type(item), "array")
+    return BadField(f"Expected {wanted}, got `{kind}` - at `$.{field}[{i}]`", field=f"{field}[{i}]")

@@ -1,0 +1,186 @@
+"""The one place where an error becomes a status and a body, in the dialect of the route asked."""
+
+import logging
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Literal
+
+import orjson
+from quart import Response, g, request
+from werkzeug.exceptions import HTTPException
+
+from jaxembed.errors import (
+    BackendError,
+    BatchTooLarge,
+    Cancelled,
+    EmptyInput,
+    InputTooLong,
+    InvalidInput,
+    JaxembedError,
+    Overloaded,
+    ShuttingDown,
+    TokenizerError,
+)
+from jaxembed.server.service import current_service
+
+log = logging.getLogger(__name__)
+
+Dialect = Literal["tei", "openai"]
+
+
+class BadJson(InvalidInput):
+    """A body that is no JSON at all."""
+
+
+class BadField(InvalidInput):
+    """JSON of the wrong shape; the message names the path."""
+
+
+class UnknownModel(InvalidInput):
+    """A model this server does not have; the message names those it has."""
+
+
+class WrongTask(JaxembedError):
+    """A task this kind of model cannot do, such as reranking with an embedding model."""
+
+
+class Unhealthy(JaxembedError):
+    """The server cannot take work now."""
+
+
+class Unauthorized(JaxembedError):
+    """No API key, or not one of ours."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one class of errors looks on the wire, and under which `err` it is counted."""
+
+    tei_status: int
+    tei_type: str
+    openai_status: int
+    openai_type: str
+    code: str | None
+    err: str | None
+    tei_prefix: str = ""
+
+
+_SHAPE_PREFIX = "Failed to deserialize the JSON body into the target type: "
+_JSON_PREFIX = "Failed to parse the request body as JSON: "
+_BAD = "invalid_request_error"
+
+# fmt: off
+RULES: dict[type[Exception], Rule] = {
+    BadJson:        Rule(400, "Validation", 400, _BAD, "invalid_json", "validation", _JSON_PREFIX),
+    BadField:       Rule(422, "Validation", 400, _BAD, None, "validation", _SHAPE_PREFIX),
+    UnknownModel:   Rule(404, "Validation", 404, _BAD, "model_not_found", "validation"),
+    EmptyInput:     Rule(400, "Empty", 400, _BAD, None, "tokenization"),
+    InputTooLong:   Rule(422, "Validation", 400, _BAD, "context_length_exceeded", "tokenization"),
+    BatchTooLarge:  Rule(422, "Validation", 400, _BAD, None, "batch_size"),
+    InvalidInput:   Rule(422, "Validation", 400, _BAD, None, "validation"),
+    TokenizerError: Rule(422, "Tokenizer", 400, _BAD, None, "tokenization"),
+    WrongTask:      Rule(424, "Backend", 400, _BAD, None, "model_type", "Backend error: "),
+    ShuttingDown:   Rule(503, "Unhealthy", 503, "server_error", "shutting_down", "overloaded"),
+    Overloaded:     Rule(429, "Overloaded", 429, "rate_limit_error", "overloaded", "overloaded"),
+    Unhealthy:      Rule(503, "Unhealthy", 503, "server_error", "unhealthy", None),
+    Unauthorized:   Rule(401, "Unauthorized", 401, _BAD, "invalid_api_key", None),
+    Cancelled:      Rule(503, "Unhealthy", 503, "server_error", "cancelled", "dropped"),
+    BackendError:   Rule(424, "Backend", 503, "server_error", None, "inference", "Backend error: "),
+    JaxembedError:  Rule(424, "Backend", 503, "server_error", None, "inference", "Backend error: "),
+    Exception:      Rule(500, "Backend", 500, "server_error", None, "inference"),
+}
+# fmt: on
+
+HINTS = {
+    404: "no such route; GET /docs lists them",
+    405: "this route does not take {method}; it takes {allowed}",
+    408: "the body did not arrive in time",
+    413: "the body is larger than {limit} bytes; send smaller batches or raise --payload-limit",
+    415: "expected request with `Content-Type: application/json`, got {content_type}; "
+    "with curl add -H 'Content-Type: application/json'",
+}
+
+
+def dialect_of(path: str) -> Dialect:
+    """OpenAI's error bodies under /v1/ and on its alias; TEI's everywhere else."""
+    return "openai" if path.startswith("/v1/") or path == "/embeddings" else "tei"
+
+
+def rule_of(error: Exception) -> Rule:
+    """The rule of the error's class, or of its nearest ancestor that has one."""
+    return next(RULES[kind] for kind in type(error).__mro__ if kind in RULES)
+
+
+async def refuse(error: Exception) -> Response:
+    """The answer to a request that failed with one of our errors, or with one nobody foresaw."""
+    rule = rule_of(error)
+    if rule.err is not None:
+        current_service().telemetry.request_failure.labels(rule.err).inc()
+    message = _message(error, rule)
+    dialect = dialect_of(request.path)
+    if dialect == "openai":
+        field = getattr(error, "field", None)
+        response = _openai(rule.openai_status, message, rule.openai_type, field, rule.code)
+    else:
+        response = _tei(rule.tei_status, rule.tei_prefix + message, rule.tei_type)
+    return _with_headers(response, error)
+
+
+async def refuse_http(error: HTTPException) -> Response:
+    """404, 405, 413, 415 and their like as JSON, saying what would have been right."""
+    status = error.code or 500
+    message = _hint(status, error)
+    if dialect_of(request.path) == "openai":
+        response = _openai(status, message, _BAD, None, None)
+    else:
+        response = _tei(status, message, {404: "NotFound", 405: "MethodNotAllowed"}.get(status))
+    for name, value in error.get_headers():
+        if name.lower() not in ("content-type", "content-length"):
+            response.headers[name] = value
+    return response
+
+
+def _hint(status: int, error: HTTPException) -> str:
+    if status not in HINTS:
+        return error.description or HTTPStatus(status).phrase
+    return HINTS[status].format(
+        method=request.method,
+        allowed=", ".join(sorted(getattr(error, "valid_methods", None) or ())),
+        limit=current_service().config.payload_limit,
+        content_type=f"`{request.content_type}`" if request.content_type else "none",
+    )
+
+
+def _message(error: Exception, rule: Rule) -> str:
+    """The text for the client: a failure of ours carries the request id and no internals."""
+    if rule.err != "inference":
+        return str(error)
+    request_id = g.get("request_id", "-")
+    if isinstance(error, JaxembedError):
+        log.error("request %s failed: %s", request_id, error)
+        return f"{error} (request id {request_id})"
+    log.error("request %s met a bug", request_id, exc_info=error)
+    return f"internal error: this is a bug in jaxembed; the log has it as request {request_id}"
+
+
+def _openai(status: int, message: str, kind: str, param: str | None, code: str | None) -> Response:
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return _json(status, {"error": error})
+
+
+def _tei(status: int, message: str, kind: str | None) -> Response:
+    return _json(status, {"error": message, "error_type": kind or "Validation"})
+
+
+def _json(status: int, body: dict) -> Response:
+    return Response(orjson.dumps(body), status, content_type="application/json")
+
+
+def _with_headers(response: Response, error: Exception) -> Response:
+    if isinstance(error, Overloaded):
+        response.headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, ShuttingDown):
+        response.headers["Connection"] = "close"
+    if isinstance(error, Unauthorized):
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response

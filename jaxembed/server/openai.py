@@ -1,0 +1,131 @@
+"""POST /v1/embeddings as OpenAI defines it. Knows JSON and the Embedder; no tokens, no devices.
+
+A request becomes `Input`s, the Embedder turns those into vectors, and these become the answer.
+"""
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+import orjson
+from quart import Blueprint, Response
+
+from jaxembed.embedder import Embeddings, EncodeOptions
+from jaxembed.errors import InvalidInput
+from jaxembed.postprocess import to_base64
+from jaxembed.server.body import InputUnion, read_inputs, read_json
+from jaxembed.server.encoding import (
+    encoding_time,
+    json_items,
+    json_response,
+    octet_response,
+    wants_octets,
+)
+from jaxembed.server.errors import UnknownModel
+from jaxembed.server.meter import Meter
+from jaxembed.server.service import Service, current_service
+
+blueprint = Blueprint("openai", __name__)
+
+Format = Literal["float", "base64"]
+
+
+class EmbeddingsRequest(msgspec.Struct):
+    """OpenAI's fields, and two of ours: `truncate` and `prompt_name`."""
+
+    input: InputUnion
+    model: str | None = None
+    encoding_format: Format | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    truncate: bool | None = None
+    prompt_name: str | None = None
+
+
+class Embedding(msgspec.Struct):
+    """One vector: a list of floats, or base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    embedding: list[float] | str
+    index: int
+
+
+class Usage(msgspec.Struct):
+    """Tokens really run: after truncation, special tokens and prompt included."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsResponse(msgspec.Struct):
+    """The embeddings, in the order of the inputs."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: Usage
+
+
+@blueprint.post("/v1/embeddings")
+@blueprint.post("/embeddings")
+async def embeddings() -> Response:
+    """The whole way of a request, from JSON to vectors and back."""
+    service = current_service()
+    with Meter(service) as meter:
+        body = await read_json(EmbeddingsRequest)
+        check_model(body.model, service.names)
+        inputs = read_inputs(body.input, field="input")
+        meter.accept(inputs)
+        answer = await service.embedder.answer(inputs.items, options(body, service))
+        response = await respond(answer, body.encoding_format, service.names[0])
+        return meter.stamp(response, inputs, answer)
+
+
+def check_model(asked: str | None, served: tuple[str, ...]) -> None:
+    """No name means the only model there is."""
+    if asked and asked not in served:
+        raise UnknownModel(
+            f"the model `{asked}` does not exist; this server has {', '.join(served)}",
+            field="model",
+        )
+
+
+def options(body: EmbeddingsRequest, service: Service) -> EncodeOptions:
+    """What to ask of the Embedder. This route always normalises, as OpenAI does."""
+    largest = service.embedder.spec.dim
+    dimensions = body.dimensions or None  # clients send 0 for unset
+    if dimensions is not None and not 0 < dimensions <= largest:
+        raise InvalidInput(
+            f"`dimensions` must be between 1 and {largest}, got {dimensions}", field="dimensions"
+        )
+    return EncodeOptions(
+        prompt_name=body.prompt_name,
+        truncate=body.truncate,
+        dimensions=dimensions,
+        normalize=True,
+    )
+
+
+async def respond(answer: Embeddings, encoding_format: Format | None, model: str) -> Response:
+    """The vectors in the form asked for."""
+    with encoding_time():
+        if wants_octets():
+            return octet_response(answer.dense)
+        vector = to_base64 if encoding_format == "base64" else _as_is
+
+        def items(start: int, stop: int) -> list[dict]:
+            return [
+                {"object": "embedding", "embedding": vector(answer.dense[i]), "index": i}
+                for i in range(start, stop)
+            ]
+
+        count, width = answer.dense.shape
+        data = await json_items(count, width, items)
+        tokens = int(answer.num_tokens.sum())
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        rest = orjson.dumps({"model": model, "usage": usage})
+        return json_response(b'{"object":"list","data":[' + data + b"]," + rest[1:])
+
+
+def _as_is(row: np.ndarray) -> np.ndarray:
+    return row

@@ -1,0 +1,166 @@
+"""Writes the OpenAPI 3.0 document from the routes' own Structs. Knows no request.
+
+3.0, not 3.1: the bundled Swagger UI reads no later one. quart-schema writes 3.1 and loads its pages
+from a CDN.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from jaxembed import __version__
+from jaxembed.server import openai, ops, tei
+from jaxembed.server.errors import dialect_of
+
+JSON = "application/json"
+OCTETS = "application/octet-stream"
+NEVER = "always 424"
+
+
+class OpenAIErrorDetail(msgspec.Struct):
+    """What went wrong; `param` is the path of the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(msgspec.Struct):
+    """The body of every error under /v1."""
+
+    error: OpenAIErrorDetail
+
+
+class TeiError(msgspec.Struct):
+    """The body of every other error."""
+
+    error: str
+    error_type: str
+
+
+@dataclass(frozen=True)
+class Route:
+    """One operation: `response` is a type for JSON, a media type for anything else, or nothing."""
+
+    method: Literal["get", "post"]
+    path: str
+    summary: str
+    request: Any = None
+    response: Any = None
+    octets: bool = False  # also answers raw float32
+
+
+VECTORS = list[list[float]]
+
+# fmt: off
+ROUTES = (
+    Route("post", "/v1/embeddings", "Embed, as OpenAI", openai.EmbeddingsRequest,
+          openai.EmbeddingsResponse, octets=True),
+    Route("post", "/embeddings", "Embed, as OpenAI", openai.EmbeddingsRequest,
+          openai.EmbeddingsResponse, octets=True),
+    Route("get", "/v1/models", "The served names", response=ops.ModelList),
+    Route("get", "/v1/models/{name}", "One served name", response=ops.Model),
+    Route("post", "/embed", "One vector per input", tei.EmbedRequest, VECTORS, octets=True),
+    Route("post", "/embed_all", "One vector per token", tei.EmbedAllRequest, list[VECTORS]),
+    Route("post", "/similarity", "Cosines", tei.SimilarityRequest, list[float]),
+    Route("post", "/tokenize", "Tokens", tei.TokenizeRequest, list[list[tei.Token]]),
+    Route("post", "/decode", "Text of token ids", tei.DecodeRequest, list[str]),
+    Route("get", "/info", "The model and its limits", response=tei.Info),
+    Route("post", "/", "As /embed", tei.EmbedRequest, VECTORS, octets=True),
+    Route("post", "/invocations", "As /embed, for SageMaker", tei.EmbedRequest, VECTORS,
+          octets=True),
+    Route("post", "/vertex", "As /embed, for Vertex AI", tei.VertexRequest, tei.VertexResponse),
+    Route("post", "/embed_sparse", f"Not for this kind of model: {NEVER}"),
+    Route("post", "/predict", f"Not for this kind of model: {NEVER}"),
+    Route("post", "/rerank", f"Not for this kind of model: {NEVER}"),
+    Route("get", "/", "Health"),
+    Route("get", "/health", "Whether the model answers"),
+    Route("get", "/ping", "Health, for SageMaker"),
+    Route("get", "/livez", "Whether the process lives"),
+    Route("get", "/ready", "Whether traffic should come here"),
+    Route("get", "/metrics", "Prometheus metrics", response="text/plain"),
+    Route("get", "/docs", "This page", response="text/html"),
+    Route("get", "/openapi.json", "This document", response=dict[str, Any]),
+    Route("get", "/api-doc/openapi.json", "This document", response=dict[str, Any]),
+)
+# fmt: on
+
+
+def document() -> dict:
+    """The whole document."""
+    kinds = [kind for route in ROUTES for kind in (route.request, route.response) if _is_json(kind)]
+    kinds += [OpenAIError, TeiError]
+    shapes, components = msgspec.json.schema_components(
+        kinds, ref_template="#/components/schemas/{name}"
+    )
+    schemas = {str(kind): shape for kind, shape in zip(kinds, shapes, strict=True)}
+    paths: dict[str, dict] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method] = _operation(route, schemas)
+    return {
+        "openapi": "3.0.3",
+        "info": {"title": "jaxembed", "version": __version__},
+        "paths": as_openapi_3_0(paths),
+        "components": {
+            "schemas": as_openapi_3_0(components),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def as_openapi_3_0(schema: Any) -> Any:
+    """msgspec writes JSON Schema 2020-12, where null is a type; OpenAPI 3.0 says `nullable`."""
+    if isinstance(schema, list):
+        return [as_openapi_3_0(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: as_openapi_3_0(value) for key, value in schema.items()}
+    choices = schema.get("anyOf")
+    if not isinstance(choices, list) or {"type": "null"} not in choices:
+        return schema
+    rest = [choice for choice in choices if choice != {"type": "null"}]
+    del schema["anyOf"]
+    if len(rest) == 1 and "$ref" not in rest[0]:
+        return {**rest[0], **schema, "nullable": True}
+    return {**schema, "anyOf": rest, "nullable": True}
+
+
+def _is_json(kind: Any) -> bool:
+    return kind is not None and not isinstance(kind, str)
+
+
+def _operation(route: Route, schemas: dict[str, dict]) -> dict:
+    name = route.path.strip("/").replace("/", "_").replace("{", "").replace("}", "") or "root"
+    error = OpenAIError if dialect_of(route.path) == "openai" else TeiError
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "operationId": f"{route.method}_{name}",
+        "tags": [error.__name__.removesuffix("Error")],
+        "responses": {
+            "default": {"description": "Error", "content": {JSON: {"schema": schemas[str(error)]}}}
+        },
+    }
+    if not route.summary.endswith(NEVER):
+        operation["responses"]["200"] = {"description": "OK", **_content(route, schemas)}
+    if route.request is not None:
+        body = {"required": True, "content": {JSON: {"schema": schemas[str(route.request)]}}}
+        operation["requestBody"] = body
+    if "{name}" in route.path:
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [name]
+    return operation
+
+
+def _content(route: Route, schemas: dict[str, dict]) -> dict:
+    """What a successful answer carries, by media type."""
+    if route.response is None:
+        return {}
+    if isinstance(route.response, str):
+        return {"content": {route.response: {"schema": {"type": "string"}}}}
+    content: dict[str, Any] = {JSON: {"schema": schemas[str(route.response)]}}
+    if route.octets:
+        content[OCTETS] = {"schema": {"type": "string", "format": "binary"}}
+    return {"content": content}

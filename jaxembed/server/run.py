@@ -1,0 +1,190 @@
+"""Runs the app on Hypercorn until told to stop, then drains. Knows sockets and signals, no routes.
+
+At the end: new work is refused while what was admitted is answered, then the server closes, and a
+watchdog ends the process if something hangs on to it.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+from hypercorn.asyncio import serve as hypercorn_serve
+from hypercorn.config import Config
+
+from jaxembed.config import ServerConfig
+from jaxembed.embedder import Embedder
+from jaxembed.errors import ConfigError
+from jaxembed.server.app import Server, create_app, create_metrics_app
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 75.0  # longer than the 60 s of common load balancers, which should close first
+CLOSE_S = 5.0  # for connections to close once the drain is over
+WATCHDOG_S = 10.0  # after the drain: for the connections, the engine and the interpreter to end
+BACKLOG = 2048
+MAX_HEADER_BYTES = 64 * 1024
+
+
+def run(embedder: Embedder, config: ServerConfig, listener: socket.socket | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, drain, close the Embedder, return.
+
+    Give a `listener` to have claimed the port before a long load.
+    """
+    app = create_app(embedder, config)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve_until_signal(app, embedder, config, listener))
+    embedder.close(timeout_s=CLOSE_S)
+    log.info("stopped")
+
+
+async def serve(
+    app: Server,
+    embedder: Embedder,
+    config: ServerConfig,
+    shutdown: asyncio.Event,
+    listener: socket.socket | None = None,
+) -> None:
+    """Serve until `shutdown` is set and what was admitted is answered, or its time is up."""
+    closing = asyncio.Event()
+    servers = [_start(app, listener or listen(config.host, config.port), closing)]
+    try:
+        if config.prometheus_port is not None:
+            metrics = create_metrics_app(embedder, config)
+            port = listen(config.host, config.prometheus_port, flag="--prometheus-port")
+            servers.append(_start(metrics, port, closing, path="/metrics"))
+        await _until(shutdown, servers)
+        embedder.drain()
+        await _drain(app, config.drain_timeout_s)
+    finally:
+        closing.set()
+        await _close(servers)
+
+
+async def _drain(app: Server, timeout_s: float) -> None:
+    log.info("draining %d requests", len(app.unanswered))
+    left = await app.answered(timeout_s)
+    if left:
+        log.warning("%d requests not answered within %g s; raise --drain-timeout", left, timeout_s)
+        await app.expire(CLOSE_S)
+
+
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A socket bound to the address, refusing connections until it is served; 0 is any free port.
+
+    Raises ConfigError naming `flag` if the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}; set --host") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}; set {flag} to a free port"
+        ) from error
+    return listener
+
+
+def url(listener: socket.socket) -> str:
+    """Where the socket really listens."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _start(
+    app: Server, listener: socket.socket, closing: asyncio.Event, path: str = ""
+) -> asyncio.Task:
+    listener.listen(BACKLOG)
+    log.info("listening on %s%s", url(listener), path)
+    settings = _settings(listener)
+    return asyncio.create_task(
+        hypercorn_serve(app, settings, shutdown_trigger=closing.wait, mode="asgi")
+    )
+
+
+def _settings(listener: socket.socket) -> Config:
+    """Hypercorn's settings; it takes the socket over."""
+    settings = Config()
+    settings.bind = [f"fd://{listener.detach()}"]
+    settings.backlog = BACKLOG
+    settings.keep_alive_timeout = KEEP_ALIVE_S
+    settings.keep_alive_max_requests = sys.maxsize
+    settings.graceful_timeout = CLOSE_S / 2  # `serve` has waited for the requests by then
+    settings.h11_max_incomplete_size = MAX_HEADER_BYTES
+    settings.accesslog = None
+    settings.errorlog = logging.getLogger("hypercorn.error")
+    settings.errorlog.setLevel(logging.WARNING)  # its INFO names file descriptors, not addresses
+    return settings
+
+
+async def _until(shutdown: asyncio.Event, servers: list[asyncio.Task]) -> None:
+    """Wait for `shutdown`; a server that fails before that fails us."""
+    waiting = asyncio.create_task(shutdown.wait())
+    done, _ = await asyncio.wait({waiting, *servers}, return_when=asyncio.FIRST_COMPLETED)
+    if waiting not in done:
+        waiting.cancel()
+        for server in done:
+            server.result()
+
+
+async def _close(servers: list[asyncio.Task]) -> None:
+    """Let the servers close their connections, and cancel what will not.
+
+    From Python 3.12 on Hypercorn 0.18 waits for ever for a connection that stays busy.
+    """
+    await asyncio.wait(servers, timeout=CLOSE_S)
+    for server in servers:
+        server.cancel()
+    for result in await asyncio.gather(*servers, return_exceptions=True):
+        if isinstance(result, Exception):
+            log.error("a server did not close cleanly", exc_info=result)
+
+
+async def _serve_until_signal(
+    app: Server, embedder: Embedder, config: ServerConfig, listener: socket.socket | None
+) -> None:
+    shutdown = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def stop() -> None:
+        shutdown.set()
+        _arm_watchdog(config.drain_timeout_s + WATCHDOG_S)
+        for number in signals:
+            loop.remove_signal_handler(number)  # a second signal ends the process at once
+
+    for number in signals:
+        loop.add_signal_handler(number, stop)
+    await serve(app, embedder, config, shutdown, listener)
+
+
+def _arm_watchdog(seconds: float) -> None:
+    """End the process by then, whatever still runs: a thread in native code cannot be joined."""
+
+    def bite() -> None:
+        log.error("still running %g s after the signal; exiting", seconds)
+        os._exit(0)
+
+    watchdog = threading.Timer(seconds, bite)
+    watchdog.daemon = True
+    watchdog.start()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":
+        return None
+    import uvloop  # not installable on Windows
+
+    return uvloop.new_event_loop

@@ -1,0 +1,128 @@
+"""An Embedder without model or device: deterministic vectors, and failures on demand."""
+
+import asyncio
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxembed.config import EngineConfig, TextConfig
+from jaxembed.embedder import Embedder, Embeddings, EncodeOptions
+from jaxembed.errors import InputTooLong, ShuttingDown
+from jaxembed.inputs import Input, Text, Tokens
+from jaxembed.postprocess import shape_vectors
+from jaxembed.processors.text import TokenPiece
+from jaxembed.spec import ModelSpec
+from jaxembed.telemetry import Telemetry
+
+DIM = 8
+MAX_TOKENS = 16
+
+SPEC = ModelSpec(
+    architecture="fake",
+    config={},
+    pooling=("lasttoken",),
+    max_input_tokens=MAX_TOKENS,
+    hidden_size=DIM,
+    dtype="float32",
+    source="test/fake",
+    content_hash="0",
+)
+
+
+class FakeEmbedder(Embedder):
+    """One token a word. `failure` is raised by every call; `gate`, once set, holds calls back."""
+
+    # Class attributes, so that properties of the real Embedder can be set here.
+    spec = SPEC
+    telemetry: Telemetry = None
+    config = EngineConfig()
+    text = TextConfig()
+    name = "test/fake"
+    max_input_tokens = MAX_TOKENS
+    max_batch_tokens = 1024
+    tokenization_workers = 2
+    device = "cpu"
+    dtype = "float32"
+    attention = "none"
+    ready = True
+    healthy = True
+    draining = False
+
+    def __init__(self, failure: Exception | None = None):
+        self.telemetry = Telemetry()
+        self.failure = failure
+        self.gate: asyncio.Event | None = None
+        self.entered = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.asked: list[EncodeOptions] = []
+
+    async def answer(self, inputs: Sequence[Input], options: EncodeOptions) -> Embeddings:
+        await self._weather()
+        self.asked.append(options)
+        truncate = self.text.truncate if options.truncate is None else options.truncate
+        lengths = np.array([length(item) for item in inputs])
+        if lengths.max() > MAX_TOKENS and not truncate:
+            raise InputTooLong(
+                f"Input validation error: `inputs` must have less than {MAX_TOKENS} tokens. "
+                f"Given: {lengths.max()}"
+            )
+        dense = np.stack([vector(item) for item in inputs])
+        tokens = [np.full((n, DIM), n, np.float32) for n in np.minimum(lengths, MAX_TOKENS)]
+        return Embeddings(
+            dense=shape_vectors(
+                dense, dimensions=options.dimensions, normalize=bool(options.normalize)
+            ),
+            tokens=tokens if "tokens" in options.outputs else None,
+            num_tokens=np.minimum(lengths, MAX_TOKENS),
+            truncated=int((lengths > MAX_TOKENS).sum()),
+            tokenization_s=0.001,
+            queue_s=0.002,
+            inference_s=0.003,
+        )
+
+    async def tokenize_async(self, texts, *, add_special_tokens, prompt_name):
+        await self._weather()
+        return [
+            [
+                TokenPiece(id=1, text="[CLS]", special=True, start=None, stop=None),
+                TokenPiece(id=7, text=text, special=False, start=0, stop=len(text.encode())),
+            ]
+            for text in texts
+        ]
+
+    async def decode_async(self, ids, *, skip_special_tokens):
+        await self._weather()
+        return [" ".join(map(str, sequence)) for sequence in ids]
+
+    def describe(self) -> dict:
+        return {"attention": self.attention}
+
+    def drain(self) -> None:
+        self.draining = True
+
+    def close(self, timeout_s: float | None = None) -> None:
+        pass
+
+    async def _weather(self) -> None:
+        if self.draining:
+            raise ShuttingDown("the server is shutting down", retry_after_s=5)
+        if self.failure is not None:
+            raise self.failure
+        if self.gate is not None:
+            self.entered.set()
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+
+
+def length(item: Input) -> int:
+    return len(item.ids) if isinstance(item, Tokens) else len(item.text.split())
+
+
+def vector(item: Input) -> np.ndarray:
+    """Unnormalised, and the same for the same input."""
+    name = item.text if isinstance(item, Text) else str(list(item.ids))
+    return np.random.default_rng(zlib.crc32(name.encode())).normal(size=DIM).astype(np.float32)

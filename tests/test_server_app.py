@@ -1,0 +1,249 @@
+"""What holds on every route: keys, CORS, request ids, limits, errors as JSON, health, documents."""
+
+import asyncio
+import re
+
+import pytest
+from fake_embedder import FakeEmbedder
+from prometheus_client.parser import text_string_to_metric_families
+from test_server_openai import ask
+
+from jaxembed.config import ServerConfig
+from jaxembed.server.app import create_app
+
+KEYS = ServerConfig(api_keys=("first-key", "second-kéy"))
+OPEN = (
+    "/",
+    "/health",
+    "/livez",
+    "/ready",
+    "/ping",
+    "/metrics",
+    "/docs",
+    "/docs/swagger-ui.css",
+    "/openapi.json",
+    "/api-doc/openapi.json",
+)
+CLOSED = (
+    ("GET", "/info"),
+    ("GET", "/v1/models"),
+    ("POST", "/"),
+    ("POST", "/embed"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/metrics"),
+    ("GET", "/nowhere"),
+)
+
+
+def fetch(path, method="GET", *, embedder=None, config=None, **options):
+    """One request; the response and its body as bytes."""
+
+    async def go():
+        app = create_app(embedder or FakeEmbedder(), config or ServerConfig())
+        response = await app.test_client().open(path, method=method, **options)
+        return response, await response.get_data()
+
+    return asyncio.run(go())
+
+
+def fetch_json(path, method="GET", **options):
+    async def go():
+        config = options.pop("config", ServerConfig())
+        app = create_app(options.pop("embedder", None) or FakeEmbedder(), config)
+        response = await app.test_client().open(path, method=method, **options)
+        return response, await response.get_json()
+
+    return asyncio.run(go())
+
+
+def is_error(path, body):
+    if path.startswith("/v1/") or path == "/embeddings":
+        return set(body["error"]) == {"message", "type", "param", "code"}
+    return set(body) == {"error", "error_type"}
+
+
+@pytest.mark.parametrize("path", OPEN)
+def test_open_routes_need_no_key(path):
+    assert fetch(path, config=KEYS)[0].status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path"), CLOSED)
+@pytest.mark.parametrize(
+    "given", [None, "Bearer wrong", "first-key", "bearer first-key", "Bearer "]
+)
+def test_other_routes_need_a_key(method, path, given):
+    headers = {} if given is None else {"authorization": given}
+    response, body = fetch_json(path, method, config=KEYS, headers=headers)
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert is_error(path, body)
+
+
+@pytest.mark.parametrize("key", KEYS.api_keys)
+def test_each_key_opens(key):
+    headers = {"authorization": f"Bearer {key}"}
+    assert fetch("/info", config=KEYS, headers=headers)[0].status_code == 200
+
+
+PREFLIGHT = {
+    "origin": "https://a.example",
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization, content-type",
+}
+
+
+def test_preflight_is_answered_before_the_key_is_asked_for():
+    response, _ = fetch("/embed", "OPTIONS", config=KEYS, headers=PREFLIGHT)
+    assert response.status_code == 204
+    assert response.headers["access-control-allow-origin"] == "*"
+    assert "POST" in response.headers["access-control-allow-methods"]
+    assert "authorization" in response.headers["access-control-allow-headers"].lower()
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "answer"),
+    [
+        ((), "https://a.example", "*"),
+        (("https://b.example", "*"), "https://a.example", "*"),
+        (("https://a.example",), "https://a.example", "https://a.example"),
+        (("https://a.example",), "https://b.example", None),
+        (("https://a.example",), None, None),
+    ],
+)
+def test_listed_origins_are_allowed_also_on_errors(allowed, origin, answer):
+    config = ServerConfig(cors_allow_origins=allowed)
+    headers = {} if origin is None else {"origin": origin}
+    for path in ("/health", "/nowhere"):
+        response, _ = fetch(path, config=config, headers=headers)
+        assert response.headers.get("access-control-allow-origin") == answer
+
+
+@pytest.mark.parametrize(("given", "kept"), [("trace-1.a", True), ("x" * 200, False), ("", False)])
+def test_a_sane_request_id_is_kept_and_another_replaced(given, kept):
+    response, _ = fetch("/health", headers={"x-request-id": given})
+    assert (response.headers["x-request-id"] == given) == kept
+    assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/embeddings", "/embed", "/tokenize", "/vertex"]
+)
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
+def test_a_body_that_is_not_json_is_a_415_that_says_what_to_send(path, kind):
+    headers = {} if kind is None else {"content-type": kind}
+    response, body = fetch_json(path, "POST", data=b"{}", headers=headers)
+    assert response.status_code == 415
+    assert is_error(path, body)
+    assert "-H 'Content-Type: application/json'" in str(body)
+
+
+@pytest.mark.parametrize(
+    "kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.x+json"]
+)
+def test_json_goes_by_several_names(kind):
+    response, _ = ask(None, path="/embed", raw=b'{"inputs":"a"}', headers={"content-type": kind})
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/nowhere", "/nowhere", "/docs/index.html", "/docs/../app.py"])
+def test_an_unknown_route_is_a_404_in_json(path):
+    response, body = fetch_json(path)
+    assert response.status_code == 404
+    assert is_error(path, body)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings", "/embed", "/info"])
+def test_a_wrong_method_is_a_405_that_names_the_right_one(path):
+    response, body = fetch_json(path, "DELETE")
+    assert response.status_code == 405
+    assert is_error(path, body)
+    assert ("GET" if path == "/info" else "POST") in response.headers["allow"]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embed"])
+def test_a_body_over_the_limit_is_a_413_that_names_the_flag(path):
+    config = ServerConfig(payload_limit=100)
+    raw = b'{"input":"' + b"a" * 200 + b'"}'
+    response, body = ask(None, path=path, raw=raw, config=config)
+    assert response.status_code == 413
+    assert is_error(path, body)
+    assert "100 bytes" in str(body)
+    assert "--payload-limit" in str(body)
+
+
+def test_head_works_where_get_does():
+    assert fetch("/health", "HEAD")[0].status_code == 200
+
+
+def test_health_follows_the_embedder():
+    embedder = FakeEmbedder()
+    for path in ("/", "/health", "/ping"):
+        response, body = fetch(path, embedder=embedder)
+        assert (response.status_code, body) == (200, b"")
+    embedder.healthy = False
+    response, body = fetch_json("/health", embedder=embedder)
+    assert response.status_code == 503
+    assert body == {"error": "unhealthy", "error_type": "Unhealthy"}
+    assert fetch("/livez", embedder=embedder)[0].status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"ready": False}, "warming"), ({"draining": True}, "shutting"), ({"healthy": False}, "unh")],
+)
+def test_ready_says_why_it_is_not(change, why):
+    embedder = FakeEmbedder()
+    assert fetch("/ready", embedder=embedder)[0].status_code == 200
+    vars(embedder).update(change)
+    response, body = fetch_json("/ready", embedder=embedder)
+    assert response.status_code == 503
+    assert why in body["error"]
+
+
+def test_probes_answer_while_the_embedder_is_busy():
+    async def go():
+        embedder = FakeEmbedder()
+        embedder.gate = asyncio.Event()
+        client = create_app(embedder, ServerConfig()).test_client()
+        work = asyncio.create_task(client.post("/embed", json={"inputs": "a"}))
+        await embedder.entered.wait()
+        for path in ("/health", "/ready", "/livez", "/metrics"):
+            assert (await client.get(path)).status_code == 200
+        embedder.gate.set()
+        assert (await work).status_code == 200
+
+    asyncio.run(go())
+
+
+def test_every_answer_closes_its_connection_while_draining():
+    embedder = FakeEmbedder()
+    embedder.drain()
+    response, _ = fetch("/livez", embedder=embedder)
+    assert response.headers["connection"] == "close"
+
+
+def test_models_lists_the_served_names():
+    config = ServerConfig(served_model_names=("org/mine", "alias"))
+    _, body = fetch_json("/v1/models", config=config)
+    assert [item["id"] for item in body["data"]] == ["org/mine", "alias"]
+    assert body["object"] == "list"
+    _, one = fetch_json("/v1/models/org/mine", config=config)
+    assert one == body["data"][0]
+    response, error = fetch_json("/v1/models/other", config=config)
+    assert response.status_code == 404
+    assert error["error"]["code"] == "model_not_found"
+
+
+def test_metrics_parse():
+    response, body = fetch("/metrics")
+    assert response.content_type == "text/plain; version=0.0.4; charset=utf-8"
+    assert len(list(text_string_to_metric_families(body.decode()))) > 20
+
+
+def test_the_docs_need_nothing_from_elsewhere():
+    _, page = fetch("/docs")
+    links = re.findall(r'(?:src|href|url: )="?([^">}]+)"', page.decode())
+    assert links
+    for link in links:
+        assert "//" not in link
+        assert fetch("/" + link)[0].status_code == 200

@@ -1,0 +1,265 @@
+"""POST /v1/embeddings, from JSON to vectors and back."""
+
+import asyncio
+import base64
+import json
+
+import numpy as np
+import pytest
+from fake_embedder import DIM, FakeEmbedder, vector
+
+from jaxembed.config import ServerConfig
+from jaxembed.errors import BackendError, NotFinite, Overloaded, ShuttingDown
+from jaxembed.inputs import Text, Tokens
+from jaxembed.server.app import create_app
+from jaxembed.server.encoding import SLICE_FLOATS, json_items, json_matrix
+
+
+def ask(body, *, path="/v1/embeddings", embedder=None, config=None, headers=None, raw=None):
+    """One POST; the response and its body as JSON, or as bytes if it is none."""
+
+    async def go():
+        app = create_app(embedder or FakeEmbedder(), config or ServerConfig())
+        if raw is None:
+            response = await app.test_client().post(path, json=body, headers=headers)
+        else:
+            headers_ = {"content-type": "application/json", **(headers or {})}
+            response = await app.test_client().post(path, data=raw, headers=headers_)
+        if response.mimetype == "application/json":
+            return response, await response.get_json()
+        return response, await response.get_data()
+
+    return asyncio.run(go())
+
+
+def unit(item):
+    row = vector(item)
+    return row / np.linalg.norm(row)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings"])
+def test_a_text_becomes_one_normalised_vector(path):
+    response, body = ask({"input": "hello world", "model": "test/fake"}, path=path)
+    assert response.status_code == 200
+    assert list(body) == ["object", "data", "model", "usage"]
+    assert body["object"] == "list"
+    assert body["model"] == "test/fake"
+    assert body["usage"] == {"prompt_tokens": 2, "total_tokens": 2}
+    (item,) = body["data"]
+    assert (item["object"], item["index"]) == ("embedding", 0)
+    np.testing.assert_allclose(item["embedding"], unit(Text("hello world")), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("a", [Text("a")]),
+        (["a", "b"], [Text("a"), Text("b")]),
+        ([1, 2, 3], [Tokens([1, 2, 3])]),
+        ([[1, 2], [3]], [Tokens([1, 2]), Tokens([3])]),
+        (["a", [1, 2]], [Text("a"), Tokens([1, 2])]),
+    ],
+)
+def test_every_shape_of_input_is_understood(given, wanted):
+    _, body = ask({"input": given})
+    got = [item["embedding"] for item in body["data"]]
+    np.testing.assert_allclose(got, [unit(item) for item in wanted], rtol=1e-6)
+    assert [item["index"] for item in body["data"]] == list(range(len(wanted)))
+
+
+def test_base64_holds_the_same_bits_as_float():
+    _, floats = ask({"input": ["a", "b"], "encoding_format": "float"})
+    _, coded = ask({"input": ["a", "b"], "encoding_format": "base64"})
+    for plain, packed in zip(floats["data"], coded["data"], strict=True):
+        got = np.frombuffer(base64.b64decode(packed["embedding"]), "<f4")
+        np.testing.assert_array_equal(got, np.array(plain["embedding"], np.float32))
+
+
+def test_octets_on_request_with_their_shape_in_a_header():
+    response, body = ask({"input": ["a", "b"]}, headers={"accept": "application/octet-stream"})
+    assert response.headers["x-embedding-shape"] == f"2,{DIM}"
+    assert response.headers["x-compute-tokens"] == "2"
+    got = np.frombuffer(body, "<f4").reshape(2, DIM)
+    np.testing.assert_allclose(got, [unit(Text("a")), unit(Text("b"))], rtol=1e-6)
+
+
+def test_json_wins_when_the_client_takes_both():
+    response, _ = ask({"input": "a"}, headers={"accept": "*/*, application/octet-stream;q=0.5"})
+    assert response.mimetype == "application/json"
+
+
+@pytest.mark.parametrize("unset", [0, None])
+def test_unset_dimensions_give_the_whole_vector(unset):
+    _, body = ask({"input": "a", "dimensions": unset})
+    assert len(body["data"][0]["embedding"]) == DIM
+
+
+def test_fewer_dimensions_are_renormalised():
+    _, body = ask({"input": "a", "dimensions": 3})
+    assert np.linalg.norm(body["data"][0]["embedding"]) == pytest.approx(1)
+    assert len(body["data"][0]["embedding"]) == 3
+
+
+@pytest.mark.parametrize("dimensions", [-1, DIM + 1])
+def test_impossible_dimensions_name_the_limit(dimensions):
+    response, body = ask({"input": "a", "dimensions": dimensions})
+    assert response.status_code == 400
+    assert body["error"]["param"] == "dimensions"
+    assert f"between 1 and {DIM}, got {dimensions}" in body["error"]["message"]
+
+
+def test_our_extensions_reach_the_embedder():
+    embedder = FakeEmbedder()
+    ask({"input": "a", "truncate": False, "prompt_name": "query"}, embedder=embedder)
+    (options,) = embedder.asked
+    assert options.truncate is False
+    assert options.prompt_name == "query"
+    assert options.normalize is True
+
+
+@pytest.mark.parametrize("model", [None, "", "mine", "alias"])
+def test_served_names_and_none_are_answered_by_the_first(model):
+    config = ServerConfig(served_model_names=("mine", "alias"))
+    _, body = ask({"input": "a", "model": model}, config=config)
+    assert body["model"] == "mine"
+
+
+def test_an_unknown_model_is_told_the_known_ones():
+    config = ServerConfig(served_model_names=("mine", "alias"))
+    response, body = ask({"input": "a", "model": "gpt"}, config=config)
+    assert response.status_code == 404
+    assert body["error"]["code"] == "model_not_found"
+    assert body["error"]["message"] == "the model `gpt` does not exist; this server has mine, alias"
+
+
+@pytest.mark.parametrize(
+    ("raw", "param", "message"),
+    [
+        (b"{", None, "truncated"),
+        (b"", None, "truncated"),
+        (b'{"input": NaN}', None, "malformed"),
+        (b'{"input": "a"} x', None, "trailing"),
+        (b'{"input": "\xff"}', None, "UTF-8"),
+        (b'{"x": ' + b"[" * 100_000, None, "deeply"),
+        (b"[]", None, "Expected `object`"),
+        (b"{}", None, "missing required field `input`"),
+        (b'{"input": 3}', "input", "Expected `str | array`"),
+        (b'{"input": "a", "dimensions": "x"}', "dimensions", "at `$.dimensions`"),
+        (b'{"input": "a", "encoding_format": "hex"}', "encoding_format", "hex"),
+        (b'{"input": ["a", 1]}', "input[1]", "at `$.input[1]`"),
+        (b'{"input": [1, "a"]}', "input[1]", "at `$.input[1]`"),
+        (b'{"input": [1, [2]]}', "input[1]", "at `$.input[1]`"),
+        (b'{"input": [[1], 2]}', "input[1]", "at `$.input[1]`"),
+        (b'{"input": [1.5]}', "input[0]", "at `$.input[0]`"),
+        (b'{"input": [true]}', "input[0]", "at `$.input[0]`"),
+        (b'{"input": [-1]}', "input[0]", ">= 0"),
+        (b'{"input": [4294967296]}', "input[0]", "<= 4294967295"),
+        (b'{"input": ["a", null]}', "input[1]", "at `$.input[1]`"),
+        (b'{"input": ""}', "input", "`input` cannot be empty"),
+        (b'{"input": []}', "input", "`input` cannot be empty"),
+        (b'{"input": ["a", ""]}', "input[1]", "`input` cannot be empty"),
+        (b'{"input": [[1], []]}', "input[1]", "`input` cannot be empty"),
+    ],
+)
+def test_a_bad_request_is_a_400_naming_the_field(raw, param, message):
+    embedder = FakeEmbedder()
+    response, body = ask(None, raw=raw, embedder=embedder)
+    assert response.status_code == 400
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert message in error["message"]
+    assert not embedder.asked
+
+
+def test_too_many_inputs_name_the_flag():
+    config = ServerConfig(max_client_batch_size=2)
+    response, body = ask({"input": ["a", "b", "c"]}, config=config)
+    assert response.status_code == 400
+    assert body["error"]["message"].startswith("batch size 3 > maximum allowed batch size 2")
+    assert "--max-client-batch-size" in body["error"]["message"]
+
+
+def test_zero_means_any_number_of_inputs():
+    config = ServerConfig(max_client_batch_size=0)
+    _, body = ask({"input": ["a"] * 5000}, config=config)
+    assert len(body["data"]) == 5000
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "code", "err"),
+    [
+        (Overloaded("Model is overloaded", retry_after_s=3), 429, "overloaded", "overloaded"),
+        (ShuttingDown("shutting down", retry_after_s=3), 503, "shutting_down", "overloaded"),
+        (BackendError("the batch failed"), 503, None, "inference"),
+        (NotFinite("input 0 is not finite"), 503, None, "inference"),
+        (ZeroDivisionError("secret"), 500, None, "inference"),
+    ],
+)
+def test_a_failure_has_its_status_and_is_counted(failure, status, code, err):
+    embedder = FakeEmbedder(failure)
+    response, body = ask({"input": "a"}, embedder=embedder)
+    assert response.status_code == status
+    assert body["error"]["code"] == code
+    assert "secret" not in body["error"]["message"]
+    if isinstance(failure, Overloaded):
+        assert response.headers["retry-after"] == "3"
+    else:
+        assert response.headers["x-request-id"] in body["error"]["message"]
+    assert (response.headers.get("connection") == "close") == isinstance(failure, ShuttingDown)
+    assert f'te_request_failure{{err="{err}"}} 1.0' in embedder.telemetry.exposition().decode()
+
+
+def test_too_long_is_an_error_only_without_truncation():
+    text = " ".join("x" * 20)
+    response, body = ask({"input": [text, "a"]})
+    assert response.headers["x-truncated-inputs"] == "1"
+    assert body["usage"]["prompt_tokens"] == 17
+    response, body = ask({"input": text, "truncate": False})
+    assert response.status_code == 400
+    assert body["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_request_is_counted_and_timed():
+    embedder = FakeEmbedder()
+    ask({"input": ["a", "b"]}, embedder=embedder)
+    text = embedder.telemetry.exposition().decode()
+    for line in (
+        'te_request_count{method="batch"} 1.0',
+        'te_request_success{method="batch"} 1.0',
+        "te_request_duration_count 1.0",
+        "te_request_queue_duration_sum 0.002",
+        'jaxembed_stage_seconds_count{stage="decode"} 1.0',
+        'jaxembed_stage_seconds_count{stage="encode"} 1.0',
+    ):
+        assert line in text
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 64])
+def test_slices_join_to_the_whole(count):
+    rows = np.random.default_rng(0).normal(size=(count, SLICE_FLOATS // 8)).astype(np.float32)
+    got = json.loads(asyncio.run(json_matrix(rows)))
+    np.testing.assert_array_equal(np.array(got, np.float32).reshape(rows.shape), rows)
+
+
+def test_the_loop_gets_a_turn_between_slices():
+    turns = []
+
+    async def go():
+        ticking = asyncio.create_task(tick())
+        await json_items(4, SLICE_FLOATS, lambda start, stop: [0])
+        ticking.cancel()
+
+    async def tick():
+        while True:
+            turns.append(None)
+            await asyncio.sleep(0)
+
+    asyncio.run(go())
+    assert len(turns) >= 3
+
+
+def test_floats_are_as_short_as_float32_allows():
+    rows = np.array([[0.1, 1 / 3]], np.float32)
+    assert asyncio.run(json_matrix(rows)) == b"[[0.1,0.33333334]]"

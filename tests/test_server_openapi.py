@@ -1,0 +1,134 @@
+"""The OpenAPI document, held against what the server really takes and answers."""
+
+import asyncio
+
+import pytest
+from fake_embedder import FakeEmbedder
+
+from jaxembed.config import ServerConfig
+from jaxembed.server.app import create_app
+from jaxembed.server.openapi import as_openapi_3_0, document
+
+DOCUMENT = document()
+TYPES = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+}
+BODIES = {
+    "/v1/embeddings": {"input": ["a", "b"]},
+    "/embeddings": {"input": "a", "encoding_format": "base64"},
+    "/embed": {"inputs": ["a"]},
+    "/embed_all": {"inputs": ["a b"]},
+    "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}},
+    "/tokenize": {"inputs": "a"},
+    "/decode": {"ids": [1, 2]},
+    "/": {"inputs": "a"},
+    "/invocations": {"inputs": "a"},
+    "/vertex": {"instances": [{"inputs": "a"}]},
+    "/embed_sparse": {},
+    "/predict": {},
+    "/rerank": {},
+}
+OPERATIONS = [(path, method) for path, item in DOCUMENT["paths"].items() for method in item]
+
+
+def mismatch(value, schema, place="$"):
+    """The first place where a value is not what the schema says, or None."""
+    if "$ref" in schema:
+        schema = DOCUMENT["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]
+    if value is None:
+        return None if schema.get("nullable") or schema == {} else f"{place} is null"
+    if "anyOf" in schema:
+        found = [mismatch(value, choice, place) for choice in schema["anyOf"]]
+        return None if None in found else found[0]
+    if "type" in schema and not isinstance(value, TYPES[schema["type"]]):
+        return f"{place} is no {schema['type']}: {value!r}"
+    if value not in schema.get("enum", [value]):
+        return f"{place} is none of {schema['enum']}"
+    return inner_mismatch(value, schema, place)
+
+
+def inner_mismatch(value, schema, place):
+    if isinstance(value, list):
+        inner = [(item, schema.get("items", {}), f"{place}[{i}]") for i, item in enumerate(value)]
+    elif isinstance(value, dict):
+        known, rest = schema.get("properties", {}), schema.get("additionalProperties", {})
+        missing = set(schema.get("required", ())) - set(value)
+        unknown = set(value) - set(known) if known else set()
+        if missing or unknown:
+            return f"{place}: missing {missing}, unknown {unknown}"
+        inner = [(item, known.get(key, rest), f"{place}.{key}") for key, item in value.items()]
+    else:
+        return None
+    return next((bad for args in inner if (bad := mismatch(*args))), None)
+
+
+def test_it_lists_exactly_the_routes_there_are():
+    app = create_app(FakeEmbedder(), ServerConfig())
+    routes = {
+        (rule.rule.replace("<path:name>", "{name}"), method.lower())
+        for rule in app.url_map.iter_rules()
+        for method in rule.methods - {"HEAD", "OPTIONS"}
+        if rule.rule != "/docs/<name>"
+    }
+    assert routes == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_it_describes_the_real_answer(path, method):
+    async def go():
+        client = create_app(FakeEmbedder(), ServerConfig()).test_client()
+        real = path.replace("{name}", "test/fake")
+        body = {"json": BODIES[path]} if method == "post" else {}
+        response = await client.open(real, method=method.upper(), **body)
+        return response, await response.get_data(), await response.get_json()
+
+    operation = DOCUMENT["paths"][path][method]
+    response, data, body = asyncio.run(go())
+    name = "200" if response.status_code == 200 else "default"
+    content = operation["responses"][name].get("content")
+    if content is None:
+        assert data == b""
+        return
+    assert response.mimetype in content
+    if response.mimetype == "application/json":
+        schema = content["application/json"]["schema"]
+        assert mismatch(body, schema) is None
+        if method == "post" and name == "200":
+            request = operation["requestBody"]["content"]["application/json"]["schema"]
+            assert mismatch(BODIES[path], request) is None
+
+
+def test_it_speaks_openapi_3_0():
+    text = str(DOCUMENT)
+    assert DOCUMENT["openapi"] == "3.0.3"
+    assert "'null'" not in text
+    assert "$defs" not in text
+    ids = [
+        operation["operationId"]
+        for item in DOCUMENT["paths"].values()
+        for operation in item.values()
+    ]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (
+            {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+            {"type": "integer", "default": None, "nullable": True},
+        ),
+        (
+            {"anyOf": [{"$ref": "#/x"}, {"type": "null"}]},
+            {"anyOf": [{"$ref": "#/x"}], "nullable": True},
+        ),
+        ({"anyOf": [{"type": "string"}, {"type": "array"}]},) * 2,
+    ],
+)
+def test_null_becomes_nullable(given, wanted):
+    assert as_openapi_3_0(given) == wanted

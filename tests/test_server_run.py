@@ -1,0 +1,350 @@
+"""A real server on loopback: clients that vanish, shutdown, ports, signals."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from fake_embedder import FakeEmbedder
+from openai import AsyncOpenAI
+
+from jaxembed.config import ServerConfig
+from jaxembed.errors import ConfigError
+from jaxembed.server.app import create_app
+from jaxembed.server.run import listen, serve, url
+
+ASK = {"inputs": "a"}
+
+
+@contextlib.asynccontextmanager
+async def serving(embedder, config=None):
+    """A server on a free port: its client, its shutdown event and its task."""
+    config = config or ServerConfig()
+    listener = listen("127.0.0.1", 0)
+    listener.listen()  # `serve` does too, but only in the task's first turn
+    address = url(listener)
+    shutdown = asyncio.Event()
+    app = create_app(embedder, config)
+    task = asyncio.create_task(serve(app, embedder, config, shutdown, listener))
+    try:
+        async with httpx.AsyncClient(base_url=address, timeout=10, trust_env=False) as client:
+            yield client, shutdown, task
+    finally:
+        shutdown.set()
+        await asyncio.wait_for(task, 10)
+
+
+def failures(embedder, err):
+    return embedder.telemetry.request_failure.labels(err)._value.get()
+
+
+def test_a_request_comes_back_over_a_real_socket():
+    async def go():
+        async with serving(FakeEmbedder()) as (client, _, _):
+            response = await client.post("/embed", json={"inputs": ["a", "b"]})
+            assert len(response.json()) == 2
+            assert response.headers["content-length"] == str(len(response.content))
+
+    asyncio.run(go())
+
+
+def test_work_of_a_vanished_client_is_cancelled():
+    async def go():
+        embedder = FakeEmbedder()
+        embedder.gate = asyncio.Event()
+        async with serving(embedder) as (client, _, _):
+            work = asyncio.create_task(client.post("/embed", json=ASK))
+            await embedder.entered.wait()
+            work.cancel()
+            await asyncio.wait_for(embedder.cancelled.wait(), 5)
+            assert failures(embedder, "dropped") == 1
+            embedder.gate.set()
+            assert (await client.post("/embed", json=ASK)).status_code == 200
+        assert failures(embedder, "dropped") == 1
+
+    asyncio.run(go())
+
+
+def test_shutdown_answers_what_was_admitted_and_refuses_the_rest():
+    async def go():
+        embedder = FakeEmbedder()
+        embedder.gate = asyncio.Event()
+        async with serving(embedder) as (client, shutdown, task):
+            await client.get("/health")  # leaves a connection alive and idle
+            work = asyncio.create_task(client.post("/embed", json=ASK))
+            await embedder.entered.wait()
+            shutdown.set()
+            await wait_until_draining(client)
+            refused = await client.post("/v1/embeddings", json={"input": "a"})
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "5"
+            assert refused.headers["connection"] == "close"
+            assert not task.done()
+            embedder.gate.set()
+            assert (await work).status_code == 200
+            await asyncio.wait_for(task, 5)
+            with pytest.raises(httpx.ConnectError):
+                await client.get("/health")
+
+    asyncio.run(go())
+
+
+async def wait_until_draining(client):
+    while (await client.get("/ready")).status_code == 200:
+        pass
+
+
+def test_the_drain_ends_when_its_time_is_up(caplog):
+    async def go():
+        embedder = FakeEmbedder()
+        embedder.gate = asyncio.Event()
+        async with serving(embedder, ServerConfig(drain_timeout_s=0.05)) as (
+            client,
+            shutdown,
+            task,
+        ):
+            work = asyncio.create_task(client.post("/embed", json=ASK))
+            await embedder.entered.wait()
+            shutdown.set()
+            await asyncio.wait_for(task, 10)
+            late = await work
+            assert late.status_code == 503
+            assert late.json()["error_type"] == "Unhealthy"
+            assert late.headers["connection"] == "close"
+            assert late.headers["x-request-id"] != "-"
+        assert embedder.cancelled.is_set()
+
+    asyncio.run(go())
+    assert "1 requests not answered within 0.05 s" in caplog.text
+
+
+def test_an_idle_connection_does_not_hold_up_shutdown():
+    async def go():
+        async with serving(FakeEmbedder()) as (client, shutdown, task):
+            await client.get("/health")
+            shutdown.set()
+            await asyncio.wait_for(task, 2)
+
+    asyncio.run(go())
+
+
+def test_the_client_of_openai_is_at_home():
+    async def go():
+        async with serving(FakeEmbedder()) as (client, _, _):
+            base_url = f"{str(client.base_url).rstrip('/')}/v1"
+            http = openai.DefaultAsyncHttpxClient(trust_env=False)
+            ai = AsyncOpenAI(api_key="x", base_url=base_url, http_client=http)
+            answer = await ai.embeddings.create(model="test/fake", input=["a", "b"])
+            plain = await ai.embeddings.create(
+                model="test/fake", input=["a", "b"], encoding_format="float"
+            )
+            names = [model.id async for model in ai.models.list()]
+            with pytest.raises(openai.NotFoundError, match="this server has test/fake"):
+                await ai.embeddings.create(model="other", input="a")
+            await ai.close()
+        assert answer.usage.total_tokens == 2
+        for got, wanted in zip(answer.data, plain.data, strict=True):
+            assert got.embedding == pytest.approx(wanted.embedding)
+        assert names == ["test/fake"]
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET http://x/health HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.0\r\n\r\n",
+        b"BREW /embed HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /%ff%00 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n",
+        b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n",
+        b"GET /embed HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: upgrade\r\n"
+        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eHh4eHh4eHh4eHh4eHh4eA==\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+        b"\x00\x01\r\n\r\n",
+    ],
+)
+def test_odd_requests_are_no_server_errors(request_bytes):
+    async def go():
+        async with serving(FakeEmbedder()) as (client, _, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+            writer.write(request_bytes)
+            first_line = await asyncio.wait_for(reader.readline(), 5)
+            assert first_line.split()[1][:1] in (b"2", b"3", b"4"), first_line
+            writer.close()
+            await writer.wait_closed()
+            assert (await client.get("/health")).status_code == 200
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("path", "config", "status"),
+    [
+        ("/embed", ServerConfig(payload_limit=1000), 413),
+        ("/embed", ServerConfig(api_keys=("key",)), 401),
+        ("/nowhere", ServerConfig(), 404),
+    ],
+)
+def test_a_refusal_reaches_a_client_that_is_still_sending(path, config, status):
+    async def go():
+        async with serving(FakeEmbedder(), config) as (client, _, _):
+            response = await client.post(path, json={"inputs": "a" * 8_000_000})
+            assert response.status_code == status
+            assert set(response.json()) == {"error", "error_type"}
+            assert (await client.get("/health")).status_code == 200
+
+    asyncio.run(go())
+
+
+def test_a_chunked_body_is_limited_too():
+    async def chunks():
+        yield b'{"inputs": "'
+        for _ in range(100):
+            yield b"a" * 1000
+        yield b'"}'
+
+    async def go():
+        async with serving(FakeEmbedder(), ServerConfig(payload_limit=1000)) as (client, _, _):
+            headers = {"content-type": "application/json"}
+            response = await client.post("/embed", content=chunks(), headers=headers)
+            assert response.status_code == 413
+
+    asyncio.run(go())
+
+
+def test_metrics_have_a_port_of_their_own(caplog):
+    caplog.set_level(logging.INFO)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    async def go():
+        async with serving(FakeEmbedder(), ServerConfig(prometheus_port=port)) as (client, _, _):
+            response = await client.get(f"http://127.0.0.1:{port}/metrics")
+            assert "te_request_count" in response.text
+            assert (await client.get(f"http://127.0.0.1:{port}/info")).status_code == 404
+
+    asyncio.run(go())
+    assert f"listening on http://127.0.0.1:{port}/metrics" in caplog.text
+
+
+def test_a_busy_port_is_a_config_error_that_names_the_flag():
+    with listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port}.*--port"):
+            listen("127.0.0.1", port)
+        with pytest.raises(ConfigError, match="--prometheus-port"):
+            listen("127.0.0.1", port, flag="--prometheus-port")
+
+
+def test_a_busy_metrics_port_stops_the_start():
+    async def go(port):
+        embedder = FakeEmbedder()
+        config = ServerConfig(prometheus_port=port, port=0)
+        await serve(create_app(embedder, config), embedder, config, asyncio.Event())
+
+    with listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(ConfigError, match="--prometheus-port"):
+            asyncio.run(go(taken.getsockname()[1]))
+
+
+def test_an_unknown_host_is_a_config_error():
+    with pytest.raises(ConfigError, match="--host"):
+        listen("256.256.256.256", 0)
+
+
+PROGRAM = """
+import asyncio, logging, sys
+from fake_embedder import FakeEmbedder
+from jaxembed.config import ServerConfig
+from jaxembed.server.run import run
+
+class Slow(FakeEmbedder):
+    async def answer(self, inputs, options):
+        print("entered", flush=True)
+        while not self.draining:
+            await asyncio.sleep(0.01)
+        self.draining = False  # let the fake answer what was admitted
+        answer = await super().answer(inputs, options)
+        self.draining = True
+        return answer
+
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+run(Slow(), ServerConfig(port=0))
+"""
+
+
+STUCK = """
+import threading
+from fake_embedder import FakeEmbedder
+from jaxembed.config import ServerConfig
+from jaxembed.server import run
+
+run.WATCHDOG_S = 0.1
+threading.Thread(target=threading.Event().wait).start()
+print("stuck", flush=True)
+run.logging.basicConfig(level="INFO", stream=run.sys.stdout)
+run.run(FakeEmbedder(), ServerConfig(port=0, drain_timeout_s=0.1))
+"""
+
+
+def start(program):
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[1]}{os.pathsep}."},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no SIGTERM on Windows")
+def test_the_watchdog_ends_a_process_that_a_thread_holds_up():
+    with start(STUCK) as process:
+        try:
+            while "listening on" not in process.stdout.readline():
+                assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+            assert "still running" in process.stdout.read()
+        finally:
+            process.kill()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no SIGTERM on Windows")
+def test_sigterm_answers_what_was_admitted_and_exits_with_0():
+    process = start(PROGRAM)
+
+    async def go(address):
+        async with httpx.AsyncClient(base_url=address, timeout=10, trust_env=False) as client:
+            work = asyncio.create_task(client.post("/embed", json=ASK))
+            await line_with("entered")
+            process.send_signal(signal.SIGTERM)
+            return await work
+
+    async def line_with(word):
+        while word not in (line := await asyncio.to_thread(process.stdout.readline)):
+            assert line, "the server ended early"
+        return line
+
+    with process:
+        try:
+            address = asyncio.run(line_with("listening on")).split()[-1]
+            assert asyncio.run(go(address)).status_code == 200
+            assert process.wait(10) == 0
+            assert "stopped" in process.stdout.read()
+        finally:
+            process.kill()
