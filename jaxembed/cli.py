@@ -1,0 +1,460 @@
+"""The command line: parses, configures JAX, calls. Only this module reads the environment."""
+
+import ipaddress
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jaxembed import __version__
+from jaxembed.config import MIB, EngineConfig, ServerConfig, TextConfig
+from jaxembed.errors import JaxembedError
+
+# JAX, the engine and the server are imported inside the commands, so that --help is quick.
+
+logger = logging.getLogger("jaxembed")
+
+EXIT_REFUSED = 2
+
+
+def _option(flag: str, **attributes: Any) -> Callable:
+    """An option that also has TEI's environment variable: its name in capitals."""
+    name = flag.removeprefix("--").split("/")[0]
+    return click.option(flag, envvar=name.upper().replace("-", "_"), show_envvar=True, **attributes)
+
+
+def _options(*options: Callable) -> Callable:
+    return lambda command: reduce(lambda wrapped, option: option(wrapped), options[::-1], command)
+
+
+MODEL_OPTIONS = _options(
+    _option("--revision", help="Branch, tag or commit of a hub model."),
+    click.option("--offline", is_flag=True, help="Use only what is downloaded already."),
+    _option("--hf-token", help="Token for the hub."),
+    _option(
+        "--pooling",
+        type=click.Choice(["cls", "mean", "last-token"]),
+        help="Pool this way instead of as the checkpoint says.",
+    ),
+    _option("--dense-path", help="Use this Dense module instead of the one in modules.json."),
+    click.option(
+        "--cache-dir",
+        envvar="JAXEMBED_CACHE",
+        show_envvar=True,
+        type=click.Path(path_type=Path),
+        default=lambda: Path.home() / ".cache" / "jaxembed",
+        show_default="~/.cache/jaxembed",
+        help="Converted models and compiled programs. Keep it private.",
+    ),
+    _option(
+        "--huggingface-hub-cache",
+        type=click.Path(path_type=Path),
+        help="Where hub downloads are kept.",
+    ),
+)
+
+ENGINE_OPTIONS = _options(
+    _option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16", "float16"]),
+        help="Default: bfloat16 where the device multiplies it natively, else float32.",
+    ),
+    click.option("--devices", type=click.IntRange(1), help="Use this many. Default: all."),
+    click.option(
+        "--parallel",
+        type=click.Choice(["replicas", "sharded"]),
+        default="replicas",
+        show_default=True,
+        help="One replica a device, or every batch over all devices.",
+    ),
+    click.option(
+        "--warmup",
+        type=click.Choice(["minimal", "full"]),
+        help="Buckets compiled before ready. Default: full on a GPU, else minimal.",
+    ),
+    _option("--max-batch-tokens", type=click.IntRange(1), help="Of a batch, padding counted."),
+    _option("--max-batch-requests", type=click.IntRange(1), help="Sequences in a batch."),
+    click.option(
+        "--buckets", type=click.Path(path_type=Path), help="JSON file with the grid of shapes."
+    ),
+    click.option(
+        "--max-input-length",
+        envvar="MAX_INPUT_LENGTH",
+        type=click.IntRange(1),
+        help="Tokens of an input. Default: what the model says.",
+    ),
+    click.option(
+        "--device-memory-fraction",
+        type=click.FloatRange(0, 1, min_open=True),
+        help="Share of a GPU's memory to take; taken as needed, not at once.",
+    ),
+    click.option("--null-model", is_flag=True, hidden=True, help="Constants: measures the host."),
+)
+
+TEXT_OPTIONS = _options(
+    _option(
+        "--auto-truncate",
+        type=bool,
+        is_flag=False,
+        flag_value=True,
+        default=True,
+        show_default=True,
+        help="Cut inputs over the limit unless the request says otherwise.",
+    ),
+    _option("--default-prompt", help="Text put before every input."),
+    _option("--default-prompt-name", help="The same, by its name in the model's prompts."),
+    _option(
+        "--tokenization-workers",
+        type=click.IntRange(1),
+        help="Tokenizer threads. Default: cores less one.",
+    ),
+)
+
+SERVER_OPTIONS = _options(
+    click.option("--model-id", envvar="MODEL_ID", show_envvar=True, help="The same as MODEL."),
+    _option("--served-model-name", multiple=True, help="Name in answers; repeat for aliases."),
+    click.option(
+        "--host",
+        "--hostname",
+        "host",
+        default=lambda: _ip_address(os.environ.get("HOSTNAME", "")) or "127.0.0.1",
+        show_default="127.0.0.1",
+        help="Address to listen on.  [env var: HOSTNAME, if an IP address]",
+    ),
+    click.option(
+        "-p", "--port", envvar="PORT", show_envvar=True, type=int, default=8080, show_default=True
+    ),
+    _option("--api-key", multiple=True, help="Key that clients must send; repeat for several."),
+    _option("--cors-allow-origin", multiple=True, help="Repeat for several. Default: any."),
+    _option(
+        "--max-concurrent-requests",
+        type=click.IntRange(1),
+        default=EngineConfig.max_concurrent_requests,
+        show_default=True,
+        help="Inputs admitted and not yet answered.",
+    ),
+    click.option(
+        "--max-queue-tokens", type=click.IntRange(1), help="Tokens admitted and not yet answered."
+    ),
+    _option(
+        "--max-client-batch-size",
+        type=click.IntRange(0),
+        default=ServerConfig.max_client_batch_size,
+        show_default=True,
+        help="Inputs in one request; 0 is unlimited.",
+    ),
+    _option(
+        "--payload-limit",
+        type=click.IntRange(1),
+        default=32 * MIB,
+        show_default=True,
+        help="Bytes in one request.",
+    ),
+    click.option(
+        "--drain-timeout",
+        type=click.FloatRange(0),
+        default=ServerConfig.drain_timeout_s,
+        show_default=True,
+        help="Seconds to finish admitted requests after SIGTERM.",
+    ),
+    _option("--prometheus-port", type=int, help="Serve /metrics on a second port too."),
+    _option("--json-output", is_flag=True, help="Log lines as JSON."),
+    # TEI's, with nothing here to act on: there is no backend process and no trace to hold spans
+    _option("--uds-path", hidden=True),
+    _option("--disable-spans", is_flag=True, hidden=True),
+    _option("--otlp-service-name", hidden=True),
+    _option("--otlp-endpoint", hidden=True),
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, "-V", "--version", prog_name="jaxembed")
+def cli() -> None:
+    """Text to vectors on JAX: TPU, GPU and CPU."""
+
+
+@cli.command()
+@click.argument("model", required=False)
+@SERVER_OPTIONS
+@MODEL_OPTIONS
+@ENGINE_OPTIONS
+@TEXT_OPTIONS
+def serve(model: str | None, model_id: str | None, json_output: bool, **flags: Any) -> None:
+    """Serve MODEL over HTTP with the OpenAI and TEI APIs.
+
+    MODEL is a directory or a hub id; without one it is all-MiniLM-L6-v2.
+    """
+    if model and model_id and model != model_id:
+        raise click.UsageError(f"two models: {model} and --model-id {model_id}")
+    if flags["otlp_endpoint"]:
+        raise click.UsageError("--otlp-endpoint: traces are not exported; use /metrics")
+    configure_logging(json_output)
+    from jaxembed.server.run import listen, run
+
+    config = _server_config(flags)
+    listener = listen(config.host, config.port)  # a port in use is known before a long load
+    embedder = _embedder(model or model_id, flags, wait=False)
+    failures = _stop_when_not_ready(embedder)
+    run(embedder, config, listener)
+    if failures:
+        raise failures[0]
+
+
+@cli.command()
+@click.argument("model")
+@click.argument("out", type=click.Path(path_type=Path))
+@MODEL_OPTIONS
+def convert(model: str, out: Path, **flags: Any) -> None:
+    """Convert MODEL, a Hugging Face directory or a hub id, to the checkpoint directory OUT."""
+    configure_logging()
+    os.environ["JAX_PLATFORMS"] = "cpu"  # saving starts a backend: not one that others want
+    from jaxembed import hub
+
+    source = _source(flags)
+    del source["cache_dir"]
+    spec = hub.convert(model, out, **source)
+    click.echo(f"{out}: {spec.architecture}, {spec.dim} dimensions, {spec.max_input_tokens} tokens")
+
+
+@cli.command()
+@click.argument("texts")
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path), required=True, help=".npy or .jsonl."
+)
+@click.option("--model", "-m", help="A directory or a hub id. Default: all-MiniLM-L6-v2.")
+@click.option("--field", default="text", show_default=True, help="Of objects in a .jsonl file.")
+@click.option("--prompt-name", help="Prompt of the model to put before every text.")
+@click.option("--dimensions", type=click.IntRange(1), help="Cut the vectors to this many.")
+@MODEL_OPTIONS
+@ENGINE_OPTIONS
+@TEXT_OPTIONS
+def embed(
+    texts: str,
+    output: Path,
+    model: str | None,
+    field: str,
+    prompt_name: str | None,
+    dimensions: int | None,
+    **flags: Any,
+) -> None:
+    """Embed the TEXTS of a .txt file (a line each), a .jsonl file or standard input (-)."""
+    configure_logging()
+    from tqdm import tqdm
+
+    from jaxembed.bulk import embed_file, read_texts
+
+    embedder = _embedder(model, flags, wait=True)
+    started_at = time.monotonic()
+    with tqdm(unit=" texts", desc="embed", disable=None) as bar:
+        count = embed_file(
+            embedder,
+            read_texts(texts, field),
+            output,
+            on_progress=bar.update,
+            prompt_name=prompt_name,
+            dimensions=dimensions,
+        )
+    seconds = time.monotonic() - started_at
+    embedder.close()
+    logger.info("%d texts to %s in %.1f s, %.0f a second", count, output, seconds, count / seconds)
+
+
+@cli.command()
+@click.argument("model", required=False)
+@MODEL_OPTIONS
+def info(model: str | None, **flags: Any) -> None:
+    """Say what MODEL is: limits, pooling, prompts, size."""
+    configure_logging()
+    import msgspec
+
+    from jaxembed import checkpoint, hub
+    from jaxembed.models import parameter_shapes
+
+    source = _source(flags)
+    spec = checkpoint.load_spec(hub.resolve(model, **source))
+    parameters = sum(shape.size for shape in parameter_shapes(spec).values())
+    facts = msgspec.to_builtins(spec) | {
+        "dimensions": spec.dim,
+        "parameters": parameters,
+        "parameter_bytes": {"float32": 4 * parameters, "bfloat16": 2 * parameters},
+    }
+    click.echo(msgspec.json.format(msgspec.json.encode(facts)).decode())
+
+
+def main() -> None:
+    """The entry point: errors of ours are one line and exit status 2."""
+    try:
+        cli()
+    except JaxembedError as error:
+        click.echo(f"jaxembed: {error}", err=True)
+        sys.exit(EXIT_REFUSED)
+
+
+def configure_logging(json_output: bool = False) -> None:
+    """Log lines on standard error: ours at INFO, what is below us at WARNING."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if json_output else logging.Formatter(LINE))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells a story of each file
+    level = os.environ.get("LOG_LEVEL", "info").upper()
+    known = logging.getLevelNamesMapping()
+    for name in ("jaxembed", "converters"):
+        logging.getLogger(name).setLevel(known.get(level, logging.INFO))
+
+
+LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        import orjson
+
+        line = {
+            "timestamp": self.formatTime(record),
+            "level": record.levelname,
+            "target": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line).decode()
+
+
+def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
+    """Everything jaxembed sets in JAX for the whole process, before a device is started."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our threads share the work
+    if memory_fraction is not None:
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(memory_fraction)
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    programs = cache_dir / "programs"
+    programs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    programs.chmod(0o700)  # whoever can write here can run code in this process
+    jax.config.update("jax_compilation_cache_dir", str(programs))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # a seat's thread waits for its batch anyway; asynchronous dispatch would oversubscribe cores
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    sys.setswitchinterval(0.0005)  # keeps the event loop responsive beside the engine's threads
+
+
+def _embedder(model: str | None, flags: dict[str, Any], *, wait: bool):
+    configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
+    from jaxembed.embedder import Embedder
+
+    return Embedder(
+        model,
+        **_source(flags),
+        pooling=flags["pooling"].replace("-", "") if flags["pooling"] else None,
+        config=_engine_config(flags),
+        text=TextConfig(
+            truncate=flags["auto_truncate"],
+            default_prompt=flags["default_prompt"],
+            default_prompt_name=flags["default_prompt_name"],
+            workers=flags["tokenization_workers"],
+        ),
+        wait=wait,
+        on_progress=_compile_bar(),
+    )
+
+
+def _source(flags: dict[str, Any]) -> dict[str, Any]:
+    """Where a model comes from, for the hub."""
+    if flags["huggingface_hub_cache"]:
+        os.environ["HF_HUB_CACHE"] = str(flags["huggingface_hub_cache"])
+    return {
+        "revision": flags["revision"],
+        "offline": flags["offline"],
+        "token": flags["hf_token"],
+        "dense_path": flags["dense_path"],
+        "cache_dir": flags["cache_dir"],
+    }
+
+
+def _engine_config(flags: dict[str, Any]) -> EngineConfig:
+    admission = {
+        name: flags[name]
+        for name in ("max_concurrent_requests", "max_queue_tokens")
+        if flags.get(name) is not None
+    }
+    return EngineConfig(
+        dtype=flags["dtype"],
+        devices=flags["devices"],
+        parallel=flags["parallel"],
+        warmup=flags["warmup"],
+        max_batch_tokens=flags["max_batch_tokens"],
+        max_batch_requests=flags["max_batch_requests"],
+        buckets=flags["buckets"],
+        max_input_tokens=flags["max_input_length"],
+        null_model=flags["null_model"],
+        **admission,
+    )
+
+
+def _server_config(flags: dict[str, Any]) -> ServerConfig:
+    return ServerConfig(
+        host=flags["host"],
+        port=flags["port"],
+        served_model_names=flags["served_model_name"],
+        api_keys=flags["api_key"],
+        cors_allow_origins=flags["cors_allow_origin"],
+        max_client_batch_size=flags["max_client_batch_size"],
+        payload_limit=flags["payload_limit"],
+        drain_timeout_s=flags["drain_timeout"],
+        prometheus_port=flags["prometheus_port"],
+    )
+
+
+def _compile_bar() -> Callable[[int, int], None] | None:
+    """A progress bar over the buckets on a terminal; log lines tell elsewhere."""
+    if not sys.stderr.isatty():
+        return None
+    from tqdm import tqdm
+
+    bar = tqdm(desc="compile", unit=" buckets", leave=False)
+
+    def show(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return show
+
+
+def _stop_when_not_ready(embedder) -> list[Exception]:
+    """Stop the server if a bucket that is needed does not compile; the list then holds why."""
+    failures: list[Exception] = []
+
+    def watch() -> None:
+        try:
+            embedder.wait_ready()
+        except Exception as error:
+            failures.append(error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="wait-ready", daemon=True).start()
+    return failures
+
+
+def _ip_address(text: str) -> str | None:
+    """The text if it is an IP address. Containers set HOSTNAME to their own name."""
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        return None
+
+
+if __name__ == "__main__":
+    main()
