@@ -13,7 +13,9 @@ import sys
 import threading
 from collections.abc import Callable
 
+import hypercorn.asyncio.run
 from hypercorn.asyncio import serve as hypercorn_serve
+from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.config import Config
 
 from jaxembed.config import ServerConfig
@@ -28,6 +30,25 @@ CLOSE_S = 5.0  # for connections to close once the drain is over
 WATCHDOG_S = 10.0  # after the drain: for the connections, the engine and the interpreter to end
 BACKLOG = 2048
 MAX_HEADER_BYTES = 64 * 1024
+
+
+class Connection(TCPServer):
+    """Hypercorn's connection, ended when its client has closed it.
+
+    Hypercorn 0.18 keeps it, socket and all, until keep_alive_timeout has passed as well: at 300
+    connections a second and 75 s that is every file descriptor a process may have.
+    """
+
+    _gone = False
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        self._gone = True
+        await self.idle_task.stop()
+
+    async def _idle_timeout(self) -> None:
+        if not self._gone:
+            await super()._idle_timeout()
 
 
 def run(embedder: Embedder, config: ServerConfig, listener: socket.socket | None = None) -> None:
@@ -106,6 +127,8 @@ def url(listener: socket.socket) -> str:
 def _start(
     app: Server, listener: socket.socket, closing: asyncio.Event, path: str = ""
 ) -> asyncio.Task:
+    # it has no setting for this
+    hypercorn.asyncio.run.TCPServer = Connection  # pyright: ignore[reportPrivateImportUsage]
     listener.listen(BACKLOG)
     log.info("listening on %s%s", url(listener), path)
     settings = _settings(listener)
