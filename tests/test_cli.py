@@ -1,0 +1,183 @@
+"""The command line: flags and variables reach the settings, errors are one line, help is quick."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from jaxembed import cli
+from jaxembed.config import EngineConfig, ServerConfig
+
+TEI_COMMAND_LINE = (
+    "--model-id some/model --revision main --tokenization-workers 2 --dtype float32 "
+    "--served-model-name name --pooling mean --max-concurrent-requests 512 "
+    "--max-batch-tokens 16384 --max-batch-requests 8 --max-client-batch-size 32 --auto-truncate "
+    "--default-prompt-name query --hf-token t --hostname 0.0.0.0 -p 3000 --uds-path /tmp/x "
+    "--huggingface-hub-cache /tmp/hub --payload-limit 2000000 --api-key key --json-output "
+    "--disable-spans --otlp-service-name x --prometheus-port 9000 --cors-allow-origin *"
+)
+
+
+@pytest.fixture(name="parsed")
+def _parsed(monkeypatch):
+    """What `serve` would be called with, for a command line and an environment."""
+
+    def parse(line: str, env: dict[str, str] | None = None) -> dict:
+        seen: dict = {}
+        monkeypatch.setattr(cli.serve, "callback", lambda **flags: seen.update(flags))
+        result = CliRunner(env=env).invoke(cli.cli, ["serve", *line.split()])
+        assert result.exit_code == 0, result.output
+        return seen
+
+    return parse
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "jaxembed.cli", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "", "JAX_PLATFORMS": "cpu", **environment},
+        timeout=120,
+    )
+
+
+def test_help_imports_neither_jax_nor_the_server():
+    code = (
+        "import sys; sys.argv = ['jaxembed', 'serve', '--help']\n"
+        "from jaxembed.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('jax', 'quart', 'transformers', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n")
+    assert "--max-batch-tokens" in done.stdout
+
+
+def test_a_tei_command_line_is_understood(parsed):
+    flags = parsed(TEI_COMMAND_LINE)
+    config = cli._server_config(flags)
+    assert config == ServerConfig(
+        host="0.0.0.0",
+        port=3000,
+        served_model_names=("name",),
+        api_keys=("key",),
+        cors_allow_origins=("*",),
+        max_client_batch_size=32,
+        payload_limit=2_000_000,
+        prometheus_port=9000,
+    )
+    engine = cli._engine_config(flags)
+    assert (engine.max_batch_tokens, engine.max_batch_requests) == (16384, 8)
+    assert flags["model_id"] == "some/model"
+    assert flags["auto_truncate"] is True
+
+
+def test_every_flag_of_tei_has_its_environment_variable(parsed):
+    flags = parsed(
+        "",
+        {
+            "MODEL_ID": "some/model",
+            "PORT": "3000",
+            "MAX_BATCH_TOKENS": "4096",
+            "AUTO_TRUNCATE": "false",
+            "API_KEY": "one two",
+            "DTYPE": "float16",
+            "POOLING": "cls",
+        },
+    )
+    assert flags["model_id"] == "some/model"
+    assert flags["port"] == 3000
+    assert flags["auto_truncate"] is False
+    assert flags["api_key"] == ("one", "two")
+    assert cli._engine_config(flags).max_batch_tokens == 4096
+    assert flags["dtype"] == "float16"
+    assert flags["pooling"] == "cls"
+
+
+def test_a_flag_beats_its_variable(parsed):
+    assert parsed("--port 1", {"PORT": "2"})["port"] == 1
+
+
+@pytest.mark.parametrize(("hostname", "host"), [("3f2a91", "127.0.0.1"), ("10.1.2.3", "10.1.2.3")])
+def test_hostname_counts_only_as_an_ip_address(parsed, hostname, host):
+    assert parsed("", {"HOSTNAME": hostname})["host"] == host
+
+
+def test_defaults_of_the_flags_are_those_of_the_settings(parsed):
+    flags = parsed("", {"HOSTNAME": ""})
+    assert cli._server_config(flags) == ServerConfig()
+    assert cli._engine_config(flags) == EngineConfig()
+
+
+def test_two_different_models_are_refused():
+    done = run("serve", "a", "--model-id", "b")
+    assert done.returncode == 2
+    assert "two models: a and --model-id b" in done.stderr
+
+
+def test_a_switch_that_cannot_be_honoured_is_refused():
+    done = run("serve", "--otlp-endpoint", "x")
+    assert done.returncode == 2
+    assert "--otlp-endpoint" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("./nowhere",), "./nowhere does not exist"),
+        (("CHECKPOINT", "--max-input-length", "65"), "65 is more than the 64 positions"),
+        (("CHECKPOINT", "--max-batch-tokens", "32", "--max-input-length", "64"), "--max-batch-"),
+        (("CHECKPOINT", "--default-prompt-name", "no"), "Available prompts: [passage, query]"),
+        (("CHECKPOINT", "--default-prompt", "a", "--default-prompt-name", "b"), "not both"),
+        (("CHECKPOINT", "--buckets", "nowhere.json"), "--buckets nowhere.json"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_and_status_2(
+    arguments, message, tiny_checkpoint, tmp_path
+):
+    given = [str(tiny_checkpoint) if a == "CHECKPOINT" else a for a in arguments]
+    done = run("serve", *given, "--port", "0", "--cache-dir", str(tmp_path))
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("jaxembed: ")
+    assert message in last
+    assert "Traceback" not in done.stderr
+
+
+def test_info_prints_the_manifest_and_the_size(tiny_checkpoint, tmp_path):
+    done = run("info", str(tiny_checkpoint), "--cache-dir", str(tmp_path))
+    facts = json.loads(done.stdout)
+    assert facts["architecture"] == "bert"
+    assert facts["dimensions"] == 32
+    assert facts["parameter_bytes"]["float32"] == 4 * facts["parameters"]
+
+
+def test_embed_writes_one_vector_a_line(tiny_checkpoint, grid_file, embedder, tmp_path):
+    texts = ["the cat sat", "a dog runs"]
+    (tmp_path / "in.txt").write_text("\n".join(texts) + "\n")
+    out = tmp_path / "out.npy"
+    flags = ["--buckets", str(grid_file), "--max-batch-tokens", "128", "--dtype", "float32"]
+    flags += ["--model", str(tiny_checkpoint), "--cache-dir", str(tmp_path / "cache")]
+    done = run("embed", str(tmp_path / "in.txt"), "-o", str(out), *flags)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(np.load(out), embedder.encode(texts), atol=1e-5)
+
+
+def test_log_lines_can_be_json():
+    record = logging.LogRecord("jaxembed", logging.INFO, "", 0, "%d of %d", (1, 2), None)
+    line = json.loads(cli.JsonFormatter().format(record))
+    assert (line["level"], line["message"]) == ("INFO", "1 of 2")
+
+
+def test_every_option_says_what_it_is_for():
+    for command in cli.cli.commands.values():
+        options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+        assert [p.name for p in options if not p.help and p.name != "port"] == []
