@@ -1,8 +1,10 @@
 """The command line: parses, configures JAX, calls. Only this module reads the environment."""
 
+import hashlib
 import ipaddress
 import logging
 import os
+import platform
 import signal
 import sys
 import threading
@@ -338,8 +340,9 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
-    programs = cache_dir / "programs"
+    programs = cache_dir / "programs" / _host_id()
     programs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    programs.parent.chmod(0o700)
     programs.chmod(0o700)  # whoever can write here can run code in this process
     jax.config.update("jax_compilation_cache_dir", str(programs))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -347,6 +350,18 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
     # a seat's thread waits for its batch anyway; asynchronous dispatch would oversubscribe cores
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     sys.setswitchinterval(0.0005)  # keeps the event loop responsive beside the engine's threads
+
+
+def _host_id() -> str:
+    """Names this kind of host. Programs for a CPU use what it can do, and another one, on a shared
+    home directory, may not have it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    abilities = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
+    identity = "\n".join([platform.machine(), *sorted(set(abilities))])
+    return hashlib.sha256(identity.encode()).hexdigest()[:12]
 
 
 def _embedder(model: str | None, flags: dict[str, Any], *, wait: bool):

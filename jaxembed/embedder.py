@@ -319,7 +319,7 @@ class Embedder:
         except asyncio.CancelledError:
             self.engine.cancel(ticket)
             raise
-        return ticket.result(timeout_s=0)
+        return ticket.result(timeout_s=0.0)
 
     def _off_loop(self, call: Callable):
         return asyncio.get_running_loop().run_in_executor(self.processor.executor, call)

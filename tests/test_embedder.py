@@ -1,13 +1,89 @@
-"""Embedder: the library's face."""
+"""Embedder: the library's face, and what the server asks of it."""
 
 import asyncio
+import subprocess
+import sys
+import threading
 
 import numpy as np
 import pytest
+from conftest import LIMIT, save_tiny
 
-from jaxembed.errors import EmptyInput, InputTooLong, InvalidInput
+from jaxembed import Embedder, EngineConfig, TextConfig
+from jaxembed.embedder import EncodeOptions
+from jaxembed.engine.replica import Replica
+from jaxembed.errors import (
+    CheckpointError,
+    ConfigError,
+    EmptyInput,
+    InputTooLong,
+    InvalidInput,
+    Overloaded,
+    ShuttingDown,
+    TokenizerError,
+)
+from jaxembed.inputs import Pair, Text, Tokens
 
 TEXTS = ["the cat sat on the mat", "a dog", "how is the sky", "where is the red train " * 6]
+WAIT_S = 30.0  # for what must happen
+
+
+@pytest.fixture(name="open_embedder")
+def _open_embedder(tiny_checkpoint, grid_file, tmp_path):
+    """Embedders that are closed at the end; one small bucket grid unless told otherwise."""
+    opened: list[Embedder] = []
+
+    def open_embedder(path=tiny_checkpoint, text=None, **fields) -> Embedder:
+        usual = {"dtype": "float32", "devices": 1, "buckets": grid_file, "max_batch_tokens": 128}
+        config = EngineConfig(**(usual | fields))
+        opened.append(Embedder(str(path), cache_dir=tmp_path, config=config, text=text))
+        return opened[-1]
+
+    yield open_embedder
+    for embedder in opened:
+        embedder.close()
+
+
+class Held:
+    """Holds a device back: inside `with`, batches that start wait until the end of it."""
+
+    def __init__(self, monkeypatch):
+        self.entered = threading.Event()
+        self.gate = threading.Event()
+        usual = Replica.run
+
+        def run(replica, *arguments):
+            self.entered.set()
+            assert self.gate.wait(WAIT_S)
+            return usual(replica, *arguments)
+
+        monkeypatch.setattr(Replica, "run", run)
+
+    async def wait_entered(self) -> None:
+        assert await asyncio.to_thread(self.entered.wait, WAIT_S)
+
+
+@pytest.fixture(name="held")
+def _held(monkeypatch):
+    held = Held(monkeypatch)
+    yield held
+    held.gate.set()
+
+
+def series(embedder) -> dict[str, float]:
+    """Every series of the exposition."""
+    lines = embedder.telemetry.exposition().decode().splitlines()
+    return {
+        name: float(value)
+        for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    }
+
+
+def queue_of(embedder) -> tuple[int, int]:
+    return embedder.engine._waiting_entries, len(embedder.engine._queue)
+
+
+# -- the library -----------------------------------------------------------------------------------
 
 
 def test_one_text_gives_one_vector(embedder):
@@ -18,11 +94,408 @@ def test_one_text_gives_one_vector(embedder):
 
 
 def test_many_texts_keep_their_order(embedder):
-    together = embedder.encode(TEXTS * 10)
+    together = embedder.encode(TEXTS * 300)  # several chunks for the tokenizer
+    assert together.shape == (1200, 32)
+    assert together.flags.c_contiguous
     for i, text in enumerate(TEXTS):
+        np.testing.assert_allclose(together[i::4], together[i][None].repeat(300, 0), atol=1e-5)
         np.testing.assert_allclose(together[i], embedder.encode(text), atol=1e-5)
-        np.testing.assert_array_equal(together[i], together[i])
+    assert np.abs(together[0] - together[1]).max() > 1e-2
 
 
 def test_no_texts_give_no_vectors(embedder):
     assert embedder.encode([]).shape == (0, 32)
+    assert embedder.encode([], dimensions=5).shape == (0, 5)
+    assert asyncio.run(embedder.encode_async([])).shape == (0, 32)
+
+
+def test_queries_and_documents_get_their_prompts(embedder):
+    """The tiny checkpoint has prompts for `query` and `passage`."""
+    query, document, plain = (
+        embedder.encode_query("red sky"),
+        embedder.encode_document("red sky"),
+        embedder.encode("red sky"),
+    )
+    np.testing.assert_allclose(query, embedder.encode("what is red sky"), atol=1e-5)
+    np.testing.assert_allclose(document, embedder.encode("the red sky"), atol=1e-5)
+    assert np.abs(query - plain).max() > 1e-3
+    np.testing.assert_allclose(embedder.encode_query("red sky", prompt=""), plain, atol=1e-5)
+    np.testing.assert_allclose(
+        embedder.encode_query("red sky", prompt_name="passage"), document, atol=1e-5
+    )
+    np.testing.assert_allclose(embedder.encode("red sky", prompt="the "), document, atol=1e-5)
+
+
+def test_async_and_sync_agree(embedder):
+    async def both():
+        return [
+            await embedder.encode_async(TEXTS),
+            await embedder.encode_query_async(TEXTS),
+            await embedder.encode_document_async(TEXTS[0], dimensions=5, normalize=False),
+        ]
+
+    many, query, document = asyncio.run(both())
+    np.testing.assert_allclose(many, embedder.encode(TEXTS), atol=1e-5)
+    np.testing.assert_allclose(query, embedder.encode_query(TEXTS), atol=1e-5)
+    wanted = embedder.encode_document(TEXTS[0], dimensions=5, normalize=False)
+    assert document.shape == (5,)
+    np.testing.assert_allclose(document, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("dimensions", [1, 7, 32])
+def test_shortened_vectors_have_length_one_again(embedder, dimensions):
+    whole, short = embedder.encode(TEXTS), embedder.encode(TEXTS, dimensions=dimensions)
+    cut = whole[:, :dimensions]
+    wanted = cut / np.linalg.norm(cut, axis=1, keepdims=True)
+    np.testing.assert_allclose(short, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("dimensions", [0, -1, 33])
+def test_dimensions_the_model_does_not_have_are_refused(embedder, dimensions):
+    with pytest.raises(InvalidInput, match=f"from 1 to 32.*Given: {dimensions}") as raised:
+        embedder.encode("cat", dimensions=dimensions)
+    assert raised.value.field == "dimensions"
+
+
+def test_normalizing_is_the_checkpoints_choice_unless_asked(embedder, open_embedder, tmp_path):
+    raw = embedder.encode(TEXTS, normalize=False)
+    lengths = np.linalg.norm(raw, axis=1)
+    assert np.abs(lengths - 1).min() > 1e-2
+    np.testing.assert_allclose(embedder.encode(TEXTS), raw / lengths[:, None], atol=1e-5)
+    plain = open_embedder(save_tiny(tmp_path / "plain", modules=()))
+    np.testing.assert_allclose(plain.encode(TEXTS), raw, atol=1e-5)
+    unit = plain.encode(TEXTS, normalize=True)
+    np.testing.assert_allclose(np.linalg.norm(unit, axis=1), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("", EmptyInput), ("\ud800", TokenizerError), (["cat", ""], EmptyInput)],
+)
+def test_bad_texts_are_refused(embedder, text, error):
+    with pytest.raises(error):
+        embedder.encode(text)
+    with pytest.raises(error):
+        asyncio.run(embedder.encode_async(text))
+
+
+def test_a_long_text_is_cut_or_refused(embedder):
+    long = "cat " * 100
+    np.testing.assert_allclose(embedder.encode(long), embedder.encode("cat " * 62), atol=1e-5)
+    with pytest.raises(InputTooLong, match=r"less than 64 tokens\. Given: 102"):
+        embedder.encode(long, truncate=False)
+    ends = embedder.encode("dog " * 50 + "cat " * 62, truncation_side="left")
+    np.testing.assert_allclose(ends, embedder.encode("cat " * 62), atol=1e-5)
+
+
+def test_the_prompt_may_be_left_out_of_pooling(open_embedder, tmp_path):
+    pooled = open_embedder(save_tiny(tmp_path / "in"), max_input_tokens=16)
+    left_out = open_embedder(save_tiny(tmp_path / "out", include_prompt=False), max_input_tokens=16)
+    np.testing.assert_allclose(pooled.encode("cat"), left_out.encode("cat"), atol=1e-5)
+    difference = pooled.encode_query("cat") - left_out.encode_query("cat")
+    assert np.abs(difference).max() > 1e-3
+
+
+def test_another_pooling_can_be_asked_for(tiny_checkpoint, grid_file, tmp_path, embedder):
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
+    cls = Embedder(str(tiny_checkpoint), pooling="cls", cache_dir=tmp_path, config=config)
+    assert cls.spec.pooling == ("cls",)
+    assert np.abs(cls.encode("a cat") - embedder.encode("a cat")).max() > 1e-3
+    cls.close()
+    both = save_tiny(tmp_path / "both", pooling=("cls", "mean"))
+    with pytest.raises(ConfigError, match="--pooling mean: this checkpoint concatenates"):
+        Embedder(str(both), pooling="mean", cache_dir=tmp_path, config=config)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path):
+    with pytest.raises(CheckpointError):
+        Embedder(str(tmp_path), cache_dir=tmp_path)
+
+
+# -- what the server asks --------------------------------------------------------------------------
+
+
+def test_answer_takes_texts_pairs_and_tokens_and_tells_their_figures(embedder):
+    inputs = [Text("a dog"), Pair("cat", "dog"), Tokens([2, 7, 3]), Text("cat " * 100)]
+    answer = asyncio.run(embedder.answer(inputs, EncodeOptions()))
+    assert answer.dense.shape == (4, 32)
+    assert answer.num_tokens.tolist() == [4, 5, 3, LIMIT]
+    assert answer.truncated == 1
+    assert answer.tokens is None
+    assert min(answer.tokenization_s, answer.queue_s, answer.inference_s) > 0
+    assert (embedder.admission.inputs, embedder.admission.tokens) == (0, 0)
+
+
+def test_answer_gives_token_vectors_where_asked(embedder):
+    options = EncodeOptions(outputs=frozenset({"dense", "tokens"}), normalize=False)
+    answer = asyncio.run(embedder.answer([Text("a dog"), Text("the cat sat")], options))
+    assert [hidden.shape for hidden in answer.tokens] == [(4, 32), (5, 32)]
+    means = [hidden.mean(axis=0) for hidden in answer.tokens]
+    np.testing.assert_allclose(answer.dense, means, rtol=1e-4, atol=1e-5)
+
+
+def test_answering_nothing_is_refused(embedder):
+    with pytest.raises(EmptyInput):
+        asyncio.run(embedder.answer([], EncodeOptions()))
+
+
+def test_many_async_calls_at_once_get_their_own_answers(embedder):
+    async def all_at_once():
+        calls = [
+            embedder.answer([Text(TEXTS[k % 4])] * (k % 5 + 1), EncodeOptions()) for k in range(200)
+        ]
+        return await asyncio.gather(*calls)
+
+    wanted = embedder.encode(TEXTS)
+    for k, answer in enumerate(asyncio.run(all_at_once())):
+        np.testing.assert_allclose(
+            answer.dense, wanted[k % 4][None].repeat(k % 5 + 1, 0), atol=1e-5
+        )
+
+
+def test_threads_and_event_loops_share_one_embedder(embedder):
+    wanted, wrong = embedder.encode(TEXTS), []
+    barrier = threading.Barrier(4)
+
+    def work(k: int) -> None:
+        barrier.wait()
+        for _ in range(5):
+            got = asyncio.run(embedder.encode_async(TEXTS)) if k % 2 else embedder.encode(TEXTS)
+            if np.abs(got - wanted).max() > 1e-5:
+                wrong.append(k)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+
+
+def test_cancelling_a_call_takes_its_queued_work_along(embedder, held):
+    async def scenario():
+        first = asyncio.create_task(embedder.encode_async("cat"))
+        await held.wait_entered()
+        before = series(embedder)["jaxembed_cancelled_requests"]
+        task = asyncio.create_task(embedder.answer([Text("dog")] * 300, EncodeOptions()))
+        while queue_of(embedder)[0] != 300:  # the queue is what there is to wait on
+            await asyncio.sleep(0)
+        assert embedder.admission.inputs == 300
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert queue_of(embedder) == (0, 0)
+        assert embedder.admission.inputs == 0
+        assert series(embedder)["jaxembed_cancelled_requests"] == before + 1
+        held.gate.set()
+        return await first
+
+    np.testing.assert_allclose(asyncio.run(scenario()), embedder.encode("cat"), atol=1e-5)
+
+
+def test_an_answer_for_a_loop_that_is_closed_harms_nobody(embedder, held):
+    """A loop closed without cancelling its tasks: the engine's thread must survive the wake-up."""
+    loop = asyncio.new_event_loop()
+    coroutine = embedder.encode_async("cat")
+    task = loop.create_task(coroutine)
+
+    async def until_it_runs():
+        await held.wait_entered()
+
+    loop.run_until_complete(until_it_runs())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    task._log_destroy_pending = False  # abandoned on purpose
+    loop.close()
+    held.gate.set()
+    assert embedder.encode(["dog"] * 3).shape == (3, 32)
+    assert all(thread.is_alive() for thread in embedder.engine._threads)
+    coroutine.close()
+
+
+def test_a_full_server_refuses_before_any_work_and_recovers(open_embedder, held):
+    held.gate.set()  # for the warm-up
+    embedder = open_embedder(max_concurrent_requests=2, max_queue_tokens=1000)
+    held.entered.clear()
+    held.gate.clear()
+
+    async def scenario():
+        options = EncodeOptions()
+        first = asyncio.create_task(embedder.answer([Text("cat")] * 5, options))  # overshoots
+        await held.wait_entered()
+        with pytest.raises(Overloaded, match="--max-concurrent-requests") as raised:
+            await embedder.answer([Text("dog")], options)
+        assert raised.value.retry_after_s >= 1
+        held.gate.set()
+        await first
+        return await embedder.answer([Text("dog")], options)
+
+    assert asyncio.run(scenario()).dense.shape == (1, 32)
+    assert embedder.admission.inputs == 0
+
+
+def test_a_refused_request_gives_its_place_back(embedder):
+    for inputs in ([Text("")], [Text("\ud800")], [Tokens([10**9])]):
+        with pytest.raises((InvalidInput, TokenizerError)):
+            asyncio.run(embedder.answer(inputs, EncodeOptions()))
+    assert (embedder.admission.inputs, embedder.admission.tokens) == (0, 0)
+
+
+def test_draining_refuses_and_close_finishes(open_embedder):
+    embedder = open_embedder()
+    embedder.drain()
+    assert embedder.draining
+    with pytest.raises(ShuttingDown):
+        asyncio.run(embedder.answer([Text("cat")], EncodeOptions()))
+    embedder.close()
+    assert not any(thread.is_alive() for thread in embedder.engine._threads)
+
+
+def test_tokenize_and_decode_run_off_the_loop(embedder):
+    async def both():
+        pieces = await embedder.tokenize_async(
+            ["the cat"], add_special_tokens=False, prompt_name="query"
+        )
+        ids = [[piece.id for piece in pieces[0]]]
+        return pieces, await embedder.decode_async(ids, skip_special_tokens=True)
+
+    pieces, texts = asyncio.run(both())
+    assert texts == ["what is the cat"]
+    assert (pieces[0][-1].start, pieces[0][-1].stop) == (12, 15)
+
+
+def test_every_input_is_counted(embedder):
+    before = series(embedder)
+    embedder.encode([*TEXTS, "cat " * 100])
+    after = series(embedder)
+    for name, added in (
+        ("te_embed_count", 5),
+        ("te_embed_success", 5),
+        ("jaxembed_truncated_inputs", 1),
+        ("te_request_input_length_count", 5),
+        ("te_request_input_length_sum", 8 + 4 + 6 + 32 + 64),
+        ("te_embed_duration_count", 5),
+        ("te_embed_queue_duration_count", 5),
+        ("te_embed_inference_duration_count", 5),
+        ('jaxembed_stage_seconds_count{stage="inference"}', 1),
+    ):
+        assert after[name] - before[name] == added, name
+    assert after["te_queue_size"] == 0
+
+
+# -- settings and state ----------------------------------------------------------------------------
+
+
+def test_describe_tells_what_serves(embedder):
+    described = embedder.describe()
+    assert described["buckets"] == ["1x16", "2x64", "4x32"]
+    assert sorted(described["compiled_buckets"]) == described["buckets"]
+    assert described["dimensions"] == 32
+    assert described["prompts"] == ["passage", "query"]
+    assert embedder.ready
+    assert embedder.healthy
+    assert (embedder.max_input_tokens, embedder.max_batch_tokens) == (64, 128)
+    assert (embedder.device, embedder.dtype) == ("cpu", "float32")
+
+
+def test_text_settings_are_the_defaults_of_a_request(open_embedder, embedder):
+    strict = open_embedder(text=TextConfig(truncate=False, default_prompt_name="query"))
+    np.testing.assert_allclose(strict.encode("cat"), embedder.encode_query("cat"), atol=1e-5)
+    with pytest.raises(InputTooLong):
+        strict.encode("cat " * 100)
+    assert strict.encode("cat " * 100, truncate=True).shape == (32,)
+
+
+def test_a_limit_the_model_has_no_positions_for_is_refused(open_embedder):
+    with pytest.raises(ConfigError, match="--max-input-length 65 is more than the 64 positions"):
+        open_embedder(max_input_tokens=65)
+
+
+def test_a_limit_over_the_token_budget_is_clamped_unless_it_was_asked_for(open_embedder, caplog):
+    clamped = open_embedder(buckets=None, max_batch_tokens=32)
+    assert clamped.max_input_tokens == 32
+    assert "longer inputs are cut" in caplog.text
+    answer = asyncio.run(clamped.answer([Text("cat " * 100)], EncodeOptions()))
+    assert answer.num_tokens.tolist() == [32]
+    with pytest.raises(ConfigError, match="--max-input-length 64 does not fit"):
+        open_embedder(buckets=None, max_batch_tokens=32, max_input_tokens=64)
+
+
+def test_what_is_asked_while_buckets_compile_waits(
+    tiny_checkpoint, grid_file, tmp_path, monkeypatch
+):
+    gate, usual = threading.Event(), Replica.compile
+
+    def compile(replica, bucket):
+        assert gate.wait(WAIT_S)
+        usual(replica, bucket)
+
+    monkeypatch.setattr(Replica, "compile", compile)
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
+    path, steps = str(tiny_checkpoint), []
+    embedder = Embedder(
+        path,
+        cache_dir=tmp_path,
+        config=config,
+        wait=False,
+        on_progress=lambda done, total: steps.append((done, total)),
+    )
+    assert not embedder.ready
+    with pytest.raises(TimeoutError):
+        embedder.wait_ready(0.0)
+
+    async def scenario():
+        task = asyncio.create_task(embedder.encode_async("cat"))
+        while queue_of(embedder)[0] != 1:
+            await asyncio.sleep(0)
+        gate.set()
+        return await task
+
+    assert asyncio.run(scenario()).shape == (32,)
+    embedder.wait_ready(WAIT_S)
+    assert embedder.ready
+    assert steps[0] == (1, 3)
+    embedder.close()
+
+
+def test_the_null_model_answers_ones_without_a_device(tiny_checkpoint, tmp_path):
+    config = EngineConfig(null_model=True)
+    embedder = Embedder(str(tiny_checkpoint), cache_dir=tmp_path, config=config)
+    vectors = embedder.encode(TEXTS, normalize=False)
+    np.testing.assert_array_equal(vectors, np.ones((4, 32)))
+    assert embedder.device == "null"
+    embedder.close()
+
+
+IMPORT_CHECK = """
+import sys
+import {module}
+if "jax" in sys.modules:
+    from jax._src import xla_bridge
+    assert not xla_bridge.backends_are_initialized(), "a device was started"
+heavy = {{"torch", "transformers"}} & set(sys.modules)
+assert not heavy, heavy
+import logging
+assert not logging.getLogger().handlers and not logging.getLogger("jaxembed").handlers
+"""
+
+
+@pytest.mark.parametrize("module", ["jaxembed", "jaxembed.embedder"])
+def test_importing_starts_no_device_and_loads_neither_torch_nor_transformers(module):
+    code = IMPORT_CHECK.format(module=module)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_null_model_starts_no_device(tiny_checkpoint, tmp_path):
+    code = f"""
+from jax._src import xla_bridge
+from pathlib import Path
+from jaxembed import Embedder, EngineConfig
+config = EngineConfig(null_model=True)
+embedder = Embedder({str(tiny_checkpoint)!r}, cache_dir=Path({str(tmp_path)!r}), config=config)
+assert embedder.encode(["cat", "dog"]).shape == (2, 32)
+embedder.close()
+assert not xla_bridge.backends_are_initialized(), "a device was started"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

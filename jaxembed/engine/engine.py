@@ -141,7 +141,7 @@ class Engine:
         self._telemetry.cancelled_requests.inc()
 
     def close(self, timeout_s: float = 20.0) -> None:
-        """Finish the queue, stop the threads. What waits for a bucket that is not compiled fails."""
+        """Finish the queue, stop the threads. What waits for a bucket not compiled yet fails."""
         self.warmup.stop()
         with self._changed:
             self._closing = True

@@ -49,7 +49,7 @@ class DeviceTurn:
                 self._grant()
 
     def _grant(self) -> None:
-        """Hand out what is free. Decided here, once: urgencies move with time, and waiters that each
+        """Hand out what is free. Decided here, once: urgencies move with time, and waiters who each
         looked for themselves could all see another one first, and all wait on."""
         while self._free and self._waiting:
             claim = max(self._waiting, key=lambda claim: claim.urgency())
