@@ -21,5 +21,8 @@ __all__ = ["Embedder", "EngineConfig", "JaxembedError", "TextConfig", "__version
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
+        try:
+            return getattr(import_module(_PUBLIC[name]), name)
+        except AttributeError as error:  # Python would only say that the name cannot be imported
+            raise ImportError(f"jaxembed.{name} cannot be loaded: {error}") from error
     raise AttributeError(f"module 'jaxembed' has no attribute {name!r}")
