@@ -1,0 +1,1 @@
+"""Live comparison with transformers and sentence-transformers: `make parity`."""

@@ -1,0 +1,64 @@
+"""Fixtures of the live comparison with torch, and the table of how closely everything agreed."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from jaxembed import Embedder, EngineConfig
+from jaxembed.spec import DType
+
+_AGREEMENT = pytest.StashKey[dict[str, str]]()
+
+MakeEmbedder = Callable[..., Embedder]
+Note = Callable[[str], None]
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing is fetched
+
+if find_spec("torch") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_configure(config) -> None:
+    config.stash[_AGREEMENT] = {}
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    if lines := config.stash[_AGREEMENT]:
+        terminalreporter.section("agreement")
+        for test, line in lines.items():
+            terminalreporter.write_line(f"{line:<44} {test}")
+
+
+@pytest.fixture(name="note")
+def _note(request) -> Note:
+    """Put a figure into the table at the end of the run."""
+
+    def note(figure: str) -> None:
+        request.config.stash[_AGREEMENT][request.node.name] = figure
+
+    return note
+
+
+@pytest.fixture(name="make_embedder", scope="module")
+def _make_embedder(tmp_path_factory) -> Iterator[MakeEmbedder]:
+    """Embedder(source) on one device with the given buckets; closed after the module."""
+    opened = []
+    cache = tmp_path_factory.mktemp("cache")
+
+    def make(
+        source: Path, buckets: Sequence[tuple[int, int]], dtype: DType | None = "float32"
+    ) -> Embedder:
+        grid = tmp_path_factory.mktemp("grid") / "buckets.json"
+        grid.write_text(json.dumps({"buckets": buckets}))
+        budget = max(rows * length for rows, length in buckets)
+        config = EngineConfig(dtype=dtype, devices=1, buckets=grid, max_batch_tokens=budget)
+        opened.append(Embedder(str(source), cache_dir=cache, config=config))
+        return opened[-1]
+
+    yield make
+    for embedder in opened:
+        embedder.close()

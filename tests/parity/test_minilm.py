@@ -1,0 +1,93 @@
+"""The real all-MiniLM-L6-v2 against sentence-transformers: vectors and token ids."""
+
+import numpy as np
+import pytest
+import transformers
+from golden import make
+from sentence_transformers import SentenceTransformer
+
+from converters import convert
+from jaxembed import checkpoint
+from jaxembed.config import TextConfig
+from jaxembed.inputs import Text
+from jaxembed.processors.text import Rules, TextProcessor
+from parity import sentences
+from parity.reference import minilm, smallest_cosine
+
+MINILM = minilm()
+
+# None is what a server takes if nobody says: bfloat16 where the processor multiplies it natively.
+COSINES = {"float32": 0.99999, "bfloat16": 0.9995, None: 0.9995}
+
+needs_stsb = pytest.mark.skipif(
+    not sentences.STSB.is_file(),
+    reason=f"no {sentences.STSB}: only the texts of tests/parity/sentences.py are compared",
+)
+
+
+@pytest.fixture(name="reference", scope="module")
+def _reference() -> SentenceTransformer:
+    return make.load(MINILM)
+
+
+@pytest.fixture(name="stsb", scope="module")
+def _stsb(reference) -> tuple[list[str], np.ndarray]:
+    texts = sentences.stsb()
+    return texts, reference.encode(texts, batch_size=64, show_progress_bar=False)
+
+
+@pytest.mark.parametrize("dtype", COSINES, ids=str)
+def test_vectors_of_varied_texts_agree(dtype, reference, make_embedder, note):
+    assert len(sentences.ENGLISH) >= 100
+    embedder = make_embedder(MINILM, [(4, 256)], dtype)
+    wanted = reference.encode(sentences.VARIED, show_progress_bar=False)
+    cosine = smallest_cosine(embedder.encode(sentences.VARIED), wanted)
+    note(f"{len(wanted)} cosines from 1 - {1 - cosine:.1e} ({embedder.dtype})")
+    assert cosine >= COSINES[dtype]
+
+
+@needs_stsb
+@pytest.mark.parametrize("dtype", ["float32", None], ids=str)
+def test_vectors_of_all_stsb_sentences_agree(dtype, stsb, make_embedder, note):
+    embedder = make_embedder(MINILM, [(32, 32), (1, 256)], dtype)
+    texts, wanted = stsb
+    cosine = smallest_cosine(embedder.encode(texts), wanted)
+    note(f"{len(wanted)} cosines from 1 - {1 - cosine:.1e} ({embedder.dtype})")
+    assert cosine >= COSINES[dtype]
+
+
+@pytest.mark.parametrize("limit", [256, 16])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_token_ids_equal_those_of_transformers(side, limit, tmp_path, note):
+    texts = sentences.VARIED + (sentences.stsb() if sentences.STSB.is_file() else [])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MINILM, truncation_side=side)
+    wanted = tokenizer(texts, truncation=True, max_length=limit)["input_ids"]
+    spec = convert(MINILM, tmp_path / "minilm")
+    path = checkpoint.tokenizer_path(tmp_path / "minilm")
+    processor = TextProcessor(path, spec, limit, TextConfig(), workers=1)
+    rules = Rules(prompt="", truncate=True, side=side)
+    encodings = processor.encode([Text(text) for text in texts], rules).encodings
+    different = [
+        text[:60]
+        for text, one, ids in zip(texts, encodings, wanted, strict=True)
+        if one.ids.tolist() != ids
+    ]
+    note(f"{len(texts) - len(different)} of {len(texts)} texts the same")
+    assert not different
+
+
+def test_a_copy_saved_by_this_sentence_transformers_has_the_same_parameters(reference, tmp_path):
+    reference.save_pretrained(str(tmp_path / "copy"), create_model_card=False)
+    specs = [
+        convert(source, tmp_path / f"out-{number}")
+        for number, source in enumerate((MINILM, tmp_path / "copy"))
+    ]
+    first, second = (
+        checkpoint.load_params(tmp_path / f"out-{number}", spec)
+        for number, spec in enumerate(specs)
+    )
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        np.testing.assert_array_equal(second[name], array, err_msg=name)
+    for name in ("architecture", "config", "pooling", "modules", "max_input_tokens", "dtype"):
+        assert getattr(specs[0], name) == getattr(specs[1], name), name

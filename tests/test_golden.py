@@ -1,0 +1,140 @@
+"""Conversion and towers against what torch computed: tests/golden/*.npz, made by `make golden`."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from converters import CONVERTERS, convert
+from jaxembed import Embedder, EngineConfig, checkpoint
+from jaxembed.engine.batch import pack, place
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.replica import Replica
+from jaxembed.engine.ticket import Ticket
+from jaxembed.inputs import Encoding
+from jaxembed.models import ARCHITECTURES, program
+from jaxembed.models.pooling import POOLINGS
+from jaxembed.spec import ModelSpec
+
+FILES = sorted((Path(__file__).parent / "golden").glob("*.npz"))
+
+# Float32 sums in another order; 6e-7 was the most.
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Golden:
+    """The arrays of a file, and the checkpoint that its source was converted to."""
+
+    arrays: dict[str, np.ndarray]
+    path: Path
+    spec: ModelSpec
+
+    @property
+    def encodings(self) -> list[Encoding]:
+        at = np.cumsum(self.arrays["lengths"])[:-1]
+        ids, types = (np.split(self.arrays[name], at) for name in ("ids", "types"))
+        return [Encoding(*pair) for pair in zip(ids, types, strict=True)]
+
+
+def read(file: Path) -> dict[str, np.ndarray]:
+    with np.load(file, allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def write_source(arrays: dict[str, np.ndarray], folder: Path) -> Path:
+    """The Hugging Face directory that the golden was made from."""
+    files: dict[str, dict[str, np.ndarray]] = {}
+    for key, array in arrays.items():
+        kind, _, inside = key.partition("/")
+        if kind == "source":
+            (folder / inside).parent.mkdir(parents=True, exist_ok=True)
+            (folder / inside).write_text(array.item())
+        elif kind == "tensors":
+            path, _, name = inside.partition(":")
+            files.setdefault(path, {})[name] = array
+    for path, tensors in files.items():
+        save_file(tensors, folder / path)
+    return folder
+
+
+@pytest.fixture(name="golden", scope="module", params=FILES, ids=lambda file: file.stem)
+def _golden(request, tmp_path_factory) -> Golden:
+    folder = tmp_path_factory.mktemp(request.param.stem)
+    arrays = read(request.param)
+    source = write_source(arrays, folder / "source")
+    spec = convert(source, folder / "checkpoint", progress=lambda steps: steps)
+    return Golden(arrays, folder / "checkpoint", spec)
+
+
+@pytest.fixture(name="golden_embedder", scope="module")
+def _golden_embedder(golden, tmp_path_factory) -> Iterator[Embedder]:
+    grid = tmp_path_factory.mktemp("grid") / "buckets.json"
+    grid.write_text('{"buckets": [[2, 64]]}')
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid, max_batch_tokens=128)
+    embedder = Embedder(str(golden.path), cache_dir=grid.parent, config=config)
+    yield embedder
+    embedder.close()
+
+
+def assert_agrees(got: np.ndarray, wanted: np.ndarray) -> None:
+    assert got.shape == wanted.shape
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
+
+
+def test_hidden_states_and_every_pooling_agree_with_torch_when_rows_are_packed(golden):
+    # every pooling, whichever the model has, and nothing after it
+    spec = msgspec.structs.replace(golden.spec, pooling=tuple(POOLINGS), modules=())
+    parameters = checkpoint.load_params(golden.path, golden.spec)
+    tower = {name: array for name, array in parameters.items() if name.startswith("tower.")}
+    replica = Replica(program(spec), tower, jax.local_devices()[:1], "float32")
+    bucket = Bucket(2, 64)
+    replica.compile(bucket)
+    batch = place(Ticket(golden.encodings, spec.dim).entries, bucket)
+    assert len(batch.entries) == len(golden.encodings)
+    outputs = replica.run(bucket, pack(batch), ("dense", "tokens"))
+    hidden, pooled = {}, {}
+    for entry, row, slot, start in zip(
+        batch.entries, batch.rows, batch.slots, batch.starts, strict=True
+    ):
+        hidden[entry.index] = outputs["tokens"][row, start : start + entry.length]
+        pooled[entry.index] = outputs["dense"][row, slot]
+    order = range(len(hidden))
+    assert_agrees(np.concatenate([hidden[i] for i in order]), golden.arrays["hidden"])
+    assert_agrees(np.stack([pooled[i] for i in order]), golden.arrays["pooled"])
+
+
+def test_vectors_of_texts_agree_with_sentence_transformers(golden, golden_embedder):
+    calls = json.loads(golden.arrays["calls"].item())
+    assert calls
+    for number, call in enumerate(calls):
+        vectors = getattr(golden_embedder, call["method"])(call["texts"], **call["options"])
+        assert_agrees(vectors, golden.arrays[f"vectors/{number}"])
+
+
+def test_every_architecture_has_a_golden():
+    configs = [json.loads(read(file)["source/config.json"].item()) for file in FILES]
+    converters = {CONVERTERS[config["model_type"]] for config in configs}
+    assert {import_module(name).ARCHITECTURE for name in converters} == set(ARCHITECTURES)
+
+
+def test_every_pooling_has_a_model_of_its_own(tmp_path):
+    seen = set()
+    for file in FILES:
+        source = write_source(read(file), tmp_path / file.stem)
+        spec = convert(source, tmp_path / f"{file.stem}-out", progress=lambda steps: steps)
+        seen.add(spec.pooling)
+    assert {(name,) for name in POOLINGS} < seen  # and at least one that concatenates
+
+
+def test_goldens_stay_small():
+    sizes = [file.stat().st_size for file in FILES]
+    assert max(sizes) < 150_000
+    assert sum(sizes) < 1_000_000
