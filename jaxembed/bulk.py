@@ -1,6 +1,5 @@
 """Files of texts in, files of vectors out, in bounded memory. Knows no model but an Embedder."""
 
-import contextlib
 import io
 import json
 import os
@@ -24,14 +23,20 @@ CHUNKS_AHEAD = 3  # one on the device, one being tokenized, one ready
 
 def read_texts(path: str, field: str = "text") -> Iterator[str]:
     """The texts of a .txt file (a line each), a .jsonl file (a string or an object with `field`
-    each) or standard input (`-`, lines). Empty lines are refused: rows must match lines."""
-    jsonl = path.endswith(".jsonl")
-    with _opened(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            text = _from_json(line, field, path, number) if jsonl else line.rstrip("\r\n")
-            if not text:
-                raise InvalidInput(f"{path} line {number} is empty: there is nothing to embed")
-            yield text
+    each) or standard input (`-`, lines), read as they are asked for.
+
+    Raises ConfigError at once for a file that cannot be read, InvalidInput later for an empty or
+    wrong line: every text has a row, and every row its text.
+    """
+    return _texts(_open(path), path, field)
+
+
+def check_output(out: Path) -> None:
+    """Raises ConfigError unless vectors can be written there."""
+    if out.suffix not in WRITERS:
+        raise ConfigError(f"--output {out}: wanted a name that ends in {' or '.join(WRITERS)}")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--output {out}: there is no directory {out.absolute().parent}")
 
 
 def embed_file(
@@ -46,10 +51,11 @@ def embed_file(
 
     `options` are EncodeOptions'. Returns the number of texts. On failure `out` is not touched.
     """
+    check_output(out)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         with partial.open("w+b") as file:
-            writer = _writer(out, file, options.get("dimensions") or embedder.spec.dim)
+            writer = WRITERS[out.suffix](file, options.get("dimensions") or embedder.spec.dim)
             for vectors in _encoded(embedder, texts, options):
                 writer.write(vectors)
                 on_progress(len(vectors))
@@ -109,9 +115,10 @@ class NpyWriter:
 class JsonlWriter:
     """One JSON array a line."""
 
-    def __init__(self, file: BinaryIO):
+    def __init__(self, file: BinaryIO, dim: int):
         self._file = file
         self._rows = 0
+        del dim  # a line says itself how long it is
 
     def write(self, vectors: np.ndarray) -> None:
         for row in vectors:
@@ -123,28 +130,31 @@ class JsonlWriter:
         return self._rows
 
 
-def _writer(out: Path, file: BinaryIO, dim: int) -> Writer:
-    if out.suffix == ".npy":
-        return NpyWriter(file, dim)
-    if out.suffix == ".jsonl":
-        return JsonlWriter(file)
-    raise ConfigError(f"--output {out}: wanted a name that ends in .npy or .jsonl")
+WRITERS: dict[str, Callable[[BinaryIO, int], Writer]] = {".npy": NpyWriter, ".jsonl": JsonlWriter}
 
 
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[io.TextIOBase]:
-    if path != "-" and not path.endswith((".txt", ".jsonl")):
+def _open(path: str) -> io.TextIOBase:
+    if path == "-":
+        return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", newline="\n")
+    if not path.endswith((".txt", ".jsonl")):
         raise ConfigError(f"{path}: wanted a .txt or .jsonl file, or - for standard input")
     try:
-        if path == "-":
-            yield io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", newline="\n")
-        else:
-            with open(path, encoding="utf-8", newline="\n") as file:
-                yield file
+        return open(path, encoding="utf-8-sig", newline="\n")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: {error}") from error
+
+
+def _texts(lines: io.TextIOBase, path: str, field: str) -> Iterator[str]:
+    jsonl = path.endswith(".jsonl")
+    with lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                text = _from_json(line, field, path, number) if jsonl else line.rstrip("\r\n")
+                if not text:
+                    raise InvalidInput(f"{path} line {number} is empty: there is nothing to embed")
+                yield text
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8: {error}") from error
 
 
 def _from_json(line: str, field: str, path: str, number: int) -> str:

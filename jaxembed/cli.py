@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -41,11 +41,6 @@ MODEL_OPTIONS = _options(
     _option("--revision", help="Branch, tag or commit of a hub model."),
     click.option("--offline", is_flag=True, help="Use only what is downloaded already."),
     _option("--hf-token", help="Token for the hub."),
-    _option(
-        "--pooling",
-        type=click.Choice(["cls", "mean", "last-token"]),
-        help="Pool this way instead of as the checkpoint says.",
-    ),
     _option("--dense-path", help="Use this Dense module instead of the one in modules.json."),
     click.option(
         "--cache-dir",
@@ -64,6 +59,11 @@ MODEL_OPTIONS = _options(
 )
 
 ENGINE_OPTIONS = _options(
+    _option(
+        "--pooling",
+        type=click.Choice(["cls", "mean", "last-token"]),
+        help="Pool this way instead of as the checkpoint says.",
+    ),
     _option(
         "--dtype",
         type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -251,14 +251,16 @@ def embed(
     configure_logging()
     from tqdm import tqdm
 
-    from jaxembed.bulk import embed_file, read_texts
+    from jaxembed.bulk import check_output, embed_file, read_texts
 
+    lines = read_texts(texts, field)  # a file that isn't there is known before a long load
+    check_output(output)
     embedder = _embedder(model, flags, wait=True)
     started_at = time.monotonic()
     with tqdm(unit=" texts", desc="embed", disable=None) as bar:
         count = embed_file(
             embedder,
-            read_texts(texts, field),
+            lines,
             output,
             on_progress=bar.update,
             prompt_name=prompt_name,
@@ -294,10 +296,22 @@ def info(model: str | None, **flags: Any) -> None:
 def main() -> None:
     """The entry point: errors of ours are one line and exit status 2."""
     try:
-        cli()
+        cli(standalone_mode=True)
+    except SystemExit as done:
+        _exit(done.code if isinstance(done.code, int) else 1)
     except JaxembedError as error:
         click.echo(f"jaxembed: {error}", err=True)
-        sys.exit(EXIT_REFUSED)
+        _exit(EXIT_REFUSED)
+
+
+def _exit(status: int) -> NoReturn:
+    """Leave, without the interpreter's clean-up if a bucket still compiles: a thread inside XLA
+    cannot be stopped, and unwinding it aborts the process."""
+    if any(thread.name.startswith("compile-") for thread in threading.enumerate()):
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def configure_logging(json_output: bool = False) -> None:
@@ -341,9 +355,9 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
     import jax
 
     programs = cache_dir / "programs" / _host_id()
-    programs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    programs.parent.chmod(0o700)
-    programs.chmod(0o700)  # whoever can write here can run code in this process
+    for folder in (cache_dir, programs.parent, programs):
+        # for this user alone: whoever can write here can run code in this process
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(programs))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -339,10 +339,12 @@ class Embedder:
             )
 
     def _with_prompt(self, names: Sequence[str], options: dict) -> dict:
+        """The options with the first of these prompts that the checkpoint has, or with none: its
+        default prompt is for neither queries nor documents, as in sentence-transformers."""
         if "prompt" in options or "prompt_name" in options:
             return options
-        name = next((name for name in names if name in self.spec.prompts), None)
-        return options if name is None else {**options, "prompt_name": name}
+        prompt = next((self.spec.prompts[name] for name in names if name in self.spec.prompts), "")
+        return {**options, "prompt": prompt}
 
     def _embeddings(
         self, ticket: Ticket, tokenized: Tokenized, options: EncodeOptions, tokenization_s: float

@@ -80,6 +80,7 @@ class Permit:
 
     def __init__(self, admission: Admission, inputs: int, tokens: int):
         self._admission = admission
+        self._requests = 1  # 0 once released
         self._inputs = inputs
         self._tokens = tokens
 
@@ -90,8 +91,8 @@ class Permit:
 
     def release(self) -> None:
         """The request is answered, or nobody waits for it."""
-        self._admission._change(-1, -self._inputs, -self._tokens)
-        self._inputs = self._tokens = 0
+        self._admission._change(-self._requests, -self._inputs, -self._tokens)
+        self._requests = self._inputs = self._tokens = 0
 
     def __enter__(self) -> "Permit":
         return self

@@ -142,16 +142,18 @@ def _clamped(limit: int, budget: int, config: EngineConfig) -> int:
     held = min(LONGEST_DEFAULT_ROW, budget)
     if limit <= held:
         return limit
+    remedy = "give a longer grid with --buckets"
+    if budget < LONGEST_DEFAULT_ROW:
+        remedy = f"raise --max-batch-tokens, now {budget}"
     if config.max_input_tokens is not None:
         raise ConfigError(
-            f"--max-input-length {limit} does not fit: the default buckets hold {held} tokens "
-            f"with --max-batch-tokens {budget}; raise --max-batch-tokens, or give a grid with "
-            "--buckets"
+            f"--max-input-length {limit} does not fit: the default buckets hold {held} tokens; "
+            f"{remedy}"
         )
     logger.warning(
-        "the model takes %d tokens, the grid holds %d: longer inputs are cut. "
-        "--max-batch-tokens and --buckets raise it",
+        "the model takes %d tokens, the grid holds %d: longer inputs are cut; %s",
         limit,
         held,
+        remedy,
     )
     return held

@@ -5,6 +5,8 @@ turn, then `take` chooses a batch out of what waits at that moment, the replica 
 answers are written into the tickets. There are no timers: batches grow while the devices are busy.
 """
 
+import atexit
+import logging
 import math
 import threading
 import time
@@ -27,7 +29,10 @@ from jaxembed.inputs import Encoding
 from jaxembed.models.output import OutputName
 from jaxembed.telemetry import Telemetry
 
+logger = logging.getLogger(__name__)
+
 FAILURES_TO_SICK = 3
+EXIT_S = 5.0  # for the threads of an engine nobody closed, when the interpreter ends
 PROBE_EVERY_S = 1.0
 
 
@@ -101,6 +106,8 @@ class Engine:
 
     def start(self) -> None:
         """Start compiling and serving."""
+        # a thread that is still inside XLA when the interpreter ends aborts the process
+        atexit.register(self.close, EXIT_S)
         self.warmup.start()
         for thread in self._threads:
             thread.start()
@@ -142,30 +149,39 @@ class Engine:
 
     def close(self, timeout_s: float = 20.0) -> None:
         """Finish the queue, stop the threads. What waits for a bucket not compiled yet fails."""
+        atexit.unregister(self.close)
         self.warmup.stop()
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
+        _join(self._threads, deadline)
         self._fail_waiting("the engine is closed")
+        _join(self.warmup.threads, deadline)
 
     def _serve(self, seat: Seat) -> None:
         """A thread's life: wait, take the device's turn, take a batch, run it, settle it."""
         recovery = Recovery(seat.runner, lambda: self.cost, self._telemetry)
         while self._wait_for_work():
-            with seat.turn.hold(self._urgency):
-                batch = self._take() or self._probe()
-                if batch is None:
-                    continue
-                started_at = time.monotonic()
-                results = recovery.run(batch)
-                seconds = time.monotonic() - started_at
-            self._note(batch, results, seconds)
-            for answers in results:
-                _settle(answers, started_at, seconds)
+            try:
+                self._serve_batch(seat, recovery)
+            except Exception:
+                logger.exception(
+                    "a batch could not be composed or settled. This is a bug in jaxembed"
+                )
+                self._fail_waiting("an internal error, see the server's log")
+
+    def _serve_batch(self, seat: Seat, recovery: Recovery) -> None:
+        with seat.turn.hold(self._urgency):
+            batch = self._take() or self._probe()
+            if batch is None:
+                return
+            started_at = time.monotonic()
+            results = recovery.run(batch)
+            seconds = time.monotonic() - started_at
+        for answers in results:
+            _settle(answers, started_at, seconds)
+        self._note(batch, results, seconds)
 
     def _wait_for_work(self) -> bool:
         """Wait for something to run; False when the engine is closed and the queue empty."""
@@ -233,7 +249,7 @@ class Engine:
             self._failures = self._failures + 1 if failed else 0
             if len(results) == 1 and not failed:
                 self.cost[batch.bucket] = min(self.cost[batch.bucket], seconds * 1000)
-                rate = batch.useful_tokens / seconds * len(self._seats)
+                rate = batch.useful_tokens / max(seconds, 1e-6) * len(self._seats)
                 self.tokens_per_s += 0.1 * (rate - self.tokens_per_s) if self.tokens_per_s else rate
         self._telemetry.batch_size.observe(len(batch.entries))
         self._telemetry.batch_tokens.observe(batch.useful_tokens)
@@ -268,6 +284,12 @@ class Engine:
             longest = max((bucket.length for bucket in self.cost), default=0)
             window = islice(self._queue, MOST_LOOKED_AT)
             return next((entry.length for entry in window if entry.length > longest), None)
+
+
+def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
+    for thread in threads:
+        if thread.ident is not None:  # it was started
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _settle(answers: Answers, started_at: float, seconds: float) -> None:

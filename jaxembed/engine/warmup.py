@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from jaxembed.engine.bucket import Bucket, BucketGrid
+from jaxembed.errors import BackendError
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,10 @@ class Warmup:
         self._ready = threading.Event()
         self._stop = threading.Event()
         self._started_at = time.monotonic()
-        self._workers = workers
+        self.threads = [
+            threading.Thread(target=self._work, name=f"compile-{k}", daemon=True)
+            for k in range(workers)
+        ]
         self._total = len(grid.buckets)
         self._lock = threading.Lock()
 
@@ -68,8 +72,8 @@ class Warmup:
     def start(self) -> None:
         """Begin; the threads end when every bucket is taken."""
         usual = threading.stack_size(STACK_BYTES)
-        for k in range(self._workers):
-            threading.Thread(target=self._work, name=f"compile-{k}", daemon=True).start()
+        for thread in self.threads:
+            thread.start()
         threading.stack_size(usual)
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -80,8 +84,12 @@ class Warmup:
             raise self.error
 
     def stop(self) -> None:
-        """Compile no further bucket."""
+        """Compile no further bucket. Whoever waits for readiness is told that it will not come."""
         self._stop.set()
+        with self._lock:
+            if not self._ready.is_set():
+                self.error = BackendError("closed before the model was ready")
+                self._ready.set()
 
     def _work(self) -> None:
         while not self._stop.is_set():

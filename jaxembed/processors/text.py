@@ -203,7 +203,7 @@ class TextProcessor:
         if not pair.first and not pair.second:
             raise _empty()
         first, second = self._encode([pair.first, pair.second], special=False, fast=False)
-        room = self.limit - self._tokenizer.num_special_tokens_to_add(True)
+        room = max(self.limit - self._tokenizer.num_special_tokens_to_add(True), 0)
         length = len(first) + len(second)
         if length > room:
             if not rules.truncate:

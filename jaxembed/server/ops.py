@@ -54,10 +54,10 @@ async def ready() -> Response:
     embedder = current_service().embedder
     if embedder.draining:
         raise Unhealthy("not ready: shutting down")
-    if not embedder.ready:
-        raise Unhealthy("not ready: still warming up")
     if not embedder.healthy:
         raise Unhealthy("not ready: unhealthy")
+    if not embedder.ready:
+        raise Unhealthy("not ready: still warming up")
     return Response(b"")
 
 

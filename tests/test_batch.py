@@ -1,0 +1,178 @@
+"""take and pack: pure functions of what waits."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxembed.engine.batch import MOST_LOOKED_AT, Batch, pack, place, take
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.ticket import Entry, Ticket
+from jaxembed.inputs import Encoding
+from jaxembed.models.tokens import PackedTokens
+
+
+def entries_of(lengths, *, types=False, unpooled=0) -> list[Entry]:
+    """One entry for each length; token ids name the entry and the place in it."""
+    encodings = [
+        Encoding(
+            np.arange(1, n + 1, dtype=np.int32) + 1000 * (k + 1),
+            np.full(n, k % 2, np.int32) if types else None,
+            min(unpooled, n - 1),
+        )
+        for k, n in enumerate(lengths)
+    ]
+    return Ticket(encodings, dim=1).entries
+
+
+def costs(*buckets: tuple[int, int]) -> dict[Bucket, float]:
+    """Milliseconds in proportion to the tokens."""
+    return {Bucket(*bucket): float(bucket[0] * bucket[1]) for bucket in buckets}
+
+
+def check_placement(batch: Batch) -> None:
+    """Whole sequences, inside their rows, in different places and slots."""
+    used = np.zeros((batch.bucket.rows, batch.bucket.length), int)
+    slots = set()
+    for entry, row, slot, start in zip(
+        batch.entries, batch.rows, batch.slots, batch.starts, strict=True
+    ):
+        assert 0 <= slot < batch.bucket.slots
+        assert start + entry.length <= batch.bucket.length
+        used[row, start : start + entry.length] += 1
+        slots.add((int(row), int(slot)))
+    assert used.max() <= 1
+    assert used.sum() == batch.useful_tokens
+    assert len(slots) == len(batch.entries)
+
+
+queues = st.lists(st.integers(1, 64), min_size=1, max_size=80)
+grids = st.lists(st.tuples(st.integers(1, 6), st.sampled_from([8, 16, 32, 33])), max_size=4).map(
+    lambda buckets: [*buckets, (1, 64)]
+)
+
+
+@given(queues, grids, st.one_of(st.none(), st.integers(1, 20)))
+@settings(max_examples=60, deadline=None)
+def test_a_batch_holds_the_oldest_and_what_it_holds_is_placed_once(lengths, grid, most):
+    waiting = entries_of(lengths)
+    batch = take(waiting, costs(*grid), most)
+    assert waiting[0] in batch.entries
+    assert batch.bucket in {Bucket(*bucket) for bucket in grid}
+    assert len(set(batch.entries)) == len(batch.entries)
+    assert set(batch.entries) <= set(waiting)
+    assert most is None or set(batch.entries) <= set(waiting[:most])
+    check_placement(batch)
+
+
+@given(queues, grids)
+@settings(max_examples=30, deadline=None)
+def test_taking_until_nothing_waits_takes_every_entry_once(lengths, grid):
+    waiting, taken = entries_of(lengths), []
+    everything = list(waiting)
+    while waiting:
+        batch = take(waiting, costs(*grid))
+        taken += batch.entries
+        waiting = [entry for entry in waiting if entry not in set(batch.entries)]
+    assert Counter(taken) == Counter(everything)
+
+
+def test_the_cheaper_bucket_for_what_waits_is_chosen():
+    cost = {Bucket(1, 16): 1.0, Bucket(8, 16): 4.0, Bucket(1, 64): 6.0}
+    assert take(entries_of([16]), cost).bucket == Bucket(1, 16)
+    assert take(entries_of([16] * 8), cost).bucket == Bucket(8, 16)
+    assert take(entries_of([16, 64]), cost).bucket == Bucket(1, 16)
+    assert take(entries_of([17]), cost).bucket == Bucket(1, 64)
+
+
+def test_a_long_row_is_used_for_short_texts_when_it_is_measured_cheaper():
+    waiting = entries_of([16] * 4)
+    assert take(waiting, {Bucket(4, 16): 5.0, Bucket(1, 64): 4.0}).bucket == Bucket(1, 64)
+    assert take(waiting, {Bucket(4, 16): 4.0, Bucket(1, 64): 5.0}).bucket == Bucket(4, 16)
+
+
+def test_a_long_sequence_that_is_the_oldest_is_not_passed_over():
+    batch = take(entries_of([64, *[4] * 500]), {Bucket(1, 64): 1000.0, Bucket(32, 16): 1.0})
+    assert batch.bucket == Bucket(1, 64)
+    assert batch.entries[0].length == 64
+
+
+def test_a_row_takes_no_more_sequences_than_it_has_slots():
+    batch = place(entries_of([1] * 100), Bucket(2, 16))
+    assert len(batch.entries) == 8
+    assert sorted(Counter(batch.rows.tolist()).items()) == [(0, 4), (1, 4)]
+
+
+def test_short_sequences_fill_the_gaps_of_longer_ones():
+    batch = place(entries_of([10, 10, 6, 6]), Bucket(2, 16))
+    assert len(batch.entries) == 4
+    assert batch.fill == 1.0
+
+
+def test_a_sequence_too_long_for_the_bucket_is_left_behind():
+    batch = place(entries_of([8, 40, 8]), Bucket(1, 16))
+    assert [entry.length for entry in batch.entries] == [8, 8]
+
+
+@pytest.mark.parametrize("most", [1, 3, 1000])
+def test_most_limits_the_sequences_of_a_batch(most):
+    waiting = entries_of([4] * 64)
+    batch = take(waiting, costs((16, 16)), most)
+    assert len(batch.entries) == min(most, 64)
+
+
+def test_a_deep_queue_is_filled_from_its_oldest_part():
+    waiting = entries_of([7] * (MOST_LOOKED_AT + 100))
+    batch = take(waiting, costs((64, 16)))
+    assert len(batch.entries) == 128  # two in each row of 16
+    assert set(batch.entries) <= set(waiting[:200])
+
+
+def packed_slowly(batch: Batch) -> np.ndarray:
+    """The planes, token by token."""
+    bucket = batch.bucket
+    ids, positions, segments, types, pooled = planes = [
+        [[0] * bucket.length for _ in range(bucket.rows)] for _ in range(PackedTokens.FIELDS)
+    ]
+    for entry, row, slot, start in zip(
+        batch.entries, batch.rows, batch.slots, batch.starts, strict=True
+    ):
+        encoding = entry.encoding
+        for t in range(encoding.length):
+            ids[row][start + t] = int(encoding.ids[t])
+            positions[row][start + t] = t
+            segments[row][start + t] = slot + 1
+            types[row][start + t] = 0 if encoding.types is None else int(encoding.types[t])
+            pooled[row][start + t] = 0 if t < encoding.unpooled else slot + 1
+    return np.array(planes, np.int32)
+
+
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=40),
+    st.tuples(st.integers(1, 4), st.integers(20, 40)),
+    st.booleans(),
+    st.integers(0, 5),
+)
+@settings(max_examples=60, deadline=None)
+def test_pack_lays_out_what_a_slow_loop_does(lengths, shape, types, unpooled):
+    batch = place(entries_of(lengths, types=types, unpooled=unpooled), Bucket(*shape))
+    planes = pack(batch)
+    assert planes.dtype == np.int32
+    assert planes.flags.c_contiguous
+    np.testing.assert_array_equal(planes, packed_slowly(batch))
+
+
+def test_pack_follows_the_order_of_the_fields_of_packed_tokens():
+    ticket = Ticket([Encoding(np.array([7, 8, 9], np.int32), np.array([0, 1, 1]), 1)], dim=1)
+    tokens = PackedTokens.unstack(pack(place(ticket.entries, Bucket(1, 4))))
+    wanted = {
+        "ids": [7, 8, 9, 0],
+        "positions": [0, 1, 2, 0],
+        "segments": [1, 1, 1, 0],
+        "types": [0, 1, 1, 0],
+        "pooled": [0, 1, 1, 0],
+    }
+    for name, row in wanted.items():
+        assert getattr(tokens, name).tolist() == [row], name

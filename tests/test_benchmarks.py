@@ -1,0 +1,240 @@
+"""The benchmarks run, at a tiny size, and their arithmetic is right."""
+
+import json
+import sys
+from functools import partial
+from itertools import pairwise
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import (
+    bench_attention,
+    bench_engine,
+    bench_model,
+    bench_start,
+    eval_sts,
+    probe_device,
+    report,
+    subject,
+    workloads,
+)
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.calibrate import _flops_per_token
+from jaxembed.models import attention
+
+TINY = ["--architecture-size", "tiny", "--limit", "32", "--max-batch-tokens", "64"]
+
+
+def last_line(capsys) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+# -- arithmetic
+
+
+@pytest.mark.parametrize("name", [*workloads.MIXES, "constant:7"])
+def test_the_same_seed_gives_the_same_workload(name):
+    first, second, other = (
+        workloads.workload(name, 20, limit=64, vocab_size=100, seed=seed) for seed in (1, 1, 2)
+    )
+    for a, b in zip(first.encodings, second.encodings, strict=True):
+        assert np.array_equal(a.ids, b.ids)
+    ids = [np.concatenate([e.ids for e in mix.encodings]) for mix in (first, other)]
+    assert not np.array_equal(*ids)
+    assert first.lengths.max() <= 64
+    assert first.source == "synthetic lengths"
+    assert all(e.ids.min() >= workloads.FIRST_ID and e.ids.max() < 100 for e in first.encodings)
+
+
+def test_bimodal_is_mostly_short_with_some_long():
+    lengths = workloads.synthetic_lengths("bimodal", 5000, 256)
+    assert np.mean(lengths <= 16) == pytest.approx(0.8, abs=0.02)  # 4 standard deviations
+    assert set(lengths[lengths > 16] >= 200) == {True}
+
+
+def test_an_unknown_mix_names_those_there_are():
+    with pytest.raises(ValueError, match="queries, sts, abstracts"):
+        workloads.synthetic_lengths("novels", 1, 64)
+
+
+def test_texts_come_from_the_data_where_there_is_some(tmp_path):
+    (tmp_path / "msmarco").mkdir()
+    (tmp_path / "msmarco" / "5k-eval.queries.tsv").write_text("1\twhat is a\n2\twhere is b\n")
+    assert sorted(workloads.texts("queries", 2, data=tmp_path)) == ["what is a", "where is b"]
+    assert len(workloads.texts("queries", 3, data=tmp_path / "absent")) == 3
+
+
+def test_real_texts_are_tokenized_and_cut(tmp_path, tiny_checkpoint):
+    (tmp_path / "stsb").mkdir()
+    (tmp_path / "stsb" / "stsb-en-test.csv").write_text('"a cat, a dog",the cat sat on the mat,2\n')
+    mix = workloads.workload(
+        "sts",
+        2,
+        limit=6,
+        vocab_size=100,
+        data=tmp_path,
+        tokenizer=tiny_checkpoint / "tokenizer.json",
+    )
+    assert mix.source == "STS-B sentences"
+    assert mix.lengths.tolist() == [6, 6]
+
+
+def test_spearman_of_known_ranks():
+    first, second = np.array([1.0, 2, 3, 4, 5]), np.array([5.0, 6, 7, 8, 7])
+    # ranks 1 2 3.5 5 3.5 by hand; scipy.stats.spearmanr gives the same
+    assert eval_sts.ranks(second).tolist() == [1, 2, 3.5, 5, 3.5]
+    assert eval_sts.spearman(first, second) == pytest.approx(0.8207826816681233, abs=1e-12)
+    assert eval_sts.spearman(first, -first) == pytest.approx(-1)
+
+
+def test_useful_flops_are_products_and_attention():
+    model = subject.random_subject("tiny")
+    width, layers, intermediate = 32, 2, 64
+    matrices = layers * (4 * width * width + 2 * width * intermediate)
+    assert subject.useful_flops(model.spec, model.program, [1]) == 2 * matrices + 4 * layers * width
+    two = subject.useful_flops(model.spec, model.program, [10, 6])
+    assert two == 2 * matrices * 16 + 4 * layers * width * (100 + 36)
+    assert 2 * matrices == _flops_per_token(model.program)
+
+
+@pytest.mark.parametrize("size", list(subject.SIZES))
+def test_every_size_is_a_model(size):
+    assert subject.program(subject.spec_of(size)).shapes
+
+
+def test_the_ceiling_computes_every_product_whole():
+    model = subject.random_subject("tiny")
+    product = bench_model.products(model, "float32", 16, jax.local_devices()[0])
+    assert np.isfinite(product())
+    (compiled,) = (
+        cell.cell_contents
+        for cell in product.__closure__
+        if isinstance(cell.cell_contents, jax.stages.Compiled)
+    )
+    wanted = 2 * 16 * sum(rows * columns for rows, columns in subject.kernels(model.program))
+    assert wanted <= compiled.cost_analysis()["flops"] < 1.05 * wanted
+
+
+def test_the_grids_hold_the_longest_sequence_within_the_budget():
+    for name, grid in bench_engine.GRIDS.items():
+        buckets = grid(256, 2048).buckets
+        assert max(bucket.length for bucket in buckets) == 256, name
+        assert max(bucket.tokens for bucket in buckets) <= 2048, name
+
+
+def test_busy_time_counts_what_overlaps_once():
+    recorder = bench_engine.Recorder(runner=None)
+    recorder.runs = [(Bucket(1, 1), 0.0, 2.0), (Bucket(1, 1), 1.0, 3.0), (Bucket(1, 1), 5.0, 6.0)]
+    assert recorder.busy_s() == 4.0
+
+
+def test_attention_constants_are_put_back():
+    before = attention.WHOLE_SCORES, attention.QUERY_BLOCK
+    with bench_attention.query_block(16, 64):
+        assert (attention.WHOLE_SCORES, attention.QUERY_BLOCK) == (0, 16)
+    assert before == (attention.WHOLE_SCORES, attention.QUERY_BLOCK)
+
+
+def test_segments_and_offsets_of_a_probe_agree():
+    case = probe_device.Case(3, 64, 2, 8, packed=True)
+    starts, longest = probe_device.starts_of(case)
+    assert starts[-1] == 3 * 64
+    assert longest == max(np.diff(starts))
+    flat = case.segments.reshape(-1)
+    for first, last in pairwise(starts):
+        assert len(set(flat[first:last])) <= 1
+
+
+def test_a_probe_survives_what_it_probes():
+    def fail():
+        raise RuntimeError("no such kernel\nand a long story")
+
+    assert probe_device.attempt(fail) == {"ok": False, "error": "RuntimeError: no such kernel"}
+
+
+def test_results_go_to_a_folder_of_the_device(tmp_path, capsys):
+    report.finish("bench_nothing", ["--a", "b c"], {"x": np.float32(1 / 3)}, tmp_path)
+    (file,) = tmp_path.glob("*/bench_nothing.json")
+    found = json.loads(file.read_text())
+    assert found == last_line(capsys)
+    assert found["x"] == 0.333333
+    assert found["made"]["command"] == "python -m benchmarks.bench_nothing --a 'b c'"
+    assert found["made"]["versions"]["jax"] == jax.__version__
+
+
+# -- each program, tiny
+
+
+def test_bench_model_runs(capsys):
+    before = jax.config.jax_compilation_cache_dir
+    bench_model.main([*TINY, "--repeat", "1", "--buckets", "1x32,2x32"])
+    found = last_line(capsys)
+    assert [row["bucket"] for row in found["buckets"]] == ["1x32", "2x32"]
+    assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_bench_engine_runs(capsys):
+    arguments = ["--repeat", "1", "--scale", "0.01", "--mixes", "queries,bimodal", "--data", "none"]
+    bench_engine.main([*TINY, *arguments, "--grids", "default,only most rows"])
+    found = last_line(capsys)
+    assert [(row["mix"], row["grid"]) for row in found["results"]] == [
+        ("queries", "default"),
+        ("queries", "only most rows"),
+        ("bimodal", "default"),
+        ("bimodal", "only most rows"),
+    ]
+
+
+def test_bench_attention_runs(capsys):
+    bench_attention.main([*TINY, "--repeat", "1", "--lengths", "32", "--blocks", "16"])
+    assert [row["queries"] for row in last_line(capsys)["results"]] == ["all", 16]
+
+
+def test_bench_start_watches_a_server(tiny_checkpoint, grid_file, tmp_path):
+    flags = ["--buckets", str(grid_file), "--max-batch-tokens", "128", "--devices", "1"]
+    args = bench_start.parse([str(tiny_checkpoint), "--timeout-s", "60", "--", *flags])
+    found = bench_start.serve_once(args, tmp_path)
+    assert found["port_s"] <= found["http_s"] <= found["ready_s"] <= found["all_s"]
+    assert found["embeddings_s"] > 0
+    assert found["compiled"] > 0
+
+
+def test_bench_start_says_what_a_server_said_that_did_not_come_up():
+    command = [sys.executable, "-c", "print('no such model')"]
+    with bench_start.running(command) as (process, started_at, log):
+        process.wait(30)
+        watch = bench_start.Watch("http://127.0.0.1:1", process, started_at, 30, log)
+        with pytest.raises(TimeoutError, match="did not come up"):
+            watch.until(lambda: False)
+
+
+@pytest.mark.parametrize("only", ["about", "attention:attend", "attention:cudnn", "model:float32"])
+def test_probe_device_runs(only, capsys):
+    probe_device.main(["--quick", "--repeat", "1", "--only", only])
+    tasks = last_line(capsys)["tasks"]
+    assert tasks
+    assert all(name.startswith(only) for name in tasks)
+    if only == "attention:attend":
+        cases = [case for task in tasks.values() for case in task["cases"]]
+        assert all(case["agrees"] and case["padding_finite"] for case in cases)
+
+
+def test_eval_sts_says_skipped_without_data(tmp_path, capsys):
+    assert eval_sts.main(["--data", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "skipped" in out
+    assert json.loads(out.splitlines()[-1])["skipped"] is True
+
+
+def test_eval_sts_fails_outside_its_tolerance(tmp_path, tiny_checkpoint, grid_file, monkeypatch):
+    few = partial(eval_sts.EngineConfig, buckets=grid_file, max_batch_tokens=128)
+    monkeypatch.setattr(eval_sts, "EngineConfig", few)
+    (tmp_path / "stsb").mkdir()
+    rows = "the cat,the dog,1\na mat,a mat,5\nthe sky is blue,the dog runs,2\n"
+    (tmp_path / "stsb" / "stsb-en-test.csv").write_text(rows)
+    arguments = [str(tiny_checkpoint), "--data", str(tmp_path), "--dtype", "float32"]
+    arguments += ["--cache-dir", str(tmp_path)]
+    assert eval_sts.main([*arguments, "--tolerance", "200"]) == 0
+    assert eval_sts.main([*arguments, "--expected", "300"]) == 1

@@ -1,0 +1,159 @@
+"""Grids: default ones, ones from files, and what covers every request."""
+
+import itertools
+
+import pytest
+
+from jaxembed.engine.bucket import (
+    MOST_DEFAULT_BUCKETS,
+    MOST_SLOTS,
+    Bucket,
+    BucketGrid,
+    default_grid,
+    read_grid,
+)
+from jaxembed.errors import ConfigError
+
+LIMITS = [1, 7, 31, 32, 33, 64, 100, 128, 256, 384, 512, 514, 1000, 2048, 4096, 8191, 8192, 32768]
+BUDGETS = [64, 100, 512, 1000, 4096, 8192, 16384, 65536]
+HELD = [(n, b) for n, b in itertools.product(LIMITS, BUDGETS) if min(n, 8192) <= b]
+
+
+@pytest.mark.parametrize("shards", [1, 3, 8])
+@pytest.mark.parametrize(("limit", "budget"), HELD)
+def test_a_default_grid_is_small_and_holds_every_length(limit, budget, shards):
+    grid = default_grid(limit, budget, shards)
+    assert 1 <= len(grid.buckets) <= MOST_DEFAULT_BUCKETS
+    assert len(set(grid.buckets)) == len(grid.buckets)
+    assert grid.max_length == min(limit, 8192)  # so every length up to it has a bucket
+    for bucket in grid.buckets:
+        assert bucket.rows % shards == 0
+        assert bucket.tokens <= budget * shards
+
+
+@pytest.mark.parametrize(("limit", "budget"), HELD)
+def test_a_default_grid_has_one_row_and_a_full_batch_of_every_length(limit, budget):
+    grid = default_grid(limit, budget)
+    for length in {bucket.length for bucket in grid.buckets}:
+        rows = [bucket.rows for bucket in grid.buckets if bucket.length == length]
+        assert min(rows) == 1
+        assert max(rows) * 2 * length > budget  # the next power of two would not fit
+
+
+@pytest.mark.parametrize(("limit", "budget"), HELD)
+def test_the_covering_buckets_hold_every_length_and_the_largest_batch(limit, budget):
+    grid = default_grid(limit, budget)
+    covering = grid.covering
+    assert set(covering) <= set(grid.buckets)
+    assert {b.length for b in covering} == {b.length for b in grid.buckets}
+    assert max(b.tokens for b in covering) == max(b.tokens for b in grid.buckets)
+    lengths = [b.length for b in covering]
+    assert lengths[:-1] == sorted(lengths[:-1])  # shortest first; the largest bucket may be last
+
+
+@pytest.mark.parametrize(("limit", "budget"), HELD)
+def test_by_use_names_every_bucket_once_and_the_covering_ones_first(limit, budget):
+    grid = default_grid(limit, budget)
+    assert sorted(grid.by_use) == sorted(grid.buckets)
+    covering = len(grid.covering)
+    assert grid.by_use[:covering] == grid.covering
+    rest = [bucket.tokens for bucket in grid.by_use[covering:]]
+    assert rest == sorted(rest, reverse=True)
+
+
+def test_covering_takes_the_fewest_rows_of_each_length():
+    grid = BucketGrid((Bucket(1, 16), Bucket(8, 16), Bucket(2, 64), Bucket(4, 64), Bucket(64, 16)))
+    assert grid.covering == (Bucket(1, 16), Bucket(2, 64), Bucket(64, 16))
+
+
+def test_a_budget_below_the_limit_names_the_flags():
+    with pytest.raises(ConfigError, match=r"512 tokens.*--max-batch-tokens to at least 512") as e:
+        default_grid(512, 256)
+    assert "--max-input-length" in str(e.value)
+    assert "max_batch_tokens=256" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("length", "slots"), [(1, 1), (3, 1), (16, 4), (32, 8), (512, 128), (8192, MOST_SLOTS)]
+)
+def test_a_row_has_a_slot_for_every_four_tokens(length, slots):
+    assert Bucket(2, length).slots == slots
+
+
+@pytest.fixture(name="write")
+def _write(tmp_path):
+    def write(text: str):
+        path = tmp_path / "buckets.json"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_grid_is_read_from_a_file_sorted_and_without_doubles(write):
+    path = write('{"buckets": [[4, 32], [1, 64], [4, 32], [1, 16]]}')
+    assert read_grid(path, 64, 128).buckets == (Bucket(1, 16), Bucket(1, 64), Bucket(4, 32))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "not json",
+        "[[1, 16]]",
+        "{}",
+        '{"grid": [[1, 16]]}',
+        '{"buckets": 3}',
+        '{"buckets": [1, 16]}',
+        '{"buckets": [[1, 16, 2]]}',
+        '{"buckets": [[1]]}',
+        '{"buckets": [["1", "16"]]}',
+        '{"buckets": [[1.5, 16]]}',
+        '{"buckets": [[Infinity, 16]]}',
+        '{"buckets": [[null, 16]]}',
+    ],
+)
+def test_a_malformed_file_is_refused_with_what_was_wanted(write, text):
+    path = write(text)
+    with pytest.raises(ConfigError, match=r"wanted \{\"buckets\": \[\[rows, length\]") as raised:
+        read_grid(path, 16, 16)
+    assert f"--buckets {path}" in str(raised.value)
+
+
+def test_a_missing_file_or_one_that_is_not_text_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"--buckets .*FileNotFoundError"):
+        read_grid(tmp_path / "none.json", 16, 16)
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"--buckets .*wanted"):
+        read_grid(tmp_path / "bytes.json", 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "no bucket in it"),
+        ("[[0, 16]]", "bucket 0x16 has no tokens"),
+        ("[[1, 0]]", "bucket 1x0 has no tokens"),
+        ("[[-1, 16]]", "bucket -1x16 has no tokens"),
+        ("[[5, 16]]", r"5x16 holds 80 tokens, over max_batch_tokens=64; raise --max-batch-tokens"),
+        ("[[1, 8]]", r"longest row holds 8 tokens, the model's limit is 16.*--max-input-length 8"),
+    ],
+)
+def test_a_grid_that_cannot_serve_is_refused(write, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read_grid(write(f'{{"buckets": {text}}}'), 16, 64)
+
+
+def test_all_problems_of_a_file_are_told_at_once(write):
+    path = write('{"buckets": [[3, 8], [64, 8], [0, 4]]}')
+    with pytest.raises(ConfigError) as raised:
+        read_grid(path, 16, 64, shards=2)
+    for part in ("3 rows of bucket 3x8 do not divide over 2", "64x8 holds 512", "0x4", "limit is"):
+        assert part in str(raised.value)
+
+
+def test_a_sharded_grid_has_the_budget_of_every_device(write):
+    path = write('{"buckets": [[8, 16], [4, 32]]}')
+    assert len(read_grid(path, 32, 32, shards=4).buckets) == 2
+    with pytest.raises(ConfigError, match="over max_batch_tokens=31 on each of 4 devices"):
+        read_grid(path, 32, 31, shards=4)

@@ -1,0 +1,164 @@
+"""From settings to a plan and an engine."""
+
+import json
+import logging
+
+import jax
+import pytest
+from conftest import tiny_spec
+
+from jaxembed.config import EngineConfig
+from jaxembed.engine import build as build_module
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.build import build, plan
+from jaxembed.engine.calibrate import ACCELERATOR_TOKENS
+from jaxembed.engine.replica import NullReplica, Replica
+from jaxembed.errors import ConfigError
+from jaxembed.models import program, random_parameters
+from jaxembed.telemetry import Telemetry
+
+
+@pytest.fixture(name="planned")
+def _planned(tmp_path, monkeypatch):
+    """Plan the tiny model on a machine whose measured budget is 512 tokens."""
+    monkeypatch.setattr(build_module, "batch_tokens", lambda *arguments: 512)
+
+    def planned(spec=None, **fields):
+        spec = spec or tiny_spec()
+        config = EngineConfig(**({"devices": 1, "dtype": "float32"} | fields))
+        return plan(spec, program(spec), config, tmp_path)
+
+    return planned
+
+
+def long_spec(positions=100_000, limit=32_768):
+    return tiny_spec(
+        config=tiny_spec().config | {"max_positions": positions}, max_input_tokens=limit
+    )
+
+
+def grid_of(tmp_path, *buckets):
+    path = tmp_path / "buckets.json"
+    path.write_text(json.dumps({"buckets": buckets}))
+    return path
+
+
+def test_by_default_the_checkpoint_and_the_machine_decide(planned):
+    made = planned()
+    assert made.max_input_tokens == 64
+    assert made.max_batch_tokens == 512
+    assert made.devices == tuple(jax.local_devices()[:1])
+    assert (made.shards, made.full_warmup, made.dtype) == (1, False, "float32")
+    assert made.platform == "cpu"
+    assert made.device_name == "cpu"
+
+
+def test_all_local_devices_are_used_unless_told(planned):
+    assert len(planned(devices=None).devices) == 8
+    assert len(planned(devices=3).devices) == 3
+
+
+@pytest.mark.parametrize("count", [9, 0, -1])
+def test_a_number_of_devices_that_is_not_there_is_refused(planned, count):
+    with pytest.raises(ConfigError, match=f"--devices {count}: this machine has 8"):
+        planned(devices=count)
+
+
+def test_a_limit_over_the_positions_of_the_model_is_refused(planned):
+    assert planned(max_input_tokens=64).max_input_tokens == 64
+    assert planned(max_input_tokens=20).max_input_tokens == 20
+    with pytest.raises(ConfigError, match="--max-input-length 65 is more than the 64 positions"):
+        planned(max_input_tokens=65)
+
+
+def test_a_checkpoint_that_claims_more_than_its_positions_is_held_to_them(planned):
+    assert planned(tiny_spec(max_input_tokens=512)).max_input_tokens == 64
+
+
+def test_a_limit_over_the_default_grid_is_clamped_with_a_warning(planned, caplog):
+    with caplog.at_level(logging.WARNING):
+        made = planned(long_spec())
+    assert made.max_input_tokens == made.grid.max_length == 8192
+    assert made.max_batch_tokens == 8192  # not the 32,768 that no bucket holds anyway
+    assert "the model takes 32768 tokens, the grid holds 8192" in caplog.text
+
+
+def test_a_limit_over_the_token_budget_is_clamped_unless_the_user_asked_for_it(planned, caplog):
+    with caplog.at_level(logging.WARNING):
+        made = planned(long_spec(limit=2048), max_batch_tokens=1024)
+    assert made.max_input_tokens == made.grid.max_length == 1024
+    assert "longer inputs are cut" in caplog.text
+    with pytest.raises(ConfigError, match=r"--max-input-length 2048 does not fit.*1024 tokens"):
+        planned(long_spec(), max_batch_tokens=1024, max_input_tokens=2048)
+
+
+def test_the_budget_grows_to_hold_the_longest_input(planned):
+    made = planned(long_spec(limit=2048))
+    assert made.max_batch_tokens == made.max_input_tokens == 2048
+
+
+def test_a_grid_from_a_file_is_used_and_checked_against_the_limit(planned, tmp_path):
+    path = grid_of(tmp_path, [1, 64], [8, 16])
+    made = planned(buckets=path, max_batch_tokens=128)
+    assert made.grid.buckets == (Bucket(1, 64), Bucket(8, 16))
+    with pytest.raises(ConfigError, match="the model's limit is 2048"):
+        planned(long_spec(limit=2048), buckets=path)
+
+
+def test_a_grid_from_a_file_may_hold_more_than_the_default_one(planned, tmp_path):
+    made = planned(long_spec(), buckets=grid_of(tmp_path, [1, 32_768]))
+    assert made.max_input_tokens == made.max_batch_tokens == 32_768
+
+
+@pytest.mark.parametrize("warmup", ["full", "minimal", None])
+def test_warm_up_is_full_where_asked_and_minimal_on_a_cpu(planned, warmup):
+    assert planned(warmup=warmup).full_warmup == (warmup == "full")
+
+
+def test_sharded_buckets_have_rows_for_every_device(planned, tmp_path):
+    made = planned(devices=8, parallel="sharded")
+    assert made.shards == 8
+    assert all(bucket.rows % 8 == 0 for bucket in made.grid.buckets)
+    assert planned(devices=8, parallel="replicas").shards == 1
+    with pytest.raises(ConfigError, match="1 rows of bucket 1x64 do not divide over 8 devices"):
+        planned(devices=8, parallel="sharded", buckets=grid_of(tmp_path, [1, 64]))
+
+
+def test_the_dtype_is_the_native_one_unless_told(planned, monkeypatch):
+    monkeypatch.setattr(build_module, "native_dtype", lambda device: "bfloat16")
+    assert planned(dtype=None).dtype == "bfloat16"
+    assert planned(dtype="float16").dtype == "float16"
+
+
+def test_the_null_model_has_no_devices_and_loads_no_parameters(planned):
+    made = planned(null_model=True, devices=None)
+    assert made.devices == ()
+    assert made.max_batch_tokens == ACCELERATOR_TOKENS
+    assert (made.platform, made.device_name, made.dtype) == ("null", "null", "float32")
+
+    def load():
+        raise AssertionError("parameters were loaded")
+
+    spec = tiny_spec()
+    engine = build(made, program(spec), load, spec, EngineConfig(null_model=True), Telemetry())
+    assert [type(seat.runner) for seat in engine._seats] == [NullReplica]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "groups"), [("replicas", [[0], [1], [2]]), ("sharded", [[0, 1, 2]])]
+)
+def test_a_replica_for_each_device_or_one_over_all(planned, parallel, groups):
+    spec, config = tiny_spec(), EngineConfig(parallel=parallel, devices=3, dtype="float32")
+    made = planned(parallel=parallel, devices=3)
+    engine = build(made, program(spec), lambda: random_parameters(spec), spec, config, Telemetry())
+    runners = [seat.runner for seat in engine._seats]
+    assert all(isinstance(runner, Replica) for runner in runners)
+    local = jax.local_devices()
+    assert [list(r.devices) for r in runners] == [[local[i] for i in group] for group in groups]
+    assert len({id(seat.turn) for seat in engine._seats}) == len(groups)
+
+
+def test_only_float16_keeps_a_float32_program_of_the_longest_bucket(planned):
+    made = planned(dtype="float16")
+    assert build_module._float32_twin(made) == Bucket(1, 64)
+    assert build_module._float32_twin(planned(dtype="bfloat16")) is None

@@ -1,0 +1,215 @@
+"""Files of texts in, files of vectors out."""
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from conftest import tiny_spec
+
+from jaxembed import Embedder, bulk
+from jaxembed.bulk import embed_file, read_texts
+from jaxembed.errors import ConfigError, EmptyInput, InvalidInput
+
+TEXTS = ["the cat sat", "a dog", "how is the sky", "where is the red train"]
+
+
+class Stdin:
+    def __init__(self, data: bytes):
+        self.buffer = io.BytesIO(data)
+
+
+@pytest.fixture(name="write")
+def _write(tmp_path):
+    def write(name: str, content: str | bytes) -> str:
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return write
+
+
+def written(path) -> np.ndarray:
+    if path.suffix == ".npy":
+        return np.load(path)
+    return np.array([json.loads(line) for line in path.read_text().splitlines()], np.float32)
+
+
+# -- in --------------------------------------------------------------------------------------------
+
+
+def test_a_text_file_has_a_text_in_each_line(write):
+    path = write("in.txt", "the cat\n  a dog \r\ncaf\u00e9\u2028\u0085 sky\nno newline at the end")
+    assert list(read_texts(path)) == [
+        "the cat",
+        "  a dog ",
+        "caf\u00e9\u2028\u0085 sky",  # only \n ends a line
+        "no newline at the end",
+    ]
+
+
+def test_a_jsonl_file_has_strings_or_objects(write):
+    path = write("in.jsonl", '"a\\nb"\n{"text": "c", "id": 7}\n{"id": 8, "text": "d"}\n')
+    assert list(read_texts(path)) == ["a\nb", "c", "d"]
+    path = write("in.jsonl", '{"text": "no", "body": "yes"}\n')
+    assert list(read_texts(path, field="body")) == ["yes"]
+
+
+def test_standard_input_has_a_text_in_each_line(monkeypatch):
+    monkeypatch.setattr("sys.stdin", Stdin("the cat\ncaf\u00e9\n".encode()))
+    assert list(read_texts("-")) == ["the cat", "caf\u00e9"]
+
+
+def test_an_empty_file_has_no_texts(write):
+    assert list(read_texts(write("in.txt", ""))) == []
+    assert list(read_texts(write("in.jsonl", ""))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("in.txt", "cat\n\ndog\n", "line 2 is empty"),
+        ("in.txt", "cat\n\r\n", "line 2 is empty"),
+        ("in.jsonl", '"cat"\n""\n', "line 2 is empty"),
+        ("in.jsonl", '"cat"\n\n"dog"\n', "line 2 is not JSON"),
+        ("in.jsonl", '"cat"\n"dog"\n{"text": \n', "line 3 is not JSON"),
+        ("in.jsonl", "7\n", "line 1: wanted a string"),
+        ("in.jsonl", '{"text": 7}\n', "line 1: wanted a string.* `text` .--field"),
+        ("in.jsonl", '{"body": "cat"}\n', "line 1: wanted a string"),
+        ("in.jsonl", '["cat"]\n', "line 1: wanted a string"),
+        ("in.jsonl", "null\n", "line 1: wanted a string"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_number(write, name, content, message):
+    with pytest.raises(InvalidInput, match=message) as raised:
+        list(read_texts(write(name, content)))
+    assert name in str(raised.value)
+
+
+def test_a_line_before_the_bad_one_is_given(write):
+    texts = read_texts(write("in.txt", "cat\n\n"))
+    assert next(texts) == "cat"
+    with pytest.raises(InvalidInput):
+        next(texts)
+
+
+@pytest.mark.parametrize("name", ["in.txt", "in.jsonl"])
+def test_a_file_that_is_not_utf8_is_refused(write, name):
+    path = write(name, b'"caf\xe9"\n')
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        list(read_texts(path))
+
+
+def test_standard_input_that_is_not_utf8_is_refused(monkeypatch):
+    monkeypatch.setattr("sys.stdin", Stdin(b"caf\xe9\n"))
+    with pytest.raises(ConfigError, match="- is not UTF-8"):
+        list(read_texts("-"))
+
+
+def test_a_file_that_is_not_there_or_of_another_kind_is_refused(write, tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.txt: No such file"):
+        list(read_texts(str(tmp_path / "none.txt")))
+    with pytest.raises(ConfigError, match=r"wanted a \.txt or \.jsonl file, or - for"):
+        list(read_texts(write("in.csv", "cat\n")))
+
+
+# -- out -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["out.npy", "out.jsonl"])
+@pytest.mark.parametrize("count", [0, 1, 5, 250])
+def test_rows_are_written_in_the_order_of_the_texts(embedder, tmp_path, monkeypatch, name, count):
+    monkeypatch.setattr(bulk, "CHUNK", 32)  # several chunks at work at once
+    texts = [TEXTS[k % 4] for k in range(count)]
+    out, steps = tmp_path / name, []
+    assert embed_file(embedder, iter(texts), out, on_progress=steps.append) == count
+    vectors = written(out).reshape(-1, 32)
+    assert vectors.dtype == np.float32
+    assert len(vectors) == count
+    assert sum(steps) == count
+    np.testing.assert_allclose(vectors, embedder.encode(texts), atol=1e-5)
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_the_npy_file_has_the_shape_numpy_reads(embedder, tmp_path, count):
+    out = tmp_path / "out.npy"
+    embed_file(embedder, iter(TEXTS[:count]), out, dimensions=5)
+    assert np.load(out).shape == (count, 5)
+    assert np.load(out, mmap_mode="r").dtype == np.dtype("<f4")
+
+
+def test_options_reach_the_embedder(embedder, tmp_path):
+    out = tmp_path / "out.npy"
+    embed_file(embedder, iter(TEXTS), out, prompt_name="query", normalize=False)
+    wanted = embedder.encode_query(TEXTS, normalize=False)
+    np.testing.assert_allclose(np.load(out), wanted, atol=1e-5)
+
+
+def test_a_name_that_says_no_format_is_refused_and_leaves_nothing(embedder, tmp_path):
+    with pytest.raises(ConfigError, match=r"out\.csv: wanted a name that ends in \.npy or \.jsonl"):
+        embed_file(embedder, iter(TEXTS), tmp_path / "out.csv")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["out.npy", "out.jsonl"])
+@pytest.mark.parametrize("existing", [True, False])
+def test_a_failure_leaves_what_was_there(embedder, tmp_path, monkeypatch, name, existing):
+    monkeypatch.setattr(bulk, "CHUNK", 2)
+    out = tmp_path / name
+    if existing:
+        out.write_text("before")
+
+    def failing() -> Iterator[str]:
+        yield from TEXTS * 3
+        raise InvalidInput("line 13 is empty")
+
+    with pytest.raises(InvalidInput, match="line 13"):
+        embed_file(embedder, failing(), out)
+    with pytest.raises(EmptyInput):  # one that fails in a thread
+        embed_file(embedder, iter([*TEXTS, "", *TEXTS]), out)
+    assert [file.name for file in tmp_path.iterdir()] == ([name] if existing else [])
+    assert not existing or out.read_text() == "before"
+
+
+class CountingEmbedder(Embedder):
+    """Answers zeros, and notes how many calls were inside at once."""
+
+    def __init__(self):
+        self.spec = tiny_spec()
+        self.inside = self.most_inside = 0
+        self._lock = threading.Lock()
+
+    def encode(self, texts, **options) -> np.ndarray:
+        with self._lock:
+            self.inside += 1
+            self.most_inside = max(self.most_inside, self.inside)
+        vectors = np.zeros((len(texts), self.spec.dim), np.float32)
+        with self._lock:
+            self.inside -= 1
+        return vectors
+
+
+def test_texts_are_read_no_further_ahead_than_a_few_chunks(tmp_path, monkeypatch):
+    """What is read and not yet written never exceeds the chunks at work."""
+    monkeypatch.setattr(bulk, "CHUNK", 10)
+    read = most_ahead = finished = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal read, most_ahead
+        for _ in range(1000):
+            read += 1
+            most_ahead = max(most_ahead, read - finished)
+            yield "cat"
+
+    def on_progress(count: int) -> None:
+        nonlocal finished
+        finished += count
+
+    embedder = CountingEmbedder()
+    embed_file(embedder, texts(), tmp_path / "out.npy", on_progress=on_progress)
+    assert finished == 1000
+    assert most_ahead <= bulk.CHUNKS_AHEAD * 10
+    assert embedder.most_inside <= bulk.CHUNKS_AHEAD

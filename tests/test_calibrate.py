@@ -1,0 +1,98 @@
+"""The default token budget: measured once on a CPU, fixed elsewhere."""
+
+import json
+
+import jax
+import pytest
+from conftest import tiny_spec
+
+from jaxembed.engine import calibrate
+from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, batch_tokens
+from jaxembed.models import program
+
+
+@pytest.fixture(name="measured")
+def _measured(monkeypatch) -> dict:
+    """A machine of a given rate; counts how often it is measured."""
+    machine = {"rate": 1e12, "times": 0}
+
+    def measure(dtype):
+        machine["times"] += 1
+        return machine["rate"]
+
+    monkeypatch.setattr(calibrate, "_measure", measure)
+    return machine
+
+
+def budget(cache_dir, dtype="float32", config=None) -> int:
+    spec = tiny_spec() if config is None else tiny_spec(config=tiny_spec().config | config)
+    return batch_tokens(program(spec), jax.local_devices()[0], dtype, cache_dir)
+
+
+def flops_per_token() -> float:
+    """Of tiny_spec by hand: qkv, out, up and down in two layers."""
+    return 2 * 2 * (32 * 96 + 32 * 32 + 2 * 32 * 64)
+
+
+@pytest.mark.parametrize("wanted", [256, 1024, 8192, 16384])
+def test_a_cpu_gets_the_power_of_two_that_takes_150_ms_at_half_the_rate(tmp_path, measured, wanted):
+    measured["rate"] = 1.5 * wanted * flops_per_token() / (0.15 * 0.5)
+    assert budget(tmp_path) == wanted
+
+
+@pytest.mark.parametrize(("rate", "wanted"), [(1.0, 256), (1e30, ACCELERATOR_TOKENS)])
+def test_the_budget_stays_within_its_bounds(tmp_path, measured, rate, wanted):
+    measured["rate"] = rate
+    assert budget(tmp_path) == wanted
+
+
+def test_a_machine_is_measured_once_for_each_dtype(tmp_path, measured):
+    assert budget(tmp_path) == budget(tmp_path)
+    assert measured["times"] == 1
+    budget(tmp_path, "bfloat16")
+    budget(tmp_path, "float32")
+    assert measured["times"] == 2
+    assert len(json.loads((tmp_path / "cpu-rates.json").read_text())) == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["cpu-rates.json"]
+
+
+def test_what_is_remembered_decides_even_if_the_machine_is_faster_today(tmp_path, measured):
+    measured["rate"] = 1.0
+    assert budget(tmp_path) == 256
+    measured["rate"] = 1e30
+    assert budget(tmp_path) == 256
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"another machine": 1}'])
+def test_a_file_that_says_nothing_of_this_machine_is_measured_anew(tmp_path, measured, text):
+    (tmp_path / "cpu-rates.json").write_text(text)
+    budget(tmp_path)
+    budget(tmp_path)
+    assert measured["times"] == 1
+
+
+def test_the_rates_of_other_machines_are_kept(tmp_path, measured):
+    (tmp_path / "cpu-rates.json").write_text('{"another machine": 5.0}')
+    budget(tmp_path)
+    rates = json.loads((tmp_path / "cpu-rates.json").read_text())
+    assert rates["another machine"] == 5.0
+    assert len(rates) == 2
+
+
+def test_the_cache_directory_is_made(tmp_path, measured):
+    budget(tmp_path / "not" / "there")
+    assert (tmp_path / "not" / "there" / "cpu-rates.json").exists()
+
+
+def test_an_accelerator_gets_a_fixed_budget_and_is_not_measured(tmp_path, measured, monkeypatch):
+    class Gpu:
+        platform = "gpu"
+
+    unchecked = getattr(batch_tokens, "__wrapped__", batch_tokens)  # Gpu is no jax.Device
+    assert unchecked(program(tiny_spec()), Gpu(), "bfloat16", tmp_path) == ACCELERATOR_TOKENS
+    assert measured["times"] == 0
+
+
+def test_a_product_is_measured_for_real(monkeypatch):
+    monkeypatch.setattr(calibrate, "SHAPE", (64, 64, 64))
+    assert 1e5 < calibrate._measure("float32") < 1e15

@@ -1,0 +1,490 @@
+"""The queue and its threads, with runners that are plain Python."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from jaxembed.engine import engine as engine_module
+from jaxembed.engine.batch import MOST_LOOKED_AT
+from jaxembed.engine.bucket import Bucket, BucketGrid
+from jaxembed.engine.engine import Engine, Seat
+from jaxembed.engine.replica import NullReplica
+from jaxembed.engine.turn import DeviceTurn
+from jaxembed.errors import BackendError, Cancelled, InputTooLong
+from jaxembed.inputs import Encoding
+from jaxembed.telemetry import Telemetry
+
+SHORT, WIDE, LONG = Bucket(1, 16), Bucket(8, 16), Bucket(1, 64)
+GRID = BucketGrid((SHORT, WIDE, LONG))
+WAIT_S = 30.0  # for what must happen: reached only when it doesn't
+
+
+class SumRunner:
+    """Answers each sequence with the sum of its ids. `gate` holds runs back, `broken` fails them,
+    `slow_to_compile` waits for its event; `seen` are the first ids that ran."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Semaphore(0)  # released by each run of real work
+        self.broken = False
+        self.slow_to_compile: dict[Bucket, threading.Event] = {}
+        self.cannot_compile: set[Bucket] = set()
+        self.compiled: list[Bucket] = []
+        self.seen: list[int] = []
+        self.buckets: list[Bucket] = []
+        self.inside = 0
+        self.most_inside = 0
+
+    def compile(self, bucket):
+        if bucket in self.slow_to_compile:
+            assert self.slow_to_compile[bucket].wait(WAIT_S)
+        if bucket in self.cannot_compile:
+            raise RuntimeError(f"XLA cannot compile {bucket}")
+        self.compiled.append(bucket)
+
+    def run(self, bucket, planes, outputs):
+        ids, segments, positions = planes[0], planes[2], planes[1]
+        warm_up = (ids == 1).all()
+        if not warm_up:
+            self.inside += 1
+            self.most_inside = max(self.most_inside, self.inside)
+            self.entered.release()
+            assert self.gate.wait(WAIT_S)
+            self.inside -= 1
+            self.seen += ids[(segments > 0) & (positions == 0)].tolist()
+            self.buckets.append(bucket)
+        if self.broken:
+            raise RuntimeError("INTERNAL: broken")
+        member = segments[:, None, :] == np.arange(1, bucket.slots + 1)[None, :, None]
+        dense = np.where(member, ids[:, None, :], 0).sum(axis=2)[:, :, None]
+        return {"dense": dense.astype(np.float32)}
+
+    def run_in_float32(self, planes, outputs):
+        return None
+
+
+class EngineUnderTest(Engine):
+    """An Engine of SumRunners that is closed by its fixture."""
+
+    def __init__(self, runners, grid=GRID, turns=None, **options):
+        self.telemetry = Telemetry()
+        turns = turns or [DeviceTurn() for _ in runners]
+        seats = [Seat(runner, turn) for runner, turn in zip(runners, turns, strict=True)]
+        super().__init__(seats, grid, 1, self.telemetry, **options)
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        return self._waiting_entries, self._waiting_tokens
+
+
+@pytest.fixture(name="runner")
+def _runner() -> SumRunner:
+    return SumRunner()
+
+
+@pytest.fixture(name="start")
+def _start():
+    """Start engines that are closed at the end."""
+    engines: list[Engine] = []
+
+    def start(*runners, ready=True, **options) -> EngineUnderTest:
+        engine = EngineUnderTest(runners, **options)
+        engines.append(engine)
+        engine.start()
+        if ready:
+            engine.warmup.wait(WAIT_S)
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.close(WAIT_S)
+
+
+def encoding(*ids: int) -> Encoding:
+    return Encoding(np.array(ids, np.int32))
+
+
+def sums(ticket) -> list[float]:
+    return ticket.result(WAIT_S).dense[:, 0].tolist()
+
+
+def entered(runner: SumRunner) -> None:
+    """Wait until the runner is inside a run of real work."""
+    assert runner.entered.acquire(timeout=WAIT_S)
+
+
+def blocked(engine: Engine, runner: SumRunner):
+    """Occupy the device: what is submitted after it waits in the queue."""
+    runner.gate.clear()
+    first = engine.submit([encoding(10)])
+    entered(runner)
+    return first
+
+
+def test_answers_come_back_in_the_order_of_their_inputs(start, runner):
+    engine = start(runner)
+    lengths = [3, 60, 1, 16, 17, 2, 64, 5] * 10
+    ticket = engine.submit([encoding(*[7 + k] * n) for k, n in enumerate(lengths)])
+    assert sums(ticket) == [(7 + k) * n for k, n in enumerate(lengths)]
+    assert engine.waiting == (0, 0)
+    assert (ticket.inference_s > 0).all()
+    assert (ticket.queue_s >= 0).all()
+
+
+def test_the_waiter_is_woken_once_when_the_answer_is_there(start, runner):
+    engine, woken, done = start(runner), [], threading.Event()
+
+    def wake() -> None:
+        woken.append(1)
+        done.set()
+
+    ticket = engine.submit([encoding(5)] * 100, wake=wake)
+    assert done.wait(WAIT_S)
+    assert sums(ticket) == [5.0] * 100
+    engine.close(WAIT_S)
+    assert woken == [1]
+
+
+def test_many_threads_get_their_own_answers(start):
+    engine = start(SumRunner(), SumRunner())
+    barrier, wrong = threading.Barrier(8), []
+
+    def work(k: int) -> None:
+        draw = np.random.default_rng(k)
+        barrier.wait()
+        for n in range(30):
+            lengths = draw.integers(1, 64, size=draw.integers(1, 6))
+            ticket = engine.submit([encoding(*[100 * k + n + 2] * size) for size in lengths])
+            if sums(ticket) != [(100 * k + n + 2) * size for size in lengths]:
+                wrong.append((k, n))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+    assert engine.waiting == (0, 0)
+    assert engine.tokens_per_s > 0
+
+
+def test_what_waits_while_the_device_is_busy_runs_together_and_oldest_first(start, runner):
+    engine = start(runner, full_warmup=True)
+    first = blocked(engine, runner)
+    tickets = [engine.submit([encoding(20 + k)]) for k in range(5)]
+    assert engine.waiting == (5, 5)
+    runner.gate.set()
+    assert sums(first) == [10.0]
+    assert [sums(ticket) for ticket in tickets] == [[20.0 + k] for k in range(5)]
+    assert runner.seen[0] == 10
+    assert len(runner.buckets) <= 3
+    assert 20 in runner.seen[1:5]  # the oldest was in the next batch of a row's four slots
+
+
+def test_no_batch_holds_more_than_max_batch_requests(start, runner):
+    engine = start(runner, max_batch_requests=2)
+    first = blocked(engine, runner)
+    ticket = engine.submit([encoding(30)] * 7)
+    runner.gate.set()
+    assert sums(ticket) == [30.0] * 7
+    assert sums(first) == [10.0]
+    assert len(runner.buckets) == 5  # the first one and four of at most two
+
+
+def test_cancelled_work_leaves_the_queue_and_never_runs(start, runner):
+    engine = start(runner)
+    first = blocked(engine, runner)
+    ticket = engine.submit([encoding(50)] * 20)
+    kept = engine.submit([encoding(60, 60)])
+    assert engine.waiting == (21, 22)
+    engine.cancel(ticket)
+    assert engine.waiting == (1, 2)
+    engine.cancel(ticket)  # a second time changes nothing
+    assert engine.waiting == (1, 2)
+    runner.gate.set()
+    assert sums(kept) == [120.0]
+    assert sums(first) == [10.0]
+    assert 50 not in runner.seen
+    assert engine.waiting == (0, 0)
+    with pytest.raises(Cancelled):
+        ticket.result(0.0)
+    assert engine.telemetry.cancelled_requests._value.get() == 1
+
+
+def test_a_request_behind_very_many_cancelled_ones_still_runs(start, runner):
+    engine = start(runner)
+    first = blocked(engine, runner)
+    gone = engine.submit([encoding(50)] * (MOST_LOOKED_AT + 10))
+    kept = engine.submit([encoding(60)])
+    engine.cancel(gone)
+    runner.gate.set()
+    assert sums(first) == [10.0]
+    assert sums(kept) == [60.0]
+    assert 50 not in runner.seen
+
+
+def test_a_request_cancelled_while_it_runs_disturbs_nobody(start, runner):
+    engine = start(runner)
+    first = blocked(engine, runner)
+    engine.cancel(first)
+    after = engine.submit([encoding(70)])
+    runner.gate.set()
+    assert sums(after) == [70.0]
+    assert engine.waiting == (0, 0)
+
+
+def test_cancelling_an_answered_request_changes_nothing(start, runner):
+    engine = start(runner)
+    ticket = engine.submit([encoding(5)])
+    sums(ticket)
+    engine.cancel(ticket)
+    assert sums(ticket) == [5.0]
+    assert engine.telemetry.cancelled_requests._value.get() == 0
+
+
+def test_a_long_sequence_waits_for_its_bucket_while_short_ones_run(start, runner):
+    runner.slow_to_compile[LONG] = threading.Event()
+    engine = start(runner, ready=False)
+    long, short = engine.submit([encoding(*[9] * 40)]), engine.submit([encoding(5)])
+    assert sums(short) == [5.0]
+    with pytest.raises(TimeoutError):
+        long.result(0.0)
+    assert engine.waiting == (1, 40)
+    assert sums(engine.submit([encoding(6)] * 30)) == [6.0] * 30
+    assert not engine.ready
+    runner.slow_to_compile[LONG].set()
+    assert sums(long) == [360.0]
+    engine.warmup.wait(WAIT_S)
+    assert engine.ready
+
+
+def test_short_requests_run_behind_very_many_that_wait_for_a_bucket(start, runner):
+    runner.slow_to_compile[LONG] = threading.Event()
+    engine = start(runner, ready=False)
+    long = engine.submit([encoding(*[9] * 17)] * (MOST_LOOKED_AT + 1))
+    assert sums(engine.submit([encoding(5)])) == [5.0]
+    engine.cancel(long)
+    runner.slow_to_compile[LONG].set()
+
+
+def test_one_ticket_of_short_and_long_sequences_is_answered_whole(start, runner):
+    runner.slow_to_compile[LONG] = threading.Event()
+    engine = start(runner, ready=False)
+    ticket = engine.submit([encoding(5), encoding(*[2] * 30), encoding(6)])
+    entered(runner)  # the short ones run first
+    runner.slow_to_compile[LONG].set()
+    assert sums(ticket) == [5.0, 60.0, 6.0]
+
+
+def test_a_sequence_that_no_bucket_will_hold_is_refused_at_once(start, runner):
+    engine = start(runner)
+    with pytest.raises(InputTooLong, match="65 tokens does not fit the longest bucket, 64 tokens"):
+        engine.submit([encoding(1), encoding(*[1] * 65)])
+    assert engine.waiting == (0, 0)
+
+
+def test_a_needed_bucket_that_does_not_compile_fails_those_who_wait_and_who_come(start, runner):
+    runner.cannot_compile.add(LONG)
+    runner.slow_to_compile[LONG] = threading.Event()
+    engine = start(runner, ready=False)
+    waiting = engine.submit([encoding(*[9] * 40)])
+    runner.slow_to_compile[LONG].set()
+    with pytest.raises(BackendError, match="could not be compiled"):
+        waiting.result(WAIT_S)
+    with pytest.raises(RuntimeError, match="XLA cannot compile 1x64"):
+        engine.warmup.wait(WAIT_S)
+    with pytest.raises(BackendError):
+        engine.submit([encoding(5)])
+    assert not engine.ready
+    assert engine.waiting == (0, 0)
+
+
+def test_one_failed_batch_fails_its_request_and_the_next_one_is_served(start, runner):
+    engine = start(runner)
+    runner.broken = True
+    with pytest.raises(BackendError, match="reference"):
+        sums(engine.submit([encoding(5)]))
+    assert engine.healthy
+    runner.broken = False
+    assert sums(engine.submit([encoding(5)])) == [5.0]
+
+
+def test_three_failures_in_a_row_make_it_unhealthy_until_a_probe_succeeds(
+    start, runner, monkeypatch
+):
+    monkeypatch.setattr(engine_module, "PROBE_EVERY_S", 0.001)
+    engine = start(runner)
+    healthy_again = threading.Event()
+    usual = engine._note
+
+    def noted(*arguments) -> None:
+        usual(*arguments)
+        if engine.healthy:
+            healthy_again.set()
+
+    monkeypatch.setattr(engine, "_note", noted)
+    runner.broken = True
+    for k in range(3):
+        assert engine.healthy, k
+        with pytest.raises(BackendError):
+            sums(engine.submit([encoding(5)]))
+        if k < 2:  # an answer reaches its waiter after it is counted, so this can't be early
+            assert engine._failures == k + 1
+    assert not engine.healthy
+    assert not engine.ready
+    healthy_again.clear()
+    runner.broken = False
+    assert healthy_again.wait(WAIT_S)  # nobody asks anything: it probes by itself
+    assert engine.ready
+    assert sums(engine.submit([encoding(6)])) == [6.0]
+
+
+def test_a_success_between_failures_starts_the_count_again(start, runner):
+    engine = start(runner)
+    for broken in (True, True, False, True, True):
+        runner.broken = broken
+        ticket = engine.submit([encoding(5)])
+        if broken:
+            with pytest.raises(BackendError):
+                sums(ticket)
+        else:
+            sums(ticket)
+    assert engine.healthy
+
+
+def test_close_finishes_the_queue_and_stops_the_threads(start, runner):
+    engine = start(runner)
+    first = blocked(engine, runner)
+    tickets = [engine.submit([encoding(40 + k)] * 9) for k in range(4)]
+    closer = threading.Thread(target=engine.close, args=(WAIT_S,))
+    closer.start()
+    runner.gate.set()
+    closer.join(WAIT_S)
+    assert sums(first) == [10.0]
+    assert [sums(ticket) for ticket in tickets] == [[40.0 + k] * 9 for k in range(4)]
+    assert not any(thread.is_alive() for thread in engine._threads)
+    with pytest.raises(BackendError, match="closed"):
+        engine.submit([encoding(5)])
+
+
+def test_close_fails_what_waits_for_a_bucket_that_is_not_compiled(start, runner):
+    runner.slow_to_compile[LONG] = threading.Event()
+    engine = start(runner, ready=False)
+    ticket = engine.submit([encoding(*[9] * 40)])
+    closing = threading.Thread(target=engine.close, args=(WAIT_S,))
+    closing.start()
+    with pytest.raises(BackendError, match="closed"):
+        ticket.result(WAIT_S)
+    runner.slow_to_compile[LONG].set()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+
+
+def test_an_engine_that_never_started_can_be_closed(runner):
+    EngineUnderTest([runner]).close(WAIT_S)
+
+
+def test_the_null_runner_answers_ones():
+    telemetry = Telemetry()
+    engine = Engine([Seat(NullReplica(3, 5), DeviceTurn())], GRID, 3, telemetry)
+    engine.start()
+    outputs = frozenset({"dense", "tokens"})
+    ticket = engine.submit([encoding(5, 6), encoding(7)], outputs).result(WAIT_S)
+    np.testing.assert_array_equal(ticket.dense, np.ones((2, 3)))
+    assert [hidden.shape for hidden in ticket.tokens] == [(2, 5), (1, 5)]
+    engine.close(WAIT_S)
+
+
+def test_nothing_runs_out_of_turn_not_even_to_time_a_bucket(start):
+    turn, in_turn = DeviceTurn(), []
+
+    class AskingRunner(SumRunner):
+        def run(self, bucket, planes, outputs):
+            in_turn.append(turn._free == 0)
+            return super().run(bucket, planes, outputs)
+
+    engine = start(AskingRunner(), turns=[turn], full_warmup=True)
+    timed = len(in_turn)
+    assert sums(engine.submit([encoding(5)])) == [5.0]
+    assert 0 < timed < len(in_turn)
+    assert all(in_turn)
+
+
+def test_two_engines_on_one_device_never_overlap_and_both_progress(start):
+    turn, lock = DeviceTurn(), threading.Lock()
+    inside, most = 0, 0
+
+    class SharedRunner(SumRunner):
+        def run(self, bucket, planes, outputs):
+            nonlocal inside, most
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            try:
+                return super().run(bucket, planes, outputs)
+            finally:
+                with lock:
+                    inside -= 1
+
+    engines = [start(SharedRunner(), turns=[turn]) for _ in range(2)]
+    barrier = threading.Barrier(2)
+
+    def load(k: int) -> None:
+        barrier.wait()
+        for _ in range(20):
+            tickets = [engines[k].submit([encoding(5 + k)] * 10) for _ in range(5)]
+            assert all(sums(ticket) == [5.0 + k] * 10 for ticket in tickets)
+
+    threads = [threading.Thread(target=load, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert most == 1
+
+
+def test_the_busier_of_two_engines_goes_first_on_their_device(start):
+    turn, shared = DeviceTurn(), threading.Event()
+    order: list[int] = []
+
+    class NotingRunner(SumRunner):
+        def run(self, bucket, planes, outputs):
+            if not (planes[0] == 1).all():
+                order.extend(planes[0][planes[1] + planes[2] == 1].tolist())
+            return super().run(bucket, planes, outputs)
+
+    runners = [NotingRunner(), NotingRunner()]
+    idle, busy = (start(runner, turns=[turn], full_warmup=True) for runner in runners)
+    with turn.hold(lambda: 0.0):
+        tickets = [idle.submit([encoding(11)]), busy.submit([encoding(*[12] * 60)] * 50)]
+        while len(turn._waiting) < 4:  # two threads of each are in line
+            shared.wait(0)
+    for ticket in tickets:
+        ticket.result(WAIT_S)
+    assert order[0] == 12
+
+
+def test_an_accelerator_has_two_programs_in_flight(start, runner):
+    engine = start(runner, turns=[DeviceTurn(2)])
+    runner.gate.clear()
+    tickets = [engine.submit([encoding(21)])]
+    entered(runner)
+    tickets.append(engine.submit([encoding(22)]))
+    entered(runner)  # the second is inside while the first one still is
+    runner.gate.set()
+    assert [sums(ticket) for ticket in tickets] == [[21.0], [22.0]]
+    assert runner.most_inside == 2
+
+
+def test_the_figures_of_a_batch_reach_telemetry(start, runner):
+    engine = start(runner, grid=BucketGrid((SHORT,)))
+    sums(engine.submit([encoding(5, 5, 5, 5)]))
+    engine.close(WAIT_S)  # after it every batch is counted
+    text = engine.telemetry.exposition().decode()
+    assert "te_batch_next_size_count 1.0" in text
+    assert "te_batch_next_tokens_sum 4.0" in text
+    assert "jaxembed_batch_fill_ratio_sum 0.25" in text
+    assert "te_queue_size 0.0" in text

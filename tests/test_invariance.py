@@ -1,0 +1,195 @@
+"""The heart: a text has one vector, whatever shares its batch and wherever it lies.
+
+Padding is NaN here (the pad token's embedding), and neighbours hold a token of size 1e30.
+"""
+
+import jax
+import numpy as np
+import pytest
+from conftest import LIMIT, WORDS, tiny_spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxembed.engine.batch import Batch, pack
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.replica import Replica
+from jaxembed.engine.ticket import Ticket
+from jaxembed.inputs import Encoding
+from jaxembed.models import attention, program, random_parameters
+from jaxembed.models.pooling import POOLINGS
+
+BUCKETS = (Bucket(1, 16), Bucket(4, 32), Bucket(2, 64))
+PAD, HUGE, FIRST = 0, 48, 5  # FIRST to HUGE - 1 are ordinary tokens
+OUTPUTS = ("dense", "tokens")
+
+
+def poisoned_parameters(spec) -> dict[str, np.ndarray]:
+    parameters = random_parameters(spec)
+    table = parameters["tower.embeddings.word.embedding"]
+    table[PAD] = np.nan
+    table[HUGE] *= 1e30
+    return parameters
+
+
+def replica_of(dtype: str, buckets=BUCKETS, **spec) -> Replica:
+    model = tiny_spec(**spec)
+    replica = Replica(program(model), poisoned_parameters(model), jax.local_devices()[:1], dtype)
+    with pytest.MonkeyPatch.context() as patch:  # rows of 64 go by blocks, the last one not full
+        patch.setattr(attention, "WHOLE_SCORES", 32)
+        patch.setattr(attention, "QUERY_BLOCK", 24)
+        for bucket in buckets:
+            replica.compile(bucket)
+    return replica
+
+
+@pytest.fixture(name="float32", scope="module")
+def _float32() -> Replica:
+    return replica_of("float32")
+
+
+@pytest.fixture(name="bfloat16", scope="module")
+def _bfloat16() -> Replica:
+    return replica_of("bfloat16")
+
+
+def run(replica: Replica, batch: Batch, k: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The pooled vector and the hidden states of entry k."""
+    output = replica.run(batch.bucket, pack(batch), OUTPUTS)
+    row, slot, start = batch.rows[k], batch.slots[k], batch.starts[k]
+    length = batch.entries[k].length
+    return output["dense"][row, slot], output["tokens"][row, start : start + length]
+
+
+def placed(bucket: Bucket, places) -> Batch:
+    """`places` are (ids, unpooled, row, slot, start)."""
+    encodings = [Encoding(np.array(ids, np.int32), None, n) for ids, n, *_ in places]
+    rows, slots, starts = (np.array([place[i] for place in places]) for i in (2, 3, 4))
+    return Batch(bucket, Ticket(encodings, dim=1).entries, rows, slots, starts)
+
+
+def alone(bucket: Bucket, ids, unpooled=0) -> Batch:
+    return placed(bucket, [(ids, unpooled, 0, 0, 0)])
+
+
+def assert_same(vector, wanted) -> None:
+    # float32, sums of at most 64 terms in another order; hidden states are of size 1
+    np.testing.assert_allclose(vector, wanted, rtol=1e-5, atol=1e-5)
+
+
+def assert_close(vector, wanted) -> None:
+    """Cosine of at least 0.9999 along the last axis: bfloat16 rounds what lies between."""
+    vector, wanted = np.asarray(vector, np.float64), np.asarray(wanted, np.float64)
+    lengths = np.linalg.norm(vector, axis=-1) * np.linalg.norm(wanted, axis=-1)
+    assert ((vector * wanted).sum(axis=-1) / lengths).min() >= 0.9999
+
+
+ordinary = st.integers(FIRST, HUGE - 1)
+neighbour = st.lists(st.integers(FIRST, HUGE), min_size=1, max_size=24)
+
+
+@st.composite
+def placements(draw):
+    """A text among neighbours, for `placed`: any bucket, row, slot and position, with gaps of
+    padding. Plain values: beartype draws at random, which Hypothesis forbids in here."""
+    ids = draw(st.lists(ordinary, min_size=1, max_size=40))
+    unpooled = draw(st.integers(0, min(3, len(ids) - 1)))
+    bucket = draw(st.sampled_from([b for b in BUCKETS if b.length >= len(ids)]))
+    target_row = draw(st.integers(0, bucket.rows - 1))
+    places = []
+    for row in range(bucket.rows):
+        sequences = [(one, 0) for one in draw(st.lists(neighbour, max_size=6))]
+        if row == target_row:
+            sequences.insert(draw(st.integers(0, len(sequences))), (ids, unpooled))
+        at, slot, reserved = 0, 0, len(ids) if row == target_row else 0
+        for one, prompt in sequences:
+            is_target = one is ids
+            gap = draw(st.integers(0, 2))
+            rest = 0 if is_target else reserved
+            slots_left = bucket.slots - slot - (rest > 0)
+            if at + gap + len(one) + rest > bucket.length or slots_left < 1:
+                if not is_target:
+                    continue
+                gap = 0
+            places.append((one, prompt, row, slot, at + gap))
+            at, slot = at + gap + len(one), slot + 1
+            reserved = 0 if is_target else reserved
+    places.sort(key=lambda place: place[0] is not ids)  # the text itself first
+    assert places[0][0] is ids
+    return bucket, places
+
+
+@given(placement=placements())
+@settings(max_examples=150, deadline=None)
+def test_a_text_has_one_vector_wherever_it_lies_in_float32(float32, placement):
+    batch = placed(*placement)
+    entry = batch.entries[0]
+    home = next(bucket for bucket in BUCKETS if bucket.length >= entry.length)
+    single = alone(home, entry.encoding.ids, entry.encoding.unpooled)
+    for got, wanted in zip(run(float32, batch), run(float32, single), strict=True):
+        assert np.isfinite(wanted).all()
+        assert_same(got, wanted)
+
+
+@given(placement=placements())
+@settings(max_examples=50, deadline=None)
+def test_a_text_has_one_vector_wherever_it_lies_in_bfloat16(bfloat16, placement):
+    batch = placed(*placement)
+    entry = batch.entries[0]
+    home = next(bucket for bucket in BUCKETS if bucket.length >= entry.length)
+    single = alone(home, entry.encoding.ids, entry.encoding.unpooled)
+    for got, wanted in zip(run(bfloat16, batch), run(bfloat16, single), strict=True):
+        assert np.isfinite(wanted).all()
+        assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("bucket", BUCKETS, ids=str)
+def test_every_row_slot_and_start_gives_the_same_vector(float32, bucket):
+    """All places of a short text, one after another, between huge neighbours."""
+    ids = [7, 8, 9]
+    wanted = run(float32, alone(BUCKETS[0], ids))
+    for row in range(bucket.rows):
+        for slot in range(bucket.slots):
+            start = min(4 * slot, bucket.length - 3)
+            others = [([HUGE] * 4, 0, row, k, 4 * k) for k in range(slot)]
+            got = run(float32, placed(bucket, [(ids, 0, row, slot, start), *others]))
+            for vector, reference in zip(got, wanted, strict=True):
+                assert_same(vector, reference)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_every_pooling_is_the_same_among_poisoned_neighbours(pooling):
+    replica = replica_of("float32", BUCKETS[1:2], pooling=(pooling,))
+    ids, bucket = [7, 8, 9, 10, 11], BUCKETS[1]
+    wanted, _ = run(replica, alone(bucket, ids, 2))
+    among = [(ids, 2, 2, 1, 9), ([HUGE, 6] * 4, 0, 2, 0, 0), ([HUGE] * 10, 0, 2, 2, 20)]
+    got, _ = run(replica, placed(bucket, [*among, ([HUGE] * 32, 0, 1, 0, 0)]))
+    assert np.isfinite(wanted).all()
+    assert_same(got, wanted)
+
+
+def test_the_poison_is_real(float32):
+    """Were padding or the huge token harmless, the tests above would show nothing."""
+    dense, hidden = run(float32, alone(BUCKETS[0], [7, PAD, 8]))
+    assert np.isnan(dense).any()
+    assert np.isnan(hidden).any()
+    table = poisoned_parameters(tiny_spec())["tower.embeddings.word.embedding"]
+    assert np.abs(table[HUGE]).max() > 1e29
+    assert np.isfinite(run(float32, alone(BUCKETS[0], [7, HUGE, 8]))[0]).all()
+
+
+texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=LIMIT).map(" ".join)
+
+
+@given(together=st.lists(texts, min_size=1, max_size=30))
+@settings(max_examples=25, deadline=None)
+def test_an_embedder_gives_a_text_the_same_vector_alone_and_in_any_company(embedder, together):
+    retried = embedder.telemetry.not_finite._value.get()
+    vectors = embedder.encode(together)
+    for text, vector in zip(together[:5], vectors, strict=False):
+        assert_same(vector, embedder.encode(text))
+    assert embedder.telemetry.not_finite._value.get() == retried  # no help from running alone
+
+
+def test_equal_texts_in_one_batch_have_equal_vectors(embedder):
+    vectors = embedder.encode(["the cat sat on the mat"] * 50)
+    assert_same(vectors, np.tile(vectors[0], (50, 1)))

@@ -1,0 +1,212 @@
+"""Models as data: the names and shapes of their parameters, and one pure function."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import WORDS, tiny_spec
+
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.models import (
+    ARCHITECTURES,
+    parameter_shapes,
+    position_limit,
+    program,
+    random_parameters,
+    tower_class,
+)
+from jaxembed.models.layers import ACTIVATIONS
+from jaxembed.models.pooling import POOLINGS
+from jaxembed.models.tokens import PackedTokens
+from jaxembed.spec import DenseLayer, ModelSpec, NormalizeLayer
+
+BGE_LARGE = {
+    "vocab_size": 30522,
+    "hidden_size": 1024,
+    "num_layers": 24,
+    "num_heads": 16,
+    "intermediate_size": 4096,
+    "max_positions": 512,
+    "type_vocab_size": 2,
+    "norm_eps": 1e-12,
+    "activation": "gelu",
+}
+
+
+def planes_of(ids: list[int], length: int = 16) -> np.ndarray:
+    """One sequence in one row."""
+    planes = np.zeros((PackedTokens.FIELDS, 1, length), np.int32)
+    planes[0, 0, : len(ids)] = ids
+    planes[1, 0, : len(ids)] = np.arange(len(ids))
+    planes[[2, 4], 0, : len(ids)] = 1
+    return planes
+
+
+def forward(spec: ModelSpec, parameters=None):
+    """dense [dim] and tokens [length, width] of one sequence."""
+    model = program(spec)
+    leaves = model.order(parameters or random_parameters(spec))
+    run = jax.jit(model.forward, static_argnums=2)
+    output = run([jnp.asarray(leaf) for leaf in leaves], planes_of([2, 7, 8, 9, 3]), 4)
+    return np.asarray(output.dense)[0, 0], np.asarray(output.tokens)[0]
+
+
+def test_parameters_have_dotted_names_and_float32_shapes():
+    shapes = parameter_shapes(tiny_spec())
+    assert shapes["tower.embeddings.word.embedding"].shape == (5 + len(WORDS) + 26, 32)
+    assert shapes["tower.embeddings.position.embedding"].shape == (64, 32)
+    assert shapes["tower.layers.1.attention.qkv.kernel"].shape == (32, 96)
+    assert shapes["tower.layers.0.mlp.down.kernel"].shape == (64, 32)
+    assert shapes["tower.layers.0.mlp_norm.scale"].shape == (32,)
+    assert len(shapes) == 3 + 2 + 2 * 12
+    assert {shape.dtype for shape in shapes.values()} == {jnp.dtype("float32")}
+
+
+def test_a_dense_module_has_parameters_and_a_normalize_none():
+    spec = tiny_spec(modules=(NormalizeLayer(), DenseLayer(32, 8), DenseLayer(8, 4, bias=False)))
+    shapes = {k: v.shape for k, v in parameter_shapes(spec).items() if k.startswith("modules")}
+    assert shapes == {
+        "modules.1.kernel": (32, 8),
+        "modules.1.bias": (8,),
+        "modules.2.kernel": (8, 4),
+    }
+
+
+def test_a_full_size_model_is_checked_without_making_its_weights():
+    spec = tiny_spec(config=BGE_LARGE, hidden_size=1024, pooling=("cls",), max_input_tokens=512)
+    model = program(spec)
+    assert sum(np.prod(shape.shape) for shape in model.shapes.values()) == 334_092_288
+    planes = jax.ShapeDtypeStruct((PackedTokens.FIELDS, 4, 512), jnp.int32)
+    output = jax.eval_shape(lambda p, x: model.forward(p, x, 128), [*model.shapes.values()], planes)
+    assert (output.dense.shape, output.dense.dtype) == ((4, 128, 1024), jnp.float32)
+    assert (output.tokens.shape, output.tokens.dtype) == ((4, 512, 1024), jnp.float32)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_of_the_registry_loads(architecture):
+    tower = tower_class(architecture)
+    assert callable(tower.position_limit)
+    assert tower.Config.__dataclass_params__.frozen
+
+
+def test_an_unknown_architecture_is_refused_with_those_there_are():
+    with pytest.raises(UnsupportedModel, match=r"'mamba' is not supported; known: .*bert"):
+        program(tiny_spec(architecture="mamba"))
+
+
+def test_the_position_limit_is_the_length_of_the_table():
+    assert position_limit(tiny_spec()) == 64
+
+
+def test_parameters_that_do_not_fit_are_all_listed_at_once():
+    model = program(tiny_spec())
+    parameters = random_parameters(tiny_spec())
+    del parameters["tower.layers.0.mlp.up.bias"]
+    del parameters["tower.embeddings.norm.scale"]
+    parameters["pooler.kernel"] = np.zeros(3, np.float32)
+    parameters["tower.layers.1.attention.out.kernel"] = np.zeros((32, 31), np.float32)
+    with pytest.raises(CheckpointError) as raised:
+        model.order(parameters)
+    for line in (
+        "missing: tower.layers.0.mlp.up.bias",
+        "missing: tower.embeddings.norm.scale",
+        "unknown: pooler.kernel",
+        "tower.layers.1.attention.out.kernel: wanted shape (32, 32), got (32, 31)",
+    ):
+        assert line in str(raised.value)
+
+
+def test_the_order_of_the_parameters_is_their_own_not_the_given_one():
+    model, parameters = program(tiny_spec()), random_parameters(tiny_spec())
+    backwards = dict(reversed(parameters.items()))
+    for one, other in zip(model.order(parameters), model.order(backwards), strict=True):
+        assert one is other
+
+
+def test_normalize_before_dense_is_not_dense_before_normalize():
+    dense = DenseLayer(32, 8, activation="identity")
+    parameters = random_parameters(tiny_spec(modules=(dense,)))
+    kernel, bias = parameters["modules.0.kernel"], parameters["modules.0.bias"]
+    pooled, _ = forward(tiny_spec(modules=()), without_modules(parameters))
+
+    def unit(x):
+        return x / np.linalg.norm(x)
+
+    # both Normalize modules run on the device here: only a last one is the host's
+    last = (DenseLayer(8, 8, bias=False, activation="identity"),)
+    same = {"modules.2.kernel": np.eye(8, dtype=np.float32)}
+    first = {"modules.1.kernel": kernel, "modules.1.bias": bias}
+    tower = without_modules(parameters)
+    before, _ = forward(tiny_spec(modules=(NormalizeLayer(), dense, *last)), tower | first | same)
+    after, _ = forward(tiny_spec(modules=(dense, NormalizeLayer(), *last)), parameters | same)
+    np.testing.assert_allclose(before, unit(pooled) @ kernel + bias, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(after, unit(pooled @ kernel + bias), rtol=1e-4, atol=1e-5)
+    assert np.abs(before - after).max() > 1e-2
+
+
+def without_modules(parameters):
+    return {name: leaf for name, leaf in parameters.items() if not name.startswith("modules")}
+
+
+def test_a_last_normalize_is_left_to_the_host():
+    spec = tiny_spec(modules=(DenseLayer(32, 8), NormalizeLayer()))
+    assert spec.normalize
+    dense, _ = forward(spec)
+    assert abs(np.linalg.norm(dense) - 1) > 1e-2
+
+
+def test_several_poolings_are_concatenated_in_order():
+    parameters = random_parameters(tiny_spec())
+    both, _ = forward(tiny_spec(pooling=("cls", "mean")), parameters)
+    cls, _ = forward(tiny_spec(pooling=("cls",)), parameters)
+    mean, _ = forward(tiny_spec(pooling=("mean",)), parameters)
+    np.testing.assert_allclose(both, np.concatenate([cls, mean]), rtol=1e-5, atol=1e-6)
+    assert tiny_spec(pooling=("cls", "mean")).dim == len(both)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_a_model_pools_its_own_hidden_states(pooling):
+    dense, tokens = forward(tiny_spec(pooling=(pooling,)))
+    assert np.isfinite(dense).all()
+    wanted = {"cls": tokens[0], "lasttoken": tokens[4], "max": tokens[:5].max(axis=0)}
+    if pooling in wanted:
+        np.testing.assert_array_equal(dense, wanted[pooling])
+
+
+NUMPY_ACTIVATIONS = {
+    "identity": lambda x: x,
+    "tanh": np.tanh,
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu": lambda x: 0.5 * x * (1 + np.array([math.erf(v / np.sqrt(2)) for v in x])),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_what_its_name_says(name):
+    x = np.linspace(-6, 6, 49)
+    got = ACTIVATIONS[name](jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(np.asarray(got), NUMPY_ACTIVATIONS[name](x), atol=1e-6)
+
+
+def test_random_parameters_are_the_same_for_the_same_seed():
+    one, two, other = (random_parameters(tiny_spec(), seed) for seed in (1, 1, 2))
+    name = "tower.layers.0.mlp.up.kernel"
+    np.testing.assert_array_equal(one[name], two[name])
+    assert not np.array_equal(one[name], other[name])
+
+
+def test_token_types_and_positions_change_the_result():
+    spec = tiny_spec()
+    model = program(spec)
+    leaves = [jnp.asarray(leaf) for leaf in model.order(random_parameters(spec))]
+    run = jax.jit(model.forward, static_argnums=2)
+    plain = np.asarray(run(leaves, planes_of([2, 7, 8, 3]), 4).dense)[0, 0]
+    for plane in (1, 3):
+        changed = planes_of([2, 7, 8, 3])
+        changed[plane, 0, 2] = 1 - changed[plane, 0, 2] if plane == 3 else 9
+        assert np.abs(np.asarray(run(leaves, changed, 4).dense)[0, 0] - plain).max() > 1e-3

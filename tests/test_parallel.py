@@ -1,0 +1,105 @@
+"""Eight simulated devices: replicas that pull from one queue, and one program over all of them."""
+
+import json
+import threading
+
+import jax
+import numpy as np
+import pytest
+from conftest import tiny_spec
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxembed import Embedder, EngineConfig
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.replica import Replica
+from jaxembed.errors import ConfigError
+from jaxembed.models import program, random_parameters
+
+COLLECTIVES = ("all-reduce", "all-gather", "collective-permute", "all-to-all", "reduce-scatter")
+TEXTS = ["the cat", "a dog sat", "how is the blue sky", "where", "what is tiny red"] * 20
+BUCKET = Bucket(8, 16)
+
+
+@pytest.fixture(name="open_embedder")
+def _open_embedder(tiny_checkpoint, tmp_path):
+    """An Embedder with one bucket of 8 rows over some devices; closed at the end."""
+    opened: list[Embedder] = []
+
+    def open_embedder(devices: int, parallel="replicas", rows=8) -> Embedder:
+        grid = tmp_path / "buckets.json"
+        grid.write_text(json.dumps({"buckets": [[rows, 16]]}))
+        config = EngineConfig(
+            dtype="float32",
+            devices=devices,
+            parallel=parallel,
+            buckets=grid,
+            max_batch_tokens=128,
+            max_input_tokens=16,
+        )
+        opened.append(Embedder(str(tiny_checkpoint), cache_dir=tmp_path, config=config))
+        return opened[-1]
+
+    yield open_embedder
+    for embedder in opened:
+        embedder.close()
+
+
+def test_eight_replicas_give_one_devices_vectors_and_all_of_them_work(
+    open_embedder, embedder, monkeypatch
+):
+    eight = open_embedder(8)
+    together, ran, lock = threading.Barrier(8), set(), threading.Lock()
+    usual = Replica.run
+
+    def run(self, bucket, planes, outputs):
+        with lock:
+            first = self.devices not in ran
+            ran.add(self.devices)
+        if first:
+            together.wait(30)  # passes only when all eight are inside at once
+        return usual(self, bucket, planes, outputs)
+
+    monkeypatch.setattr(Replica, "run", run)
+    vectors = eight.encode(TEXTS * 20)  # more batches than replicas
+    monkeypatch.undo()
+    assert ran == {(device,) for device in jax.local_devices()}
+    np.testing.assert_allclose(vectors, np.tile(embedder.encode(TEXTS), (20, 1)), atol=1e-5)
+
+
+def test_one_program_over_eight_devices_gives_one_devices_vectors(open_embedder, embedder):
+    sharded = open_embedder(8, "sharded")
+    np.testing.assert_allclose(sharded.encode(TEXTS), embedder.encode(TEXTS), atol=1e-5)
+    np.testing.assert_allclose(sharded.encode("a cat"), embedder.encode("a cat"), atol=1e-5)
+    assert sharded.describe()["devices"] == 8
+
+
+def test_a_sharded_program_has_no_collectives_and_a_row_on_every_device():
+    spec = tiny_spec()
+    replica = Replica(program(spec), random_parameters(spec), jax.local_devices(), "float32")
+    replica.compile(BUCKET)
+    text = replica.program_text(BUCKET)
+    assert "HloModule" in text
+    assert not [name for name in COLLECTIVES if name in text]
+    planes = np.ones((5, 8, 16), np.int32)
+    placed = replica._placed(planes)
+    assert {shard.device for shard in placed.addressable_shards} == set(jax.local_devices())
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(5, 1, 16)}
+
+
+def test_a_collective_would_be_seen_in_the_text():
+    mesh = Mesh(np.array(jax.local_devices()), ("data",))
+    rows = PartitionSpec("data")
+    summed = jax.shard_map(
+        lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=rows, out_specs=PartitionSpec()
+    )
+    text = jax.jit(summed).lower(jax.ShapeDtypeStruct((8, 16), np.float32)).compile().as_text()
+    assert [name for name in COLLECTIVES if name in text] == ["all-reduce"]
+
+
+def test_rows_that_do_not_divide_over_the_devices_are_refused(open_embedder):
+    with pytest.raises(ConfigError, match="6 rows of bucket 6x16 do not divide over 8 devices"):
+        open_embedder(8, "sharded", rows=6)
+    spec = tiny_spec()
+    replica = Replica(program(spec), random_parameters(spec), jax.local_devices(), "float32")
+    with pytest.raises(ConfigError, match="6 rows of bucket 6x16 do not divide over 8 devices"):
+        replica.compile(Bucket(6, 16))

@@ -1,0 +1,108 @@
+"""Every pooling of the registry against a numpy one-liner."""
+
+from typing import get_args
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxembed.models.pooling import POOLINGS
+from jaxembed.models.tokens import PackedTokens
+from jaxembed.spec import Pooling
+
+DIM, SLOTS = 6, 5
+
+REFERENCES = {  # of the pooled tokens' hidden states x and their indices in the sequence, from 0
+    "cls": lambda x, index: x[0],
+    "max": lambda x, index: x.max(axis=0),
+    "mean": lambda x, index: x.mean(axis=0),
+    "mean_sqrt_len": lambda x, index: x.sum(axis=0) / np.sqrt(len(x)),
+    "weightedmean": lambda x, index: (x * (index + 1)[:, None]).sum(axis=0) / (index + 1).sum(),
+    "lasttoken": lambda x, index: x[-1],
+}
+
+ROWS = [  # lengths of the sequences in each row, and how many of their first tokens are a prompt
+    ([12], [0]),
+    ([3, 4, 5], [0, 0, 0]),
+    ([1, 1, 1, 1, 8], [0, 0, 0, 0, 0]),
+    ([5, 6], [2, 5]),
+    ([2], [1]),
+]
+
+
+def packed(rows=ROWS, length=12) -> PackedTokens:
+    planes = np.zeros((PackedTokens.FIELDS, len(rows), length), np.int32)
+    for row, (lengths, prompts) in enumerate(rows):
+        start = 0
+        for slot, (n, prompt) in enumerate(zip(lengths, prompts, strict=True)):
+            planes[1, row, start : start + n] = np.arange(n)
+            planes[2, row, start : start + n] = slot + 1
+            planes[4, row, start + prompt : start + n] = slot + 1
+            start += n
+    return PackedTokens.unstack(jnp.asarray(planes))
+
+
+def hidden_states(tokens: PackedTokens) -> np.ndarray:
+    shape = (*tokens.ids.shape, DIM)
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+def test_every_pooling_of_the_spec_is_there_and_tested():
+    assert set(POOLINGS) == set(get_args(Pooling)) == set(REFERENCES)
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_a_pooling_is_what_its_definition_says(name):
+    tokens = packed()
+    hidden = hidden_states(tokens)
+    pooled = np.asarray(POOLINGS[name](jnp.asarray(hidden), tokens, SLOTS))
+    assert pooled.shape == (len(ROWS), SLOTS, DIM)
+    member, positions = np.asarray(tokens.pooled), np.asarray(tokens.positions)
+    for row in range(len(ROWS)):
+        for slot in range(SLOTS):
+            at = np.flatnonzero(member[row] == slot + 1)
+            if len(at):
+                x = hidden[row, at].astype(np.float64)
+                wanted = REFERENCES[name](x, positions[row, at])
+            else:
+                wanted = np.zeros(DIM)
+            # float32 sums of at most 12 terms
+            np.testing.assert_allclose(pooled[row, slot], wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_nan_in_padding_reaches_no_pooled_vector(name):
+    tokens = packed()
+    hidden = hidden_states(tokens)
+    poisoned = np.where(np.asarray(tokens.segments)[:, :, None] == 0, np.nan, hidden)
+    pool = POOLINGS[name]
+    np.testing.assert_array_equal(
+        np.asarray(pool(jnp.asarray(poisoned.astype(np.float32)), tokens, SLOTS)),
+        np.asarray(pool(jnp.asarray(hidden), tokens, SLOTS)),
+    )
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_huge_neighbours_change_no_pooled_vector(name):
+    tokens = packed([([4, 4, 4], [0, 0, 0])])
+    hidden = hidden_states(tokens)
+    poisoned = np.where(np.asarray(tokens.segments)[:, :, None] == 2, np.float32(1e30), hidden)
+    pool = POOLINGS[name]
+    clean = np.asarray(pool(jnp.asarray(hidden), tokens, SLOTS))
+    beside = np.asarray(pool(jnp.asarray(poisoned), tokens, SLOTS))
+    np.testing.assert_allclose(beside[0, [0, 2]], clean[0, [0, 2]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_the_prompt_takes_no_part(name):
+    """Changing the hidden states of the prompt changes nothing."""
+    tokens = packed([([5, 6], [2, 5])])
+    hidden = hidden_states(tokens)
+    prompt = (np.asarray(tokens.segments) != 0) & (np.asarray(tokens.pooled) == 0)
+    assert prompt.sum() == 7
+    changed = np.where(prompt[:, :, None], np.float32(99), hidden)
+    pool = POOLINGS[name]
+    np.testing.assert_array_equal(
+        np.asarray(pool(jnp.asarray(changed), tokens, SLOTS)),
+        np.asarray(pool(jnp.asarray(hidden), tokens, SLOTS)),
+    )

@@ -1,0 +1,220 @@
+"""Only the guilty fail: halves where memory is short, alone where a result is not finite."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from jaxembed.engine.batch import place
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.recovery import Answers, Recovery
+from jaxembed.engine.ticket import Entry, Ticket
+from jaxembed.errors import BackendError, NotFinite
+from jaxembed.inputs import Encoding
+from jaxembed.telemetry import Telemetry
+
+BUCKETS = [Bucket(1, 16), Bucket(2, 16), Bucket(4, 16), Bucket(8, 16), Bucket(1, 32)]
+BAD = 666  # an id that makes its row infinite
+WORSE = 667  # in float32 too
+
+
+class SumRunner:
+    """Sums the ids of each slot: an answer that shows whose it is. Counts what it runs."""
+
+    def __init__(self, most_tokens=10**9, poison=False, float32=False, error=None):
+        self.most_tokens = most_tokens
+        self.poison = poison
+        self.float32 = float32
+        self.error = error
+        self.ran: list[Bucket] = []
+        self.wide_runs = 0
+
+    def compile(self, bucket):
+        pass
+
+    def run(self, bucket, planes, outputs):
+        self.ran.append(bucket)
+        if self.error is not None:
+            raise self.error
+        if bucket.tokens > self.most_tokens:
+            raise RuntimeError(f"RESOURCE_EXHAUSTED: out of memory at 0xdead, {bucket.tokens}")
+        return self._sums(planes, bucket.slots, outputs, guilty=(BAD, WORSE))
+
+    def run_in_float32(self, planes, outputs):
+        self.wide_runs += 1
+        if not self.float32:
+            return None
+        return self._sums(planes, planes.shape[2] // 4, outputs, guilty=(WORSE,))
+
+    def _sums(self, planes, slots, outputs, guilty):
+        ids, segments = planes[0].astype(np.float32), planes[2]
+        for row in range(len(ids)):
+            bad = np.isin(ids[row], guilty)
+            if bad.any():  # with `poison` the whole row suffers, else its own sequence
+                ids[row, ... if self.poison else np.isin(segments[row], segments[row][bad])] = (
+                    np.inf
+                )
+        member = segments[:, None, :] == np.arange(1, slots + 1)[None, :, None]
+        dense = np.where(member, ids[:, None, :], 0.0).sum(axis=2)[:, :, None]
+        everything = {"dense": dense.astype(np.float32), "tokens": ids[:, :, None]}
+        return {name: everything[name] for name in outputs}
+
+
+def entries_of(*ids: list[int], outputs=frozenset({"dense"})) -> list[Entry]:
+    return Ticket([Encoding(np.array(one, np.int32)) for one in ids], 1, outputs).entries
+
+
+def by_entry(results: list[Answers], entries: list[Entry]) -> list[float | Exception]:
+    """The answer or the error of each entry; every entry has exactly one."""
+    found: dict[Entry, list] = {entry: [] for entry in entries}
+    for answers in results:
+        for k, entry in enumerate(answers.entries):
+            found[entry].append(
+                answers.error if answers.error is not None else float(answers.dense[k, 0])
+            )
+    assert all(len(answers) == 1 for answers in found.values())
+    return [found[entry][0] for entry in entries]
+
+
+@pytest.fixture(name="telemetry")
+def _telemetry() -> Telemetry:
+    return Telemetry()
+
+
+def recover(runner: SumRunner, telemetry: Telemetry, entries, bucket, buckets=BUCKETS):
+    batch = place(entries, bucket)
+    assert len(batch.entries) == len(entries)
+    return Recovery(runner, lambda: buckets, telemetry).run(batch)
+
+
+def test_a_good_batch_runs_once(telemetry):
+    runner, entries = SumRunner(), entries_of([1, 2], [3], [4, 5, 6])
+    results = recover(runner, telemetry, entries, Bucket(1, 16))
+    assert by_entry(results, entries) == [3.0, 3.0, 15.0]
+    assert runner.ran == [Bucket(1, 16)]
+
+
+def test_outputs_are_those_that_anyone_in_the_batch_asked_for(telemetry):
+    entries = entries_of([1, 2]) + entries_of([7, 8, 9], outputs=frozenset({"tokens"}))
+    (answers,) = recover(SumRunner(), telemetry, entries, Bucket(1, 16))
+    hidden = dict(zip(answers.entries, answers.tokens, strict=True))
+    np.testing.assert_array_equal(hidden[entries[1]][:, 0], [7, 8, 9])
+    assert hidden[entries[1]].base is None  # a view would keep the bucket's output alive
+
+
+@pytest.mark.parametrize("most_tokens", [16, 32, 64])
+def test_a_batch_too_large_for_memory_is_halved_until_it_fits(telemetry, most_tokens, caplog):
+    entries = entries_of(*[[k, 1000 + k] * 6 for k in range(8)])  # one of 12 tokens in each row
+    runner = SumRunner(most_tokens)
+    with caplog.at_level(logging.WARNING):
+        results = recover(runner, telemetry, entries, Bucket(8, 16))
+    assert by_entry(results, entries) == [6 * (1000 + 2 * k) for k in range(8)]
+    fitting = [bucket for bucket in runner.ran if bucket.tokens <= most_tokens]
+    assert {bucket.tokens for bucket in fitting} == {most_tokens}
+    assert telemetry.split_batches._value.get() == len(runner.ran) - len(fitting)
+    assert telemetry.failed_batches._value.get() == 0
+    assert "running it in halves" in caplog.text
+
+
+def test_halves_hold_the_longest_sequence(telemetry):
+    entries = entries_of([1] * 20, [2] * 12)
+    runner = SumRunner(32)
+    results = recover(runner, telemetry, entries, Bucket(2, 32), [*BUCKETS, Bucket(2, 32)])
+    assert by_entry(results, entries) == [20, 24]
+    assert set(runner.ran[1:]) == {Bucket(1, 32)}
+
+
+def test_memory_short_on_the_smallest_bucket_fails_the_batch_clearly(telemetry):
+    entries = entries_of([1, 2])
+    (error,) = by_entry(recover(SumRunner(1), telemetry, entries, Bucket(1, 16)), entries)
+    assert isinstance(error, BackendError)
+    assert not isinstance(error, NotFinite)
+    assert telemetry.failed_batches._value.get() == 1
+
+
+def test_any_other_failure_fails_its_batch_without_internals(telemetry, caplog):
+    runner = SumRunner(error=RuntimeError("INTERNAL: stream 0x7f at /opt/secret/kernel.cu:42"))
+    entries = entries_of([1, 2], [3])
+    with caplog.at_level(logging.ERROR):
+        errors = by_entry(recover(runner, telemetry, entries, Bucket(2, 16)), entries)
+    assert len(runner.ran) == 1  # not tried again
+    for error in errors:
+        assert isinstance(error, BackendError)
+        assert not any(word in str(error) for word in ("INTERNAL", "secret", "0x7f"))
+    reference = str(errors[0]).split("reference ")[1].rstrip(")")
+    assert reference in caplog.text
+    assert "secret" in caplog.text  # the log has it all
+    assert telemetry.failed_batches._value.get() == 1
+
+
+def test_a_sequence_that_is_not_finite_is_run_alone_and_only_it_is_refused(telemetry):
+    entries = entries_of([1, 2], [3, BAD], [4, 5])
+    runner = SumRunner()
+    first, second, third = by_entry(recover(runner, telemetry, entries, Bucket(1, 16)), entries)
+    assert (first, third) == (3.0, 9.0)
+    assert isinstance(second, NotFinite)
+    assert "input 1 " in str(second)
+    assert runner.ran == [Bucket(1, 16), Bucket(1, 16)]  # the batch, then the one alone
+    assert telemetry.not_finite._value.get() == 1
+
+
+def test_neighbours_poisoned_by_an_infinity_recover_alone(telemetry):
+    entries = entries_of([1, 2], [3, BAD], [4, 5], [6] * 16)
+    runner = SumRunner(poison=True)
+    answers = by_entry(recover(runner, telemetry, entries, Bucket(2, 16)), entries)
+    assert answers[0] == 3.0
+    assert isinstance(answers[1], NotFinite)
+    assert answers[2:] == [9.0, 96.0]
+    assert telemetry.not_finite._value.get() == 3  # the one in the other row was never in doubt
+
+
+def test_the_float32_program_rescues_what_float16_cannot_hold(telemetry):
+    entries = entries_of([1], [2, BAD], [3, WORSE])
+    runner = SumRunner(float32=True)
+    answers = by_entry(recover(runner, telemetry, entries, Bucket(1, 16)), entries)
+    assert answers[:2] == [1.0, 668.0]
+    assert isinstance(answers[2], NotFinite)
+    assert runner.wide_runs == 2
+
+
+def test_token_vectors_that_are_not_finite_count_too(telemetry):
+    class TokensRunner(SumRunner):
+        def _sums(self, planes, slots, outputs, guilty):
+            everything = super()._sums(planes, slots, outputs, guilty=())
+            hidden = everything["tokens"]
+            hidden[np.isin(hidden, guilty)] = np.nan
+            return everything
+
+    entries = entries_of([1], [BAD, 2], outputs=frozenset({"dense", "tokens"}))
+    answers = by_entry(recover(TokensRunner(), telemetry, entries, Bucket(1, 16)), entries)
+    assert answers[0] == 1.0
+    assert isinstance(answers[1], NotFinite)
+
+
+def test_a_device_that_fails_on_a_lone_sequence_fails_only_that_one(telemetry):
+    class OnceRunner(SumRunner):
+        def run(self, bucket, planes, outputs):
+            if self.ran:
+                self.error = RuntimeError("INTERNAL: gone")
+            return super().run(bucket, planes, outputs)
+
+    entries = entries_of([1, 2], [3, BAD])
+    answers = by_entry(recover(OnceRunner(), telemetry, entries, Bucket(1, 16)), entries)
+    assert answers[0] == 3.0
+    assert isinstance(answers[1], BackendError)
+    assert not isinstance(answers[1], NotFinite)
+
+
+def test_a_half_that_fails_otherwise_leaves_the_other_half_answered(telemetry):
+    class HalfRunner(SumRunner):
+        def run(self, bucket, planes, outputs):
+            if 13 in planes[0] and bucket.tokens <= self.most_tokens:
+                raise RuntimeError("INTERNAL: 13")
+            return super().run(bucket, planes, outputs)
+
+    entries = entries_of(*[[k] * 16 for k in (11, 12, 13, 14)])
+    runner = HalfRunner(most_tokens=32)
+    answers = by_entry(recover(runner, telemetry, entries, Bucket(4, 16)), entries)
+    assert [type(answer) for answer in answers].count(BackendError) == 2
+    assert isinstance(answers[2], BackendError)
+    assert answers[0] == 176.0

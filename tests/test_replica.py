@@ -1,0 +1,217 @@
+"""Parameters on a device and a compiled program for each bucket."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import tiny_spec
+
+from jaxembed.engine.batch import pack, place
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.compiles import compile_events
+from jaxembed.engine.replica import (
+    SAFE_FUSION,
+    NullReplica,
+    Replica,
+    Runner,
+    compiler_options,
+    milliseconds,
+    native_dtype,
+)
+from jaxembed.engine.ticket import Ticket
+from jaxembed.inputs import Encoding
+from jaxembed.models import program, random_parameters
+
+BUCKET = Bucket(2, 16)
+
+
+def replica_of(parameters=None, **options) -> Replica:
+    spec = tiny_spec()
+    options = {"devices": jax.local_devices()[:1], "dtype": "float32"} | options
+    replica = Replica(program(spec), parameters or random_parameters(spec), **options)
+    replica.compile(BUCKET)
+    return replica
+
+
+@pytest.fixture(name="replica", scope="module")
+def _replica() -> Replica:
+    return replica_of()
+
+
+def batch_of(*ids: list[int], bucket=BUCKET):
+    entries = Ticket([Encoding(np.array(one, np.int32)) for one in ids], dim=32).entries
+    return place(entries, bucket)
+
+
+def test_nothing_compiles_after_warm_up(embedder):
+    """The counter is shown to move first, so that a dead counter can't pass."""
+    events = compile_events()
+    before = events.durations
+    jax.jit(lambda x: x * 3.25)(np.float32(1)).block_until_ready()
+    assert events.durations == before + 1
+
+    counts, kept = (events.compiles, events.durations), 0
+    draw = np.random.default_rng(0)
+    for n in (1, 2, 3, 7, 30, 300):
+        texts = [" ".join(["cat"] * int(k)) for k in draw.integers(1, 80, size=n)]
+        kept += len(embedder.encode(texts))
+        kept += len(embedder.encode(texts, dimensions=7, normalize=False))
+    kept += len(embedder.encode_query("how is the sky"))
+    assert kept == 2 * 343 + 32
+    assert (events.compiles, events.durations) == counts
+
+
+def test_a_replica_and_the_null_replica_are_runners(replica):
+    assert isinstance(replica, Runner)
+    assert isinstance(NullReplica(3, 4), Runner)
+
+
+def test_only_the_outputs_asked_for_are_fetched(replica):
+    planes = pack(batch_of([2, 7, 3]))
+    assert set(replica.run(BUCKET, planes, ("dense",))) == {"dense"}
+    both = replica.run(BUCKET, planes, ("dense", "tokens"))
+    assert both["dense"].shape == (2, 4, 32)
+    assert both["tokens"].shape == (2, 16, 32)
+    assert {output.dtype for output in both.values()} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(  # mean pooling of the hidden states it returns
+        both["dense"][0, 0], both["tokens"][0, :3].mean(axis=0), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_empty_slots_are_zero(replica):
+    dense = replica.run(BUCKET, pack(batch_of([2, 7, 3])), ("dense",))["dense"]
+    assert np.abs(dense[0, 0]).max() > 0
+    np.testing.assert_array_equal(dense[0, 1:], 0)
+    np.testing.assert_array_equal(dense[1], 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_matrices_are_in_the_dtype_and_vectors_in_float32(dtype):
+    replica = Replica(
+        program(tiny_spec()), random_parameters(tiny_spec()), jax.local_devices()[:1], dtype
+    )
+    for leaf in replica._parameters:
+        assert leaf.dtype == (jnp.dtype(dtype) if leaf.ndim > 1 else jnp.float32)
+        assert leaf.devices() == {jax.local_devices()[0]}
+
+
+def test_the_float32_twin_takes_what_leaves_float16():
+    """An activation of 1e5 is infinite in float16, and finite in the twin with its parameters."""
+    parameters = random_parameters(tiny_spec())
+    parameters["tower.layers.0.mlp.up.bias"] += 1e5
+    half = Replica(
+        program(tiny_spec()), parameters, jax.local_devices()[:1], "float16", float32_twin=BUCKET
+    )
+    planes = pack(batch_of([2, 7, 8, 9, 3], bucket=Bucket(1, 16)))
+    assert half.run_in_float32(planes, ("dense",)) is None  # not compiled yet
+    half.compile(BUCKET)
+    twice = np.concatenate([planes, np.zeros_like(planes)], axis=1)
+    assert not np.isfinite(half.run(BUCKET, twice, ("dense",))["dense"][0, 0]).all()
+    wide = half.run_in_float32(planes, ("dense",))["dense"]
+    exact = replica_of({name: _as_float16(leaf) for name, leaf in parameters.items()})
+    wanted = exact.run(BUCKET, twice, ("dense",))["dense"]
+    assert np.isfinite(wide).all()
+    np.testing.assert_allclose(wide, wanted, rtol=1e-4, atol=1e-5)
+
+
+def _as_float16(leaf: np.ndarray) -> np.ndarray:
+    return leaf.astype(np.float16).astype(np.float32) if leaf.ndim > 1 else leaf
+
+
+def test_without_a_twin_there_is_no_float32_run(replica):
+    assert replica.run_in_float32(pack(batch_of([2, 3])), ("dense",)) is None
+
+
+@pytest.mark.parametrize(("dtype", "cosine"), [("bfloat16", 0.9995), ("float16", 0.99999)])
+def test_narrow_dtypes_stay_close_to_float32(replica, dtype, cosine):
+    planes = pack(batch_of([2, 7, 8, 9, 3], [2, 11, 12, 3]))
+    wide = replica.run(BUCKET, planes, ("dense",))["dense"][0, :2]
+    narrow = replica_of(dtype=dtype).run(BUCKET, planes, ("dense",))["dense"][0, :2]
+    lengths = np.linalg.norm(wide, axis=1) * np.linalg.norm(narrow, axis=1)
+    assert ((wide * narrow).sum(axis=1) / lengths).min() > cosine
+    assert np.abs(wide - narrow).max() > 0
+
+
+def test_the_size_and_the_text_of_a_program_can_be_read(replica):
+    assert replica.temporary_bytes(BUCKET) > 2 * 16 * 32 * 4
+    assert "HloModule" in replica.program_text(BUCKET)
+
+
+def test_the_safe_fusion_setting_repairs_wrong_sums_on_cpu():
+    """github.com/jax-ml/jax/issues/39103: with jaxlib 0.10.2 the default is wrong by 0.2 to 1 %."""
+
+    def squares(x):
+        return jax.vmap(lambda row: jnp.sum((jnp.eye(3, dtype=jnp.float32) @ row) ** 2))(x)
+
+    count = 32_769
+    x = np.zeros((count, 3), np.float32)
+    x[:, 0] = np.arange(count)
+    wanted = x[:, 0].astype(np.float64) ** 2
+    lowered = jax.jit(squares).lower(x)
+    safe = np.asarray(lowered.compile(compiler_options=compiler_options("cpu"))(x))
+    np.testing.assert_allclose(safe, wanted, rtol=1e-6)
+    if jax.lib.__version__ == "0.10.2":
+        unsafe = np.asarray(lowered.compile()(x))
+        assert np.abs(unsafe - wanted).max() > 1e-3 * wanted.max()
+
+
+def test_programs_are_compiled_with_the_safe_fusion_setting(monkeypatch):
+    seen = []
+    usual = jax.stages.Lowered.compile
+
+    def compile(self, compiler_options=None, **options):
+        seen.append(compiler_options)
+        return usual(self, compiler_options=compiler_options, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
+    replica_of()
+    assert seen == [compiler_options("cpu")]
+
+
+def test_compiler_options_are_safe_on_cpu_and_none_elsewhere():
+    assert compiler_options("gpu") == {}
+    assert compiler_options("tpu") == {}
+    assert compiler_options("cpu") in (SAFE_FUSION, {})  # {} where this XLA has no such option
+
+
+def test_an_option_that_this_xla_does_not_know_is_left_out(monkeypatch):
+    monkeypatch.setattr("jaxembed.engine.replica.SAFE_FUSION", {"xla_cpu_no_such_option": "1"})
+    assert compiler_options.__wrapped__("cpu") == {}
+
+
+def test_an_option_with_a_wrong_value_is_not_passed_over_in_silence(monkeypatch):
+    wrong = dict.fromkeys(SAFE_FUSION, "NO_SUCH_FUSION")
+    monkeypatch.setattr("jaxembed.engine.replica.SAFE_FUSION", wrong)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        compiler_options.__wrapped__("cpu")
+
+
+def test_the_null_replica_answers_ones_of_the_right_shapes():
+    null = NullReplica(3, 5)
+    planes = pack(batch_of([2, 3]))
+    output = null.run(BUCKET, planes, {"dense", "tokens"})
+    assert output["dense"].shape == (2, 4, 3)
+    assert output["tokens"].shape == (2, 16, 5)
+    assert all((values == 1).all() for values in output.values())
+    assert null.run_in_float32(planes, {"dense"}) is None
+
+
+def test_a_bucket_is_timed_full_of_tokens():
+    class Noting(NullReplica):
+        def run(self, bucket, planes, outputs):
+            runs.append(planes)
+            return super().run(bucket, planes, outputs)
+
+    runs: list[np.ndarray] = []
+    assert 0 < milliseconds(Noting(3, 5), BUCKET, runs=3) < float("inf")
+    assert len(runs) == 3
+    assert (runs[0][2] == 1).all()  # one segment in each row, no padding
+    np.testing.assert_array_equal(runs[0][1], np.tile(np.arange(16), (2, 1)))
+
+
+def test_native_dtype_is_bfloat16_only_where_the_device_multiplies_it(monkeypatch):
+    cpu = jax.local_devices()[0]
+    monkeypatch.setattr("jaxembed.engine.replica._cpu_has_bfloat16", lambda: True)
+    assert native_dtype(cpu) == "bfloat16"
+    monkeypatch.setattr("jaxembed.engine.replica._cpu_has_bfloat16", lambda: False)
+    assert native_dtype(cpu) == "float32"

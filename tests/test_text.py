@@ -1,0 +1,411 @@
+"""Text to token ids: truncation, prompts, pairs, offsets."""
+
+import threading
+
+import numpy as np
+import pytest
+import tokenizers
+from conftest import LIMIT, WORDS, tiny_spec, word_tokenizer
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import processors
+
+from jaxembed.config import TextConfig
+from jaxembed.errors import ConfigError, EmptyInput, InputTooLong, InvalidInput, TokenizerError
+from jaxembed.inputs import Pair, Text, Tokens
+from jaxembed.processors.text import FIRST_CUT, Rules, TextProcessor
+
+CLS, SEP = 2, 3
+ID = {word: 5 + k for k, word in enumerate(WORDS)}
+
+
+@pytest.fixture(name="make", scope="module")
+def _make(tmp_path_factory):
+    """Processors on the tiny tokenizer, or on another one."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+
+    def make(limit=8, tokenizer=None, config=None, **spec) -> TextProcessor:
+        (tokenizer or word_tokenizer()).save(str(path))
+        made.append(TextProcessor(path, tiny_spec(**spec), limit, config or TextConfig(), 2))
+        return made[-1]
+
+    made: list[TextProcessor] = []
+    yield make
+    for processor in made:
+        processor.executor.shutdown()
+
+
+@pytest.fixture(name="processor", scope="module")
+def _processor(make) -> TextProcessor:
+    """Limit 8: six tokens of text between [CLS] and [SEP]."""
+    return make()
+
+
+@pytest.fixture(name="wide", scope="module")
+def _wide(make) -> TextProcessor:
+    return make(limit=LIMIT)
+
+
+def rules(prompt="", *, truncate=True, side="right") -> Rules:
+    return Rules(prompt, truncate, side)
+
+
+def ids_of(processor, one, with_rules=None) -> list[int]:
+    tokenized = processor.encode([one], with_rules or rules())
+    return tokenized.encodings[0].ids.tolist()
+
+
+def words(text: str) -> list[int]:
+    return [ID[word] for word in text.split()]
+
+
+def test_padding_and_truncation_stored_with_the_tokenizer_are_switched_off(wide):
+    """The fixture's tokenizer stores both at 16, as all-MiniLM-L6-v2 does at 128."""
+    assert word_tokenizer().padding is not None
+    assert word_tokenizer().truncation is not None
+    assert ids_of(wide, Text("the cat")) == [CLS, *words("the cat"), SEP]
+    assert len(ids_of(wide, Text("cat " * 40))) == 42
+
+
+def test_encodings_are_int32_and_have_types_only_where_the_tokenizer_gives_some(make, processor):
+    (encoding,) = processor.encode([Text("the cat")], rules()).encodings
+    assert encoding.ids.dtype == np.int32
+    assert encoding.types is None
+    assert encoding.unpooled == 0
+    tokenizer = word_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "[CLS]:1 $A:1 [SEP]:1", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
+    )
+    (encoding,) = make(tokenizer=tokenizer).encode([Text("cat " * 9)], rules()).encodings
+    assert encoding.types.tolist() == [1] * 8
+    assert encoding.types.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("side", "kept"), [("right", "the cat sat on the mat"), ("left", "sat on the mat a dog")]
+)
+def test_truncation_keeps_the_special_tokens_around_the_text(processor, side, kept):
+    text = Text("the cat sat on the mat a dog")
+    tokenized = processor.encode([text, Text("a dog")], rules(side=side))
+    assert tokenized.encodings[0].ids.tolist() == [CLS, *words(kept), SEP]
+    assert tokenized.encodings[1].ids.tolist() == [CLS, *words("a dog"), SEP]
+    assert tokenized.truncated == 1
+
+
+def test_a_text_of_exactly_the_limit_is_not_cut(processor):
+    tokenized = processor.encode([Text("cat " * 6)], rules(truncate=False))
+    assert tokenized.truncated == 0
+    assert tokenized.encodings[0].length == 8
+
+
+@pytest.mark.parametrize(
+    ("one", "count"),
+    [
+        (Text("cat " * 7), 9),
+        (Text("cat " * 10_000), 10_002),
+        (Pair("cat " * 4, "dog " * 3), 10),
+        (Tokens([7] * 9), 9),
+    ],
+)
+def test_without_truncation_a_long_input_is_refused_with_count_limit_and_setting(
+    processor, one, count
+):
+    with pytest.raises(InputTooLong, match=f"less than 8 tokens. Given: {count}") as raised:
+        processor.encode([Text("cat"), one], rules(truncate=False))
+    assert "truncate" in str(raised.value)
+    assert "--auto-truncate" in str(raised.value)
+
+
+def test_inputs_of_all_kinds_keep_their_order(processor):
+    inputs = [Tokens([9, 9]), Text("cat"), Pair("a", "dog"), Text("dog"), Tokens([7])] * 200
+    encodings = processor.encode(inputs, rules()).encodings
+    wanted = [
+        [9, 9],
+        [CLS, ID["cat"], SEP],
+        [CLS, ID["a"], SEP, ID["dog"], SEP],
+        [CLS, ID["dog"], SEP],
+        [7],
+    ]
+    assert [encoding.ids.tolist() for encoding in encodings] == wanted * 200
+
+
+# -- pairs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "wanted"),
+    [
+        ("a cat", "the dog", ("a cat", "the dog")),
+        ("a cat", "the dog sat on the mat", ("a cat", "the dog sat")),
+        ("the cat sat on the mat", "a dog", ("the cat sat on the", "")),
+        ("the cat sat on the", "a dog", ("the cat sat on the", "")),
+        ("", "a dog", ("", "a dog")),
+        ("a dog", "", ("a dog", "")),
+    ],
+)
+def test_of_a_pair_the_second_text_is_cut_first(processor, first, second, wanted):
+    tokenized = processor.encode([Pair(first, second)], rules())
+    first_ids, second_ids = words(wanted[0]), words(wanted[1])
+    (encoding,) = tokenized.encodings
+    assert encoding.ids.tolist() == [CLS, *first_ids, SEP, *second_ids, SEP]
+    assert encoding.types.tolist() == [0] * (len(first_ids) + 2) + [1] * (len(second_ids) + 1)
+    assert tokenized.truncated == ((first, second) != wanted)
+
+
+def test_a_pair_cut_from_the_left_keeps_the_ends(processor):
+    ids = ids_of(processor, Pair("a cat", "the dog sat on the mat"), rules(side="left"))
+    assert ids == [CLS, *words("a cat"), SEP, *words("on the mat"), SEP]
+
+
+def test_a_pair_of_nothing_is_refused(processor):
+    with pytest.raises(EmptyInput):
+        processor.encode([Pair("", "")], rules())
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_given_named_or_the_default(make, processor):
+    assert processor.prompt("how is ", "query") == "how is "
+    assert processor.prompt("", "query") == ""
+    assert processor.prompt(None, "query") == "what is "
+    assert processor.prompt(None, None) == ""
+    default = make(config=TextConfig(default_prompt="the "))
+    assert default.prompt(None, None) == "the "
+    assert default.prompt("", None) == ""
+    assert make(config=TextConfig(default_prompt_name="passage")).prompt(None, None) == "the "
+    assert make(default_prompt_name="query").prompt(None, None) == "what is "
+
+
+def test_an_unknown_prompt_name_is_refused_with_those_there_are(make, processor):
+    with pytest.raises(InvalidInput, match=r"Available prompts: \[passage, query\]") as raised:
+        processor.prompt(None, "title")
+    assert raised.value.field == "prompt_name"
+    with pytest.raises(InvalidInput, match="no prompts were found"):
+        make(prompts={}).prompt(None, "query")
+
+
+def test_a_default_prompt_that_is_not_there_or_given_twice_names_its_flag(make):
+    with pytest.raises(ConfigError, match="--default-prompt-name title"):
+        make(config=TextConfig(default_prompt_name="title"))
+    with pytest.raises(ConfigError, match="--default-prompt or --default-prompt-name, not both"):
+        make(config=TextConfig(default_prompt="a", default_prompt_name="query"))
+
+
+def test_a_prompt_stands_before_each_text_and_not_before_pairs_or_tokens(processor):
+    inputs = [Text("cat"), Pair("cat", "dog"), Tokens([7])]
+    ids = [e.ids.tolist() for e in processor.encode(inputs, rules("what is ")).encodings]
+    assert ids[0] == [CLS, *words("what is cat"), SEP]
+    assert ids[1] == [CLS, *words("cat"), SEP, *words("dog"), SEP]
+    assert ids[2] == [7]
+
+
+def test_the_prompt_counts_against_the_limit(processor):
+    ids = ids_of(processor, Text("the cat sat on a mat"), rules("what is "))
+    assert ids == [CLS, *words("what is the cat sat on"), SEP]
+
+
+def test_a_prompt_that_is_not_pooled_is_counted_with_the_tokens_before_it(make):
+    """[CLS] and the prompt, not its [SEP]: what sentence-transformers leaves out."""
+    processor = make(include_prompt=False)
+    with_prompt, without = rules("what is "), rules()
+    assert processor.encode([Text("cat")], with_prompt).encodings[0].unpooled == 3
+    assert processor.encode([Text("cat")], without).encodings[0].unpooled == 0
+    assert make().encode([Text("cat")], with_prompt).encodings[0].unpooled == 0
+    long_prompt = rules("the " * 30)
+    (encoding,) = processor.encode([Text("cat")], long_prompt).encodings
+    assert encoding.unpooled == encoding.length - 1  # something is always pooled
+
+
+# -- token ids -------------------------------------------------------------------------------------
+
+
+def test_token_ids_run_verbatim(processor):
+    assert ids_of(processor, Tokens([CLS, CLS, 0, 48])) == [CLS, CLS, 0, 48]
+    assert ids_of(processor, Tokens(range(5, 15))) == list(range(5, 13))
+    assert ids_of(processor, Tokens(range(5, 15)), rules(side="left")) == list(range(7, 15))
+
+
+@pytest.mark.parametrize("bad", [-1, 49, 2**31, 2**40, 2**70, -(2**70)])
+def test_token_ids_out_of_range_are_refused_with_the_range(processor, bad):
+    with pytest.raises(InvalidInput, match=f"token id {bad} is out of range.*0 to 48"):
+        processor.encode([Tokens([5, bad, 6])], rules())
+    with pytest.raises(InvalidInput, match=f"token id {bad} "):
+        processor.decode([[5], [bad]], skip_special_tokens=True)
+
+
+def test_decode_gives_the_text_of_ids(processor):
+    ids = [[CLS, *words("the cat"), SEP], words("a dog")]
+    assert processor.decode(ids, skip_special_tokens=True) == ["the cat", "a dog"]
+    assert processor.decode(ids, skip_special_tokens=False)[0].startswith("[CLS] the")
+    with pytest.raises(EmptyInput):
+        processor.decode([[5], []], skip_special_tokens=True)
+
+
+# -- odd texts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one", [Text(""), Tokens([])])
+@pytest.mark.parametrize("prompt", ["", "what is "])
+def test_an_empty_input_is_refused_even_with_a_prompt(processor, one, prompt):
+    with pytest.raises(EmptyInput, match="cannot be empty"):
+        processor.encode([Text("cat"), one], rules(prompt))
+
+
+@pytest.mark.parametrize("text", [" ", "\n\t ", "\0", "\0\0cat"])
+def test_texts_of_spaces_and_nul_are_texts(processor, text):
+    assert ids_of(processor, Text(text)) == [CLS, *words(text.strip("\0 \n\t")), SEP]
+
+
+@pytest.mark.parametrize("text", ["\ud800", "cat \udfff dog", "cat " * 5000 + "\ud800"])
+def test_a_lone_surrogate_is_refused(processor, text):
+    with pytest.raises(TokenizerError, match="lone surrogate"):
+        processor.encode([Text(text)], rules(truncate=False))
+
+
+def by_hand(tokenizer, text: str, limit: int, side: str) -> tuple[list[int], bool]:
+    """Tokenize all of it, then cut."""
+    ids = tokenizer.encode(text).ids
+    room = limit - 2
+    kept = ids[1:-1][:room] if side == "right" else ids[1:-1][-room:]
+    return [CLS, *kept, SEP], len(ids) > limit
+
+
+@pytest.fixture(name="plain", scope="module")
+def _plain() -> tokenizers.Tokenizer:
+    tokenizer = word_tokenizer()
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+pieces_of_text = st.one_of(
+    st.sampled_from(["the ", "cat ", "a", "dog, ", "\u6f22\u5b57", "e\u0301 ", "\U0001f600"]),
+    st.tuples(st.sampled_from([" ", "\n", "\0", "\u00a0", "\u0301"]), st.integers(1, 900)).map(
+        lambda run: run[0] * run[1]
+    ),
+    st.integers(1, 220).map(lambda n: "cat" + "z" * n),
+    st.tuples(st.sampled_from(["the ", "mat "]), st.integers(1, 60)).map(lambda r: r[0] * r[1]),
+    st.text(max_size=30),
+)
+STRADDLING = "cat " * 45 + " " * 760 + "cat" + "z" * 200  # 84 characters of a word before the cut
+
+
+@given(
+    text=st.lists(pieces_of_text, min_size=1, max_size=40).map("".join).filter(bool),
+    side=st.sampled_from(["left", "right"]),
+)
+@example(text=STRADDLING, side="right")
+@example(text=STRADDLING[::-1].replace("tac", "cat"), side="left")
+@settings(max_examples=100, deadline=None)
+def test_a_long_text_cut_before_tokenizing_gives_the_tokens_of_the_whole(wide, plain, text, side):
+    tokenized = wide.encode([Text(text)], rules(side=side))
+    wanted, cut = by_hand(plain, text, LIMIT, side)
+    assert tokenized.encodings[0].ids.tolist() == wanted
+    assert tokenized.truncated == cut
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_word_that_straddles_the_first_cut_is_not_split(wide, plain, side):
+    """Part of a word gives up to 100 pieces where the whole word is one unknown token."""
+    for inside in range(60, 110):
+        spaces = " " * (FIRST_CUT * LIMIT - 4 * 40 - inside)
+        text = "cat " * 40 + spaces + "cat" + "z" * 300
+        if side == "left":
+            text = "cat" + "z" * 300 + spaces + " cat" * 40
+        wanted, _ = by_hand(plain, text, LIMIT, side)
+        assert ids_of(wide, Text(text), rules(side=side)) == wanted, inside
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("unit", ["cat ", "z", " "])
+def test_megabytes_of_text_are_embedded_by_their_first_or_last_tokens(
+    processor, unit, side, monkeypatch
+):
+    """The tokenizer is never shown more of ordinary text than the cut; a single word or spaces
+    must be read to their end."""
+    text = unit * (2_500_000 if unit == "cat " else 500_000)
+    shown: list[int] = []
+    usual = processor._encode
+
+    def encode(texts, **options):
+        shown.extend(len(text) for text in texts)
+        return usual(texts, **options)
+
+    monkeypatch.setattr(processor, "_encode", encode)
+    tokenized = processor.encode([Text(text)], rules(side=side))
+    wanted = {"cat ": words("cat") * 6, "z": [1], " ": []}[unit]
+    assert tokenized.encodings[0].ids.tolist() == [CLS, *wanted, SEP]
+    assert tokenized.truncated == (unit == "cat ")
+    if unit == "cat ":
+        assert sum(shown) < 10_000
+
+
+# -- /tokenize -------------------------------------------------------------------------------------
+
+
+def test_offsets_are_bytes_of_the_prompted_text(processor):
+    text, prompt = "a caf\u00e9, \u6f22 CAT\U0001f600 dog", "\u00fc the "
+    (pieces,) = processor.pieces([text], special=True, prompt=prompt)
+    data = (prompt + text).encode()
+    assert [(p.id, p.start, p.stop) for p in (pieces[0], pieces[-1])] == [
+        (CLS, None, None),
+        (SEP, None, None),
+    ]
+    for piece in pieces[1:-1]:
+        assert not piece.special
+        assert data[piece.start : piece.stop].decode() == piece.text
+    texts = [piece.text for piece in pieces[1:-1]]
+    assert texts[1:3] == ["the", "a"]
+    assert "\u6f22" in texts
+    assert texts[-1] == "dog"
+    assert pieces[-2].stop == len(data)
+
+
+def test_pieces_are_uncut_and_without_special_tokens_where_not_asked_for(processor):
+    (pieces,) = processor.pieces(["cat " * 50], special=False, prompt="")
+    assert [piece.id for piece in pieces] == [ID["cat"]] * 50
+    assert [(piece.start, piece.stop) for piece in pieces[:2]] == [(0, 3), (4, 7)]
+
+
+def test_pieces_of_an_empty_text_are_refused(processor):
+    with pytest.raises(EmptyInput):
+        processor.pieces(["cat", ""], special=True, prompt="")
+
+
+# -- the rest --------------------------------------------------------------------------------------
+
+
+def test_a_limit_without_room_for_text_is_refused(make):
+    assert ids_of(make(limit=3), Text("cat dog")) == [CLS, ID["cat"], SEP]
+    with pytest.raises(ConfigError, match=r"--max-input-length 2 leaves no room.* 2 special"):
+        make(limit=2)
+
+
+def test_the_estimate_is_a_guess_within_the_limit(processor):
+    inputs = [Text("x" * 8), Text("x" * 10**6), Pair("x" * 4, "x" * 4), Tokens([1, 2, 3])]
+    assert processor.estimate(inputs) == 4 + 8 + 4 + 5
+
+
+def test_many_threads_share_one_processor(wide):
+    """Different sides and lengths at once: were they the tokenizer's settings, they would mix."""
+    text = Text("the cat sat on the mat " * 50)
+    wanted = {side: ids_of(wide, text, rules(side=side)) for side in ("left", "right")}
+    assert wanted["left"] != wanted["right"]
+    barrier, wrong = threading.Barrier(8), []
+
+    def work(k: int) -> None:
+        side = ("left", "right")[k % 2]
+        barrier.wait()
+        for _ in range(20):
+            if k % 4 == 3:
+                wide.pieces([text.text], special=True, prompt="")
+            elif ids_of(wide, text, rules(side=side)) != wanted[side]:
+                wrong.append(side)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []

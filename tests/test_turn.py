@@ -1,0 +1,129 @@
+"""A device's turn: never more holders than permits, and the most urgent first."""
+
+import threading
+
+import pytest
+
+from jaxembed.engine.turn import DeviceTurn
+
+
+class Waiters:
+    """Threads that wait for a turn and note the order in which they get it."""
+
+    def __init__(self, turn: DeviceTurn):
+        self.turn = turn
+        self.order: list[str] = []
+        self.threads: list[threading.Thread] = []
+
+    def add(self, name: str, urgency) -> None:
+        """Start one and return when it is in line."""
+        asked = len(self.turn._waiting) + 1
+
+        def work() -> None:
+            with self.turn.hold(urgency):
+                self.order.append(name)
+
+        self.threads.append(threading.Thread(target=work))
+        self.threads[-1].start()
+        while True:  # nothing tells of a thread that is in line but the line itself
+            with self.turn._lock:
+                if len(self.turn._waiting) == asked:
+                    return
+
+    def join(self) -> list[str]:
+        for thread in self.threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        return self.order
+
+
+def test_a_cpu_runs_one_program_and_an_accelerator_two():
+    assert DeviceTurn.for_platform("cpu").permits == 1
+    assert DeviceTurn.for_platform("gpu").permits == 2
+    assert DeviceTurn.for_platform("tpu").permits == 2
+
+
+def test_permits_do_not_change_while_some_are_held():
+    turn = DeviceTurn(2)
+    with turn.hold(lambda: 0.0):
+        assert turn.permits == 2
+
+
+def test_the_most_urgent_goes_first_and_ties_go_by_arrival():
+    turn = DeviceTurn()
+    waiters = Waiters(turn)
+    with turn.hold(lambda: 0.0):
+        for name, urgency in (("a", 1.0), ("b", 5.0), ("c", 5.0), ("d", 9.0), ("e", 0.0)):
+            waiters.add(name, lambda urgency=urgency: urgency)
+    assert waiters.join() == ["d", "b", "c", "a", "e"]
+
+
+def test_urgency_is_asked_when_the_turn_is_free_and_not_at_arrival():
+    turn, now = DeviceTurn(), {"a": 9.0, "b": 1.0}
+    waiters = Waiters(turn)
+    with turn.hold(lambda: 0.0):
+        waiters.add("a", lambda: now["a"])
+        waiters.add("b", lambda: now["b"])
+        now["b"] = 99.0
+    assert waiters.join() == ["b", "a"]
+
+
+def test_urgencies_that_move_at_every_look_hold_nobody_up():
+    """Each look finds another one first: waiters that looked for themselves would all wait on."""
+    turn, looks = DeviceTurn(), iter(range(10**6))
+    waiters = Waiters(turn)
+    with turn.hold(lambda: 0.0):
+        for name in "abcd":
+            waiters.add(name, lambda: float(next(looks) * 7 % 5))
+    assert sorted(waiters.join()) == ["a", "b", "c", "d"]
+
+
+def test_a_failure_gives_the_turn_back():
+    turn = DeviceTurn()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="inside"), turn.hold(lambda: 0.0):
+            raise ValueError("inside")
+
+
+@pytest.mark.parametrize("permits", [1, 2, 3])
+def test_never_more_holders_than_permits_and_everyone_gets_through(permits):
+    turn, lock = DeviceTurn(permits), threading.Lock()
+    inside, most, passed = 0, 0, 0
+    barrier = threading.Barrier(8)
+
+    def work(k: int) -> None:
+        nonlocal inside, most, passed
+        barrier.wait()
+        for n in range(50):
+            with turn.hold(lambda n=n: float((n * k) % 7)):
+                with lock:
+                    inside += 1
+                    most = max(most, inside)
+                with lock:
+                    inside -= 1
+                    passed += 1
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert passed == 8 * 50
+    assert most <= permits
+
+
+def test_as_many_as_there_are_permits_hold_at_once():
+    turn, both = DeviceTurn(2), threading.Barrier(2)
+
+    def work() -> None:
+        with turn.hold(lambda: 0.0):
+            both.wait(30)  # passes only if the other one is inside too
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert not both.broken

@@ -1,0 +1,186 @@
+"""Which bucket compiles when, and what becomes of one that does not."""
+
+import logging
+import threading
+
+import pytest
+
+from jaxembed.engine.bucket import Bucket, BucketGrid
+from jaxembed.engine.warmup import CompilePlan, Warmup
+
+GRID = BucketGrid(
+    (Bucket(1, 16), Bucket(4, 16), Bucket(16, 16), Bucket(1, 64), Bucket(2, 64), Bucket(8, 64))
+)
+COVERING = [Bucket(1, 16), Bucket(1, 64), Bucket(8, 64)]
+REST = [Bucket(16, 16), Bucket(2, 64), Bucket(4, 16)]
+
+
+class Compiler:
+    """Notes what it compiles; waits before a bucket in `gates`, fails on one in `broken`."""
+
+    def __init__(self, broken=(), gates=()):
+        self.order: list[Bucket] = []
+        self.broken = set(broken)
+        self.gates = {bucket: threading.Event() for bucket in gates}
+        self.reached = {bucket: threading.Event() for bucket in GRID.buckets}
+
+    def __call__(self, bucket: Bucket) -> None:
+        self.reached[bucket].set()
+        if bucket in self.gates:
+            assert self.gates[bucket].wait(30)
+        self.order.append(bucket)
+        if bucket in self.broken:
+            raise RuntimeError(f"no {bucket}")
+
+
+def warmup_of(compiler, *, full=False, workers=1, needed=lambda: None, **options):
+    return Warmup(GRID, compiler, needed, full=full, workers=workers, **options)
+
+
+def progress_to(count: int):
+    """A callback that notes the steps, and an event set at step `count`."""
+    steps: list[tuple[int, int]] = []
+    reached = threading.Event()
+
+    def on_progress(done: int, total: int) -> None:
+        steps.append((done, total))
+        if done == count:
+            reached.set()
+
+    return steps, reached, on_progress
+
+
+def test_the_plan_is_the_covering_buckets_then_the_largest():
+    plan = CompilePlan(GRID)
+    taken = [plan.next(None) for _ in GRID.buckets]
+    assert taken == COVERING + REST
+    assert plan.next(None) is None
+    assert plan.next(5) is None
+
+
+def test_a_needed_length_jumps_the_queue_with_its_smallest_bucket():
+    plan = CompilePlan(GRID)
+    assert plan.next(17) == Bucket(1, 64)
+    assert plan.next(None) == Bucket(1, 16)
+    assert plan.next(17) == Bucket(2, 64)
+    assert plan.next(65) == Bucket(8, 64)  # nothing holds it: the usual order
+
+
+def test_one_thread_compiles_in_the_order_of_the_plan_and_tells_each_step():
+    compiler = Compiler()
+    steps, reached, on_progress = progress_to(6)
+    warmup = warmup_of(compiler, on_progress=on_progress)
+    assert not warmup.ready
+    warmup.start()
+    assert reached.wait(30)
+    assert compiler.order == COVERING + REST
+    assert warmup.compiled == compiler.order
+    assert steps == [(k, 6) for k in range(1, 7)]
+
+
+def test_minimal_is_ready_when_the_covering_buckets_are_compiled():
+    compiler = Compiler(gates=[COVERING[-1], REST[0]])
+    warmup = warmup_of(compiler)
+    warmup.start()
+    assert compiler.reached[COVERING[-1]].wait(30)
+    assert not warmup.ready
+    with pytest.raises(TimeoutError):
+        warmup.wait(0.0)
+    compiler.gates[COVERING[-1]].set()
+    warmup.wait(30.0)
+    assert warmup.ready
+    assert warmup.compiled == COVERING
+    compiler.gates[REST[0]].set()
+
+
+def test_full_is_ready_when_every_bucket_is_compiled():
+    compiler = Compiler(gates=[REST[-1]])
+    warmup = warmup_of(compiler, full=True)
+    warmup.start()
+    assert compiler.reached[REST[-1]].wait(30)
+    assert not warmup.ready
+    compiler.gates[REST[-1]].set()
+    warmup.wait(30.0)
+    assert sorted(warmup.compiled) == sorted(GRID.buckets)
+
+
+def test_a_waiting_sequence_gets_its_bucket_next():
+    needs = [None]
+    compiler = Compiler(gates=[COVERING[0]])
+    _, reached, on_progress = progress_to(6)
+    warmup = warmup_of(compiler, needed=lambda: needs[0], on_progress=on_progress)
+    warmup.start()
+    assert compiler.reached[COVERING[0]].wait(30)
+    needs[0] = 64
+    compiler.gates[COVERING[0]].set()
+    assert reached.wait(30)
+    assert compiler.order[:4] == [Bucket(1, 16), Bucket(1, 64), Bucket(2, 64), Bucket(8, 64)]
+
+
+def test_several_workers_compile_every_bucket_once():
+    compiler = Compiler()
+    warmup = warmup_of(compiler, full=True, workers=4)
+    warmup.start()
+    warmup.wait(30.0)
+    assert sorted(compiler.order) == sorted(GRID.buckets)
+
+
+def test_workers_compile_side_by_side():
+    """Each of the first two waits for the other one to be reached."""
+    compiler = Compiler(gates=COVERING[:2])
+    warmup = warmup_of(compiler, workers=2)
+    warmup.start()
+    assert compiler.reached[COVERING[0]].wait(30)
+    assert compiler.reached[COVERING[1]].wait(30)
+    for gate in compiler.gates.values():
+        gate.set()
+    warmup.wait(30.0)
+
+
+def test_a_needed_bucket_that_does_not_compile_is_raised_and_told_once(caplog):
+    compiler = Compiler(broken=[COVERING[1]])
+    failures: list[Exception] = []
+    warmup = warmup_of(compiler, on_failure=failures.append)
+    with caplog.at_level(logging.ERROR):
+        warmup.start()
+        with pytest.raises(RuntimeError, match="no 1x64"):
+            warmup.wait(30.0)
+        compiler.reached[COVERING[1]].wait(30)
+    assert not warmup.ready
+    assert "bucket 1x64 does not compile" in caplog.text
+    assert compiler.order == COVERING[:2]  # no further one is tried
+
+
+def test_the_engine_is_told_of_a_needed_bucket_that_fails():
+    told = threading.Event()
+    warmup = warmup_of(Compiler(broken=[COVERING[0]]), on_failure=lambda error: told.set())
+    warmup.start()
+    assert told.wait(30)
+
+
+def test_an_optional_bucket_that_does_not_compile_is_left_out_with_a_warning(caplog):
+    compiler = Compiler(broken=[REST[0]])
+    _, reached, on_progress = progress_to(5)
+    warmup = warmup_of(compiler, on_progress=on_progress)
+    with caplog.at_level(logging.WARNING):
+        warmup.start()
+        assert reached.wait(30)
+    assert warmup.ready
+    warmup.wait(0.0)
+    assert sorted(warmup.compiled) == sorted(set(GRID.buckets) - {REST[0]})
+    assert "bucket 16x16 does not compile and is left out" in caplog.text
+
+
+def test_stop_compiles_no_further_bucket():
+    compiler = Compiler(gates=[COVERING[1]])
+    _, reached, on_progress = progress_to(2)
+    warmup = warmup_of(compiler, on_progress=on_progress)
+    warmup.start()
+    assert compiler.reached[COVERING[1]].wait(30)
+    warmup.stop()
+    compiler.gates[COVERING[1]].set()
+    assert reached.wait(30)
+    for thread in threading.enumerate():
+        if thread.name == "compile-0":
+            thread.join(30)
+    assert compiler.order == COVERING[:2]
