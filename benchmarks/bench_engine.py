@@ -1,0 +1,269 @@
+"""How many useful tokens a second the engine embeds, without tokenizer and HTTP, and on what grid.
+
+Length mixes are submitted in tickets of 32 sequences, all at once, and waited for: the queue is
+never empty, so batches are as full as `take` and `pack` make them. Ceiling: the same tokens at the
+rate of the largest bucket when it is full. Lone queries are timed too, since a grid that is good
+for a full queue may be bad for one request.
+
+    python -m benchmarks.bench_engine                             # the default grid
+    python -m benchmarks.bench_engine --grids all --tokens 1024,2048,4096
+
+Columns: `fill` is useful tokens over the tokens of the buckets run; `busy` the share of the time
+in which a program ran or data was copied for it, so the rest is the host's; `null_per_s` the tokens
+a second of the same engine with a model that answers constants; `lone_ms` one median sequence,
+alone. Grids: see GRIDS. Buckets are compiled once and shared, and grids take turns.
+"""
+
+import time
+from argparse import ArgumentParser, Namespace
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import report, workloads
+from benchmarks.bench_model import add_arguments as add_model_arguments
+from benchmarks.bench_model import budget_of, limit_of
+from benchmarks.subject import Subject, load
+from benchmarks.workloads import MIXES, Workload
+from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
+from jaxembed.engine.engine import Engine, Seat
+from jaxembed.engine.replica import NullReplica, Replica, Runner, native_dtype
+from jaxembed.engine.turn import DeviceTurn
+from jaxembed.inputs import Encoding
+from jaxembed.models.output import OutputName
+from jaxembed.spec import DType
+from jaxembed.telemetry import Telemetry
+
+TICKET = 32  # sequences in one request
+LONE_RUNS = 7  # of one sequence, in each round
+COUNTS = {"queries": 4096, "sts": 4096, "abstracts": 256, "bimodal": 512, "lognormal": 512}
+FINE = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+
+
+def _grid(limit: int, rows_of: Callable[[int], Iterable[int]], lengths: Iterable[int]):
+    fitting = sorted({length for length in lengths if length < limit} | {limit})
+    return BucketGrid(
+        tuple(Bucket(rows, length) for length in fitting for rows in sorted(set(rows_of(length))))
+    )
+
+
+def powers(step: int, limit: int, budget: int, lengths: Sequence[int]) -> BucketGrid:
+    """Rows are powers of `step`, and the most that fit."""
+    return _grid(
+        limit,
+        lambda n: [*(step**k for k in range(20) if step**k < budget // n), max(budget // n, 1)],
+        lengths,
+    )
+
+
+def ends(limit: int, budget: int, lengths: Sequence[int]) -> BucketGrid:
+    """One row and the most that fit."""
+    return _grid(limit, lambda n: {1, max(budget // n, 1)}, lengths)
+
+
+def largest(limit: int, budget: int, lengths: Sequence[int]) -> BucketGrid:
+    """Only the most rows that fit."""
+    return _grid(limit, lambda n: {max(budget // n, 1)}, lengths)
+
+
+def from_length(shortest: int) -> list[int]:
+    return [2**k for k in range(4, 14) if 2**k >= shortest]
+
+
+GRIDS: dict[str, Callable[[int, int], BucketGrid]] = {
+    "default": default_grid,
+    "rows 1 2 4 8": lambda limit, budget: powers(2, limit, budget, from_length(32)),
+    "rows 1 and most": lambda limit, budget: ends(limit, budget, from_length(32)),
+    "only most rows": lambda limit, budget: largest(limit, budget, from_length(32)),
+    "from 16": lambda limit, budget: powers(4, limit, budget, from_length(16)),
+    "from 64": lambda limit, budget: powers(4, limit, budget, from_length(64)),
+    "from 128": lambda limit, budget: powers(4, limit, budget, from_length(128)),
+    "fine lengths": lambda limit, budget: powers(4, limit, budget, FINE),
+}
+
+
+@dataclass
+class Recorder:
+    """A runner that notes when each program ran. Compiles a bucket once for all grids."""
+
+    runner: Runner
+    compiled: set[Bucket] = field(default_factory=set)
+    runs: list[tuple[Bucket, float, float]] = field(default_factory=list)
+
+    def compile(self, bucket: Bucket) -> None:
+        if bucket not in self.compiled:
+            self.runner.compile(bucket)
+            self.compiled.add(bucket)
+
+    def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]):
+        start = time.perf_counter()
+        answer = self.runner.run(bucket, planes, outputs)
+        self.runs.append((bucket, start, time.perf_counter()))
+        return answer
+
+    def run_in_float32(self, planes: np.ndarray, outputs: Iterable[OutputName]):
+        return self.runner.run_in_float32(planes, outputs)
+
+    def busy_s(self) -> float:
+        """Seconds in which at least one program ran."""
+        busy, until = 0.0, 0.0
+        for _, start, stop in sorted(self.runs, key=lambda run: run[1]):
+            busy += max(0.0, stop - max(start, until))
+            until = max(until, stop)
+        return busy
+
+
+def parse(argv: Sequence[str] | None) -> Namespace:
+    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add_model_arguments(parser)
+    workloads.add_arguments(parser)
+    parser.add_argument("--mixes", default=",".join(MIXES), help="of workloads.py")
+    parser.add_argument("--grids", default="default", help="names of GRIDS by commas, or all")
+    parser.add_argument("--tokens", help="budgets by commas, instead of one --max-batch-tokens")
+    parser.add_argument("--scale", type=float, default=1.0, help="more or fewer sequences")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each mix")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    report.configure_jax()
+    model = load(args)
+    device = jax.local_devices()[0]
+    dtype: DType = args.dtype or native_dtype(device)
+    replica = Recorder(Replica(model.program, model.parameters, [device], dtype))
+    mixes = [_workload(name, model, args) for name in args.mixes.split(",")]
+    report.show([mix.describe() for mix in mixes], f"{model.name}, {dtype}, {report.device_name()}")
+    rows = measure(model, replica, _grids(args, model), mixes, args.repeat)
+    report.show([{k: v for k, v in row.items() if k != "buckets_run"} for row in rows], "results")
+    facts = {"model": model.name, "dtype": dtype, "limit": limit_of(args, model)}
+    facts |= {"mixes": [mix.describe() for mix in mixes], "results": rows}
+    report.finish("bench_engine", argv, facts, args.out)
+
+
+def _grids(args: Namespace, model: Subject) -> dict[tuple[str, int], BucketGrid]:
+    """The grids asked for, by name and token budget."""
+    budgets = args.tokens.split(",") if args.tokens else [budget_of(args, model)]
+    names = GRIDS if args.grids == "all" else args.grids.split(",")
+    return {
+        (name, int(budget)): GRIDS[name](limit_of(args, model), int(budget))
+        for budget in budgets
+        for name in names
+    }
+
+
+def _workload(name: str, model: Subject, args: Namespace) -> Workload:
+    return workloads.workload(
+        name,
+        max(1, round(COUNTS.get(name, 512) * args.scale)),
+        limit=limit_of(args, model),
+        vocab_size=model.vocab_size,
+        data=args.data,
+        tokenizer=model.tokenizer,
+        seed=args.seed,
+    )
+
+
+def measure(
+    model: Subject,
+    recorder: Recorder,
+    grids: dict[tuple[str, int], BucketGrid],
+    mixes: Sequence[Workload],
+    repeat: int,
+) -> list[dict[str, Any]]:
+    """A row for each mix and grid. In each round every grid runs the mix once, so that what
+    disturbs the machine for a while disturbs them all."""
+    for bucket in {bucket for grid in grids.values() for bucket in grid.buckets}:
+        recorder.compile(bucket)
+    platform = jax.local_devices()[0].platform
+    null = NullReplica(model.spec.dim, model.spec.hidden_size)
+    engines = {key: started(recorder, grid, model, platform) for key, grid in grids.items()}
+    idle = {key: started(null, grid, model, platform) for key, grid in grids.items()}
+    rows = []
+    for mix in mixes:
+        runs: dict[tuple[str, int], list[Run]] = {key: [] for key in grids}
+        for engine in engines.values():
+            embed_all(engine, mix.encodings[: TICKET * 4])
+        for _ in range(repeat):
+            for key, engine in engines.items():
+                runs[key].append(run_mix(engine, mix, recorder))
+        for (name, budget), engine in engines.items():
+            about = {"grid": name, "budget": budget, "buckets": len(engine.grid.buckets)}
+            about |= row_of(runs[name, budget], mix, engine)
+            rows.append(about | {"null_per_s": rate(idle[name, budget], mix)})
+    for engine in [*engines.values(), *idle.values()]:
+        engine.close(1.0)
+    return rows
+
+
+def started(runner: Runner, grid: BucketGrid, model: Subject, platform: str) -> Engine:
+    """An engine of one seat with every bucket compiled."""
+    seats = [Seat(runner, DeviceTurn.for_platform(platform))]
+    engine = Engine(seats, grid, model.spec.dim, Telemetry(), full_warmup=True)
+    engine.start()
+    engine.warmup.wait()
+    return engine
+
+
+@dataclass(frozen=True)
+class Run:
+    """One time through a mix."""
+
+    seconds: float
+    busy_s: float
+    buckets: Counter[Bucket]
+    lone_ms: float
+
+
+def run_mix(engine: Engine, mix: Workload, recorder: Recorder) -> Run:
+    recorder.runs.clear()
+    seconds = embed_all(engine, mix.encodings)
+    buckets = Counter(bucket for bucket, _, _ in recorder.runs)
+    return Run(seconds, recorder.busy_s(), buckets, lone_ms(engine, mix))
+
+
+def row_of(runs: Sequence[Run], mix: Workload, engine: Engine) -> dict[str, Any]:
+    seconds = float(np.median([run.seconds for run in runs]))
+    full = max(b.tokens / ms for b, ms in engine.cost.items()) * 1000  # tokens a second
+    buckets = sum((run.buckets for run in runs), Counter[Bucket]())
+    return {
+        "mix": mix.name,
+        "tokens_per_s": mix.tokens / seconds,
+        "texts_per_s": len(mix.encodings) / seconds,
+        "worst_s": max(run.seconds for run in runs),
+        "share": mix.tokens / seconds / full,
+        "fill": len(runs) * mix.tokens / sum(b.tokens * count for b, count in buckets.items()),
+        "batches": round(buckets.total() / len(runs)),
+        "busy": float(np.median([run.busy_s / run.seconds for run in runs])),
+        "lone_ms": float(np.median([run.lone_ms for run in runs])),
+        "buckets_run": {str(b): round(n / len(runs), 1) for b, n in buckets.most_common()},
+        "mostly": " ".join(str(bucket) for bucket, _ in buckets.most_common(2)),
+    }
+
+
+def rate(engine: Engine, mix: Workload) -> float:
+    """Tokens a second of an engine."""
+    return mix.tokens / min(embed_all(engine, mix.encodings) for _ in range(2))
+
+
+def embed_all(engine: Engine, encodings: Sequence[Encoding]) -> float:
+    """Seconds to answer every sequence, submitted in tickets of TICKET."""
+    start = time.perf_counter()
+    tickets = [engine.submit(encodings[k : k + TICKET]) for k in range(0, len(encodings), TICKET)]
+    for ticket in tickets:
+        ticket.result()
+    return time.perf_counter() - start
+
+
+def lone_ms(engine: Engine, mix: Workload) -> float:
+    """Median milliseconds of one sequence of median length while nothing else waits."""
+    one = sorted(mix.encodings, key=lambda e: e.length)[len(mix.encodings) // 2]
+    return report.timed(lambda: engine.submit([one]).result(), LONE_RUNS).median
+
+
+if __name__ == "__main__":
+    main()

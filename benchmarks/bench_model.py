@@ -1,0 +1,187 @@
+"""How fast each bucket's program runs, and how near it comes to its own matrix products.
+
+Every bucket of the grid is compiled twice, from nothing and from the persistent cache, and run full
+of tokens as the engine runs it: token ids in, pooled vectors out on the host. The ceiling is
+measured beside it, run for run: the model's matrix products alone, same shapes, dtype and order,
+one compiled program per bucket. What is missing to 100 % is attention, norms, activations, copies.
+
+    python -m benchmarks.bench_model                                # all-MiniLM-L6-v2, default grid
+    python -m benchmarks.bench_model --architecture-size bert-base --limit 512 --buckets 8x128,8x512
+"""
+
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+
+from benchmarks import report, subject
+from benchmarks.subject import Subject
+from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
+from jaxembed.engine.calibrate import ACCELERATOR_TOKENS
+from jaxembed.engine.replica import Replica, native_dtype
+from jaxembed.models.tokens import PackedTokens
+from jaxembed.spec import DType
+
+CPU_TOKENS = 4096  # of a batch, where the command line does not say
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What model to run, and on which buckets."""
+    subject.add_arguments(parser)
+    parser.add_argument("--dtype", choices=get_args(DType))
+    parser.add_argument("--limit", type=int, help="longest sequence; default: the model's")
+    parser.add_argument("--max-batch-tokens", type=int, help="of the default grid")
+    report.add_arguments(parser)
+
+
+def parse(argv: Sequence[str] | None) -> Namespace:
+    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add_arguments(parser)
+    parser.add_argument("--buckets", help="such as 1x32,8x128; default: the default grid")
+    parser.add_argument("--repeat", type=int, default=15, help="runs of each bucket")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    report.configure_jax()
+    model = subject.load(args)
+    device = jax.local_devices()[0]
+    dtype: DType = args.dtype or native_dtype(device)
+    grid = chosen_grid(args, model)
+    replica = Replica(model.program, model.parameters, [device], dtype)
+    print(f"{model.name}, {dtype}, {report.device_name()}, {len(grid.buckets)} buckets")
+    with empty_compile_cache():
+        rows = [measure(model, replica, bucket, args.repeat) for bucket in grid.buckets]
+    report.show(rows)
+    facts = {"model": model.name, "dtype": dtype, "repeat": args.repeat, "buckets": rows}
+    report.finish("bench_model", argv, facts, args.out)
+
+
+def chosen_grid(args: Namespace, model: Subject) -> BucketGrid:
+    """The buckets named, or the default grid of this limit and token budget."""
+    if args.buckets:
+        pairs = [text.split("x") for text in args.buckets.split(",")]
+        return BucketGrid(tuple(Bucket(int(rows), int(length)) for rows, length in pairs))
+    return default_grid(limit_of(args, model), budget_of(args, model))
+
+
+def limit_of(args: Namespace, model: Subject) -> int:
+    return args.limit or model.spec.max_input_tokens
+
+
+def budget_of(args: Namespace, model: Subject) -> int:
+    on_cpu = jax.local_devices()[0].platform == "cpu"
+    usual = CPU_TOKENS if on_cpu else ACCELERATOR_TOKENS
+    return args.max_batch_tokens or max(usual, limit_of(args, model))
+
+
+def measure(model: Subject, replica: Replica, bucket: Bucket, runs: int) -> dict[str, Any]:
+    """One row of the table."""
+    cold_s, cached_s = seconds_of(replica, bucket), seconds_of(replica, bucket)
+    planes = full_planes(bucket, model.vocab_size)
+    ceiling = products(model, replica.dtype, bucket.tokens, replica.devices[0])
+    times, least = report.timed_in_turn(
+        [lambda: replica.run(bucket, planes, ("dense",)), ceiling], runs
+    )
+    flops = subject.useful_flops(model.spec, model.program, [bucket.length] * bucket.rows)
+    products_flops = 2.0 * bucket.tokens * sum(a * b for a, b in subject.kernels(model.program))
+    return {
+        "bucket": str(bucket),
+        "tokens": bucket.tokens,
+        "cold_s": cold_s,
+        "cached_s": cached_s,
+        **times.row(),
+        "tokens_per_s": bucket.tokens / times.median * 1000,
+        "tflop_per_s": flops / times.median / 1e9,
+        "ceiling_ms": least.median,
+        "ceiling_tflop_per_s": products_flops / least.median / 1e9,
+        "share": least.median / times.median,
+        "temporary_mb": replica.temporary_bytes(bucket) / 1e6,
+    }
+
+
+def seconds_of(replica: Replica, bucket: Bucket) -> float:
+    start = time.perf_counter()
+    replica.compile(bucket)
+    return time.perf_counter() - start
+
+
+def full_planes(bucket: Bucket, vocab_size: int, seed: int = 0) -> np.ndarray:
+    """A batch without padding, one sequence a row. Programs take as long for any content."""
+    planes = np.ones((PackedTokens.FIELDS, bucket.rows, bucket.length), np.int32)
+    draw = np.random.default_rng(seed)
+    planes[0] = draw.integers(0, vocab_size, planes[0].shape)
+    planes[1] = np.arange(bucket.length)
+    planes[3] = 0
+    return planes
+
+
+def products(model: Subject, dtype: DType, tokens: int, device: Any):
+    """A call that runs the model's matrix products on `tokens` tokens, and nothing else.
+
+    Operands have the model's dtype and sums are float32, as in the model. Each product takes the
+    result of the one before, rounded and cut to its width: independent ones would all be kept in
+    memory at once, and on a CPU new memory costs more than the products.
+    """
+    draw = np.random.default_rng(0)
+    shapes = subject.kernels(model.program)
+    weights = [_placed(draw, shape, dtype, device) for shape in shapes]
+    first = _placed(draw, (tokens, shapes[0][0]), dtype, device)
+
+    def run(weights, x):
+        for weight in weights:
+            x = _of_width(x, weight.shape[0])
+            y = jnp.dot(x, weight, preferred_element_type=jnp.float32)
+            # the barrier keeps XLA from computing only the columns that the next product takes
+            x = jax.lax.optimization_barrier(y).astype(weight.dtype)
+        return x[0, 0]
+
+    with jax.default_matmul_precision("highest" if dtype == "float32" else None):
+        compiled = jax.jit(run).lower(weights, first).compile()
+    return lambda: compiled(weights, first)
+
+
+def _of_width(x: jax.Array, width: int) -> jax.Array:
+    """Cut, or repeated where it is too narrow."""
+    return jnp.tile(x, (1, -(-width // x.shape[1])))[:, :width]
+
+
+def _placed(draw: np.random.Generator, shape: tuple[int, int], dtype: DType, device: Any):
+    values = draw.standard_normal(shape, np.float32) * shape[0] ** -0.5
+    return jax.device_put(values.astype(jnp.dtype(dtype)), device)
+
+
+@contextmanager
+def empty_compile_cache() -> Iterator[Path]:
+    """JAX's persistent compilation cache in a new folder, everything stored; then as it was."""
+    settings = {
+        "jax_compilation_cache_dir": None,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _use_cache(settings | {"jax_compilation_cache_dir": folder})
+            yield Path(folder)
+        finally:
+            _use_cache(before)
+
+
+def _use_cache(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # the one in use is chosen once, at the first compile
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Quality gate: STS-B test, Spearman x 100 of the cosine similarities, against the published value.
+
+`make eval` runs it. float32 must give 82.03 +- 0.02 (what transformers and torch give on the same
+file), the default dtype of the device 82.03 +- 0.1. Exit status 1 when outside, 0 when inside or
+when the data is absent, which is said as "skipped".
+
+    python -m benchmarks.eval_sts
+    python -m benchmarks.eval_sts sentence-transformers/all-mpnet-base-v2 --expected 83.42
+"""
+
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from benchmarks import report
+from benchmarks.workloads import DATA, sts_pairs
+from jaxembed import Embedder, EngineConfig
+from jaxembed.spec import DType
+
+EXPECTED = 82.03  # all-MiniLM-L6-v2, transformers + torch float32, as published
+TOLERANCE = {"float32": 0.02, "bfloat16": 0.1, "float16": 0.1}
+FILE = "stsb/stsb-en-test.csv"
+
+
+def parse(argv: Sequence[str] | None) -> Namespace:
+    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model", nargs="?", help="directory or hub id; default: all-MiniLM-L6-v2")
+    parser.add_argument("--data", type=Path, default=DATA, help=f"folder with {FILE}")
+    parser.add_argument("--dtype", choices=get_args(DType), help="only this one")
+    parser.add_argument("--expected", type=float, default=EXPECTED)
+    parser.add_argument("--tolerance", type=float, help="instead of the dtype's own")
+    parser.add_argument("--cache-dir", type=Path)
+    report.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    report.configure_jax()
+    path = args.data / FILE
+    facts: dict[str, Any] = {"model": args.model, "expected": args.expected}
+    if not path.is_file():
+        print(f"skipped: no {FILE} in the folder given by --data")
+        report.finish("eval_sts", argv, facts | {"skipped": True}, args.out)
+        return 0
+    pairs = sts_pairs(path)
+    rows = [evaluate(args, pairs, args.dtype or "float32")]
+    if args.dtype is None:
+        default = evaluate(args, pairs, None)
+        rows += [default] if default["dtype"] != "float32" else []
+    report.show(rows, f"STS-B test, {len(pairs)} pairs, {report.device_name()}")
+    passed = all(row["passed"] for row in rows)
+    report.finish("eval_sts", argv, facts | {"results": rows, "passed": passed}, args.out)
+    return 0 if passed else 1
+
+
+def evaluate(args: Namespace, pairs: Sequence[tuple[str, str, float]], dtype: DType | None):
+    """The score of one dtype; None is the default of the device."""
+    # every bucket before the first text: a process that ends while XLA compiles is aborted
+    config = EngineConfig(dtype=dtype, devices=1, warmup="full")
+    embedder = Embedder(args.model, cache_dir=args.cache_dir, config=config)
+    start = time.perf_counter()
+    first = embedder.encode([pair[0] for pair in pairs], normalize=True)
+    second = embedder.encode([pair[1] for pair in pairs], normalize=True)
+    seconds, found = time.perf_counter() - start, embedder.dtype
+    embedder.close()
+    score = 100 * spearman((first * second).sum(axis=1), np.array([pair[2] for pair in pairs]))
+    tolerance = TOLERANCE[found] if args.tolerance is None else args.tolerance
+    return {
+        "dtype": found,
+        "spearman": score,
+        "expected": args.expected,
+        "difference": score - args.expected,
+        "tolerance": tolerance,
+        "passed": bool(abs(score - args.expected) <= tolerance),
+        "seconds": seconds,
+    }
+
+
+def spearman(first: np.ndarray, second: np.ndarray) -> float:
+    """Correlation of ranks; equal values share the mean of their ranks."""
+    return float(np.corrcoef(ranks(first), ranks(second))[0, 1])
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks from 1, ties averaged."""
+    _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2)[index]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

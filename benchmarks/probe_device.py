@@ -1,0 +1,674 @@
+"""What an accelerator can do for jaxembed: one command, everything tried, nothing fatal.
+
+Versions; ceilings (matrix products, memory copies); every known attention for packed segments:
+whether it compiles, runs, agrees with float32 and how long it takes; a BERT's compile and run time
+in bfloat16 and float32 and with a few XLA options, and whether the same text gets the same vector
+in every bucket. Each task stands alone: a failure is one line in its row.
+
+    python -m benchmarks.probe_device --isolate                    # each task in its own process
+    python -m benchmarks.probe_device --isolate --quick            # under two minutes
+    python -m benchmarks.probe_device --quick --only attention     # tasks whose name begins so
+    python -m benchmarks.probe_device --isolate --flash-library libdew_flash_attn3.so
+
+Needs JAX, flax, jaxtyping, msgspec and numpy, of jaxembed only the models and a few engine files.
+A task that would start past --budget-s is left out and says so.
+"""
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import report
+from benchmarks.subject import random_subject
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.replica import compiler_options
+from jaxembed.models import attention
+from jaxembed.models.tokens import PackedTokens
+
+LIBRARIES = ("nvidia-", "jax", "flax", "tokamax", "dew-flash-attn", "libtpu", "ml-dtypes")
+AGREES = 0.02  # largest difference to float32, of values of size one, in bfloat16
+TIMEOUT_S = 150  # of one task with --isolate
+
+Task = Callable[[Namespace], dict[str, Any]]
+
+plain_attention: Any = jax.nn.dot_product_attention  # overloads that say less than it takes
+
+# -- attention -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch of attention: packed, several segments a row, or padded, one each."""
+
+    rows: int
+    length: int
+    heads: int
+    width: int
+    packed: bool
+
+    @cached_property
+    def lengths(self) -> list[list[int]]:
+        """Of the segments of each row; what they leave of the row is padding."""
+        draw = np.random.default_rng(0)
+        found = []
+        for _ in range(self.rows):
+            parts = draw.dirichlet(np.full(4 if self.packed else 1, 2.0)) * self.length
+            share = draw.uniform(0.8, 1.0) if self.packed else draw.uniform(0.3, 1.0)
+            found.append([max(int(part * share), 1) for part in parts])
+        return found
+
+    @cached_property
+    def segments(self) -> np.ndarray:
+        """int32 [rows, length]: 1, 2, ... and 0 for padding."""
+        segments = np.zeros((self.rows, self.length), np.int32)
+        for row, lengths in zip(segments, self.lengths, strict=True):
+            ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+            row[: len(ids)] = ids
+        return segments
+
+    @cached_property
+    def mask(self) -> jax.Array:
+        """bool [rows, 1, length, length]. Padding sees itself: no row of it is empty."""
+        of_query, of_key = self.segments[:, None, :, None], self.segments[:, None, None, :]
+        return jnp.asarray(of_query == of_key)
+
+    def operands(self, dtype: str) -> list[jax.Array]:
+        draw = np.random.default_rng(1)
+        shape = (self.rows, self.length, self.heads, self.width)
+        return [jnp.asarray(draw.standard_normal(shape, np.float32), dtype) for _ in range(3)]
+
+    def __str__(self) -> str:
+        kind = "packed" if self.packed else "padded"
+        return f"{kind} {self.rows}x{self.length} {self.heads}x{self.width}"
+
+
+def our_attend(case: Case) -> Callable:
+    segments = jnp.asarray(case.segments)
+    return lambda q, k, v: attention.attend(q, k, v, segments)
+
+
+def our_attend_whole(case: Case) -> Callable:
+    """attend with the scores of a row at once, whatever its length."""
+
+    def call(q, k, v):
+        before, attention.WHOLE_SCORES = attention.WHOLE_SCORES, case.length
+        try:
+            return attention.attend(q, k, v, jnp.asarray(case.segments))
+        finally:
+            attention.WHOLE_SCORES = before
+
+    return call
+
+
+def jax_nn(case: Case, implementation: str) -> Callable:
+    """The public function with a mask over segments."""
+    mask = case.mask
+    attend: Any = partial(plain_attention, mask=mask, implementation=implementation)
+    return lambda q, k, v: attend(q, k, v)
+
+
+def cudnn_bias(case: Case) -> Callable:
+    bias = jnp.where(case.mask, 0.0, -1e9).astype(jnp.bfloat16)
+    bias = jnp.broadcast_to(bias, (case.rows, case.heads, case.length, case.length))
+    attend: Any = partial(plain_attention, implementation="cudnn")
+    return lambda q, k, v: attend(q, k, v, bias)
+
+
+def cudnn_lengths(case: Case) -> Callable:
+    if case.packed:
+        raise NotImplementedError("sequence lengths say one segment a row")
+    lengths = jnp.asarray([sum(row) for row in case.lengths], jnp.int32)
+    attend: Any = partial(
+        plain_attention,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+    return lambda q, k, v: attend(q, k, v)
+
+
+def cudnn_thd(case: Case) -> Callable:
+    """The private packed path of JAX's cuDNN attention: lengths and offsets of each row's parts."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    most = max(map(len, case.lengths))
+    lengths = np.full((case.rows, most), -1, np.int32)
+    offsets = np.full((case.rows, most + 1), -1, np.int32)
+    for row, parts in enumerate(case.lengths):
+        lengths[row, : len(parts)] = parts
+        offsets[row, : len(parts) + 1] = np.cumsum([0, *parts])
+    sizes, starts = jnp.asarray(lengths), jnp.asarray(offsets)
+    return lambda q, k, v: cudnn.dot_product_attention(
+        q,
+        k,
+        v,
+        q_seqlen=sizes,
+        kv_seqlen=sizes,
+        q_offsets=starts,
+        kv_offsets=starts,
+        scale=case.width**-0.5,
+        mask_type=cudnn.MaskType.PADDING,
+    )
+
+
+def starts_of(case: Case) -> tuple[np.ndarray, int]:
+    """Offsets of all segments in the flat buffer, padding as segments too, and the longest."""
+    sizes = []
+    for parts in case.lengths:
+        sizes += [*parts, case.length - sum(parts)]
+    return np.cumsum([0, *sizes]).astype(np.int32), max(sizes)
+
+
+def flash3(case: Case, library: Path | None) -> Callable:
+    """FlashAttention-3 by XLA's FFI: dew-flash-attn, or its library alone.
+
+    Layout and attributes as in dew_flash_attn 0.3.6 (BSD-3).
+    """
+    register_flash3(library)
+    starts, longest = starts_of(case)
+    offsets = jnp.asarray(starts)
+    flat = (case.rows * case.length, case.heads, case.width)
+
+    def call(q, k, v):
+        results = (
+            jax.ShapeDtypeStruct(flat, q.dtype),
+            jax.ShapeDtypeStruct((case.heads, flat[0]), jnp.float32),
+            jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32),
+            jax.ShapeDtypeStruct((1, 1, 1), jnp.float32),
+        )
+        out, *_ = jax.ffi.ffi_call("dew_flash3_mha_varlen_fwd", results)(
+            *(x.reshape(flat) for x in (q, k, v)),
+            offsets,
+            offsets,
+            max_seqlen=np.int64(longest),
+            max_seqlen_k=np.int64(longest),
+            softmax_scale=np.float64(case.width**-0.5),
+            is_causal=False,
+            window_size_left=np.int64(-1),
+            window_size_right=np.int64(-1),
+        )
+        return out.reshape(q.shape)
+
+    return call
+
+
+def register_flash3(library: Path | None) -> None:
+    if library is None:
+        package = importlib.util.find_spec("dew_flash_attn")
+        if package is None or package.origin is None:
+            raise ModuleNotFoundError("no dew_flash_attn and no --flash-library")
+        library = Path(package.origin).with_name("libdew_flash_attn3.so")
+    name = "dew_flash3_mha_varlen_fwd"
+    target = getattr(ctypes.cdll.LoadLibrary(str(library.resolve())), name)
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(target), platform="CUDA")
+
+
+def tokamax_mask(case: Case, implementation: str) -> Callable:
+    tokamax: Any = import_module("tokamax")
+    mask = case.mask
+    return lambda q, k, v: tokamax.dot_product_attention(
+        q, k, v, mask=mask, implementation=implementation
+    )
+
+
+def tokamax_ranges(case: Case) -> Callable:
+    """tokamax's Hopper kernel with the range of keys of each query, which skips whole blocks."""
+    folder = "tokamax._src.ops.attention"
+    base = import_module(f"{folder}.base")
+    try:
+        kernel = import_module(f"{folder}.pallas_mosaic_gpu")
+    except ModuleNotFoundError:  # its name in older wheels
+        kernel = import_module(f"{folder}.pallas_mosaic_gpu_flash_attention")
+    start = np.zeros((case.rows, 1, case.length), np.int32)
+    stop = np.full((case.rows, 1, case.length), case.length, np.int32)
+    for row, parts in enumerate(case.lengths):
+        edges = np.cumsum([0, *parts, case.length - sum(parts)])
+        for first, last in pairwise(edges):
+            start[row, 0, first:last], stop[row, 0, first:last] = first, last
+    mask = base.Mask(k_start=jnp.asarray(start), k_end=jnp.asarray(stop))
+    run = kernel.PallasMosaicGpuFlashAttention()
+    return lambda q, k, v: run(q, k, v, mask=mask, logits_scale=case.width**-0.5)
+
+
+def splash(case: Case) -> Callable:
+    """The TPU kernel; elsewhere interpreted, which shows that it agrees and not how fast it is."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    full = masks.FullMask((case.length, case.length))
+    interpret = jax.local_devices()[0].platform != "tpu"
+    attend: Any = kernel.make_splash_mha_single_device(
+        masks.MultiHeadMask([full] * case.heads), interpret=interpret
+    )
+    segments = jnp.asarray(case.segments)
+
+    def call(q, k, v):
+        q, k, v = (x.swapaxes(1, 2) for x in (q * case.width**-0.5, k, v))
+        ids = kernel.SegmentIds(q=segments, kv=segments)
+        mixed: Any = jax.vmap(attend)(q, k, v, ids)
+        return mixed.swapaxes(1, 2)
+
+    return call
+
+
+def pallas_gpu(case: Case) -> Callable:
+    """The Triton kernel in JAX, deprecated in 0.11."""
+    from jax.experimental.pallas.ops.gpu import attention as kernel
+
+    segments = jnp.asarray(case.segments)
+    interpret = jax.local_devices()[0].platform != "gpu"
+    return lambda q, k, v: kernel.mha(
+        q, k, v, segments, sm_scale=case.width**-0.5, interpret=interpret
+    )
+
+
+CANDIDATES: dict[str, Callable[[Case, Namespace], Callable]] = {
+    "attend": lambda case, args: our_attend(case),
+    "attend-whole": lambda case, args: our_attend_whole(case),
+    "jax-nn-xla": lambda case, args: jax_nn(case, "xla"),
+    "cudnn-lengths": lambda case, args: cudnn_lengths(case),
+    "cudnn-mask": lambda case, args: jax_nn(case, "cudnn"),
+    "cudnn-bias": lambda case, args: cudnn_bias(case),
+    "cudnn-packed": lambda case, args: cudnn_thd(case),
+    "flash3-varlen": lambda case, args: flash3(case, args.flash_library),
+    "tokamax-mosaic": lambda case, args: tokamax_mask(case, "mosaic"),
+    "tokamax-ranges": lambda case, args: tokamax_ranges(case),
+    "tokamax-triton": lambda case, args: tokamax_mask(case, "triton"),
+    "pallas-splash": lambda case, args: splash(case),
+    "pallas-gpu": lambda case, args: pallas_gpu(case),
+}
+
+
+def cases(args: Namespace) -> list[Case]:
+    """16,384 tokens on an accelerator; on a CPU as few as show that it works."""
+    if jax.local_devices()[0].platform == "cpu":
+        return [Case(2, 128, 2, 32, packed) for packed in (True, False)]
+    sizes = [(32, 512, 12, 64)]
+    if not args.quick:
+        sizes += [(128, 128, 12, 64), (32, 512, 12, 32)]
+    return [Case(*size, packed=True) for size in sizes] + [Case(32, 512, 12, 64, packed=False)]
+
+
+def attention_task(name: str, args: Namespace) -> dict[str, Any]:
+    """Every case of a candidate."""
+    return {"cases": [attempt(partial(try_case, name, case, args), case) for case in cases(args)]}
+
+
+def try_case(name: str, case: Case, args: Namespace) -> dict[str, Any]:
+    operands = case.operands("bfloat16")
+    started_at = time.perf_counter()
+    compiled = jax.jit(CANDIDATES[name](case, args)).lower(*operands).compile()
+    compile_s = time.perf_counter() - started_at
+    found = np.asarray(compiled(*operands), np.float32)
+    wanted = exact(case, operands)
+    real = case.segments != 0
+    times = report.timed(lambda: compiled(*operands), args.repeat)
+    difference = float(np.abs(found[real] - wanted[real]).max())
+    useful = 4.0 * case.heads * case.width * sum(n * n for row in case.lengths for n in row)
+    return {
+        "compile_s": compile_s,
+        **times.row(),
+        "difference": difference,
+        "agrees": bool(difference < AGREES),
+        "padding_finite": bool(np.isfinite(found[~real]).all()),
+        "useful_tflop_per_s": useful / times.median / 1e9,
+        "temporary_mb": temporary_mb(compiled),
+    }
+
+
+def exact(case: Case, operands: Sequence[jax.Array]) -> np.ndarray:
+    """Attention of the same operands, computed by XLA in float32."""
+
+    def call(q, k, v):
+        scores = jnp.einsum("bshk,bthk->bhst", q, k) * case.width**-0.5
+        weights = jax.nn.softmax(jnp.where(case.mask, scores, -1e30), axis=-1)
+        return jnp.einsum("bhst,bthk->bshk", weights, v)
+
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(jax.jit(call)(*(x.astype(jnp.float32) for x in operands)))
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+PARTS = (5, 17, 40)  # lengths of the texts whose vectors are compared
+
+
+def buckets_of(args: Namespace) -> list[Bucket]:
+    if model_size(args) == "tiny":
+        return [Bucket(1, 48), Bucket(2, 64), Bucket(4, 64)]
+    if args.quick:
+        return [Bucket(16, 512), Bucket(8, 128)]
+    return [Bucket(32, 512), Bucket(64, 128), Bucket(1, 64)]
+
+
+def model_size(args: Namespace) -> str:
+    on_cpu = jax.local_devices()[0].platform == "cpu"
+    return args.size or ("tiny" if on_cpu and args.quick else "bert-base")
+
+
+def model_task(
+    dtype: str, options: dict[str, Any], only_first: bool, args: Namespace
+) -> dict[str, Any]:
+    """Compile and run buckets of a BERT with random weights; the vectors of the same texts in
+    each bucket."""
+    model = random_subject(model_size(args))
+    device = jax.local_devices()[0]
+    leaves = [
+        jax.device_put(x.astype(jnp.dtype(dtype)) if x.ndim > 1 else x, device)
+        for x in model.program.order(model.parameters)
+    ]
+    rows, vectors = [], {}
+    for bucket in buckets_of(args)[: 1 if only_first else None]:
+        row, dense = run_bucket(model.program.forward, leaves, bucket, dtype, options, args)
+        rows.append(row)
+        vectors[str(bucket)] = dense.tolist()
+    return {"size": model.name, "dtype": dtype, "buckets": rows, "vectors": vectors}
+
+
+def run_bucket(forward, leaves, bucket: Bucket, dtype: str, options: dict, args: Namespace):
+    planes = jax.device_put(packed_planes(bucket), jax.local_devices()[0])
+    exactly = "highest" if dtype == "float32" else None
+    started_at = time.perf_counter()
+    with jax.default_matmul_precision(exactly):
+        run = jax.jit(lambda leaves, planes: forward(leaves, planes, bucket.slots).dense)
+        lowered = run.lower(leaves, planes)
+    lower_s = time.perf_counter() - started_at
+    usual = compiler_options(jax.local_devices()[0].platform)
+    compiled = lowered.compile(compiler_options={**usual, **options})
+    compile_s = time.perf_counter() - started_at - lower_s
+    times = report.timed(lambda: compiled(leaves, planes), args.repeat)
+    row = {
+        "bucket": str(bucket),
+        "lower_s": lower_s,
+        "compile_s": compile_s,
+        **times.row(),
+        "tokens_per_s": bucket.tokens / times.median * 1000,
+        "temporary_mb": temporary_mb(compiled),
+    }
+    return row, unit(np.asarray(compiled(leaves, planes), np.float32)[0, : parts_in(bucket)])
+
+
+def parts_in(bucket: Bucket) -> int:
+    """How many of PARTS the first row of a bucket holds."""
+    fitting = np.cumsum(PARTS) <= bucket.length
+    return int(min(fitting.sum(), bucket.slots))
+
+
+def packed_planes(bucket: Bucket) -> np.ndarray:
+    """PARTS in the first row, one long sequence in each of the others."""
+    planes = np.ones((PackedTokens.FIELDS, bucket.rows, bucket.length), np.int32)
+    planes[0] = np.random.default_rng(2).integers(5, 1000, (bucket.rows, bucket.length))
+    planes[1] = np.arange(bucket.length)
+    planes[3] = 0
+    planes[:, 0] = 0
+    at = 0
+    for slot, size in enumerate(PARTS[: parts_in(bucket)], start=1):
+        part = slice(at, at + size)
+        planes[0, 0, part] = np.random.default_rng(size).integers(5, 1000, size)
+        planes[1, 0, part] = np.arange(size)
+        planes[2, 0, part] = planes[4, 0, part] = slot
+        at += size
+    return planes
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def temporary_mb(compiled: jax.stages.Compiled) -> float | None:
+    try:
+        memory: Any = compiled.memory_analysis()
+        return memory.temp_size_in_bytes / 1e6
+    except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
+        return None
+
+
+# -- the machine ---------------------------------------------------------------------------------
+
+
+def about(args: Namespace) -> dict[str, Any]:
+    """Versions, and what the device says of itself."""
+    devices = jax.local_devices()
+    names = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    wanted = {n: v for n, v in sorted(names.items()) if n and n.lower().startswith(LIBRARIES)}
+    return {
+        "python": platform.python_version(),
+        "packages": wanted,
+        "cudnn": cudnn_version(),
+        "driver": driver(),
+        "platform_version": devices[0].client.platform_version.splitlines(),
+        "devices": [f"{d.platform} {d.device_kind}" for d in devices],
+        "compute_capability": getattr(devices[0], "compute_capability", None),
+        "memory": devices[0].memory_stats(),
+        "cores": os.cpu_count(),
+    }
+
+
+def cudnn_version() -> int | None:
+    try:
+        versions: Any = import_module("jax._src.lib").cuda_versions
+        return versions.cudnn_get_version()
+    except Exception:  # private, and absent without CUDA
+        return None
+
+
+def driver() -> str | None:
+    wanted = "--query-gpu=name,driver_version,memory.total,memory.used,clocks.sm"
+    command = ["nvidia-smi", wanted, "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def ceilings(args: Namespace) -> dict[str, Any]:
+    """Rates of a large product in each dtype and of a copy: what anything can be a share of."""
+    on_cpu = jax.local_devices()[0].platform == "cpu"
+    n = 512 if on_cpu and args.quick else 1024 if on_cpu else 8192
+    rows = []
+    for dtype, precision in (("bfloat16", None), ("float32", None), ("float32", "highest")):
+        a = jax.random.normal(jax.random.key(0), (n, n), jnp.float32).astype(dtype)
+        with jax.default_matmul_precision(precision):
+            product = jax.jit(partial(jnp.dot, preferred_element_type=jnp.float32))
+            ms = report.timed(lambda a=a, f=product: f(a, a), args.repeat).median
+        name = f"{dtype} {precision or 'default'}"
+        rows.append({"product": name, "ms": ms, "tflop_per_s": 2 * n**3 / ms / 1e9})
+    x = jnp.ones(2**20 if on_cpu else 2**29, jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    ms = report.timed(lambda: copy(x), args.repeat).median
+    return {"size": n, "products": rows, "copy_gb_per_s": 2 * x.nbytes / ms / 1e6}
+
+
+def latencies(args: Namespace) -> dict[str, Any]:
+    """Milliseconds of the steps that every batch takes beside its program."""
+    device = jax.local_devices()[0]
+    planes = np.ones((PackedTokens.FIELDS, 8, 128), np.int32)
+    vectors = jax.device_put(np.ones((32, 128, 768), np.float32), device)
+    nothing = jax.jit(lambda x: x + 1).lower(vectors[0, 0]).compile()
+    small = jax.block_until_ready(vectors[0, 0])
+    fresh = jax.jit(lambda x: x * 2)  # a new array each time: the host copy of one is kept
+    put = report.timed(lambda: jax.device_put(planes, device), args.repeat)
+    call = report.timed(lambda: nothing(small), args.repeat)
+    both = report.timed(lambda: np.asarray(fresh(vectors)), args.repeat)
+    return {
+        "put_20_kb_ms": put.median,
+        "smallest_program_ms": call.median,
+        "program_and_get_12_mb_ms": both.median,
+    }
+
+
+# -- tasks ---------------------------------------------------------------------------------------
+
+
+def tasks(args: Namespace) -> dict[str, Task]:
+    """Every task by name, the most wanted first."""
+    found: dict[str, Task] = {"about": about, "ceilings": ceilings, "latencies": latencies}
+    found |= {f"attention:{name}": partial(attention_task, name) for name in CANDIDATES}
+    found["model:bfloat16"] = partial(model_task, "bfloat16", {}, False)
+    found["model:float32"] = partial(model_task, "float32", {}, True)
+    exactly = {"xla_allow_excess_precision": False}
+    found["model:bfloat16-no-excess"] = partial(model_task, "bfloat16", exactly, False)
+    cublas = {"xla_gpu_enable_triton_gemm": False}
+    found["model:bfloat16-no-triton"] = partial(model_task, "bfloat16", cublas, True)
+    if not args.quick:
+        untuned = {"xla_gpu_autotune_level": 0}
+        found["model:bfloat16-no-autotune"] = partial(model_task, "bfloat16", untuned, True)
+    return {name: task for name, task in found.items() if name.startswith(args.only or "")}
+
+
+def attempt(call: Callable[[], dict[str, Any]], label: object = "") -> dict[str, Any]:
+    """What a call gives, or its error's first line: a probe survives all that it probes."""
+    about = {"case": str(label)} if label else {}
+    try:
+        return {**about, "ok": True, **call()}
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return {**about, "ok": False, "error": f"{type(error).__name__}: {lines[0]}"[:300]}
+
+
+def isolated(name: str, argv: Sequence[str]) -> dict[str, Any]:
+    """A task in a process of its own, which may crash or hang."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "task.json"
+        command = [sys.executable, "-m", "benchmarks.probe_device", *argv]
+        command += ["--only", name, "--task-file", str(out)]
+        # this process holds no device memory and neither may a task hold more than it needs
+        spawned = dict(os.environ) | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        try:
+            done = subprocess.run(
+                command,
+                cwd=report.ROOT,
+                env=spawned,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return {"ok": False, "error": f"no end within {TIMEOUT_S} s"}
+        if out.is_file():
+            return json.loads(out.read_text())
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        return {"ok": False, "error": f"crashed with status {done.returncode}: {last}"[:300]}
+
+
+# -- telling -------------------------------------------------------------------------------------
+
+
+def tell(results: dict[str, dict[str, Any]]) -> None:
+    """The tables."""
+    for name in ("about", "ceilings", "latencies"):
+        for key, value in results.get(name, {}).items():
+            print(f"{name}: {key}: {value}")
+    attentions = [
+        {"attention": name.split(":")[1], **case}
+        for name, result in results.items()
+        if name.startswith("attention:")
+        for case in result.get("cases", [result])
+    ]
+    report.show(attentions, "attention")
+    models = [
+        {"model": name.split(":")[1], **bucket}
+        for name, result in results.items()
+        if name.startswith("model:")
+        for bucket in result.get("buckets", [result])
+    ]
+    report.show(models, "models")
+
+
+def agreements(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """How far apart the vectors of the same texts are, between buckets and between tasks."""
+    vectors = {
+        (name.split(":")[1], bucket): np.array(found)
+        for name, result in results.items()
+        for bucket, found in result.pop("vectors", {}).items()
+    }
+    rows = []
+    for first, a in vectors.items():
+        for second, b in vectors.items():
+            if first < second and (first[0] == second[0] or first[1] == second[1]):
+                shared = min(len(a), len(b))
+                rows.append(
+                    {
+                        "first": " ".join(first),
+                        "second": " ".join(second),
+                        # in vectors of length one: a million times (1 - cosine)
+                        "cosine_ppm": float(np.square(a[:shared] - b[:shared]).sum(1).max() * 5e5),
+                        "difference": float(np.abs(a[:shared] - b[:shared]).max()),
+                    }
+                )
+    return rows
+
+
+def parse(argv: Sequence[str] | None) -> Namespace:
+    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer cases; tiny on a CPU")
+    parser.add_argument("--isolate", action="store_true", help="each task in its own process")
+    parser.add_argument("--only", help="tasks whose names begin so, such as attention:cudnn")
+    parser.add_argument("--size", help="of the model, as in subject.py; default: bert-base")
+    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--budget-s", type=float, help="default: 330, with --quick 100")
+    parser.add_argument("--flash-library", type=Path, help="libdew_flash_attn3.so")
+    parser.add_argument("--task-file", type=Path, help="used by --isolate")
+    report.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    if args.task_file is not None:
+        (task,) = (task for name, task in tasks(args).items() if name == args.only)
+        args.task_file.write_text(json.dumps(attempt(partial(task, args)), default=float))
+        return
+    results = run_all(args)
+    rows = agreements(results)
+    tell(results)
+    report.show(rows, "agreement of vectors")
+    report.finish("probe_device", argv, {"tasks": results, "agreement": rows}, args.out)
+
+
+def run_all(args: Namespace) -> dict[str, dict[str, Any]]:
+    started_at = time.monotonic()
+    budget_s = args.budget_s or (100 if args.quick else 330)
+    results: dict[str, dict[str, Any]] = {}
+    for name, task in tasks(args).items():
+        elapsed = time.monotonic() - started_at
+        if elapsed > budget_s:
+            results[name] = {"ok": False, "error": f"left out: {elapsed:.0f} s are gone"}
+            continue
+        results[name] = (
+            isolated(name, child_arguments(args)) if args.isolate else attempt(partial(task, args))
+        )
+        took = time.monotonic() - started_at - elapsed
+        print(f"{elapsed:6.1f} s  {name}: {took:.1f} s", flush=True)
+    return results
+
+
+def child_arguments(args: Namespace) -> list[str]:
+    given = ["--repeat", str(args.repeat)]
+    given += ["--quick"] if args.quick else []
+    given += ["--size", args.size] if args.size else []
+    given += ["--flash-library", str(args.flash_library)] if args.flash_library else []
+    return given
+
+
+if __name__ == "__main__":
+    main()

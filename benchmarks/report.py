@@ -1,0 +1,204 @@
+"""What every benchmark shares: timing, a table for people, one JSON object with where it came from.
+
+Knows nothing of models. Imports only JAX, numpy and the standard library, so that the device probe
+runs where jaxembed's other dependencies are missing.
+"""
+
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "jaxembed")
+# What changes timings from outside the program. Values are recorded, nothing is read from them.
+VARIABLES = (
+    "GLIBC_TUNABLES",
+    "LD_PRELOAD",
+    "XLA_FLAGS",
+    "JAX_COMPILATION_CACHE_DIR",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "PJRT_NPROC",
+    "OMP_NUM_THREADS",
+)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of several runs of one thing."""
+
+    ms: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.ms))
+
+    @property
+    def p95(self) -> float:
+        return float(np.percentile(self.ms, 95))
+
+    def row(self) -> dict[str, float]:
+        return {"ms_median": self.median, "ms_p95": self.p95}
+
+
+def timed(call: Callable[[], Any], runs: int, warmups: int = 2) -> Times:
+    """Times of a call whose result is waited for."""
+    return timed_in_turn([call], runs, warmups)[0]
+
+
+def timed_in_turn(calls: Sequence[Callable[[], Any]], runs: int, warmups: int = 2) -> list[Times]:
+    """Times of several calls, one after the other in each round: what disturbs the machine for a
+    while disturbs them all, and their ratio stays true."""
+    for call in calls:
+        for _ in range(warmups):
+            jax.block_until_ready(call())
+    rounds = [[_once(call) for call in calls] for _ in range(runs)]
+    return [Times(tuple(ms)) for ms in zip(*rounds, strict=True)]
+
+
+def _once(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return (time.perf_counter() - start) * 1000
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The option that every benchmark has."""
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the JSON here too; of a folder, to FOLDER/<device>/<benchmark>.json",
+    )
+
+
+def configure_jax() -> None:
+    """As the server does it: one program at a time on a CPU, run by the thread that asks."""
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def finish(
+    benchmark: str, argv: Sequence[str] | None, facts: dict[str, Any], out: Path | None
+) -> None:
+    """Print the JSON object as the last line, and write it where asked."""
+    report = {"benchmark": benchmark, **facts, "made": provenance(benchmark, argv)}
+    if out is not None:
+        out = out / device_folder() / f"{benchmark}.json" if out.suffix != ".json" else out
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(_rounded(report), indent=1) + "\n")
+        print(f"written to {out}")
+    print(json.dumps(_rounded(report)), flush=True)
+
+
+def provenance(benchmark: str, argv: Sequence[str] | None) -> dict[str, Any]:
+    """Everything needed to make a result again. `argv` None is the program's own."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return {
+        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *map(str, arguments)]),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "device": device_name(),
+        "devices": jax.local_device_count(),
+        "cores": os.cpu_count(),
+        "versions": {"python": platform.python_version()} | versions(PACKAGES),
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the working tree, with "+" where files differ; None outside a repository."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
+    except OSError:
+        return None
+    if head.returncode:
+        return None
+    return head.stdout.strip()[:12] + ("+" if status.stdout.strip() else "")
+
+
+def device_name() -> str:
+    """The accelerator's name, or the CPU's."""
+    device = jax.local_devices()[0]
+    return cpu_name() if device.platform == "cpu" else device.device_kind
+
+
+def device_folder() -> str:
+    """Such as "nvidia-h200" or "cpu-amd-epyc-2-cores"."""
+    name = device_name()
+    if jax.local_devices()[0].platform == "cpu":
+        name = f"cpu {name} {os.cpu_count()} cores"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def show(rows: Sequence[dict[str, Any]], title: str = "") -> None:
+    """Print rows of the same keys as an aligned table."""
+    if title:
+        print(f"\n{title}")
+    if not rows:
+        print("(nothing)")
+        return
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(names))]
+    for line in lines:
+        cells = [
+            cell.rjust(width) if k else cell.ljust(width)
+            for k, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+    sys.stdout.flush()
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)
+
+
+def _rounded(value: Any) -> Any:
+    """The same with floats of six digits: results are read and compared by people."""
+    if isinstance(value, dict):
+        return {str(key): _rounded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    if isinstance(value, float | np.floating):
+        return float(f"{float(value):.6g}") if np.isfinite(value) else str(value)
+    if isinstance(value, np.integer):
+        return int(value)
+    return value
