@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxembed.errors import ConfigError
 
-SHORTEST_ROW = 32
+SHORTEST_ROW = 16  # a lone query of MiniLM takes 2.8 ms in it and 4.3 ms in a row of 32
 LONGEST_DEFAULT_ROW = 8192
 MOST_DEFAULT_BUCKETS = 20
 MOST_SLOTS = 128  # in a row: pooling costs slots * length, and short texts have shorter rows
@@ -64,7 +64,7 @@ class BucketGrid:
 def default_grid(limit: int, max_batch_tokens: int, shards: int = 1) -> BucketGrid:
     """At most 20 buckets for sequences up to `limit` tokens.
 
-    Lengths are powers of two from 32, the last one the limit itself; rows are powers of two (times
+    Lengths are powers of two from 16, the last one the limit itself; rows are powers of two (times
     `shards`) from one to what the token budget of a device holds. While there are more than 20,
     rows between the fewest and the most are thinned out.
     """
@@ -130,7 +130,7 @@ def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -
 def _lengths(limit: int) -> list[int]:
     if limit <= SHORTEST_ROW:
         return [limit]
-    return [2**k for k in range(5, 14) if 2**k < limit] + [limit]
+    return [2**k for k in range(4, 14) if 2**k < limit] + [limit]
 
 
 def _powers(most: int) -> list[int]:

@@ -85,6 +85,7 @@ class Engine:
             workers=compile_workers,
             on_progress=on_progress,
             on_failure=lambda error: self._fail_waiting("the model could not be compiled"),
+            on_finish=self._time_again,
         )
         # one thread more than programs in flight: it settles answers while the others run
         self._threads = [
@@ -266,6 +267,21 @@ class Engine:
             self.cost = {**self.cost, bucket: cost}
             self._stuck = False
             self._changed.notify_all()
+
+    def _time_again(self) -> None:
+        """Time every bucket once more when nothing compiles beside it and nothing waits: one that
+        looked slow would never be chosen, and so never be found to be fast."""
+        for bucket in self.grid.buckets:
+            if self._closing or bucket not in self.cost:
+                continue
+            try:
+                with self._seats[0].turn.hold(lambda: 0.0):
+                    cost = milliseconds(self._seats[0].runner, bucket)
+            except Exception:  # batches on it will say so to those who wait
+                logger.warning("bucket %s could not be timed", bucket, exc_info=True)
+                continue
+            with self._changed:
+                self.cost[bucket] = min(self.cost[bucket], cost)
 
     def _fail_waiting(self, reason: str) -> None:
         """Nothing that waits will be answered: tell those who wait."""

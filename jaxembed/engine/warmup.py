@@ -45,6 +45,7 @@ class Warmup:
         workers: int,
         on_progress: Callable[[int, int], None] | None = None,
         on_failure: Callable[[Exception], None] = lambda error: None,
+        on_finish: Callable[[], None] = lambda: None,
     ):
         self.error: Exception | None = None
         self.compiled: list[Bucket] = []
@@ -52,6 +53,7 @@ class Warmup:
         self._needed_length = needed_length
         self._on_progress = on_progress or (lambda done, total: None)
         self._on_failed = on_failure
+        self._on_finish = on_finish
         self._plan = CompilePlan(grid)
         self._required = set(grid.buckets if full else grid.covering)
         self._ready = threading.Event()
@@ -116,6 +118,7 @@ class Warmup:
             self._ready.set()
         if done == self._total:
             logger.info("all %d buckets compiled in %.1f s", done, elapsed)
+            self._on_finish()
 
     def _on_failure(self, bucket: Bucket, error: Exception) -> None:
         if bucket not in self._required:
