@@ -35,8 +35,10 @@ def flops_per_token() -> float:
 
 
 @pytest.mark.parametrize("wanted", [256, 1024, 8192, 16384])
-def test_a_cpu_gets_the_power_of_two_that_takes_150_ms_at_half_the_rate(tmp_path, measured, wanted):
-    measured["rate"] = 1.5 * wanted * flops_per_token() / (0.15 * 0.5)
+def test_a_cpu_gets_the_power_of_two_that_takes_150_ms_at_a_share_of_the_rate(
+    tmp_path, measured, wanted
+):
+    measured["rate"] = 1.5 * wanted * flops_per_token() / (0.15 * 0.3)
     assert budget(tmp_path) == wanted
 
 

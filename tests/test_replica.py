@@ -10,6 +10,7 @@ from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.compiles import compile_events
 from jaxembed.engine.replica import (
+    MOST_TIMINGS,
     SAFE_FUSION,
     NullReplica,
     Replica,
@@ -203,8 +204,8 @@ def test_a_bucket_is_timed_full_of_tokens():
             return super().run(bucket, planes, outputs)
 
     runs: list[np.ndarray] = []
-    assert 0 < milliseconds(Noting(3, 5), BUCKET, runs=3) < float("inf")
-    assert len(runs) == 3
+    assert 0 < milliseconds(Noting(3, 5), BUCKET) < float("inf")
+    assert len(runs) == MOST_TIMINGS  # quick as it is
     assert (runs[0][2] == 1).all()  # one segment in each row, no padding
     np.testing.assert_array_equal(runs[0][1], np.tile(np.arange(16), (2, 1)))
 

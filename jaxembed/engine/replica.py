@@ -30,6 +30,9 @@ Outputs = dict[OutputName, np.ndarray]
 
 FLOAT32: DType = "float32"
 
+TIMING_S = 0.03  # at least, of timing a bucket
+MOST_TIMINGS = 10
+
 # XLA:CPU of jaxlib 0.10.2 gives wrong sums where it fuses a product and a reduction
 # (github.com/jax-ml/jax/issues/39103). With single products as the only fusions it does not.
 SAFE_FUSION: dict[str, str | bool] = {
@@ -184,16 +187,22 @@ def native_dtype(device: Device) -> DType:
     return FLOAT32
 
 
-def milliseconds(runner: Runner, bucket: Bucket, runs: int = 2) -> float:
-    """The fastest of some runs of a full bucket, copies to and from the device included."""
+def milliseconds(runner: Runner, bucket: Bucket) -> float:
+    """The fastest run of a full bucket, copies to and from the device included.
+
+    Small buckets run more often: beside a compiler on the same cores a single run of 2 ms may look
+    like 20.
+    """
     planes = np.ones((PackedTokens.FIELDS, bucket.rows, bucket.length), np.int32)
     planes[1] = np.arange(bucket.length)
-    best = float("inf")
-    for _ in range(runs):
+    times: list[float] = []
+    while len(times) < 2 or sum(times) < TIMING_S:
         start = time.perf_counter()
         runner.run(bucket, planes, ("dense",))
-        best = min(best, time.perf_counter() - start)
-    return best * 1000
+        times.append(time.perf_counter() - start)
+        if len(times) == MOST_TIMINGS:
+            break
+    return min(times) * 1000
 
 
 def _cpu_has_bfloat16() -> bool:
