@@ -205,7 +205,8 @@ def started(runner: Runner, grid: BucketGrid, model: Subject, platform: str) -> 
     seats = [Seat(runner, DeviceTurn.for_platform(platform))]
     engine = Engine(seats, grid, model.spec.dim, Telemetry(), full_warmup=True)
     engine.start()
-    engine.warmup.wait()
+    for thread in engine.warmup.threads:  # until every bucket is timed, too
+        thread.join()
     return engine
 
 

@@ -25,12 +25,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from benchmarks import report, subject
 from benchmarks.subject import Subject
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
-from jaxembed.engine.calibrate import ACCELERATOR_TOKENS
+from jaxembed.engine.calibrate import batch_tokens
 from jaxembed.engine.replica import Replica, native_dtype
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import DType
-
-CPU_TOKENS = 4096  # of a batch, where the command line does not say
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -79,8 +77,11 @@ def limit_of(args: Namespace, model: Subject) -> int:
 
 
 def budget_of(args: Namespace, model: Subject) -> int:
-    on_cpu = jax.local_devices()[0].platform == "cpu"
-    usual = CPU_TOKENS if on_cpu else ACCELERATOR_TOKENS
+    """The token budget asked for, or the one that the server would choose."""
+    device = jax.local_devices()[0]
+    dtype = args.dtype or native_dtype(device)
+    with tempfile.TemporaryDirectory() as rates:
+        usual = batch_tokens(model.program, device, dtype, Path(rates))
     return args.max_batch_tokens or max(usual, limit_of(args, model))
 
 
