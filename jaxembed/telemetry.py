@@ -5,12 +5,14 @@ work. Each series is present from the start.
 """
 
 import re
+from collections.abc import Iterable
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 DURATION_BUCKETS = tuple(1e-5 * 1.5**k for k in range(1, 36))  # 15 us to 14.6 s, as TEI's
+POWERS = [2**k for k in range(21)]
 FILL_BUCKETS = tuple(k / 20 for k in range(1, 21))
 FAILURES = (
     "validation",
@@ -45,45 +47,44 @@ class Telemetry:
 
     def __init__(self, max_input_tokens: int = 2**19):
         self.registry = CollectorRegistry()
-        powers = [2**k for k in range(21)]
-        inputs = [p for p in powers[:20] if p <= max_input_tokens]
+        self._add_series_of_tei(max_input_tokens)
+        self._add_our_series()
+        self._start_at_zero()
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, labels, registry=self.registry)
+    def exposition(self) -> bytes:
+        """The Prometheus text format, version 0.0.4."""
+        text = generate_latest(self.registry)
+        return re.sub(rb"^(# (?:HELP|TYPE) \S+)_total ", rb"\1 ", text, flags=re.MULTILINE)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, registry=self.registry)
+    def _add_series_of_tei(self, max_input_tokens: int) -> None:
+        self.request_count = self._counter("te_request_count", "Requests accepted", "method")
+        self.request_success = self._counter("te_request_success", "Requests answered", "method")
+        self.request_failure = self._counter(
+            "te_request_failure", "Requests refused or failed", "err"
+        )
+        self.embed_count = self._counter("te_embed_count", "Inputs to embed")
+        self.embed_success = self._counter("te_embed_success", "Inputs embedded")
+        self.predict_count = self._counter("te_predict_count", "Inputs to classify or score")
+        self.predict_success = self._counter("te_predict_success", "Inputs classified or scored")
 
-        def histogram(name: str, text: str, buckets, *labels: str) -> BulkHistogram:
-            return BulkHistogram(name, text, labels, buckets=tuple(buckets), registry=self.registry)
-
-        def duration(name: str, text: str) -> BulkHistogram:
-            return histogram(name, text, DURATION_BUCKETS)
-
-        self.request_count = counter("te_request_count", "Requests accepted", "method")
-        self.request_success = counter("te_request_success", "Requests answered", "method")
-        self.request_failure = counter("te_request_failure", "Requests refused or failed", "err")
-        self.embed_count = counter("te_embed_count", "Inputs to embed")
-        self.embed_success = counter("te_embed_success", "Inputs embedded")
-        self.predict_count = counter("te_predict_count", "Inputs to classify or score")
-        self.predict_success = counter("te_predict_success", "Inputs classified or scored")
-
-        self.request_duration = duration("te_request_duration", "Seconds for a request")
-        self.request_tokenization = duration(
+        self.request_duration = self._duration("te_request_duration", "Seconds for a request")
+        self.request_tokenization = self._duration(
             "te_request_tokenization_duration", "Seconds of tokenizing, mean over the inputs"
         )
-        self.request_queue = duration(
+        self.request_queue = self._duration(
             "te_request_queue_duration", "Seconds in the queue, mean over the inputs"
         )
-        self.request_inference = duration(
+        self.request_inference = self._duration(
             "te_request_inference_duration", "Seconds on the device, mean over the inputs"
         )
-        self.embed_duration = duration("te_embed_duration", "Seconds for an input")
-        self.embed_tokenization = duration(
+        self.embed_duration = self._duration("te_embed_duration", "Seconds for an input")
+        self.embed_tokenization = self._duration(
             "te_embed_tokenization_duration", "Seconds of tokenizing, by input"
         )
-        self.embed_queue = duration("te_embed_queue_duration", "Seconds in the queue, by input")
-        self.embed_inference = duration(
+        self.embed_queue = self._duration(
+            "te_embed_queue_duration", "Seconds in the queue, by input"
+        )
+        self.embed_inference = self._duration(
             "te_embed_inference_duration", "Seconds on the device, by input"
         )
         for name, text in (
@@ -92,40 +93,62 @@ class Telemetry:
             ("te_predict_queue_duration", "Seconds in the queue, by input"),
             ("te_predict_inference_duration", "Seconds on the device, by input"),
         ):
-            duration(name, text)
-        self.input_length = histogram(
-            "te_request_input_length", "Tokens of an input after truncation", inputs
+            self._duration(name, text)
+        self.input_length = self._histogram(
+            "te_request_input_length",
+            "Tokens of an input after truncation",
+            [power for power in POWERS[:20] if power <= max_input_tokens],
         )
-        self.batch_size = histogram("te_batch_next_size", "Sequences in a batch", powers[:13])
-        self.batch_tokens = histogram("te_batch_next_tokens", "Useful tokens in a batch", powers)
-        self.queue_size = gauge("te_queue_size", "Inputs waiting for a batch")
+        self.batch_size = self._histogram("te_batch_next_size", "Sequences in a batch", POWERS[:13])
+        self.batch_tokens = self._histogram(
+            "te_batch_next_tokens", "Useful tokens in a batch", POWERS
+        )
+        self.queue_size = self._gauge("te_queue_size", "Inputs waiting for a batch")
 
-        self.queue_tokens = gauge("jaxembed_queue_tokens", "Tokens waiting for a batch")
-        self.batch_fill = histogram(
+    def _add_our_series(self) -> None:
+        self.queue_tokens = self._gauge("jaxembed_queue_tokens", "Tokens waiting for a batch")
+        self.batch_fill = self._histogram(
             "jaxembed_batch_fill_ratio", "Useful tokens over the bucket's tokens", FILL_BUCKETS
         )
-        self.compile_count = counter(
+        self.compile_count = self._counter(
             "jaxembed_compile_count", "Programs compiled, persistent cache hits not counted"
         )
-        self.compile_cache_hits = counter(
+        self.compile_cache_hits = self._counter(
             "jaxembed_compile_cache_hits", "Programs found in the persistent cache"
         )
-        self.compile_seconds = counter("jaxembed_compile_seconds", "Seconds spent compiling")
-        self.truncated_inputs = counter("jaxembed_truncated_inputs", "Inputs cut to the limit")
-        self.cancelled_requests = counter(
+        self.compile_seconds = self._counter("jaxembed_compile_seconds", "Seconds spent compiling")
+        self.truncated_inputs = self._counter(
+            "jaxembed_truncated_inputs", "Inputs cut to the limit"
+        )
+        self.cancelled_requests = self._counter(
             "jaxembed_cancelled_requests", "Requests whose client went away"
         )
-        self.not_finite = counter(
+        self.not_finite = self._counter(
             "jaxembed_not_finite_sequences", "Sequences run again because of NaN or infinity"
         )
-        self.split_batches = counter(
+        self.split_batches = self._counter(
             "jaxembed_split_batches", "Batches run again in halves for want of device memory"
         )
-        self.failed_batches = counter("jaxembed_failed_batches", "Batches that failed for good")
-        self.stage = histogram(
+        self.failed_batches = self._counter(
+            "jaxembed_failed_batches", "Batches that failed for good"
+        )
+        self.stage = self._histogram(
             "jaxembed_stage_seconds", "Seconds in a stage of a request", DURATION_BUCKETS, "stage"
         )
-        self._start_at_zero()
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self.registry)
+
+    def _histogram(
+        self, name: str, text: str, buckets: Iterable[int | float], *labels: str
+    ) -> BulkHistogram:
+        return BulkHistogram(name, text, labels, buckets=tuple(buckets), registry=self.registry)
+
+    def _duration(self, name: str, text: str) -> BulkHistogram:
+        return self._histogram(name, text, DURATION_BUCKETS)
 
     def _start_at_zero(self) -> None:
         for metric, values in (
@@ -137,8 +160,3 @@ class Telemetry:
             labelled: MetricWrapperBase = metric
             for value in values:
                 labelled.labels(value)
-
-    def exposition(self) -> bytes:
-        """The Prometheus text format, version 0.0.4."""
-        text = generate_latest(self.registry)
-        return re.sub(rb"^(# (?:HELP|TYPE) \S+)_total ", rb"\1 ", text, flags=re.MULTILINE)
