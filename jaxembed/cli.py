@@ -1,11 +1,8 @@
 """The command line: parses, configures JAX, calls. Only this module reads the environment."""
 
-import hashlib
 import ipaddress
 import logging
 import os
-import platform
-import signal
 import sys
 import threading
 import time
@@ -18,7 +15,7 @@ import click
 
 from jaxembed import __version__
 from jaxembed.config import MIB, EngineConfig, ServerConfig, TextConfig
-from jaxembed.errors import JaxembedError
+from jaxembed.errors import ConfigError, JaxembedError
 
 # JAX, the engine and the server are imported inside the commands, so that --help is quick.
 
@@ -116,7 +113,7 @@ TEXT_OPTIONS = _options(
     _option(
         "--tokenization-workers",
         type=click.IntRange(1),
-        help="Tokenizer threads. Default: cores less one.",
+        help="Tokenizer threads. Default: cores less one, at least 4.",
     ),
 )
 
@@ -132,7 +129,14 @@ SERVER_OPTIONS = _options(
         help="Address to listen on.  [env var: HOSTNAME, if an IP address]",
     ),
     click.option(
-        "-p", "--port", envvar="PORT", show_envvar=True, type=int, default=8080, show_default=True
+        "-p",
+        "--port",
+        envvar="PORT",
+        show_envvar=True,
+        type=click.IntRange(0, 65535),
+        default=8080,
+        show_default=True,
+        help="0 is any free port.",
     ),
     _option("--api-key", multiple=True, help="Key that clients must send; repeat for several."),
     _option("--cors-allow-origin", multiple=True, help="Repeat for several. Default: any."),
@@ -167,7 +171,11 @@ SERVER_OPTIONS = _options(
         show_default=True,
         help="Seconds to finish admitted requests after SIGTERM.",
     ),
-    _option("--prometheus-port", type=int, help="Serve /metrics on a second port too."),
+    _option(
+        "--prometheus-port",
+        type=click.IntRange(0, 65535),
+        help="Serve /metrics on a second port too.",
+    ),
     _option("--json-output", is_flag=True, help="Log lines as JSON."),
     # TEI's, with nothing here to act on: there is no backend process and no trace to hold spans
     _option("--uds-path", hidden=True),
@@ -196,6 +204,8 @@ def serve(model: str | None, model_id: str | None, json_output: bool, **flags: A
     """
     if model and model_id and model != model_id:
         raise click.UsageError(f"two models: {model} and --model-id {model_id}")
+    if "" in flags["api_key"]:
+        raise click.UsageError("--api-key is empty: nobody could send it")
     if flags["otlp_endpoint"]:
         raise click.UsageError("--otlp-endpoint: traces are not exported; use /metrics")
     configure_logging(json_output)
@@ -203,11 +213,7 @@ def serve(model: str | None, model_id: str | None, json_output: bool, **flags: A
 
     config = _server_config(flags)
     listener = listen(config.host, config.port)  # a port in use is known before a long load
-    embedder = _embedder(model or model_id, flags, wait=False)
-    failures = _stop_when_not_ready(embedder)
-    run(embedder, config, listener)
-    if failures:
-        raise failures[0]
+    run(_embedder(model or model_id, flags, wait=False), config, listener)
 
 
 @cli.command()
@@ -277,6 +283,7 @@ def embed(
 def info(model: str | None, **flags: Any) -> None:
     """Say what MODEL is: limits, pooling, prompts, size."""
     configure_logging()
+    os.environ["JAX_PLATFORMS"] = "cpu"  # a conversion starts a backend, as in convert
     import msgspec
 
     from jaxembed import checkpoint, hub
@@ -351,31 +358,27 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our threads share the work
     if memory_fraction is not None:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(memory_fraction)
+        os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # its old name; both are an error
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
-    programs = cache_dir / "programs" / _host_id()
-    for folder in (cache_dir, programs.parent, programs):
-        # for this user alone: whoever can write here can run code in this process
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    from jaxembed.engine.calibrate import host_id
+
+    programs = cache_dir / "programs" / host_id()
+    try:
+        for folder in (cache_dir, programs.parent, programs):
+            # for this user alone: whoever can write here can run code in this process
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--cache-dir {cache_dir} (JAXEMBED_CACHE) cannot be used: {error.strerror}"
+        ) from error
     jax.config.update("jax_compilation_cache_dir", str(programs))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # a seat's thread waits for its batch anyway; asynchronous dispatch would oversubscribe cores
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     sys.setswitchinterval(0.0005)  # keeps the event loop responsive beside the engine's threads
-
-
-def _host_id() -> str:
-    """Names this kind of host. Programs for a CPU use what it can do, and another one, on a shared
-    home directory, may not have it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    abilities = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
-    identity = "\n".join([platform.machine(), *sorted(set(abilities))])
-    return hashlib.sha256(identity.encode()).hexdigest()[:12]
 
 
 def _embedder(model: str | None, flags: dict[str, Any], *, wait: bool):
@@ -460,21 +463,6 @@ def _compile_bar() -> Callable[[int, int], None] | None:
             bar.close()
 
     return show
-
-
-def _stop_when_not_ready(embedder) -> list[Exception]:
-    """Stop the server if a bucket that is needed does not compile; the list then holds why."""
-    failures: list[Exception] = []
-
-    def watch() -> None:
-        try:
-            embedder.wait_ready()
-        except Exception as error:
-            failures.append(error)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="wait-ready", daemon=True).start()
-    return failures
 
 
 def _ip_address(text: str) -> str | None:

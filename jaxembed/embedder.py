@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ from jaxembed.engine.admission import Admission
 from jaxembed.engine.build import build, plan
 from jaxembed.engine.compiles import compile_events
 from jaxembed.engine.ticket import Ticket
-from jaxembed.errors import ConfigError, EmptyInput, InvalidInput
+from jaxembed.errors import BackendError, ConfigError, EmptyInput, InvalidInput
 from jaxembed.inputs import Encoding, Input, Text
 from jaxembed.models import program
 from jaxembed.models.output import OutputName
@@ -33,6 +34,7 @@ from jaxembed.spec import ModelSpec, Pooling
 from jaxembed.telemetry import Telemetry
 
 QUEUED_BATCHES = 64  # of waiting work a device may have before requests are refused
+MOST_SHOWN_CHARACTERS = 1_000_000  # in a /tokenize request: an answer takes 900 bytes a token
 QUERY_PROMPTS = ("query",)  # names sentence-transformers looks for, in this order
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
@@ -101,9 +103,20 @@ class Embedder:
         self.spec = checkpoint.load_spec(path)
         if pooling is not None:
             self.spec = _pooled(self.spec, pooling)
+        self._closed = False
         self._load(path, cache_dir, on_progress)
         if wait:
-            self.wait_ready()
+            try:
+                self.wait_ready()
+            except BaseException:
+                self.close()  # or its threads would keep it, and the device's memory
+                raise
+
+    def __enter__(self) -> "Embedder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _load(self, path: Path, cache_dir: Path, on_progress) -> None:
         events = compile_events()
@@ -145,12 +158,12 @@ class Embedder:
         Options are the fields of EncodeOptions: prompt, prompt_name, truncate, truncation_side,
         dimensions, normalize. Raises the errors of InvalidInput and BackendError.
         """
-        wanted = EncodeOptions(**options)
+        wanted = _library_options(options)
+        rules = self._rules(wanted)
         inputs = _inputs(texts)
         if not inputs:
             return np.zeros((0, wanted.dimensions or self.spec.dim), np.float32)
         started_at = time.monotonic()
-        rules = self._rules(wanted)
         parts = self.processor.executor.map(
             partial(self.processor.encode, rules=rules), _chunks(inputs)
         )
@@ -178,7 +191,7 @@ class Embedder:
         inputs = _inputs(texts)
         if not inputs:
             return self.encode([], **options)
-        dense = (await self._answer(inputs, EncodeOptions(**options))).dense
+        dense = (await self._answer(inputs, _library_options(options))).dense
         return dense[0] if isinstance(texts, str) else dense
 
     async def encode_query_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
@@ -205,17 +218,24 @@ class Embedder:
     ) -> list[list[TokenPiece]]:
         """The tokens of each text with their byte offsets; nothing is cut."""
         prompt = self.processor.prompt(None, prompt_name)
-        return await self._off_loop(
-            partial(self.processor.pieces, texts, special=add_special_tokens, prompt=prompt)
-        )
+        characters = sum(map(len, texts))
+        if characters > MOST_SHOWN_CHARACTERS:
+            raise InvalidInput(
+                f"`inputs` may hold {MOST_SHOWN_CHARACTERS} characters in all, because every token "
+                f"is shown. Given: {characters}. Send fewer texts at a time",
+                field="inputs",
+            )
+        call = partial(self.processor.pieces, texts, special=add_special_tokens, prompt=prompt)
+        with self.admission.admit(len(texts), characters // 4):
+            return await self._off_loop(call)
 
     async def decode_async(
         self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool
     ) -> list[str]:
         """The text of each list of ids."""
-        return await self._off_loop(
-            partial(self.processor.decode, ids, skip_special_tokens=skip_special_tokens)
-        )
+        call = partial(self.processor.decode, ids, skip_special_tokens=skip_special_tokens)
+        with self.admission.admit(len(ids), sum(map(len, ids))):
+            return await self._off_loop(call)
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -229,7 +249,8 @@ class Embedder:
 
     @property
     def tokenization_workers(self) -> int:
-        return self.text.workers or min(max((os.cpu_count() or 2) - 1, 1), 64)  # TEI's rule
+        """TEI's rule, and four at least: one huge text must not hold up everybody's."""
+        return self.text.workers or min(max((os.cpu_count() or 2) - 1, 4), 64)
 
     @property
     def device(self) -> str:
@@ -278,9 +299,10 @@ class Embedder:
 
     def close(self, timeout_s: float = 20.0) -> None:
         """Finish what is queued and stop the threads."""
+        self._closed = True
         self.drain()
         self.engine.close(timeout_s)
-        self.processor.executor.shutdown(wait=False, cancel_futures=True)
+        self.processor.executor.shutdown(wait=False)
 
     # -- between ----------------------------------------------------------------------------------
 
@@ -298,7 +320,12 @@ class Embedder:
             self._off_loop(partial(self.processor.encode, chunk, rules))
             for chunk in _chunks(inputs)
         ]
-        tokenized = _join(await asyncio.gather(*parts))
+        try:
+            tokenized = _join(await asyncio.gather(*parts))
+        except BaseException:
+            for part in parts:  # the others are for nothing now
+                part.cancel()
+            raise
         tokenization_s = time.monotonic() - started_at
         on_tokens(sum(encoding.length for encoding in tokenized.encodings))
         ticket = await self._run(tokenized.encodings, options.outputs)
@@ -325,6 +352,8 @@ class Embedder:
         return asyncio.get_running_loop().run_in_executor(self.processor.executor, call)
 
     def _rules(self, options: EncodeOptions) -> Rules:
+        if self._closed:
+            raise BackendError("this Embedder is closed")
         self._check_dimensions(options.dimensions)
         truncate = self.text.truncate if options.truncate is None else options.truncate
         prompt = self.processor.prompt(options.prompt, options.prompt_name)
@@ -386,6 +415,13 @@ def _pooled(spec: ModelSpec, pooling: Pooling) -> ModelSpec:
     if len(spec.pooling) > 1:
         raise ConfigError(f"--pooling {pooling}: this checkpoint concatenates {spec.pooling}")
     return msgspec.structs.replace(spec, pooling=(pooling,))
+
+
+def _library_options(options: dict[str, Any]) -> EncodeOptions:
+    """Raises TypeError for an option that the library's verbs don't have."""
+    if "outputs" in options:
+        raise TypeError("encode gives one vector a text; for token vectors use answer()")
+    return EncodeOptions(**options)
 
 
 def _inputs(texts: str | Sequence[str]) -> list[Input]:

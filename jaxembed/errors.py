@@ -13,7 +13,7 @@ JaxembedError
   * Overloaded              the queue is full; try again after `retry_after_s`
       - ShuttingDown        the server drains and admits nothing more
   * BackendError            the device failed on this request
-      - NotFinite           a result holds NaN or infinity, alone and in float32 too
+      - NotFinite           a result holds NaN or infinity even when run alone
   * Cancelled               whoever waited for the result has gone
 """
 

@@ -57,6 +57,9 @@ class FakeEmbedder(Embedder):
         self.cancelled = asyncio.Event()
         self.asked: list[EncodeOptions] = []
 
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Ready from the start."""
+
     async def answer(self, inputs: Sequence[Input], options: EncodeOptions) -> Embeddings:
         await self._weather()
         self.asked.append(options)

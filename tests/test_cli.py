@@ -123,10 +123,21 @@ def test_two_different_models_are_refused():
     assert "two models: a and --model-id b" in done.stderr
 
 
-def test_a_switch_that_cannot_be_honoured_is_refused():
-    done = run("serve", "--otlp-endpoint", "x")
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--otlp-endpoint", "x"), ("--api-key", ""), ("--port", "99999")]
+)
+def test_a_flag_that_cannot_be_honoured_is_refused(flag, value):
+    done = run("serve", flag, value)
     assert done.returncode == 2
-    assert "--otlp-endpoint" in done.stderr
+    assert flag in done.stderr
+
+
+def test_a_cache_directory_that_cannot_be_is_refused_by_its_flag(tmp_path):
+    (tmp_path / "file").touch()
+    done = run("serve", "--port", "0", "--cache-dir", str(tmp_path / "file" / "x"))
+    assert done.returncode == 2
+    assert "--cache-dir" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -180,4 +191,4 @@ def test_log_lines_can_be_json():
 def test_every_option_says_what_it_is_for():
     for command in cli.cli.commands.values():
         options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
-        assert [p.name for p in options if not p.help and p.name != "port"] == []
+        assert [p.name for p in options if not p.help] == []

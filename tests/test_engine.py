@@ -1,6 +1,8 @@
 """The queue and its threads, with runners that are plain Python."""
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.engine import Engine, Seat
 from jaxembed.engine.replica import NullReplica
 from jaxembed.engine.turn import DeviceTurn
-from jaxembed.errors import BackendError, Cancelled, InputTooLong
+from jaxembed.errors import BackendError, Cancelled, EmptyInput, InputTooLong
 from jaxembed.inputs import Encoding
 from jaxembed.telemetry import Telemetry
 
@@ -331,7 +333,7 @@ def test_three_failures_in_a_row_make_it_unhealthy_until_a_probe_succeeds(
         with pytest.raises(BackendError):
             sums(engine.submit([encoding(5)]))
         if k < 2:  # an answer reaches its waiter after it is counted, so this can't be early
-            assert engine._failures == k + 1
+            assert engine._seats[0].failures == k + 1
     assert not engine.healthy
     assert not engine.ready
     healthy_again.clear()
@@ -488,3 +490,71 @@ def test_the_figures_of_a_batch_reach_telemetry(start, runner):
     assert "te_batch_next_tokens_sum 4.0" in text
     assert "jaxembed_batch_fill_ratio_sum 0.25" in text
     assert "te_queue_size 0.0" in text
+
+
+def test_a_seat_that_fails_leaves_the_work_to_one_that_is_well(start, monkeypatch):
+    monkeypatch.setattr(engine_module, "PROBE_EVERY_S", 3600)
+    well, sick = SumRunner(), SumRunner()
+    engine = start(well, sick)
+    well.gate.clear()
+    sick.broken = True
+    held = engine.submit([encoding(5)])  # on either seat; the well one keeps what it gets
+    failed = 0
+    while not engine._seats[1].sick:
+        try:
+            engine.submit([encoding(6)]).result(0.05)
+        except BackendError:
+            failed += 1
+        except TimeoutError:
+            continue
+    assert failed <= engine_module.FAILURES_TO_SICK
+    well.gate.set()
+    assert engine.healthy
+    for n in range(7, 27):
+        assert sums(engine.submit([encoding(n)])) == [float(n)]
+    del held
+
+
+def test_a_device_that_answers_only_nan_is_sick(start, runner, monkeypatch):
+    monkeypatch.setattr(engine_module, "PROBE_EVERY_S", 3600)
+    engine = start(runner)
+    usual = runner.run
+    monkeypatch.setattr(
+        runner, "run", lambda *a: {"dense": np.full_like(usual(*a)["dense"], np.nan)}
+    )
+    for _ in range(engine_module.FAILURES_TO_SICK):
+        with pytest.raises(BackendError, match="not finite"):
+            sums(engine.submit([encoding(5)]))
+    assert not engine.healthy
+
+
+def test_an_answer_of_the_wrong_width_fails_its_request_and_no_other(start, runner, monkeypatch):
+    engine = start(runner)
+    usual = runner.run
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "run", lambda *a: {"dense": np.ones((8, 4, 3), np.float32)})
+        with pytest.raises(BackendError, match="internal"):
+            sums(engine.submit([encoding(5)]))
+    runner.run = usual
+    assert sums(engine.submit([encoding(6)])) == [6.0]
+
+
+def test_a_sequence_of_no_tokens_is_refused_where_it_comes_in(start, runner):
+    engine = start(runner)
+    with pytest.raises(EmptyInput):
+        engine.submit([encoding(5), encoding()])
+    assert engine.waiting == (0, 0)
+
+
+def test_an_answered_ticket_is_freed_without_a_collection(start, runner):
+    engine = start(runner)
+    gc.disable()
+    try:
+        ticket = engine.submit([encoding(5), encoding(6)])
+        assert sums(ticket) == [5.0, 6.0]
+        gone = weakref.finalize(ticket, lambda: None)
+        del ticket
+        assert sums(engine.submit([encoding(7)])) == [7.0]  # the thread has let go of the batch
+        assert not gone.alive
+    finally:
+        gc.enable()

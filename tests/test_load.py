@@ -23,7 +23,7 @@ ANSWER_S = 60  # far more than any answer takes; a hang fails the test instead o
 class Server:
     """`jaxembed serve` on a free port of the loopback interface."""
 
-    def __init__(self, checkpoint: Path, grid: Path, cache: Path, *flags: str):
+    def __init__(self, checkpoint: Path, grid: Path, cache: Path, *flags: str, ready: bool = True):
         command = [sys.executable, "-m", "jaxembed.cli", "serve", str(checkpoint), "--port", "0"]
         command += ["--buckets", str(grid), "--max-batch-tokens", "128", "--warmup", "full"]
         self.process = subprocess.Popen(
@@ -38,7 +38,8 @@ class Server:
         assert self._listening.wait(ANSWER_S), "".join(self.log)
         self.url = next(line for line in self.log if "listening" in line).split()[-1]
         self.port = int(self.url.rsplit(":", 1)[1])
-        self.wait_until(lambda: self.get("/ready").status_code == 200)
+        if ready:
+            self.wait_until(lambda: self.get("/ready").status_code == 200)
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=ANSWER_S)
@@ -69,8 +70,9 @@ class Server:
 def _start_server(tiny_checkpoint, grid_file, tmp_path) -> Iterator:
     servers = []
 
-    def start(*flags: str) -> Server:
-        servers.append(Server(tiny_checkpoint, grid_file, tmp_path / "cache", *flags))
+    def start(*flags: str, ready: bool = True) -> Server:
+        cache = tmp_path / "cache"
+        servers.append(Server(tiny_checkpoint, grid_file, cache, *flags, ready=ready))
         return servers[-1]
 
     yield start
@@ -160,3 +162,13 @@ def test_sigterm_under_load_loses_no_admitted_request(start_server):
     statuses = Counter(a[0] if isinstance(a, tuple) else type(a).__name__ for a in answers)
     assert set(statuses) <= {200, 503, "ConnectionRefusedError", "ConnectionResetError"}, statuses
     assert statuses[200] > 0
+
+
+@pytest.mark.parametrize("warmup", ["full", "minimal"])
+def test_sigterm_while_compiling_is_a_clean_stop(start_server, tmp_path, warmup):
+    grid = tmp_path / "grid.json"
+    grid.write_text(json.dumps({"buckets": [[r, n] for r in (1, 2, 4, 8) for n in (16, 32, 64)]}))
+    flags = ["--buckets", str(grid), "--max-batch-tokens", "512", "--warmup", warmup]
+    server = start_server(*flags, ready=False)
+    assert server.stop() == 0, "".join(server.log)
+    assert "Traceback" not in "".join(server.log)

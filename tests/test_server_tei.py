@@ -156,11 +156,25 @@ def test_vertex_answers_each_instance():
 
 
 def test_vertex_answers_with_its_first_failure():
-    body = {"instances": [{"inputs": "a"}, {"inputs": ""}, {"input": "b"}]}
+    body = {"instances": [{"inputs": "a"}, {"inputs": ""}, {"inputs": "b"}]}
     response, answer = ask(body, path="/vertex")
     assert response.status_code == 400
     assert answer["error_type"] == "Empty"
     assert ask({"instances": []}, path="/vertex")[1] == {"predictions": []}
+
+
+def test_vertex_runs_nothing_of_a_request_with_an_instance_it_cannot_read():
+    embedder = FakeEmbedder()
+    body = {"instances": [{"inputs": "a"}, {"input": "b"}]}
+    assert ask(body, path="/vertex", embedder=embedder)[0].status_code == 422
+    assert embedder.asked == []
+
+
+def test_vertex_counts_the_inputs_of_all_instances():
+    body = {"instances": [{"inputs": ["a"] * 1500}] * 2}
+    response, answer = ask(body, path="/vertex")
+    assert response.status_code == 422
+    assert "batch size 3000 > maximum allowed batch size 2048" in answer["error"]
 
 
 EMPTY = "Input validation error: `inputs` cannot be empty"

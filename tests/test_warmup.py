@@ -7,6 +7,7 @@ import pytest
 
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.warmup import CompilePlan, Warmup
+from jaxembed.errors import BackendError
 
 GRID = BucketGrid(
     (Bucket(1, 16), Bucket(4, 16), Bucket(16, 16), Bucket(1, 64), Bucket(2, 64), Bucket(8, 64))
@@ -184,3 +185,34 @@ def test_stop_compiles_no_further_bucket():
         if thread.name == "compile-0":
             thread.join(30)
     assert compiler.order == COVERING[:2]
+
+
+def test_a_progress_callback_that_raises_stops_nothing(caplog):
+    def on_progress(done: int, total: int) -> None:
+        raise OSError("the terminal has gone")
+
+    finished = threading.Event()
+    warmup = warmup_of(Compiler(), on_progress=on_progress, on_finish=finished.set)
+    warmup.start()
+    warmup.wait(30.0)
+    assert finished.wait(30)
+    assert "progress could not be shown" in caplog.text
+
+
+def test_the_end_comes_when_a_bucket_is_left_out_too():
+    finished = threading.Event()
+    warmup = warmup_of(Compiler(broken=[Bucket(4, 16)]), on_finish=finished.set)
+    warmup.start()
+    assert finished.wait(30)
+    assert len(warmup.compiled) == len(GRID.buckets) - 1
+
+
+def test_stopping_before_ready_tells_those_who_wait():
+    compiler = Compiler(gates=COVERING)
+    warmup = warmup_of(compiler)
+    warmup.start()
+    warmup.stop()
+    with pytest.raises(BackendError, match="closed before"):
+        warmup.wait(30.0)
+    for gate in compiler.gates.values():
+        gate.set()

@@ -109,10 +109,18 @@ def _seats(plan: Plan, program: Program, parameters: dict[str, np.ndarray]) -> l
     return [
         Seat(
             Replica(program, parameters, devices, plan.dtype, twin),
-            DeviceTurn.for_platform(plan.platform),
+            turn_of(devices[0]),
         )
         for devices in groups
     ]
+
+
+_TURNS: dict[Device, DeviceTurn] = {}  # of this process
+
+
+def turn_of(device: Device) -> DeviceTurn:
+    """The one turn of a device, shared by the engines of every model on it."""
+    return _TURNS.setdefault(device, DeviceTurn.for_platform(device.platform))
 
 
 def _float32_twin(plan: Plan) -> Bucket | None:

@@ -1,5 +1,6 @@
 """How many tokens a batch should hold on a CPU: measured once for a machine, then remembered."""
 
+import hashlib
 import json
 import logging
 import os
@@ -33,6 +34,18 @@ def batch_tokens(program: Program, device: Device, dtype: DType, cache_dir: Path
     return int(min(max(2 ** int(np.log2(max(tokens, 1.0))), 256), ACCELERATOR_TOKENS))
 
 
+def host_id() -> str:
+    """Names this kind of host by what its CPU can do: on a shared home directory, another kind has
+    another speed and may not run programs compiled here."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    abilities = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    identity = "\n".join([platform.machine(), *sorted(abilities)])
+    return hashlib.sha256(identity.encode()).hexdigest()[:12]
+
+
 def _flops_per_token(program: Program) -> float:
     """Of the products with the parameters: two for each element of every matrix."""
     shapes = program.shapes.items()
@@ -42,7 +55,7 @@ def _flops_per_token(program: Program) -> float:
 def _rate(dtype: DType, cache_dir: Path) -> float:
     """FLOP/s of a product on this machine. Kept in a file: a figure that moved from start to start
     would choose other buckets, and compile them anew."""
-    key = f"{platform.processor() or platform.machine()}/{os.cpu_count()}/{dtype}"
+    key = f"{host_id()}/{os.cpu_count()}/{dtype}"
     file = cache_dir / "cpu-rates.json"
     try:
         rates = json.loads(file.read_text())

@@ -24,7 +24,7 @@ from jaxembed.engine.replica import Runner, milliseconds
 from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.engine.warmup import Warmup
-from jaxembed.errors import BackendError, InputTooLong
+from jaxembed.errors import BackendError, EmptyInput, InputTooLong
 from jaxembed.inputs import Encoding
 from jaxembed.models.output import OutputName
 from jaxembed.telemetry import Telemetry
@@ -36,12 +36,17 @@ EXIT_S = 5.0  # for the threads of an engine nobody closed, when the interpreter
 PROBE_EVERY_S = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Seat:
     """A runner and the turn of its devices."""
 
     runner: Runner
     turn: DeviceTurn
+    failures: int = 0  # batches in a row, under the engine's lock
+
+    @property
+    def sick(self) -> bool:
+        return self.failures >= FAILURES_TO_SICK
 
 
 class Engine:
@@ -74,7 +79,6 @@ class Engine:
         self._waiting_entries = 0  # cancelled ones not counted
         self._waiting_tokens = 0
         self._stuck = False  # all that waits is too long for the buckets compiled so far
-        self._failures = 0  # batches in a row
         self._closing = False
         self._changed = threading.Condition()
         self.warmup = Warmup(
@@ -103,12 +107,12 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        return self._failures < FAILURES_TO_SICK
+        """Whether some seat answers: one that fails batch after batch only probes meanwhile."""
+        return not all(seat.sick for seat in self._seats)
 
     def start(self) -> None:
         """Start compiling and serving."""
-        # a thread that is still inside XLA when the interpreter ends aborts the process
-        atexit.register(self.close, EXIT_S)
+        atexit.register(self._leave)
         self.warmup.start()
         for thread in self._threads:
             thread.start()
@@ -121,6 +125,8 @@ class Engine:
     ) -> Ticket:
         """Queue the sequences of one request. Raises InputTooLong if one fits no bucket."""
         longest = max(encoding.length for encoding in encodings)
+        if min(encoding.length for encoding in encodings) == 0:
+            raise EmptyInput("Input validation error: `inputs` cannot be empty")
         if longest > self.grid.max_length:
             raise InputTooLong(
                 f"a sequence of {longest} tokens does not fit the longest bucket, "
@@ -128,9 +134,12 @@ class Engine:
             )
         ticket = Ticket(encodings, self._dim, outputs, wake)
         with self._changed:
-            if self._closing or self.warmup.error is not None:
+            if self._closing:
                 raise BackendError("the engine is closed")
+            if self.warmup.error is not None:
+                raise BackendError("the model could not be compiled")
             self._queue.extend(ticket.entries)
+            ticket.entries = []  # each points back: the pair would live until the next collection
             self._waiting_entries += ticket.waiting_entries
             self._waiting_tokens += ticket.waiting_tokens
             self._stuck = False
@@ -150,7 +159,6 @@ class Engine:
 
     def close(self, timeout_s: float = 20.0) -> None:
         """Finish the queue, stop the threads. What waits for a bucket not compiled yet fails."""
-        atexit.unregister(self.close)
         self.warmup.stop()
         with self._changed:
             self._closing = True
@@ -159,37 +167,56 @@ class Engine:
         _join(self._threads, deadline)
         self._fail_waiting("the engine is closed")
         _join(self.warmup.threads, deadline)
+        if not any(thread.is_alive() for thread in self.warmup.threads):
+            atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        """The interpreter ends: a thread that were still inside XLA then would abort it."""
+        self.close(EXIT_S)
+        _join(self.warmup.threads, math.inf)
 
     def _serve(self, seat: Seat) -> None:
         """A thread's life: wait, take the device's turn, take a batch, run it, settle it."""
         recovery = Recovery(seat.runner, lambda: self.cost, self._telemetry)
-        while self._wait_for_work():
+        while self._wait_for_work(seat):
             try:
                 self._serve_batch(seat, recovery)
             except Exception:
-                logger.exception(
-                    "a batch could not be composed or settled. This is a bug in jaxembed"
-                )
+                logger.exception("no batch could be composed. This is a bug in jaxembed")
                 self._fail_waiting("an internal error, see the server's log")
 
     def _serve_batch(self, seat: Seat, recovery: Recovery) -> None:
         with seat.turn.hold(self._urgency):
-            batch = self._take() or self._probe()
+            batch = None if self._is_out(seat) else self._take()
+            batch = batch or self._probe(seat)
             if batch is None:
                 return
             started_at = time.monotonic()
             results = recovery.run(batch)
             seconds = time.monotonic() - started_at
-        for answers in results:
-            _settle(answers, started_at, seconds)
-        self._note(batch, results, seconds)
+        try:
+            self._note(seat, batch, results, seconds)
+            for answers in results:
+                _settle(answers, started_at, seconds)
+        except Exception:
+            logger.exception("a batch could not be settled. This is a bug in jaxembed")
+            for entry in batch.entries:
+                entry.ticket.fail([entry.index], BackendError("an internal error"))
 
-    def _wait_for_work(self) -> bool:
+    def _is_out(self, seat: Seat) -> bool:
+        """Whether a seat fails while another is well: failing fast, it would take most batches."""
+        return seat.sick and self.healthy
+
+    def _wait_for_work(self, seat: Seat) -> bool:
         """Wait for something to run; False when the engine is closed and the queue empty."""
+
+        def has_work() -> bool:
+            return self._runnable and not self._is_out(seat)
+
         with self._changed:
-            timeout_s = None if self.healthy else PROBE_EVERY_S
-            self._changed.wait_for(lambda: self._closing or self._runnable, timeout_s)
-            return not self._closing or self._runnable
+            timeout_s = PROBE_EVERY_S if seat.sick else None
+            self._changed.wait_for(lambda: self._closing or has_work(), timeout_s)
+            return not self._closing or has_work()
 
     @property
     def _runnable(self) -> bool:
@@ -235,22 +262,23 @@ class Engine:
         self._waiting_entries -= len(batch.entries)
         self._waiting_tokens -= batch.useful_tokens
 
-    def _probe(self) -> Batch | None:
+    def _probe(self, seat: Seat) -> Batch | None:
         """One token on the smallest bucket when batches have failed in a row, to see whether the
         device is well again."""
-        if self.healthy or not self.cost:
+        if not seat.sick or not self.cost:
             return None
         ticket = Ticket([Encoding(np.ones(1, np.int32))], self._dim)
         return place(ticket.entries, min(self.cost, key=lambda bucket: bucket.tokens))
 
-    def _note(self, batch: Batch, results: Sequence[Answers], seconds: float) -> None:
+    def _note(self, seat: Seat, batch: Batch, results: Sequence[Answers], seconds: float) -> None:
         """Keep the figures of a batch."""
-        failed = all(isinstance(answers.error, BackendError) for answers in results)
+        answered = [answers for answers in results if answers.error is None and answers.entries]
         with self._changed:
-            self._failures = self._failures + 1 if failed else 0
-            if len(results) == 1 and not failed:
+            seat.failures = 0 if answered else seat.failures + 1
+            if [answers.entries for answers in answered] == [batch.entries]:  # as it was placed
                 self.cost[batch.bucket] = min(self.cost[batch.bucket], seconds * 1000)
-                rate = batch.useful_tokens / max(seconds, 1e-6) * len(self._seats)
+                rate = batch.useful_tokens / max(seconds, 1e-6)
+                rate *= sum(seat.turn.permits for seat in self._seats)  # as many run at a time
                 self.tokens_per_s += 0.1 * (rate - self.tokens_per_s) if self.tokens_per_s else rate
         self._telemetry.batch_size.observe(len(batch.entries))
         self._telemetry.batch_tokens.observe(batch.useful_tokens)
@@ -305,7 +333,8 @@ class Engine:
 def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
     for thread in threads:
         if thread.ident is not None:  # it was started
-            thread.join(max(0.0, deadline - time.monotonic()))
+            left_s = deadline - time.monotonic()
+            thread.join(None if math.isinf(left_s) else max(0.0, left_s))
 
 
 def _settle(answers: Answers, started_at: float, seconds: float) -> None:

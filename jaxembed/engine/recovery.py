@@ -104,7 +104,8 @@ class Recovery:
                 return answers
         except Exception as error:
             return self._after_failure(alone, error)[0]
-        message = f"the result of input {entry.index} is not finite, alone and in full precision"
+        how = "alone" if wide is None else "alone and in float32"
+        message = f"the result of input {entry.index} is not finite, run {how}"
         return Answers([entry], error=NotFinite(message))
 
 

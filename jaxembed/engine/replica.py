@@ -182,9 +182,13 @@ def compiler_options(platform: str) -> dict[str, str | bool]:
 
 def native_dtype(device: Device) -> DType:
     """bfloat16 where the device multiplies it natively, else float32."""
-    if device.platform in ("gpu", "tpu") or _cpu_has_bfloat16():
-        return "bfloat16"
-    return FLOAT32
+    if device.platform == "gpu":
+        # NVIDIA's Ampere is 8.0; AMD reports names such as gfx942
+        capability = str(getattr(device, "compute_capability", ""))
+        native = not capability.replace(".", "").isdigit() or float(capability) >= 8.0
+    else:
+        native = device.platform == "tpu" or _cpu_has_bfloat16()
+    return "bfloat16" if native else FLOAT32
 
 
 def milliseconds(runner: Runner, bucket: Bucket) -> float:

@@ -37,7 +37,7 @@ class Ticket:
         self.waiting_tokens = sum(entry.length for entry in self.entries)
         self.cancelled = False
         self._failures: dict[int, Exception] = {}
-        self._remaining = count
+        self._open = np.ones(count, bool)  # not settled yet
         self._wake = wake
         self._done = threading.Event()
         self._lock = threading.Lock()
@@ -55,13 +55,13 @@ class Ticket:
         if tokens is not None and "tokens" in self.outputs:
             for i, hidden in zip(index, tokens, strict=True):
                 self.tokens[i] = hidden
-        self._settle(len(index))
+        self._settle(index)
 
     def fail(self, index: list[int], error: Exception) -> None:
-        """These sequences have no answer. The others still run to their end."""
+        """These sequences, if they have no answer yet, will have none. The others still run."""
         with self._lock:
-            self._failures.update(dict.fromkeys(index, error))
-        self._settle(len(index))
+            self._failures.update((i, error) for i in index if self._open[i])
+        self._settle(index)
 
     def cancel(self) -> bool:
         """Nobody waits any more. False if the ticket was complete already."""
@@ -72,10 +72,11 @@ class Ticket:
             self._done.set()
             return True
 
-    def _settle(self, count: int) -> None:
+    def _settle(self, index: list[int]) -> None:
         with self._lock:
-            self._remaining -= count
-            last = self._remaining == 0 and not self.cancelled
+            were_open = bool(self._open[index].any())
+            self._open[index] = False
+            last = were_open and not self._open.any() and not self.cancelled
         if last:
             self._done.set()
             if self._wake is not None:

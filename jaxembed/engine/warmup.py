@@ -49,6 +49,7 @@ class Warmup:
     ):
         self.error: Exception | None = None
         self.compiled: list[Bucket] = []
+        self._done = 0  # compiled or left out
         self._compile_bucket = compile_bucket
         self._needed_length = needed_length
         self._on_progress = on_progress or (lambda done, total: None)
@@ -104,6 +105,7 @@ class Warmup:
                 self._on_failure(bucket, error)
             else:
                 self._on_success(bucket)
+            self._count()
 
     def _on_success(self, bucket: Bucket) -> None:
         with self._lock:
@@ -112,12 +114,22 @@ class Warmup:
             became_ready = not self._ready.is_set() and self._required <= set(self.compiled)
         elapsed = time.monotonic() - self._started_at
         logger.debug("bucket %s compiled, %d of %d", bucket, done, self._total)
-        self._on_progress(done, self._total)
         if became_ready:
             logger.info("ready: %d of %d buckets in %.1f s", done, self._total, elapsed)
             self._ready.set()
+
+    def _count(self) -> None:
+        """One bucket more is dealt with: tell whoever follows the progress, and at the end."""
+        with self._lock:
+            self._done += 1
+            done = self._done
+        try:
+            self._on_progress(done, self._total)
+        except Exception:  # a bar on a terminal that has gone must not stop the compiler
+            logger.warning("the progress could not be shown", exc_info=True)
         if done == self._total:
-            logger.info("all %d buckets compiled in %.1f s", done, elapsed)
+            elapsed = time.monotonic() - self._started_at
+            logger.info("%d of %d buckets compiled in %.1f s", len(self.compiled), done, elapsed)
             self._on_finish()
 
     def _on_failure(self, bucket: Bucket, error: Exception) -> None:

@@ -18,7 +18,7 @@ from jaxembed.spec import ModelSpec
 
 Side = Literal["left", "right"]
 
-CHUNK = 256  # inputs a tokenizer thread takes at once
+CHUNK = 256  # inputs a tokenizer thread is given at once
 FIRST_CUT = 16  # characters for each token of the limit that a long text is first cut to
 # Tokens over the limit that make a cut safe: it changes only those of the word it runs through,
 # and WordPiece splits words of up to 100 characters.
@@ -163,12 +163,11 @@ class TextProcessor:
     # -- one kind of input each ------------------------------------------------------------------
 
     def _encode_texts(self, texts: Sequence[Text], rules: Rules) -> Iterator[tuple[Encoding, bool]]:
-        for k in range(0, len(texts), CHUNK):
-            chunk = [rules.prompt + _not_empty(one.text) for one in texts[k : k + CHUNK]]
-            cut = FIRST_CUT * self.limit if rules.truncate else None
-            encoded = self._encode([_cut(text, cut, rules.side) for text in chunk])
-            for text, encoding in zip(chunk, encoded, strict=True):
-                yield self._finish(text, encoding, rules)
+        prompted = [rules.prompt + _not_empty(one.text) for one in texts]
+        cut = FIRST_CUT * self.limit if rules.truncate else None
+        encoded = self._encode([_cut(text, cut, rules.side) for text in prompted])
+        for text, encoding in zip(prompted, encoded, strict=True):
+            yield self._finish(text, encoding, rules)
 
     def _finish(self, text: str, encoding, rules: Rules) -> tuple[Encoding, bool]:
         """An encoding within the limit, of a text that may have been cut before tokenizing."""
@@ -176,6 +175,8 @@ class TextProcessor:
         while rules.truncate and cut < len(text) and len(encoding) < self.limit + CUT_MARGIN:
             cut *= 4  # few tokens of many characters: the cut may have lost some that belong
             encoding = self._encode([_cut(text, cut, rules.side)])[0]
+        if not len(encoding):
+            raise _empty()  # a tokenizer without special tokens makes nothing of blanks
         if len(encoding) > self.limit and not rules.truncate:
             raise self._too_long(len(encoding))
         ids = self._within_limit(np.array(encoding.ids, np.int32), rules.side)

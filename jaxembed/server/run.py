@@ -20,14 +20,14 @@ from hypercorn.config import Config
 
 from jaxembed.config import ServerConfig
 from jaxembed.embedder import Embedder
-from jaxembed.errors import ConfigError
+from jaxembed.errors import BackendError, ConfigError
 from jaxembed.server.app import Server, create_app, create_metrics_app
 
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75.0  # longer than the 60 s of common load balancers, which should close first
 CLOSE_S = 5.0  # for connections to close once the drain is over
-WATCHDOG_S = 10.0  # after the drain: for the connections, the engine and the interpreter to end
+WATCHDOG_S = 4 * CLOSE_S  # after the drain: late requests, connections, engine, interpreter
 BACKLOG = 2048
 MAX_HEADER_BYTES = 64 * 1024
 
@@ -58,8 +58,11 @@ def run(embedder: Embedder, config: ServerConfig, listener: socket.socket | None
     """
     app = create_app(embedder, config)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve_until_signal(app, embedder, config, listener))
+        failures = runner.run(_serve_until_stopped(app, embedder, config, listener))
     embedder.close(timeout_s=CLOSE_S)
+    if failures:
+        reason = str(failures[0]).splitlines()[0]
+        raise BackendError(f"the model could not be compiled: {reason}") from failures[0]
     log.info("stopped")
 
 
@@ -175,9 +178,10 @@ async def _close(servers: list[asyncio.Task]) -> None:
             log.error("a server did not close cleanly", exc_info=result)
 
 
-async def _serve_until_signal(
+async def _serve_until_stopped(
     app: Server, embedder: Embedder, config: ServerConfig, listener: socket.socket | None
-) -> None:
+) -> list[Exception]:
+    """Serve until a signal, or until a bucket that is needed fails to compile: what it raised."""
     shutdown = asyncio.Event()
     loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
@@ -190,7 +194,25 @@ async def _serve_until_signal(
 
     for number in signals:
         loop.add_signal_handler(number, stop)
+    failures = _watch_readiness(embedder, lambda: loop.call_soon_threadsafe(shutdown.set))
     await serve(app, embedder, config, shutdown, listener)
+    return failures
+
+
+def _watch_readiness(embedder: Embedder, stop: Callable[[], object]) -> list[Exception]:
+    """Call `stop` if the embedder fails to become ready; the list then holds why."""
+    failures: list[Exception] = []
+
+    def watch() -> None:
+        try:
+            embedder.wait_ready()
+        except Exception as error:
+            if not embedder.draining:  # else it was told to stop before it was ready
+                failures.append(error)
+                stop()
+
+    threading.Thread(target=watch, name="wait-ready", daemon=True).start()
+    return failures
 
 
 def _arm_watchdog(seconds: float) -> None:

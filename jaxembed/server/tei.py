@@ -174,8 +174,9 @@ async def embed() -> Response:
 async def vertex() -> Response:
     """/embed for each instance, all at once; the first failure answers for all."""
     body = await read_json(VertexRequest)
-    check_batch(len(body.instances))
-    results = await asyncio.gather(*map(_instance, body.instances), return_exceptions=True)
+    requests = [decode(raw, EmbedRequest) for raw in body.instances]
+    check_batch(sum(_count(request.inputs) for request in requests))
+    results = await asyncio.gather(*map(_instance, requests), return_exceptions=True)
     parts = []
     for result in results:
         if isinstance(result, BaseException):
@@ -315,11 +316,17 @@ async def _embed(
     return inputs, await service.embedder.answer(inputs.items, options)
 
 
-async def _instance(raw: msgspec.Raw) -> Embeddings:
+def _count(inputs: str | list[str | int | list[int]]) -> int:
+    """How many inputs there are; a text or a list of token ids is one."""
+    many = isinstance(inputs, list) and bool(inputs) and not isinstance(inputs[0], int)
+    return len(inputs) if many else 1
+
+
+async def _instance(body: EmbedRequest) -> Embeddings:
     """Run one instance of a /vertex request, counted as a request of its own."""
     service = current_service()
     with Meter(service) as meter:
-        inputs, answer = await _embed(service, meter, decode(raw, EmbedRequest))
+        inputs, answer = await _embed(service, meter, body)
         meter.answered(inputs, answer)
         return answer
 
