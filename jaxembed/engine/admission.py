@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 from collections.abc import Callable
 
 from jaxembed.errors import Overloaded, ShuttingDown
@@ -23,43 +22,29 @@ class Admission:
         self.inputs = 0
         self.tokens = 0
         self.draining = False
-        self._requests = 0
         self._tokens_per_s = tokens_per_s
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     def admit(self, inputs: int, tokens: int) -> "Permit":
         """Let a request in. Raises Overloaded or ShuttingDown and keeps nothing of it."""
-        with self._changed:
+        with self._lock:
             if self.draining:
                 raise ShuttingDown("the server is shutting down", retry_after_s=5)
             if self.inputs >= self.max_inputs or self.tokens >= self.max_tokens:
                 raise Overloaded(self._reason(), self._retry_after_s())
-            self._count(1, inputs, tokens)
+            self.inputs += inputs
+            self.tokens += tokens
         return Permit(self, inputs, tokens)
 
     def drain(self) -> None:
         """Admit nothing more."""
-        with self._changed:
+        with self._lock:
             self.draining = True
 
-    def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until every admitted request is answered. False when time ran out first."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._requests == 0, max(0.0, deadline - time.monotonic())
-            )
-
-    def _change(self, requests: int, inputs: int, tokens: int) -> None:
-        with self._changed:
-            self._count(requests, inputs, tokens)
-            if self._requests == 0:
-                self._changed.notify_all()
-
-    def _count(self, requests: int, inputs: int, tokens: int) -> None:
-        self._requests += requests
-        self.inputs += inputs
-        self.tokens += tokens
+    def _count(self, inputs: int, tokens: int) -> None:
+        with self._lock:
+            self.inputs += inputs
+            self.tokens += tokens
 
     def _reason(self) -> str:
         return (
@@ -80,19 +65,18 @@ class Permit:
 
     def __init__(self, admission: Admission, inputs: int, tokens: int):
         self._admission = admission
-        self._requests = 1  # 0 once released
         self._inputs = inputs
         self._tokens = tokens
 
     def correct(self, tokens: int) -> None:
         """The request turned out to hold this many tokens."""
-        self._admission._change(0, 0, tokens - self._tokens)
+        self._admission._count(0, tokens - self._tokens)
         self._tokens = tokens
 
     def release(self) -> None:
         """The request is answered, or nobody waits for it."""
-        self._admission._change(-self._requests, -self._inputs, -self._tokens)
-        self._requests = self._inputs = self._tokens = 0
+        self._admission._count(-self._inputs, -self._tokens)
+        self._inputs = self._tokens = 0
 
     def __enter__(self) -> "Permit":
         return self
