@@ -135,8 +135,8 @@ def test_an_unknown_model_is_told_the_known_ones():
 @pytest.mark.parametrize(
     ("raw", "param", "message"),
     [
-        (b"{", None, "truncated"),
-        (b"", None, "truncated"),
+        (b"{", None, "ends too early"),
+        (b"", None, "ends too early"),
         (b'{"input": NaN}', None, "malformed"),
         (b'{"input": "a"} x', None, "trailing"),
         (b'{"input": "\xff"}', None, "UTF-8"),
@@ -263,3 +263,23 @@ def test_the_loop_gets_a_turn_between_slices():
 def test_floats_are_as_short_as_float32_allows():
     rows = np.array([[0.1, 1 / 3]], np.float32)
     assert asyncio.run(json_matrix(rows)) == b"[[0.1,0.33333334]]"
+
+
+def test_a_value_that_is_not_allowed_is_told_those_that_are():
+    response, answer = ask({"input": "a", "encoding_format": "int8"})
+    assert response.status_code == 400
+    assert "wanted one of 'float', 'base64'" in answer["error"]["message"]
+    assert answer["error"]["param"] == "encoding_format"
+
+
+@pytest.mark.parametrize(
+    ("raw", "headers", "message"),
+    [
+        (b'{"input": "\\ud800"}', {}, "lone surrogate"),
+        (b"\x1f\x8b\x08", {"content-encoding": "gzip"}, "`Content-Encoding: gzip`"),
+    ],
+)
+def test_a_body_that_is_not_what_it_seems_is_told_why(raw, headers, message):
+    response, answer = ask(None, raw=raw, headers=headers)
+    assert response.status_code == 400
+    assert message in answer["error"]["message"]

@@ -5,7 +5,7 @@ import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from quart import request
@@ -44,6 +44,8 @@ async def read_json(kind: type[T]) -> T:
     suffixed = mimetype.startswith("application/") and mimetype.endswith("+json")
     if mimetype != "application/json" and not suffixed:
         raise UnsupportedMediaType
+    if (coding := request.headers.get("Content-Encoding", "identity")) != "identity":
+        raise BadJson(f"`Content-Encoding: {coding}` is not supported; send the body as it is")
     data = await read_body()
     with current_service().telemetry.stage.labels("decode").time():
         return decode(data, kind)
@@ -84,13 +86,27 @@ def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         path = re.search(r"at `\$\.?([^`]*)`$", str(error))
-        raise BadField(str(error), field=path.group(1) if path else None) from error
+        field = path.group(1) if path else None
+        raise BadField(f"{error}{_allowed(kind, field, str(error))}", field=field) from error
     except UnicodeDecodeError as error:
         raise BadJson("the body is not valid UTF-8") from error
     except RecursionError as error:
         raise BadJson("the body nests too deeply") from error
     except msgspec.DecodeError as error:
-        raise BadJson(str(error)) from error
+        # msgspec says so of half a surrogate pair, too
+        cut = "truncated" in str(error)
+        raise BadJson(
+            "it ends too early, or holds a lone surrogate" if cut else str(error)
+        ) from error
+
+
+def _allowed(kind: type, field: str | None, message: str) -> str:
+    """The values a field takes, where msgspec only says that this one is not among them."""
+    if field is None or not message.startswith("Invalid enum value"):
+        return ""
+    hints = get_args(get_type_hints(kind).get(field))
+    values = [value for hint in hints for value in (get_args(hint) or [hint])]
+    return "; wanted one of " + ", ".join(repr(value) for value in values if isinstance(value, str))
 
 
 def read_inputs(raw: str | Sequence[str | int | list[int]], field: str) -> RequestInputs:
