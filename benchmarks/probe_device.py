@@ -135,7 +135,7 @@ def cudnn_bias(case: Case) -> Callable:
 
 def cudnn_lengths(case: Case) -> Callable:
     if case.packed:
-        raise NotImplementedError("sequence lengths say one segment a row")
+        raise ValueError("sequence lengths say one segment a row")
     lengths = jnp.asarray([sum(row) for row in case.lengths], jnp.int32)
     attend: Any = partial(
         plain_attention,

@@ -63,6 +63,7 @@ class FakeEmbedder(Embedder):
     async def answer(self, inputs: Sequence[Input], options: EncodeOptions) -> Embeddings:
         await self._weather()
         self.asked.append(options)
+        self._check_dimensions(options.dimensions)
         truncate = self.text.truncate if options.truncate is None else options.truncate
         lengths = np.array([length(item) for item in inputs])
         if lengths.max() > MAX_TOKENS and not truncate:

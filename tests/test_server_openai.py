@@ -105,7 +105,10 @@ def test_impossible_dimensions_name_the_limit(dimensions):
     response, body = ask({"input": "a", "dimensions": dimensions})
     assert response.status_code == 400
     assert body["error"]["param"] == "dimensions"
-    assert f"between 1 and {DIM}, got {dimensions}" in body["error"]["message"]
+    assert (
+        f"from 1 to {DIM}, the size of this model's embeddings. Given: {dimensions}"
+        in body["error"]["message"]
+    )
 
 
 def test_our_extensions_reach_the_embedder():

@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 # Up to this row length the scores of a row are computed at once, above it this many queries at a
-# time. On CPU, MiniLM: as fast at 128, 10 % faster at 256, 22 % at 512 (benchmarks/README.md).
+# time. On CPU, MiniLM: as fast at 128, 7 % faster at 256, 13 % at 512 (benchmarks/README.md).
 WHOLE_SCORES = 128
 QUERY_BLOCK = 32
 ACCELERATOR_QUERY_BLOCK = 512  # fewer, larger steps; bounds the scores' memory at long rows

@@ -11,7 +11,6 @@ import orjson
 from quart import Blueprint, Response
 
 from jaxembed.embedder import Embeddings, EncodeOptions
-from jaxembed.errors import InvalidInput
 from jaxembed.postprocess import to_base64
 from jaxembed.server.body import InputUnion, read_inputs, read_json
 from jaxembed.server.encoding import (
@@ -23,7 +22,7 @@ from jaxembed.server.encoding import (
 )
 from jaxembed.server.errors import UnknownModel
 from jaxembed.server.meter import Meter
-from jaxembed.server.service import Service, current_service
+from jaxembed.server.service import current_service
 
 blueprint = Blueprint("openai", __name__)
 
@@ -76,7 +75,7 @@ async def embeddings() -> Response:
         check_model(body.model, service.names)
         inputs = read_inputs(body.input, field="input")
         meter.accept(inputs)
-        answer = await service.embedder.answer(inputs.items, options(body, service))
+        answer = await service.embedder.answer(inputs.items, options(body))
         response = await respond(answer, body.encoding_format, service.names[0])
         return meter.stamp(response, inputs, answer)
 
@@ -90,18 +89,12 @@ def check_model(asked: str | None, served: tuple[str, ...]) -> None:
         )
 
 
-def options(body: EmbeddingsRequest, service: Service) -> EncodeOptions:
+def options(body: EmbeddingsRequest) -> EncodeOptions:
     """What to ask of the Embedder. This route always normalises, as OpenAI does."""
-    largest = service.embedder.spec.dim
-    dimensions = body.dimensions or None  # clients send 0 for unset
-    if dimensions is not None and not 0 < dimensions <= largest:
-        raise InvalidInput(
-            f"`dimensions` must be between 1 and {largest}, got {dimensions}", field="dimensions"
-        )
     return EncodeOptions(
         prompt_name=body.prompt_name,
         truncate=body.truncate,
-        dimensions=dimensions,
+        dimensions=body.dimensions or None,  # clients send 0 for unset
         normalize=True,
     )
 
