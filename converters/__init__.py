@@ -13,13 +13,13 @@ from typing import Any, cast
 
 import msgspec
 
-from converters import heads, tokenizer, weights
-from converters.heads import Heads, weight_folders
-from converters.weights import Rule, Step
+from converters import heads, scores, tokenizer, weights
+from converters.heads import Layout, weight_folders
+from converters.weights import Step
 from jaxembed import checkpoint
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import parameter_shapes, position_limit
-from jaxembed.spec import DenseLayer, DType, ModelSpec
+from jaxembed.spec import DType, ModelSpec
 
 __all__ = ["CONVERTERS", "convert", "weight_folders"]
 
@@ -69,7 +69,7 @@ def convert(
     hf = _config(source / heads.tower_folder(source))
     family = _family(hf)
     config = family.config(hf)
-    found = heads.read(source, config["hidden_size"], dense_path)
+    found = _layout(source, family, hf, config, dense_path)
     spec = _spec(family, config, found, name or str(source), revision)
     spec = msgspec.structs.replace(
         spec,
@@ -100,11 +100,11 @@ def _family(hf: dict[str, Any]) -> ModuleType:
         known = ", ".join(sorted(CONVERTERS))
         raise UnsupportedModel(f"model_type {kind!r} is not supported; known: {known}")
     family = import_module(CONVERTERS[kind])
+    known = (*family.CLASSES, *classifiers(family))
     for architecture in hf.get("architectures") or ():
-        if architecture not in family.CLASSES:
+        if architecture not in known:
             raise UnsupportedModel(
-                f"architecture {architecture!r} is not supported: only embedding models are so "
-                f"far, {', '.join(family.CLASSES)}"
+                f"architecture {architecture!r} is not supported; known: {', '.join(known)}"
             )
     if "AutoModel" in (hf.get("auto_map") or {}):
         raise UnsupportedModel("the model brings its own code (auto_map), which is never run")
@@ -113,8 +113,28 @@ def _family(hf: dict[str, Any]) -> ModuleType:
     return family
 
 
+def classifiers(family: ModuleType) -> tuple[str, ...]:
+    """The classes of a family that score instead of embedding."""
+    return getattr(family, "CLASSIFIERS", ())
+
+
+def _layout(
+    source: Path,
+    family: ModuleType,
+    hf: dict[str, Any],
+    config: dict[str, Any],
+    dense_path: str | None,
+) -> Layout:
+    """An embedder if modules.json pools; else what the class in config.json is for."""
+    named = set(hf.get("architectures") or ())
+    if not heads.pools(source) and named & set(classifiers(family)):
+        labels = scores.labels_of(hf)
+        return scores.layout(source, hf, family.classifier(hf, len(labels)), labels)
+    return heads.read(source, config["hidden_size"], dense_path)
+
+
 def _spec(
-    family: ModuleType, config: dict[str, Any], found: Heads, name: str, revision: str | None
+    family: ModuleType, config: dict[str, Any], found: Layout, name: str, revision: str | None
 ) -> ModelSpec:
     """The spec, but for its limit, dtype and hash."""
     return ModelSpec(
@@ -122,6 +142,10 @@ def _spec(
         config=config,
         pooling=found.pooling,
         modules=found.modules,
+        task=found.task,
+        labels=found.labels,
+        score_function=found.score_function,
+        template=found.template,
         include_prompt=found.include_prompt,
         prompts=dict(found.prompts or {}),
         default_prompt_name=found.default_prompt_name,
@@ -134,28 +158,19 @@ def _spec(
     )
 
 
-def _plan(source: Path, family: ModuleType, found: Heads, spec: ModelSpec) -> list[Step]:
-    """Every tensor of the tower and of the Dense modules, in one plan."""
+def _plan(source: Path, family: ModuleType, found: Layout, spec: ModelSpec) -> list[Step]:
+    """Every tensor of the tower and of the modules after it, in one plan."""
     model = spec.source
     tower = weights.find(source / found.tower)
     tensors = weights.canonical(model, tower, family.PREFIXES, family.RENAMES)
-    rules = list(family.RULES)
-    for number, (layer, folder) in enumerate(zip(found.modules, found.folders, strict=True)):
-        if isinstance(layer, DenseLayer):
-            tensors |= weights.within(folder, weights.find(source / folder))
-            rules += _dense_rules(number, folder, layer)
+    for folder in found.folders:
+        tensors |= weights.within(folder, weights.find(source / folder))
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
-    steps = weights.plan(model, rules, family.IGNORED, tensors, shapes)
+    rules, ignored = [*family.RULES, *found.rules], [*family.IGNORED, *found.ignored]
+    steps = weights.plan(model, rules, ignored, tensors, shapes)
     # Smallest first: a torch file is freed as it is read, so little is left of it when saving
     # makes its copy of the largest tensor.
     return sorted(steps, key=lambda step: math.prod(shapes[step.target]))
-
-
-def _dense_rules(number: int, folder: str, layer: DenseLayer) -> list[Rule]:
-    target = f"modules.{number}"
-    kernel = Rule(f"{folder}/linear.weight", f"{target}.kernel", weights.transpose)
-    bias = Rule(f"{folder}/linear.bias", f"{target}.bias")
-    return [kernel, bias] if layer.bias else [kernel]
 
 
 def _dtype(steps: Sequence[Step]) -> DType:

@@ -1,4 +1,4 @@
-"""Reads what sentence-transformers says of a model: pooling, later modules, prompts, limits.
+"""Reads what sentence-transformers says of an embedder: pooling, later modules, prompts, limits.
 
 Both old and new spellings are read. What we have no code for is refused by name, never dropped.
 """
@@ -7,11 +7,22 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from converters.weights import Rule, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.spec import Activation, DenseLayer, NormalizeLayer, Pooling
+from jaxembed.spec import (
+    Activation,
+    DenseLayer,
+    Module,
+    NormalizeLayer,
+    PairTemplate,
+    Pooling,
+    ScoreFunction,
+    Task,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +37,7 @@ MODULES = {
     "sentence_transformers.models.Normalize": "normalize",
     "sentence_transformers.base.modules.normalize.Normalize": "normalize",
     "sentence_transformers.sentence_transformer.modules.normalize.Normalize": "normalize",
+    "sentence_transformers.cross_encoder.modules.logit_score.LogitScore": "logit_score",
 }
 # In the order in which sentence-transformers concatenates them.
 POOLING_FLAGS: dict[str, Pooling] = {
@@ -82,13 +94,15 @@ HARMLESS_ARGS = {
     "unpad_inputs",
 }
 
+TRANSFORMER_TASKS = ("feature-extraction", "sequence-classification", "text-generation")
+
 MEAN: tuple[Pooling, ...] = ("mean",)
 
 HUGE = 1_000_000  # transformers writes 1e30 for "no limit"
 
 
 @dataclass(frozen=True)
-class Module:
+class Entry:
     """One entry of modules.json."""
 
     kind: str
@@ -96,28 +110,34 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Heads:
+class Layout:
     """What comes before and after the tower."""
 
     tower: str  # folder of the transformer within the source; "" is the source itself
     pooling: tuple[Pooling, ...]
-    modules: tuple[DenseLayer | NormalizeLayer, ...] = ()
-    folders: tuple[str, ...] = ()  # of each module
+    modules: tuple[Module, ...] = ()
+    rules: tuple[Rule, ...] = ()  # for the parameters of the modules
+    folders: tuple[str, ...] = ()  # of modules that have weights of their own
+    ignored: tuple[str, ...] = ()  # tensors of the tower's files that have no use here
+    task: Task = "embed"
+    labels: tuple[str, ...] = ()
+    score_function: ScoreFunction = "softmax"
+    template: PairTemplate | None = None
     include_prompt: bool = True
     prompts: Mapping[str, str] | None = None
     default_prompt_name: str | None = None
     lowercase: bool = False
 
 
-def read(source: Path, hidden_size: int, dense_path: str | None = None) -> Heads:
+def read(source: Path, hidden_size: int, dense_path: str | None = None) -> Layout:
     """Read modules.json and all it names. Without one: mean pooling, as sentence-transformers does.
 
     `dense_path` takes the place of the path of the only Dense module.
     """
-    modules = _modules(source)
+    modules = modules_of(source)
     if modules is None:
         logger.warning("%s has no modules.json: mean pooling, not normalised", source)
-        modules = [Module("transformer", ""), Module("pooling", "")]
+        modules = [Entry("transformer", ""), Entry("pooling", "")]
         pooling, include_prompt = MEAN, True
     else:
         pooling, include_prompt = _pooling(source / modules[1].path, hidden_size)
@@ -125,11 +145,14 @@ def read(source: Path, hidden_size: int, dense_path: str | None = None) -> Heads
     layers = tuple(_layer(source / module.path, module.kind) for module in later)
     _check_widths(layers, hidden_size * len(pooling))
     prompts, default_prompt_name = _prompts(source)
-    return Heads(
+    dense = [(n, one.path) for n, one in enumerate(later) if isinstance(layers[n], DenseLayer)]
+    rules = [dense_rules(n, layers[n], f"{folder}/linear") for n, folder in dense]
+    return Layout(
         tower=modules[0].path,
         pooling=pooling,
         modules=layers,
-        folders=tuple(module.path for module in later),
+        rules=tuple(chain.from_iterable(rules)),
+        folders=tuple(folder for _, folder in dense),
         include_prompt=include_prompt,
         prompts=prompts,
         default_prompt_name=default_prompt_name,
@@ -137,15 +160,27 @@ def read(source: Path, hidden_size: int, dense_path: str | None = None) -> Heads
     )
 
 
+def dense_rules(number: int, layer: Module, tensor: str) -> list[Rule]:
+    """Where the tensors of a linear layer go that is module `number`."""
+    kernel = Rule(f"{tensor}.weight", f"modules.{number}.kernel", transpose)
+    bias = Rule(f"{tensor}.bias", f"modules.{number}.bias")
+    return [kernel, bias] if isinstance(layer, DenseLayer) and layer.bias else [kernel]
+
+
+def pools(source: Path) -> bool:
+    """Whether modules.json says that hidden states are pooled, which makes an embedder."""
+    return any(module.kind == "pooling" for module in modules_of(source) or ())
+
+
 def tower_folder(source: Path) -> str:
     """Where the transformer lies within the source; "" is the source itself."""
-    modules = _modules(source)
+    modules = modules_of(source)
     return modules[0].path if modules else ""
 
 
 def weight_folders(source: Path, dense_path: str | None = None) -> list[str]:
     """The folders within the source that hold weights; needs only its JSON files."""
-    modules = _modules(source)
+    modules = modules_of(source)
     if modules is None:
         return [""]
     later = _with_dense_path(source, modules[2:], dense_path)
@@ -203,7 +238,7 @@ def _json(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
-def _modules(source: Path) -> list[Module] | None:
+def modules_of(source: Path) -> list[Entry] | None:
     """modules.json in order, its shape checked; None if there is none."""
     path = source / "modules.json"
     if not path.is_file():
@@ -213,25 +248,26 @@ def _modules(source: Path) -> list[Module] | None:
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: wanted a list of type and path") from error
     kinds = [module.kind for module in modules]
-    later = kinds[2:]
-    if kinds[:2] != ["transformer", "pooling"] or {"transformer", "pooling"} & set(later):
+    embeds = kinds[:2] == ["transformer", "pooling"] and {*kinds[2:]} <= {"dense", "normalize"}
+    if not embeds and kinds not in (["transformer"], ["transformer", "logit_score"]):
         raise UnsupportedModel(
             f"{path}: modules {', '.join(kinds) or '(none)'} are not supported; wanted "
-            "transformer, pooling, then any of dense and normalize"
+            "transformer, pooling, then any of dense and normalize; of a cross-encoder "
+            "transformer, then perhaps logit_score"
         )
     return modules
 
 
-def _module(path: Path, kind: str, folder: str) -> Module:
+def _module(path: Path, kind: str, folder: str) -> Entry:
     if kind not in MODULES:
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in MODULES}))
         raise UnsupportedModel(f"{path}: module {kind!r} is not supported; known: {known}")
     if Path(folder).is_absolute() or ".." in Path(folder).parts:
         raise CheckpointError(f"{path}: path {folder!r} leads outside the model")
-    return Module(MODULES[kind], folder)
+    return Entry(MODULES[kind], folder)
 
 
-def _with_dense_path(source: Path, modules: list[Module], dense_path: str | None) -> list[Module]:
+def _with_dense_path(source: Path, modules: list[Entry], dense_path: str | None) -> list[Entry]:
     if dense_path is None:
         return modules
     dense = [module for module in modules if module.kind == "dense"]
@@ -244,7 +280,7 @@ def _with_dense_path(source: Path, modules: list[Module], dense_path: str | None
     return [chosen if module.kind == "dense" else module for module in modules]
 
 
-def _layer(folder: Path, kind: str) -> DenseLayer | NormalizeLayer:
+def _layer(folder: Path, kind: str) -> Module:
     config = read_json(folder / "config.json")
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
@@ -273,7 +309,7 @@ def _dense(folder: Path, config: dict[str, Any]) -> DenseLayer:
     )
 
 
-def _check_widths(layers: tuple[DenseLayer | NormalizeLayer, ...], width: int) -> None:
+def _check_widths(layers: tuple[Module, ...], width: int) -> None:
     for layer in layers:
         if isinstance(layer, DenseLayer):
             if layer.in_features != width:
@@ -337,10 +373,11 @@ def _prompts(source: Path) -> tuple[dict[str, str], str | None]:
 
 
 def _refuse_switches(path: Path, config: dict[str, Any]) -> None:
-    task = config.get("transformer_task") or "feature-extraction"
-    if task != "feature-extraction":
+    task = config.get("transformer_task") or TRANSFORMER_TASKS[0]
+    if task not in TRANSFORMER_TASKS:
+        known = ", ".join(TRANSFORMER_TASKS)
         raise UnsupportedModel(
-            f"{path}: transformer_task {task!r} is not supported; known: feature-extraction"
+            f"{path}: transformer_task {task!r} is not supported; known: {known}"
         )
     switches = ("query_length", "document_length", "query_expansion", "processing_kwargs")
     asked = [name for name in switches if config.get(name)]

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken"]
 """Order of concatenation when a checkpoint names several, as in sentence-transformers."""
@@ -12,6 +12,11 @@ Pooling = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lastto
 Activation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh", "silu", "sigmoid"]
 
 DType = Literal["float32", "bfloat16", "float16"]
+
+Task = Literal["embed", "classify", "rerank"]
+"""What comes out: a vector, the logits of several labels, or one logit of a pair."""
+
+ScoreFunction = Literal["sigmoid", "softmax"]
 
 
 class DenseLayer(msgspec.Struct, frozen=True, tag="dense"):
@@ -27,18 +32,48 @@ class NormalizeLayer(msgspec.Struct, frozen=True, tag="normalize"):
     """Scale to length one."""
 
 
+class LayerNormLayer(msgspec.Struct, frozen=True, tag="layer_norm"):
+    """Mean zero and variance one, then scale and, with `bias`, shift."""
+
+    features: int
+    eps: float
+    bias: bool = True
+
+
+Module = DenseLayer | LayerNormLayer | NormalizeLayer
+
+
+class PairTemplate(msgspec.Struct, frozen=True):
+    """How a language model is asked whether a document answers a query.
+
+    The four parts are tokenized one by one, without the tokenizer's own special tokens, and their
+    ids put together: `first` holds {instruction} and {query}, `second` holds {document}.
+    """
+
+    prefix: str
+    first: str
+    second: str
+    suffix: str
+    instruction: str  # where the request gives none
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything needed to run a checkpoint, except its parameters and its tokenizer.
 
     `config` holds the fields of the architecture's own config dataclass. `modules` are the layers
     after pooling, in the order of modules.json. `dtype` is the dtype of the stored parameters,
-    not the one they are computed in.
+    not the one they are computed in. A cross-encoder or classifier is built like an embedder: what
+    comes out of its last module are the logits of `labels`, which `score_function` makes scores.
     """
 
     architecture: str
     config: dict[str, Any]
     pooling: tuple[Pooling, ...]
-    modules: tuple[DenseLayer | NormalizeLayer, ...] = ()
+    modules: tuple[Module, ...] = ()
+    task: Task = "embed"
+    labels: tuple[str, ...] = ()
+    score_function: ScoreFunction = "softmax"
+    template: PairTemplate | None = None
     include_prompt: bool = True
     prompts: dict[str, str] = {}
     default_prompt_name: str | None = None
@@ -56,12 +91,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.modules) and isinstance(self.modules[-1], NormalizeLayer)
 
     @property
-    def device_modules(self) -> tuple[DenseLayer | NormalizeLayer, ...]:
+    def device_modules(self) -> tuple[Module, ...]:
         """The modules that run on the device: all but a last Normalize."""
         return self.modules[:-1] if self.normalize else self.modules
 
     @property
     def dim(self) -> int:
-        """Width of the embedding that comes out."""
+        """Width of what comes out: the embedding, or the logits."""
         dense = [layer for layer in self.modules if isinstance(layer, DenseLayer)]
         return dense[-1].out_features if dense else self.hidden_size * len(self.pooling)

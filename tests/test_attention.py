@@ -6,23 +6,37 @@ import numpy as np
 import pytest
 
 from jaxembed.models import attention
-from jaxembed.models.attention import attend
+from jaxembed.models.attention import EVERYTHING, Sight, attend
 
 HEADS, WIDTH = 2, 8
 
+SIGHTS = {
+    "everything": EVERYTHING,
+    "causal": Sight(causal=True),
+    "window": Sight(reach=3),
+    "causal window": Sight(causal=True, reach=5),
+    "window of one": Sight(reach=0),
+    "window wider than the row": Sight(reach=100),
+}
 
-def reference(query, key, value, segments) -> np.ndarray:
+
+def reference(query, key, value, segments, sight: Sight = EVERYTHING) -> np.ndarray:
     """One segment, one head, one query at a time, in float64."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    per_group = query.shape[2] // key.shape[2]
     mixed = np.zeros_like(query)
     for row in range(len(segments)):
         for segment in set(segments[row].tolist()) - {0}:
             at = np.flatnonzero(segments[row] == segment)
             for head in range(query.shape[2]):
-                scores = query[row, at, head] @ key[row, at, head].T / np.sqrt(query.shape[3])
-                weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-                weights /= weights.sum(axis=1, keepdims=True)
-                mixed[row, at, head] = weights @ value[row, at, head]
+                of_head = key[row, at, head // per_group], value[row, at, head // per_group]
+                for t, one in zip(at, query[row, at, head], strict=True):
+                    seen = (at <= t) | (not sight.causal)
+                    if sight.reach is not None:
+                        seen &= abs(at - t) <= sight.reach
+                    scores = of_head[0][seen] @ one / np.sqrt(query.shape[3])
+                    weights = np.exp(scores - scores.max())
+                    mixed[row, t, head] = weights / weights.sum() @ of_head[1][seen]
     return mixed
 
 
@@ -35,10 +49,11 @@ def ragged(length: int, *lengths_of_rows: list[int]) -> np.ndarray:
     return segments
 
 
-def draw(segments: np.ndarray, seed: int = 0) -> list[np.ndarray]:
-    shape = (*segments.shape, HEADS, WIDTH)
-    generator = np.random.default_rng(seed)
-    return [generator.standard_normal(shape, np.float32) for _ in range(3)]
+def draw(segments: np.ndarray, per_group: int = 1) -> list[np.ndarray]:
+    """Queries of so many heads for each head of keys and values."""
+    generator = np.random.default_rng(0)
+    heads = [HEADS * per_group, HEADS, HEADS]
+    return [generator.standard_normal((*segments.shape, n, WIDTH), np.float32) for n in heads]
 
 
 @pytest.fixture(name="small_blocks")
@@ -57,36 +72,41 @@ SEGMENTS = {
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS)
+@pytest.mark.parametrize("per_group", [1, 3])
 @pytest.mark.parametrize("name", SEGMENTS)
-def test_packed_segments_attend_to_themselves(name):
+def test_packed_segments_attend_to_themselves(name, per_group, sight):
     segments = SEGMENTS[name]
-    query, key, value = draw(segments)
-    mixed = attend(*map(jnp.asarray, (query, key, value, segments)))
+    query, key, value = draw(segments, per_group)
+    mixed = attend(*map(jnp.asarray, (query, key, value, segments)), sight)
     real = segments != 0
-    wanted = reference(query, key, value, segments)
+    wanted = reference(query, key, value, segments, sight)
     # rtol: float32, sums of at most 32 terms
     np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("length", [256, 257, 320])
-def test_the_shipped_constants_give_the_same_on_both_sides_of_the_limit(length):
+@pytest.mark.parametrize("sight", [EVERYTHING, Sight(reach=64), Sight(causal=True)], ids=str)
+def test_the_shipped_constants_give_the_same_on_both_sides_of_the_limit(length, sight):
     segments = ragged(length, [length - 100, 60])
     query, key, value = draw(segments)
-    mixed = attend(*map(jnp.asarray, (query, key, value, segments)))
+    mixed = attend(*map(jnp.asarray, (query, key, value, segments)), sight)
     real = segments != 0
-    wanted = reference(query, key, value, segments)
+    wanted = reference(query, key, value, segments, sight)
     np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS)
 @pytest.mark.parametrize("name", SEGMENTS)
-def test_nan_in_padding_reaches_no_real_token(name):
+def test_nan_in_padding_reaches_no_real_token(name, sight):
     segments = SEGMENTS[name]
     clean = draw(segments)
     poisoned = [np.where(segments[..., None, None] == 0, np.nan, x) for x in clean]
     real = segments != 0
+    of_token = jnp.asarray(segments)
     mixed = [
-        np.asarray(attend(*(jnp.asarray(x, jnp.float32) for x in three), jnp.asarray(segments)))
+        np.asarray(attend(*(jnp.asarray(x, jnp.float32) for x in three), of_token, sight))
         for three in (clean, poisoned)
     ]
     np.testing.assert_array_equal(mixed[1][real], mixed[0][real])
@@ -122,12 +142,15 @@ def test_bfloat16_operands_are_summed_in_float32(name):
     np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], atol=0.03)
 
 
+@pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS)
 @pytest.mark.parametrize("size", [1, 7, 8, 64])
-def test_the_size_of_a_block_of_queries_changes_nothing(size):
+def test_the_size_of_a_block_of_queries_changes_nothing(size, sight, monkeypatch):
     segments = SEGMENTS["a block not full"]
     query, key, value, segments = map(jnp.asarray, (*draw(segments), segments))
-    whole = attention._scores_times_values(query, segments, key, value, segments)
-    blocks = attention._in_query_blocks(query, key, value, segments, size=size)
+    whole = attend(query, key, value, segments, sight)
+    monkeypatch.setattr(attention, "WHOLE_SCORES", 0)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", size)
+    blocks = attend(query, key, value, segments, sight)
     np.testing.assert_allclose(blocks, whole, rtol=1e-5, atol=1e-6)
 
 

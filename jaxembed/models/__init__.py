@@ -12,11 +12,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.models.layers import ACTIVATIONS, Linear
+from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 from jaxembed.models.output import Output
 from jaxembed.models.pooling import POOLINGS
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.spec import DenseLayer, ModelSpec, NormalizeLayer
+from jaxembed.spec import DenseLayer, LayerNormLayer, ModelSpec, Module
 
 ARCHITECTURES = {
     "bert": "jaxembed.models.bert:Bert",
@@ -59,8 +59,12 @@ class Normalize(nnx.Module):
         return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
-def _module(layer: DenseLayer | NormalizeLayer) -> nnx.Module:
-    return Dense(layer) if isinstance(layer, DenseLayer) else Normalize()
+def _module(layer: Module) -> nnx.Module:
+    if isinstance(layer, DenseLayer):
+        return Dense(layer)
+    if isinstance(layer, LayerNormLayer):
+        return LayerNorm(layer.features, eps=layer.eps, bias=layer.bias)
+    return Normalize()
 
 
 def tower_class(architecture: str) -> Any:

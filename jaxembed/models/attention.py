@@ -1,5 +1,6 @@
 """Attention within the segments of packed rows: one signature, an implementation per platform."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax.numpy as jnp
@@ -11,63 +12,158 @@ from jaxtyping import Array, Float, Int
 WHOLE_SCORES = 128
 QUERY_BLOCK = 32
 ACCELERATOR_QUERY_BLOCK = 512  # fewer, larger steps; bounds the scores' memory at long rows
+ACCELERATOR_LOCAL_BLOCK = 128  # where a token sees a window only: larger ones score keys in vain
 MASKED = -1e30  # finite, so that a query that sees nothing gets a uniform row and not NaN
 
 Heads = Float[Array, "rows length heads width"]
+KeyHeads = Float[Array, "rows keys groups width"]
+QueryHeads = Float[Array, "rows queries groups width"]
+Segments = Int[Array, "rows length"]
 
 
-def attend(query: Heads, key: Heads, value: Heads, segments: Int[Array, "rows length"]) -> Heads:
-    """softmax(query . key / sqrt(width)) . value, each token seeing the tokens of its own segment.
+@dataclass(frozen=True)
+class Sight:
+    """Which tokens of its own segment a token sees: all of them, or less."""
 
-    Scores and softmax are float32, products take the operands' dtype, the result is float32.
-    Padding may hold NaN: its keys are masked and its values replaced, never multiplied by zero.
+    causal: bool = False  # none after itself
+    reach: int | None = None  # none further away than this, on either side
+
+
+EVERYTHING = Sight()
+
+
+def attend(
+    query: Heads,
+    key: Float[Array, "rows length groups width"],
+    value: Float[Array, "rows length groups width"],
+    segments: Segments,
+    sight: Sight = EVERYTHING,
+) -> Heads:
+    """softmax(query . key / sqrt(width)) . value, each token seeing tokens of its own segment.
+
+    There may be fewer heads of keys and values than of queries: each then serves the same number
+    of neighbouring query heads. With `sight.reach` the cost is length times reach in rows longer
+    than WHOLE_SCORES. Scores and softmax are float32, products take the operands' dtype, the result
+    is float32. Padding may hold NaN: its keys are masked and its values replaced, never multiplied
+    by zero.
     """
-    length, width = query.shape[1], query.shape[3]
+    length, heads, width = query.shape[1:]
+    groups = key.shape[2]
     query = (query.astype(jnp.float32) * width**-0.5).astype(query.dtype)
+    query = _heads_to_queries(query, groups)
     value = jnp.where(segments[:, :, None, None] != 0, value, jnp.zeros((), value.dtype))
     if length <= WHOLE_SCORES:
-        return _scores_times_values(query, segments, key, value, segments)
-    return lax.platform_dependent(
-        query,
-        key,
-        value,
-        segments,
-        cpu=partial(_in_query_blocks, size=QUERY_BLOCK),
-        default=partial(_in_query_blocks, size=ACCELERATOR_QUERY_BLOCK),
-    )
+        mixed = _mix(query, segments, 0, key, value, segments, 0, sight)
+    else:
+        accelerators = ACCELERATOR_QUERY_BLOCK if sight.reach is None else ACCELERATOR_LOCAL_BLOCK
+        mixed = lax.platform_dependent(
+            query,
+            key,
+            value,
+            segments,
+            cpu=partial(_in_query_blocks, sight=sight, size=QUERY_BLOCK),
+            default=partial(_in_query_blocks, sight=sight, size=accelerators),
+        )
+    return _queries_to_heads(mixed, heads)
 
 
-def _in_query_blocks(query: Heads, key: Heads, value: Heads, segments, *, size: int) -> Heads:
-    """The same, `size` queries at a time, so that scores stay in the cache."""
-    rows, length, heads, width = query.shape
+def _in_query_blocks(
+    query: QueryHeads,
+    key: KeyHeads,
+    value: KeyHeads,
+    segments: Segments,
+    *,
+    sight: Sight,
+    size: int,
+) -> QueryHeads:
+    """The same, `size` tokens' queries at a time: scores stay in the cache, and those of keys that
+    no query of the block reaches are not computed."""
+    length = segments.shape[1]
+    per_group = query.shape[1] // length
     size = min(size, length)
     blocks = -(-length // size)
     padding = blocks * size - length
-    query = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0)))
-    of_query = jnp.pad(segments, ((0, 0), (0, padding)))
-    query = query.reshape(rows, blocks, size, heads, width).swapaxes(0, 1)
-    of_query = of_query.reshape(rows, blocks, size).swapaxes(0, 1)
+    before = length if sight.reach is None else sight.reach
+    after = 0 if sight.causal else before
+    span = before + size + after
+    if span >= length:  # every key, as it lies
+        before, span, around = 0, length, (0, 0)
+    else:
+        around = (before, padding + after)
+    keys = [_padded(x, around) for x in (key, value, segments)]
 
     def block(one):
-        return _scores_times_values(one[0], one[1], key, value, segments)
+        start, queries, of_query = one
+        first = start if span < length else 0
+        near_key, near_value, of_key = (
+            lax.dynamic_slice_in_dim(x, first, span, axis=1) for x in keys
+        )
+        return _mix(queries, of_query, start, near_key, near_value, of_key, first - before, sight)
 
-    mixed = lax.map(block, (query, of_query))  # [blocks, rows, block, heads, width]
-    return mixed.swapaxes(0, 1).reshape(rows, blocks * size, heads, width)[:, :length]
+    starts = jnp.arange(blocks) * size
+    queries = _split(_padded(query, (0, padding * per_group)), blocks)
+    of_query = _split(_padded(segments, (0, padding)), blocks)
+    mixed = lax.map(block, (starts, queries, of_query))  # [blocks, rows, queries, groups, width]
+    rows, _, groups, width = query.shape
+    return mixed.swapaxes(0, 1).reshape(rows, -1, groups, width)[:, : query.shape[1]]
 
 
-def _scores_times_values(
-    query: Float[Array, "rows queries heads width"],
-    of_query: Int[Array, "rows queries"],
-    key: Heads,
-    value: Heads,
-    of_key: Int[Array, "rows length"],
-) -> Float[Array, "rows queries heads width"]:
+def _mix(
+    query: QueryHeads,
+    of_query: Int[Array, "rows tokens"],
+    query_start: int | Int[Array, ""],
+    key: KeyHeads,
+    value: KeyHeads,
+    of_key: Int[Array, "rows keys"],
+    key_start: int | Int[Array, ""],
+    sight: Sight,
+) -> QueryHeads:
+    """`of_query` and `of_key` give the segments of tokens, the starts their first place in the row:
+    within a segment, distances in the row are distances in the sequence."""
     scores = jnp.einsum("bshk,bthk->bhst", query, key, preferred_element_type=jnp.float32)
-    same = of_query[:, None, :, None] == of_key[:, None, None, :]
-    scores = jnp.where(same, scores, MASKED)
+    seen = of_query[:, :, None] == of_key[:, None, :]
+    query_at = query_start + jnp.arange(of_query.shape[1])
+    key_at = key_start + jnp.arange(of_key.shape[1])
+    distance = (query_at[:, None] - key_at[None, :])[None]
+    if sight.causal:
+        seen &= distance >= 0
+    if sight.reach is not None:
+        seen &= abs(distance) <= sight.reach
+    seen = jnp.repeat(seen, query.shape[1] // of_query.shape[1], axis=1)
+    scores = jnp.where(seen[:, None], scores, MASKED)
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    total = weights.sum(axis=-1)  # [rows, heads, queries]
+    total = weights.sum(axis=-1)  # [rows, groups, queries]
     mixed = jnp.einsum(
         "bhst,bthk->bshk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
     )
     return mixed / total.swapaxes(1, 2)[..., None]
+
+
+def _heads_to_queries(query: Heads, groups: int) -> QueryHeads:
+    """The heads that share a key's head, as that many queries of each token."""
+    rows, length, heads, width = query.shape
+    if heads == groups:
+        return query
+    split = query.reshape(rows, length, groups, heads // groups, width)
+    return split.swapaxes(2, 3).reshape(rows, -1, groups, width)
+
+
+def _queries_to_heads(mixed: QueryHeads, heads: int) -> Heads:
+    rows, queries, groups, width = mixed.shape
+    if heads == groups:
+        return mixed
+    per_group = heads // groups
+    split = mixed.reshape(rows, queries // per_group, per_group, groups, width)
+    return split.swapaxes(2, 3).reshape(rows, -1, heads, width)
+
+
+def _padded(x: Array, around: tuple[int, int]) -> Array:
+    """Zeros before and after along the second axis."""
+    if around == (0, 0):
+        return x
+    return jnp.pad(x, [(0, 0), around, *[(0, 0)] * (x.ndim - 2)])
+
+
+def _split(x: Array, blocks: int) -> Array:
+    """[rows, blocks * size, ...] as [blocks, rows, size, ...]."""
+    return x.reshape(x.shape[0], blocks, -1, *x.shape[2:]).swapaxes(0, 1)

@@ -5,9 +5,12 @@ come from a checkpoint.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -56,15 +59,70 @@ class Embedding(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Mean zero, variance one over the last axis, then scale and shift."""
+    """Mean zero, variance one over the last axis, then scale and, with `bias`, shift."""
 
-    def __init__(self, dim: int, *, eps: float):
+    def __init__(self, dim: int, *, eps: float, bias: bool = True):
         self.scale = nnx.Param(jnp.ones(dim, jnp.float32))
-        self.bias = nnx.Param(jnp.zeros(dim, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(dim, jnp.float32)) if bias else None
         self.eps = eps
 
     def __call__(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length dim"]:
         centred = x - x.mean(axis=-1, keepdims=True)
         variance = (centred * centred).mean(axis=-1, keepdims=True)
-        normal = centred * lax.rsqrt(variance + self.eps)
-        return normal * self.scale[...][None, None] + self.bias[...][None, None]
+        normal = centred * lax.rsqrt(variance + self.eps) * self.scale[...][None, None]
+        return normal if self.bias is None else normal + self.bias[...][None, None]
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square one over the last axis, then scale. Zhang and Sennrich 2019."""
+
+    def __init__(self, dim: int, *, eps: float):
+        self.scale = nnx.Param(jnp.ones(dim, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... dim"]) -> Float[Array, "... dim"]:
+        mean_square = (x * x).mean(axis=-1, keepdims=True)
+        scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return x * lax.rsqrt(mean_square + self.eps) * scale
+
+
+class GatedMlp(nnx.Module):
+    """down(activation(gate(x)) * up(x)), gate and up in one product. Shazeer 2020."""
+
+    def __init__(self, dim: int, width: int, *, activation: str, bias: bool = False):
+        self.gate_up = Linear(dim, 2 * width, bias=bias)
+        self.down = Linear(width, dim, bias=bias)
+        self.activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length dim"]:
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down(self.activation(gate) * up)
+
+
+@no_type_check  # JAX rebuilds it with other leaves
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rotation:
+    """The angles by which rotary embeddings turn each token's heads. Su et al. 2021.
+
+    float32 whatever the parameters are: bfloat16 rounds position 257 to 256.
+    """
+
+    cos: Float[Array, "rows length half"]
+    sin: Float[Array, "rows length half"]
+
+    @classmethod
+    def of(cls, positions: Int[Array, "rows length"], width: int, theta: float) -> "Rotation":
+        """position / theta^(2k / width) for the k-th pair of dimensions of a head."""
+        # the power rounded, then its reciprocal: what torch gives, to the bit but for one in 128
+        frequencies = 1 / (theta ** (np.arange(0, width, 2) / width)).astype(np.float32)
+        angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None]
+        return cls(jnp.cos(angles), jnp.sin(angles))
+
+    def __call__(
+        self, x: Float[Array, "rows length heads width"]
+    ) -> Float[Array, "rows length heads width"]:
+        """Turn dimension k together with k + width / 2, as transformers' rotate_half does."""
+        cos, sin = self.cos[:, :, None], self.sin[:, :, None]
+        first, second = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,0 +1,76 @@
+"""Reads what a cross-encoder or classifier says of itself: labels, and how logits become scores."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from converters.heads import Layout, read_json, tower_folder, transformer_config
+from converters.weights import Rule
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.spec import Module, PairTemplate, Pooling, ScoreFunction
+
+SCORE_FUNCTIONS: dict[str, ScoreFunction | None] = {
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+    "torch.nn.modules.activation.Softmax": "softmax",
+    "torch.nn.modules.linear.Identity": None,  # logits, where the library is asked: by the labels
+}
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a family puts on its tower to score: the modules, and where their tensors are."""
+
+    pooling: tuple[Pooling, ...]
+    modules: tuple[Module, ...]
+    rules: tuple[Rule, ...]
+    ignored: tuple[str, ...] = ()
+
+
+def labels_of(hf: dict[str, Any]) -> tuple[str, ...]:
+    """id2label in the order of the ids, which are strings; LABEL_0 and so on where it is absent."""
+    named = hf.get("id2label")
+    if not named:
+        return tuple(f"LABEL_{n}" for n in range(hf.get("num_labels") or 2))  # 2: transformers'
+    try:
+        by_id = {int(number): str(label) for number, label in named.items()}
+    except (AttributeError, ValueError) as error:
+        raise CheckpointError(f"config.json: id2label {named!r} maps no ids to labels") from error
+    if sorted(by_id) != list(range(len(by_id))):
+        raise CheckpointError(f"config.json: the ids of id2label are not 0 to {len(by_id) - 1}")
+    return tuple(by_id[n] for n in range(len(by_id)))
+
+
+def layout(
+    source: Path,
+    hf: dict[str, Any],
+    head: Head,
+    labels: tuple[str, ...],
+    template: PairTemplate | None = None,
+) -> Layout:
+    """The layout of a model that scores: one label is a reranker's, several a classifier's."""
+    tower = tower_folder(source)
+    return Layout(
+        tower=tower,
+        pooling=head.pooling,
+        modules=head.modules,
+        rules=head.rules,
+        ignored=head.ignored,
+        task="rerank" if len(labels) == 1 else "classify",
+        labels=labels,
+        score_function=_score_function(source, hf, len(labels)),
+        template=template,
+        lowercase=bool(transformer_config(source / tower).get("do_lower_case")),
+    )
+
+
+def _score_function(source: Path, hf: dict[str, Any], labels: int) -> ScoreFunction:
+    """Sigmoid for one label or independent ones, else softmax, unless the checkpoint says."""
+    if labels == 1 or hf.get("problem_type") == "multi_label_classification":
+        return "sigmoid"
+    said = read_json(source / "config_sentence_transformers.json").get("activation_fn")
+    said = said or (hf.get("sentence_transformers") or {}).get("activation_fn")
+    said = said or hf.get("sbert_ce_default_activation_function")
+    if said is not None and said not in SCORE_FUNCTIONS:
+        known = ", ".join(SCORE_FUNCTIONS)
+        raise UnsupportedModel(f"{source}: activation_fn {said!r} is not supported; known: {known}")
+    return (said and SCORE_FUNCTIONS[said]) or "softmax"
