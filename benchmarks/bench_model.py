@@ -82,7 +82,7 @@ def budget_of(args: Namespace, model: Subject) -> int:
     dtype = args.dtype or native_dtype(device)
     with tempfile.TemporaryDirectory() as rates:
         usual = batch_tokens(model.program, device, dtype, Path(rates))
-    return args.max_batch_tokens or max(usual, limit_of(args, model))
+    return args.max_batch_tokens or usual
 
 
 def measure(model: Subject, replica: Replica, bucket: Bucket, runs: int) -> dict[str, Any]:

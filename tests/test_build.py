@@ -79,7 +79,7 @@ def test_a_limit_over_the_default_grid_is_clamped_with_a_warning(planned, caplog
     with caplog.at_level(logging.WARNING):
         made = planned(long_spec())
     assert made.max_input_tokens == made.grid.max_length == 8192
-    assert made.max_batch_tokens == 8192  # not the 32,768 that no bucket holds anyway
+    assert made.max_batch_tokens == 512
     assert "the model takes 32768 tokens, the grid holds 8192" in caplog.text
 
 
@@ -92,9 +92,10 @@ def test_a_limit_over_the_token_budget_is_clamped_unless_the_user_asked_for_it(p
         planned(long_spec(), max_batch_tokens=1024, max_input_tokens=2048)
 
 
-def test_the_budget_grows_to_hold_the_longest_input(planned):
+def test_inputs_over_the_measured_budget_have_rows_of_their_own(planned):
     made = planned(long_spec(limit=2048))
-    assert made.max_batch_tokens == made.max_input_tokens == 2048
+    assert (made.max_input_tokens, made.max_batch_tokens) == (2048, 512)
+    assert max(b.tokens for b in made.grid.buckets if b.rows > 1) == 512
 
 
 def test_a_grid_from_a_file_is_used_and_checked_against_the_limit(planned, tmp_path):

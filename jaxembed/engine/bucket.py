@@ -65,17 +65,12 @@ def default_grid(limit: int, max_batch_tokens: int, shards: int = 1) -> BucketGr
     """At most 20 buckets for sequences up to `limit` tokens.
 
     Lengths are powers of two from 16, the last one the limit itself; rows are powers of two (times
-    `shards`) from one to what the token budget of a device holds. While there are more than 20,
-    rows between the fewest and the most are thinned out.
+    `shards`) from one to what the token budget of a device holds. Rows longer than the budget come
+    one at a time. While there are more than 20 buckets, rows between the fewest and the most are
+    thinned out.
     """
     lengths = _lengths(min(limit, LONGEST_DEFAULT_ROW))
-    per_device = {length: _powers(max_batch_tokens // length) for length in lengths}
-    if not all(per_device.values()):
-        raise ConfigError(
-            f"no bucket holds a sequence of {lengths[-1]} tokens within max_batch_tokens="
-            f"{max_batch_tokens}; raise --max-batch-tokens to at least {lengths[-1]} or lower "
-            "--max-input-length"
-        )
+    per_device = {length: _powers(max(max_batch_tokens // length, 1)) for length in lengths}
     while sum(map(len, per_device.values())) > MOST_DEFAULT_BUCKETS:
         widest = max(per_device, key=lambda length: (len(per_device[length]), length))
         rows = per_device[widest]
@@ -135,7 +130,5 @@ def _lengths(limit: int) -> list[int]:
 
 def _powers(most: int) -> list[int]:
     """1, 4, 16, ... and the largest power of two that fits."""
-    if most < 1:
-        return []
     largest = 2 ** (most.bit_length() - 1)
     return sorted({largest, *(4**k for k in range(8) if 4**k < largest)})

@@ -29,7 +29,7 @@ class Plan:
     devices: tuple[Device, ...]  # none for the null model
     dtype: DType
     max_input_tokens: int
-    max_batch_tokens: int  # of one device
+    max_batch_tokens: int  # of one device; a longer row stands alone in its batch
     grid: BucketGrid
     shards: int  # devices that share each batch
     full_warmup: bool
@@ -52,10 +52,10 @@ def plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Pat
     if budget is None and devices:
         budget = batch_tokens(program, devices[0], dtype, cache_dir)
     limit = _limit(spec, config)
-    if config.max_batch_tokens is None:
-        longest = limit if config.buckets is not None else min(limit, LONGEST_DEFAULT_ROW)
-        budget = max(budget or ACCELERATOR_TOKENS, longest)  # a batch holds the longest input
-    assert budget is not None
+    if budget is None:
+        budget = ACCELERATOR_TOKENS
+    if config.max_batch_tokens is None and config.buckets is not None:
+        budget = max(budget, limit)  # the user's grid must hold the longest input
     limit = _clamped(limit, budget, config)
     shards = len(devices) if config.parallel == "sharded" and devices else 1
     if config.buckets is not None:
@@ -147,11 +147,13 @@ def _clamped(limit: int, budget: int, config: EngineConfig) -> int:
     """The limit, or what the grid can hold if that is less and the user did not insist."""
     if config.buckets is not None:
         return limit
-    held = min(LONGEST_DEFAULT_ROW, budget)
+    held = LONGEST_DEFAULT_ROW
+    if config.max_batch_tokens is not None:
+        held = min(held, budget)
     if limit <= held:
         return limit
     remedy = "give a longer grid with --buckets"
-    if budget < LONGEST_DEFAULT_ROW:
+    if held < LONGEST_DEFAULT_ROW:
         remedy = f"raise --max-batch-tokens, now {budget}"
     if config.max_input_tokens is not None:
         raise ConfigError(
