@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from jaxembed.config import EngineConfig, TextConfig
     from jaxembed.embedder import Embedder
     from jaxembed.errors import JaxembedError
+    from jaxembed.options import Label, Ranked
 
 __version__ = "0.1.0"
 
@@ -14,9 +15,19 @@ _PUBLIC = {
     "Embedder": "jaxembed.embedder",
     "EngineConfig": "jaxembed.config",
     "JaxembedError": "jaxembed.errors",
+    "Label": "jaxembed.options",
+    "Ranked": "jaxembed.options",
     "TextConfig": "jaxembed.config",
 }
-__all__ = ["Embedder", "EngineConfig", "JaxembedError", "TextConfig", "__version__"]
+__all__ = [
+    "Embedder",
+    "EngineConfig",
+    "JaxembedError",
+    "Label",
+    "Ranked",
+    "TextConfig",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ class EngineConfig:
     buckets: Path | None = None  # JSON file with the grid; None: the default grid
     max_input_tokens: int | None = None  # None: what the checkpoint says
     max_concurrent_requests: int = 8192  # inputs admitted and not yet answered
-    max_queue_tokens: int | None = None  # None: 64 batches' worth
+    max_queue_tokens: int | None = None  # None: 64 batches' worth for each device and model
     null_model: bool = False  # answer with constants, run no device: measures the host
 
 
@@ -38,11 +38,10 @@ class TextConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What the HTTP server needs beyond its Embedder."""
+    """What the HTTP server needs beyond its models."""
 
     host: str = "127.0.0.1"
     port: int = 8080
-    served_model_names: tuple[str, ...] = ()  # the first is the one answers carry
     api_keys: tuple[str, ...] = ()
     cors_allow_origins: tuple[str, ...] = ()  # empty: any
     max_client_batch_size: int = 2048  # 0: unlimited

@@ -1,17 +1,12 @@
-"""One model, from inputs to vectors: the library's face, and all that the server uses.
+"""One model, from inputs to vectors or scores: the library's face, and all that the server uses.
 
 embedder = Embedder("sentence-transformers/all-MiniLM-L6-v2")
 vectors = embedder.encode(["a text", "another"])  # float32 [2, 384]
 """
 
-import asyncio
-import contextlib
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,49 +15,27 @@ import numpy as np
 
 from jaxembed import checkpoint, hub
 from jaxembed.config import EngineConfig, TextConfig
-from jaxembed.engine.admission import Admission
+from jaxembed.engine.admission import Admission, Capacity
 from jaxembed.engine.build import build, plan
 from jaxembed.engine.compiles import compile_events
-from jaxembed.engine.ticket import Ticket
-from jaxembed.errors import BackendError, ConfigError, EmptyInput, InvalidInput
-from jaxembed.inputs import Encoding, Input, Text
+from jaxembed.errors import ConfigError, EmptyInput, InvalidInput
+from jaxembed.inputs import Input, Pair, Text
 from jaxembed.models import program
 from jaxembed.models.output import OutputName
-from jaxembed.postprocess import shape_vectors
-from jaxembed.processors.text import CHUNK, Rules, Side, TextProcessor, Tokenized, TokenPiece
+from jaxembed.options import Embeddings, EncodeOptions, Label, Ranked, ScoreOptions, Scores
+from jaxembed.postprocess import rank, scores, shape_vectors
+from jaxembed.processors.text import TextProcessor, TokenPiece
+from jaxembed.runner import Run, Runner
 from jaxembed.spec import ModelSpec, Pooling
+from jaxembed.tasks import Tasks
 from jaxembed.telemetry import Telemetry
 
 QUEUED_BATCHES = 64  # of waiting work a device may have before requests are refused
 MOST_SHOWN_CHARACTERS = 1_000_000  # in a /tokenize request: an answer takes 900 bytes a token
 QUERY_PROMPTS = ("query",)  # names sentence-transformers looks for, in this order
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
-
-
-@dataclass(frozen=True)
-class EncodeOptions:
-    """What one request wants. None means the default of the server or of the checkpoint."""
-
-    outputs: frozenset[OutputName] = frozenset({"dense"})
-    prompt: str | None = None  # literal text
-    prompt_name: str | None = None
-    truncate: bool | None = None
-    truncation_side: Side = "right"
-    dimensions: int | None = None
-    normalize: bool | None = None
-
-
-@dataclass(frozen=True)
-class Embeddings:
-    """The answer to a request, in input order."""
-
-    dense: np.ndarray  # float32 [n, dim], cut and normalised as asked
-    tokens: list[np.ndarray] | None  # float32 [length, width] each, where asked
-    num_tokens: np.ndarray  # int [n], tokens really run
-    truncated: int  # inputs that were cut
-    tokenization_s: float  # this and the next two are means over the inputs
-    queue_s: float
-    inference_s: float
+LOGITS: frozenset[OutputName] = frozenset({"dense"})  # they are a scorer's vectors
+OnTokens = Callable[[int], object]  # told how many tokens a request holds
 
 
 class Embedder:
@@ -70,7 +43,8 @@ class Embedder:
 
     `model` is a directory (Hugging Face's or a converted checkpoint), a hub id, or None for
     all-MiniLM-L6-v2. With `wait=False` it returns while buckets still compile; what is asked
-    meanwhile waits. Raises CheckpointError or ConfigError.
+    meanwhile waits. Embedders of one process may share a `capacity`. Raises CheckpointError or
+    ConfigError.
     """
 
     def __init__(
@@ -85,6 +59,7 @@ class Embedder:
         cache_dir: Path | None = None,
         config: EngineConfig | None = None,
         text: TextConfig | None = None,
+        capacity: Capacity | None = None,
         wait: bool = True,
         on_progress: Callable[[int, int], None] | None = None,
     ):
@@ -103,8 +78,7 @@ class Embedder:
         self.spec = checkpoint.load_spec(path)
         if pooling is not None:
             self.spec = _pooled(self.spec, pooling)
-        self._closed = False
-        self._load(path, cache_dir, on_progress)
+        self._load(path, cache_dir, capacity, on_progress)
         if wait:
             try:
                 self.wait_ready()
@@ -118,7 +92,7 @@ class Embedder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _load(self, path: Path, cache_dir: Path, on_progress) -> None:
+    def _load(self, path: Path, cache_dir: Path, capacity: Capacity | None, on_progress) -> None:
         events = compile_events()
         model = program(self.spec)
         self.plan = plan(self.spec, model, self.config, cache_dir)
@@ -133,6 +107,7 @@ class Embedder:
             self.text,
             self.tokenization_workers,
         )
+        self.tasks = Tasks(self.name, self.spec, self.processor, self.text)
         self.engine = build(
             self.plan,
             model,
@@ -144,10 +119,11 @@ class Embedder:
         )
         batches = QUEUED_BATCHES * max(len(self.plan.devices), 1)
         self.admission = Admission(
-            self.config.max_concurrent_requests,
-            self.config.max_queue_tokens or batches * self.plan.max_batch_tokens,
+            capacity or Capacity(self.config.max_concurrent_requests, self.config.max_queue_tokens),
+            batches * self.plan.max_batch_tokens,
             lambda: self.engine.tokens_per_s,
         )
+        self.runner = Runner(self.processor.executor, self.engine, self.telemetry, self.spec.task)
         self.engine.start()
 
     # -- the library ------------------------------------------------------------------------------
@@ -158,24 +134,11 @@ class Embedder:
         Options are the fields of EncodeOptions: prompt, prompt_name, truncate, truncation_side,
         dimensions, normalize. Raises the errors of InvalidInput and BackendError.
         """
-        wanted = _library_options(options)
-        rules = self._rules(wanted)
-        inputs = _inputs(texts)
+        wanted, inputs = _encode_options(options), _texts(texts)
+        tokenize = self.tasks.embed(wanted)
         if not inputs:
             return np.zeros((0, wanted.dimensions or self.spec.dim), np.float32)
-        started_at = time.monotonic()
-        parts = self.processor.executor.map(
-            partial(self.processor.encode, rules=rules), _chunks(inputs)
-        )
-        tokenized = _join(parts)
-        tokenization_s = time.monotonic() - started_at
-        ticket = self.engine.submit(tokenized.encodings, wanted.outputs)
-        try:
-            ticket.result()
-        except BaseException:
-            self.engine.cancel(ticket)
-            raise
-        dense = self._embeddings(ticket, tokenized, wanted, tokenization_s).dense
+        dense = self._embeddings(self.runner.run(inputs, tokenize, wanted.outputs), wanted).dense
         return dense[0] if isinstance(texts, str) else dense
 
     def encode_query(self, texts: str | Sequence[str], **options) -> np.ndarray:
@@ -188,10 +151,10 @@ class Embedder:
 
     async def encode_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode` without blocking the event loop. Cancelling the task cancels queued work."""
-        inputs = _inputs(texts)
+        inputs = _texts(texts)
         if not inputs:
             return self.encode([], **options)
-        dense = (await self._answer(inputs, _library_options(options))).dense
+        dense = (await self._answer(inputs, _encode_options(options))).dense
         return dense[0] if isinstance(texts, str) else dense
 
     async def encode_query_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
@@ -201,6 +164,66 @@ class Embedder:
     async def encode_document_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode_document` without blocking the event loop."""
         return await self.encode_async(texts, **self._with_prompt(DOCUMENT_PROMPTS, options))
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        raw_scores: bool = False,
+        **options,
+    ) -> list[Ranked]:
+        """The documents that answer the query best, best first; equal ones in the order given.
+
+        Scores are from 0 to 1, with `raw_scores` the model's logits. Other options are the fields
+        of ScoreOptions. Raises WrongTask and the errors of InvalidInput and BackendError.
+        """
+        _check_top_n(top_n)
+        tokenize = self.tasks.rerank(query, ScoreOptions(**options))
+        if not documents:
+            return []
+        run = self.runner.run(documents, tokenize, LOGITS)
+        return _ranked(_scores_of(run), raw_scores)[:top_n]
+
+    async def rerank_async(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        raw_scores: bool = False,
+        **options,
+    ) -> list[Ranked]:
+        """`rerank` without blocking the event loop."""
+        _check_top_n(top_n)
+        if not documents:
+            return self.rerank(query, [], **options)
+        answer = await self._score_documents(query, documents, ScoreOptions(**options))
+        return _ranked(answer, raw_scores)[:top_n]
+
+    def classify(
+        self, inputs: str | Sequence[str | tuple[str, str]], *, raw_scores: bool = False, **options
+    ) -> list[list[Label]]:
+        """Every label of each text, or pair of texts, best first.
+
+        The checkpoint says whether scores add up to one or stand alone; with `raw_scores` they are
+        the model's logits. Otherwise as `rerank`.
+        """
+        wanted, items = ScoreOptions(**options), _texts_and_pairs(inputs)
+        tokenize = self.tasks.score(wanted)
+        if not items:
+            return []
+        return self._labelled(_scores_of(self.runner.run(items, tokenize, LOGITS)), raw_scores)
+
+    async def classify_async(
+        self, inputs: str | Sequence[str | tuple[str, str]], *, raw_scores: bool = False, **options
+    ) -> list[list[Label]]:
+        """`classify` without blocking the event loop."""
+        items = _texts_and_pairs(inputs)
+        if not items:
+            return self.classify([], **options)
+        return self._labelled(await self._score(items, ScoreOptions(**options)), raw_scores)
 
     # -- the server -------------------------------------------------------------------------------
 
@@ -212,6 +235,25 @@ class Embedder:
         """
         with self.admission.admit(len(inputs), self.processor.estimate(inputs)) as permit:
             return await self._answer(inputs, options, permit.correct)
+
+    async def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> Scores:
+        """The logits of each text or pair, from a classifier or reranker; else as `answer`.
+
+        Raises WrongTask of an embedding model.
+        """
+        with self.admission.admit(len(inputs), self.processor.estimate(inputs)) as permit:
+            return await self._score(inputs, options, permit.correct)
+
+    async def score_documents(
+        self, query: str, documents: Sequence[str], options: ScoreOptions
+    ) -> Scores:
+        """The logits of each document beside the query, which is tokenized once; from a reranker.
+
+        Raises WrongTask of any other model; else as `answer`.
+        """
+        tokens = self.processor.estimate([Pair(query, document) for document in documents])
+        with self.admission.admit(len(documents), tokens) as permit:
+            return await self._score_documents(query, documents, options, permit.correct)
 
     async def tokenize_async(
         self, texts: Sequence[str], *, add_special_tokens: bool, prompt_name: str | None
@@ -227,7 +269,7 @@ class Embedder:
             )
         call = partial(self.processor.pieces, texts, special=add_special_tokens, prompt=prompt)
         with self.admission.admit(len(texts), characters // 4):
-            return await self._off_loop(call)
+            return await self.runner.off_loop(call)
 
     async def decode_async(
         self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool
@@ -235,7 +277,7 @@ class Embedder:
         """The text of each list of ids."""
         call = partial(self.processor.decode, ids, skip_special_tokens=skip_special_tokens)
         with self.admission.admit(len(ids), sum(map(len, ids))):
-            return await self._off_loop(call)
+            return await self.runner.off_loop(call)
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -245,7 +287,8 @@ class Embedder:
 
     @property
     def max_batch_tokens(self) -> int:
-        return self.plan.max_batch_tokens
+        """Of a batch, or of the longest input where that is more: it stands alone."""
+        return max(self.plan.max_batch_tokens, self.plan.max_input_tokens)
 
     @property
     def tokenization_workers(self) -> int:
@@ -277,16 +320,27 @@ class Embedder:
         """What /info adds to TEI's fields."""
         return {
             "architecture": self.spec.architecture,
-            "dimensions": self.spec.dim,
+            "task": self.spec.task,
+            **self._describe_task(),
             "device": self.device,
             "devices": max(len(self.plan.devices), 1),
             "parallel": self.config.parallel,
             "attention": "xla",
             "buckets": [str(bucket) for bucket in self.plan.grid.buckets],
             "compiled_buckets": [str(bucket) for bucket in self.engine.warmup.compiled],
-            "prompts": sorted(self.spec.prompts),
-            "max_queue_tokens": self.admission.max_tokens,
+            "max_queue_tokens": self.admission.capacity.max_tokens,
             "content_hash": self.spec.content_hash,
+        }
+
+    def _describe_task(self) -> dict[str, object]:
+        spec, template = self.spec, self.spec.template
+        if spec.task == "embed":
+            return {"dimensions": spec.dim, "prompts": sorted(spec.prompts)}
+        return {
+            "labels": list(spec.labels),
+            "score_function": "sigmoid" if spec.task == "rerank" else spec.score_function,
+            "template": template is not None,
+            "instruction": template.instruction if template else None,
         }
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
@@ -299,7 +353,7 @@ class Embedder:
 
     def close(self, timeout_s: float = 20.0) -> None:
         """Finish what is queued and stop the threads."""
-        self._closed = True
+        self.runner.closed = True
         self.drain()
         self.engine.close(timeout_s)
         self.processor.executor.shutdown(wait=False)
@@ -310,62 +364,33 @@ class Embedder:
         self,
         inputs: Sequence[Input],
         options: EncodeOptions,
-        on_tokens: Callable[[int], None] = lambda tokens: None,
+        on_tokens: OnTokens = lambda tokens: None,
     ) -> Embeddings:
-        if not inputs:
-            raise EmptyInput("Input validation error: `inputs` cannot be empty")
-        started_at = time.monotonic()
-        rules = self._rules(options)
-        parts = [
-            self._off_loop(partial(self.processor.encode, chunk, rules))
-            for chunk in _chunks(inputs)
-        ]
-        try:
-            tokenized = _join(await asyncio.gather(*parts))
-        except BaseException:
-            for part in parts:  # the others are for nothing now
-                part.cancel()
-            raise
-        tokenization_s = time.monotonic() - started_at
-        on_tokens(sum(encoding.length for encoding in tokenized.encodings))
-        ticket = await self._run(tokenized.encodings, options.outputs)
-        return self._embeddings(ticket, tokenized, options, tokenization_s)
+        tokenize = self.tasks.embed(options)
+        _check_any(inputs)
+        run = await self.runner.run_async(inputs, tokenize, options.outputs, on_tokens)
+        return self._embeddings(run, options)
 
-    async def _run(self, encodings: list[Encoding], outputs: frozenset[OutputName]) -> Ticket:
-        """Submit and wait; the engine wakes the loop once."""
-        loop = asyncio.get_running_loop()
-        done = asyncio.Event()
+    async def _score(
+        self,
+        inputs: Sequence[Text | Pair],
+        options: ScoreOptions,
+        on_tokens: OnTokens = lambda tokens: None,
+    ) -> Scores:
+        tokenize = self.tasks.score(options)
+        _check_any(inputs)
+        return _scores_of(await self.runner.run_async(inputs, tokenize, LOGITS, on_tokens))
 
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(done.set)
-
-        ticket = self.engine.submit(encodings, outputs, wake)
-        try:
-            await done.wait()
-        except asyncio.CancelledError:
-            self.engine.cancel(ticket)
-            raise
-        return ticket.result(timeout_s=0.0)
-
-    def _off_loop(self, call: Callable):
-        return asyncio.get_running_loop().run_in_executor(self.processor.executor, call)
-
-    def _rules(self, options: EncodeOptions) -> Rules:
-        if self._closed:
-            raise BackendError("this Embedder is closed")
-        self._check_dimensions(options.dimensions)
-        truncate = self.text.truncate if options.truncate is None else options.truncate
-        prompt = self.processor.prompt(options.prompt, options.prompt_name)
-        return Rules(prompt, truncate, options.truncation_side)
-
-    def _check_dimensions(self, dimensions: int | None) -> None:
-        if dimensions is not None and not 0 < dimensions <= self.spec.dim:
-            raise InvalidInput(
-                f"`dimensions` must be from 1 to {self.spec.dim}, the size of this model's "
-                f"embeddings. Given: {dimensions}",
-                field="dimensions",
-            )
+    async def _score_documents(
+        self,
+        query: str,
+        documents: Sequence[str],
+        options: ScoreOptions,
+        on_tokens: OnTokens = lambda tokens: None,
+    ) -> Scores:
+        tokenize = self.tasks.rerank(query, options)
+        _check_any(documents)
+        return _scores_of(await self.runner.run_async(documents, tokenize, LOGITS, on_tokens))
 
     def _with_prompt(self, names: Sequence[str], options: dict) -> dict:
         """The options with the first of these prompts that the checkpoint has, or with none: its
@@ -375,39 +400,19 @@ class Embedder:
         prompt = next((self.spec.prompts[name] for name in names if name in self.spec.prompts), "")
         return {**options, "prompt": prompt}
 
-    def _embeddings(
-        self, ticket: Ticket, tokenized: Tokenized, options: EncodeOptions, tokenization_s: float
-    ) -> Embeddings:
+    def _embeddings(self, run: Run, options: EncodeOptions) -> Embeddings:
         normalize = self.spec.normalize if options.normalize is None else options.normalize
-        result = Embeddings(
-            dense=shape_vectors(ticket.dense, dimensions=options.dimensions, normalize=normalize),
-            tokens=[t for t in ticket.tokens if t is not None] or None,
-            num_tokens=np.array([encoding.length for encoding in tokenized.encodings]),
-            truncated=tokenized.truncated,
-            tokenization_s=tokenization_s,
-            queue_s=float(ticket.queue_s.mean()),
-            inference_s=float(ticket.inference_s.mean()),
-        )
-        self._observe(result, ticket)
-        return result
+        dense = shape_vectors(run.ticket.dense, dimensions=options.dimensions, normalize=normalize)
+        tokens = [hidden for hidden in run.ticket.tokens if hidden is not None]
+        return Embeddings(dense=dense, tokens=tokens or None, **run.figures)
 
-    def _observe(self, result: Embeddings, ticket: Ticket) -> None:
-        telemetry, count = self.telemetry, len(result.num_tokens)
-        telemetry.embed_count.inc(count)
-        telemetry.embed_success.inc(count)
-        telemetry.truncated_inputs.inc(result.truncated)
-        telemetry.input_length.observe_many(result.num_tokens)
-        tokenization_s = np.full(count, result.tokenization_s / count)
-        telemetry.embed_tokenization.observe_many(tokenization_s)
-        telemetry.embed_queue.observe_many(ticket.queue_s)
-        telemetry.embed_inference.observe_many(ticket.inference_s)
-        telemetry.embed_duration.observe_many(tokenization_s + ticket.queue_s + ticket.inference_s)
-        for stage, seconds in (
-            ("tokenization", result.tokenization_s),
-            ("queue", result.queue_s),
-            ("inference", result.inference_s),
-        ):
-            telemetry.stage.labels(stage).observe(seconds)
+    def _labelled(self, answer: Scores, raw_scores: bool) -> list[list[Label]]:
+        logits, labels = answer.logits, self.spec.labels
+        values = logits if raw_scores else scores(logits, self.spec.score_function)
+        return [
+            [Label(labels[k], float(row[k])) for k in rank(order)]
+            for row, order in zip(values, logits, strict=True)
+        ]
 
 
 def _pooled(spec: ModelSpec, pooling: Pooling) -> ModelSpec:
@@ -417,22 +422,38 @@ def _pooled(spec: ModelSpec, pooling: Pooling) -> ModelSpec:
     return msgspec.structs.replace(spec, pooling=(pooling,))
 
 
-def _library_options(options: dict[str, Any]) -> EncodeOptions:
+def _encode_options(options: dict[str, Any]) -> EncodeOptions:
     """Raises TypeError for an option that the library's verbs don't have."""
     if "outputs" in options:
         raise TypeError("encode gives one vector a text; for token vectors use answer()")
     return EncodeOptions(**options)
 
 
-def _inputs(texts: str | Sequence[str]) -> list[Input]:
+def _texts(texts: str | Sequence[str]) -> list[Input]:
     return [Text(text) for text in ([texts] if isinstance(texts, str) else texts)]
 
 
-def _chunks(inputs: Sequence[Input]) -> Iterator[Sequence[Input]]:
-    return (inputs[k : k + CHUNK] for k in range(0, len(inputs), CHUNK))
+def _texts_and_pairs(inputs: str | Sequence[str | tuple[str, str]]) -> list[Text | Pair]:
+    listed = [inputs] if isinstance(inputs, str) else inputs
+    return [Text(one) if isinstance(one, str) else Pair(*one) for one in listed]
 
 
-def _join(parts) -> Tokenized:
-    parts = list(parts)
-    encodings = list(chain.from_iterable(part.encodings for part in parts))
-    return Tokenized(encodings, sum(part.truncated for part in parts))
+def _scores_of(run: Run) -> Scores:
+    return Scores(logits=run.ticket.dense, **run.figures)
+
+
+def _ranked(answer: Scores, raw_scores: bool) -> list[Ranked]:
+    """Ordered by logits: far from zero, different ones have the same score."""
+    logits = answer.logits[:, 0]
+    values = logits if raw_scores else scores(answer.logits, "sigmoid")[:, 0]
+    return [Ranked(int(k), float(values[k])) for k in rank(logits)]
+
+
+def _check_any(inputs: Sequence) -> None:
+    if not inputs:
+        raise EmptyInput("Input validation error: `inputs` cannot be empty")
+
+
+def _check_top_n(top_n: int | None) -> None:
+    if top_n is not None and top_n < 1:
+        raise InvalidInput(f"`top_n` must be 1 or more. Given: {top_n}", field="top_n")

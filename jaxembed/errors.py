@@ -9,6 +9,8 @@ JaxembedError
       - EmptyInput
       - InputTooLong        more tokens than the limit, and truncation is off
       - BatchTooLarge       more inputs than one request may carry
+      - UnknownModel        a model that is not served here
+  * WrongTask               a task this kind of model cannot do
   * TokenizerError          the tokenizer refused the text
   * Overloaded              the queue is full; try again after `retry_after_s`
       - ShuttingDown        the server drains and admits nothing more
@@ -61,6 +63,14 @@ class InputTooLong(InvalidInput):
 
 class BatchTooLarge(InvalidInput):
     """More inputs than one request may carry."""
+
+
+class UnknownModel(InvalidInput):
+    """A model this server does not have; the message names those it has."""
+
+
+class WrongTask(JaxembedError):
+    """A task this kind of model cannot do, such as reranking with an embedding model."""
 
 
 class TokenizerError(JaxembedError):

@@ -1,9 +1,14 @@
-"""Shapes float32 vectors on the host: cut, normalise, compare, encode. Knows no device, no HTTP."""
+"""Shapes float32 vectors and logits on the host: cut, normalise, compare, rank, encode.
+
+Knows no device and no HTTP.
+"""
 
 import base64
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
+
+from jaxembed.spec import ScoreFunction
 
 
 def shape_vectors(
@@ -31,6 +36,22 @@ def similarity(
     lengths = _lengths(others) * _lengths(source[None, :])
     cosines = products / np.where(lengths > 0, lengths, 1.0)
     return np.clip(cosines, -1.0, 1.0).astype(np.float32)
+
+
+def scores(
+    logits: Float[np.ndarray, "rows labels"], score_function: ScoreFunction
+) -> Float[np.ndarray, "rows labels"]:
+    """Scores from 0 to 1. A single logit has none to be weighed against: always its sigmoid."""
+    exact = logits.astype(np.float64)
+    if score_function == "sigmoid" or logits.shape[1] == 1:
+        return np.exp(-np.logaddexp(0, -exact)).astype(np.float32)  # 1 + exp(-x) could overflow
+    powers = np.exp(exact - exact.max(axis=1, keepdims=True))
+    return (powers / powers.sum(axis=1, keepdims=True)).astype(np.float32)
+
+
+def rank(scores: Float[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+    """Indices from the highest score to the lowest; equal ones in input order."""
+    return np.argsort(-scores, kind="stable")
 
 
 def to_bytes(vectors: Float[np.ndarray, "..."]) -> bytes:

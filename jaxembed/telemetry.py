@@ -5,10 +5,10 @@ work. Each series is present from the start.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 DURATION_BUCKETS = tuple(1e-5 * 1.5**k for k in range(1, 36))  # 15 us to 14.6 s, as TEI's
@@ -24,6 +24,11 @@ FAILURES = (
     "dropped",
 )
 STAGES = ("decode", "tokenization", "queue", "inference", "encode")
+OF_THE_PROCESS = {
+    "jaxembed_compile_count",
+    "jaxembed_compile_cache_hits",
+    "jaxembed_compile_seconds",
+}
 
 
 class Counter(Gauge):
@@ -53,8 +58,7 @@ class Telemetry:
 
     def exposition(self) -> bytes:
         """The Prometheus text format, version 0.0.4."""
-        text = generate_latest(self.registry)
-        return re.sub(rb"^(# (?:HELP|TYPE) \S+)_total ", rb"\1 ", text, flags=re.MULTILINE)
+        return _text(self.registry)
 
     def _add_series_of_tei(self, max_input_tokens: int) -> None:
         self.request_count = self._counter("te_request_count", "Requests accepted", "method")
@@ -87,13 +91,18 @@ class Telemetry:
         self.embed_inference = self._duration(
             "te_embed_inference_duration", "Seconds on the device, by input"
         )
-        for name, text in (
-            ("te_predict_duration", "Seconds for an input to classify or score"),
-            ("te_predict_tokenization_duration", "Seconds of tokenizing, by input"),
-            ("te_predict_queue_duration", "Seconds in the queue, by input"),
-            ("te_predict_inference_duration", "Seconds on the device, by input"),
-        ):
-            self._duration(name, text)
+        self.predict_duration = self._duration(
+            "te_predict_duration", "Seconds for an input to classify or score"
+        )
+        self.predict_tokenization = self._duration(
+            "te_predict_tokenization_duration", "Seconds of tokenizing, by input"
+        )
+        self.predict_queue = self._duration(
+            "te_predict_queue_duration", "Seconds in the queue, by input"
+        )
+        self.predict_inference = self._duration(
+            "te_predict_inference_duration", "Seconds on the device, by input"
+        )
         self.input_length = self._histogram(
             "te_request_input_length",
             "Tokens of an input after truncation",
@@ -160,3 +169,37 @@ class Telemetry:
             labelled: MetricWrapperBase = metric
             for value in values:
                 labelled.labels(value)
+
+
+class _ByModel:
+    """The series of several models as one: each gets the label `model`, and what counts the whole
+    process, and so is the same for each model, comes once and without it."""
+
+    def __init__(self, telemetries: Mapping[str, Telemetry]):
+        self.telemetries = telemetries
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for model, telemetry in self.telemetries.items():
+            for metric in telemetry.registry.collect():
+                if metric.name in OF_THE_PROCESS:
+                    families[metric.name] = metric
+                    continue
+                family = Metric(metric.name, metric.documentation, metric.type)
+                families.setdefault(metric.name, family).samples += [
+                    sample._replace(labels={**sample.labels, "model": model})
+                    for sample in metric.samples
+                ]
+        return families.values()
+
+
+def exposition(telemetries: Mapping[str, Telemetry]) -> bytes:
+    """The Prometheus text format of one model, which is TEI's, or of several by served name."""
+    if len(telemetries) == 1:
+        return next(iter(telemetries.values())).exposition()
+    return _text(_ByModel(telemetries))
+
+
+def _text(collector: CollectorRegistry | _ByModel) -> bytes:
+    text = generate_latest(collector)
+    return re.sub(rb"^(# (?:HELP|TYPE) \S+)_total ", rb"\1 ", text, flags=re.MULTILINE)

@@ -1,18 +1,21 @@
-"""An Embedder without model or device: deterministic vectors, and failures on demand."""
+"""An Embedder without model or device: deterministic vectors and logits, and failures on demand."""
 
 import asyncio
 import zlib
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from jaxembed.config import EngineConfig, TextConfig
-from jaxembed.embedder import Embedder, Embeddings, EncodeOptions
+from jaxembed.embedder import Embedder
 from jaxembed.errors import InputTooLong, ShuttingDown
-from jaxembed.inputs import Input, Text, Tokens
+from jaxembed.inputs import Input, Pair, Text, Tokens
+from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.postprocess import shape_vectors
 from jaxembed.processors.text import TokenPiece
 from jaxembed.spec import ModelSpec
+from jaxembed.tasks import check_dimensions, check_task
 from jaxembed.telemetry import Telemetry
 
 DIM = 8
@@ -28,10 +31,15 @@ SPEC = ModelSpec(
     source="test/fake",
     content_hash="0",
 )
+RERANKER = msgspec.structs.replace(SPEC, task="rerank", labels=("LABEL_0",))
+CLASSIFIER = msgspec.structs.replace(SPEC, task="classify", labels=("bad", "fair", "good"))
 
 
 class FakeEmbedder(Embedder):
-    """One token a word. `failure` is raised by every call; `gate`, once set, holds calls back."""
+    """One token a word. `failure` is raised by every call; `gate`, once set, holds calls back.
+
+    `FakeEmbedder(spec=RERANKER)` and `spec=CLASSIFIER` score instead of embedding.
+    """
 
     # Class attributes, so that properties of the real Embedder can be set here.
     spec = SPEC
@@ -49,28 +57,24 @@ class FakeEmbedder(Embedder):
     healthy = True
     draining = False
 
-    def __init__(self, failure: Exception | None = None):
+    def __init__(self, failure: Exception | None = None, spec: ModelSpec = SPEC):
+        self.spec = spec
         self.telemetry = Telemetry()
         self.failure = failure
         self.gate: asyncio.Event | None = None
         self.entered = asyncio.Event()
         self.cancelled = asyncio.Event()
-        self.asked: list[EncodeOptions] = []
+        self.asked: list[EncodeOptions | ScoreOptions] = []
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Ready from the start."""
 
     async def answer(self, inputs: Sequence[Input], options: EncodeOptions) -> Embeddings:
+        check_task(self.name, self.spec, "embed")
         await self._weather()
         self.asked.append(options)
-        self._check_dimensions(options.dimensions)
-        truncate = self.text.truncate if options.truncate is None else options.truncate
-        lengths = np.array([length(item) for item in inputs])
-        if lengths.max() > MAX_TOKENS and not truncate:
-            raise InputTooLong(
-                f"Input validation error: `inputs` must have less than {MAX_TOKENS} tokens. "
-                f"Given: {lengths.max()}"
-            )
+        check_dimensions(self.spec, options.dimensions)
+        lengths = self._lengths(inputs, options)
         dense = np.stack([vector(item) for item in inputs])
         tokens = [np.full((n, DIM), n, np.float32) for n in np.minimum(lengths, MAX_TOKENS)]
         return Embeddings(
@@ -84,6 +88,26 @@ class FakeEmbedder(Embedder):
             queue_s=0.002,
             inference_s=0.003,
         )
+
+    async def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> Scores:
+        check_task(self.name, self.spec, "classify")
+        await self._weather()
+        self.asked.append(options)
+        lengths = self._lengths(inputs, options)
+        return Scores(
+            logits=np.stack([logits(item, len(self.spec.labels)) for item in inputs]),
+            num_tokens=np.minimum(lengths, MAX_TOKENS),
+            truncated=int((lengths > MAX_TOKENS).sum()),
+            tokenization_s=0.001,
+            queue_s=0.002,
+            inference_s=0.003,
+        )
+
+    async def score_documents(
+        self, query: str, documents: Sequence[str], options: ScoreOptions
+    ) -> Scores:
+        check_task(self.name, self.spec, "rerank")
+        return await self.score([Pair(query, document) for document in documents], options)
 
     async def tokenize_async(self, texts, *, add_special_tokens, prompt_name):
         await self._weather()
@@ -108,6 +132,16 @@ class FakeEmbedder(Embedder):
     def close(self, timeout_s: float | None = None) -> None:
         pass
 
+    def _lengths(self, inputs: Sequence[Input], options: EncodeOptions | ScoreOptions):
+        truncate = self.text.truncate if options.truncate is None else options.truncate
+        lengths = np.array([length(item) for item in inputs])
+        if lengths.max() > MAX_TOKENS and not truncate:
+            raise InputTooLong(
+                f"Input validation error: `inputs` must have less than {MAX_TOKENS} tokens. "
+                f"Given: {lengths.max()}"
+            )
+        return lengths
+
     async def _weather(self) -> None:
         if self.draining:
             raise ShuttingDown("the server is shutting down", retry_after_s=5)
@@ -123,10 +157,23 @@ class FakeEmbedder(Embedder):
 
 
 def length(item: Input) -> int:
-    return len(item.ids) if isinstance(item, Tokens) else len(item.text.split())
+    return len(item.ids) if isinstance(item, Tokens) else len(words(item))
+
+
+def words(item: Text | Pair) -> list[str]:
+    text = item.text if isinstance(item, Text) else f"{item.first} {item.second}"
+    return text.split()
 
 
 def vector(item: Input) -> np.ndarray:
     """Unnormalised, and the same for the same input."""
-    name = item.text if isinstance(item, Text) else str(list(item.ids))
+    name = str(list(item.ids)) if isinstance(item, Tokens) else " ".join(words(item))
     return np.random.default_rng(zlib.crc32(name.encode())).normal(size=DIM).astype(np.float32)
+
+
+def logits(item: Text | Pair, labels: int) -> np.ndarray:
+    """Of a reranker: how many words of the second text are in the first, less one; float32."""
+    if labels > 1 or isinstance(item, Text):
+        return vector(item)[:labels]
+    common = set(item.first.split()) & set(item.second.split())
+    return np.array([len(common) - 1], np.float32)

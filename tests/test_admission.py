@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from jaxembed.engine.admission import LONGEST_RETRY_S, Admission
+from jaxembed.engine.admission import LONGEST_RETRY_S, Admission, Capacity
 from jaxembed.errors import Overloaded, ShuttingDown
 
 
 def admission(inputs=10, tokens=100, rate=0.0) -> Admission:
-    return Admission(inputs, tokens, lambda: rate)
+    return Admission(Capacity(inputs, tokens), 0, lambda: rate)
 
 
 def test_a_request_enters_below_the_limits_even_if_it_alone_overshoots_them():
@@ -104,6 +104,48 @@ def test_retry_after_is_the_time_for_half_of_what_waits_within_bounds(rate, seco
     with pytest.raises(Overloaded) as raised:
         door.admit(1, 1)
     assert raised.value.retry_after_s == seconds
+
+
+def test_models_of_one_capacity_share_its_limits():
+    capacity = Capacity(max_inputs=3, max_tokens=100)
+    one, other = (Admission(capacity, 0, lambda: 0.0) for _ in range(2))
+    permit = one.admit(2, 20)
+    other.admit(1, 30)
+    assert (capacity.inputs, capacity.tokens) == (3, 50)
+    assert (one.inputs, other.inputs) == (2, 1)
+    for door in (one, other):
+        with pytest.raises(Overloaded, match="3 inputs and about 50 tokens wait, the limits are 3"):
+            door.admit(1, 1)
+    permit.release()
+    other.admit(1, 1)
+
+
+def test_without_a_limit_on_tokens_each_model_brings_its_share():
+    capacity = Capacity(max_inputs=10)
+    Admission(capacity, 100, lambda: 0.0)
+    assert capacity.max_tokens == 100
+    Admission(capacity, 50, lambda: 0.0)
+    assert capacity.max_tokens == 150
+    assert Capacity(10, 7).max_tokens == 7
+
+
+def test_retry_after_adds_up_the_work_of_all_models():
+    capacity = Capacity(max_inputs=10, max_tokens=1000)
+    quick, slow = (Admission(capacity, 0, lambda rate=rate: rate) for rate in (100.0, 10.0))
+    quick.admit(1, 800)  # 8 s of work
+    slow.admit(1, 200)  # 20 s
+    with pytest.raises(Overloaded) as raised:
+        quick.admit(1, 1)
+    assert raised.value.retry_after_s == 14
+
+
+def test_draining_one_model_leaves_the_other_open():
+    capacity = Capacity(10, 100)
+    one, other = (Admission(capacity, 0, lambda: 0.0) for _ in range(2))
+    one.drain()
+    other.admit(1, 1)
+    with pytest.raises(ShuttingDown):
+        one.admit(1, 1)
 
 
 def test_many_threads_leave_the_counts_at_zero():

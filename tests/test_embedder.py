@@ -7,12 +7,13 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import LIMIT, save_tiny
+from conftest import LIMIT, WORDS, save_tiny
 
-from jaxembed import Embedder, EngineConfig, TextConfig
-from jaxembed.embedder import EncodeOptions
+from jaxembed import Embedder, EngineConfig, Label, Ranked, TextConfig
+from jaxembed.embedder import EncodeOptions, ScoreOptions
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import (
+    BackendError,
     CheckpointError,
     ConfigError,
     EmptyInput,
@@ -21,8 +22,10 @@ from jaxembed.errors import (
     Overloaded,
     ShuttingDown,
     TokenizerError,
+    WrongTask,
 )
 from jaxembed.inputs import Pair, Text, Tokens
+from jaxembed.spec import DenseLayer, PairTemplate
 
 TEXTS = ["the cat sat on the mat", "a dog", "how is the sky", "where is the red train " * 6]
 WAIT_S = 30.0  # for what must happen
@@ -352,6 +355,10 @@ def test_draining_refuses_and_close_finishes(open_embedder):
     with pytest.raises(ShuttingDown):
         asyncio.run(embedder.answer([Text("cat")], EncodeOptions()))
     embedder.close()
+    with pytest.raises(BackendError, match="this Embedder is closed"):
+        embedder.encode("cat")
+    with pytest.raises(BackendError, match="this Embedder is closed"):
+        asyncio.run(embedder.encode_async("cat"))
     assert not any(thread.is_alive() for thread in embedder.engine._threads)
 
 
@@ -387,6 +394,283 @@ def test_every_input_is_counted(embedder):
     assert after["te_queue_size"] == 0
 
 
+# -- rerankers and classifiers ---------------------------------------------------------------------
+
+QUERY = "where is the red train"
+DOCUMENTS = ["a dog", "the red train", "how is the sky", "the cat sat on the mat " * 20, "a dog"]
+
+
+def save_scorer(path, labels=("LABEL_0",), **changes):
+    """A tiny BERT with a classifier's head of random weights."""
+    head = (DenseLayer(32, 32), DenseLayer(32, len(labels), activation="identity"))
+    fields = {
+        "task": "rerank" if len(labels) == 1 else "classify",
+        "pooling": ("cls",),
+        "modules": head,
+        "labels": labels,
+        "prompts": {"query": "what is "},
+        "default_prompt_name": "query",
+    }
+    return save_tiny(path, **(fields | changes))
+
+
+@pytest.fixture(name="open_scorer", scope="module")
+def _open_scorer(grid_file, tmp_path_factory):
+    """Rerankers and classifiers of the tiny BERT, opened once for each set of changes."""
+    opened: dict[str, Embedder] = {}
+
+    def open_scorer(**changes) -> Embedder:
+        key = repr(changes)
+        if key not in opened:
+            path = tmp_path_factory.mktemp("scorer")
+            save_scorer(path / "checkpoint", **changes)
+            config = EngineConfig(
+                dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128
+            )
+            opened[key] = Embedder(str(path / "checkpoint"), cache_dir=path, config=config)
+        return opened[key]
+
+    yield open_scorer
+    for embedder in opened.values():
+        embedder.close()
+
+
+@pytest.fixture(name="reranker")
+def _reranker(open_scorer) -> Embedder:
+    return open_scorer()
+
+
+@pytest.fixture(name="classifier")
+def _classifier(open_scorer) -> Embedder:
+    return open_scorer(labels=("bad", "fair", "good"))
+
+
+def logits_of(scorer, inputs, **options) -> np.ndarray:
+    return asyncio.run(scorer.score(inputs, ScoreOptions(**options))).logits
+
+
+def test_reranking_gives_the_best_documents_first(reranker):
+    logits = np.array([logits_of(reranker, [Pair(QUERY, text)])[0, 0] for text in DOCUMENTS])
+    assert len(set(logits.round(4))) == 4  # the first and the last are the same text
+    ranked = reranker.rerank(QUERY, DOCUMENTS)
+    assert [one.index for one in ranked] == sorted(range(5), key=lambda k: (-logits[k], k))
+    assert isinstance(ranked[0], Ranked)
+    wanted = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    np.testing.assert_allclose([one.score for one in ranked], -np.sort(-wanted), atol=1e-5)
+    raw = reranker.rerank(QUERY, DOCUMENTS, raw_scores=True, top_n=2)
+    np.testing.assert_allclose([one.score for one in raw], -np.sort(-logits)[:2], atol=1e-4)
+    assert [one.index for one in raw] == [one.index for one in ranked][:2]
+
+
+def test_equal_documents_keep_their_order(reranker):
+    assert [one.index for one in reranker.rerank(QUERY, ["a dog"] * 6)] == list(range(6))
+
+
+def test_reranking_nothing_gives_nothing_and_top_n_is_at_least_one(reranker):
+    assert reranker.rerank(QUERY, []) == []
+    assert asyncio.run(reranker.rerank_async(QUERY, [])) == []
+    for top_n in (0, -1):
+        with pytest.raises(InvalidInput, match=f"1 or more. Given: {top_n}") as raised:
+            reranker.rerank(QUERY, DOCUMENTS, top_n=top_n)
+        assert raised.value.field == "top_n"
+
+
+def test_scoring_async_and_sync_agree(reranker, classifier):
+    async def both():
+        return [
+            await reranker.rerank_async(QUERY, DOCUMENTS, top_n=3, raw_scores=True),
+            await classifier.classify_async(TEXTS, raw_scores=True),
+        ]
+
+    ranked, labelled = asyncio.run(both())
+    again = reranker.rerank(QUERY, DOCUMENTS, top_n=3, raw_scores=True)
+    assert [one.index for one in ranked] == [one.index for one in again]
+    for got, wanted in zip(labelled, classifier.classify(TEXTS, raw_scores=True), strict=True):
+        assert [one.label for one in got] == [one.label for one in wanted]
+        np.testing.assert_allclose(
+            [one.score for one in got], [one.score for one in wanted], atol=1e-4
+        )
+
+
+def test_texts_and_pairs_are_classified(classifier):
+    inputs = ["a dog", ("a dog", "the red train")]
+    logits = logits_of(classifier, [Text("a dog"), Pair("a dog", "the red train")])
+    assert logits.shape == (2, 3)
+    powers = np.exp(logits)
+    wanted = powers / powers.sum(axis=1, keepdims=True)
+    for got, row in zip(classifier.classify(inputs), wanted, strict=True):
+        assert isinstance(got[0], Label)
+        order = np.argsort(-row)
+        assert [one.label for one in got] == [classifier.spec.labels[k] for k in order]
+        np.testing.assert_allclose([one.score for one in got], row[order], atol=1e-5)
+    assert classifier.classify("a dog") == classifier.classify(["a dog"])
+    assert classifier.classify([]) == []
+    assert asyncio.run(classifier.classify_async([])) == []
+
+
+def test_labels_that_stand_alone_are_scored_alone(open_scorer):
+    alone = open_scorer(labels=("joy", "anger"), score_function="sigmoid")
+    (got,) = alone.classify(["the red sky"])
+    logits = np.sort(logits_of(alone, [Text("the red sky")])[0])[::-1]
+    np.testing.assert_allclose([one.score for one in got], 1 / (1 + np.exp(-logits)), atol=1e-5)
+
+
+def test_a_reranker_scores_texts_and_pairs_too(reranker):
+    ((label,),) = reranker.classify([(QUERY, "a dog")])
+    assert label.label == "LABEL_0"
+    wanted = 1 / (1 + np.exp(-logits_of(reranker, [Pair(QUERY, "a dog")])[0, 0]))
+    np.testing.assert_allclose(label.score, wanted, atol=1e-5)
+    assert len(reranker.classify("a dog")) == 1
+
+
+def test_scores_tell_their_figures_and_no_prompt_is_added(reranker):
+    """The checkpoint's default prompt has two tokens; the long document is cut to the limit."""
+    answer = asyncio.run(reranker.score_documents(QUERY, DOCUMENTS, ScoreOptions()))
+    assert answer.logits.shape == (5, 1)
+    assert answer.logits.dtype == np.float32
+    assert answer.num_tokens.tolist() == [10, 11, 12, LIMIT, 10]
+    assert answer.truncated == 1
+    assert min(answer.tokenization_s, answer.queue_s, answer.inference_s) > 0
+    assert (reranker.admission.inputs, reranker.admission.tokens) == (0, 0)
+    alone = asyncio.run(reranker.score([Text("a dog")], ScoreOptions()))
+    assert alone.num_tokens.tolist() == [4]
+
+
+def test_long_documents_are_cut_or_refused(reranker):
+    cut = logits_of(reranker, [Pair(QUERY, "cat " * 500), Pair(QUERY, "cat " * (LIMIT - 8))])
+    np.testing.assert_allclose(cut[0], cut[1], atol=1e-5)
+    with pytest.raises(InputTooLong, match=r"less than 64 tokens\. Given: 508"):
+        reranker.rerank(QUERY, ["cat " * 500], truncate=False)
+    short = reranker.rerank(QUERY, ["cat " * 500, "cat cat"], max_document_tokens=2)
+    np.testing.assert_allclose(short[0].score, short[1].score, atol=1e-5)
+    with pytest.raises(InvalidInput, match="1 or more"):
+        reranker.rerank(QUERY, ["cat"], max_document_tokens=0)
+
+
+def test_the_query_of_thousands_of_documents_is_tokenized_once(reranker, monkeypatch):
+    tokenizer, shown = reranker.processor._tokenizer, []
+    usual = tokenizer.encode
+
+    def encode(texts, **options):
+        shown.append(list(texts))
+        return usual(texts, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    documents = [WORDS[k % len(WORDS)] for k in range(1000)]
+    ranked = reranker.rerank(QUERY, documents)
+    answer = asyncio.run(reranker.score_documents(QUERY, documents, ScoreOptions()))
+    assert len(answer.logits) == len(ranked) == 1000
+    assert [texts for texts in shown if QUERY in texts] == [[QUERY]] * 2  # a request each
+    assert max(map(len, shown)) == 256
+
+
+def test_an_empty_query_is_refused_and_an_empty_document_is_not(reranker):
+    """As in TEI: one side of a pair may be empty. Rerankers meet empty chunks."""
+    with pytest.raises(EmptyInput, match="`query` cannot be empty") as raised:
+        reranker.rerank("", ["cat"])
+    assert raised.value.field == "query"
+    with pytest.raises(EmptyInput):
+        asyncio.run(reranker.score_documents("", ["cat"], ScoreOptions()))
+    with pytest.raises(EmptyInput):
+        asyncio.run(reranker.score_documents("cat", [], ScoreOptions()))
+    assert len(reranker.rerank("cat", ["dog", "", " "])) == 3
+    assert reranker.admission.inputs == 0
+
+
+def test_what_a_model_cannot_do_is_refused_by_what_it_is(embedder, reranker, classifier):
+    with pytest.raises(WrongTask, match="is an embedding model: it cannot rerank, only embed"):
+        embedder.rerank(QUERY, DOCUMENTS)
+    with pytest.raises(WrongTask, match="is an embedding model: it cannot classify"):
+        embedder.classify(TEXTS)
+    with pytest.raises(WrongTask, match="is a classifier: it cannot rerank, only classify"):
+        classifier.rerank(QUERY, DOCUMENTS)
+    with pytest.raises(WrongTask, match="is a reranker: it cannot embed"):
+        reranker.encode(TEXTS)
+    for call in (
+        reranker.answer([Text("cat")], EncodeOptions()),
+        classifier.encode_query_async("cat"),
+        classifier.score_documents(QUERY, DOCUMENTS, ScoreOptions()),
+        embedder.score([Text("cat")], ScoreOptions()),
+        embedder.rerank_async(QUERY, []),
+        embedder.classify_async([]),
+    ):
+        with pytest.raises(WrongTask):
+            asyncio.run(call)
+    assert classifier.admission.inputs == embedder.admission.inputs == 0
+
+
+def test_a_language_model_is_asked_through_its_template(open_scorer):
+    template = PairTemplate("[CLS]", "{instruction} {query}", " {document}", "[SEP]", "the")
+    asked = open_scorer(template=template)
+    raw = {"raw_scores": True}
+    whole = Pair("red what", "dog")  # the first three ids stand for prefix and instruction
+    answer = asyncio.run(asked.score([whole], ScoreOptions()))
+    assert answer.num_tokens.tolist() == [6]
+    (usual,), (other,) = (
+        asked.rerank("red what", ["dog"], **raw),
+        asked.rerank("red what", ["dog"], instruction="where is", **raw),
+    )
+    np.testing.assert_allclose(usual.score, answer.logits[0, 0], atol=1e-4)
+    assert abs(usual.score - other.score) > 1e-3
+    described = asked.describe()
+    assert (described["template"], described["instruction"]) == (True, "the")
+
+
+def test_an_instruction_is_refused_where_there_is_no_template(reranker):
+    with pytest.raises(InvalidInput, match="takes no `instruction`") as raised:
+        reranker.rerank(QUERY, DOCUMENTS, instruction="find it")
+    assert raised.value.field == "instruction"
+
+
+def test_cancelling_a_rerank_takes_its_queued_work_along(reranker, held):
+    async def scenario():
+        first = asyncio.create_task(reranker.rerank_async(QUERY, ["cat"]))
+        await held.wait_entered()
+        task = asyncio.create_task(reranker.score_documents(QUERY, ["dog"] * 300, ScoreOptions()))
+        while queue_of(reranker)[0] != 300:
+            await asyncio.sleep(0)
+        assert reranker.admission.inputs == 300
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert queue_of(reranker) == (0, 0)
+        assert reranker.admission.inputs == 0
+        held.gate.set()
+        return await first
+
+    assert len(asyncio.run(scenario())) == 1
+
+
+def test_scored_inputs_are_counted_as_predicted(reranker):
+    before = series(reranker)
+    reranker.rerank(QUERY, DOCUMENTS)
+    after = series(reranker)
+    for name, added in (
+        ("te_predict_count", 5),
+        ("te_predict_success", 5),
+        ("te_predict_duration_count", 5),
+        ("te_predict_tokenization_duration_count", 5),
+        ("te_predict_queue_duration_count", 5),
+        ("te_predict_inference_duration_count", 5),
+        ("te_embed_count", 0),
+        ("te_embed_duration_count", 0),
+        ("jaxembed_truncated_inputs", 1),
+        ("te_request_input_length_count", 5),
+    ):
+        assert after[name] - before[name] == added, name
+
+
+def test_describe_tells_what_a_scorer_does(reranker, classifier):
+    described = classifier.describe()
+    assert described["task"] == "classify"
+    assert described["labels"] == ["bad", "fair", "good"]
+    assert described["score_function"] == "softmax"
+    assert described["template"] is False
+    assert described["instruction"] is None
+    assert "dimensions" not in described
+    assert reranker.describe()["score_function"] == "sigmoid"
+
+
 # -- settings and state ----------------------------------------------------------------------------
 
 
@@ -394,6 +678,7 @@ def test_describe_tells_what_serves(embedder):
     described = embedder.describe()
     assert described["buckets"] == ["1x16", "2x64", "4x32"]
     assert sorted(described["compiled_buckets"]) == described["buckets"]
+    assert described["task"] == "embed"
     assert described["dimensions"] == 32
     assert described["prompts"] == ["passage", "query"]
     assert embedder.ready

@@ -1,11 +1,11 @@
-"""Vectors cut, normalised, compared and encoded."""
+"""Vectors cut, normalised, compared and encoded; logits made scores and ranked."""
 
 import base64
 
 import numpy as np
 import pytest
 
-from jaxembed.postprocess import shape_vectors, similarity, to_base64, to_bytes
+from jaxembed.postprocess import rank, scores, shape_vectors, similarity, to_base64, to_bytes
 
 
 @pytest.fixture(name="dense")
@@ -53,6 +53,37 @@ def test_similarity_is_the_cosine(dense):
 def test_similarity_to_itself_is_one_and_to_nothing_is_zero(dense):
     others = np.stack([dense[0], -dense[0], np.zeros(12, np.float32)])
     np.testing.assert_allclose(similarity(dense[0], others), [1, -1, 0], rtol=1e-6)
+
+
+def test_scores_of_labels_add_up_to_one_or_stand_alone(dense):
+    logits = dense[:, :3]
+    powers = np.exp(logits)
+    softmax = scores(logits, "softmax")
+    np.testing.assert_allclose(softmax, powers / powers.sum(axis=1, keepdims=True), rtol=1e-6)
+    np.testing.assert_allclose(scores(logits, "sigmoid"), 1 / (1 + np.exp(-logits)), rtol=1e-6)
+    assert softmax.dtype == np.float32
+
+
+def test_a_single_logit_gives_its_sigmoid(dense):
+    np.testing.assert_array_equal(scores(dense[:, :1], "softmax"), scores(dense[:, :1], "sigmoid"))
+
+
+def test_huge_logits_give_scores_without_overflow():
+    """TEI's softmax gives NaN here; a score far from 0.5 keeps its precision."""
+    logits = np.array(
+        [[-1e30, 0.0, -200.0], [3e38, -3e38, 0.0], [-100.0, -11.0, 100.0]], np.float32
+    )
+    softmax = scores(logits, "softmax")
+    np.testing.assert_allclose(softmax, [[0, 1, 0], [1, 0, 0], [0, 0, 1]], atol=1e-30)
+    sigmoid = scores(logits, "sigmoid")
+    np.testing.assert_array_equal(sigmoid[1], [1, 0, 0.5])
+    np.testing.assert_allclose(sigmoid[2, 1:], [1.670142e-5, 1], rtol=1e-6)
+
+
+def test_ranks_are_descending_and_ties_keep_their_order():
+    values = np.array([0.5, 2, 0.5, -1, 2, 0.5], np.float32)
+    assert rank(values).tolist() == [1, 4, 0, 2, 5, 3]
+    assert rank(np.zeros(0, np.float32)).tolist() == []
 
 
 def test_base64_is_little_endian_float32(dense):

@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxembed.telemetry import DURATION_BUCKETS, FAILURES, STAGES, Telemetry
+from jaxembed.telemetry import DURATION_BUCKETS, FAILURES, STAGES, Telemetry, exposition
 
 
 def families(telemetry):
@@ -52,3 +52,28 @@ def test_two_servers_count_apart():
     one, other = Telemetry(), Telemetry()
     one.embed_count.inc()
     assert families(other)["te_embed_count"].samples[0].value == 0
+
+
+def test_several_models_are_told_apart_by_a_label():
+    one, other = Telemetry(max_input_tokens=512), Telemetry(max_input_tokens=64)
+    one.queue_size.set(2)
+    other.queue_size.set(3)
+    other.request_count.labels("batch").inc()
+    one.compile_count.set_function(lambda: 7)
+    other.compile_count.set_function(lambda: 7)
+    text = exposition({"org/a": one, 'b"': other}).decode()
+    found = {f.name: f for f in text_string_to_metric_families(text)}
+    assert {s.labels["model"]: s.value for s in found["te_queue_size"].samples} == {
+        "org/a": 2,
+        'b"': 3,
+    }
+    assert '\nte_request_count{method="batch",model="org/a"} 0.0\n' in text
+    assert "\njaxembed_compile_count 7.0\n" in text
+    assert text.count("# TYPE te_request_input_length histogram") == 1
+    assert 'te_request_input_length_bucket{le="512.0",model="org/a"}' in text
+    assert "_total" not in text
+
+
+def test_one_model_needs_no_label():
+    telemetry = Telemetry()
+    assert exposition({"a": telemetry}) == telemetry.exposition()

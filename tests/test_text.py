@@ -13,7 +13,8 @@ from tokenizers import processors
 from jaxembed.config import TextConfig
 from jaxembed.errors import ConfigError, EmptyInput, InputTooLong, InvalidInput, TokenizerError
 from jaxembed.inputs import Pair, Text, Tokens
-from jaxembed.processors.text import FIRST_CUT, Rules, TextProcessor
+from jaxembed.processors.text import Rules, TextProcessor
+from jaxembed.processors.tokenizer import FIRST_CUT
 
 CLS, SEP = 2, 3
 ID = {word: 5 + k for k, word in enumerate(WORDS)}
@@ -326,13 +327,13 @@ def test_megabytes_of_text_are_embedded_by_their_first_or_last_tokens(
     must be read to their end."""
     text = unit * (2_500_000 if unit == "cat " else 500_000)
     shown: list[int] = []
-    usual = processor._encode
+    usual = processor._tokenizer.encode
 
     def encode(texts, **options):
         shown.extend(len(text) for text in texts)
         return usual(texts, **options)
 
-    monkeypatch.setattr(processor, "_encode", encode)
+    monkeypatch.setattr(processor._tokenizer, "encode", encode)
     tokenized = processor.encode([Text(text)], rules(side=side))
     wanted = {"cat ": words("cat") * 6, "z": [1], " ": []}[unit]
     assert tokenized.encodings[0].ids.tolist() == [CLS, *wanted, SEP]

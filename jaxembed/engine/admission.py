@@ -9,55 +9,76 @@ from jaxembed.errors import Overloaded, ShuttingDown
 LONGEST_RETRY_S = 60
 
 
-class Admission:
-    """Counts what is admitted and not yet answered.
+class Capacity:
+    """The limits of one process, over all its models, because these share its devices.
 
-    A request enters while both counts are below their limits, even if it alone overshoots them, so
-    that no size starves. Before tokenizing its tokens are a guess; `Permit.correct` mends it.
+    Without `max_tokens` the limit is the sum of what the models bring.
     """
 
-    def __init__(self, max_inputs: int, max_tokens: int, tokens_per_s: Callable[[], float]):
+    def __init__(self, max_inputs: int, max_tokens: int | None = None):
         self.max_inputs = max_inputs
-        self.max_tokens = max_tokens
+        self.doors: list[Admission] = []
+        self.lock = threading.Lock()
+        self._max_tokens = max_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        return self._max_tokens or sum(door.share for door in self.doors)
+
+    @property
+    def inputs(self) -> int:
+        return sum(door.inputs for door in self.doors)
+
+    @property
+    def tokens(self) -> int:
+        return sum(door.tokens for door in self.doors)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds of work of all models; those whose rate nobody has measured count nothing."""
+        rates = [(door.tokens, door.tokens_per_s()) for door in self.doors]
+        return sum((tokens / rate for tokens, rate in rates if rate > 0), 0.0)
+
+
+class Admission:
+    """Counts what is admitted to one model and not yet answered.
+
+    A request enters while both counts of the capacity are below its limits, even if it alone
+    overshoots them, so that no size starves. Before tokenizing its tokens are a guess;
+    `Permit.correct` mends it. `share` is what the model adds to a capacity without `max_tokens`.
+    """
+
+    def __init__(self, capacity: Capacity, share: int, tokens_per_s: Callable[[], float]):
+        self.capacity = capacity
+        self.share = share
+        self.tokens_per_s = tokens_per_s
         self.inputs = 0
         self.tokens = 0
         self.draining = False
-        self._tokens_per_s = tokens_per_s
-        self._lock = threading.Lock()
+        with capacity.lock:
+            capacity.doors.append(self)
 
     def admit(self, inputs: int, tokens: int) -> "Permit":
         """Let a request in. Raises Overloaded or ShuttingDown and keeps nothing of it."""
-        with self._lock:
+        capacity = self.capacity
+        with capacity.lock:
             if self.draining:
                 raise ShuttingDown("the server is shutting down", retry_after_s=5)
-            if self.inputs >= self.max_inputs or self.tokens >= self.max_tokens:
-                raise Overloaded(self._reason(), self._retry_after_s())
+            if capacity.inputs >= capacity.max_inputs or capacity.tokens >= capacity.max_tokens:
+                raise Overloaded(_reason(capacity), _retry_after_s(capacity))
             self.inputs += inputs
             self.tokens += tokens
         return Permit(self, inputs, tokens)
 
     def drain(self) -> None:
-        """Admit nothing more."""
-        with self._lock:
+        """Admit nothing more to this model."""
+        with self.capacity.lock:
             self.draining = True
 
     def _count(self, inputs: int, tokens: int) -> None:
-        with self._lock:
+        with self.capacity.lock:
             self.inputs += inputs
             self.tokens += tokens
-
-    def _reason(self) -> str:
-        return (
-            f"Model is overloaded: {self.inputs} inputs and about {self.tokens} tokens wait, the "
-            f"limits are {self.max_inputs} (--max-concurrent-requests) and {self.max_tokens} "
-            "(--max-queue-tokens)"
-        )
-
-    def _retry_after_s(self) -> int:
-        """Seconds until half of what waits is done, at the rate of late."""
-        rate = self._tokens_per_s()
-        wait_s = self.tokens / 2 / rate if rate > 0 else 1
-        return min(max(math.ceil(wait_s), 1), LONGEST_RETRY_S)
 
 
 class Permit:
@@ -83,3 +104,16 @@ class Permit:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _reason(capacity: Capacity) -> str:
+    return (
+        f"Model is overloaded: {capacity.inputs} inputs and about {capacity.tokens} tokens wait, "
+        f"the limits are {capacity.max_inputs} (--max-concurrent-requests) and "
+        f"{capacity.max_tokens} (--max-queue-tokens)"
+    )
+
+
+def _retry_after_s(capacity: Capacity) -> int:
+    """Seconds until half of what waits is done, at the rates of late."""
+    return min(max(math.ceil(capacity.wait_s / 2), 1), LONGEST_RETRY_S)

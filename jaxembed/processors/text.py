@@ -1,28 +1,29 @@
 """Text to token ids: prompts, special tokens, pairs, truncation. Knows no HTTP and no batches."""
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-import tokenizers
 
 from jaxembed.config import TextConfig
-from jaxembed.errors import ConfigError, EmptyInput, InputTooLong, InvalidInput, TokenizerError
+from jaxembed.errors import (
+    ConfigError,
+    EmptyInput,
+    InputTooLong,
+    InvalidInput,
+    UnsupportedModel,
+)
 from jaxembed.inputs import Encoding, Input, Pair, Text, Tokens
+from jaxembed.processors.pairs import Frame, template_frame, tokenizer_frame
+from jaxembed.processors.tokenizer import CUT_MARGIN, Side, Tokenizer, cut_tokens
 from jaxembed.spec import ModelSpec
 
-Side = Literal["left", "right"]
-
 CHUNK = 256  # inputs a tokenizer thread is given at once
-FIRST_CUT = 16  # characters for each token of the limit that a long text is first cut to
-# Tokens over the limit that make a cut safe: it changes only those of the word it runs through,
-# and WordPiece splits words of up to 100 characters.
-CUT_MARGIN = 128
 
 
 @dataclass(frozen=True)
@@ -47,32 +48,31 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class Rules:
-    """How one request wants its inputs tokenized."""
+    """How one request wants its inputs tokenized. The last two are for pairs."""
 
     prompt: str
     truncate: bool
     side: Side
+    instruction: str | None = None
+    max_second_tokens: int | None = None
 
 
 class TextProcessor:
-    """One tokenizer, shared by all threads: it is configured once and never per request."""
+    """What a model makes of inputs; shared by all threads."""
 
     def __init__(self, path: Path, spec: ModelSpec, limit: int, config: TextConfig, workers: int):
         self.limit = limit
         self.vocab_size = int(spec.config["vocab_size"])
         self._spec = spec
         self._config = config
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        self._tokenizer.no_padding()  # all-MiniLM-L6-v2 stores both, fixed at 128
-        self._tokenizer.no_truncation()
-        sample = self._encode(["a"], fast=False)[0]
+        self._tokenizer = Tokenizer(path)
+        sample = self._tokenizer.encode(["a"], fast=False)[0]
         self._around = _around_text(sample)
-        self._has_types = any(sample.type_ids)
-        if limit <= sum(self._around):
-            raise ConfigError(
-                f"--max-input-length {limit} leaves no room for text beside the "
-                f"{sum(self._around)} special tokens"
-            )
+        # XLM-R and others give types to pairs that their towers have only one of
+        has_types = spec.config.get("type_vocab_size", 0) > 1
+        self._has_types = has_types and any(sample.type_ids)
+        self._pair_frame = self._find_pair_frame(has_types)
+        self._check_room()
         self._default_prompt = self._choose_default_prompt()
         self.executor: Executor = ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
         self._prompt_length = lru_cache(maxsize=64)(self._count_prompt)
@@ -91,19 +91,30 @@ class TextProcessor:
         Raises EmptyInput, InputTooLong, InvalidInput or TokenizerError for the first input at
         fault.
         """
-        texts = [one for one in inputs if isinstance(one, Text)]
-        plain = self._encode_texts(texts, rules)
-        encodings, truncated = [], 0
-        for one in inputs:
-            if isinstance(one, Text):
-                encoding, was_cut = next(plain)
-            elif isinstance(one, Pair):
-                encoding, was_cut = self._encode_pair(one, rules)
-            else:
-                encoding, was_cut = self._encode_ids(one, rules)
-            encodings.append(encoding)
-            truncated += was_cut
-        return Tokenized(encodings, truncated)
+        texts = self._encode_texts([one for one in inputs if isinstance(one, Text)], rules)
+        pairs = self._encode_pairs([one for one in inputs if isinstance(one, Pair)], rules)
+        return _tokenized(
+            self._encode_ids(one, rules)
+            if isinstance(one, Tokens)
+            else next(texts if isinstance(one, Text) else pairs)
+            for one in inputs
+        )
+
+    def beside(self, query: str, rules: Rules) -> Callable[[Sequence[str]], Tokenized]:
+        """What tokenizes the pairs of the query and each of some documents, otherwise as `encode`.
+
+        It may be called by several threads; the query is tokenized once, by the first of them.
+        """
+        first = self._frame.first(query, rules.instruction)
+        most = self.limit if rules.truncate else None
+        query_row = _Once(lambda: self._tokenizer.rows([first], most, rules.side)[0])
+
+        def encode(documents: Sequence[str]) -> Tokenized:
+            row = query_row()
+            seconds = self._second_rows(documents, rules)
+            return _tokenized(self._pair(row, second, rules) for second in seconds)
+
+        return encode
 
     def estimate(self, inputs: Sequence[Input]) -> int:
         """About how many tokens the inputs hold, before tokenizing: four characters a token."""
@@ -112,7 +123,7 @@ class TextProcessor:
     def pieces(self, texts: Sequence[str], *, special: bool, prompt: str) -> list[list[TokenPiece]]:
         """The tokens of each text, uncut."""
         prompted = [prompt + _not_empty(text) for text in texts]
-        encodings = self._encode(prompted, special=special, fast=False)
+        encodings = self._tokenizer.encode(prompted, special=special, fast=False)
         return [_pieces(text, e) for text, e in zip(prompted, encodings, strict=True)]
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
@@ -121,9 +132,41 @@ class TextProcessor:
             if not one:
                 raise EmptyInput("Input validation error: `input_ids` cannot be empty")
             self._check_ids(one)
-        return self._tokenizer.decode_batch(
+        return self._tokenizer.file.decode_batch(
             [list(one) for one in ids], skip_special_tokens=skip_special_tokens
         )
+
+    # -- pairs -----------------------------------------------------------------------------------
+
+    def _find_pair_frame(self, with_types: bool) -> Frame | None:
+        """None where the tokenizer's pairs are beyond us and the model can do without."""
+        if self._spec.template is not None:
+            return template_frame(
+                self._spec.template,
+                lambda text: self._tokenizer.encode([text], special=False)[0].ids,
+            )
+        try:
+            return tokenizer_frame(self._tokenizer.file, with_types=with_types)
+        except UnsupportedModel:
+            if self._spec.task == "rerank":
+                raise
+            return None
+
+    @property
+    def _frame(self) -> Frame:
+        if self._pair_frame is None:
+            raise InvalidInput("this model takes no pairs: its tokenizer's template is not known")
+        return self._pair_frame
+
+    def _check_room(self) -> None:
+        special = sum(self._around)
+        if self._spec.task == "rerank" and self._pair_frame is not None:
+            special = max(special, self._pair_frame.length)
+        if self.limit <= special:
+            raise ConfigError(
+                f"--max-input-length {self.limit} leaves no room for text beside the "
+                f"{special} special tokens"
+            )
 
     # -- prompts ---------------------------------------------------------------------------------
 
@@ -157,24 +200,21 @@ class TextProcessor:
 
     def _count_prompt(self, prompt: str) -> int:
         """Tokens of a prompt, a trailing special one not counted, as sentence-transformers does."""
-        encoding = self._tokenizer.encode(prompt)
+        encoding = self._tokenizer.encode([prompt])[0]
         return len(encoding.ids) - encoding.special_tokens_mask[-1]
 
     # -- one kind of input each ------------------------------------------------------------------
 
     def _encode_texts(self, texts: Sequence[Text], rules: Rules) -> Iterator[tuple[Encoding, bool]]:
+        if texts and self._spec.template is not None:
+            raise InvalidInput("this model scores pairs, such as a query and a document, not texts")
         prompted = [rules.prompt + _not_empty(one.text) for one in texts]
-        cut = FIRST_CUT * self.limit if rules.truncate else None
-        encoded = self._encode([_cut(text, cut, rules.side) for text in prompted])
-        for text, encoding in zip(prompted, encoded, strict=True):
-            yield self._finish(text, encoding, rules)
+        most = self.limit if rules.truncate else None
+        for encoding in self._tokenizer.encode_enough(prompted, most, rules.side):
+            yield self._finish(encoding, rules)
 
-    def _finish(self, text: str, encoding, rules: Rules) -> tuple[Encoding, bool]:
-        """An encoding within the limit, of a text that may have been cut before tokenizing."""
-        cut = FIRST_CUT * self.limit
-        while rules.truncate and cut < len(text) and len(encoding) < self.limit + CUT_MARGIN:
-            cut *= 4  # few tokens of many characters: the cut may have lost some that belong
-            encoding = self._encode([_cut(text, cut, rules.side)])[0]
+    def _finish(self, encoding, rules: Rules) -> tuple[Encoding, bool]:
+        """The encoding of a text, cut to the limit."""
         if not len(encoding):
             raise _empty()  # a tokenizer without special tokens makes nothing of blanks
         if len(encoding) > self.limit and not rules.truncate:
@@ -193,38 +233,51 @@ class TextProcessor:
         if len(row) <= self.limit:
             return row
         before, after = self._around
-        room = self.limit - before - after
-        text = row[before : len(row) - after]
-        kept = text[:room] if side == "right" else text[len(text) - room :]
-        return np.concatenate([row[:before], kept, row[len(row) - after :]])
+        text = cut_tokens(row[before : len(row) - after], self.limit - before - after, side)
+        return np.concatenate([row[:before], text, row[len(row) - after :]])
 
-    def _encode_pair(self, pair: Pair, rules: Rules) -> tuple[Encoding, bool]:
-        """Both texts in one sequence. The second is cut first, the first only when it alone is
-        over the limit. Prompts belong to single texts and are not added."""
-        if not pair.first and not pair.second:
+    def _encode_pairs(self, pairs: Sequence[Pair], rules: Rules) -> Iterator[tuple[Encoding, bool]]:
+        """Both texts in one sequence. Prompts belong to single texts and are not added."""
+        if any(not pair.first and not pair.second for pair in pairs):
             raise _empty()
-        first, second = self._encode([pair.first, pair.second], special=False, fast=False)
-        room = max(self.limit - self._tokenizer.num_special_tokens_to_add(True), 0)
-        length = len(first) + len(second)
-        if length > room:
-            if not rules.truncate:
-                raise self._too_long(length + self.limit - room)
-            first.truncate(room, direction=rules.side)
-            second.truncate(room - len(first), direction=rules.side)
-        whole = self._tokenizer.post_process(first, second)
-        types = np.array(whole.type_ids, np.int32)
-        return Encoding(np.array(whole.ids, np.int32), types), length > room
+        most = self.limit if rules.truncate else None
+        firsts = [self._frame.first(pair.first, rules.instruction) for pair in pairs]
+        seconds = self._second_rows([pair.second for pair in pairs], rules)
+        rows = self._tokenizer.rows(firsts, most, rules.side)
+        for first, second in zip(rows, seconds, strict=True):
+            yield self._pair(first, second, rules)
+
+    def _second_rows(self, texts: Sequence[str], rules: Rules) -> list[np.ndarray]:
+        limits = [self.limit] if rules.truncate else []
+        if rules.max_second_tokens is not None:
+            limits.append(max(rules.max_second_tokens, CUT_MARGIN))
+        seconds = [self._frame.second(text) for text in texts]
+        return self._tokenizer.rows(seconds, min(limits, default=None), rules.side)
+
+    def _pair(self, first: np.ndarray, second: np.ndarray, rules: Rules) -> tuple[Encoding, bool]:
+        """The second text is cut first, the first only when it alone is over the limit."""
+        frame, side = self._frame, rules.side
+        room = self.limit - frame.length
+        asked = second
+        if rules.max_second_tokens is not None:
+            asked = cut_tokens(second, rules.max_second_tokens, side)
+        length = len(first) + len(asked)
+        if length > room and (not rules.truncate or room < 0):
+            raise self._too_long(length + frame.length)
+        kept = cut_tokens(first, room, side)
+        ids, types = frame.join(kept, cut_tokens(asked, room - len(kept), side))
+        if not len(ids):
+            raise _empty()
+        return Encoding(ids, types), length > room or len(asked) < len(second)
 
     def _encode_ids(self, tokens: Tokens, rules: Rules) -> tuple[Encoding, bool]:
         """Ids as they are: nothing is decoded, nothing added."""
         if not len(tokens.ids):
             raise _empty()
         ids = self._check_ids(tokens.ids)
-        if len(ids) <= self.limit:
-            return Encoding(ids), False
-        if not rules.truncate:
+        if len(ids) > self.limit and not rules.truncate:
             raise self._too_long(len(ids))
-        return Encoding(ids[: self.limit] if rules.side == "right" else ids[-self.limit :]), True
+        return Encoding(cut_tokens(ids, self.limit, rules.side)), len(ids) > self.limit
 
     def _check_ids(self, ids: Sequence[int]) -> np.ndarray:
         if min(ids) < 0 or max(ids) >= self.vocab_size:  # before numpy: they may exceed 64 bits
@@ -235,19 +288,26 @@ class TextProcessor:
             )
         return np.array(ids, np.int32)
 
-    def _encode(self, texts: Sequence[str], *, special: bool = True, fast: bool = True) -> list:
-        # also for one text: encode() holds the interpreter lock, encode_batch() does not
-        encode = self._tokenizer.encode_batch_fast if fast else self._tokenizer.encode_batch
-        try:
-            return encode(list(texts), add_special_tokens=special)
-        except Exception as error:  # tokenizers raises bare Exception
-            raise TokenizerError(f"tokenizer error {_reason(texts, error)}") from error
-
     def _too_long(self, length: int) -> InputTooLong:
         return InputTooLong(
             f"Input validation error: `inputs` must have less than {self.limit} tokens. "
             f"Given: {length}. Send `truncate: true` or start the server with --auto-truncate true"
         )
+
+
+class _Once:
+    """The result of a function, called when it is first wanted and by one thread only."""
+
+    def __init__(self, make: Callable[[], np.ndarray]):
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: np.ndarray | None = None
+
+    def __call__(self) -> np.ndarray:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
 
 
 def _around_text(encoding) -> tuple[int, int]:
@@ -256,10 +316,9 @@ def _around_text(encoding) -> tuple[int, int]:
     return plain[0], len(encoding) - 1 - plain[-1]
 
 
-def _cut(text: str, most: int | None, side: Side) -> str:
-    if most is None or len(text) <= most:
-        return text
-    return text[:most] if side == "right" else text[-most:]
+def _tokenized(parts: Iterable[tuple[Encoding, bool]]) -> Tokenized:
+    pairs = list(parts)
+    return Tokenized([encoding for encoding, _ in pairs], sum(cut for _, cut in pairs))
 
 
 def _not_empty(text: str) -> str:
@@ -277,15 +336,6 @@ def _size(one: Input) -> int:
     if isinstance(one, Text):
         return len(one.text)
     return len(one.first) + len(one.second) if isinstance(one, Pair) else 4 * len(one.ids)
-
-
-def _reason(texts: Sequence[str], error: Exception) -> str:
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            return "the text holds a lone surrogate, which is not Unicode text"
-    return str(error)
 
 
 def _pieces(text: str, encoding) -> list[TokenPiece]:

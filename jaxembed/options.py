@@ -1,0 +1,76 @@
+"""What a request to an Embedder may ask for, and what comes back. Knows no wire format."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxembed.models.output import OutputName
+from jaxembed.processors.tokenizer import Side
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """What one request wants. None means the default of the server or of the checkpoint."""
+
+    outputs: frozenset[OutputName] = frozenset({"dense"})
+    prompt: str | None = None  # literal text
+    prompt_name: str | None = None
+    truncate: bool | None = None
+    truncation_side: Side = "right"
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """What one request to a reranker or classifier wants. Prompts are for embedding models.
+
+    `instruction` is for models with a template. `max_document_tokens` cuts the second text of each
+    pair, even where `truncate` is off.
+    """
+
+    truncate: bool | None = None
+    truncation_side: Side = "right"
+    instruction: str | None = None
+    max_document_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """The answer to a request, in input order."""
+
+    dense: np.ndarray  # float32 [n, dim], cut and normalised as asked
+    tokens: list[np.ndarray] | None  # float32 [length, width] each, where asked
+    num_tokens: np.ndarray  # int [n], tokens really run
+    truncated: int  # inputs that were cut
+    tokenization_s: float  # this and the next two are means over the inputs
+    queue_s: float
+    inference_s: float
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The answer of a reranker or classifier, in input order. See `postprocess.scores`."""
+
+    logits: np.ndarray  # float32 [n, labels]
+    num_tokens: np.ndarray  # int [n], tokens really run
+    truncated: int  # inputs that were cut
+    tokenization_s: float  # this and the next two are means over the inputs
+    queue_s: float
+    inference_s: float
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A document's place in the list that was given, and its score."""
+
+    index: int
+    score: float
+
+
+@dataclass(frozen=True)
+class Label:
+    """A class and its score."""
+
+    label: str
+    score: float

@@ -1,0 +1,105 @@
+"""How two texts become one sequence: what stands around them. Knows no limits and no requests."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import tokenizers
+
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.spec import PairTemplate
+
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The ids before, between and after two texts, int32 each.
+
+    `types` are those of before, the first text, between, the second text and after; None where all
+    are zero. With a template the texts are what it makes of a query and a document.
+    """
+
+    before: np.ndarray
+    between: np.ndarray
+    after: np.ndarray
+    types: tuple[int, ...] | None = None
+    template: PairTemplate | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.before) + len(self.between) + len(self.after)
+
+    def first(self, text: str, instruction: str | None) -> str:
+        """The first text as it is tokenized; None is the template's own instruction."""
+        if self.template is None:
+            return text
+        if instruction is None:
+            instruction = self.template.instruction
+        return _fill(self.template.first, instruction=instruction, query=text)
+
+    def second(self, text: str) -> str:
+        """The second text as it is tokenized."""
+        return text if self.template is None else _fill(self.template.second, document=text)
+
+    def join(self, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """The ids of the pair and, where there are any, its types; int32."""
+        parts = (self.before, first, self.between, second, self.after)
+        ids = np.concatenate(parts)
+        if self.types is None:
+            return ids, None
+        return ids, np.repeat(np.array(self.types, np.int32), [len(part) for part in parts])
+
+
+def template_frame(template: PairTemplate, tokenize: Callable[[str], Sequence[int]]) -> Frame:
+    """The frame of a language model. Raises CheckpointError for a template without the texts."""
+    for part, placeholder in ((template.first, "{query}"), (template.second, "{document}")):
+        if placeholder not in part:
+            raise CheckpointError(f"the template for pairs has no {placeholder} in {part!r}")
+    return Frame(
+        before=np.array(tokenize(template.prefix), np.int32),
+        between=np.zeros(0, np.int32),
+        after=np.array(tokenize(template.suffix), np.int32),
+        template=template,
+    )
+
+
+def tokenizer_frame(tokenizer: tokenizers.Tokenizer, *, with_types: bool) -> Frame:
+    """The frame that the tokenizer itself puts around two texts, read off a sample.
+
+    Raises UnsupportedModel for a template that says more than what stands before, between and
+    after two texts: one that repeats or reorders them, or changes the type within a part.
+    """
+    sample = tokenizer.encode("a", "b")
+    owners = sample.sequence_ids
+    texts = [owner for owner, _ in groupby(owners) if owner is not None]
+    strays = [id for id, owner, special in _columns(sample) if owner is None and not special]
+    if texts != [0, 1] or strays:
+        raise UnsupportedModel(
+            "the tokenizer's template for pairs does not hold each text once and in order"
+        )
+    cuts = [owners.index(0), owners.index(0) + owners.count(0), owners.index(1)]
+    cuts += [owners.index(1) + owners.count(1)]
+    before, _, between, _, after = np.split(np.array(sample.ids, np.int32), cuts)
+    types = _types(np.split(np.array(sample.type_ids, np.int32), cuts)) if with_types else None
+    return Frame(before, between, after, types)
+
+
+def _fill(part: str, **texts: str) -> str:
+    """In one pass and braces as they are: what users write is never taken for a placeholder."""
+    return PLACEHOLDER.sub(lambda found: texts.get(found[1], found[0]), part)
+
+
+def _columns(sample):
+    return zip(sample.ids, sample.sequence_ids, sample.special_tokens_mask, strict=True)
+
+
+def _types(parts: Sequence[np.ndarray]) -> tuple[int, ...] | None:
+    """The type of each part, None where all are zero."""
+    kinds = [set(part.tolist()) or {0} for part in parts]
+    if any(len(kind) > 1 for kind in kinds):
+        raise UnsupportedModel("the tokenizer's template for pairs changes types within a part")
+    types = tuple(kind.pop() for kind in kinds)
+    return types if any(types) else None

@@ -1,0 +1,319 @@
+"""Pairs of texts: the tokenizer's own template, that of a language model, and what is cut."""
+
+import threading
+
+import numpy as np
+import pytest
+from conftest import WORDS, tiny_spec, word_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import processors
+
+from jaxembed.config import TextConfig
+from jaxembed.errors import (
+    CheckpointError,
+    ConfigError,
+    InputTooLong,
+    InvalidInput,
+    UnsupportedModel,
+)
+from jaxembed.inputs import Pair, Text
+from jaxembed.processors.text import Rules, TextProcessor
+from jaxembed.spec import PairTemplate
+
+CLS, SEP = 2, 3
+ID = {word: 5 + k for k, word in enumerate(WORDS)}
+TEMPLATE = PairTemplate(
+    prefix="[CLS] a cat [SEP] ",
+    first="{instruction} what {query} mat",
+    second=" is {document}",
+    suffix="[SEP] how train",
+    instruction="the red",
+)
+
+
+def words(text: str) -> list[int]:
+    return [ID[word] for word in text.split()]
+
+
+def rules(*, truncate=True, side="right", **options) -> Rules:
+    return Rules("", truncate, side, **options)
+
+
+def roberta(tokenizer):
+    tokenizer.post_processor = processors.RobertaProcessing(("[SEP]", SEP), ("[CLS]", CLS))
+
+
+def bert(tokenizer):
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", SEP), ("[CLS]", CLS))
+
+
+def bare(tokenizer):
+    tokenizer.post_processor = processors.ByteLevel()
+
+
+def template(pair: str):
+    def give(tokenizer) -> None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            "[CLS] $A [SEP]", pair, [("[CLS]", CLS), ("[SEP]", SEP)]
+        )
+
+    return give
+
+
+POST_PROCESSORS = {
+    "bert": bert,
+    "roberta": roberta,
+    "bare": bare,
+    "types": template("[CLS]:1 $A:0 [SEP]:1 [SEP]:1 $B:1"),
+    "second only": template("$A $B:1 [SEP]:1"),
+}
+
+
+@pytest.fixture(name="make", scope="module")
+def _make(tmp_path_factory):
+    """Processors on the tiny tokenizer with another post-processor."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made: list[TextProcessor] = []
+
+    def make(limit=16, post_processor=bert, **spec) -> TextProcessor:
+        tokenizer = word_tokenizer()
+        post_processor(tokenizer)
+        tokenizer.save(str(path))
+        made.append(TextProcessor(path, tiny_spec(**spec), limit, TextConfig(), 2))
+        return made[-1]
+
+    yield make
+    for processor in made:
+        processor.executor.shutdown()
+
+
+@pytest.fixture(name="scorer", scope="module")
+def _scorer(make) -> TextProcessor:
+    """A language model's template around pairs, limit 24."""
+    return make(limit=24, post_processor=bare, task="rerank", template=TEMPLATE)
+
+
+texts = st.lists(st.sampled_from([*WORDS, "zq", ",", "\u6f22", " ", "[SEP]"]), max_size=9).map(
+    " ".join
+)
+
+
+# -- the tokenizer's own template ------------------------------------------------------------------
+
+
+@pytest.fixture(name="kinds", scope="module")
+def _kinds(make):
+    """A processor and a plain tokenizer for each post-processor."""
+    pairs = {}
+    for name, post_processor in POST_PROCESSORS.items():
+        tokenizer = word_tokenizer()
+        post_processor(tokenizer)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        pairs[name] = make(limit=64, post_processor=post_processor), tokenizer
+    return pairs
+
+
+@pytest.mark.parametrize("kind", POST_PROCESSORS)
+@given(first=texts, second=texts)
+@settings(max_examples=50, deadline=None)
+def test_a_pair_has_the_ids_and_types_that_the_tokenizer_gives_it(kinds, kind, first, second):
+    processor, tokenizer = kinds[kind]
+    if not (first + second).strip():
+        return
+    (encoding,) = processor.encode([Pair(first, second)], rules()).encodings
+    wanted = tokenizer.encode(first, second)
+    assert encoding.ids.tolist() == wanted.ids
+    if encoding.types is None:
+        assert not any(wanted.type_ids)
+    else:
+        assert encoding.types.tolist() == wanted.type_ids
+        assert encoding.types.dtype == np.int32
+    (beside,) = processor.beside(first, rules())([second]).encodings
+    assert beside.ids.tolist() == wanted.ids
+
+
+def test_types_are_left_out_where_there_is_one(kinds, make):
+    assert kinds["roberta"][0].encode([Pair("a", "cat")], rules()).encodings[0].types is None
+    config = tiny_spec().config | {"type_vocab_size": 1}
+    one_type = make(post_processor=template("[CLS] $A [SEP] $B:1 [SEP]:1"), config=config)
+    assert one_type.encode([Pair("a", "cat")], rules()).encodings[0].types is None
+
+
+@pytest.mark.parametrize(
+    "pair", ["[CLS] $B [SEP] $A", "$A [SEP] $B [SEP] $A", "[CLS]:0 $A [SEP]:0 [SEP]:1 $B:1"]
+)
+def test_a_template_that_reorders_or_repeats_is_refused_where_pairs_are_needed(make, pair):
+    with pytest.raises(UnsupportedModel, match="template for pairs"):
+        make(post_processor=template(pair), task="rerank")
+    embedder = make(post_processor=template(pair))
+    assert embedder.encode([Text("cat")], rules()).encodings[0].length == 3
+    with pytest.raises(InvalidInput, match="takes no pairs"):
+        embedder.encode([Pair("a", "cat")], rules())
+
+
+# -- the template of a language model --------------------------------------------------------------
+
+
+@given(query=texts, document=texts, instruction=st.none() | texts)
+@settings(max_examples=100, deadline=None)
+def test_a_filled_in_template_has_the_ids_of_the_whole(scorer, query, document, instruction):
+    tokenizer = word_tokenizer()
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    task = TEMPLATE.instruction if instruction is None else instruction
+    whole = f"[CLS] a cat [SEP] {task} what {query} mat is {document}[SEP] how train"
+    wanted = tokenizer.encode(whole, add_special_tokens=False).ids
+    if len(wanted) > scorer.limit:
+        return
+    with_rules = rules(truncate=False, instruction=instruction)
+    for encoded in (
+        scorer.beside(query, with_rules)([document]),
+        scorer.encode([Pair(query, document or " ")], with_rules),
+    ):
+        assert encoded.encodings[0].ids.tolist() == wanted
+        assert encoded.encodings[0].types is None
+
+
+def test_braces_are_only_text(make):
+    """In the template too: chat templates hold JSON."""
+    frame = make(
+        limit=24,
+        post_processor=bare,
+        template=PairTemplate("", '{"a": {instruction}} {{query}} {b', "{} {document}", "", ""),
+    )._frame
+    filled = frame.first("{instruction} {document}", "{query} {0} {")
+    assert filled == '{"a": {query} {0} {} {{instruction} {document}} {b'
+    assert frame.second("{document} }") == "{} {document} }"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "missing"),
+    [("{topic}", "{document}", "{query}"), ("{query}", "", "{document}")],
+)
+def test_a_template_that_leaves_out_a_text_is_refused(make, first, second, missing):
+    broken = PairTemplate("", first, second, "", "")
+    with pytest.raises(CheckpointError, match=f"has no {missing} in"):
+        make(post_processor=bare, task="rerank", template=broken)
+
+
+def test_a_model_with_a_template_takes_no_single_texts(scorer):
+    with pytest.raises(InvalidInput, match="scores pairs"):
+        scorer.encode([Text("cat")], rules())
+
+
+def test_a_template_without_room_for_text_is_refused(make):
+    with pytest.raises(ConfigError, match="7 leaves no room for text beside the 7 special"):
+        make(limit=7, post_processor=bare, task="rerank", template=TEMPLATE)
+
+
+# -- cutting ---------------------------------------------------------------------------------------
+
+
+def test_prefix_and_suffix_stay_when_a_template_is_cut(scorer):
+    """24 less 7 ids around leaves 17: 6 of the query's, 11 of the document's."""
+    tokenized = scorer.beside("dog", rules())(["cat " * 30, "cat"])
+    ids = tokenized.encodings[0].ids.tolist()
+    around = [CLS, *words("a cat"), SEP], [SEP, *words("how train")]
+    first = words("the red what dog mat")
+    assert ids == [*around[0], *first, *words("is" + " cat" * 11), *around[1]]
+    assert tokenized.truncated == 1
+    long_query = scorer.beside("dog " * 40, rules())(["cat", "dog"])
+    assert long_query.truncated == 2
+    ids = long_query.encodings[0].ids.tolist()
+    assert ids == [*around[0], *words("the red what" + " dog" * 14), *around[1]]
+
+
+@pytest.mark.parametrize(("side", "kept"), [("right", "the dog sat"), ("left", "on the mat")])
+@pytest.mark.parametrize("truncate", [True, False])
+def test_the_tokens_of_documents_are_limited_as_asked(make, side, kept, truncate):
+    processor = make()
+    with_rules = rules(side=side, truncate=truncate, max_second_tokens=3)
+    documents = ["the dog sat on the mat", "cat", "the dog sat" if side == "right" else kept]
+    tokenized = processor.beside("a cat", with_rules)(documents)
+    first = [CLS, *words("a cat"), SEP]
+    assert [encoding.ids.tolist() for encoding in tokenized.encodings] == [
+        [*first, *words(kept), SEP],
+        [*first, *words("cat"), SEP],
+        [*first, *words(kept), SEP],
+    ]
+    assert tokenized.truncated == 1
+    pair = processor.encode([Pair("a cat", documents[0])], with_rules)
+    assert pair.encodings[0].ids.tolist() == [*first, *words(kept), SEP]
+
+
+def test_a_limit_on_documents_may_bring_them_under_the_limit(make):
+    processor = make()
+    limited = rules(truncate=False, max_second_tokens=11)
+    assert processor.beside("a cat", limited)(["dog " * 5000]).encodings[0].length == 16
+    with pytest.raises(InputTooLong, match=r"less than 16 tokens\. Given: 17"):
+        processor.beside("a cat", rules(truncate=False, max_second_tokens=12))(["dog " * 5000])
+    with pytest.raises(InputTooLong, match="Given: 5005"):
+        processor.beside("a cat", rules(truncate=False))(["cat", "dog " * 5000])
+
+
+@given(
+    first=st.tuples(texts, st.integers(1, 80)).map(lambda run: run[0] * run[1]),
+    second=st.tuples(texts, st.integers(1, 80)).map(lambda run: run[0] * run[1]),
+    side=st.sampled_from(["left", "right"]),
+)
+@settings(max_examples=100, deadline=None)
+def test_long_pairs_cut_before_tokenizing_give_the_tokens_of_the_whole(kinds, first, second, side):
+    processor, tokenizer = kinds["bert"]
+    if not (first + second).strip():
+        return
+    tokenized = processor.encode([Pair(first, second)], rules(side=side))
+    one, two = (tokenizer.encode(text, add_special_tokens=False) for text in (first, second))
+    cut = len(one) + len(two) > 61
+    one.truncate(61, direction=side)
+    two.truncate(61 - len(one), direction=side)
+    assert tokenized.encodings[0].ids.tolist() == [CLS, *one.ids, SEP, *two.ids, SEP]
+    assert tokenized.truncated == cut
+
+
+# -- the query -------------------------------------------------------------------------------------
+
+
+def test_the_query_is_tokenized_once_whatever_the_number_of_threads(make, monkeypatch):
+    processor = make()
+    shown: list[str] = []
+    usual = processor._tokenizer.encode
+
+    def encode(texts, **options):
+        shown.extend(texts)
+        return usual(texts, **options)
+
+    monkeypatch.setattr(processor._tokenizer, "encode", encode)
+    encode_chunk = processor.beside("how is the sky", rules())
+    barrier, got = threading.Barrier(8), []
+
+    def work() -> None:
+        barrier.wait()
+        got.append(encode_chunk(["red", "blue"]).encodings[1].ids.tolist())
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert shown.count("how is the sky") == 1
+    assert got == [[CLS, *words("how is the sky"), SEP, *words("blue"), SEP]] * 8
+
+
+def test_megabytes_of_query_and_document_are_read_only_in_part(make, monkeypatch):
+    processor = make()
+    shown: list[int] = []
+    usual = processor._tokenizer.encode
+
+    def encode(texts, **options):
+        shown.extend(map(len, texts))
+        return usual(texts, **options)
+
+    monkeypatch.setattr(processor._tokenizer, "encode", encode)
+    document = "dog " * 1_000_000
+    tokenized = processor.beside("cat " * 1_000_000, rules())([document] * 3)
+    assert [encoding.length for encoding in tokenized.encodings] == [16] * 3
+    limited = processor.beside("cat", rules(truncate=False, max_second_tokens=2))([document])
+    assert limited.encodings[0].length == 6
+    assert sum(shown) < 30_000

@@ -1,0 +1,186 @@
+"""Real tokenizers through the processor, against ids that others recorded; skipped without them.
+
+The files are not part of this repository: a folder beside it holds tokenizers and vectors of ids
+from public test suites.
+"""
+
+import gzip
+import hashlib
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from conftest import tiny_spec
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jaxembed.config import TextConfig
+from jaxembed.errors import EmptyInput
+from jaxembed.hub import DEFAULT_MODEL_PACKAGE
+from jaxembed.inputs import Pair, Text
+from jaxembed.processors.text import Rules, TextProcessor
+from jaxembed.spec import PairTemplate
+
+FOLDER = Path(__file__).parents[2] / "shared" / "tokenizers"
+VECTORS = json.loads((FOLDER / "id_vectors.json").read_text()) if FOLDER.exists() else {}
+LIMIT = 512
+XLM_R = "xlm-roberta-paraphrase-multilingual-mpnet-base-v2"
+QWEN3_RERANKER = PairTemplate(
+    prefix="<|im_start|>system\nJudge whether the Document meets the requirements based on the "
+    'Query and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n",
+    first="<Instruct>: {instruction}\n<Query>: {query}\n<Document>:",
+    second=" {document}",
+    suffix="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    instruction="Given a web search query, retrieve relevant passages that answer the query",
+)
+TASKS = {"qwen3-reranker": {"task": "rerank", "template": QWEN3_RERANKER}}
+
+pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason=f"{FOLDER.name} are not beside us")
+
+
+@pytest.fixture(name="open_processor", scope="module")
+def _open_processor(tmp_path_factory):
+    """Processors by the name of a tokenizer, each loaded once."""
+    opened: dict[str, TextProcessor] = {}
+
+    def open_processor(name: str) -> TextProcessor:
+        if name not in opened:
+            path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+            path.write_bytes(_tokenizer_file(name.replace("-reranker", "")))
+            spec = tiny_spec(prompts={}, **TASKS.get(name, {}))
+            opened[name] = TextProcessor(path, spec, LIMIT, TextConfig(), 1)
+        return opened[name]
+
+    yield open_processor
+    for processor in opened.values():
+        processor.executor.shutdown()
+
+
+def _tokenizer_file(name: str) -> bytes:
+    if name == "all-minilm-l6-v2":
+        package = find_spec(DEFAULT_MODEL_PACKAGE)
+        if package is None:
+            pytest.skip(f"{DEFAULT_MODEL_PACKAGE} is not installed")
+        return (Path(package.submodule_search_locations[0]) / "model/tokenizer.json").read_bytes()
+    packed = FOLDER / name / "tokenizer.json.gz"
+    return (
+        gzip.decompress(packed.read_bytes())
+        if packed.exists()
+        else packed.with_suffix("").read_bytes()
+    )
+
+
+def ids_of(processor: TextProcessor, text: str, *, special: bool) -> list[int]:
+    """The ids a model would be run with; without special tokens those of the text among them."""
+    (encoding,) = processor.encode([Text(text)], rules(truncate=False)).encodings
+    before, after = (0, 0) if special else processor._around
+    return encoding.ids[before : encoding.length - after].tolist()
+
+
+def rules(*, truncate: bool, side="right") -> Rules:
+    return Rules("", truncate, side)
+
+
+def locals_of(case: dict) -> list[str]:
+    return [name for name, same in case["reproduced_with"].items() if same]
+
+
+@pytest.mark.parametrize(
+    "case", VECTORS.get("cases", []), ids=lambda case: f"{case['family']}-{case['text'][:20]!r}"
+)
+def test_texts_have_the_ids_that_others_recorded(open_processor, case):
+    for name in locals_of(case):
+        processor = open_processor(name)
+        if case["text"]:
+            assert (
+                ids_of(processor, case["text"], special=case["add_special_tokens"]) == case["ids"]
+            )
+        else:  # nothing is nothing, and refused
+            assert case["ids"] == []
+            with pytest.raises(EmptyInput):
+                processor.encode([Text("")], rules(truncate=False))
+
+
+@pytest.mark.parametrize("hashed", VECTORS.get("chk", []), ids=lambda hashed: hashed["local"][-1])
+def test_a_text_of_everything_has_the_hash_that_others_recorded(open_processor, hashed):
+    for name in hashed["local"]:
+        ids = ids_of(open_processor(name), VECTORS["chk_text"], special=True)
+        assert hashlib.sha256(str(ids).encode()).hexdigest() == hashed["sha256"]
+
+
+# -- pairs -----------------------------------------------------------------------------------------
+
+texts = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [
+                *("What is the capital of China?", " The capital is Beijing.", " ", "\n", "\n\n"),
+                *(
+                    "\u5317\u4eac\u662f\u9996\u90fd",
+                    "e\u0301",
+                    "\u0301",
+                    "\U0001f600",
+                    "don't",
+                    ":",
+                ),
+                *("<|im_end|>", "<|im", "_end|>", "</s>", "[SEP]", "<Document>: ", "12 345", "\t"),
+            ]
+        ),
+        st.text(max_size=12),
+    ),
+    min_size=1,
+    max_size=8,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", [XLM_R, "modernbert", "bert-base-uncased"])
+@given(first=texts.filter(bool), second=texts)
+@settings(max_examples=60, deadline=None)
+def test_real_pairs_have_the_ids_that_the_tokenizer_gives_them(open_processor, name, first, second):
+    processor = open_processor(name)
+    wanted = processor._tokenizer.file.encode(first, second).ids
+    for encoded in (
+        processor.encode([Pair(first, second)], rules(truncate=False)),
+        processor.beside(first, rules(truncate=False))([second]),
+    ):
+        assert encoded.encodings[0].ids.tolist() == wanted
+
+
+def test_pairs_of_xlm_roberta_and_modernbert_stand_between_their_own_tokens(open_processor):
+    """XLM-R doubles the separator."""
+    frames = [open_processor(name)._frame for name in (XLM_R, "modernbert")]
+    assert [frame.before.tolist() for frame in frames] == [[0], [50281]]
+    assert [frame.between.tolist() for frame in frames] == [[2, 2], [50282]]
+    assert [frame.after.tolist() for frame in frames] == [[2], [50282]]
+
+
+def by_the_readme(tokenizer, query: str, document: str, limit: int) -> list[int]:
+    """What Qwen3-Reranker's model card does: the middle is one string, cut to what is left."""
+    template = QWEN3_RERANKER
+    middle = f"<Instruct>: {template.instruction}\n<Query>: {query}\n<Document>: {document}"
+    before, ids, after = (
+        tokenizer.encode(text, add_special_tokens=False).ids
+        for text in (template.prefix, middle, template.suffix)
+    )
+    return [*before, *ids[: limit - len(before) - len(after)], *after]
+
+
+@given(query=texts, document=texts, repeat=st.sampled_from([1, 1, 400]))
+@example(query="", document=" ", repeat=1)
+@example(query="What is the capital of China? " * 400, document="Beijing.", repeat=1)
+@settings(max_examples=60, deadline=None)
+def test_qwen3_reranker_gets_the_ids_of_its_model_card(open_processor, query, document, repeat):
+    processor = open_processor("qwen3-reranker")
+    tokenizer = processor._tokenizer.file
+    document = document * repeat
+    (encoding,) = processor.beside(query, rules(truncate=True))([document]).encodings
+    assert encoding.types is None
+    assert encoding.ids.tolist() == by_the_readme(tokenizer, query, document, LIMIT)
+    whole = (
+        f"{QWEN3_RERANKER.prefix}<Instruct>: {QWEN3_RERANKER.instruction}\n<Query>: {query}\n"
+        f"<Document>: {document}{QWEN3_RERANKER.suffix}"
+    )
+    if encoding.length < LIMIT:
+        assert encoding.ids.tolist() == tokenizer.encode(whole, add_special_tokens=False).ids
