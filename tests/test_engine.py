@@ -399,6 +399,26 @@ def test_the_null_runner_answers_ones():
     engine.close(WAIT_S)
 
 
+def test_a_bucket_too_slow_to_be_timed_gets_its_cost_from_its_first_batch(start, monkeypatch):
+    """Timing 8,192 tokens of a large model on a CPU would hold up everything for half a minute."""
+    monkeypatch.setattr(engine_module, "UNTIMED_MS", 0.0)  # whatever is not the first is too slow
+    timed = []
+
+    class TimedRunner(SumRunner):
+        def run(self, bucket, planes, outputs):
+            if (planes[0] == 1).all():
+                timed.append(bucket)
+            return super().run(bucket, planes, outputs)
+
+    engine = start(TimedRunner())
+    assert set(timed) == {SHORT}
+    assert engine.cost[LONG] > 0
+    engine.cost[LONG] = 0.0  # a guess below what it takes
+    engine.submit([encoding(*[2] * 40)]).result(WAIT_S)
+    engine.close(WAIT_S)
+    assert engine.cost[LONG] > 0
+
+
 def test_nothing_runs_out_of_turn_not_even_to_time_a_bucket(start):
     turn, in_turn = DeviceTurn(), []
 
@@ -448,25 +468,54 @@ def test_two_engines_on_one_device_never_overlap_and_both_progress(start):
     assert most == 1
 
 
-def test_the_busier_of_two_engines_goes_first_on_their_device(start):
-    turn, shared = DeviceTurn(), threading.Event()
+def test_a_flood_on_one_model_holds_the_other_up_for_one_batch(start):
+    turn = DeviceTurn()
     order: list[int] = []
 
     class NotingRunner(SumRunner):
         def run(self, bucket, planes, outputs):
             if not (planes[0] == 1).all():
-                order.extend(planes[0][planes[1] + planes[2] == 1].tolist())
+                order.append(int(planes[0].max()))
             return super().run(bucket, planes, outputs)
 
-    runners = [NotingRunner(), NotingRunner()]
-    idle, busy = (start(runner, turns=[turn], full_warmup=True) for runner in runners)
-    with turn.hold(lambda: 0.0):
-        tickets = [idle.submit([encoding(11)]), busy.submit([encoding(*[12] * 60)] * 50)]
-        while len(turn._waiting) < 4:  # two threads of each are in line
-            shared.wait(0)
+    flooded, calm = NotingRunner(), NotingRunner()
+    busy, other = (start(runner, turns=[turn], full_warmup=True) for runner in (flooded, calm))
+    flooded.gate.clear()
+    tickets = [busy.submit([encoding(*[12] * 60)] * 50)]
+    entered(flooded)
+    tickets.append(other.submit([encoding(11)]))
+    while len(turn._waiting) < 3:  # one thread of the busy engine and two of the other
+        pass
+    flooded.gate.set()
     for ticket in tickets:
         ticket.result(WAIT_S)
-    assert order[0] == 12
+    assert order[:3] == [12, 11, 12]
+
+
+def test_models_share_the_time_of_their_device_and_rest_earns_no_credit(start):
+    turn, order = DeviceTurn(), []
+
+    class NotingRunner(SumRunner):
+        def run(self, bucket, planes, outputs):
+            if not (planes[0] == 1).all():
+                order.append(int(planes[0].max()))
+            return super().run(bucket, planes, outputs)
+
+    engines = [start(NotingRunner(), turns=[turn], full_warmup=True) for _ in range(2)]
+    greedy, modest = (engine._seats[0] for engine in engines)
+    greedy.share_end, modest.share_end = 500.0, 100.0  # seconds of the device they have had
+    with turn.hold(lambda: 0.0):
+        tickets = [engine.submit([encoding(k + 11)]) for k, engine in enumerate(engines)]
+        while len(turn._waiting) < 4:  # two threads of each are in line
+            pass
+    for ticket in tickets:
+        ticket.result(WAIT_S)
+    assert order == [12, 11]
+    assert 100 < modest.share_end < 500 < greedy.share_end
+    assert turn.clock == 500
+    engines[1].submit([encoding(12)]).result(WAIT_S)
+    assert turn.clock == 500  # the modest one went on from here, not from its 100
+    assert modest.share_end > 500
 
 
 def test_an_accelerator_has_two_programs_in_flight(start, runner):

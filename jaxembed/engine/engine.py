@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 FAILURES_TO_SICK = 3
 EXIT_S = 5.0  # for the threads of an engine nobody closed, when the interpreter ends
 PROBE_EVERY_S = 1.0
+UNTIMED_MS = 1000.0  # a bucket that would take longer is not run to time it: traffic would wait
 
 
 @dataclass(eq=False)
@@ -43,6 +44,7 @@ class Seat:
     runner: Runner
     turn: DeviceTurn
     failures: int = 0  # batches in a row, under the engine's lock
+    share_end: float = 0.0  # on the turn's clock: until then it has had its share of the device
 
     @property
     def sick(self) -> bool:
@@ -70,6 +72,7 @@ class Engine:
     ):
         self.grid = grid
         self.cost: dict[Bucket, float] = {}  # milliseconds of each bucket that is compiled
+        self._guessed: set[Bucket] = set()  # those of `cost` that have not run yet
         self.tokens_per_s = 0.0  # useful tokens, of late
         self._seats = seats
         self._dim = dim
@@ -186,14 +189,17 @@ class Engine:
                 self._fail_waiting("an internal error, see the server's log")
 
     def _serve_batch(self, seat: Seat, recovery: Recovery) -> None:
-        with seat.turn.hold(self._urgency):
+        with seat.turn.hold(lambda: self._urgency(seat)):
             batch = None if self._is_out(seat) else self._take()
             batch = batch or self._probe(seat)
             if batch is None:
                 return
+            begins = seat.turn.clock = max(seat.turn.clock, seat.share_end)
             started_at = time.monotonic()
             results = recovery.run(batch)
             seconds = time.monotonic() - started_at
+            with self._changed:
+                seat.share_end = max(begins, seat.share_end) + seconds
         try:
             self._note(seat, batch, results, seconds)
             for answers in results:
@@ -222,13 +228,12 @@ class Engine:
     def _runnable(self) -> bool:
         return self._waiting_entries > 0 and not self._stuck and bool(self.cost)
 
-    def _urgency(self) -> float:
-        """Waiting tokens times the seconds the oldest has waited: of two models on one device the
-        busier goes first, and the other does not starve."""
+    def _urgency(self, seat: Seat) -> float:
+        """The model whose next share of the device begins first is the most urgent, so that all
+        that have work get equal time, however much of it they have, and one that rested goes next.
+        Start-time fair queueing: Goyal, Vin and Cheng, 1996."""
         with self._changed:
-            if not self._queue:
-                return 0.0
-            return self._waiting_tokens * (time.monotonic() - self._queue[0].ticket.queued_at)
+            return -max(seat.turn.clock, seat.share_end) if self._queue else -math.inf
 
     def _take(self) -> Batch | None:
         """Take the next batch out of the queue. None if nothing waits that a bucket holds."""
@@ -276,7 +281,9 @@ class Engine:
         with self._changed:
             seat.failures = 0 if answered else seat.failures + 1
             if [answers.entries for answers in answered] == [batch.entries]:  # as it was placed
-                self.cost[batch.bucket] = min(self.cost[batch.bucket], seconds * 1000)
+                known = math.inf if batch.bucket in self._guessed else self.cost[batch.bucket]
+                self.cost[batch.bucket] = min(known, seconds * 1000)
+                self._guessed.discard(batch.bucket)
                 rate = batch.useful_tokens / max(seconds, 1e-6)
                 rate *= sum(seat.turn.permits for seat in self._seats)  # as many run at a time
                 self.tokens_per_s += 0.1 * (rate - self.tokens_per_s) if self.tokens_per_s else rate
@@ -286,24 +293,36 @@ class Engine:
 
     def _compile(self, bucket: Bucket) -> None:
         """Compile a bucket on every seat, time it, and only then let batches use it."""
-        cost = math.inf
+        guess = self._guess(bucket)
+        cost = guess or math.inf
         for seat in self._seats:
             seat.runner.compile(bucket)
-            with seat.turn.hold(lambda: math.inf):
-                cost = min(cost, milliseconds(seat.runner, bucket))
+            if guess is None:
+                with seat.turn.hold(lambda: math.inf):
+                    cost = min(cost, milliseconds(seat.runner, bucket))
         with self._changed:
+            if guess is not None:
+                self._guessed.add(bucket)
             self.cost = {**self.cost, bucket: cost}
             self._stuck = False
             self._changed.notify_all()
+
+    def _guess(self, bucket: Bucket) -> float | None:
+        """Milliseconds of a bucket too slow to be timed, else None: its tokens at the rate of the
+        others, twice over, for attention takes longer in longer rows."""
+        with self._changed:
+            rates = [cost / b.tokens for b, cost in self.cost.items() if b not in self._guessed]
+        guess = 2 * bucket.tokens * min(rates, default=0.0)
+        return guess if guess > UNTIMED_MS else None
 
     def _time_again(self) -> None:
         """Time every bucket once more when nothing compiles beside it and nothing waits: one that
         looked slow would never be chosen, and so never be found to be fast."""
         for bucket in self.grid.buckets:
-            if self._closing or bucket not in self.cost:
+            if self._closing or bucket not in self.cost or bucket in self._guessed:
                 continue
             try:
-                with self._seats[0].turn.hold(lambda: 0.0):
+                with self._seats[0].turn.hold(lambda: -math.inf):
                     cost = milliseconds(self._seats[0].runner, bucket)
             except Exception:  # batches on it will say so to those who wait
                 logger.warning("bucket %s could not be timed", bucket, exc_info=True)

@@ -24,6 +24,7 @@ class DeviceTurn:
 
     def __init__(self, permits: int = 1):
         self.permits = permits  # programs in flight at most
+        self.clock = 0.0  # device seconds: where the share of the last to run began, see Engine
         self._free = permits
         self._waiting: list[Claim] = []
         self._lock = threading.Lock()
