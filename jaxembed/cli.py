@@ -6,16 +6,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from jaxembed import __version__
 from jaxembed.config import MIB, EngineConfig, ServerConfig, TextConfig
-from jaxembed.errors import ConfigError, JaxembedError
+from jaxembed.errors import ConfigError, JaxembedError, WrongTask
 
 # JAX, the engine and the server are imported inside the commands, so that --help is quick.
 
@@ -118,8 +119,14 @@ TEXT_OPTIONS = _options(
 )
 
 SERVER_OPTIONS = _options(
-    click.option("--model-id", envvar="MODEL_ID", show_envvar=True, help="The same as MODEL."),
-    _option("--served-model-name", multiple=True, help="Name in answers; repeat for aliases."),
+    _option("--model-id", multiple=True, help="The same as MODEL; repeat for several."),
+    _option(
+        "--served-model-name",
+        multiple=True,
+        metavar="NAME[=MODEL]",
+        help="Name in requests and answers, in place of MODEL; repeat for aliases. Of several "
+        "models, say which.",
+    ),
     click.option(
         "--host",
         "--hostname",
@@ -184,6 +191,18 @@ SERVER_OPTIONS = _options(
     _option("--otlp-endpoint", hidden=True),
 )
 
+_ALONE = "serve that model in a process of its own"
+_CONVERT = "convert that model with `jaxembed convert {flag}`, and serve what comes out"
+OF_ONE_MODEL = {  # and what to do instead where there are several
+    "revision": _CONVERT,
+    "dense_path": _CONVERT,
+    "pooling": _ALONE,
+    "buckets": _ALONE,
+    "max_input_length": _ALONE,
+    "default_prompt": _ALONE,
+    "default_prompt_name": _ALONE,
+}
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, "-V", "--version", prog_name="jaxembed")
@@ -192,28 +211,41 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("model", required=False)
+@click.argument("model", nargs=-1)
 @SERVER_OPTIONS
 @MODEL_OPTIONS
 @ENGINE_OPTIONS
 @TEXT_OPTIONS
-def serve(model: str | None, model_id: str | None, json_output: bool, **flags: Any) -> None:
+def serve(
+    model: tuple[str, ...],
+    model_id: tuple[str, ...],
+    served_model_name: tuple[str, ...],
+    json_output: bool,
+    **flags: Any,
+) -> None:
     """Serve MODEL over HTTP with the OpenAI and TEI APIs.
 
-    MODEL is a directory or a hub id; without one it is all-MiniLM-L6-v2.
+    MODEL is a directory or a hub id; without one it is all-MiniLM-L6-v2. Several models share the
+    devices and the limits on waiting work; a request says in `model` which one it wants.
     """
-    if model and model_id and model != model_id:
-        raise click.UsageError(f"two models: {model} and --model-id {model_id}")
+    models = _models_given(model, model_id)
+    if len(models) > 1:
+        _refuse_flags_of_one_model(flags, models)
     if "" in flags["api_key"]:
         raise click.UsageError("--api-key is empty: nobody could send it")
     if flags["otlp_endpoint"]:
         raise click.UsageError("--otlp-endpoint: traces are not exported; use /metrics")
     configure_logging(json_output)
+    from jaxembed.hub import DEFAULT_MODEL
+    from jaxembed.server.models import Models, served_names
     from jaxembed.server.run import listen, run
 
+    models = models or (DEFAULT_MODEL,)
+    aliases = _aliases(served_model_name, models)
+    served_names(models, aliases)  # two of one name are known before a long load, and
     config = _server_config(flags)
-    listener = listen(config.host, config.port)  # a port in use is known before a long load
-    run(_embedder(model or model_id, flags, wait=False), config, listener)
+    listener = listen(config.host, config.port)  # so is a port in use
+    run(Models(_embedders(models, flags), aliases), config, listener)
 
 
 @cli.command()
@@ -261,7 +293,7 @@ def embed(
 
     lines = read_texts(texts, field)  # a file that isn't there is known before a long load
     check_output(output)
-    embedder = _embedder(model, flags, wait=True)
+    embedder = _embedder(_embedding_model(model, flags), flags)
     started_at = time.monotonic()
     with tqdm(unit=" texts", desc="embed", disable=None) as bar:
         count = embed_file(
@@ -381,7 +413,72 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
     sys.setswitchinterval(0.0005)  # keeps the event loop responsive beside the engine's threads
 
 
-def _embedder(model: str | None, flags: dict[str, Any], *, wait: bool):
+def _models_given(model: tuple[str, ...], model_id: tuple[str, ...]) -> tuple[str, ...]:
+    """The models of the command line, each once; those of MODEL_ID where it names none."""
+    source = click.get_current_context().get_parameter_source("model_id")
+    if model and source is ParameterSource.ENVIRONMENT:
+        return tuple(dict.fromkeys(model))
+    return tuple(dict.fromkeys(model + model_id))
+
+
+def _refuse_flags_of_one_model(flags: dict[str, Any], models: Sequence[str]) -> None:
+    given = [name for name in OF_ONE_MODEL if flags[name] is not None]
+    if given:
+        flag = "--" + given[0].replace("_", "-")
+        raise click.UsageError(
+            f"{flag} is for one model, and there are {len(models)}: {', '.join(models)}; "
+            + OF_ONE_MODEL[given[0]].format(flag=flag)
+        )
+
+
+def _aliases(names: Sequence[str], models: Sequence[str]) -> dict[str, list[str]]:
+    """The names given to each model, from `NAME=MODEL`, or from `NAME` where there is one model."""
+    aliases: dict[str, list[str]] = {}
+    for given in names:
+        name, equals, model = given.partition("=")
+        if not equals and len(models) == 1:
+            model = models[0]
+        if not name or model not in models:
+            raise click.UsageError(
+                f"--served-model-name {given}: wanted NAME=MODEL, where MODEL is one of "
+                + ", ".join(models)
+            )
+        aliases.setdefault(model, []).append(name)
+    return aliases
+
+
+def _embedders(models: Sequence[str], flags: dict[str, Any]) -> list:
+    """The models, loaded one after the other, while those loaded compile."""
+    from jaxembed.engine.admission import Capacity
+
+    config = _engine_config(flags)
+    capacity = Capacity(config.max_concurrent_requests, config.max_queue_tokens)
+    loaded: list = []
+    for model in models:
+        try:
+            loaded.append(_embedder(model, flags, capacity=capacity, wait=False))
+        except JaxembedError as error:
+            for embedder in loaded:
+                embedder.close(timeout_s=0.0)
+            if len(models) == 1:
+                raise
+            raise ConfigError(f"{model} cannot be served: {error}") from error
+    return loaded
+
+
+def _embedding_model(model: str | None, flags: dict[str, Any]) -> str | None:
+    """The model, if it gives vectors: known before its parameters are loaded."""
+    configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
+    from jaxembed import checkpoint, hub
+    from jaxembed.tasks import KIND
+
+    task = checkpoint.load_spec(hub.resolve(model, **_source(flags))).task
+    if task != "embed":
+        raise WrongTask(f"{model} is {KIND[task]}, which gives no vectors; use `jaxembed serve`")
+    return model
+
+
+def _embedder(model: str | None, flags: dict[str, Any], **options: Any):
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     from jaxembed.embedder import Embedder
 
@@ -396,8 +493,8 @@ def _embedder(model: str | None, flags: dict[str, Any], *, wait: bool):
             default_prompt_name=flags["default_prompt_name"],
             workers=flags["tokenization_workers"],
         ),
-        wait=wait,
         on_progress=_compile_bar(),
+        **options,
     )
 
 
@@ -438,7 +535,6 @@ def _server_config(flags: dict[str, Any]) -> ServerConfig:
     return ServerConfig(
         host=flags["host"],
         port=flags["port"],
-        served_model_names=flags["served_model_name"],
         api_keys=flags["api_key"],
         cors_allow_origins=flags["cors_allow_origin"],
         max_client_batch_size=flags["max_client_batch_size"],

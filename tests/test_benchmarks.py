@@ -13,6 +13,7 @@ from benchmarks import (
     bench_attention,
     bench_engine,
     bench_model,
+    bench_pair,
     bench_start,
     eval_sts,
     probe_device,
@@ -130,6 +131,12 @@ def test_busy_time_counts_what_overlaps_once():
     assert recorder.busy_s() == 4.0
 
 
+def test_overlaps_are_programs_that_began_while_the_other_model_ran():
+    runs = [(0.0, 2.0, "a"), (2.0, 3.0, "b"), (2.5, 4.0, "a"), (2.6, 2.7, "a"), (5.0, 6.0, "b")]
+    assert bench_pair.Watch(runs[:2]).overlaps() == 0
+    assert bench_pair.Watch(runs).overlaps() == 2
+
+
 def test_attention_constants_are_put_back():
     before = attention.WHOLE_SCORES, attention.QUERY_BLOCK
     with bench_attention.query_block(16, 64):
@@ -190,6 +197,17 @@ def test_bench_engine_runs(capsys):
 def test_bench_attention_runs(capsys):
     bench_attention.main([*TINY, "--repeat", "1", "--lengths", "32", "--blocks", "16"])
     assert [row["queries"] for row in last_line(capsys)["results"]] == ["all", 16]
+
+
+def test_bench_pair_runs(capsys, tiny_checkpoint, tmp_path):
+    flags = ["--seconds", "0.2", "--max-batch-tokens", "128", "--cache-dir", str(tmp_path)]
+    bench_pair.main([str(tiny_checkpoint), *flags])
+    facts = last_line(capsys)
+    assert facts["overlaps"] == 0
+    assert [(row["load"], row["with"]) for row in facts["results"]] == [
+        (load, company) for company in ("alone", "all") for load in ("bulk", "query", "rerank")
+    ]
+    assert all(row["requests"] > 0 for row in facts["results"])
 
 
 def test_bench_start_watches_a_server(tiny_checkpoint, grid_file, tmp_path):

@@ -9,9 +9,11 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from conftest import save_tiny
 
 from jaxembed import cli
 from jaxembed.config import EngineConfig, ServerConfig
+from jaxembed.spec import DenseLayer
 
 TEI_COMMAND_LINE = (
     "--model-id some/model --revision main --tokenization-workers 2 --dtype float32 "
@@ -67,7 +69,6 @@ def test_a_tei_command_line_is_understood(parsed):
     assert config == ServerConfig(
         host="0.0.0.0",
         port=3000,
-        served_model_names=("name",),
         api_keys=("key",),
         cors_allow_origins=("*",),
         max_client_batch_size=32,
@@ -76,7 +77,8 @@ def test_a_tei_command_line_is_understood(parsed):
     )
     engine = cli._engine_config(flags)
     assert (engine.max_batch_tokens, engine.max_batch_requests) == (16384, 8)
-    assert flags["model_id"] == "some/model"
+    assert flags["model_id"] == ("some/model",)
+    assert flags["served_model_name"] == ("name",)
     assert flags["auto_truncate"] is True
 
 
@@ -93,7 +95,7 @@ def test_every_flag_of_tei_has_its_environment_variable(parsed):
             "POOLING": "cls",
         },
     )
-    assert flags["model_id"] == "some/model"
+    assert flags["model_id"] == ("some/model",)
     assert flags["port"] == 3000
     assert flags["auto_truncate"] is False
     assert flags["api_key"] == ("one", "two")
@@ -117,10 +119,71 @@ def test_defaults_of_the_flags_are_those_of_the_settings(parsed):
     assert cli._engine_config(flags) == EngineConfig()
 
 
-def test_two_different_models_are_refused():
-    done = run("serve", "a", "--model-id", "b")
+@pytest.mark.parametrize(
+    ("line", "variable", "models"),
+    [
+        ("", "", ()),
+        ("a b", "", ("a", "b")),
+        ("--model-id a --model-id b", "", ("a", "b")),
+        ("a --model-id b", "", ("a", "b")),
+        ("a --model-id a", "", ("a",)),
+        ("", "a b", ("a", "b")),
+        ("a", "b", ("a",)),
+        ("--model-id a", "b", ("a",)),
+    ],
+)
+def test_models_come_from_the_line_or_else_from_the_variable(monkeypatch, line, variable, models):
+    seen = []
+
+    def callback(model, model_id, **_):
+        seen.append(cli._models_given(model, model_id))
+
+    monkeypatch.setattr(cli.serve, "callback", callback)
+    result = CliRunner(env={"MODEL_ID": variable}).invoke(cli.cli, ["serve", *line.split()])
+    assert result.exit_code == 0, result.output
+    assert seen == [models]
+
+
+@pytest.mark.parametrize(
+    ("names", "models", "aliases"),
+    [
+        ([], ["a"], {}),
+        (["x", "y"], ["a"], {"a": ["x", "y"]}),
+        (["x=a"], ["a"], {"a": ["x"]}),
+        (["x=b", "y=b"], ["a", "b"], {"b": ["x", "y"]}),
+        (["x=./a=b"], ["./a=b", "c"], {"./a=b": ["x"]}),
+    ],
+)
+def test_served_names_belong_to_the_model_they_name_or_to_the_only_one(names, models, aliases):
+    assert cli._aliases(names, models) == aliases
+
+
+@pytest.mark.parametrize("name", ["x", "x=c", "=a", "x=", ""])
+def test_a_served_name_of_no_one_model_is_refused(name):
+    with pytest.raises(click.UsageError, match=f"--served-model-name {name}: wanted NAME=MODEL"):
+        cli._aliases([name], ["a", "b"])
+
+
+@pytest.mark.parametrize("flag", cli.OF_ONE_MODEL)
+def test_a_flag_of_one_model_is_refused_with_several(flag):
+    option = "--" + flag.replace("_", "-")
+    done = run("serve", "a", "b", option, "1" if flag != "pooling" else "cls")
     assert done.returncode == 2
-    assert "two models: a and --model-id b" in done.stderr
+    assert f"{option} is for one model, and there are 2: a, b; " in " ".join(done.stderr.split())
+
+
+def test_two_models_of_one_name_are_refused_before_either_is_loaded():
+    done = run("serve", "./nowhere", "b", "--served-model-name", "b=./nowhere")
+    assert done.returncode == 2
+    assert "./nowhere and b would both be served as b" in done.stderr
+
+
+def test_a_model_that_cannot_be_loaded_is_named_and_ends_the_others(tiny_checkpoint, tmp_path):
+    flags = ["--port", "0", "--cache-dir", str(tmp_path)]
+    done = run("serve", str(tiny_checkpoint), "./nowhere", *flags)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("jaxembed: ./nowhere cannot be served: ")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -180,6 +243,22 @@ def test_embed_writes_one_vector_a_line(tiny_checkpoint, grid_file, embedder, tm
     done = run("embed", str(tmp_path / "in.txt"), "-o", str(out), *flags)
     assert done.returncode == 0, done.stderr
     np.testing.assert_allclose(np.load(out), embedder.encode(texts), atol=1e-5)
+
+
+def test_embed_refuses_a_model_that_gives_no_vectors(tmp_path):
+    reranker = save_tiny(
+        tmp_path / "reranker",
+        task="rerank",
+        pooling=("cls",),
+        modules=(DenseLayer(32, 1, activation="identity"),),
+        labels=("LABEL_0",),
+    )
+    (tmp_path / "in.txt").write_text("the cat\n")
+    flags = ["--model", str(reranker), "--cache-dir", str(tmp_path / "cache")]
+    done = run("embed", str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.npy"), *flags)
+    assert done.returncode == 2
+    assert "is a reranker" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "out.npy").exists()
 
 
 def test_log_lines_can_be_json():

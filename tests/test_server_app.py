@@ -1,6 +1,7 @@
 """What holds on every route: keys, CORS, request ids, limits, errors as JSON, health, documents."""
 
 import asyncio
+import json
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from test_server_openai import ask
 
 from jaxembed.config import ServerConfig
 from jaxembed.server.app import create_app
+from jaxembed.server.models import Models
 
 KEYS = ServerConfig(api_keys=("first-key", "second-kéy"))
 OPEN = (
@@ -35,11 +37,12 @@ CLOSED = (
 )
 
 
-def fetch(path, method="GET", *, embedder=None, config=None, **options):
+def fetch(path, method="GET", *, embedder=None, models=None, config=None, **options):
     """One request; the response and its body as bytes."""
 
     async def go():
-        app = create_app(embedder or FakeEmbedder(), config or ServerConfig())
+        served = models or Models([embedder or FakeEmbedder()])
+        app = create_app(served, config or ServerConfig())
         response = await app.test_client().open(path, method=method, **options)
         return response, await response.get_data()
 
@@ -47,13 +50,8 @@ def fetch(path, method="GET", *, embedder=None, config=None, **options):
 
 
 def fetch_json(path, method="GET", **options):
-    async def go():
-        config = options.pop("config", ServerConfig())
-        app = create_app(options.pop("embedder", None) or FakeEmbedder(), config)
-        response = await app.test_client().open(path, method=method, **options)
-        return response, await response.get_json()
-
-    return asyncio.run(go())
+    response, body = fetch(path, method, **options)
+    return response, json.loads(body)
 
 
 def is_error(path, body):
@@ -204,7 +202,7 @@ def test_probes_answer_while_the_embedder_is_busy():
     async def go():
         embedder = FakeEmbedder()
         embedder.gate = asyncio.Event()
-        client = create_app(embedder, ServerConfig()).test_client()
+        client = create_app(Models([embedder]), ServerConfig()).test_client()
         work = asyncio.create_task(client.post("/embed", json={"inputs": "a"}))
         await embedder.entered.wait()
         for path in ("/health", "/ready", "/livez", "/metrics"):
@@ -223,13 +221,13 @@ def test_every_answer_closes_its_connection_while_draining():
 
 
 def test_models_lists_the_served_names():
-    config = ServerConfig(served_model_names=("org/mine", "alias"))
-    _, body = fetch_json("/v1/models", config=config)
+    models = Models([FakeEmbedder()], {"test/fake": ("org/mine", "alias")})
+    _, body = fetch_json("/v1/models", models=models)
     assert [item["id"] for item in body["data"]] == ["org/mine", "alias"]
     assert body["object"] == "list"
-    _, one = fetch_json("/v1/models/org/mine", config=config)
+    _, one = fetch_json("/v1/models/org/mine", models=models)
     assert one == body["data"][0]
-    response, error = fetch_json("/v1/models/other", config=config)
+    response, error = fetch_json("/v1/models/other", models=models)
     assert response.status_code == 404
     assert error["error"]["code"] == "model_not_found"
 

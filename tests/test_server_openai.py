@@ -13,13 +13,16 @@ from jaxembed.errors import BackendError, NotFinite, Overloaded, ShuttingDown
 from jaxembed.inputs import Text, Tokens
 from jaxembed.server.app import create_app
 from jaxembed.server.encoding import SLICE_FLOATS, json_items, json_matrix
+from jaxembed.server.models import Models
 
 
-def ask(body, *, path="/v1/embeddings", embedder=None, config=None, headers=None, raw=None):
+def ask(
+    body, *, path="/v1/embeddings", embedder=None, models=None, config=None, headers=None, raw=None
+):
     """One POST; the response and its body as JSON, or as bytes if it is none."""
 
     async def go():
-        app = create_app(embedder or FakeEmbedder(), config or ServerConfig())
+        app = create_app(models or Models([embedder or FakeEmbedder()]), config or ServerConfig())
         if raw is None:
             response = await app.test_client().post(path, json=body, headers=headers)
         else:
@@ -122,14 +125,14 @@ def test_our_extensions_reach_the_embedder():
 
 @pytest.mark.parametrize("model", [None, "", "mine", "alias"])
 def test_served_names_and_none_are_answered_by_the_first(model):
-    config = ServerConfig(served_model_names=("mine", "alias"))
-    _, body = ask({"input": "a", "model": model}, config=config)
+    models = Models([FakeEmbedder()], {"test/fake": ("mine", "alias")})
+    _, body = ask({"input": "a", "model": model}, models=models)
     assert body["model"] == "mine"
 
 
 def test_an_unknown_model_is_told_the_known_ones():
-    config = ServerConfig(served_model_names=("mine", "alias"))
-    response, body = ask({"input": "a", "model": "gpt"}, config=config)
+    models = Models([FakeEmbedder()], {"test/fake": ("mine", "alias")})
+    response, body = ask({"input": "a", "model": "gpt"}, models=models)
     assert response.status_code == 404
     assert body["error"]["code"] == "model_not_found"
     assert body["error"]["message"] == "the model `gpt` does not exist; this server has mine, alias"

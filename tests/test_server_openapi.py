@@ -3,10 +3,11 @@
 import asyncio
 
 import pytest
-from fake_embedder import FakeEmbedder
+from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
 
 from jaxembed.config import ServerConfig
 from jaxembed.server.app import create_app
+from jaxembed.server.models import Models
 from jaxembed.server.openapi import as_openapi_3_0, document
 
 DOCUMENT = document()
@@ -30,8 +31,20 @@ BODIES = {
     "/invocations": {"inputs": "a"},
     "/vertex": {"instances": [{"inputs": "a"}]},
     "/embed_sparse": {},
-    "/predict": {},
-    "/rerank": {},
+    "/predict": {"inputs": [["a", "b"]]},
+    "/rerank": {"query": "a", "texts": ["a", "b"], "return_text": True},
+    "/v1/rerank": {"query": "a", "documents": ["a", {"text": "b"}], "return_documents": True},
+    "/v2/rerank": {"query": "a", "documents": ["a", "b"], "top_n": 1},
+    "/classify": {"input": ["a"]},
+    "/v1/classify": {"input": "a"},
+}
+SPECS = {  # of the routes that an embedding model does not answer
+    "/predict": CLASSIFIER,
+    "/classify": CLASSIFIER,
+    "/v1/classify": CLASSIFIER,
+    "/rerank": RERANKER,
+    "/v1/rerank": RERANKER,
+    "/v2/rerank": RERANKER,
 }
 OPERATIONS = [(path, method) for path, item in DOCUMENT["paths"].items() for method in item]
 
@@ -68,7 +81,7 @@ def inner_mismatch(value, schema, place):
 
 
 def test_it_lists_exactly_the_routes_there_are():
-    app = create_app(FakeEmbedder(), ServerConfig())
+    app = create_app(Models([FakeEmbedder()]), ServerConfig())
     routes = {
         (rule.rule.replace("<path:name>", "{name}"), method.lower())
         for rule in app.url_map.iter_rules()
@@ -81,7 +94,8 @@ def test_it_lists_exactly_the_routes_there_are():
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
 def test_it_describes_the_real_answer(path, method):
     async def go():
-        client = create_app(FakeEmbedder(), ServerConfig()).test_client()
+        embedder = FakeEmbedder(spec=SPECS.get(path, SPEC))
+        client = create_app(Models([embedder]), ServerConfig()).test_client()
         real = path.replace("{name}", "test/fake")
         body = {"json": BODIES[path]} if method == "post" else {}
         response = await client.open(real, method=method.upper(), **body)
@@ -89,6 +103,7 @@ def test_it_describes_the_real_answer(path, method):
 
     operation = DOCUMENT["paths"][path][method]
     response, data, body = asyncio.run(go())
+    assert (response.status_code == 200) == ("200" in operation["responses"])
     name = "200" if response.status_code == 200 else "default"
     content = operation["responses"][name].get("content")
     if content is None:
@@ -101,6 +116,29 @@ def test_it_describes_the_real_answer(path, method):
         if method == "post" and name == "200":
             request = operation["requestBody"]["content"]["application/json"]["schema"]
             assert mismatch(BODIES[path], request) is None
+
+
+@pytest.mark.parametrize("body", ["/embed", "/rerank", "/v1/rerank", "/predict"])
+@pytest.mark.parametrize("path", ["/", "/invocations"])
+def test_a_route_without_a_task_takes_the_bodies_of_all(path, body):
+    operation = DOCUMENT["paths"][path]["post"]
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    assert mismatch(BODIES[body], schema) is None
+    assert mismatch({"input": "a"}, schema) is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("/rerank", {"error": "", "error_type": ""}),
+        ("/v2/rerank", {"message": ""}),
+        ("/v1/rerank", {"error": {"message": "", "type": "", "param": None, "code": None}}),
+        ("/classify", {"error": {"message": "", "type": "", "param": None, "code": None}}),
+    ],
+)
+def test_errors_are_described_in_the_dialect_of_the_route(path, error):
+    content = DOCUMENT["paths"][path]["post"]["responses"]["default"]["content"]
+    assert mismatch(error, content["application/json"]["schema"]) is None
 
 
 def test_it_speaks_openapi_3_0():

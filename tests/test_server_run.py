@@ -17,9 +17,10 @@ from fake_embedder import FakeEmbedder
 from openai import AsyncOpenAI
 
 from jaxembed.config import ServerConfig
-from jaxembed.errors import ConfigError
+from jaxembed.errors import BackendError, ConfigError
 from jaxembed.server.app import create_app
-from jaxembed.server.run import listen, serve, url
+from jaxembed.server.models import Models
+from jaxembed.server.run import listen, run, serve, url
 
 ASK = {"inputs": "a"}
 
@@ -32,8 +33,9 @@ async def serving(embedder, config=None):
     listener.listen()  # `serve` does too, but only in the task's first turn
     address = url(listener)
     shutdown = asyncio.Event()
-    app = create_app(embedder, config)
-    task = asyncio.create_task(serve(app, embedder, config, shutdown, listener))
+    models = Models([embedder])
+    app = create_app(models, config)
+    task = asyncio.create_task(serve(app, models, config, shutdown, listener))
     try:
         async with httpx.AsyncClient(base_url=address, timeout=10, trust_env=False) as client:
             yield client, shutdown, task
@@ -251,9 +253,9 @@ def test_a_busy_port_is_a_config_error_that_names_the_flag():
 
 def test_a_busy_metrics_port_stops_the_start():
     async def go(port):
-        embedder = FakeEmbedder()
+        models = Models([FakeEmbedder()])
         config = ServerConfig(prometheus_port=port, port=0)
-        await serve(create_app(embedder, config), embedder, config, asyncio.Event())
+        await serve(create_app(models, config), models, config, asyncio.Event())
 
     with listen("127.0.0.1", 0) as taken:
         taken.listen()
@@ -270,6 +272,7 @@ PROGRAM = """
 import asyncio, logging, sys
 from fake_embedder import FakeEmbedder
 from jaxembed.config import ServerConfig
+from jaxembed.server.models import Models
 from jaxembed.server.run import run
 
 class Slow(FakeEmbedder):
@@ -283,7 +286,7 @@ class Slow(FakeEmbedder):
         return answer
 
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-run(Slow(), ServerConfig(port=0))
+run(Models([Slow()]), ServerConfig(port=0))
 """
 
 
@@ -292,12 +295,13 @@ import threading
 from fake_embedder import FakeEmbedder
 from jaxembed.config import ServerConfig
 from jaxembed.server import run
+from jaxembed.server.models import Models
 
 run.WATCHDOG_S = 0.1
 threading.Thread(target=threading.Event().wait).start()
 print("stuck", flush=True)
 run.logging.basicConfig(level="INFO", stream=run.sys.stdout)
-run.run(FakeEmbedder(), ServerConfig(port=0, drain_timeout_s=0.1))
+run.run(Models([FakeEmbedder()]), ServerConfig(port=0, drain_timeout_s=0.1))
 """
 
 
@@ -348,3 +352,14 @@ def test_sigterm_answers_what_was_admitted_and_exits_with_0():
             assert "stopped" in process.stdout.read()
         finally:
             process.kill()
+
+
+def test_a_model_that_does_not_compile_is_named_and_ends_the_server():
+    class Broken(FakeEmbedder):
+        def wait_ready(self, timeout_s=None):
+            raise RuntimeError("no such op\nand a long story")
+
+    broken = Broken()
+    broken.name = "broken"
+    with pytest.raises(BackendError, match=r"^broken could not be compiled: no such op$"):
+        run(Models([FakeEmbedder(), broken]), ServerConfig(port=0))

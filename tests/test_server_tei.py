@@ -1,10 +1,8 @@
 """The routes of Text Embeddings Inference: shapes, headers and words."""
 
-import asyncio
-
 import numpy as np
 import pytest
-from fake_embedder import DIM, MAX_TOKENS, FakeEmbedder, vector
+from fake_embedder import CLASSIFIER, DIM, RERANKER, SPEC, FakeEmbedder, vector
 from test_server_openai import ask, unit
 
 from jaxembed.config import ServerConfig
@@ -16,7 +14,7 @@ from jaxembed.errors import (
     TokenizerError,
 )
 from jaxembed.inputs import Text, Tokens
-from jaxembed.server.app import create_app
+from jaxembed.server.models import Models
 
 TIMES = (
     "x-compute-time",
@@ -27,9 +25,8 @@ TIMES = (
 )
 
 
-@pytest.mark.parametrize("path", ["/embed", "/", "/invocations"])
-def test_embed_answers_a_list_of_normalised_vectors(path):
-    response, body = ask({"inputs": ["a", "b b"]}, path=path)
+def test_embed_answers_a_list_of_normalised_vectors():
+    response, body = ask({"inputs": ["a", "b b"]}, path="/embed")
     assert response.status_code == 200
     np.testing.assert_allclose(body, [unit(Text("a")), unit(Text("b b"))], rtol=1e-6)
 
@@ -68,6 +65,31 @@ def test_embed_gives_octets():
     response, body = ask({"inputs": ["a", "b"]}, path="/embed", headers=accept)
     assert response.headers["x-embedding-shape"] == f"2,{DIM}"
     assert len(body) == 2 * DIM * 4
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed", {"inputs": "a b"}),
+        ("/embed_all", {"inputs": "a b"}),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
+        ("/tokenize", {"inputs": "a"}),
+        ("/decode", {"ids": [1]}),
+    ],
+)
+def test_a_body_may_name_its_model_among_several(path, body):
+    failing = FakeEmbedder(InvalidInput("the second model was asked"))
+    failing.name = "second"
+    models = Models([FakeEmbedder(), failing])
+    assert ask({**body, "model": "test/fake"}, path=path, models=models)[0].status_code == 200
+    response, answer = ask({**body, "model": "second"}, path=path, models=models)
+    assert (response.status_code, answer["error"]) == (422, "the second model was asked")
+    response, answer = ask({**body, "model": "third"}, path=path, models=models)
+    assert response.status_code == 404
+    assert "this server has test/fake, second" in answer["error"]
+    response, answer = ask(body, path=path, models=models)
+    assert response.status_code == 422
+    assert "`model` must say which: test/fake, second" in answer["error"]
 
 
 @pytest.mark.parametrize("side", ["Left", "left", "Right", "right"])
@@ -113,68 +135,6 @@ def test_tokenize_answers_pieces_with_all_their_keys():
 def test_decode_takes_one_sequence_or_several(ids, texts):
     _, body = ask({"ids": ids}, path="/decode")
     assert body == texts
-
-
-def test_info_has_the_keys_of_tei_in_their_order():
-    async def go():
-        config = ServerConfig(served_model_names=("mine",))
-        client = create_app(FakeEmbedder(), config).test_client()
-        return await (await client.get("/info")).get_json()
-
-    body = asyncio.run(go())
-    assert list(body) == [
-        "model_id",
-        "model_sha",
-        "model_dtype",
-        "served_model_name",
-        "model_type",
-        "max_concurrent_requests",
-        "max_input_length",
-        "max_batch_tokens",
-        "max_batch_requests",
-        "max_client_batch_size",
-        "auto_truncate",
-        "tokenization_workers",
-        "version",
-        "sha",
-        "docker_label",
-        "jaxembed",
-    ]
-    assert body["model_type"] == {"embedding": {"pooling": "last_token"}}
-    assert body["served_model_name"] == "mine"
-    assert body["max_input_length"] == MAX_TOKENS
-
-
-def test_vertex_answers_each_instance():
-    body = {"instances": [{"inputs": "a"}, {"inputs": ["b", "c"], "normalize": False}]}
-    embedder = FakeEmbedder()
-    _, answer = ask(body, path="/vertex", embedder=embedder)
-    assert [np.shape(prediction) for prediction in answer["predictions"]] == [(1, DIM), (2, DIM)]
-    text = embedder.telemetry.exposition().decode()
-    assert 'te_request_success{method="single"} 1.0' in text
-    assert 'te_request_success{method="batch"} 1.0' in text
-
-
-def test_vertex_answers_with_its_first_failure():
-    body = {"instances": [{"inputs": "a"}, {"inputs": ""}, {"inputs": "b"}]}
-    response, answer = ask(body, path="/vertex")
-    assert response.status_code == 400
-    assert answer["error_type"] == "Empty"
-    assert ask({"instances": []}, path="/vertex")[1] == {"predictions": []}
-
-
-def test_vertex_runs_nothing_of_a_request_with_an_instance_it_cannot_read():
-    embedder = FakeEmbedder()
-    body = {"instances": [{"inputs": "a"}, {"input": "b"}]}
-    assert ask(body, path="/vertex", embedder=embedder)[0].status_code == 422
-    assert embedder.asked == []
-
-
-def test_vertex_counts_the_inputs_of_all_instances():
-    body = {"instances": [{"inputs": ["a"] * 1500}] * 2}
-    response, answer = ask(body, path="/vertex")
-    assert response.status_code == 422
-    assert "batch size 3000 > maximum allowed batch size 2048" in answer["error"]
 
 
 EMPTY = "Input validation error: `inputs` cannot be empty"
@@ -241,8 +201,6 @@ EMPTY = "Input validation error: `inputs` cannot be empty"
         ),
         ("/embed_sparse", {}, 424, "Backend", "Backend error: Model is not an embedding model with "
          "SPLADE pooling"),
-        ("/predict", {}, 424, "Backend", "Backend error: Model is not a classifier model"),
-        ("/rerank", {}, 424, "Backend", "Backend error: model is not a re-ranker model"),
     ],
 )  # fmt: skip
 def test_errors_have_the_status_type_and_words_of_tei(path, body, status, kind, message):
@@ -262,7 +220,6 @@ def test_errors_have_the_status_type_and_words_of_tei(path, body, status, kind, 
         ("/tokenize", {"inputs": [1]}, "$.inputs[0]"),
         ("/decode", {"ids": [1, [2]]}, "$.ids[1]"),
         ("/decode", {"ids": ["a"]}, "$.ids[0]"),
-        ("/vertex", {"instances": 3}, "$.instances"),
     ],
 )
 def test_a_wrong_shape_is_a_422_that_names_the_path(path, body, place):
@@ -279,6 +236,16 @@ def test_broken_json_is_a_400():
     assert answer["error"].startswith("Failed to parse the request body as JSON: ")
 
 
+FAILING = [
+    ("/embed", {"inputs": "a"}, SPEC),
+    ("/tokenize", {"inputs": "a"}, SPEC),
+    ("/vertex", {"instances": [{"inputs": "a"}]}, SPEC),
+    ("/rerank", {"query": "q", "texts": ["a"]}, RERANKER),
+    ("/predict", {"inputs": "a"}, CLASSIFIER),
+    ("/invocations", {"query": "q", "texts": ["a"]}, RERANKER),
+]
+
+
 @pytest.mark.parametrize(
     ("failure", "status", "kind", "start"),
     [
@@ -290,10 +257,9 @@ def test_broken_json_is_a_400():
         (ZeroDivisionError("secret"), 500, "Backend", "internal error"),
     ],
 )
-@pytest.mark.parametrize("path", ["/embed", "/tokenize", "/vertex"])
-def test_failures_have_the_status_and_type_of_tei(failure, status, kind, start, path):
-    body = {"instances": [{"inputs": "a"}]} if path == "/vertex" else {"inputs": "a"}
-    response, answer = ask(body, path=path, embedder=FakeEmbedder(failure))
+@pytest.mark.parametrize(("path", "body", "spec"), FAILING)
+def test_failures_have_the_status_and_type_of_tei(failure, status, kind, start, path, body, spec):
+    response, answer = ask(body, path=path, embedder=FakeEmbedder(failure, spec))
     assert response.status_code == status
     assert answer["error_type"] == kind
     assert answer["error"].startswith(start)

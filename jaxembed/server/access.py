@@ -61,7 +61,7 @@ async def finish(response: Response) -> Response:
         await discard_body()
     response.headers.add("x-request-id", g.get("request_id", "-"))
     _allow_origin(response, service.config.cors_allow_origins)
-    if service.embedder.draining and request.http_version.startswith("1"):
+    if service.models.draining and request.http_version.startswith("1"):
         response.headers["Connection"] = "close"  # the next request should find another server
     return response
 

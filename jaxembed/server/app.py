@@ -7,14 +7,31 @@ from quart.typing import ResponseTypes
 from werkzeug.exceptions import HTTPException
 
 from jaxembed.config import ServerConfig
-from jaxembed.embedder import Embedder
 from jaxembed.errors import ShuttingDown
-from jaxembed.server import access, docs, errors, openai, ops, tei
+from jaxembed.server import (
+    access,
+    classify,
+    cohere,
+    docs,
+    errors,
+    hosted,
+    info,
+    openai,
+    ops,
+    tei,
+    tei_scores,
+)
+from jaxembed.server.models import Models
 from jaxembed.server.service import Service, install
 
 BLUEPRINTS = (
     openai.blueprint,
+    cohere.blueprint,
+    classify.blueprint,
     tei.blueprint,
+    tei_scores.blueprint,
+    hosted.blueprint,
+    info.blueprint,
     ops.blueprint,
     ops.metrics_blueprint,
     docs.blueprint,
@@ -75,9 +92,9 @@ class Server(Quart):
             return await self.finalize_request(refusal, context, from_error_handler=True)
 
 
-def create_app(embedder: Embedder, config: ServerConfig) -> Server:
-    """The app that serves `embedder`."""
-    app = Server(Service(embedder, config))
+def create_app(models: Models, config: ServerConfig) -> Server:
+    """The app that serves `models`."""
+    app = Server(Service(models, config))
     for blueprint in BLUEPRINTS:
         app.register_blueprint(blueprint)
     for step in (access.name_request, access.answer_preflight, access.check_key):
@@ -86,8 +103,8 @@ def create_app(embedder: Embedder, config: ServerConfig) -> Server:
     return app
 
 
-def create_metrics_app(embedder: Embedder, config: ServerConfig) -> Server:
+def create_metrics_app(models: Models, config: ServerConfig) -> Server:
     """/metrics alone, for a port of its own."""
-    app = Server(Service(embedder, config))
+    app = Server(Service(models, config))
     app.register_blueprint(ops.metrics_blueprint)
     return app

@@ -13,7 +13,7 @@ from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, Unsupport
 
 from jaxembed.config import MIB
 from jaxembed.errors import BatchTooLarge, EmptyInput
-from jaxembed.inputs import Input, Text, Tokens
+from jaxembed.inputs import Input, Pair, Text, Tokens
 from jaxembed.server.errors import BadField, BadJson
 from jaxembed.server.service import current_service
 
@@ -21,6 +21,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 # msgspec refuses list[str] | list[int] in one union: `read_inputs` checks what this lets through.
 InputUnion = str | list[str | TokenId | list[TokenId]]
+
+Method = Literal["single", "batch"]
 
 T = TypeVar("T")
 
@@ -30,25 +32,48 @@ DISCARD_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True)
-class RequestInputs:
+class RequestSize:
+    """What is counted of a request."""
+
+    method: Method
+    characters: int  # Unicode code points of the texts, plus one for each token id
+
+
+@dataclass(frozen=True)
+class RequestInputs(RequestSize):
     """The inputs of one request, in order."""
 
     items: list[Input]
-    method: Literal["single", "batch"]
-    characters: int  # Unicode code points of the texts, plus one for each token id
+
+
+@dataclass(frozen=True)
+class RequestTexts(RequestSize):
+    """The texts and pairs of one request, in order."""
+
+    items: list[Text | Pair]
 
 
 async def read_json(kind: type[T]) -> T:
     """The body of the current request as `kind`."""
+    data = await read_data()
+    with decoding_time():
+        return decode(data, kind)
+
+
+async def read_data() -> bytes:
+    """The body of the current request, which says that it is JSON."""
     mimetype = request.mimetype
     suffixed = mimetype.startswith("application/") and mimetype.endswith("+json")
     if mimetype != "application/json" and not suffixed:
         raise UnsupportedMediaType
     if (coding := request.headers.get("Content-Encoding", "identity")) != "identity":
         raise BadJson(f"`Content-Encoding: {coding}` is not supported; send the body as it is")
-    data = await read_body()
-    with current_service().telemetry.stage.labels("decode").time():
-        return decode(data, kind)
+    return await read_body()
+
+
+def decoding_time():
+    """A context that observes how long the body took to decode."""
+    return current_service().telemetry.stage.labels("decode").time()
 
 
 async def read_body() -> bytes:
@@ -115,20 +140,36 @@ def read_inputs(raw: str | Sequence[str | int | list[int]], field: str) -> Reque
     `[1, 2, 3]` is one sequence. `field` is the name the client gave the value.
     """
     if isinstance(raw, str):
-        return RequestInputs([_text(raw, field, field)], "single", len(raw))
+        return RequestInputs("single", len(raw), [_text(raw, field, field)])
     if not raw or isinstance(raw[0], int):
         ids = _sequence(raw, field)
-        return RequestInputs([Tokens(ids)], "single", len(ids))
+        return RequestInputs("single", len(ids), [Tokens(ids)])
     check_batch(len(raw))
     items: list[Input] = []
     characters = 0
     for i, item in enumerate(raw):
         if isinstance(item, int):
-            raise _mixed(field, i, "a text or a list of token ids", item)
+            raise mixed(field, i, "a text or a list of token ids", item)
         place = f"{field}[{i}]"
         items.append(_text(item, field, place) if isinstance(item, str) else _ids(item, field, i))
         characters += len(item)
-    return RequestInputs(items, "batch", characters)
+    return RequestInputs("batch", characters, items)
+
+
+def read_texts(groups: Sequence[Sequence[str]], field: str, method: Method) -> RequestTexts:
+    """Each group is one text, or a pair of texts of which one may be empty."""
+    check_batch(len(groups))
+    items: list[Text | Pair] = []
+    for i, group in enumerate(groups):
+        place = field if method == "single" else f"{field}[{i}]"
+        if not any(group):
+            raise empty(field, place)
+        if len(group) > 2:
+            raise BadField(
+                f"Expected one text or a pair, got {len(group)} texts - at `$.{place}`", field=place
+            )
+        items.append(Text(*group) if len(group) == 1 else Pair(*group))
+    return RequestTexts(method, sum(len(text) for group in groups for text in group), items)
 
 
 def check_batch(count: int) -> None:
@@ -164,11 +205,12 @@ def _sequence(raw: Sequence[str | int | list[int]], field: str) -> list[int]:
     ids = []
     for i, item in enumerate(raw):
         if not isinstance(item, int):
-            raise _mixed(field, i, "a token id, as the items before it", item)
+            raise mixed(field, i, "a token id, as the items before it", item)
         ids.append(item)
     return ids
 
 
-def _mixed(field: str, i: int, wanted: str, item: str | int | list[int]) -> BadField:
+def mixed(field: str, i: int, wanted: str, item: str | int | list) -> BadField:
+    """An item of another kind than those before it."""
     kind = {str: "str", int: "int"}.get(type(item), "array")
     return BadField(f"Expected {wanted}, got `{kind}` - at `$.{field}[{i}]`", field=f"{field}[{i}]")

@@ -20,12 +20,14 @@ from jaxembed.errors import (
     Overloaded,
     ShuttingDown,
     TokenizerError,
+    UnknownModel,
+    WrongTask,
 )
 from jaxembed.server.service import current_service
 
 log = logging.getLogger(__name__)
 
-Dialect = Literal["tei", "openai"]
+Dialect = Literal["tei", "openai", "cohere"]
 
 
 class BadJson(InvalidInput):
@@ -34,14 +36,6 @@ class BadJson(InvalidInput):
 
 class BadField(InvalidInput):
     """JSON of the wrong shape; the message names the path."""
-
-
-class UnknownModel(InvalidInput):
-    """A model this server does not have; the message names those it has."""
-
-
-class WrongTask(JaxembedError):
-    """A task this kind of model cannot do, such as reranking with an embedding model."""
 
 
 class Unhealthy(JaxembedError):
@@ -54,7 +48,10 @@ class Unauthorized(JaxembedError):
 
 @dataclass(frozen=True)
 class Rule:
-    """How one class of errors looks on the wire, and under which `err` it is counted."""
+    """How one class of errors looks on the wire, and under which `err` it is counted.
+
+    Cohere's statuses are OpenAI's.
+    """
 
     tei_status: int
     tei_type: str
@@ -91,6 +88,8 @@ RULES: dict[type[Exception], Rule] = {
 }
 # fmt: on
 
+UNPREFIXED = ("/embeddings", "/classify")  # Infinity has them here, its errors like OpenAI's
+
 HINTS = {
     404: "no such route; GET /docs lists them",
     405: "this route does not take {method}; it takes {allowed}",
@@ -102,8 +101,11 @@ HINTS = {
 
 
 def dialect_of(path: str) -> Dialect:
-    """OpenAI's error bodies under /v1/ and on its alias; TEI's everywhere else."""
-    return "openai" if path.startswith("/v1/") or path == "/embeddings" else "tei"
+    """OpenAI's error bodies under /v1/ and on routes known from there, Cohere's under /v2/, and
+    TEI's everywhere else."""
+    if path.startswith("/v2/"):
+        return "cohere"
+    return "openai" if path.startswith("/v1/") or path in UNPREFIXED else "tei"
 
 
 def rule_of(error: Exception) -> Rule:
@@ -117,12 +119,14 @@ async def refuse(error: Exception) -> Response:
     if rule.err is not None:
         current_service().telemetry.request_failure.labels(rule.err).inc()
     message = _message(error, rule)
-    dialect = dialect_of(request.path)
-    if dialect == "openai":
-        field = getattr(error, "field", None)
-        response = _openai(rule.openai_status, message, rule.openai_type, field, rule.code)
-    else:
-        response = _tei(rule.tei_status, rule.tei_prefix + message, rule.tei_type)
+    match dialect_of(request.path):
+        case "openai":
+            field = getattr(error, "field", None)
+            response = _openai(rule.openai_status, message, rule.openai_type, field, rule.code)
+        case "cohere":
+            response = _json(rule.openai_status, {"message": message})
+        case "tei":
+            response = _tei(rule.tei_status, rule.tei_prefix + message, rule.tei_type)
     return _with_headers(response, error)
 
 
@@ -130,10 +134,14 @@ async def refuse_http(error: HTTPException) -> Response:
     """404, 405, 413, 415 and their like as JSON, saying what would have been right."""
     status = error.code or 500
     message = _hint(status, error)
-    if dialect_of(request.path) == "openai":
-        response = _openai(status, message, _BAD, None, None)
-    else:
-        response = _tei(status, message, {404: "NotFound", 405: "MethodNotAllowed"}.get(status))
+    match dialect_of(request.path):
+        case "openai":
+            response = _openai(status, message, _BAD, None, None)
+        case "cohere":
+            response = _json(status, {"message": message})
+        case "tei":
+            kind = {404: "NotFound", 405: "MethodNotAllowed"}.get(status, "Validation")
+            response = _tei(status, message, kind)
     for name, value in error.get_headers():
         if name.lower() not in ("content-type", "content-length"):
             response.headers[name] = value
@@ -168,8 +176,8 @@ def _openai(status: int, message: str, kind: str, param: str | None, code: str |
     return _json(status, {"error": error})
 
 
-def _tei(status: int, message: str, kind: str | None) -> Response:
-    return _json(status, {"error": message, "error_type": kind or "Validation"})
+def _tei(status: int, message: str, kind: str) -> Response:
+    return _json(status, {"error": message, "error_type": kind})
 
 
 def _json(status: int, body: dict) -> Response:

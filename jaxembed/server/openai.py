@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 from quart import Blueprint, Response
 
-from jaxembed.embedder import Embeddings, EncodeOptions
+from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import to_base64
 from jaxembed.server.body import InputUnion, read_inputs, read_json
 from jaxembed.server.encoding import (
@@ -20,7 +20,6 @@ from jaxembed.server.encoding import (
     octet_response,
     wants_octets,
 )
-from jaxembed.server.errors import UnknownModel
 from jaxembed.server.meter import Meter
 from jaxembed.server.service import current_service
 
@@ -72,21 +71,13 @@ async def embeddings() -> Response:
     service = current_service()
     with Meter(service) as meter:
         body = await read_json(EmbeddingsRequest)
-        check_model(body.model, service.names)
+        embedder = service.find(body.model, "embed")
         inputs = read_inputs(body.input, field="input")
-        meter.accept(inputs)
-        answer = await service.embedder.answer(inputs.items, options(body))
-        response = await respond(answer, body.encoding_format, service.names[0])
+        meter.accept(embedder, inputs)
+        answer = await embedder.answer(inputs.items, options(body))
+        model = service.name_of(embedder)
+        response = await respond(answer, body.encoding_format, model)
         return meter.stamp(response, inputs, answer)
-
-
-def check_model(asked: str | None, served: tuple[str, ...]) -> None:
-    """No name means the only model there is."""
-    if asked and asked not in served:
-        raise UnknownModel(
-            f"the model `{asked}` does not exist; this server has {', '.join(served)}",
-            field="model",
-        )
 
 
 def options(body: EmbeddingsRequest) -> EncodeOptions:

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from jaxembed import __version__
-from jaxembed.server import openai, ops, tei
-from jaxembed.server.errors import dialect_of
+from jaxembed.server import classify, cohere, hosted, info, openai, ops, scoring, tei, tei_scores
+from jaxembed.server.errors import Dialect, dialect_of
 
 JSON = "application/json"
 OCTETS = "application/octet-stream"
@@ -40,6 +40,22 @@ class TeiError(msgspec.Struct):
     error_type: str
 
 
+class CohereError(msgspec.Struct):
+    """The body of every error under /v2."""
+
+    message: str
+
+
+ERRORS: dict[Dialect, type] = {"openai": OpenAIError, "cohere": CohereError, "tei": TeiError}
+
+
+class AnyOf:
+    """Types of which a body has one. msgspec makes no union of Structs without a tag."""
+
+    def __init__(self, *kinds: Any):
+        self.kinds = kinds
+
+
 @dataclass(frozen=True)
 class Route:
     """One operation: `response` is a type for JSON, a media type for anything else, or nothing."""
@@ -50,9 +66,15 @@ class Route:
     request: Any = None
     response: Any = None
     octets: bool = False  # also answers raw float32
+    query: str | None = None  # the name of a parameter after `?`
 
 
 VECTORS = list[list[float]]
+RERANKS = AnyOf(tei_scores.RerankRequest, cohere.DocumentsRequest)
+RANKINGS = AnyOf(list[tei_scores.Rank], cohere.JinaResponse)
+LABELS = AnyOf(list[scoring.Prediction], list[list[scoring.Prediction]])
+ANY_REQUEST = AnyOf(tei.EmbedRequest, *RERANKS.kinds, tei_scores.PredictRequest)
+ANY_RESPONSE = AnyOf(VECTORS, *RANKINGS.kinds, *LABELS.kinds)
 
 # fmt: off
 ROUTES = (
@@ -67,14 +89,23 @@ ROUTES = (
     Route("post", "/similarity", "Cosines", tei.SimilarityRequest, list[float]),
     Route("post", "/tokenize", "Tokens", tei.TokenizeRequest, list[list[tei.Token]]),
     Route("post", "/decode", "Text of token ids", tei.DecodeRequest, list[str]),
-    Route("get", "/info", "The model and its limits", response=tei.Info),
-    Route("post", "/", "As /embed", tei.EmbedRequest, VECTORS, octets=True),
-    Route("post", "/invocations", "As /embed, for SageMaker", tei.EmbedRequest, VECTORS,
-          octets=True),
-    Route("post", "/vertex", "As /embed, for Vertex AI", tei.VertexRequest, tei.VertexResponse),
     Route("post", "/embed_sparse", f"Not for this kind of model: {NEVER}"),
-    Route("post", "/predict", f"Not for this kind of model: {NEVER}"),
-    Route("post", "/rerank", f"Not for this kind of model: {NEVER}"),
+    Route("post", "/rerank", "Texts by how well they answer a query; also takes Jina's body",
+          RERANKS, RANKINGS),
+    Route("post", "/predict", "Labels with scores", tei_scores.PredictRequest, LABELS),
+    Route("post", "/v1/rerank", "Rerank, as Jina", cohere.DocumentsRequest, cohere.JinaResponse),
+    Route("post", "/v2/rerank", "Rerank, as Cohere", cohere.DocumentsRequest,
+          cohere.CohereResponse),
+    Route("post", "/classify", "Labels with scores, as Infinity", classify.ClassifyRequest,
+          classify.ClassifyResponse),
+    Route("post", "/v1/classify", "Labels with scores, as Infinity", classify.ClassifyRequest,
+          classify.ClassifyResponse),
+    Route("post", "/", "What the body asks for", ANY_REQUEST, ANY_RESPONSE, octets=True),
+    Route("post", "/invocations", "What the body asks for, for SageMaker", ANY_REQUEST,
+          ANY_RESPONSE, octets=True),
+    Route("post", "/vertex", "What each instance asks for, for Vertex AI", hosted.VertexRequest,
+          hosted.VertexResponse),
+    Route("get", "/info", "A model and its limits", response=info.Info, query="model"),
     Route("get", "/", "Health"),
     Route("get", "/health", "Whether the model answers"),
     Route("get", "/ping", "Health, for SageMaker"),
@@ -90,8 +121,14 @@ ROUTES = (
 
 def document() -> dict:
     """The whole document."""
-    kinds = [kind for route in ROUTES for kind in (route.request, route.response) if _is_json(kind)]
-    kinds += [OpenAIError, TeiError]
+    kinds = [
+        kind
+        for route in ROUTES
+        for body in (route.request, route.response)
+        if body is not None and not isinstance(body, str)
+        for kind in _kinds(body)
+    ]
+    kinds += ERRORS.values()
     shapes, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
@@ -128,13 +165,18 @@ def as_openapi_3_0(schema: Any) -> Any:
     return {**schema, "anyOf": rest, "nullable": True}
 
 
-def _is_json(kind: Any) -> bool:
-    return kind is not None and not isinstance(kind, str)
+def _kinds(body: Any) -> tuple:
+    return body.kinds if isinstance(body, AnyOf) else (body,)
+
+
+def _schema(body: Any, schemas: dict[str, dict]) -> dict:
+    found = [schemas[str(kind)] for kind in _kinds(body)]
+    return found[0] if len(found) == 1 else {"anyOf": found}
 
 
 def _operation(route: Route, schemas: dict[str, dict]) -> dict:
     name = route.path.strip("/").replace("/", "_").replace("{", "").replace("}", "") or "root"
-    error = OpenAIError if dialect_of(route.path) == "openai" else TeiError
+    error = ERRORS[dialect_of(route.path)]
     operation: dict[str, Any] = {
         "summary": route.summary,
         "operationId": f"{route.method}_{name}",
@@ -146,10 +188,13 @@ def _operation(route: Route, schemas: dict[str, dict]) -> dict:
     if not route.summary.endswith(NEVER):
         operation["responses"]["200"] = {"description": "OK", **_content(route, schemas)}
     if route.request is not None:
-        body = {"required": True, "content": {JSON: {"schema": schemas[str(route.request)]}}}
+        body = {"required": True, "content": {JSON: {"schema": _schema(route.request, schemas)}}}
         operation["requestBody"] = body
     if "{name}" in route.path:
         name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [name]
+    if route.query is not None:
+        name = {"name": route.query, "in": "query", "schema": {"type": "string"}}
         operation["parameters"] = [name]
     return operation
 
@@ -160,7 +205,7 @@ def _content(route: Route, schemas: dict[str, dict]) -> dict:
         return {}
     if isinstance(route.response, str):
         return {"content": {route.response: {"schema": {"type": "string"}}}}
-    content: dict[str, Any] = {JSON: {"schema": schemas[str(route.response)]}}
+    content: dict[str, Any] = {JSON: {"schema": _schema(route.response, schemas)}}
     if route.octets:
         content[OCTETS] = {"schema": {"type": "string", "format": "binary"}}
     return {"content": content}

@@ -6,8 +6,10 @@ import msgspec
 from quart import Blueprint, Response
 
 from jaxembed.server.encoding import json_response
-from jaxembed.server.errors import Unhealthy, UnknownModel
-from jaxembed.server.service import Service, current_service
+from jaxembed.server.errors import Unhealthy
+from jaxembed.server.models import Models
+from jaxembed.server.service import current_service
+from jaxembed.spec import Task
 
 blueprint = Blueprint("ops", __name__)
 metrics_blueprint = Blueprint("metrics", __name__)
@@ -21,6 +23,7 @@ class Model(msgspec.Struct):
     id: str
     created: int
     max_model_len: int
+    task: Task
     object: Literal["model"] = "model"
     owned_by: str = "jaxembed"
 
@@ -36,8 +39,8 @@ class ModelList(msgspec.Struct):
 @blueprint.get("/health")
 @blueprint.get("/ping")
 async def health() -> Response:
-    """200 while the model answers."""
-    if not current_service().embedder.healthy:
+    """200 while every model answers."""
+    if not current_service().models.healthy:
         raise Unhealthy("unhealthy")
     return Response(b"")
 
@@ -51,41 +54,38 @@ async def livez() -> Response:
 @blueprint.get("/ready")
 async def ready() -> Response:
     """200 while traffic should come here: warm, healthy and not shutting down."""
-    embedder = current_service().embedder
-    if embedder.draining:
+    models = current_service().models
+    if models.draining:
         raise Unhealthy("not ready: shutting down")
-    if not embedder.healthy:
+    if not models.healthy:
         raise Unhealthy("not ready: unhealthy")
-    if not embedder.ready:
+    if not models.ready:
         raise Unhealthy("not ready: still warming up")
     return Response(b"")
 
 
 @blueprint.get("/v1/models")
-async def models() -> Response:
+async def list_models() -> Response:
     """Every served name."""
-    service = current_service()
-    listed = ModelList([_model(name, service) for name in service.names])
+    models = current_service().models
+    listed = ModelList([_model(name, models) for name in models.names])
     return json_response(msgspec.json.encode(listed))
 
 
 @blueprint.get("/v1/models/<path:name>")
 async def model(name: str) -> Response:
     """One served name."""
-    service = current_service()
-    if name not in service.names:
-        raise UnknownModel(
-            f"the model `{name}` does not exist; this server has {', '.join(service.names)}",
-            field="model",
-        )
-    return json_response(msgspec.json.encode(_model(name, service)))
+    return json_response(msgspec.json.encode(_model(name, current_service().models)))
 
 
 @metrics_blueprint.get("/metrics")
 async def metrics() -> Response:
     """Every metric in the Prometheus text format."""
-    return Response(current_service().telemetry.exposition(), content_type=EXPOSITION)
+    return Response(current_service().models.exposition(), content_type=EXPOSITION)
 
 
-def _model(name: str, service: Service) -> Model:
-    return Model(id=name, created=0, max_model_len=service.embedder.max_input_tokens)
+def _model(name: str, models: Models) -> Model:
+    embedder = models[name]
+    return Model(
+        id=name, created=0, max_model_len=embedder.max_input_tokens, task=embedder.spec.task
+    )

@@ -22,6 +22,7 @@ from jaxembed.config import ServerConfig
 from jaxembed.embedder import Embedder
 from jaxembed.errors import BackendError, ConfigError
 from jaxembed.server.app import Server, create_app, create_metrics_app
+from jaxembed.server.models import Models
 
 log = logging.getLogger(__name__)
 
@@ -51,24 +52,23 @@ class Connection(TCPServer):
             await super()._idle_timeout()
 
 
-def run(embedder: Embedder, config: ServerConfig, listener: socket.socket | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, drain, close the Embedder, return.
+def run(models: Models, config: ServerConfig, listener: socket.socket | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, drain, close the models, return.
 
     Give a `listener` to have claimed the port before a long load.
     """
-    app = create_app(embedder, config)
+    app = create_app(models, config)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        failures = runner.run(_serve_until_stopped(app, embedder, config, listener))
-    embedder.close(timeout_s=CLOSE_S)
+        failures = runner.run(_serve_until_stopped(app, models, config, listener))
+    models.close(timeout_s=CLOSE_S)
     if failures:
-        reason = str(failures[0]).splitlines()[0]
-        raise BackendError(f"the model could not be compiled: {reason}") from failures[0]
+        raise failures[0]
     log.info("stopped")
 
 
 async def serve(
     app: Server,
-    embedder: Embedder,
+    models: Models,
     config: ServerConfig,
     shutdown: asyncio.Event,
     listener: socket.socket | None = None,
@@ -78,11 +78,11 @@ async def serve(
     servers = [_start(app, listener or listen(config.host, config.port), closing)]
     try:
         if config.prometheus_port is not None:
-            metrics = create_metrics_app(embedder, config)
+            metrics = create_metrics_app(models, config)
             port = listen(config.host, config.prometheus_port, flag="--prometheus-port")
             servers.append(_start(metrics, port, closing, path="/metrics"))
         await _until(shutdown, servers)
-        embedder.drain()
+        models.drain()
         await _drain(app, config.drain_timeout_s)
     finally:
         closing.set()
@@ -179,9 +179,9 @@ async def _close(servers: list[asyncio.Task]) -> None:
 
 
 async def _serve_until_stopped(
-    app: Server, embedder: Embedder, config: ServerConfig, listener: socket.socket | None
-) -> list[Exception]:
-    """Serve until a signal, or until a bucket that is needed fails to compile: what it raised."""
+    app: Server, models: Models, config: ServerConfig, listener: socket.socket | None
+) -> list[BackendError]:
+    """Serve until a signal, or until a bucket that is needed fails to compile: which and why."""
     shutdown = asyncio.Event()
     loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
@@ -194,24 +194,27 @@ async def _serve_until_stopped(
 
     for number in signals:
         loop.add_signal_handler(number, stop)
-    failures = _watch_readiness(embedder, lambda: loop.call_soon_threadsafe(shutdown.set))
-    await serve(app, embedder, config, shutdown, listener)
+    failures = _watch_readiness(models, lambda: loop.call_soon_threadsafe(shutdown.set))
+    await serve(app, models, config, shutdown, listener)
     return failures
 
 
-def _watch_readiness(embedder: Embedder, stop: Callable[[], object]) -> list[Exception]:
-    """Call `stop` if the embedder fails to become ready; the list then holds why."""
-    failures: list[Exception] = []
+def _watch_readiness(models: Models, stop: Callable[[], object]) -> list[BackendError]:
+    """Call `stop` if a model fails to become ready; the list then holds why."""
+    failures: list[BackendError] = []
 
-    def watch() -> None:
+    def watch(embedder: Embedder) -> None:
         try:
             embedder.wait_ready()
         except Exception as error:
             if not embedder.draining:  # else it was told to stop before it was ready
-                failures.append(error)
+                reason = str(error).splitlines()[0]
+                failures.append(BackendError(f"{embedder.name} could not be compiled: {reason}"))
+                failures[-1].__cause__ = error
                 stop()
 
-    threading.Thread(target=watch, name="wait-ready", daemon=True).start()
+    for embedder in models:
+        threading.Thread(target=watch, args=(embedder,), name="wait-ready", daemon=True).start()
     return failures
 
 

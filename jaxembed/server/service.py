@@ -1,11 +1,13 @@
-"""What every route needs: the Embedder, the settings and the served names. Knows no route."""
+"""What every route needs: the models and the settings. Knows no route."""
 
 from dataclasses import dataclass
 
-from quart import Quart, current_app
+from quart import Quart, current_app, g
 
 from jaxembed.config import ServerConfig
 from jaxembed.embedder import Embedder
+from jaxembed.server.models import Models
+from jaxembed.spec import Task
 from jaxembed.telemetry import Telemetry
 
 _KEY = "jaxembed"
@@ -13,25 +15,29 @@ _KEY = "jaxembed"
 
 @dataclass(frozen=True)
 class Service:
-    """One model, served."""
+    """The models, served."""
 
-    embedder: Embedder
+    models: Models
     config: ServerConfig
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names clients may ask for; the first is the one answers carry."""
-        return self.config.served_model_names or (self.embedder.name,)
+    def find(self, name: str | None, task: Task | None) -> Embedder:
+        """`Models.find`, noted: from here on the request is counted as one to this model."""
+        g.embedder = embedder = self.models.find(name, task)
+        return embedder
+
+    def name_of(self, embedder: Embedder) -> str:
+        """The name that the model's answers carry."""
+        return self.models.name_of(embedder)
 
     @property
     def telemetry(self) -> Telemetry:
-        return self.embedder.telemetry
+        """Of the model that the current request found, of the first model before that."""
+        return g.get("embedder", self.models.first).telemetry
 
-    @property
-    def compute_type(self) -> str:
-        """The device and dtype really used, in the form of TEI's header: `cpu+bfloat16`."""
-        device = self.embedder.device.lower().replace(" ", "-")
-        return f"{device}+{self.embedder.dtype}"
+
+def compute_type(embedder: Embedder) -> str:
+    """The device and dtype really used, in the form of TEI's header: `cpu+bfloat16`."""
+    return f"{embedder.device.lower().replace(' ', '-')}+{embedder.dtype}"
 
 
 def install(app: Quart, service: Service) -> None:

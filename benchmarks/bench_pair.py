@@ -1,0 +1,217 @@
+"""What an embedder and a reranker on one device do to each other, without HTTP.
+
+One process holds a model that embeds and a reranker of the same size with random weights.
+Three loads run, each by itself and then all at once: `bulk` embeds 64 texts at a time, `query` one
+at a time, `rerank` scores 20 documents for a query. Each client asks again as soon as it has its
+answer. Ceiling: the figures of a load by itself.
+
+    python -m benchmarks.bench_pair --seconds 20
+
+Columns: `p50_ms` and `p99_ms` of a request; `texts_per_s` those embedded or scored. `overlaps` are
+programs that began while one of the other model ran: 0 on a CPU; an accelerator is given its next
+program while one runs, so there they are not of the device.
+"""
+
+import asyncio
+import tempfile
+import threading
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from benchmarks import report, workloads
+from jaxembed import checkpoint, hub
+from jaxembed.config import EngineConfig
+from jaxembed.embedder import Embedder
+from jaxembed.engine.admission import Capacity
+from jaxembed.models import random_parameters
+from jaxembed.spec import DenseLayer
+
+BULK, DOCUMENTS = 64, 20
+
+
+@dataclass(frozen=True)
+class Load:
+    """Clients that ask the same kind of thing over and over."""
+
+    name: str
+    clients: int
+    texts: int  # of one request
+    ask: Callable[[], Awaitable[Any]]
+
+
+@dataclass
+class Watch:
+    """When the programs of each model ran, as (start, stop, model)."""
+
+    runs: list[tuple[float, float, str]] = field(default_factory=list)
+
+    def over(self, name: str, embedder: Embedder) -> None:
+        """Note every run of the embedder's runners from now on."""
+        for seat in embedder.engine._seats:
+            seat.runner.run = self._noting(name, seat.runner.run)
+
+    def overlaps(self) -> int:
+        """Programs that began while one of another model ran."""
+        count = 0
+        until: dict[str, float] = {}
+        for start, stop, name in sorted(self.runs):
+            count += any(start < end for other, end in until.items() if other != name)
+            until[name] = max(stop, until.get(name, 0.0))
+        return count
+
+    def _noting(self, name: str, run: Callable) -> Callable:
+        def noted(*arguments):
+            start = time.perf_counter()
+            answer = run(*arguments)
+            self.runs.append((start, time.perf_counter(), name))
+            return answer
+
+        return noted
+
+
+def parse(argv: Sequence[str] | None) -> Namespace:
+    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model", nargs="?", help="directory or hub id; default: all-MiniLM-L6-v2")
+    parser.add_argument("--cache-dir", type=Path, help="of converted checkpoints")
+    workloads.add_arguments(parser)
+    report.add_arguments(parser)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--max-batch-tokens", type=int)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
+    parser.add_argument("--clients", default="4,1,2", help="of bulk, query and rerank")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    report.configure_jax()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        cache_dir = args.cache_dir or hub.default_cache_dir()
+        path = hub.resolve(args.model, cache_dir=cache_dir)
+        config = EngineConfig(
+            dtype=args.dtype, max_batch_tokens=args.max_batch_tokens, devices=1, warmup="full"
+        )
+        capacity = Capacity(config.max_concurrent_requests)
+        embedder, reranker = (
+            stack.enter_context(
+                Embedder(str(model), cache_dir=cache_dir, config=config, capacity=capacity)
+            )
+            for model in (path, _random_reranker(path, folder / "reranker"))
+        )
+        rows, overlaps = measure(embedder, reranker, args)
+        facts = {
+            "model": args.model or hub.DEFAULT_MODEL,
+            "dtype": embedder.dtype,
+            "max_batch_tokens": embedder.max_batch_tokens,
+            "seconds": args.seconds,
+            "overlaps": overlaps,
+            "results": rows,
+        }
+    report.show(rows, f"{facts['model']} and a reranker, {facts['dtype']}, {report.device_name()}")
+    print(f"\noverlaps: {overlaps}")
+    report.finish("bench_pair", argv, facts, args.out)
+
+
+def measure(
+    embedder: Embedder, reranker: Embedder, args: Namespace
+) -> tuple[list[dict[str, Any]], int]:
+    """A row for each load by itself and for each of all at once; and the overlaps."""
+    _wait_for_timings((embedder, reranker))
+    watch = Watch()
+    for name, model in (("embedder", embedder), ("reranker", reranker)):
+        watch.over(name, model)
+    loads = _loads(embedder, reranker, args)
+    rows = []
+    for together in [*([load] for load in loads), loads]:
+        seconds, times = asyncio.run(_run(together, args.seconds))
+        company = "all" if len(together) > 1 else "alone"
+        rows += [_row(load, company, times[load.name], seconds) for load in together]
+    return rows, watch.overlaps()
+
+
+def _random_reranker(path: Path, folder: Path) -> Path:
+    """A cross-encoder of random weights, with the tower and the tokenizer of the embedder."""
+    spec = checkpoint.load_spec(path)
+    width = spec.hidden_size
+    reranker = msgspec.structs.replace(
+        spec,
+        task="rerank",
+        pooling=("cls",),
+        modules=(DenseLayer(width, width), DenseLayer(width, 1, activation="identity")),
+        labels=("LABEL_0",),
+        prompts={},
+        default_prompt_name=None,
+    )
+    tokenizer = checkpoint.tokenizer_path(path).read_bytes()
+    checkpoint.save(folder, reranker, random_parameters(reranker), tokenizer)
+    return folder
+
+
+def _wait_for_timings(embedders: Sequence[Embedder]) -> None:
+    """Until every bucket is compiled and timed."""
+    threads: list[threading.Thread] = [t for e in embedders for t in e.engine.warmup.threads]
+    for thread in threads:
+        thread.join()
+
+
+def _loads(embedder: Embedder, reranker: Embedder, args: Namespace) -> list[Load]:
+    sentences = workloads.texts("sts", 4096, data=args.data, seed=args.seed)
+    queries = workloads.texts("queries", 1024, data=args.data, seed=args.seed)
+    documents = workloads.texts("abstracts", 1024, data=args.data, seed=args.seed)
+    draw = np.random.default_rng(args.seed)
+
+    def some(texts: Sequence[str], count: int) -> list[str]:
+        at = int(draw.integers(len(texts) - count + 1))
+        return list(texts[at : at + count])
+
+    bulk, query, rerank = map(int, args.clients.split(","))
+    return [
+        Load("bulk", bulk, BULK, lambda: embedder.encode_async(some(sentences, BULK))),
+        Load("query", query, 1, lambda: embedder.encode_async(some(queries, 1))),
+        Load(
+            "rerank",
+            rerank,
+            DOCUMENTS,
+            lambda: reranker.rerank_async(some(queries, 1)[0], some(documents, DOCUMENTS)),
+        ),
+    ]
+
+
+async def _run(loads: Sequence[Load], seconds: float) -> tuple[float, dict[str, list[float]]]:
+    """Every load at once for `seconds`: how long it really took, and each request's seconds."""
+    times: dict[str, list[float]] = {load.name: [] for load in loads}
+    started_at = time.perf_counter()
+
+    async def client(load: Load) -> None:
+        while (asked_at := time.perf_counter()) < started_at + seconds:
+            await load.ask()
+            times[load.name].append(time.perf_counter() - asked_at)
+
+    await asyncio.gather(*(client(load) for load in loads for _ in range(load.clients)))
+    return time.perf_counter() - started_at, times
+
+
+def _row(load: Load, company: str, times: Sequence[float], seconds: float) -> dict[str, Any]:
+    ms = np.array(times) * 1000
+    return {
+        "load": load.name,
+        "with": company,
+        "clients": load.clients,
+        "requests": len(times),
+        "p50_ms": float(np.percentile(ms, 50)),
+        "p99_ms": float(np.percentile(ms, 99)),
+        "texts_per_s": len(times) * load.texts / seconds,
+    }
+
+
+if __name__ == "__main__":
+    main()

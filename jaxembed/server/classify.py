@@ -1,0 +1,78 @@
+"""POST /classify in the words of Infinity, whose clients read this answer. Knows no devices.
+
+vLLM has a route of this name with another answer (`data[].probs`).
+"""
+
+import time
+from typing import Literal
+
+import msgspec
+from quart import Blueprint, Response, g
+
+from jaxembed.options import ScoreOptions
+from jaxembed.postprocess import rank
+from jaxembed.server.body import RequestTexts, empty, read_json, read_texts
+from jaxembed.server.encoding import encoding_time, json_answer, json_response
+from jaxembed.server.meter import Meter
+from jaxembed.server.openai import Usage
+from jaxembed.server.scoring import Prediction, json_predictions
+from jaxembed.server.service import current_service
+
+blueprint = Blueprint("classify", __name__)
+
+
+class ClassifyRequest(msgspec.Struct):
+    """A text, or a list of texts; an item of the list may be a pair, as a list of two.
+
+    Unlike in /predict, `["a", "b"]` are two texts.
+    """
+
+    input: str | list[str | list[str]]
+    model: str | None = None
+    raw_scores: bool | None = None
+    truncate: bool | None = None
+
+
+class ClassifyResponse(msgspec.Struct):
+    """For each input every label, best first, in a list even where there is one input."""
+
+    data: list[list[Prediction]]
+    object: Literal["classify"]
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+@blueprint.post("/classify")
+@blueprint.post("/v1/classify")
+async def classify() -> Response:
+    """Every label of each input with its score. A reranker has one label."""
+    service = current_service()
+    with Meter(service) as meter:
+        body = await read_json(ClassifyRequest)
+        embedder = service.find(body.model, "classify")
+        inputs = _read_input(body.input)
+        meter.accept(embedder, inputs)
+        answer = await embedder.score(inputs.items, ScoreOptions(truncate=body.truncate))
+        tokens = int(answer.num_tokens.sum())
+        rest = {
+            "object": "classify",
+            "id": f"classify-{g.request_id}",
+            "created": int(time.time()),
+            "model": service.name_of(embedder),
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+        with encoding_time():
+            data = await json_predictions(answer, embedder.spec, body.raw_scores, rank)
+            response = json_response(json_answer("data", data, rest))
+        return meter.stamp(response, inputs, answer)
+
+
+def _read_input(raw: str | list[str | list[str]]) -> RequestTexts:
+    if isinstance(raw, str):
+        return read_texts([[raw]], "input", "single")
+    if not raw:
+        raise empty("input")
+    groups = [[item] if isinstance(item, str) else item for item in raw]
+    return read_texts(groups, "input", "batch")

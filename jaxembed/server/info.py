@@ -1,0 +1,94 @@
+"""GET /info: what is served and within which limits, in the shape of Text Embeddings Inference."""
+
+from typing import Any
+
+import msgspec
+from quart import Blueprint, Response, request
+
+from jaxembed import __version__
+from jaxembed.embedder import Embedder
+from jaxembed.server.encoding import json_response
+from jaxembed.server.service import Service, current_service
+
+blueprint = Blueprint("info", __name__)
+
+POOLING_NAMES = {"lasttoken": "last_token"}  # the others are spelled as sentence-transformers does
+MODEL_TYPES = {"rerank": "reranker", "classify": "classifier"}
+
+
+class Info(msgspec.Struct):
+    """One model, its limits, and under `jaxembed` what only this server has to say: with several
+    models, a list of them all, too."""
+
+    model_id: str
+    model_sha: str | None
+    model_dtype: str
+    served_model_name: str
+    model_type: dict[str, dict[str, Any]]
+    max_concurrent_requests: int
+    max_input_length: int
+    max_batch_tokens: int
+    max_batch_requests: int | None
+    max_client_batch_size: int
+    auto_truncate: bool
+    tokenization_workers: int
+    version: str
+    sha: str | None
+    docker_label: str | None
+    jaxembed: dict[str, Any]
+
+
+@blueprint.get("/info")
+async def info() -> Response:
+    """Of the model named in `?model=`, else of the first."""
+    service = current_service()
+    name = request.args.get("model")
+    embedder = service.find(name, None) if name else service.models.first
+    return json_response(msgspec.json.encode(describe(service, embedder)))
+
+
+def describe(service: Service, embedder: Embedder) -> Info:
+    """The answer of /info about one model."""
+    more = embedder.describe()
+    if len(service.models) > 1:
+        more["models"] = [_summary(service, other) for other in service.models]
+    return Info(
+        model_id=embedder.name,
+        model_sha=embedder.spec.revision,
+        model_dtype=embedder.dtype,
+        served_model_name=service.name_of(embedder),
+        model_type=_model_type(embedder),
+        max_concurrent_requests=embedder.config.max_concurrent_requests,
+        max_input_length=embedder.max_input_tokens,
+        max_batch_tokens=embedder.max_batch_tokens,
+        max_batch_requests=embedder.config.max_batch_requests,
+        max_client_batch_size=service.config.max_client_batch_size,
+        auto_truncate=embedder.text.truncate,
+        tokenization_workers=embedder.tokenization_workers,
+        version=__version__,
+        sha=None,
+        docker_label=None,
+        jaxembed=more,
+    )
+
+
+def _model_type(embedder: Embedder) -> dict[str, dict[str, Any]]:
+    """TEI's one-key object: how an embedding model pools, or what the other kinds can say."""
+    spec = embedder.spec
+    if spec.task == "embed":
+        pooling = "+".join(POOLING_NAMES.get(name, name) for name in spec.pooling)
+        return {"embedding": {"pooling": pooling}}
+    id2label = {str(i): label for i, label in enumerate(spec.labels)}
+    label2id = {label: i for i, label in enumerate(spec.labels)}
+    return {MODEL_TYPES[spec.task]: {"id2label": id2label, "label2id": label2id}}
+
+
+def _summary(service: Service, embedder: Embedder) -> dict[str, Any]:
+    return {
+        "name": service.name_of(embedder),
+        "task": embedder.spec.task,
+        "dtype": embedder.dtype,
+        "max_input_length": embedder.max_input_tokens,
+        "max_batch_tokens": embedder.max_batch_tokens,
+        "max_batch_requests": embedder.config.max_batch_requests,
+    }

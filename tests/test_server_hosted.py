@@ -1,0 +1,117 @@
+"""/, /invocations and /vertex: what a body without a task is taken for."""
+
+import numpy as np
+import pytest
+from fake_embedder import CLASSIFIER, DIM, RERANKER, FakeEmbedder
+from test_server_openai import ask, unit
+
+from jaxembed.inputs import Text
+from jaxembed.server.models import Models
+
+PATHS = ["/", "/invocations"]
+QUESTION = {"query": "a b", "texts": ["c", "a", "a b"]}
+ORDER = [2, 1, 0]
+
+
+def three():
+    """An embedding model, a reranker and a classifier; the last first."""
+    embedders = FakeEmbedder(spec=CLASSIFIER), FakeEmbedder(spec=RERANKER), FakeEmbedder()
+    for embedder, name in zip(embedders, ("c", "r", "e"), strict=True):
+        embedder.name = name
+    return Models(embedders)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_embedding_model_embeds(path):
+    response, body = ask({"inputs": ["a", "b b"]}, path=path)
+    np.testing.assert_allclose(body, [unit(Text("a")), unit(Text("b b"))], rtol=1e-6)
+    assert response.headers["x-compute-tokens"] == "3"
+    accept = {"accept": "application/octet-stream"}
+    response, _ = ask({"inputs": ["a", "b"]}, path=path, headers=accept)
+    assert response.headers["x-embedding-shape"] == f"2,{DIM}"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_reranker_ranks(path):
+    _, body = ask(QUESTION, path=path, embedder=FakeEmbedder(spec=RERANKER))
+    assert [item["index"] for item in body] == ORDER
+    documents = {"query": QUESTION["query"], "documents": QUESTION["texts"]}
+    _, body = ask(documents, path=path, embedder=FakeEmbedder(spec=RERANKER))
+    assert [item["index"] for item in body["results"]] == ORDER
+    _, body = ask({"inputs": ["a b", "a"]}, path=path, embedder=FakeEmbedder(spec=RERANKER))
+    assert [item["label"] for item in body] == ["LABEL_0"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_classifier_predicts(path):
+    response, body = ask({"inputs": "a"}, path=path, embedder=FakeEmbedder(spec=CLASSIFIER))
+    assert {item["label"] for item in body} == set(CLASSIFIER.labels)
+    response, body = ask(QUESTION, path=path, embedder=FakeEmbedder(spec=CLASSIFIER))
+    assert response.status_code == 424
+    assert "not a re-ranker model" in body["error"]
+
+
+def test_of_several_models_the_body_or_its_name_chooses():
+    assert np.shape(ask({"inputs": "a"}, path="/", models=three())[1]) == (1, DIM)
+    assert [item["index"] for item in ask(QUESTION, path="/", models=three())[1]] == ORDER
+    _, body = ask({"inputs": "a", "model": "c"}, path="/", models=three())
+    assert len(body) == 3
+    _, body = ask({"inputs": "a", "model": "r"}, path="/", models=three())
+    assert len(body) == 1
+    response, body = ask({"inputs": "a", "model": "x"}, path="/", models=three())
+    assert response.status_code == 404
+
+
+def test_vertex_answers_each_instance():
+    body = {"instances": [{"inputs": "a"}, {"inputs": ["b", "c"], "normalize": False}]}
+    embedder = FakeEmbedder()
+    response, answer = ask(body, path="/vertex", embedder=embedder)
+    assert [np.shape(prediction) for prediction in answer["predictions"]] == [(1, DIM), (2, DIM)]
+    assert "x-compute-type" not in response.headers
+    text = embedder.telemetry.exposition().decode()
+    assert 'te_request_success{method="single"} 1.0' in text
+    assert 'te_request_success{method="batch"} 1.0' in text
+
+
+def test_vertex_takes_instances_of_every_task():
+    body = {"instances": [{"inputs": "a"}, QUESTION, {"inputs": [["a"], ["b", "c"]], "model": "c"}]}
+    accept = {"accept": "application/octet-stream"}  # no instance may follow it
+    _, answer = ask(body, path="/vertex", models=three(), headers=accept)
+    vectors, ranks, labels = answer["predictions"]
+    assert np.shape(vectors) == (1, DIM)
+    assert [item["index"] for item in ranks] == ORDER
+    assert [len(item) for item in labels] == [3, 3]
+
+
+def test_vertex_answers_with_its_first_failure():
+    body = {"instances": [{"inputs": "a"}, {"inputs": ""}, {"inputs": "b"}]}
+    response, answer = ask(body, path="/vertex")
+    assert response.status_code == 400
+    assert answer["error_type"] == "Empty"
+    assert ask({"instances": []}, path="/vertex")[1] == {"predictions": []}
+
+
+def test_vertex_runs_nothing_of_a_request_with_an_instance_it_cannot_read():
+    embedder = FakeEmbedder()
+    body = {"instances": [{"inputs": "a"}, {"input": "b"}]}
+    assert ask(body, path="/vertex", embedder=embedder)[0].status_code == 422
+    assert ask({"instances": 3}, path="/vertex", embedder=embedder)[0].status_code == 422
+    assert embedder.asked == []
+
+
+@pytest.mark.parametrize(
+    ("instances", "count"),
+    [
+        ([{"inputs": ["a"] * 1500}] * 2, 3000),
+        ([{"inputs": [[1]] * 2048}, {"inputs": "a"}], 2049),
+        ([{"inputs": [1] * 4000}, {"inputs": ["a"] * 2048}], 2049),
+        ([{"query": "q", "texts": ["a"] * 1500}] * 2, 3000),
+        ([{"query": "q", "documents": ["a"] * 1500}] * 2, 3000),
+        ([{"inputs": [["a", "b"]] * 1500, "model": "c"}] * 2, 3000),
+        ([{"inputs": ["a", "b"], "model": "c"}, {"inputs": ["a"] * 2048}], 2049),
+    ],
+)
+def test_vertex_counts_the_inputs_of_all_instances(instances, count):
+    response, answer = ask({"instances": instances}, path="/vertex", models=three())
+    assert response.status_code == 422
+    assert f"batch size {count} > maximum allowed batch size 2048" in answer["error"]

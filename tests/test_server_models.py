@@ -1,0 +1,305 @@
+"""Several models in one server: which one a request means, and all of them together."""
+
+import asyncio
+
+import msgspec
+import numpy as np
+import pytest
+from conftest import save_tiny
+from fake_embedder import SPEC, FakeEmbedder
+from prometheus_client.parser import text_string_to_metric_families
+from test_server_app import fetch, fetch_json
+from test_server_openai import ask
+
+from jaxembed import Embedder, EngineConfig
+from jaxembed.config import ServerConfig
+from jaxembed.engine.admission import Capacity
+from jaxembed.errors import ConfigError, InvalidInput, Overloaded, UnknownModel, WrongTask
+from jaxembed.inputs import Encoding
+from jaxembed.server.app import create_app
+from jaxembed.server.models import Models, served_names
+from jaxembed.spec import DenseLayer
+
+
+def fake(name: str, task: str = "embed", **attributes) -> FakeEmbedder:
+    embedder = FakeEmbedder()
+    spec = msgspec.structs.replace(SPEC, task=task)
+    vars(embedder).update(name=name, spec=spec, **attributes)
+    return embedder
+
+
+def models(**tasks: str) -> Models:
+    """Fakes by name and task."""
+    return Models([fake(name, task) for name, task in tasks.items()])
+
+
+@pytest.mark.parametrize("task", ["embed", "rerank", "classify"])
+def test_without_a_name_the_only_model_that_can_is_meant(task):
+    served = models(e="embed", r="rerank", c="classify")
+    for name in (None, ""):
+        assert served.find(name, task).spec.task == task
+
+
+def test_with_a_name_that_model_is_meant():
+    served = models(a="embed", b="embed", r="rerank")
+    assert served.find("b", "embed").name == "b"
+    assert served.find("r", "rerank").name == "r"
+
+
+def test_a_reranker_classifies_where_no_classifier_is():
+    assert models(e="embed", r="rerank").find(None, "classify").name == "r"
+    both = models(r="rerank", c="classify")
+    assert both.find(None, "classify").name == "c"
+    assert both.find("r", "classify").name == "r"
+
+
+def test_a_task_of_none_is_what_every_model_does():
+    assert models(e="embed").find(None, None).name == "e"
+    served = models(e="embed", r="rerank")
+    assert served.find("r", None).name == "r"
+    with pytest.raises(InvalidInput, match="`model` must say which: e, r"):
+        served.find(None, None)
+
+
+def test_several_that_can_must_be_told_apart():
+    with pytest.raises(InvalidInput, match="`model` must say which: a, b") as raised:
+        models(a="embed", b="embed", r="rerank").find(None, "embed")
+    assert raised.value.field == "model"
+
+
+def test_an_unknown_name_is_told_those_there_are():
+    with pytest.raises(UnknownModel, match=r"`x` does not exist; this server has e, r") as raised:
+        models(e="embed", r="rerank").find("x", "embed")
+    assert raised.value.field == "model"
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "message"),
+    [
+        ("r", "embed", r"not an embedding model: `r` is a reranker \(/rerank"),
+        ("e", "rerank", r"not a re-ranker model: `e` is an embedding model \(/v1/embeddings"),
+        (None, "classify", r"not a classifier model: `e` is an embedding model"),
+        (None, "rerank", r"not a re-ranker model: `e` is"),
+    ],
+)
+def test_a_model_of_another_kind_is_named_with_its_routes(name, task, message):
+    served = models(e="embed", r="rerank") if name else models(e="embed")
+    with pytest.raises(WrongTask, match=message):
+        served.find(name, task)
+
+
+def test_aliases_are_names_and_the_first_is_carried():
+    served = Models([fake("a"), fake("b")], {"a": ["one", "uno"]})
+    assert served.names == ("one", "uno", "b")
+    assert served["uno"] is served["one"]
+    assert served.name_of(served["uno"]) == "one"
+    with pytest.raises(UnknownModel):
+        served["a"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "aliases", "clash"),
+    [
+        (["a", "a"], {}, "a and a would both be served as a"),
+        (["a", "b"], {"a": ["x"], "b": ["x"]}, "a and b would both be served as x"),
+        (["a", "b"], {"b": ["a"]}, "a and b would both be served as a"),
+    ],
+)
+def test_two_models_of_one_name_are_refused(ids, aliases, clash):
+    with pytest.raises(ConfigError, match=f"{clash}.*--served-model-name"):
+        served_names(ids, aliases)
+    with pytest.raises(ConfigError, match=clash):
+        Models([fake(name) for name in ids], aliases)
+
+
+def test_an_alias_given_twice_is_one_name():
+    assert served_names(["a"], {"a": ["x", "x"]}) == [("x",)]
+
+
+def test_models_lists_every_name_with_its_task_and_limit():
+    _, body = fetch_json("/v1/models", models=models(e="embed", r="rerank"))
+    assert [(m["id"], m["task"], m["max_model_len"]) for m in body["data"]] == [
+        ("e", "embed", 16),
+        ("r", "rerank", 16),
+    ]
+
+
+def test_answers_carry_the_name_of_the_model_that_answered():
+    served = Models([fake("a", dtype="float32"), fake("b", dtype="bfloat16")])
+    for name, dtype in (("a", "float32"), ("b", "bfloat16")):
+        response, body = ask({"input": "x", "model": name}, models=served)
+        assert body["model"] == name
+        assert response.headers["x-compute-type"] == f"cpu+{dtype}"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"input": "x"}, 400, "`model` must say which: a, b"),
+        ({"input": "x", "model": "r"}, 400, "not an embedding model: `r` is a reranker"),
+        ({"input": "x", "model": "z"}, 404, "this server has a, b, r"),
+    ],
+)
+def test_a_request_that_means_no_one_model_is_told_why(body, status, message):
+    response, answer = ask(body, models=models(a="embed", b="embed", r="rerank"))
+    assert response.status_code == status
+    assert message in answer["error"]["message"]
+
+
+def test_ready_and_healthy_mean_all_of_them():
+    for change in ({"ready": False}, {"healthy": False}, {"draining": True}):
+        served = Models([fake("a"), fake("b", **change)])
+        assert fetch("/ready", models=served)[0].status_code == 503
+    assert (
+        fetch("/health", models=Models([fake("a"), fake("b", healthy=False)]))[0].status_code == 503
+    )
+    assert fetch("/ready", models=models(a="embed", b="rerank"))[0].status_code == 200
+
+
+def metric_families(served: Models) -> dict:
+    text = served.exposition().decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def values(served: Models, name: str, **labels: str) -> dict[str, float]:
+    """The samples of one metric by model."""
+    family = metric_families(served)[name]
+    return {
+        sample.labels["model"]: sample.value
+        for sample in family.samples
+        if labels.items() <= sample.labels.items()
+    }
+
+
+def test_one_model_has_the_metrics_of_tei_without_a_label_of_ours():
+    served = models(a="embed")
+    assert served.exposition() == served.first.telemetry.exposition()
+    assert b"model=" not in served.exposition()
+
+
+def test_requests_are_counted_for_the_model_they_were_for():
+    served = models(a="embed", b="embed", r="rerank")
+    ask({"input": "x", "model": "b"}, models=served)
+    ask({"input": "x", "model": "b", "dimensions": 99}, models=served)  # refused by the model
+    ask({"input": "", "model": "b"}, models=served)  # refused before it was asked
+    assert values(served, "te_request_count", method="single") == {"a": 0, "b": 2, "r": 0}
+    assert values(served, "te_request_success", method="single") == {"a": 0, "b": 1, "r": 0}
+    assert values(served, "te_request_failure", err="validation") == {"a": 0, "b": 1, "r": 0}
+    assert values(served, "te_request_failure", err="tokenization") == {"a": 0, "b": 1, "r": 0}
+
+
+def test_a_request_that_never_found_its_model_is_counted_for_the_first():
+    served = models(a="embed", b="embed")
+    ask({"input": "x", "model": "z"}, models=served)
+    ask({"input": "x"}, models=served)
+    assert values(served, "te_request_failure", err="validation") == {"a": 2, "b": 0}
+
+
+@pytest.fixture(name="pair", scope="module")
+def _pair(tmp_path_factory):
+    """A real embedder and a real reranker, on one device and within one capacity."""
+    folder = tmp_path_factory.mktemp("pair")
+    paths = {
+        "e": save_tiny(folder / "embedder"),
+        "r": save_tiny(
+            folder / "reranker",
+            task="rerank",
+            pooling=("cls",),
+            modules=(DenseLayer(32, 32), DenseLayer(32, 1, activation="identity")),
+            labels=("LABEL_0",),
+        ),
+    }
+    grid = folder / "grid.json"
+    grid.write_text('{"buckets": [[1, 16], [4, 32], [2, 64]]}')
+    config = EngineConfig(
+        dtype="float32", devices=1, buckets=grid, max_batch_tokens=128, warmup="full"
+    )
+    capacity = Capacity(1000)
+    embedders = [
+        Embedder(str(path), cache_dir=folder / "cache", config=config, capacity=capacity)
+        for path in paths.values()
+    ]
+    yield Models(embedders, {str(path): [name] for name, path in paths.items()})
+    for embedder in embedders:
+        embedder.close()
+
+
+def test_an_embedder_and_a_reranker_answer_over_one_server(pair):
+    _, body = ask({"input": ["the cat sat", "a dog"], "encoding_format": "float"}, models=pair)
+    assert body["model"] == "e"
+    vectors = [item["embedding"] for item in body["data"]]
+    np.testing.assert_allclose(vectors, pair["e"].encode(["the cat sat", "a dog"]), atol=1e-6)
+    _, body = fetch_json("/v1/models", models=pair)
+    assert [(m["id"], m["task"]) for m in body["data"]] == [("e", "embed"), ("r", "rerank")]
+    response, body = ask({"input": "the cat", "model": "r"}, models=pair)
+    assert response.status_code == 400
+    assert "`r` is a reranker" in body["error"]["message"]
+
+
+def test_models_share_their_limits(pair):
+    e, r = pair["e"], pair["r"]
+    capacity = e.admission.capacity
+    assert capacity is r.admission.capacity
+    assert capacity.max_tokens == 2 * 64 * 128  # what each would have alone
+    with r.admission.admit(1000, 10), pytest.raises(Overloaded):
+        e.admission.admit(1, 1)
+
+
+def test_programs_of_two_models_never_run_at_the_same_time(pair, monkeypatch):
+    inside, most, ran = 0, 0, {"e": 0, "r": 0}
+
+    def watched(name, run):
+        def call(*arguments):
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            ran[name] += 1
+            try:
+                return run(*arguments)
+            finally:
+                inside -= 1
+
+        return call
+
+    for name in ran:
+        runner = pair[name].engine._seats[0].runner
+        monkeypatch.setattr(runner, "run", watched(name, runner.run))
+
+    async def flood():
+        client = create_app(pair, ServerConfig()).test_client()
+        texts = ["where is the red train " * 6] * 40
+        asked = [client.post("/v1/embeddings", json={"input": texts}) for _ in range(5)]
+        sequences = [Encoding(np.full(30, 7, np.int32))] * 40
+        tickets = [pair["r"].engine.submit(sequences) for _ in range(5)]
+        responses = await asyncio.gather(*asked)
+        for ticket in tickets:
+            await asyncio.to_thread(ticket.result, 30.0)
+        return [response.status_code for response in responses]
+
+    assert asyncio.run(flood()) == [200] * 5
+    assert most == 1
+    assert ran["e"] > 10
+    assert ran["r"] > 10
+
+
+def test_every_sample_of_several_models_names_its_model_but_those_of_the_process(pair):
+    before = values(pair, "te_embed_success")
+    ask({"input": ["the", "cat"]}, models=pair)
+    families = metric_families(pair)
+    assert set(families) >= {f.name for f in pair.first.telemetry.registry.collect()}
+    unlabelled = {
+        name
+        for name, family in families.items()
+        if any("model" not in sample.labels for sample in family.samples)
+    }
+    assert unlabelled == {
+        "jaxembed_compile_count",
+        "jaxembed_compile_cache_hits",
+        "jaxembed_compile_seconds",
+    }
+    assert all(len(families[name].samples) == 1 for name in unlabelled)
+    assert values(pair, "te_embed_success") == {"e": before["e"] + 2, "r": before["r"]}
+    assert values(pair, "te_queue_size") == {"e": 0, "r": 0}
+    text = pair.exposition().decode()
+    for name in families:
+        assert text.count(f"# TYPE {name} ") == text.count(f"# HELP {name} ") == 1
