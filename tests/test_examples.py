@@ -1,0 +1,101 @@
+"""The examples run, at a tiny size, and their arithmetic is right."""
+
+import json
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+from conftest import save_tiny
+
+from examples import retrieve_and_rerank as example
+from jaxembed import Embedder, EngineConfig
+from jaxembed.spec import DenseLayer
+
+DOCUMENTS = {
+    "1": "the cat sat on the mat",
+    "2": "a dog runs",
+    "3": "blue sky",
+    "4": "the red train",
+    "5": "a tiny cat runs where the dog sat",
+}
+QUERIES = {"a": "where is the cat", "b": "what runs", "c": "how blue"}
+QRELS = {"a": {"1": 1, "5": 1}, "b": {"2": 1}}
+
+
+@pytest.fixture(name="tiny_embedder")
+def _tiny_embedder(grid_file, tmp_path, monkeypatch):
+    """The class as the example uses it, on one device and three buckets."""
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
+    tiny = partial(Embedder, cache_dir=tmp_path / "cache", config=config)
+    monkeypatch.setattr(example, "Embedder", tiny)
+    return tiny
+
+
+@pytest.fixture(name="reranker_checkpoint")
+def _reranker_checkpoint(tmp_path):
+    head = (DenseLayer(32, 32), DenseLayer(32, 1, activation="identity"))
+    path = tmp_path / "reranker"
+    return save_tiny(
+        path, task="rerank", pooling=("cls",), modules=head, labels=("LABEL_0",), prompts={}
+    )
+
+
+def test_the_nearest_documents_are_retrieved_in_order(embedder):
+    retrieved = example.retrieve(embedder, QUERIES, DOCUMENTS, top_k=3)
+    for query, text in QUERIES.items():
+        asked = embedder.encode_query(text)
+        near = {name: float(embedder.encode_document(d) @ asked) for name, d in DOCUMENTS.items()}
+        assert retrieved[query] == sorted(near, key=lambda name: -near[name])[:3]
+
+
+def test_what_was_retrieved_is_sorted_by_the_reranker(tiny_embedder, reranker_checkpoint):
+    retrieved = {"a": ["1", "2", "3"], "b": ["5", "4"]}
+    queries = {name: QUERIES[name] for name in retrieved}
+    with tiny_embedder(str(reranker_checkpoint)) as reranker:
+        reranked = example.rerank(reranker, queries, DOCUMENTS, retrieved)
+        for query, found in retrieved.items():
+            alone = {
+                name: reranker.rerank(queries[query], [DOCUMENTS[name]])[0].score for name in found
+            }
+            assert reranked[query] == sorted(alone, key=lambda name: -alone[name])
+
+
+def test_the_program_shows_both_rankings_and_scores_them(
+    tiny_embedder, tiny_checkpoint, reranker_checkpoint, tmp_path, capsys
+):
+    for name, texts in (("corpus", DOCUMENTS), ("queries", QUERIES)):
+        lines = [json.dumps({"_id": key, "text": text}) for key, text in texts.items()]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    rows = [(query, document, 1) for query, judged in QRELS.items() for document in judged]
+    table = "\n".join("\t".join(map(str, row)) for row in [("query", "document", "score"), *rows])
+    (tmp_path / "qrels.tsv").write_text(table + "\n")
+    models = ["--embedder", str(tiny_checkpoint), "--reranker", str(reranker_checkpoint)]
+    files = [str(tmp_path / "corpus.jsonl"), str(tmp_path / "queries.jsonl")]
+    example.main([*files, "--qrels", str(tmp_path / "qrels.tsv"), *models, "--top-k", "4"])
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line in QUERIES.values()] == [
+        QUERIES[query] for query in QRELS
+    ]
+    assert out.count("  retrieved:\n") == out.count("  reranked:\n") == 2
+    scores = [float(line.split()[1]) for line in out.splitlines()[-2:]]
+    assert all(0 < score <= 1 for score in scores)
+
+
+def test_ndcg_is_one_for_the_best_ranking_and_falls_with_the_rank():
+    assert example.ndcg({"a": ["5", "1", "2"], "b": ["2"]}, QRELS) == 1
+    worse = {"a": ["2", "1", "5"], "b": ["1", "2"]}
+    best_of_two = 1 + 1 / math.log2(3)
+    first = (1 / math.log2(3) + 1 / math.log2(4)) / best_of_two
+    np.testing.assert_allclose(example.ndcg(worse, QRELS), (first + 1 / math.log2(3)) / 2)
+
+
+def test_a_relevant_document_beyond_the_cutoff_counts_nothing():
+    ranking = [f"other {rank}" for rank in range(example.CUTOFF)] + ["2"]
+    assert example.ndcg({"b": ranking}, QRELS) == 0
+
+
+def test_a_title_goes_before_the_text(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"_id": 7, "title": "Cats", "text": "They sit."}\n')
+    assert dict(example.read(path)) == {"7": "Cats They sit."}
