@@ -1,7 +1,6 @@
 """Converts a Hugging Face directory to a checkpoint. Knows no network and runs no model code."""
 
 import logging
-import math
 import sys
 import time
 from collections import Counter
@@ -13,7 +12,7 @@ from typing import Any, cast
 
 import msgspec
 
-from converters import heads, scores, tokenizer, weights
+from converters import heads, rerankers, scores, tokenizer, weights
 from converters.heads import Layout, weight_folders
 from converters.weights import Step
 from jaxembed import checkpoint
@@ -27,6 +26,12 @@ logger = logging.getLogger(__name__)
 
 CONVERTERS: dict[str, str] = {
     "bert": "converters.bert",
+    "camembert": "converters.roberta",
+    "modernbert": "converters.modernbert",
+    "qwen2": "converters.qwen2",
+    "qwen3": "converters.qwen3",
+    "roberta": "converters.roberta",
+    "xlm-roberta": "converters.roberta",
 }
 
 LOG_EVERY_S = 5.0
@@ -69,7 +74,7 @@ def convert(
     hf = _config(source / heads.tower_folder(source))
     family = _family(hf)
     config = family.config(hf)
-    found = _layout(source, family, hf, config, dense_path)
+    found = _layout(source, name or str(source), family, hf, config, dense_path)
     spec = _spec(family, config, found, name or str(source), revision)
     spec = msgspec.structs.replace(
         spec,
@@ -100,14 +105,17 @@ def _family(hf: dict[str, Any]) -> ModuleType:
         known = ", ".join(sorted(CONVERTERS))
         raise UnsupportedModel(f"model_type {kind!r} is not supported; known: {known}")
     family = import_module(CONVERTERS[kind])
-    known = (*family.CLASSES, *classifiers(family))
+    known = (*family.CLASSES, *classifiers(family), *generators(family))
     for architecture in hf.get("architectures") or ():
         if architecture not in known:
             raise UnsupportedModel(
                 f"architecture {architecture!r} is not supported; known: {', '.join(known)}"
             )
-    if "AutoModel" in (hf.get("auto_map") or {}):
-        raise UnsupportedModel("the model brings its own code (auto_map), which is never run")
+    code = (hf.get("auto_map") or {}).get("AutoModel")
+    if code is not None and code != getattr(family, "OWN_CODE", None):
+        raise UnsupportedModel(
+            f"the model brings its own code (auto_map: {code}), which is never run"
+        )
     if hf.get("quantization_config"):
         raise UnsupportedModel("quantised weights are not supported; use the original ones")
     return family
@@ -118,8 +126,14 @@ def classifiers(family: ModuleType) -> tuple[str, ...]:
     return getattr(family, "CLASSIFIERS", ())
 
 
+def generators(family: ModuleType) -> tuple[str, ...]:
+    """The classes of a family's language models, of which some rerank."""
+    return getattr(family, "GENERATORS", ())
+
+
 def _layout(
     source: Path,
+    name: str,
     family: ModuleType,
     hf: dict[str, Any],
     config: dict[str, Any],
@@ -129,7 +143,11 @@ def _layout(
     named = set(hf.get("architectures") or ())
     if not heads.pools(source) and named & set(classifiers(family)):
         labels = scores.labels_of(hf)
-        return scores.layout(source, hf, family.classifier(hf, len(labels)), labels)
+        head = family.classifier(hf, len(labels))
+        template = rerankers.template_of(source, name, family) if len(labels) == 1 else None
+        return scores.layout(source, hf, head, labels, template)
+    if not heads.pools(source) and named & set(generators(family)):
+        return rerankers.layout(source, name, family, hf, config)
     return heads.read(source, config["hidden_size"], dense_path)
 
 
@@ -167,16 +185,12 @@ def _plan(source: Path, family: ModuleType, found: Layout, spec: ModelSpec) -> l
         tensors |= weights.within(folder, weights.find(source / folder))
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
     rules, ignored = [*family.RULES, *found.rules], [*family.IGNORED, *found.ignored]
-    steps = weights.plan(model, rules, ignored, tensors, shapes)
-    # Smallest first: a torch file is freed as it is read, so little is left of it when saving
-    # makes its copy of the largest tensor.
-    return sorted(steps, key=lambda step: math.prod(shapes[step.target]))
+    return weights.plan(model, rules, ignored, tensors, shapes)
 
 
 def _dtype(steps: Sequence[Step]) -> DType:
     """The dtype that most elements have: a module is at times saved wider than its tower."""
     elements: Counter[str] = Counter()
     for step in steps:
-        for tensor in step.sources:
-            elements[tensor.dtype] += math.prod(tensor.shape)
+        elements[step.dtype] += step.size
     return cast(DType, elements.most_common(1)[0][0])

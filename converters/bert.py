@@ -2,12 +2,16 @@
 
 from typing import Any
 
+from converters.heads import dense_rules
+from converters.scores import Head
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.spec import DenseLayer
 
 ARCHITECTURE = "bert"
 
 CLASSES = ("BertModel", "BertForMaskedLM", "BertForPreTraining")
+CLASSIFIERS = ("BertForSequenceClassification",)
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -55,12 +59,14 @@ RULES = [
     Rule(f"{LAYER}.output.LayerNorm.bias", f"{TARGET}.mlp_norm.bias"),
 ]
 
-# The pooler and the training heads take no part in an embedding; position_ids is 0, 1, 2, ...
+# The pooler and the heads take no part in an embedding; position_ids is 0, 1, 2, ...
 IGNORED = [
     "embeddings.position_ids",
     "pooler.dense.*",
     "cls.predictions.*",
     "cls.seq_relationship.*",
+    "classifier.weight",
+    "classifier.bias",
 ]
 
 REQUIRED = (
@@ -106,3 +112,18 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "norm_eps": hf.get("layer_norm_eps", 1e-12),
         "activation": ACTIVATIONS[activation],
     }
+
+
+def classifier(hf: dict[str, Any], labels: int) -> Head:
+    """BertForSequenceClassification: the pooler on the first token, and the logits."""
+    return two_layers(hf["hidden_size"], labels, "pooler.dense", "classifier")
+
+
+def two_layers(width: int, labels: int, first: str, second: str) -> Head:
+    """tanh(first(hidden state of the first token)), then the logits by `second`."""
+    layers = (
+        DenseLayer(in_features=width, out_features=width, activation="tanh"),
+        DenseLayer(in_features=width, out_features=labels, activation="identity"),
+    )
+    rules = [*dense_rules(0, layers[0], first), *dense_rules(1, layers[1], second)]
+    return Head(("cls",), layers, tuple(rules))

@@ -141,6 +141,11 @@ def read(source: Path, hidden_size: int, dense_path: str | None = None) -> Layou
         pooling, include_prompt = MEAN, True
     else:
         pooling, include_prompt = _pooling(source / modules[1].path, hidden_size)
+    if "message" in modalities(source / modules[0].path):
+        raise UnsupportedModel(
+            f"{source}: texts are put into a chat template (modality_config has message), which is "
+            "not supported for embedding; known: text"
+        )
     later = _with_dense_path(source, modules[2:], dense_path)
     layers = tuple(_layer(source / module.path, module.kind) for module in later)
     _check_widths(layers, hidden_size * len(pooling))
@@ -219,6 +224,12 @@ def transformer_config(tower: Path) -> dict[str, Any]:
             _refuse_switches(tower / name, config)
             return config
     return {}
+
+
+def modalities(tower: Path) -> set[str]:
+    """What sentence-transformers gives to the model, where it says so: with "message" among them it
+    puts texts into the chat template. It says so since 6.0."""
+    return set(transformer_config(tower).get("modality_config") or ())
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from tokenizers import Tokenizer
+
 from converters.heads import Layout, read_json, tower_folder, transformer_config
 from converters.weights import Rule
 from jaxembed.errors import CheckpointError, UnsupportedModel
@@ -49,6 +52,8 @@ def layout(
 ) -> Layout:
     """The layout of a model that scores: one label is a reranker's, several a classifier's."""
     tower = tower_folder(source)
+    if "lasttoken" in head.pooling and template is None:
+        _refuse_padding_at_the_end(source / tower, hf)
     return Layout(
         tower=tower,
         pooling=head.pooling,
@@ -58,9 +63,37 @@ def layout(
         task="rerank" if len(labels) == 1 else "classify",
         labels=labels,
         score_function=_score_function(source, hf, len(labels)),
-        template=template,
+        template=_with_default_prompt(source, template),
         lowercase=bool(transformer_config(source / tower).get("do_lower_case")),
     )
+
+
+def _with_default_prompt(source: Path, template: PairTemplate | None) -> PairTemplate | None:
+    """To sentence-transformers a cross-encoder's default prompt is its template's instruction."""
+    path = source / "config_sentence_transformers.json"
+    config = read_json(path)
+    name = config.get("default_prompt_name")
+    prompt = name and (config.get("prompts") or {}).get(name)
+    if not prompt:
+        return template
+    if template is None:
+        raise UnsupportedModel(
+            f"{path}: default prompt {name!r} is not supported: nothing stands before the texts of "
+            "a pair but what a chat template puts there"
+        )
+    return msgspec.structs.replace(template, instruction=prompt)
+
+
+def _refuse_padding_at_the_end(tower: Path, hf: dict[str, Any]) -> None:
+    """transformers scores the last token that is not padding, we the last token."""
+    path, padding = tower / "tokenizer.json", hf.get("pad_token_id")
+    if padding is None or not path.is_file():
+        return
+    if Tokenizer.from_file(str(path)).encode("a").ids[-1:] == [padding]:
+        raise UnsupportedModel(
+            f"{tower}: the tokenizer ends texts with pad_token_id {padding}, so that the token "
+            "before it is scored; this is not supported"
+        )
 
 
 def _score_function(source: Path, hf: dict[str, Any], labels: int) -> ScoreFunction:

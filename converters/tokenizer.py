@@ -2,6 +2,7 @@
 
 import json
 import logging
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,16 @@ VOCABULARIES = ("vocab.txt", "vocab.json", "*.model", "*.vocab")
 
 
 def read(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
-    """The tokenizer as JSON: the stored file to the byte, unless it must also lower its text.
+    """The tokenizer as JSON: the stored file to the byte, unless it must do more than it says.
 
-    Raises CheckpointError if there is none, or if it has ids that the embedding table lacks.
+    That is to lower its text, or to end it with a token. Raises CheckpointError if there is no
+    tokenizer, or if it has ids that the embedding table lacks.
     """
     path = folder / "tokenizer.json"
     stored = path.read_bytes() if path.is_file() else _build(folder)
     if lowercase:
         stored = _lowercased(stored)
+    stored = _ended(folder, stored)
     _check(folder, stored, vocab_size)
     return stored
 
@@ -32,6 +35,11 @@ def read(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
 def _build(folder: Path) -> bytes:
     if not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
         raise CheckpointError(f"no tokenizer in {folder}: wanted tokenizer.json or a vocabulary")
+    if any(folder.glob("*.model")) and find_spec("sentencepiece") is None:
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json but a SentencePiece model; install sentencepiece for "
+            "the conversion (pip install sentencepiece) or save a tokenizer with tokenizer.json"
+        )
     logger.info("%s has no tokenizer.json: building it with transformers", folder)
     # Imported here: it costs two seconds, and only old models need it.
     from transformers import AutoTokenizer
@@ -70,11 +78,52 @@ def _lowers(step: dict[str, Any]) -> bool:
     return step["type"] == "Lowercase" or (step["type"] == "BertNormalizer" and step["lowercase"])
 
 
+def _ended(folder: Path, stored: bytes) -> bytes:
+    """Do what add_eos_token of tokenizer_config.json asks for where the stored tokenizer does not.
+
+    gte-Qwen2's does not: the code that it brings with it appends the token.
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    if config.get("add_eos_token") is not True:
+        return stored
+    token = config.get("eos_token")
+    token = str(token["content"] if isinstance(token, dict) else token)
+    tokenizer = _load(folder, stored)
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        raise CheckpointError(f"add_eos_token is set in {folder}, and there is no token {token!r}")
+    ids = tokenizer.encode("a").ids
+    if ids[-1:] == [number]:
+        return stored
+    content = json.loads(stored)
+    steps = [content["post_processor"]] if content.get("post_processor") else []
+    steps.append(_ending(token, number))
+    content["post_processor"] = {"type": "Sequence", "processors": steps}
+    ended = json.dumps(content, ensure_ascii=False).encode()
+    if _load(folder, ended).encode("a").ids != [*ids, number]:
+        raise CheckpointError(
+            f"add_eos_token is set in {folder}, and {token} cannot follow what tokenizer.json "
+            "puts around a text; save it with a post-processor that does both"
+        )
+    return ended
+
+
+def _ending(token: str, number: int) -> dict[str, Any]:
+    """A post-processor that ends every text with a token."""
+    first, second = (
+        [{"Sequence": {"id": text, "type_id": 0}}, {"SpecialToken": {"id": token, "type_id": 0}}]
+        for text in "AB"
+    )
+    return {
+        "type": "TemplateProcessing",
+        "single": first,
+        "pair": first + second,
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+    }
+
+
 def _check(folder: Path, stored: bytes, vocab_size: int) -> None:
-    try:
-        tokenizer = Tokenizer.from_str(stored.decode())
-    except Exception as error:  # tokenizers raises bare Exception
-        raise CheckpointError(f"the tokenizer in {folder} is damaged: {error}") from error
+    tokenizer = _load(folder, stored)
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= vocab_size:  # JAX would clamp the id and answer with another token's vector
         raise CheckpointError(
@@ -82,6 +131,13 @@ def _check(folder: Path, stored: bytes, vocab_size: int) -> None:
             "embeddings; remove the added tokens that the model never learnt"
         )
     _compare(folder, json.loads(stored))
+
+
+def _load(folder: Path, stored: bytes) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(stored.decode())
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CheckpointError(f"the tokenizer in {folder} is damaged: {error}") from error
 
 
 def _compare(folder: Path, tokenizer: dict[str, Any]) -> None:

@@ -4,12 +4,12 @@ Strict both ways: every parameter is filled, every tensor is used or named in `i
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib import import_module
-from itertools import count
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxembed.errors import CheckpointError, ConversionError
+from jaxembed.spec import DType
 
 Shape = tuple[int, ...]
 
@@ -31,22 +32,28 @@ SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
+def _nothing() -> None:
+    """Tensors read from their file at each call leave nothing to free."""
+
+
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the source, not read yet. `read` may be called once."""
+    """A tensor of the source, not read yet. `read` may be called until `free` was."""
 
     name: str
     dtype: str  # a key of DTYPES, or what the file calls it
     shape: Shape
     read: Callable[[], np.ndarray]
+    free: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True)
 class Transform:
-    """How sources become a parameter, and which source shapes a parameter's shape asks for."""
+    """How sources become a parameter, and why they cannot become one of a shape: a line each."""
 
     apply: Callable[..., np.ndarray]
-    source_shapes: Callable[[Shape, int], tuple[Shape, ...]]
+    misfits: Callable[[Sequence[Tensor], Shape], list[str]]
+    dtype: DType | None = None  # of what comes out; None is that of the sources
 
 
 def _keep(array: np.ndarray) -> np.ndarray:
@@ -65,26 +72,54 @@ def _join_transposed(*arrays: np.ndarray) -> np.ndarray:
     return np.concatenate([array.T for array in arrays], axis=1)
 
 
-def _same(shape: Shape, sources: int) -> tuple[Shape, ...]:
-    return (shape,) * sources
+def _shaped(sources: Sequence[Tensor], shape: Shape) -> list[str]:
+    return [
+        f"{source.name}: wanted shape {shape}, got {source.shape}"
+        for source in sources
+        if source.shape != shape
+    ]
 
 
-def _swapped(shape: Shape, sources: int) -> tuple[Shape, ...]:
-    return (shape[::-1],) * sources
+def _transposed(sources: Sequence[Tensor], shape: Shape) -> list[str]:
+    return _shaped(sources, shape[::-1])
 
 
-def _split(shape: Shape, sources: int) -> tuple[Shape, ...]:
-    return ((shape[0] // sources,),) * sources
+def _joined(sources: Sequence[Tensor], shape: Shape) -> list[str]:
+    """Parts may be of unequal length, as those of grouped heads are."""
+    alike = all(source.shape[1:] == shape[1:] for source in sources)
+    if alike and sum(sum(source.shape[:1]) for source in sources) == shape[0]:
+        return []
+    got = ", ".join(f"{source.name} {source.shape}" for source in sources)
+    return [f"{got}: wanted shape {shape} together"]
 
 
-def _split_swapped(shape: Shape, sources: int) -> tuple[Shape, ...]:
-    return ((shape[1] // sources, shape[0]),) * sources
+def _joined_transposed(sources: Sequence[Tensor], shape: Shape) -> list[str]:
+    return _joined(sources, shape[::-1])
 
 
-identity = Transform(_keep, _same)
-transpose = Transform(_transpose, _swapped)  # torch keeps [out, in]
-concatenate = Transform(_join, _split)
-concatenate_transposed = Transform(_join_transposed, _split_swapped)
+identity = Transform(_keep, _shaped)
+transpose = Transform(_transpose, _transposed)  # torch keeps [out, in]
+concatenate = Transform(_join, _joined)
+concatenate_transposed = Transform(_join_transposed, _joined_transposed)
+
+
+def difference_of_rows(true_id: int, false_id: int) -> Transform:
+    """[vocab, hidden] to a kernel [hidden, 1] in float32, whose product is logit(true_id) -
+    logit(false_id)."""
+
+    def apply(table: np.ndarray) -> np.ndarray:
+        true, false = (table[row].astype(np.float32) for row in (true_id, false_id))
+        return (true - false)[:, None]
+
+    def misfits(sources: Sequence[Tensor], shape: Shape) -> list[str]:
+        rows = max(true_id, false_id) + 1
+        return [
+            f"{source.name}: wanted at least {rows} rows of {shape[0]}, got shape {source.shape}"
+            for source in sources
+            if source.shape[1:] != shape[:1] or source.shape[0] < rows
+        ]
+
+    return Transform(apply, misfits, dtype="float32")
 
 
 @dataclass(frozen=True)
@@ -102,14 +137,25 @@ class Step:
 
     sources: tuple[Tensor, ...]
     target: str
+    shape: Shape  # of the parameter
     transform: Transform
+    last_of: tuple[Tensor, ...] = ()  # sources that no later step reads
 
     @property
     def dtype(self) -> str:
-        return self.sources[0].dtype
+        """Of the parameter."""
+        return self.transform.dtype or self.sources[0].dtype
+
+    @property
+    def size(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
 
     def read(self) -> np.ndarray:
-        return self.transform.apply(*(source.read() for source in self.sources))
+        arrays = [source.read() for source in self.sources]
+        for source in self.last_of:
+            source.free()
+        return self.transform.apply(*arrays)
 
 
 def plan(
@@ -119,9 +165,11 @@ def plan(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, Shape],
 ) -> list[Step]:
-    """Pair every parameter with its tensors, without reading any.
+    """Pair every parameter with its tensors, without reading any; frees those without a use.
 
-    Raises ConversionError listing every missing, unused and wrongly shaped tensor.
+    Smallest first: a torch file is freed as it is read, so little is left of it when saving makes
+    its copy of the largest tensor. Raises ConversionError listing every missing, unused and
+    wrongly shaped tensor.
     """
     expanded = list(_expand(rules, shapes))
     wanted = {name for rule in expanded for name in rule.sources}
@@ -140,33 +188,41 @@ def plan(
     steps = []
     for rule in expanded:
         if all(name in tensors for name in rule.sources):
-            step = Step(tuple(tensors[n] for n in rule.sources), rule.target, rule.transform)
-            problems += _misfits(step, shapes[rule.target])
+            sources = tuple(tensors[name] for name in rule.sources)
+            step = Step(sources, rule.target, shapes[rule.target], rule.transform)
+            problems += _misfits(step)
             steps.append(step)
     if problems:
         raise ConversionError(model, problems)
-    return steps
+    for name, tensor in tensors.items():
+        if name not in wanted:
+            tensor.free()
+    return _freeing(sorted(steps, key=lambda step: step.size))
+
+
+def _freeing(steps: Sequence[Step]) -> list[Step]:
+    """The steps in that order, each with the sources of which it is the last reader."""
+    last = {source.name: number for number, step in enumerate(steps) for source in step.sources}
+    return [
+        replace(step, last_of=tuple(one for one in step.sources if last[one.name] == number))
+        for number, step in enumerate(steps)
+    ]
 
 
 def _expand(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> Iterator[Rule]:
-    """One rule for each parameter: `{i}` counts up for as long as the model has such a layer."""
+    """One rule for each parameter: `{i}` is every layer that has such a parameter."""
+    numbers = {int(part) for target in shapes for part in target.split(".") if part.isdigit()}
     for rule in rules:
         sources = (rule.sources,) if isinstance(rule.sources, str) else rule.sources
-        for i in count() if "{i}" in rule.target else range(1):
+        for i in sorted(numbers) if "{i}" in rule.target else range(1):
             target = rule.target.replace("{i}", str(i))
-            if target not in shapes:
-                break
-            names = tuple(source.replace("{i}", str(i)) for source in sources)
-            yield Rule(names, target, rule.transform)
+            if target in shapes:
+                names = tuple(source.replace("{i}", str(i)) for source in sources)
+                yield Rule(names, target, rule.transform)
 
 
-def _misfits(step: Step, shape: Shape) -> list[str]:
-    wanted = step.transform.source_shapes(shape, len(step.sources))
-    problems = [
-        f"{source.name}: wanted shape {want}, got {source.shape}"
-        for source, want in zip(step.sources, wanted, strict=True)
-        if source.shape != want
-    ]
+def _misfits(step: Step) -> list[str]:
+    problems = step.transform.misfits(step.sources, step.shape)
     problems += [
         f"{source.name}: wanted one of {', '.join(DTYPES)}, got {source.dtype}"
         for source in step.sources
@@ -271,14 +327,14 @@ def _entry(path: Path, name: str, base: int, entry: dict[str, Any]) -> Tensor:
     if not 0 <= begin <= end <= path.stat().st_size - base:
         raise ValueError(f"{name} lies outside the file, which may have been cut short")
     if dtype in DTYPES:
-        want = int(np.prod(shape, dtype=np.int64)) * np.dtype(DTYPES[dtype]).itemsize
+        want = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
         if min(shape, default=0) < 0 or end - begin != want:
             raise ValueError(f"{name} of shape {shape} wants {want} bytes, got {end - begin}")
     return Tensor(name, dtype, shape, partial(_read, path, base + begin, dtype, shape))
 
 
 def _read(path: Path, offset: int, dtype: str, shape: Shape) -> np.ndarray:
-    items = int(np.prod(shape, dtype=np.int64))
+    items = math.prod(shape)
     size = items * np.dtype(DTYPES[dtype]).itemsize
     raw = np.fromfile(path, np.uint8, count=size, offset=offset)
     return raw.view(DTYPES[dtype]).reshape(shape)
@@ -299,20 +355,21 @@ def _torch_file(path: Path) -> dict[str, Tensor]:
             f"{path} is damaged or holds more than tensors, and jaxembed runs no pickled code: "
             f"{error}"
         ) from error
-    # Loaded whole, then popped one by one: what has been read is freed, unlike a mapped file.
+    # Loaded whole, then freed one by one as they are read, unlike the pages of a mapped file.
     return {
         name: Tensor(
             name,
             str(state[name].dtype).removeprefix("torch."),
             tuple(state[name].shape),
-            partial(_pop, torch, state, name),
+            partial(_torch_tensor, torch, state, name),
+            partial(state.pop, name, None),
         )
         for name in list(state)
     }
 
 
-def _pop(torch: Any, state: dict[str, Any], name: str) -> np.ndarray:
-    tensor = state.pop(name).contiguous()
+def _torch_tensor(torch: Any, state: Mapping[str, Any], name: str) -> np.ndarray:
+    tensor = state[name].contiguous()
     if tensor.dtype == torch.bfloat16:  # which numpy does not know
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()

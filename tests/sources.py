@@ -40,6 +40,15 @@ BERT_CONFIG: dict[str, Any] = {
     "position_embedding_type": "absolute",
 }
 
+# as XLM-R: no types, and two positions fewer than the table has
+ROBERTA_CONFIG: dict[str, Any] = BERT_CONFIG | {
+    "architectures": ["XLMRobertaModel"],
+    "model_type": "xlm-roberta",
+    "pad_token_id": 1,
+    "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5,
+}
+
 TRANSFORMER = "sentence_transformers.models.Transformer"
 POOLING = "sentence_transformers.models.Pooling"
 DENSE = "sentence_transformers.models.Dense"
@@ -75,6 +84,15 @@ def bert_tensors(seed: int = 0, config: Mapping[str, Any] = BERT_CONFIG) -> Tens
         shapes |= _linear(f"{layer}.intermediate.dense", hidden, wide)
         shapes |= _linear(f"{layer}.output.dense", wide, hidden)
         shapes |= _norm(f"{layer}.output.LayerNorm", hidden)
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def head_tensors(layers: Mapping[str, tuple[int, int]], seed: int = 2) -> Tensors:
+    """The tensors of linear layers, by name so many inputs and outputs."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (inputs, outputs) in layers.items():
+        shapes |= _linear(name, inputs, outputs)
     rng = np.random.default_rng(seed)
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 

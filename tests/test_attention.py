@@ -61,6 +61,7 @@ def _small_blocks(monkeypatch) -> None:
     """Rows over 16 tokens go block by block, 8 queries at a time."""
     monkeypatch.setattr(attention, "WHOLE_SCORES", 16)
     monkeypatch.setattr(attention, "QUERY_BLOCK", 8)
+    monkeypatch.setattr(attention, "LOCAL_BLOCK", 8)
 
 
 SEGMENTS = {
@@ -150,6 +151,7 @@ def test_the_size_of_a_block_of_queries_changes_nothing(size, sight, monkeypatch
     whole = attend(query, key, value, segments, sight)
     monkeypatch.setattr(attention, "WHOLE_SCORES", 0)
     monkeypatch.setattr(attention, "QUERY_BLOCK", size)
+    monkeypatch.setattr(attention, "LOCAL_BLOCK", size)
     blocks = attend(query, key, value, segments, sight)
     np.testing.assert_allclose(blocks, whole, rtol=1e-5, atol=1e-6)
 

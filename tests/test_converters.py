@@ -123,7 +123,9 @@ def test_every_missing_unused_and_wrongly_shaped_tensor_is_listed(tmp_path):
     assert sorted(caught.value.problems) == [
         "embeddings.word_embeddings.weight: wanted shape (11, 8), got (8, 10)",
         "encoder.layer.0.output.dense.bias: wanted one of float32, float16, bfloat16, got F64",
-        "encoder.layer.1.attention.self.query.weight: wanted shape (8, 8), got (4, 8)",
+        "encoder.layer.1.attention.self.query.weight (4, 8), "
+        "encoder.layer.1.attention.self.key.weight (8, 8), "
+        "encoder.layer.1.attention.self.value.weight (8, 8): wanted shape (24, 8) together",
         "missing: embeddings.LayerNorm.bias",
         "missing: encoder.layer.0.attention.self.key.weight",
         "unused: adapter.weight",
@@ -318,7 +320,7 @@ def test_limit_never_exceeds_the_positions(tmp_path, caplog):
     [
         ({"model_type": "t5"}, "model_type 't5' is not supported; known: bert"),
         ({"model_type": None}, "model_type None"),
-        ({"architectures": ["BertForSequenceClassification"]}, "BertForSequenceClassification"),
+        ({"architectures": ["BertForTokenClassification"]}, "BertForTokenClassification"),
         ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported; known: gelu"),
         ({"position_embedding_type": "relative_key"}, "relative_key"),
         ({"is_decoder": True}, "is_decoder=True"),
@@ -506,6 +508,14 @@ def test_a_tokenizer_is_built_from_its_vocabulary(source):
     built = tokenizer.read(source, lowercase=False, vocab_size=len(sources.WORDS))
     encoding = sources.Tokenizer.from_str(built.decode()).encode("Hello unhappy")
     assert encoding.ids == [2, 4, 6, 7, 3]
+
+
+def test_a_sentencepiece_model_alone_is_refused_with_what_to_install(source, monkeypatch):
+    (source / "tokenizer.json").unlink()
+    (source / "sentencepiece.bpe.model").write_bytes(b"")
+    monkeypatch.setattr(tokenizer, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match="pip install sentencepiece"):
+        converted(source)
 
 
 def test_bert_needs_its_sizes():

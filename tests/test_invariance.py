@@ -6,7 +6,7 @@ Padding is NaN here (the pad token's embedding), and neighbours hold a token of 
 import jax
 import numpy as np
 import pytest
-from conftest import LIMIT, WORDS, tiny_spec
+from conftest import LIMIT, TOWERS, WORDS, tiny_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,12 +15,34 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Replica
 from jaxembed.engine.ticket import Ticket
 from jaxembed.inputs import Encoding
-from jaxembed.models import attention, program, random_parameters
+from jaxembed.models import ARCHITECTURES, attention, program, random_parameters
 from jaxembed.models.pooling import POOLINGS
+from jaxembed.spec import DenseLayer, LayerNormLayer
 
 BUCKETS = (Bucket(1, 16), Bucket(4, 32), Bucket(2, 64))
-PAD, HUGE, FIRST = 0, 48, 5  # FIRST to HUGE - 1 are ordinary tokens
+# FIRST to HUGE - 1 are ordinary tokens. RoBERTa counts FIRST out of its positions.
+PAD, HUGE, FIRST = 0, 48, 1
 OUTPUTS = ("dense", "tokens")
+
+# What stands on a tower that scores: BERT's, ModernBERT's and a language model's.
+HEADS = {
+    "two dense layers": {
+        "pooling": ("cls",),
+        "modules": (DenseLayer(32, 32), DenseLayer(32, 3, activation="identity")),
+    },
+    "dense layers and a norm": {
+        "pooling": ("mean",),
+        "modules": (
+            DenseLayer(32, 32, bias=False, activation="gelu"),
+            LayerNormLayer(32, eps=1e-5, bias=False),
+            DenseLayer(32, 1, activation="identity"),
+        ),
+    },
+    "one dense layer": {
+        "pooling": ("lasttoken",),
+        "modules": (DenseLayer(32, 1, bias=False, activation="identity"),),
+    },
+}
 
 
 def poisoned_parameters(spec) -> dict[str, np.ndarray]:
@@ -37,19 +59,20 @@ def replica_of(dtype: str, buckets=BUCKETS, **spec) -> Replica:
     with pytest.MonkeyPatch.context() as patch:  # rows of 64 go by blocks, the last one not full
         patch.setattr(attention, "WHOLE_SCORES", 32)
         patch.setattr(attention, "QUERY_BLOCK", 24)
+        patch.setattr(attention, "LOCAL_BLOCK", 24)
         for bucket in buckets:
             replica.compile(bucket)
     return replica
 
 
-@pytest.fixture(name="float32", scope="module")
-def _float32() -> Replica:
-    return replica_of("float32")
+@pytest.fixture(name="float32", scope="module", params=TOWERS)
+def _float32(request) -> Replica:
+    return replica_of("float32", **TOWERS[request.param])
 
 
-@pytest.fixture(name="bfloat16", scope="module")
-def _bfloat16() -> Replica:
-    return replica_of("bfloat16")
+@pytest.fixture(name="bfloat16", scope="module", params=TOWERS)
+def _bfloat16(request) -> Replica:
+    return replica_of("bfloat16", **TOWERS[request.param])
 
 
 def run(replica: Replica, batch: Batch, k: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -156,9 +179,8 @@ def test_every_row_slot_and_start_gives_the_same_vector(float32, bucket):
                 assert_same(vector, reference)
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_every_pooling_is_the_same_among_poisoned_neighbours(pooling):
-    replica = replica_of("float32", BUCKETS[1:2], pooling=(pooling,))
+def assert_same_among_poisoned_neighbours(**spec) -> None:
+    replica = replica_of("float32", BUCKETS[1:2], **spec)
     ids, bucket = [7, 8, 9, 10, 11], BUCKETS[1]
     wanted, _ = run(replica, alone(bucket, ids, 2))
     among = [(ids, 2, 2, 1, 9), ([HUGE, 6] * 4, 0, 2, 0, 0), ([HUGE] * 10, 0, 2, 2, 20)]
@@ -167,14 +189,35 @@ def test_every_pooling_is_the_same_among_poisoned_neighbours(pooling):
     assert_same(got, wanted)
 
 
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_every_pooling_is_the_same_among_poisoned_neighbours(pooling):
+    assert_same_among_poisoned_neighbours(pooling=(pooling,))
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_every_head_is_the_same_among_poisoned_neighbours(head):
+    assert_same_among_poisoned_neighbours(**head)
+
+
+def test_every_architecture_is_among_the_towers():
+    assert {tower["architecture"] for tower in TOWERS.values()} == set(ARCHITECTURES)
+
+
 def test_the_poison_is_real(float32):
     """Were padding or the huge token harmless, the tests above would show nothing."""
     dense, hidden = run(float32, alone(BUCKETS[0], [7, PAD, 8]))
     assert np.isnan(dense).any()
     assert np.isnan(hidden).any()
-    table = poisoned_parameters(tiny_spec())["tower.embeddings.word.embedding"]
+    dense, _ = run(float32, alone(BUCKETS[0], [7, HUGE, 8]))
+    assert np.isfinite(dense).all()
+    ordinary, _ = run(float32, alone(BUCKETS[0], [7, 9, 8]))
+    assert np.abs(dense - ordinary).max() > 1e-2
+
+
+@pytest.mark.parametrize("tower", TOWERS.values(), ids=TOWERS)
+def test_the_huge_token_is_huge(tower):
+    table = poisoned_parameters(tiny_spec(**tower))["tower.embeddings.word.embedding"]
     assert np.abs(table[HUGE]).max() > 1e29
-    assert np.isfinite(run(float32, alone(BUCKETS[0], [7, HUGE, 8]))[0]).all()
 
 
 texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=LIMIT).map(" ".join)

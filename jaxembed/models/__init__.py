@@ -20,6 +20,8 @@ from jaxembed.spec import DenseLayer, LayerNormLayer, ModelSpec, Module
 
 ARCHITECTURES = {
     "bert": "jaxembed.models.bert:Bert",
+    "modernbert": "jaxembed.models.modernbert:ModernBert",
+    "qwen3": "jaxembed.models.qwen3:Qwen3",
 }
 
 

@@ -1,12 +1,14 @@
-"""BERT: learned positions, norms after each block. Knows nothing of pooling.
+"""BERT and RoBERTa: learned positions, norms after each block. Knows nothing of pooling.
 
 Devlin et al. 2019, arXiv:1810.04805; names and order of operations as in transformers' BertModel.
+RoBERTa (Liu et al. 2019, arXiv:1907.11692) differs in where positions begin.
 """
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxembed.models.attention import attend
 from jaxembed.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
@@ -17,6 +19,8 @@ Hidden = Float[Array, "rows length dim"]
 
 @dataclass(frozen=True)
 class BertConfig:
+    """`pad_id` is for RoBERTa, whose positions are counted from it; None is BERT."""
+
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -26,6 +30,7 @@ class BertConfig:
     type_vocab_size: int
     norm_eps: float
     activation: str
+    pad_id: int | None = None
 
 
 class Bert(nnx.Module):
@@ -36,7 +41,7 @@ class Bert(nnx.Module):
     @staticmethod
     def position_limit(config: BertConfig) -> int:
         """Tokens the position table holds; JAX would clamp a later one without a word."""
-        return config.max_positions
+        return config.max_positions - (0 if config.pad_id is None else config.pad_id + 1)
 
     def __init__(self, config: BertConfig):
         self.embeddings = Embeddings(config)
@@ -55,10 +60,24 @@ class Embeddings(nnx.Module):
         self.position = Embedding(config.max_positions, config.hidden_size)
         self.type = Embedding(config.type_vocab_size, config.hidden_size)
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.pad_id = config.pad_id
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
+        positions = tokens.positions
+        if self.pad_id is not None:
+            positions = positions_after_pad(tokens, self.pad_id)
         word, kind = self.word(tokens.ids), self.type(tokens.types)
-        return self.norm(word + kind + self.position(tokens.positions))
+        return self.norm(word + kind + self.position(positions))
+
+
+def positions_after_pad(tokens: PackedTokens, pad_id: int) -> Int[Array, "rows length"]:
+    """RoBERTa's positions: from pad_id + 1, and a pad token within a text has pad_id and is not
+    counted. transformers' create_position_ids_from_input_ids, within each segment of a row."""
+    pads = (tokens.ids == pad_id).astype(jnp.int32)
+    before = jnp.cumsum(pads, axis=1) - pads
+    first = jnp.arange(tokens.ids.shape[1])[None] - tokens.positions
+    before_in_segment = before - jnp.take_along_axis(before, first, axis=1)
+    return jnp.where(pads == 1, pad_id, pad_id + 1 + tokens.positions - before_in_segment)
 
 
 class Layer(nnx.Module):

@@ -8,8 +8,12 @@ A golden is one .npz of
     hidden             [tokens, width]: transformers' last hidden states of them
     pooled             [sequences, poolings * width]: their hidden states in every pooling of
                        POOLINGS, side by side
-    calls              JSON: the method, texts and options of calls to SentenceTransformer
-    vectors/N          [texts, dim]: what call N gives
+    logits             [sequences, labels]: of a model that scores
+    calls              JSON: the method, inputs and options of calls to SentenceTransformer or
+                       CrossEncoder, in jaxembed's words
+    vectors/N          [texts, dim]: what call N gives, of an embedder
+    scores/N           [inputs, labels]: what call N gives in the order of the inputs, of a model
+                       that scores
 
 Weights come from numpy and not from transformers' initialisers, whose zero biases and unit norms
 would hide a swapped tensor, and which may change from release to release.
@@ -17,7 +21,7 @@ would hide a swapped tensor, and which may change from release to release.
 
 import json
 import os
-import string
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,30 +34,19 @@ import numpy as np
 import torch
 import transformers
 from safetensors.numpy import load_file
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer import modules
+
+sys.path.append(str(Path(__file__).parents[1]))  # as for pytest: run as a script, this is "golden"
+
+from golden.families import FAMILIES, WORDS, Family
 
 HERE = Path(__file__).parent
 SEED = 7
 
 # sentence-transformers' names, in the order in which it concatenates them
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-
-_SENTENCE = "the a of cat dog sat on mat runs red blue sky how what is where query document"
-WORDS = _SENTENCE.split()
-LETTERS = string.ascii_lowercase + string.digits
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-VOCABULARY = [*SPECIAL, *",.?!:", *WORDS, *LETTERS, *(f"##{letter}" for letter in LETTERS)]
-
-BERT: dict[str, Any] = {
-    "vocab_size": len(VOCABULARY),
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 32,
-    "hidden_act": "gelu",
-}
 
 TEXTS = [
     "the cat sat on the mat",
@@ -78,41 +71,61 @@ class Dense:
 
 NORMALIZE = "normalize"
 
+ANSWERS = (70, 90)  # the ids of two tokens: the logit of the first less that of the second
+
+CHAT = (
+    "<|im_start|>is the{{ '\n' }}"
+    "what {{ messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first"
+    " | default('the sky') }}{{ '\n' }}"
+    "query {{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}"
+    "{{ '\n' }}document "
+    "{{ messages | selectattr('role', 'eq', 'document') | map(attribute='content') | first }}"
+    "<|im_end|>{{ '\n' }}how is"
+)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What scores. Saved by transformers alone, or as a CrossEncoder with its files around it."""
+
+    labels: tuple[str, ...] = ("LABEL_0",)
+    problem_type: str | None = None
+    cross_encoder: bool = True
+    chat_template: str | None = None  # of a language model that answers with ANSWERS, saved whole
+
+    @property
+    def activation(self) -> torch.nn.Module:
+        """From logits to scores. CrossEncoder leaves the logits of several labels as they are."""
+        independent = self.problem_type == "multi_label_classification"
+        softmax = len(self.labels) > 1 and not independent
+        return torch.nn.Softmax(dim=-1) if softmax else torch.nn.Sigmoid()
+
 
 @dataclass(frozen=True)
 class Case:
-    """A model to make. `bert` are changes to BERT, `later` the modules after the pooling."""
+    """A model to make. `config` are changes to the family's, `later` the modules after the pooling,
+    which a model with a `head` has none of."""
 
     pooling: str | tuple[str, ...] = "mean"
     later: tuple[Dense | str, ...] = ()
-    bert: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
     prompts: dict[str, str] | None = None
     default_prompt_name: str | None = None
     include_prompt: bool = True
     max_seq_length: int = 24
     tower_dtype: str = "float32"
-    masked_lm: bool = False  # saved as BertForMaskedLM, with "bert." before every name
+    masked_lm: bool = False  # saved with the head it was trained with, its prefix on every name
+    family: str = "bert"
+    head: Head | None = None
 
-
-# Odd in every size, so that no two axes can be swapped unseen.
-ODD = {
-    "hidden_size": 15,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "intermediate_size": 37,
-    "max_position_embeddings": 29,
-    "type_vocab_size": 3,
-    "hidden_act": "gelu_new",
-    "layer_norm_eps": 1e-2,  # large, so that one that is ignored shows
-}
 
 CASES = {
     "bert_mean": Case("mean", (NORMALIZE,), prompts=PROMPTS),
-    "bert_odd_cls": Case("cls", (NORMALIZE,), ODD, masked_lm=True),
+    "bert_odd_cls": Case("cls", (NORMALIZE,), FAMILIES["bert"].odd, masked_lm=True),
     "bert_half_max": Case("max", (Dense(9),), prompts=PROMPTS, tower_dtype="float16"),
     "bert_mean_sqrt_len": Case(
         "mean_sqrt_len_tokens",
-        bert={"hidden_act": "relu", "num_attention_heads": 1},
+        config={"hidden_act": "relu", "num_attention_heads": 1},
         prompts=PROMPTS,
         default_prompt_name="query",
     ),
@@ -131,14 +144,82 @@ CASES = {
         prompts=PROMPTS,
         include_prompt=False,
     ),
+    "bert_cross_encoder": Case(family="bert", head=Head()),
+    "bert_classifier": Case(
+        family="bert",
+        head=Head(("no", "perhaps", "yes"), cross_encoder=False),
+        config=FAMILIES["bert"].odd,
+    ),
+    "xlm_roberta_mean": Case("mean", (NORMALIZE,), prompts=PROMPTS, family="xlm_roberta"),
+    "xlm_roberta_cross_encoder": Case(
+        family="xlm_roberta",
+        head=Head(cross_encoder=False),
+        config=FAMILIES["xlm_roberta"].odd,
+    ),
+    "roberta_classifier": Case(
+        family="roberta",
+        head=Head(("joy", "anger", "fear", "calm"), "multi_label_classification"),
+        max_seq_length=32,
+    ),
+    "modernbert_mean": Case(
+        "mean",
+        (NORMALIZE,),
+        prompts={"query": "search_query: ", "document": "search_document: "},
+        family="modernbert",
+    ),
+    "modernbert_cls": Case("cls", family="modernbert", max_seq_length=32, masked_lm=True),
+    "modernbert_odd_mean": Case(
+        "mean", (NORMALIZE,), FAMILIES["modernbert"].odd, family="modernbert"
+    ),
+    "modernbert_cross_encoder": Case(
+        family="modernbert", head=Head(), config={"classifier_pooling": "mean"}
+    ),
+    "modernbert_classifier": Case(
+        family="modernbert",
+        head=Head(("no", "perhaps", "yes"), cross_encoder=False),
+        config=FAMILIES["modernbert"].odd,
+        max_seq_length=41,
+    ),
+    "qwen3_lasttoken": Case(
+        "lasttoken",
+        (NORMALIZE,),
+        prompts={"query": "Instruct: how is the sky\nQuery:", "document": ""},
+        family="qwen3",
+        masked_lm=True,
+    ),
+    "qwen3_odd_lasttoken": Case(
+        "lasttoken", (NORMALIZE,), FAMILIES["qwen3"].odd, family="qwen3", max_seq_length=41
+    ),
+    "qwen3_classifier": Case(
+        family="qwen3",
+        head=Head(("no", "perhaps", "yes"), cross_encoder=False),
+        config=FAMILIES["qwen3"].odd,
+        max_seq_length=41,
+    ),
+    "qwen3_cross_encoder": Case(family="qwen3", head=Head()),
+    "qwen3_reranker": Case(
+        family="qwen3",
+        head=Head(chat_template=CHAT),
+        config={"tie_word_embeddings": True, "max_position_embeddings": 64},
+        max_seq_length=48,
+    ),
+    "qwen2_lasttoken": Case("lasttoken", (NORMALIZE,), family="qwen2"),
+    "qwen2_odd_mean": Case("mean", (Dense(24, "Identity"),), FAMILIES["qwen2"].odd, family="qwen2"),
 }
 
 
 def save(case: Case, folder: Path) -> None:
-    """The model as a directory that SentenceTransformer loads."""
+    """The model as a directory that SentenceTransformer or CrossEncoder loads."""
     torch.manual_seed(SEED)
+    family = FAMILIES[case.family]
+    if case.head is not None and case.head.chat_template is not None:
+        save_judge(case, case.head.chat_template, folder)
+        return
+    if case.head is not None:
+        save_scorer(case, case.head, folder)
+        return
     with tempfile.TemporaryDirectory() as plain:
-        save_bert(Path(plain), **BERT | case.bert)
+        save_tower(family, Path(plain), **case.config)
         transformer = modules.Transformer(plain, max_seq_length=case.max_seq_length)
     width = transformer.get_embedding_dimension()
     pooling = modules.Pooling(width, case.pooling, include_prompt=case.include_prompt)
@@ -153,17 +234,57 @@ def save(case: Case, folder: Path) -> None:
     transformer.to(getattr(torch, case.tower_dtype))
     model.save_pretrained(str(folder), create_model_card=False)
     if case.masked_lm:
-        _as_masked_lm(folder)
+        _as_masked_lm(family, folder)
 
 
-def save_bert(folder: Path, **config: Any) -> None:
-    """A BertModel and its tokenizer, as transformers saves them."""
-    bert = transformers.BertModel(transformers.BertConfig(**config), add_pooling_layer=False)
-    randomise(bert)
-    bert.save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n")
-    tokenizer = transformers.BertTokenizerFast.from_pretrained(folder, do_lower_case=True)
-    tokenizer.save_pretrained(folder)
+def save_tower(family: Family, folder: Path, **changes: Any) -> None:
+    """The tower and its tokenizer, as transformers saves them; `changes` are to family.config."""
+    kind = getattr(transformers, family.tower)
+    tower = kind(kind.config_class(**family.config | changes), **family.options)
+    randomise(tower)
+    tower.save_pretrained(folder)
+    family.tokenizer(folder).save_pretrained(folder)
+
+
+def save_scorer(case: Case, head: Head, folder: Path) -> None:
+    """A model with a head that scores, with or without a CrossEncoder's files."""
+    family = FAMILIES[case.family]
+    kind = getattr(transformers, family.classifier)
+    config = kind.config_class(
+        **family.config | case.config,
+        id2label=dict(enumerate(head.labels)),
+        label2id={label: n for n, label in enumerate(head.labels)},
+        problem_type=head.problem_type,
+    )
+    scorer = kind(config)
+    randomise(scorer)
+    with tempfile.TemporaryDirectory() as temporary:
+        plain = Path(temporary) if head.cross_encoder else folder
+        scorer.to(getattr(torch, case.tower_dtype)).save_pretrained(plain)
+        tokenizer = family.tokenizer(plain)
+        tokenizer.model_max_length = case.max_seq_length
+        tokenizer.save_pretrained(plain)
+        if head.cross_encoder:
+            model = CrossEncoder(str(plain), device="cpu")
+            model.save_pretrained(str(folder), create_model_card=False)
+
+
+def save_judge(case: Case, template: str, folder: Path) -> None:
+    """A language model that is a CrossEncoder, with its files."""
+    family = FAMILIES[case.family]
+    kind = getattr(transformers, family.masked_lm)
+    judge = kind(kind.config_class(**family.config | case.config))
+    randomise(judge)
+    judge.tie_weights()
+    tokenizer = family.tokenizer(folder)
+    tokenizer.model_max_length = case.max_seq_length
+    tokenizer.chat_template = template
+    with tempfile.TemporaryDirectory() as plain:
+        judge.to(getattr(torch, case.tower_dtype)).save_pretrained(plain)
+        tokenizer.save_pretrained(plain)
+        transformer = modules.Transformer(plain, transformer_task="text-generation")
+        model = CrossEncoder(modules=[transformer, LogitScore(*ANSWERS)], device="cpu")
+        model.save_pretrained(str(folder), create_model_card=False)
 
 
 def randomise(model: torch.nn.Module) -> None:
@@ -171,11 +292,11 @@ def randomise(model: torch.nn.Module) -> None:
     draw = np.random.default_rng(SEED)
     for name, parameter in sorted(model.named_parameters()):
         values = draw.standard_normal(tuple(parameter.shape), np.float32)
-        if name.endswith("LayerNorm.weight"):
+        if parameter.ndim == 1 and name.endswith("weight"):  # a norm's scale
             values = 1 + 0.2 * values
         elif parameter.ndim == 1:
             values *= 0.2
-        elif "embeddings" in name:
+        elif "embed" in name:
             values *= 0.5
         else:
             values *= parameter.shape[1] ** -0.5
@@ -192,27 +313,43 @@ def _later(case: Case, width: int) -> Iterator[torch.nn.Module]:
             yield modules.Normalize()
 
 
-def _as_masked_lm(folder: Path) -> None:
-    tower = transformers.BertModel.from_pretrained(folder, add_pooling_layer=False)
-    whole = transformers.BertForMaskedLM(tower.config)
+def _as_masked_lm(family: Family, folder: Path) -> None:
+    tower = getattr(transformers, family.tower).from_pretrained(folder, **family.options)
+    whole = getattr(transformers, family.masked_lm)(tower.config)
     randomise(whole)
-    whole.bert.load_state_dict(tower.state_dict())
+    whole.base_model.load_state_dict(tower.state_dict())
     whole.save_pretrained(folder)
 
 
 def sequences(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Random ids and types, ragged: from one token to every position there is."""
     draw = np.random.default_rng(SEED)
-    config = {"type_vocab_size": 2} | BERT | case.bert
-    positions = config["max_position_embeddings"]
+    family = FAMILIES[case.family]
+    config = family.config | case.config
+    positions = family.positions(case.config)
     lengths = [1, 2, 3, 5, 8, 13, positions - 1, positions]
+    kinds = config.get("type_vocab_size", 1)
     ids = [draw.integers(1, config["vocab_size"], n, dtype=np.int32) for n in lengths]
-    types = [draw.integers(0, config["type_vocab_size"], n, dtype=np.int32) for n in lengths]
+    types = [draw.integers(0, kinds, n, dtype=np.int32) for n in lengths]
     return ids, types
 
 
 def calls(case: Case) -> list[dict[str, Any]]:
-    """In jaxembed's words: method, texts, options."""
+    """In jaxembed's words: method, inputs, options."""
+    if case.head is None:
+        return _embedding_calls(case)
+    if len(case.head.labels) == 1:
+        asked = {"method": "rerank", "query": "Where is the red dog?", "documents": TEXTS}
+        return [asked | {"options": options} for options in ({}, {"raw_scores": True})]
+    pairs = list(zip(TEXTS, TEXTS[1:] + TEXTS[:1], strict=True))[:-1]
+    return [
+        {"method": "classify", "inputs": inputs, "options": options}
+        for inputs in (TEXTS, pairs)
+        for options in ({}, {"raw_scores": True})
+    ]
+
+
+def _embedding_calls(case: Case) -> list[dict[str, Any]]:
     plain = [
         {"method": "encode"},
         {"method": "encode", "options": {"prompt": "how is "}},
@@ -235,21 +372,64 @@ def answer(model: SentenceTransformer, call: dict[str, Any], batch_size: int = 1
     return encode(call["texts"], batch_size=batch_size, show_progress_bar=False, **options)
 
 
+def score(model: CrossEncoder, head: Head, call: dict[str, Any]) -> np.ndarray:
+    """The scores of the inputs, [inputs, labels]. Of a pair over the limit the second text is cut,
+    which is jaxembed's way and one of transformers'."""
+    inputs = call.get("inputs") or [(call["query"], document) for document in call["documents"]]
+    activation = torch.nn.Identity() if call["options"].get("raw_scores") else head.activation
+    if isinstance(inputs[0], str):
+        return torch.cat([activation(_text_logits(model, text)) for text in inputs]).numpy()
+    cut = {} if head.chat_template else {"text": {"truncation": "only_second"}}
+    scores = model.predict(
+        inputs,
+        batch_size=1,
+        activation_fn=activation,
+        processing_kwargs=cut,
+        show_progress_bar=False,
+    )
+    return scores.reshape(len(inputs), -1)
+
+
+@torch.no_grad()
+def _text_logits(model: CrossEncoder, text: str) -> torch.Tensor:
+    """Of a text that is no pair, which CrossEncoder does not take."""
+    features = model.tokenizer(
+        text, truncation=True, max_length=model.max_seq_length, return_tensors="pt"
+    )
+    return model.model(**features).logits
+
+
 def load(folder: Path) -> SentenceTransformer:
     """In float32 whatever the dtype it was saved in."""
     return SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
 
 
-@torch.no_grad()
-def hidden_states(bert, ids: np.ndarray, types: np.ndarray | None = None) -> np.ndarray:
+def load_scorer(folder: Path) -> CrossEncoder:
+    """In float32 whatever the dtype it was saved in."""
+    return CrossEncoder(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
+
+
+def hidden_states(tower, ids: np.ndarray, types: np.ndarray | None = None) -> np.ndarray:
     """The last hidden states of one sequence, [length, width]."""
-    kinds = np.zeros_like(ids) if types is None else types
-    output = bert(
-        input_ids=torch.from_numpy(ids[None]).long(),
-        token_type_ids=torch.from_numpy(kinds[None]).long(),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-    )
-    return output.last_hidden_state[0].numpy()
+    return _run(tower, ids, types).last_hidden_state[0].numpy()
+
+
+def logits(scorer, ids: np.ndarray, types: np.ndarray | None = None) -> np.ndarray:
+    """Of one sequence, [labels]."""
+    given = _run(scorer, ids, types).logits[0].numpy()
+    if given.ndim == 1:
+        return given
+    yes, no = ANSWERS  # of a language model, which gives every token's
+    return given[-1, [yes]] - given[-1, [no]]
+
+
+@torch.no_grad()
+def _run(model, ids: np.ndarray, types: np.ndarray | None):
+    inputs = {"input_ids": torch.from_numpy(ids[None]).long()}
+    if hasattr(model.config, "type_vocab_size"):
+        kinds = np.zeros_like(ids) if types is None else types
+        inputs["token_type_ids"] = torch.from_numpy(kinds[None]).long()
+    return model(**inputs, attention_mask=torch.ones(1, len(ids), dtype=torch.long))
 
 
 def _pooled(hidden: np.ndarray) -> np.ndarray:
@@ -263,16 +443,25 @@ def _pooled(hidden: np.ndarray) -> np.ndarray:
 
 def make(case: Case) -> dict[str, np.ndarray]:
     """The arrays of a golden."""
+    ids, types = sequences(case)
+    pairs = list(zip(ids, types, strict=True))
+    asked = calls(case)
+    golden: dict[str, np.ndarray] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         save(case, folder)
-        model = load(folder)
-        ids, types = sequences(case)
-        bert = model[0].auto_model.eval()
-        hidden = [hidden_states(bert, *pair) for pair in zip(ids, types, strict=True)]
-        asked = calls(case)
-        golden = dict(_source(folder))
-        golden |= {f"vectors/{n}": answer(model, call) for n, call in enumerate(asked)}
+        golden |= _source(folder)
+        if case.head is None:
+            model = load(folder)
+            tower = model[0].auto_model.eval()
+            golden |= {f"vectors/{n}": answer(model, call) for n, call in enumerate(asked)}
+        else:
+            model = load_scorer(folder)
+            scorer = model.model.eval()
+            tower = scorer.base_model
+            golden |= {f"scores/{n}": score(model, case.head, c) for n, c in enumerate(asked)}
+            golden["logits"] = np.stack([logits(scorer, *pair) for pair in pairs])
+        hidden = [hidden_states(tower, *pair) for pair in pairs]
     return golden | {
         "ids": np.concatenate(ids),
         "types": np.concatenate(types),
@@ -293,16 +482,18 @@ def _source(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
             yield f"source/{inside}", np.array(path.read_text())
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
+    """Make those named, or all, and then drop what no case makes any more."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    for old in HERE.glob("*.npz"):
-        old.unlink()
-    for name, case in CASES.items():
+    for path in HERE.glob("*.npz"):
+        if path.stem not in CASES:
+            path.unlink()
+    for name in names or CASES:
         path = HERE / f"{name}.npz"
-        np.savez_compressed(path, allow_pickle=False, **make(case))
-        print(f"{path.name:<28}{path.stat().st_size / 1024:6.0f} KiB")
+        np.savez_compressed(path, allow_pickle=False, **make(CASES[name]))
+        print(f"{path.name:<32}{path.stat().st_size / 1024:6.0f} KiB")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,0 +1,92 @@
+"""Reads a chat template that takes a query and a document, as the four parts of a PairTemplate.
+
+Knows nothing of models. sentence-transformers gives such templates the roles "query" and
+"document", and "system" for an instruction that differs from the template's own.
+"""
+
+from pathlib import Path
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from converters.heads import read_json
+from jaxembed.errors import UnsupportedModel
+from jaxembed.spec import PairTemplate
+
+ROLES = {"system": "{instruction}", "query": "{query}", "document": "{document}"}
+
+
+def pair_template(tower: Path) -> PairTemplate | None:
+    """The template's parts; None if there is no template, or it takes no query and document.
+
+    Raises UnsupportedModel if it does take them but cannot be cut where tokens end in any case.
+    """
+    source = _source(tower)
+    if source is None:
+        return None
+    asked, plain = _render(source, *ROLES), _render(source, "query", "document")
+    if "{query}" not in plain or "{document}" not in plain:
+        return None
+    template = _cut(asked, plain, _special_tokens(tower))
+    if template is None:
+        raise UnsupportedModel(
+            f"{tower}: the chat template is not supported; wanted lines with the instruction and "
+            "the query, then the document after a space, then a special token"
+        )
+    return template
+
+
+def _source(tower: Path) -> str | None:
+    path = tower / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text()
+    stored = read_json(tower / "tokenizer_config.json").get("chat_template")
+    return stored if isinstance(stored, str) else None
+
+
+def _render(source: str, *roles: str) -> str:
+    """What the template makes of these messages; nothing where it does not take them."""
+    environment = ImmutableSandboxedEnvironment(  # as transformers sets it up
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    messages = [{"role": role, "content": ROLES[role]} for role in roles]
+    try:
+        return environment.from_string(source).render(
+            messages=messages, add_generation_prompt=False
+        )
+    except (TemplateError, TypeError, AttributeError, ValueError):
+        return ""
+
+
+def _special_tokens(tower: Path) -> tuple[str, ...]:
+    added = read_json(tower / "tokenizer.json").get("added_tokens") or ()
+    return tuple(token["content"] for token in added)
+
+
+def _cut(asked: str, plain: str, specials: tuple[str, ...]) -> PairTemplate | None:
+    """`asked` holds the three placeholders; `plain` the template's own instruction instead."""
+    if any(asked.count(placeholder) != 1 for placeholder in ROLES.values()):
+        return None
+    before, after = asked.split("{instruction}")
+    head, suffix = asked.split("{document}")
+    prefix, line, rest = before.rpartition("\n")
+    first = (rest + "{instruction}" + head.removeprefix(before + "{instruction}")).removesuffix(" ")
+    clean = (
+        head.startswith(before)
+        and head.endswith(" ")
+        and first == first.rstrip()
+        and rest == rest.lstrip()
+        and first.count("{") == 2
+        and suffix.startswith(specials)
+        and plain.startswith(before)
+        and plain.endswith(after)
+    )
+    if not clean:
+        return None
+    return PairTemplate(
+        prefix=prefix + line,
+        first=first,
+        second=" {document}",
+        suffix=suffix,
+        instruction=plain.removeprefix(before).removesuffix(after),
+    )

@@ -1,0 +1,180 @@
+"""ModernBERT from transformers 4 and 5: its config, its classifier, and where each tensor goes."""
+
+from typing import Any, cast
+
+from converters.bert import ACTIVATIONS
+from converters.heads import dense_rules
+from converters.scores import Head
+from converters.weights import Rule, transpose
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.spec import Activation, DenseLayer, LayerNormLayer, Pooling
+
+ARCHITECTURE = "modernbert"
+
+CLASSES = ("ModernBertModel", "ModernBertForMaskedLM")
+CLASSIFIERS = ("ModernBertForSequenceClassification",)
+
+PREFIXES = ("model.",)
+RENAMES: dict[str, str] = {}
+
+LAYER = "layers.{i}"
+TARGET = "tower.layers.{i}"
+
+RULES = [
+    Rule("embeddings.tok_embeddings.weight", "tower.embeddings.word.embedding"),
+    Rule("embeddings.norm.weight", "tower.embeddings.norm.scale"),
+    Rule("embeddings.norm.bias", "tower.embeddings.norm.bias"),
+    Rule(f"{LAYER}.attn_norm.weight", f"{TARGET}.attention_norm.scale"),
+    Rule(f"{LAYER}.attn_norm.bias", f"{TARGET}.attention_norm.bias"),
+    Rule(f"{LAYER}.attn.Wqkv.weight", f"{TARGET}.attention.qkv.kernel", transpose),
+    Rule(f"{LAYER}.attn.Wqkv.bias", f"{TARGET}.attention.qkv.bias"),
+    Rule(f"{LAYER}.attn.Wo.weight", f"{TARGET}.attention.out.kernel", transpose),
+    Rule(f"{LAYER}.attn.Wo.bias", f"{TARGET}.attention.out.bias"),
+    Rule(f"{LAYER}.mlp_norm.weight", f"{TARGET}.mlp_norm.scale"),
+    Rule(f"{LAYER}.mlp_norm.bias", f"{TARGET}.mlp_norm.bias"),
+    Rule(f"{LAYER}.mlp.Wi.weight", f"{TARGET}.mlp.gate_up.kernel", transpose),
+    Rule(f"{LAYER}.mlp.Wi.bias", f"{TARGET}.mlp.gate_up.bias"),
+    Rule(f"{LAYER}.mlp.Wo.weight", f"{TARGET}.mlp.down.kernel", transpose),
+    Rule(f"{LAYER}.mlp.Wo.bias", f"{TARGET}.mlp.down.bias"),
+    Rule("final_norm.weight", "tower.norm.scale"),
+    Rule("final_norm.bias", "tower.norm.bias"),
+]
+
+# The heads take no part in an embedding. A masked language model's and a classifier's share names.
+IGNORED = ["head.dense.*", "head.norm.*", "decoder.*", "classifier.*"]
+
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+
+# transformers 4's names and defaults
+THETAS = {GLOBAL: ("global_rope_theta", 160_000.0), LOCAL: ("local_rope_theta", 10_000.0)}
+
+POOLINGS: dict[str, Pooling] = {"cls": "cls", "mean": "mean"}
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """ModernBertConfig's fields from config.json. Raises UnsupportedModel for what we do not run.
+
+    What is absent has transformers' default.
+    """
+    missing = [key for key in REQUIRED if not isinstance(hf.get(key), int)]
+    if missing:
+        raise CheckpointError(f"config.json lacks {', '.join(missing)}")
+    for flag in ("is_decoder", "is_causal", "add_cross_attention"):
+        if hf.get(flag):
+            raise UnsupportedModel(f"{flag}={hf[flag]} is not supported: ModernBERT is an encoder")
+    if hf["hidden_size"] % (2 * hf["num_attention_heads"]):
+        raise CheckpointError(
+            f"hidden_size {hf['hidden_size']} does not split into num_attention_heads "
+            f"{hf['num_attention_heads']} of even width"
+        )
+    if hf.get("rope_scaling"):
+        raise UnsupportedModel(f"rope_scaling {hf['rope_scaling']} is not supported")
+    global_theta = _theta(hf, GLOBAL, None)
+    return {
+        "vocab_size": hf["vocab_size"],
+        "hidden_size": hf["hidden_size"],
+        "num_layers": hf["num_hidden_layers"],
+        "num_heads": hf["num_attention_heads"],
+        "intermediate_size": hf["intermediate_size"],
+        "max_positions": hf["max_position_embeddings"],
+        "global_layers": _global_layers(hf),
+        "local_reach": _at_least(hf, "local_attention", 128, 0) // 2,
+        "global_theta": global_theta,
+        "local_theta": _theta(hf, LOCAL, global_theta),
+        "norm_eps": float(hf.get("norm_eps", 1e-5)),
+        "activation": _activation(hf, "hidden_activation"),
+        "attention_bias": bool(hf.get("attention_bias", False)),
+        "mlp_bias": bool(hf.get("mlp_bias", False)),
+        "norm_bias": bool(hf.get("norm_bias", False)),
+    }
+
+
+def classifier(hf: dict[str, Any], labels: int) -> Head:
+    """classifier(norm(activation(dense(pooled)))), as in ModernBertForSequenceClassification."""
+    width = hf["hidden_size"]
+    pooling = hf.get("classifier_pooling", "cls")
+    if pooling not in POOLINGS:
+        known = ", ".join(POOLINGS)
+        raise UnsupportedModel(f"classifier_pooling {pooling!r} is not supported; known: {known}")
+    dense = DenseLayer(
+        in_features=width,
+        out_features=width,
+        bias=bool(hf.get("classifier_bias", False)),
+        activation=_activation(hf, "classifier_activation"),
+    )
+    norm = LayerNormLayer(
+        features=width,
+        eps=float(hf.get("norm_eps", 1e-5)),
+        bias=bool(hf.get("norm_bias", False)),
+    )
+    out = DenseLayer(in_features=width, out_features=labels, activation="identity")
+    rules = (
+        *dense_rules(0, dense, "head.dense"),
+        Rule("head.norm.weight", "modules.1.scale"),
+        Rule("head.norm.bias", "modules.1.bias"),
+        *dense_rules(2, out, "classifier"),
+    )
+    return Head((POOLINGS[pooling],), (dense, norm, out), rules)
+
+
+def _global_layers(hf: dict[str, Any]) -> list[int]:
+    """By layer_types, as transformers 5 writes it, or every so many, as 4 did."""
+    layers, kinds = hf["num_hidden_layers"], hf.get("layer_types")
+    if kinds is None:
+        return list(range(0, layers, _at_least(hf, "global_attn_every_n_layers", 3, 1)))
+    unknown = sorted({str(kind) for kind in kinds} - set(THETAS))
+    if unknown:
+        raise UnsupportedModel(
+            f"layer_types {', '.join(unknown)} are not supported; known: {', '.join(THETAS)}"
+        )
+    if len(kinds) != layers:
+        raise CheckpointError(f"{len(kinds)} layer_types for num_hidden_layers {layers}")
+    return [number for number, kind in enumerate(kinds) if kind == GLOBAL]
+
+
+def _theta(hf: dict[str, Any], kind: str, otherwise: float | None) -> float:
+    """The base of the angles in layers of that kind; `otherwise` where it is null."""
+    by_kind = hf.get("rope_parameters") or {}
+    unknown = sorted(set(by_kind) - set(THETAS))
+    if unknown:
+        raise UnsupportedModel(
+            f"rope_parameters of {', '.join(unknown)} are not supported; known: {', '.join(THETAS)}"
+        )
+    key, default = THETAS[kind]
+    parameters = dict(by_kind.get(kind) or {})
+    theta = parameters.pop("rope_theta", hf.get(key, default))
+    rope_type = parameters.pop("rope_type", "default")
+    if rope_type != "default" or parameters:
+        raise UnsupportedModel(
+            f"rope_parameters.{kind} with rope_type {rope_type!r} and "
+            f"{', '.join(parameters) or 'no more'} is not supported; known: rope_type 'default' "
+            "and rope_theta"
+        )
+    theta = otherwise if theta is None else theta
+    if not isinstance(theta, int | float) or theta <= 0:
+        raise CheckpointError(f"{key} is {theta!r}, wanted a number over 0")
+    return float(theta)
+
+
+def _activation(hf: dict[str, Any], key: str) -> Activation:
+    name = hf.get(key, "gelu")
+    if name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise UnsupportedModel(f"{key} {name!r} is not supported; known: {known}")
+    return cast(Activation, ACTIVATIONS[name])
+
+
+def _at_least(hf: dict[str, Any], key: str, default: int, least: int) -> int:
+    value = hf.get(key, default)
+    if not isinstance(value, int) or value < least:
+        raise CheckpointError(f"{key} is {value!r}, wanted a whole number of at least {least}")
+    return value

@@ -1,0 +1,57 @@
+"""Qwen2 from transformers 4 and 5: Qwen3's tower without norms of heads, with biases before them.
+
+Also gte-Qwen2 and stella, which bring their own code: Qwen2 whose tokens see those after them.
+"""
+
+from typing import Any
+
+from converters import qwen3
+from converters.scores import Head
+from jaxembed.errors import CheckpointError, UnsupportedModel
+
+ARCHITECTURE = qwen3.ARCHITECTURE
+
+CLASSES = ("Qwen2Model",)
+CLASSIFIERS = ("Qwen2ForSequenceClassification",)
+GENERATORS = ("Qwen2ForCausalLM",)
+
+PREFIXES, RENAMES = qwen3.PREFIXES, qwen3.RENAMES
+RULES, IGNORED = qwen3.RULES, qwen3.IGNORED
+
+# The code of Alibaba-NLP/gte-Qwen2-1.5B-instruct, which we know and run as our own.
+OWN_CODE = "modeling_qwen.Qwen2Model"
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Qwen3Config's fields from config.json. Raises UnsupportedModel for what we do not run."""
+    qwen3.require(hf)
+    width, rest = divmod(hf["hidden_size"], hf["num_attention_heads"])
+    if rest:
+        raise CheckpointError(
+            f"hidden_size {hf['hidden_size']} is not a multiple of num_attention_heads "
+            f"{hf['num_attention_heads']}"
+        )
+    # That code masks nothing unless it is told to: stella's config says nothing of it.
+    return qwen3.decoder_config(hf, hf.get("head_dim") or width) | {
+        "qkv_bias": True,
+        "out_bias": False,
+        "qk_norm": False,
+        "causal": hf.get("is_causal", not hf.get("auto_map")),
+    }
+
+
+def classifier(hf: dict[str, Any], labels: int) -> Head:
+    """As Qwen3's."""
+    _refuse_own_code(hf)
+    return qwen3.classifier(hf, labels)
+
+
+def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Head:
+    """As Qwen3's."""
+    _refuse_own_code(hf)
+    return qwen3.score_head(hf, config, true_id, false_id)
+
+
+def _refuse_own_code(hf: dict[str, Any]) -> None:
+    if hf.get("auto_map"):
+        raise UnsupportedModel("the model scores with its own code (auto_map), which is never run")

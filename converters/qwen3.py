@@ -1,0 +1,182 @@
+"""Qwen3 from transformers 4 and 5: its config, its heads, and where each tensor goes."""
+
+from typing import Any
+
+from converters.bert import ACTIVATIONS
+from converters.rerankers import Reranker
+from converters.scores import Head
+from converters.weights import (
+    Rule,
+    concatenate,
+    concatenate_transposed,
+    difference_of_rows,
+    transpose,
+)
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.spec import DenseLayer, PairTemplate
+
+ARCHITECTURE = "qwen3"
+
+CLASSES = ("Qwen3Model",)
+CLASSIFIERS = ("Qwen3ForSequenceClassification",)
+GENERATORS = ("Qwen3ForCausalLM",)
+
+PREFIXES = ("model.",)
+RENAMES: dict[str, str] = {}
+
+LAYER = "layers.{i}"
+SELF = f"{LAYER}.self_attn"
+TARGET = "tower.layers.{i}"
+
+RULES = [
+    Rule("embed_tokens.weight", "tower.embeddings.word.embedding"),
+    Rule(f"{LAYER}.input_layernorm.weight", f"{TARGET}.attention_norm.scale"),
+    Rule(
+        (f"{SELF}.q_proj.weight", f"{SELF}.k_proj.weight", f"{SELF}.v_proj.weight"),
+        f"{TARGET}.attention.qkv.kernel",
+        concatenate_transposed,
+    ),
+    Rule(
+        (f"{SELF}.q_proj.bias", f"{SELF}.k_proj.bias", f"{SELF}.v_proj.bias"),
+        f"{TARGET}.attention.qkv.bias",
+        concatenate,
+    ),
+    Rule(f"{SELF}.q_norm.weight", f"{TARGET}.attention.query_norm.scale"),
+    Rule(f"{SELF}.k_norm.weight", f"{TARGET}.attention.key_norm.scale"),
+    Rule(f"{SELF}.o_proj.weight", f"{TARGET}.attention.out.kernel", transpose),
+    Rule(f"{SELF}.o_proj.bias", f"{TARGET}.attention.out.bias"),
+    Rule(f"{LAYER}.post_attention_layernorm.weight", f"{TARGET}.mlp_norm.scale"),
+    Rule(
+        (f"{LAYER}.mlp.gate_proj.weight", f"{LAYER}.mlp.up_proj.weight"),
+        f"{TARGET}.mlp.gate_up.kernel",
+        concatenate_transposed,
+    ),
+    Rule(f"{LAYER}.mlp.down_proj.weight", f"{TARGET}.mlp.down.kernel", transpose),
+    Rule("norm.weight", "tower.norm.scale"),
+]
+
+# The language model's head takes no part in an embedding; where it is tied, files may hold it too.
+IGNORED = ["lm_head.weight"]
+
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+
+HEAD_WIDTH = 128  # of every Qwen3, whatever its hidden_size
+
+# From the code in Qwen3-Reranker's README.
+RERANKER = Reranker(
+    name="qwen3-reranker",
+    quote="Judge whether the Document meets the requirements based on the Query and the Instruct "
+    "provided.",
+    template=PairTemplate(
+        prefix="<|im_start|>system\nJudge whether the Document meets the requirements based on the "
+        'Query and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>'
+        "\n<|im_start|>user\n",
+        first="<Instruct>: {instruction}\n<Query>: {query}\n<Document>:",
+        second=" {document}",
+        suffix="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        instruction="Given a web search query, retrieve relevant passages that answer the query",
+    ),
+)
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Qwen3Config's fields from config.json. Raises UnsupportedModel for what we do not run."""
+    bias = bool(hf.get("attention_bias", False))
+    return decoder_config(hf, hf.get("head_dim") or HEAD_WIDTH) | {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "qk_norm": True,
+        "causal": hf.get("is_causal", True),
+    }
+
+
+def require(hf: dict[str, Any]) -> None:
+    missing = [key for key in REQUIRED if not isinstance(hf.get(key), int)]
+    if missing:
+        raise CheckpointError(f"config.json lacks {', '.join(missing)}")
+
+
+def decoder_config(hf: dict[str, Any], head_width: int) -> dict[str, Any]:
+    """The fields that Qwen2 and Qwen3 read alike."""
+    require(hf)
+    if head_width % 2:
+        raise CheckpointError(
+            f"heads are {head_width} wide; wanted an even number, to rotate pairs"
+        )
+    activation = hf.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise UnsupportedModel(f"hidden_act {activation!r} is not supported; known: {known}")
+    heads, key_heads = hf["num_attention_heads"], hf["num_key_value_heads"]
+    if heads % key_heads:
+        raise CheckpointError(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}"
+        )
+    _refuse_windows(hf)
+    return {
+        "vocab_size": hf["vocab_size"],
+        "hidden_size": hf["hidden_size"],
+        "num_layers": hf["num_hidden_layers"],
+        "num_heads": heads,
+        "num_key_heads": key_heads,
+        "head_width": head_width,
+        "intermediate_size": hf["intermediate_size"],
+        "max_positions": hf["max_position_embeddings"],
+        "rope_theta": _theta(hf),
+        "norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
+        "activation": ACTIVATIONS[activation],
+    }
+
+
+def classifier(hf: dict[str, Any], labels: int) -> Head:
+    """score(last token), as in transformers' GenericForSequenceClassification."""
+    layer = _row_head(hf, labels)
+    return Head(("lasttoken",), (layer,), (Rule("score.weight", "modules.0.kernel", transpose),))
+
+
+def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Head:
+    """logit(true) - logit(false) of the last token; no other row of the head is ever computed."""
+    rows = "embed_tokens.weight" if hf.get("tie_word_embeddings") else "lm_head.weight"
+    kernel = Rule(rows, "modules.0.kernel", difference_of_rows(true_id, false_id))
+    return Head(("lasttoken",), (_row_head(config, 1),), (kernel,))
+
+
+def _row_head(config: dict[str, Any], labels: int) -> DenseLayer:
+    return DenseLayer(
+        in_features=config["hidden_size"], out_features=labels, bias=False, activation="identity"
+    )
+
+
+def _refuse_windows(hf: dict[str, Any]) -> None:
+    """transformers 5 writes layer_types; before, layers from max_window_layers on had a window."""
+    kinds = sorted({str(kind) for kind in hf.get("layer_types") or ()} - {"full_attention"})
+    if kinds:
+        raise UnsupportedModel(
+            f"layer_types {', '.join(kinds)} are not supported; known: full_attention"
+        )
+    windowed = hf.get("use_sliding_window") and hf.get("sliding_window") is not None
+    if windowed and hf.get("max_window_layers", 28) < hf["num_hidden_layers"]:
+        raise UnsupportedModel("use_sliding_window=true is not supported: every layer sees all")
+
+
+def _theta(hf: dict[str, Any]) -> float:
+    """The base of the angles: in rope_parameters, as transformers 5 writes it, or beside it."""
+    scaling = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    theta = scaling.pop("rope_theta", hf.get("rope_theta", 10_000.0))
+    kinds = {scaling.pop(key, "default") for key in ("rope_type", "type")}
+    if kinds != {"default"} or scaling:
+        given = hf.get("rope_parameters") or hf.get("rope_scaling")
+        raise UnsupportedModel(
+            f"rope scaling {given} is not supported; known: rope_type 'default' and rope_theta"
+        )
+    if not isinstance(theta, int | float) or theta <= 0:
+        raise CheckpointError(f"rope_theta is {theta!r}, wanted a number over 0")
+    return float(theta)

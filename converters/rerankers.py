@@ -1,0 +1,117 @@
+"""Tells which language models rerank, by which two tokens they answer, and how they are asked."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from tokenizers import Tokenizer
+
+from converters import chat, heads, scores
+from converters.heads import Layout, read_json
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.spec import PairTemplate
+
+logger = logging.getLogger(__name__)
+
+LABEL = "yes"
+
+
+@dataclass(frozen=True)
+class Reranker:
+    """A family's published rerankers, whose checkpoints do not say how they are asked."""
+
+    name: str  # lower case, within the name of the model
+    quote: str  # or within its README.md
+    template: PairTemplate
+
+
+def layout(
+    source: Path, name: str, family: ModuleType, hf: dict[str, Any], config: dict[str, Any]
+) -> Layout:
+    """A language model that answers yes or no. Raises UnsupportedModel where none of that is said.
+
+    It has sentence-transformers' LogitScore module, or is one of its family's rerankers.
+    """
+    tower = source / heads.tower_folder(source)
+    template = template_of(source, name, family)
+    entries = heads.modules_of(source) or ()
+    judged = next((source / entry.path for entry in entries if entry.kind == "logit_score"), None)
+    if judged is not None:
+        true_id, false_id = _judged(judged, config["vocab_size"])
+        if template is None and "message" in heads.modalities(tower):
+            raise UnsupportedModel(
+                f"{tower}: the chat template takes no query and document; wanted one with the "
+                'roles "query" and "document"'
+            )
+    elif _published(source, name, family) is not None:
+        true_id, false_id = _id(tower, LABEL), _id(tower, "no")
+    else:
+        raise UnsupportedModel(
+            f"{name} is a language model, and nothing says that it embeds or reranks: an embedder "
+            "has a Pooling in modules.json, a reranker a LogitScore, and a Qwen3-Reranker has that "
+            "in its name"
+        )
+    head = family.score_head(hf, config, true_id, false_id)
+    return scores.layout(source, hf, head, (LABEL,), template)
+
+
+def template_of(source: Path, name: str, family: ModuleType) -> PairTemplate | None:
+    """How pairs are put to the model: its chat template's way, or its family's; None for neither.
+
+    A model that wants a template gives near-random scores without one, and so does one that is
+    given another's: being called a reranker is not enough.
+    """
+    tower = source / heads.tower_folder(source)
+    plain = heads.modalities(tower) == {"text"}
+    template = None if plain else chat.pair_template(tower)
+    if template is not None:
+        logger.info("%s: pairs are put into its chat template", name)
+        return template
+    published = _published(source, name, family)
+    if published is None:
+        return None
+    logger.info("%s: pairs are put into the template of %s", name, published.name)
+    return published.template
+
+
+def _published(source: Path, name: str, family: ModuleType) -> Reranker | None:
+    """The family's rerankers, if this is one of them."""
+    published: Reranker | None = getattr(family, "RERANKER", None)
+    if published is None:
+        return None
+    readme = source / "README.md"
+    names = (Path(name).name, source.name)
+    quoted = readme.is_file() and published.quote in readme.read_text(errors="replace")
+    named = any(published.name in each.lower() for each in names)
+    return published if named or quoted else None
+
+
+def _judged(folder: Path, vocab_size: int) -> tuple[int, int]:
+    config = read_json(folder / "config.json")
+    true_id, false_id = config.get("true_token_id"), config.get("false_token_id")
+    if false_id is None:
+        raise UnsupportedModel(
+            f"{folder}: LogitScore without false_token_id is not supported; known: the difference "
+            "of two logits"
+        )
+    if not all(isinstance(one, int) and 0 <= one < vocab_size for one in (true_id, false_id)):
+        raise CheckpointError(
+            f"{folder}: true_token_id and false_token_id are {true_id!r} and {false_id!r}, wanted "
+            f"two ids below {vocab_size}"
+        )
+    return cast(int, true_id), cast(int, false_id)
+
+
+def _id(tower: Path, token: str) -> int:
+    path = tower / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(f"no tokenizer.json in {tower}, which a language model needs")
+    try:
+        found = Tokenizer.from_file(str(path)).token_to_id(token)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if found is None:
+        raise CheckpointError(f"{path} has no token {token!r}")
+    return found

@@ -1,0 +1,119 @@
+"""Random rerankers and classifiers against sentence-transformers' CrossEncoder, in float32."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from golden import make
+from golden.families import FAMILIES, WORDS
+from sentence_transformers import CrossEncoder
+
+from jaxembed import Embedder
+from jaxembed.inputs import Pair
+from jaxembed.models.output import OutputName
+from jaxembed.processors.text import Rules
+from parity import sentences
+from parity.test_towers import SIZES, ragged
+
+THREE = ("contradiction", "entailment", "neutral")
+HEADS = {
+    "one label": make.Head(),
+    "one label, saved by transformers": make.Head(cross_encoder=False),
+    "three labels": make.Head(THREE),
+    "three independent labels": make.Head(THREE, "multi_label_classification"),
+}
+SCORING = [name for name, family in FAMILIES.items() if family.classifier]
+REAL = [("bert", "384x6"), ("xlm_roberta", "768x12"), ("xlm_roberta", "1024x2")]
+CASES = {
+    **{f"{family}-{name}": (family, "tiny", HEADS[name]) for family in SCORING for name in HEADS},
+    **{f"{family}-odd": (family, "odd", make.Head(THREE)) for family in SCORING},
+    **{f"{family}-{size}": (family, size, make.Head()) for family, size in REAL},
+}
+TOLERANCE = 1e-5  # float32, sums in another order; 2.3e-6 was the most
+QUERY = "Where is the red dog?"
+DENSE: frozenset[OutputName] = frozenset({"dense"})
+
+
+@dataclass(frozen=True)
+class Scorers:
+    torch: CrossEncoder
+    head: make.Head
+    embedder: Embedder
+
+    @property
+    def documents(self) -> list[str]:
+        """Texts of every kind, with all special tokens in one, and one that is cut."""
+        special = " ".join(self.torch.tokenizer.all_special_tokens)
+        rest = [f"the {special} dog {special} sat", " ".join(WORDS * 60)]
+        return [*make.TEXTS, *sentences.VARIED[::7], *rest]
+
+
+@pytest.fixture(name="scorers", scope="module", params=CASES.values(), ids=CASES)
+def _scorers(request, tmp_path_factory, make_embedder) -> Scorers:
+    name, size, head = request.param
+    folder: Path = tmp_path_factory.mktemp(name)
+    limit = min(FAMILIES[name].positions(SIZES[name, size]), 512)
+    case = make.Case(family=name, config=SIZES[name, size], head=head, max_seq_length=limit)
+    make.save(case, folder)
+    return Scorers(make.load_scorer(folder), head, make_embedder(folder, [(2, limit)]))
+
+
+def apart(got: np.ndarray, wanted: np.ndarray) -> float:
+    """As a share of the largest logit, or of one: the terms that a logit is the sum of are of that
+    size even where they cancel."""
+    assert got.shape == wanted.shape
+    return float(np.abs(got - wanted).max() / max(np.abs(wanted).max(), 1))
+
+
+def test_logits_agree_at_every_length_packed_several_to_a_row(scorers, note):
+    encodings = ragged(scorers.torch.model.config, scorers.embedder.max_input_tokens)
+    got = scorers.embedder.engine.submit(encodings, DENSE).result().dense
+    wanted = [make.logits(scorers.torch.model, one.ids, one.types) for one in encodings]
+    figure = apart(got, np.stack(wanted))
+    note(f"logits within {figure:.1e}")
+    assert figure < TOLERANCE
+
+
+def test_scores_of_pairs_agree(scorers, note):
+    documents = scorers.documents
+    pairs = [(QUERY, document) for document in documents]
+    figures = []
+    for options in ({}, {"raw_scores": True}):
+        wanted = make.score(scorers.torch, scorers.head, {"inputs": pairs, "options": options})
+        named = scorers.embedder.classify(pairs, **options)
+        by_label = [{one.label: one.score for one in labels} for labels in named]
+        got = [[scores[label] for label in scorers.head.labels] for scores in by_label]
+        figures.append(apart(np.array(got), wanted))
+    note(f"scores within {max(figures):.1e}")
+    assert max(figures) < TOLERANCE
+
+
+def test_documents_are_ranked_as_the_cross_encoder_ranks_them(scorers):
+    if len(scorers.head.labels) > 1:
+        return
+    documents = scorers.documents
+    ranked = scorers.embedder.rerank(QUERY, documents)
+    call = {"query": QUERY, "documents": documents, "options": {}}
+    wanted = make.score(scorers.torch, scorers.head, call)[:, 0]
+    got = np.array([one.score for one in sorted(ranked, key=lambda one: one.index)])
+    assert apart(got, wanted) < TOLERANCE
+    assert (np.diff([wanted[one.index] for one in ranked]) < 1e-5).all()  # of equals, either
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_pairs_over_the_limit_lose_the_end_of_the_second_text(scorers, side):
+    tokenizer, limit = scorers.torch.tokenizer, scorers.embedder.max_input_tokens
+    long = " ".join(WORDS * 60)
+    pairs = [(QUERY, long), (QUERY, long[:200]), ("the dog " * 8, long), (QUERY, "x")]
+    tokenizer.truncation_side = side
+    firsts, seconds = (list(texts) for texts in zip(*pairs, strict=True))
+    wanted = tokenizer(firsts, seconds, truncation="only_second", max_length=limit)
+    rules = Rules(prompt="", truncate=True, side=side)
+    inputs = [Pair(*pair) for pair in pairs]
+    encodings = scorers.embedder.processor.encode(inputs, rules).encodings
+    assert [one.ids.tolist() for one in encodings] == wanted["input_ids"]
+    if "token_type_ids" in wanted:
+        assert [one.types.tolist() for one in encodings] == wanted["token_type_ids"]
+    else:
+        assert not any(one.types is not None and one.types.any() for one in encodings)

@@ -1,0 +1,139 @@
+"""Conversion of rerankers and classifiers: their heads, labels, and how logits become scores."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sources
+
+from converters import convert
+from jaxembed import checkpoint
+from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
+from jaxembed.spec import DenseLayer, ModelSpec
+
+WIDTH = sources.HIDDEN
+HEADS = {
+    "BertForSequenceClassification": ("pooler.dense", "classifier"),
+    "XLMRobertaForSequenceClassification": ("classifier.dense", "classifier.out_proj"),
+}
+BERT, ROBERTA = HEADS
+TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
+
+
+def write_scorer(folder: Path, kind: str = BERT, labels: int = 1, **config: Any) -> Path:
+    """As transformers saves it: no files of sentence-transformers."""
+    base = sources.BERT_CONFIG if kind == BERT else sources.ROBERTA_CONFIG
+    prefix = "bert." if kind == BERT else "roberta."
+    first, second = HEADS[kind]
+    head = sources.head_tensors({first: (WIDTH, WIDTH), second: (WIDTH, labels)})
+    tensors = sources.bert_tensors(config=base) | head
+    names = {name: name if "classifier" in name else prefix + name for name in tensors}
+    named = {"id2label": {str(n): f"LABEL_{n}" for n in range(labels)}, "architectures": [kind]}
+    return sources.write_bert(
+        folder, tensors=tensors, rename=names.__getitem__, **base | named | config
+    )
+
+
+def converted(source: Path) -> tuple[ModelSpec, dict[str, np.ndarray]]:
+    out = source.parent / f"{source.name}-out"
+    spec = convert(source, out, progress=lambda steps: steps)
+    return spec, checkpoint.load_params(out, spec)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_cross_encoder_is_a_tower_with_a_head_of_two_layers(kind, tmp_path):
+    spec, params = converted(write_scorer(tmp_path / "source", kind))
+    assert (spec.task, spec.labels, spec.score_function) == ("rerank", ("LABEL_0",), "sigmoid")
+    assert spec.pooling == ("cls",)
+    assert spec.modules == (
+        DenseLayer(WIDTH, WIDTH, activation="tanh"),
+        DenseLayer(WIDTH, 1, activation="identity"),
+    )
+    assert spec.dim == 1
+    first, second = HEADS[kind]
+    tensors = sources.head_tensors({first: (WIDTH, WIDTH), second: (WIDTH, 1)})
+    for number, layer in enumerate((first, second)):
+        np.testing.assert_array_equal(
+            params[f"modules.{number}.kernel"], tensors[f"{layer}.weight"].T
+        )
+        np.testing.assert_array_equal(params[f"modules.{number}.bias"], tensors[f"{layer}.bias"])
+
+
+def test_several_labels_are_in_the_order_of_their_ids(tmp_path):
+    id2label = {"2": "no", "0": "yes", "1": "perhaps"}
+    spec, _ = converted(write_scorer(tmp_path / "source", labels=3, id2label=id2label))
+    assert (spec.task, spec.labels, spec.dim) == ("classify", ("yes", "perhaps", "no"), 3)
+    assert spec.score_function == "softmax"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"problem_type": "multi_label_classification"},
+        {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}},
+        {"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"},
+    ],
+)
+def test_independent_labels_are_scored_each_by_itself(tmp_path, fields):
+    spec, _ = converted(write_scorer(tmp_path / "source", labels=3, **fields))
+    assert spec.score_function == "sigmoid"
+
+
+def test_an_old_cross_encoder_that_gives_logits_is_scored_by_its_labels(tmp_path):
+    identity = {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}
+    for labels, wanted in ((1, "sigmoid"), (3, "softmax")):
+        source = write_scorer(tmp_path / f"{labels}", labels=labels, **identity)
+        assert converted(source)[0].score_function == wanted
+
+
+def test_a_saved_cross_encoder_is_read(tmp_path):
+    source = write_scorer(tmp_path / "source", ROBERTA, labels=2)
+    sources.write_modules(source, (TRANSFORMER, ""))
+    task = {"transformer_task": "sequence-classification", "max_seq_length": 20}
+    sources.write_json(source / "sentence_bert_config.json", task)
+    saved = {"model_type": "CrossEncoder", "prompts": {}, "default_prompt_name": None}
+    saved |= {"activation_fn": "torch.nn.modules.activation.Softmax"}
+    sources.write_json(source / "config_sentence_transformers.json", saved)
+    spec, _ = converted(source)
+    assert (spec.task, spec.max_input_tokens, spec.score_function) == ("classify", 20, "softmax")
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"activation_fn": "torch.nn.modules.activation.ReLU"}, "activation_fn .*ReLU"),
+        ({"prompts": {"a": "b"}, "default_prompt_name": "a"}, "default prompt 'a'"),
+    ],
+)
+def test_what_a_cross_encoder_wants_and_we_do_not_run_is_refused(tmp_path, saved, message):
+    source = write_scorer(tmp_path / "source", labels=2)
+    path = source / "config_sentence_transformers.json"
+    sources.write_json(path, {"model_type": "CrossEncoder"} | saved)
+    with pytest.raises(UnsupportedModel, match=message):
+        converted(source)
+
+
+@pytest.mark.parametrize("ids", [{"0": "a", "2": "b"}, {"a": "0"}, ["a", "b"]])
+def test_labels_without_ids_in_order_are_refused(tmp_path, ids):
+    source = write_scorer(tmp_path / "source", labels=2, id2label=ids)
+    with pytest.raises(CheckpointError, match="id2label"):
+        converted(source)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_that_is_not_there_is_listed(tmp_path, kind):
+    source = write_scorer(tmp_path / "source", kind)
+    sources.write_weights(source, sources.bert_tensors(config=sources.BERT_CONFIG))
+    with pytest.raises(ConversionError, match=rf"missing: {HEADS[kind][1]}\.weight"):
+        converted(source)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_classifier_that_modules_json_pools_is_an_embedder(tmp_path, kind):
+    source = write_scorer(tmp_path / "source", kind, labels=2)
+    sources.write_modules(source, (sources.TRANSFORMER, ""), (sources.POOLING, "1_Pooling"))
+    sources.write_json(source / "1_Pooling" / "config.json", {"pooling_mode": "mean"})
+    spec, params = converted(source)
+    assert (spec.task, spec.pooling, spec.modules) == ("embed", ("mean",), ())
+    assert not any(name.startswith("modules") for name in params)
