@@ -36,7 +36,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "qkv_bias": True,
         "out_bias": False,
         "qk_norm": False,
-        "causal": hf.get("is_causal", not hf.get("auto_map")),
+        "causal": qwen3.is_causal(hf, "AutoModel" not in (hf.get("auto_map") or {})),
     }
 
 
@@ -53,5 +53,5 @@ def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_i
 
 
 def _refuse_own_code(hf: dict[str, Any]) -> None:
-    if hf.get("auto_map"):
+    if any(name.startswith("AutoModel") for name in hf.get("auto_map") or {}):
         raise UnsupportedModel("the model scores with its own code (auto_map), which is never run")

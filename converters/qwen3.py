@@ -94,8 +94,13 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "qkv_bias": bias,
         "out_bias": bias,
         "qk_norm": True,
-        "causal": hf.get("is_causal", True),
+        "causal": is_causal(hf, True),
     }
+
+
+def is_causal(hf: dict[str, Any], otherwise: bool) -> bool:
+    said = hf.get("is_causal")
+    return otherwise if said is None else bool(said)
 
 
 def require(hf: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
@@ -279,6 +280,8 @@ def hidden_states(spec: ModelSpec, params: dict[str, np.ndarray], ids: list[int]
     [
         (QWEN3, {}, True),
         (QWEN2, {}, True),
+        (QWEN2, {"is_causal": None}, True),
+        (QWEN2, {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}, True),
         (QWEN2, {"is_causal": False}, False),
         (QWEN2, OWN_CODE, False),  # stella, whose config says nothing of it
         (QWEN2, OWN_CODE | {"is_causal": False}, False),  # gte-Qwen2
@@ -374,6 +377,18 @@ def test_a_qwen3_reranker_is_told_by_its_name_or_its_readme(tmp_path, caplog, fo
     table = tensors(QWEN3)["model.embed_tokens.weight"]
     np.testing.assert_array_equal(params["modules.0.kernel"][:, 0], table[YES] - table[NO])
     np.testing.assert_array_equal(params["tower.embeddings.word.embedding"], table)
+
+
+def test_the_difference_of_rows_is_not_rounded_to_bfloat16(tmp_path):
+    source = write(tmp_path / "Qwen3-Reranker")
+    stored = {name: array.astype(ml_dtypes.bfloat16) for name, array in tensors(QWEN3).items()}
+    sources.write_weights(source, stored)
+    spec, params = converted(source)
+    assert spec.dtype == "bfloat16"
+    table = stored["model.embed_tokens.weight"].astype(np.float32)
+    kernel = params["modules.0.kernel"]
+    assert kernel.dtype == np.float32
+    np.testing.assert_array_equal(kernel[:, 0], table[YES] - table[NO])
 
 
 def test_an_untied_head_gives_the_rows(tmp_path):
