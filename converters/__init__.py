@@ -5,10 +5,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import msgspec
 
@@ -20,7 +21,7 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import parameter_shapes, position_limit
 from jaxembed.spec import DType, ModelSpec
 
-__all__ = ["CONVERTERS", "convert", "weight_folders"]
+__all__ = ["CONVERTERS", "Outline", "convert", "outline", "weight_folders"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,22 @@ CONVERTERS: dict[str, str] = {
 LOG_EVERY_S = 5.0
 
 Progress = Callable[[Sequence[Step]], Iterable[Step]]
+
+DTYPES = get_args(DType)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model as its small files tell it, before any weights are there.
+
+    The spec lacks its content hash, and its dtype is what config.json says, or float32.
+    """
+
+    source: Path
+    family: ModuleType
+    layout: Layout
+    spec: ModelSpec
+    tokenizer: bytes
 
 
 def show_progress(steps: Sequence[Step]) -> Iterator[Step]:
@@ -68,25 +85,42 @@ def convert(
     `name` and `revision` are what the checkpoint says it comes from. Raises CheckpointError, the
     subclasses UnsupportedModel and ConversionError included.
     """
+    checkpoint.refuse_occupied(out)
+    made = outline(source, name=name, revision=revision, dense_path=dense_path)
+    steps = _plan(made)
+    spec = msgspec.structs.replace(made.spec, dtype=_dtype(steps))
+    params = ((step.target, step.read()) for step in progress(steps))
+    return checkpoint.save(out, spec, params, made.tokenizer)
+
+
+def outline(
+    source: Path,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    dense_path: str | None = None,
+) -> Outline:
+    """What `convert` would make of the model in `source`, whose weights need not be there.
+
+    Raises CheckpointError as `convert` does, but for what is wrong with the weights.
+    """
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory")
-    checkpoint.refuse_occupied(out)
+    name = name or str(source)
     hf = _config(source / heads.tower_folder(source))
     family = _family(hf)
     config = family.config(hf)
-    found = _layout(source, name or str(source), family, hf, config, dense_path)
-    spec = _spec(family, config, found, name or str(source), revision)
+    layout = _layout(source, name, family, hf, config, dense_path)
+    tower = source / layout.tower
+    spec = _spec(family, config, layout, name, revision)
+    said = hf.get("dtype") or hf.get("torch_dtype")  # as transformers 5 spells it, and as 4 did
     spec = msgspec.structs.replace(
         spec,
-        max_input_tokens=heads.token_limit(source / found.tower, position_limit(spec)),
+        max_input_tokens=heads.token_limit(tower, position_limit(spec)),
+        dtype=said if said in DTYPES else "float32",
     )
-    text = tokenizer.read(
-        source / found.tower, lowercase=found.lowercase, vocab_size=config["vocab_size"]
-    )
-    steps = _plan(source, family, found, spec)
-    spec = msgspec.structs.replace(spec, dtype=_dtype(steps))
-    params = ((step.target, step.read()) for step in progress(steps))
-    return checkpoint.save(out, spec, params, text)
+    text = tokenizer.read(tower, lowercase=layout.lowercase, vocab_size=config["vocab_size"])
+    return Outline(source, family, layout, spec, text)
 
 
 def _config(tower: Path) -> dict[str, Any]:
@@ -152,21 +186,21 @@ def _layout(
 
 
 def _spec(
-    family: ModuleType, config: dict[str, Any], found: Layout, name: str, revision: str | None
+    family: ModuleType, config: dict[str, Any], layout: Layout, name: str, revision: str | None
 ) -> ModelSpec:
     """The spec, but for its limit, dtype and hash."""
     return ModelSpec(
         architecture=family.ARCHITECTURE,
         config=config,
-        pooling=found.pooling,
-        modules=found.modules,
-        task=found.task,
-        labels=found.labels,
-        score_function=found.score_function,
-        template=found.template,
-        include_prompt=found.include_prompt,
-        prompts=dict(found.prompts or {}),
-        default_prompt_name=found.default_prompt_name,
+        pooling=layout.pooling,
+        modules=layout.modules,
+        task=layout.task,
+        labels=layout.labels,
+        score_function=layout.score_function,
+        template=layout.template,
+        include_prompt=layout.include_prompt,
+        prompts=dict(layout.prompts or {}),
+        default_prompt_name=layout.default_prompt_name,
         max_input_tokens=1,
         hidden_size=config["hidden_size"],
         dtype="float32",
@@ -176,16 +210,16 @@ def _spec(
     )
 
 
-def _plan(source: Path, family: ModuleType, found: Layout, spec: ModelSpec) -> list[Step]:
+def _plan(made: Outline) -> list[Step]:
     """Every tensor of the tower and of the modules after it, in one plan."""
-    model = spec.source
-    tower = weights.find(source / found.tower)
-    tensors = weights.canonical(model, tower, family.PREFIXES, family.RENAMES)
-    for folder in found.folders:
+    source, family, layout, spec = made.source, made.family, made.layout, made.spec
+    tower = weights.find(source / layout.tower)
+    tensors = weights.canonical(spec.source, tower, family.PREFIXES, family.RENAMES)
+    for folder in layout.folders:
         tensors |= weights.within(folder, weights.find(source / folder))
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
-    rules, ignored = [*family.RULES, *found.rules], [*family.IGNORED, *found.ignored]
-    return weights.plan(model, rules, ignored, tensors, shapes)
+    rules, ignored = [*family.RULES, *layout.rules], [*family.IGNORED, *layout.ignored]
+    return weights.plan(spec.source, rules, ignored, tensors, shapes)
 
 
 def _dtype(steps: Sequence[Step]) -> DType:

@@ -81,6 +81,28 @@ def resolve(
     return _cached(source, cache_dir, dense_path)
 
 
+def describe(
+    model: str | None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    cache_dir: Path,
+    token: str | None = None,
+    dense_path: str | None = None,
+) -> ModelSpec:
+    """What `resolve` would give, as a spec: nothing is converted, and no weights are downloaded.
+
+    Of a model that is not converted yet the spec has no content hash. Raises CheckpointError.
+    """
+    if model is not None and _is_path(model) and checkpoint.is_checkpoint(_local(model)):
+        return checkpoint.load_spec(_as_it_is(_local(model), revision, dense_path))
+    source = _source(model, revision, offline, token, dense_path)
+    entry = cache_dir / "models" / source.key
+    if _is_current(entry, source):
+        return checkpoint.load_spec(entry)
+    return _outline(source, dense_path)
+
+
 def convert(
     model: str,
     out: Path,
@@ -97,6 +119,7 @@ def convert(
     if _is_path(model) and checkpoint.is_checkpoint(_local(model)):
         raise CheckpointError(f"{model} is converted already")
     source = _source(model, revision, offline, token, dense_path)
+    source.prepare()
     return _converters().convert(
         source.folder, out, name=source.name, revision=source.revision, dense_path=dense_path
     )
@@ -175,6 +198,7 @@ def _download(
     commit = folder.name  # snapshots are named by commit: all that follows is of the same one
 
     def prepare() -> None:
+        _outline(source, dense_path)  # what is refused is refused before gigabytes are here
         started = time.monotonic()
         for inside in _converters().weight_folders(folder, dense_path):
             prefix = f"{inside}/" if inside else ""
@@ -186,7 +210,16 @@ def _download(
 
     key = _entry(name, commit, dense_path)
     fingerprint = _hash(commit, dense_path, FORMAT_VERSION)
-    return Source(name, folder, key, fingerprint, commit, prepare)
+    source = Source(name, folder, key, fingerprint, commit, prepare)
+    return source
+
+
+def _outline(source: Source, dense_path: str | None) -> ModelSpec:
+    """What the conversion of a source would give, from its small files. Raises CheckpointError."""
+    made = _converters().outline(
+        source.folder, name=source.name, revision=source.revision, dense_path=dense_path
+    )
+    return made.spec
 
 
 def _snapshot(

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
+import msgspec
 import pytest
 import sources
 from huggingface_hub import errors
@@ -289,3 +290,32 @@ def test_a_foreign_converters_package_is_named(source, cache, monkeypatch):
 
 def test_the_default_cache_is_in_the_home():
     assert hub.default_cache_dir() == Path.home() / ".cache" / "jaxembed"
+
+
+def test_convert_of_a_hub_model_brings_its_weights(downloads, tmp_path):
+    hub.convert("owner/name", tmp_path / "out")
+    assert any("model*.safetensors" in call.allow_patterns for call in downloads)
+    assert checkpoint.is_checkpoint(tmp_path / "out")
+
+
+def test_what_cannot_be_converted_is_refused_before_its_weights_are_fetched(
+    downloads, tmp_path, cache
+):
+    sources.change_json(tmp_path / "remote" / "config.json", model_type="mamba")
+    with pytest.raises(CheckpointError, match="'mamba' is not supported"):
+        hub.resolve("owner/name", cache_dir=cache)
+    assert all("model*.safetensors" not in call.allow_patterns for call in downloads)
+
+
+def test_describe_converts_nothing_and_fetches_no_weights(downloads, source, cache, conversions):
+    described = [
+        hub.describe("owner/name", cache_dir=cache),
+        hub.describe(str(source), cache_dir=cache),
+    ]
+    assert conversions == []
+    assert [call.allow_patterns for call in downloads] == [hub.DESCRIPTIONS]
+    for model, spec in zip(("owner/name", str(source)), described, strict=True):
+        assert spec.content_hash == ""
+        converted = checkpoint.load_spec(hub.resolve(model, cache_dir=cache))
+        assert msgspec.structs.replace(converted, content_hash="") == spec
+        assert hub.describe(model, cache_dir=cache) == converted
