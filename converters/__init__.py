@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 CONVERTERS: dict[str, str] = {
     "bert": "converters.bert",
     "camembert": "converters.roberta",
+    "distilbert": "converters.distilbert",
     "modernbert": "converters.modernbert",
     "qwen2": "converters.qwen2",
     "qwen3": "converters.qwen3",

@@ -2,27 +2,17 @@
 
 from typing import Any
 
+from converters.fields import activation_of, require
 from converters.heads import dense_rules
 from converters.scores import Head
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.spec import DenseLayer
+from jaxembed.spec import Activation, DenseLayer
 
 ARCHITECTURE = "bert"
 
 CLASSES = ("BertModel", "BertForMaskedLM", "BertForPreTraining")
 CLASSIFIERS = ("BertForSequenceClassification",)
-
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
 
 PREFIXES = ("bert.",)
 RENAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
@@ -81,13 +71,7 @@ REQUIRED = (
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """BertConfig's fields from config.json. Raises UnsupportedModel for what we do not run."""
-    missing = [key for key in REQUIRED if not isinstance(hf.get(key), int)]
-    if missing:
-        raise CheckpointError(f"config.json lacks {', '.join(missing)}")
-    activation = hf.get("hidden_act", "gelu")
-    if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise UnsupportedModel(f"hidden_act {activation!r} is not supported; known: {known}")
+    require(hf, REQUIRED)
     positions = hf.get("position_embedding_type") or "absolute"
     if positions != "absolute":
         raise UnsupportedModel(
@@ -110,7 +94,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "max_positions": hf["max_position_embeddings"],
         "type_vocab_size": hf.get("type_vocab_size", 2),
         "norm_eps": hf.get("layer_norm_eps", 1e-12),
-        "activation": ACTIVATIONS[activation],
+        "activation": activation_of(hf, "hidden_act"),
     }
 
 
@@ -119,10 +103,12 @@ def classifier(hf: dict[str, Any], labels: int) -> Head:
     return two_layers(hf["hidden_size"], labels, "pooler.dense", "classifier")
 
 
-def two_layers(width: int, labels: int, first: str, second: str) -> Head:
-    """tanh(first(hidden state of the first token)), then the logits by `second`."""
+def two_layers(
+    width: int, labels: int, first: str, second: str, *, activation: Activation = "tanh"
+) -> Head:
+    """activation(first(hidden state of the first token)), then the logits by `second`."""
     layers = (
-        DenseLayer(in_features=width, out_features=width, activation="tanh"),
+        DenseLayer(in_features=width, out_features=width, activation=activation),
         DenseLayer(in_features=width, out_features=labels, activation="identity"),
     )
     rules = [*dense_rules(0, layers[0], first), *dense_rules(1, layers[1], second)]

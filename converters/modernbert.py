@@ -1,13 +1,13 @@
 """ModernBERT from transformers 4 and 5: its config, its classifier, and where each tensor goes."""
 
-from typing import Any, cast
+from typing import Any
 
-from converters.bert import ACTIVATIONS
+from converters.fields import activation_of, require
 from converters.heads import dense_rules
 from converters.scores import Head
 from converters.weights import Rule, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.spec import Activation, DenseLayer, LayerNormLayer, Pooling
+from jaxembed.spec import DenseLayer, LayerNormLayer, Pooling
 
 ARCHITECTURE = "modernbert"
 
@@ -65,9 +65,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
     What is absent has transformers' default.
     """
-    missing = [key for key in REQUIRED if not isinstance(hf.get(key), int)]
-    if missing:
-        raise CheckpointError(f"config.json lacks {', '.join(missing)}")
+    require(hf, REQUIRED)
     for flag in ("is_decoder", "is_causal", "add_cross_attention"):
         if hf.get(flag):
             raise UnsupportedModel(f"{flag}={hf[flag]} is not supported: ModernBERT is an encoder")
@@ -91,7 +89,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "global_theta": global_theta,
         "local_theta": _theta(hf, LOCAL, global_theta),
         "norm_eps": float(hf.get("norm_eps", 1e-5)),
-        "activation": _activation(hf, "hidden_activation"),
+        "activation": activation_of(hf, "hidden_activation"),
         "attention_bias": bool(hf.get("attention_bias", False)),
         "mlp_bias": bool(hf.get("mlp_bias", False)),
         "norm_bias": bool(hf.get("norm_bias", False)),
@@ -109,7 +107,7 @@ def classifier(hf: dict[str, Any], labels: int) -> Head:
         in_features=width,
         out_features=width,
         bias=bool(hf.get("classifier_bias", False)),
-        activation=_activation(hf, "classifier_activation"),
+        activation=activation_of(hf, "classifier_activation"),
     )
     norm = LayerNormLayer(
         features=width,
@@ -163,14 +161,6 @@ def _theta(hf: dict[str, Any], kind: str, otherwise: float | None) -> float:
     if not isinstance(theta, int | float) or theta <= 0:
         raise CheckpointError(f"{key} is {theta!r}, wanted a number over 0")
     return float(theta)
-
-
-def _activation(hf: dict[str, Any], key: str) -> Activation:
-    name = hf.get(key, "gelu")
-    if name not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise UnsupportedModel(f"{key} {name!r} is not supported; known: {known}")
-    return cast(Activation, ACTIVATIONS[name])
 
 
 def _at_least(hf: dict[str, Any], key: str, default: int, least: int) -> int:

@@ -6,6 +6,7 @@ Also gte-Qwen2 and stella, which bring their own code: Qwen2 whose tokens see th
 from typing import Any
 
 from converters import qwen3
+from converters.fields import require
 from converters.scores import Head
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
@@ -24,7 +25,7 @@ OWN_CODE = "modeling_qwen.Qwen2Model"
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Qwen3Config's fields from config.json. Raises UnsupportedModel for what we do not run."""
-    qwen3.require(hf)
+    require(hf, qwen3.REQUIRED)
     width, rest = divmod(hf["hidden_size"], hf["num_attention_heads"])
     if rest:
         raise CheckpointError(

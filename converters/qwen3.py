@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from converters.bert import ACTIVATIONS
+from converters.fields import activation_of, require
 from converters.rerankers import Reranker
 from converters.scores import Head
 from converters.weights import (
@@ -103,23 +103,13 @@ def is_causal(hf: dict[str, Any], otherwise: bool) -> bool:
     return otherwise if said is None else bool(said)
 
 
-def require(hf: dict[str, Any]) -> None:
-    missing = [key for key in REQUIRED if not isinstance(hf.get(key), int)]
-    if missing:
-        raise CheckpointError(f"config.json lacks {', '.join(missing)}")
-
-
 def decoder_config(hf: dict[str, Any], head_width: int) -> dict[str, Any]:
     """The fields that Qwen2 and Qwen3 read alike."""
-    require(hf)
+    require(hf, REQUIRED)
     if head_width % 2:
         raise CheckpointError(
             f"heads are {head_width} wide; wanted an even number, to rotate pairs"
         )
-    activation = hf.get("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise UnsupportedModel(f"hidden_act {activation!r} is not supported; known: {known}")
     heads, key_heads = hf["num_attention_heads"], hf["num_key_value_heads"]
     if heads % key_heads:
         raise CheckpointError(
@@ -137,7 +127,7 @@ def decoder_config(hf: dict[str, Any], head_width: int) -> dict[str, Any]:
         "max_positions": hf["max_position_embeddings"],
         "rope_theta": _theta(hf),
         "norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
-        "activation": ACTIVATIONS[activation],
+        "activation": activation_of(hf, "hidden_act", "silu"),
     }
 
 

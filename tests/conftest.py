@@ -42,6 +42,7 @@ TOWERS: dict[str, dict[str, Any]] = {
         "architecture": "bert",
         "config": _BERT | {"max_positions": LIMIT + 2, "pad_id": 1},
     },
+    "distilbert": {"architecture": "bert", "config": _SIZES | {"type_vocab_size": 0}},
     "modernbert": {
         "architecture": "modernbert",
         "config": _SIZES

@@ -1,7 +1,8 @@
-"""BERT and RoBERTa: learned positions, norms after each block. Knows nothing of pooling.
+"""BERT and its kin: learned positions, norms after each block. Knows nothing of pooling.
 
 Devlin et al. 2019, arXiv:1810.04805; names and order of operations as in transformers' BertModel.
-RoBERTa (Liu et al. 2019, arXiv:1907.11692) differs in where positions begin.
+RoBERTa (Liu et al. 2019, arXiv:1907.11692) differs in where positions begin, DistilBERT (Sanh et
+al. 2019, arXiv:1910.01108) has no types.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ Hidden = Float[Array, "rows length dim"]
 
 @dataclass(frozen=True)
 class BertConfig:
-    """`pad_id` is for RoBERTa, whose positions are counted from it; None is BERT."""
+    """`pad_id` is for RoBERTa, whose positions are counted from it; None is BERT. A
+    `type_vocab_size` of 0 is DistilBERT: tokens have no types."""
 
     vocab_size: int
     hidden_size: int
@@ -58,7 +60,8 @@ class Embeddings(nnx.Module):
     def __init__(self, config: BertConfig):
         self.word = Embedding(config.vocab_size, config.hidden_size)
         self.position = Embedding(config.max_positions, config.hidden_size)
-        self.type = Embedding(config.type_vocab_size, config.hidden_size)
+        types = config.type_vocab_size
+        self.type = Embedding(types, config.hidden_size) if types else None
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.pad_id = config.pad_id
 
@@ -66,8 +69,10 @@ class Embeddings(nnx.Module):
         positions = tokens.positions
         if self.pad_id is not None:
             positions = positions_after_pad(tokens, self.pad_id)
-        word, kind = self.word(tokens.ids), self.type(tokens.types)
-        return self.norm(word + kind + self.position(positions))
+        hidden = self.word(tokens.ids)
+        if self.type is not None:
+            hidden = hidden + self.type(tokens.types)
+        return self.norm(hidden + self.position(positions))
 
 
 def positions_after_pad(tokens: PackedTokens, pad_id: int) -> Int[Array, "rows length"]:

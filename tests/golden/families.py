@@ -41,8 +41,17 @@ def byte_pairs() -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def wordpiece(folder: Path) -> Any:
+    return _wordpiece(folder, transformers.BertTokenizerFast)
+
+
+def distilbert_wordpiece(folder: Path) -> Any:
+    """As published: gives no types to the model, though tokenizer.json has them."""
+    return _wordpiece(folder, transformers.DistilBertTokenizerFast)
+
+
+def _wordpiece(folder: Path, kind: Any) -> Any:
     (folder / "vocab.txt").write_text("\n".join(WORDPIECES) + "\n")
-    return transformers.BertTokenizerFast.from_pretrained(folder, do_lower_case=True)
+    return kind.from_pretrained(folder, do_lower_case=True)
 
 
 def unigram(folder: Path) -> Any:
@@ -188,6 +197,30 @@ FAMILIES = {
         roberta_bytes,
         {"add_pooling_layer": False},
         spare_positions=2,
+    ),
+    "distilbert": Family(
+        "DistilBertModel",
+        "DistilBertForMaskedLM",
+        "DistilBertForSequenceClassification",
+        {  # hidden_size and the like are saved under its own names
+            "vocab_size": len(WORDPIECES),
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "hidden_dim": 32,
+            "max_position_embeddings": 32,
+        },
+        {
+            "hidden_size": 15,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "hidden_dim": 37,
+            "max_position_embeddings": 29,
+            "activation": "relu",
+            "layer_norm_eps": 1e-2,  # which it does not read
+            "sinusoidal_pos_embds": True,  # the table is read from the file nevertheless
+        },
+        distilbert_wordpiece,
     ),
     "modernbert": Family(
         "ModernBertModel",

@@ -161,6 +161,21 @@ CASES = {
         head=Head(("joy", "anger", "fear", "calm"), "multi_label_classification"),
         max_seq_length=32,
     ),
+    "distilbert_mean": Case("mean", (NORMALIZE,), family="distilbert"),
+    "distilbert_odd_cls": Case(
+        "cls",
+        (NORMALIZE,),
+        FAMILIES["distilbert"].odd,
+        prompts=PROMPTS,
+        masked_lm=True,
+        family="distilbert",
+    ),
+    "distilbert_cross_encoder": Case(family="distilbert", head=Head()),
+    "distilbert_classifier": Case(
+        family="distilbert",
+        head=Head(("no", "perhaps", "yes"), cross_encoder=False),
+        config=FAMILIES["distilbert"].odd,
+    ),
     "modernbert_mean": Case(
         "mean",
         (NORMALIZE,),

@@ -53,6 +53,14 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
     ("xlm_roberta", "1024x2"): LARGE | {"vocab_size": 250002, "max_position_embeddings": 514},
     ("roberta", "768x2"): BASE
     | {"num_hidden_layers": 2, "vocab_size": 50265, "max_position_embeddings": 514},
+    ("distilbert", "768x6"): {
+        "vocab_size": 30522,
+        "hidden_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "hidden_dim": 3072,
+        "max_position_embeddings": 512,
+    },
     ("modernbert", "768x22"): BASE
     | {
         "num_hidden_layers": 22,

@@ -1,0 +1,34 @@
+"""Reads fields of a config.json that families have in common. Knows no family."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.spec import Activation
+
+ACTIVATIONS: dict[str, Activation] = {  # transformers' names
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+def require(hf: dict[str, Any], keys: Sequence[str]) -> None:
+    """Raises CheckpointError naming every key that is not a whole number."""
+    missing = [key for key in keys if not isinstance(hf.get(key), int)]
+    if missing:
+        raise CheckpointError(f"config.json lacks {', '.join(missing)}")
+
+
+def activation_of(hf: dict[str, Any], key: str, default: str = "gelu") -> Activation:
+    """The activation named there. Raises UnsupportedModel for what we lack."""
+    name = hf.get(key, default)
+    if name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise UnsupportedModel(f"{key} {name!r} is not supported; known: {known}")
+    return ACTIVATIONS[name]
