@@ -155,6 +155,8 @@ def _as_it_is(folder: Path, revision: str | None, dense_path: str | None) -> Pat
 
 
 def _is_path(model: str) -> bool:
+    if not model:
+        raise CheckpointError("the model is an empty string; wanted a directory or a hub id")
     return model.startswith(("/", "./", "../", "~")) or model in (".", "..") or Path(model).exists()
 
 

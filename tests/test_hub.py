@@ -319,3 +319,10 @@ def test_describe_converts_nothing_and_fetches_no_weights(downloads, source, cac
         converted = checkpoint.load_spec(hub.resolve(model, cache_dir=cache))
         assert msgspec.structs.replace(converted, content_hash="") == spec
         assert hub.describe(model, cache_dir=cache) == converted
+
+
+def test_an_empty_name_is_no_model(cache):
+    """Of an unset variable in a script; an empty path would be the current directory."""
+    for find in (hub.resolve, hub.describe):
+        with pytest.raises(CheckpointError, match="empty string"):
+            find("", cache_dir=cache)
