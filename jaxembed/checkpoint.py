@@ -8,7 +8,8 @@ params/part-000/   Orbax, flat dotted names, in the dtype they came in; more par
 import hashlib
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import ml_dtypes  # noqa: F401  # numpy knows "bfloat16" by name only once this 
 import msgspec
 import numpy as np
 
+from jaxembed import memory
 from jaxembed.errors import CheckpointError
 from jaxembed.spec import FORMAT_VERSION, ModelSpec
 
@@ -71,27 +73,39 @@ def load_spec(path: Path) -> ModelSpec:
 
 
 def load_params(path: Path, spec: ModelSpec) -> dict[str, np.ndarray]:
-    """Restore the parameters as host arrays in the dtype they were saved in.
+    """All of `stream_params`, held on the host at once."""
+    return dict(stream_params(path, spec))
 
-    Names and shapes are for the caller to compare with the model. Raises CheckpointError if the
-    files are missing or damaged, or hold nothing of the dtype the manifest names.
+
+def stream_params(
+    path: Path, spec: ModelSpec, check: Callable[[dict[str, Any]], object] | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Restore the parameters as host arrays in the dtype they were saved in, a part at a time.
+
+    `check` is given what is there, by name, with `shape` and `dtype`, before any value is read.
+    Raises what it raises, and CheckpointError if the files are missing or damaged, or hold nothing
+    of the dtype the manifest names.
     """
-    params: dict[str, np.ndarray] = {}
-    try:
-        # Last part first: it holds the largest arrays, of which Orbax briefly has two copies.
-        for part in sorted((path / PARAMETERS).iterdir(), reverse=True):
-            params |= _restore_part(part)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"cannot restore the parameters in {path}: {error}; convert the model again"
-        ) from error
-    dtypes = sorted({str(array.dtype) for array in params.values()})
+    # Last part first: it holds the largest arrays, of which Orbax briefly has two copies.
+    with _restoring(path):
+        parts = {
+            part: _metadata(part) for part in sorted((path / PARAMETERS).iterdir(), reverse=True)
+        }
+    stored = {name: leaf for leaves in parts.values() for name, leaf in leaves.items()}
+    dtypes = sorted({str(leaf.dtype) for leaf in stored.values()})
     if spec.dtype not in dtypes:
         raise CheckpointError(
             f"{path}: the manifest says {spec.dtype}, the parameters are "
             f"{', '.join(dtypes) or 'not there'}; convert the model again"
         )
-    return params
+    if check is not None:
+        check(stored)
+    for part, leaves in parts.items():
+        with _restoring(path):
+            arrays = _restore_part(part, leaves)
+        for name in list(arrays):
+            yield name, arrays.pop(name)
+        memory.trim()
 
 
 def tokenizer_path(path: Path) -> Path:
@@ -135,6 +149,8 @@ def _write(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) ->
     for number, part in enumerate(_parts(pairs)):  # pyright: ignore[reportArgumentType]
         digests |= {name: _digest(name, array) for name, array in part.items()}
         _save_part(path / PARAMETERS / f"part-{number:03d}", part)
+        part.clear()  # or it would lie beside the next
+        memory.trim()
     total = hashlib.sha256(tokenizer)
     for name in sorted(digests):  # sorted: the order of reading does not name another model
         total.update(digests[name].encode())
@@ -180,14 +196,30 @@ def _save_part(path: Path, part: dict[str, np.ndarray]) -> None:
         checkpointer.save(path, args=ocp.args.PyTreeSave(part))
 
 
-def _restore_part(path: Path) -> dict[str, np.ndarray]:
+@contextmanager
+def _restoring(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"cannot restore the parameters in {path}: {error}; convert the model again"
+        ) from error
+
+
+def _metadata(part: Path) -> dict[str, Any]:
+    with _checkpointer() as checkpointer:
+        metadata = checkpointer.metadata(part.absolute()).item_metadata
+    if metadata is None:
+        raise ValueError(f"{part.name} holds no Orbax checkpoint")
+    return metadata.tree
+
+
+def _restore_part(part: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
     import orbax.checkpoint as ocp  # here for the reason in _checkpointer
 
-    path = path.absolute()  # orbax refuses a relative path
-    with _checkpointer() as checkpointer:
-        metadata = checkpointer.metadata(path).item_metadata
-        if metadata is None:
-            raise ValueError(f"{path.name} holds no Orbax checkpoint")
-        # as numpy: a jax.Array would go to a device, and to the one it was saved from
-        as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in metadata.tree}
-        return checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    # as numpy: a jax.Array would go to a device, and to the one it was saved from
+    as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+    with _checkpointer() as checkpointer:  # orbax refuses a relative path
+        return checkpointer.restore(
+            part.absolute(), args=ocp.args.PyTreeRestore(restore_args=as_numpy)
+        )

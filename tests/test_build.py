@@ -151,7 +151,9 @@ def test_the_null_model_has_no_devices_and_loads_no_parameters(planned):
 def test_a_replica_for_each_device_or_one_over_all(planned, parallel, groups):
     spec, config = tiny_spec(), EngineConfig(parallel=parallel, devices=3, dtype="float32")
     made = planned(parallel=parallel, devices=3)
-    engine = build(made, program(spec), lambda: random_parameters(spec), spec, config, Telemetry())
+    engine = build(
+        made, program(spec), lambda: random_parameters(spec).items(), spec, config, Telemetry()
+    )
     runners = [seat.runner for seat in engine._seats]
     assert all(isinstance(runner, Replica) for runner in runners)
     local = jax.local_devices()

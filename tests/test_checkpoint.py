@@ -1,6 +1,7 @@
 """The checkpoint directory: what is saved comes back, to the bit, or is refused."""
 
 import json
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -66,6 +67,56 @@ def test_large_parameters_come_in_parts(tmp_path, spec, monkeypatch):
     }
 
 
+def test_parameters_are_read_a_part_at_a_time(tmp_path, spec, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 64)
+    params = {f"p{i}": np.full(8, i, np.float32) for i in range(5)}
+    saved = checkpoint.save(tmp_path / "out", spec, params, TOKENIZER)
+    read = []
+    restore = checkpoint._restore_part
+
+    def noted(part, names):
+        read.append(sorted(names))
+        return restore(part, names)
+
+    monkeypatch.setattr(checkpoint, "_restore_part", noted)
+    seen = []
+    for name, _ in checkpoint.stream_params(tmp_path / "out", saved):
+        seen.append(name)
+        assert sum(map(len, read)) - len(seen) < 2  # the rest of one part
+    assert read == [["p4"], ["p2", "p3"], ["p0", "p1"]]
+    assert sorted(seen) == sorted(params)
+
+
+def test_what_is_stored_is_checked_before_any_of_it_is_read(tmp_path, spec, monkeypatch):
+    saved = checkpoint.save(tmp_path / "out", spec, random_params(), TOKENIZER)
+    monkeypatch.setattr(checkpoint, "_restore_part", lambda *_: pytest.fail("values were read"))
+    seen = {}
+
+    def check(stored):
+        seen.update({name: (leaf.shape, np.dtype(leaf.dtype)) for name, leaf in stored.items()})
+        raise CheckpointError("not what the model wants")
+
+    with pytest.raises(CheckpointError, match="not what the model wants"):
+        next(checkpoint.stream_params(tmp_path / "out", saved, check))
+    assert seen == {name: (leaf.shape, leaf.dtype) for name, leaf in random_params().items()}
+
+
+def test_a_part_is_freed_before_the_next_is_made(tmp_path, spec, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PART_BYTES", 64)
+    alive = []
+
+    def params():
+        for i in range(4):
+            array = np.full(16, i, np.float32)  # a part each
+            assert sum(one() is not None for one in alive) <= 1, "an earlier part is still held"
+            alive.append(weakref.ref(array))
+            yield f"p{i}", array
+            del array
+
+    checkpoint.save(tmp_path / "out", spec, params(), TOKENIZER)
+    assert len(alive) == 4
+
+
 def test_the_hash_is_of_the_content_and_not_of_its_order(tmp_path, spec):
     def hashed(name, params, tokenizer=TOKENIZER):
         return checkpoint.save(tmp_path / name, spec, params, tokenizer).content_hash
@@ -110,11 +161,11 @@ def test_another_format_is_refused(tmp_path, spec):
     checkpoint.save(tmp_path / "out", spec, random_params(), TOKENIZER)
     manifest = tmp_path / "out" / "manifest.json"
     manifest.write_text(json.dumps({"format_version": 99}))
-    with pytest.raises(CheckpointError, match=r"format 99, .* reads format 1; convert the model"):
+    with pytest.raises(CheckpointError, match=r"format 99, .* reads format 2; convert the model"):
         checkpoint.load_spec(tmp_path / "out")
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"format_version": 1}', "[]"])
+@pytest.mark.parametrize("content", ["", "{}", '{"format_version": 2}', "[]"])
 def test_a_damaged_manifest_is_refused(tmp_path, content):
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(CheckpointError, match="is damaged"):

@@ -1,10 +1,12 @@
 """Parameters on a device and a compiled program for each bucket."""
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_spec
+from conftest import TOWERS, tiny_spec
 
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket
@@ -18,10 +20,13 @@ from jaxembed.engine.replica import (
     compiler_options,
     milliseconds,
     native_dtype,
+    place_parameters,
 )
 from jaxembed.engine.ticket import Ticket
+from jaxembed.errors import CheckpointError
 from jaxembed.inputs import Encoding
 from jaxembed.models import program, random_parameters
+from jaxembed.spec import DenseLayer
 
 BUCKET = Bucket(2, 16)
 
@@ -87,13 +92,68 @@ def test_empty_slots_are_zero(replica):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_matrices_are_in_the_dtype_and_vectors_in_float32(dtype):
-    replica = Replica(
-        program(tiny_spec()), random_parameters(tiny_spec()), jax.local_devices()[:1], dtype
-    )
-    for leaf in replica._parameters:
-        assert leaf.dtype == (jnp.dtype(dtype) if leaf.ndim > 1 else jnp.float32)
-        assert leaf.devices() == {jax.local_devices()[0]}
+def test_matrices_are_in_the_dtype_and_vectors_and_modules_in_float32(dtype):
+    spec = tiny_spec(modules=(DenseLayer(32, 4), DenseLayer(4, 1, activation="identity")))
+    model, device = program(spec), jax.local_devices()[0]
+    replica = Replica(model, random_parameters(spec), [device], dtype)
+    for name, leaf in zip(model.shapes, replica._parameters, strict=True):
+        narrow = leaf.ndim > 1 and not name.startswith("modules.")
+        assert leaf.dtype == (jnp.dtype(dtype) if narrow else jnp.float32), name
+        assert leaf.devices() == {device}
+
+
+def test_parameters_are_placed_one_by_one_on_every_group_of_devices():
+    """The host's copy of one is gone when the next but one is made."""
+    devices = jax.local_devices()[:4]
+    groups = [devices[:1], devices[1:2], devices[2:]]
+    alive = []
+
+    def stream():
+        for i in range(5):
+            array = np.full((3, 5), i, np.float16)
+            assert sum(one() is not None for one in alive) <= 2
+            alive.append(weakref.ref(array))
+            yield f"tower.p{i}.kernel", array
+            del array
+
+    placed = place_parameters(stream(), groups, "bfloat16")
+    for copies, group in zip(placed, groups, strict=True):
+        assert list(copies) == [f"tower.p{i}.kernel" for i in range(5)]
+        for i, leaf in enumerate(copies.values()):
+            assert leaf.devices() == set(group)
+            assert leaf.dtype == jnp.bfloat16
+            np.testing.assert_array_equal(np.asarray(leaf, np.float32), i)
+
+
+def test_a_replica_takes_what_is_placed_already_without_a_copy():
+    device, parameters = jax.local_devices()[0], random_parameters(tiny_spec())
+    (placed,) = place_parameters(parameters.items(), [[device]], "bfloat16")
+    replica = Replica(program(tiny_spec()), placed, [device], "bfloat16")
+    before = {leaf.unsafe_buffer_pointer() for leaf in placed.values()}
+    assert {leaf.unsafe_buffer_pointer() for leaf in replica._parameters} == before
+
+
+def test_parameters_that_do_not_fit_are_all_named():
+    parameters = random_parameters(tiny_spec())
+    parameters["extra"] = parameters.pop("tower.embeddings.norm.bias")
+    parameters["tower.embeddings.norm.scale"] = np.ones(3, np.float32)
+    with pytest.raises(CheckpointError) as caught:
+        Replica(program(tiny_spec()), parameters, jax.local_devices()[:1], "float32")
+    assert str(caught.value).splitlines()[1:] == [
+        "  missing: tower.embeddings.norm.bias",
+        "  unknown: extra",
+        "  tower.embeddings.norm.scale: wanted shape (32,), got (3,)",
+    ]
+
+
+@pytest.mark.parametrize("tower", TOWERS.values(), ids=TOWERS)
+def test_a_narrow_table_of_embeddings_is_not_widened(tower):
+    """A copy of the table in float32 would be twice the table."""
+    rows = 100_000
+    spec = tiny_spec(**tower | {"config": tower["config"] | {"vocab_size": rows}})
+    replica = Replica(program(spec), random_parameters(spec), jax.local_devices()[:1], "bfloat16")
+    replica.compile(BUCKET)
+    assert replica.temporary_bytes(BUCKET) < rows * 32 * 2 / 4
 
 
 def test_the_float32_twin_takes_what_leaves_float16():

@@ -1,7 +1,7 @@
 """From a spec and the settings to an engine: devices, limits, grid, replicas."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from jaxembed.config import EngineConfig
 from jaxembed.engine.bucket import LONGEST_DEFAULT_ROW, Bucket, BucketGrid, default_grid, read_grid
 from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, batch_tokens
 from jaxembed.engine.engine import Engine, Seat
-from jaxembed.engine.replica import Device, NullReplica, Replica, native_dtype
+from jaxembed.engine.replica import Device, NullReplica, Replica, native_dtype, place_parameters
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, position_limit
@@ -71,13 +71,15 @@ def plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Pat
 def build(
     plan: Plan,
     program: Program,
-    load: Callable[[], dict[str, np.ndarray]],
+    load: Callable[[], Iterable[tuple[str, np.ndarray]]],
     spec: ModelSpec,
     config: EngineConfig,
     telemetry: Telemetry,
     on_progress: Callable[[int, int], None] | None = None,
+    name: str = "model",
 ) -> Engine:
-    """An engine that is not started yet. `load` gives the parameters; the null model needs none."""
+    """An engine that is not started yet. `load` gives the parameters, from a generator if they
+    shall not all be on the host at once; the null model needs none."""
     if plan.devices:
         seats = _seats(plan, program, load())
     else:
@@ -87,6 +89,7 @@ def build(
         plan.grid,
         spec.dim,
         telemetry,
+        name=name,
         max_batch_requests=config.max_batch_requests,
         full_warmup=plan.full_warmup,
         on_progress=on_progress,
@@ -101,17 +104,18 @@ def _devices(count: int | None) -> tuple[Device, ...]:
     return tuple(local[:count])
 
 
-def _seats(plan: Plan, program: Program, parameters: dict[str, np.ndarray]) -> list[Seat]:
+def _seats(
+    plan: Plan, program: Program, parameters: Iterable[tuple[str, np.ndarray]]
+) -> list[Seat]:
     """One replica a device, or one over all of them."""
     groups: Sequence[Sequence[Device]]
     groups = [plan.devices] if plan.shards > 1 else [[device] for device in plan.devices]
     twin = _float32_twin(plan)
     return [
-        Seat(
-            Replica(program, parameters, devices, plan.dtype, twin),
-            turn_of(devices[0]),
+        Seat(Replica(program, placed, devices, plan.dtype, twin), turn_of(devices[0]))
+        for placed, devices in zip(
+            place_parameters(parameters, groups, plan.dtype), groups, strict=True
         )
-        for devices in groups
     ]
 
 

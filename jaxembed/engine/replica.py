@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxembed import memory
 from jaxembed.engine.bucket import Bucket
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program
@@ -59,21 +60,25 @@ class Replica:
     def __init__(
         self,
         program: Program,
-        parameters: dict[str, np.ndarray],
+        parameters: dict[str, Any],
         devices: Sequence[Device],
         dtype: DType,
         float32_twin: Bucket | None = None,
     ):
+        """Raises CheckpointError if the parameters are not those of the program.
+
+        What `place_parameters` has put on these devices already stays where it is.
+        """
         self.devices = tuple(devices)
         self.dtype: DType = dtype
         self._forward = program.forward
-        self._mesh = Mesh(np.array(devices), ("data",))
+        self._mesh = _mesh(devices)
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
         self._twin = float32_twin
         self._float32: jax.stages.Compiled | None = None
-        whole = NamedSharding(self._mesh, PartitionSpec())
-        leaves = program.order(parameters)
-        self._parameters = [jax.device_put(_cast(leaf, dtype), whole) for leaf in leaves]
+        named = zip(program.shapes, program.order(parameters), strict=True)
+        (placed,) = place_parameters(named, [devices], dtype)
+        self._parameters = list(placed.values())
 
     def compile(self, bucket: Bucket) -> None:
         """Make the program of a bucket. Raises what XLA raises.
@@ -84,6 +89,7 @@ class Replica:
         self._programs[bucket] = self._compile(bucket, self.dtype)
         if bucket == self._twin:
             self._float32 = self._compile(bucket, FLOAT32)
+        memory.trim()
 
     def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
         """Run a bucket and copy the outputs asked for to the host. Blocks without the GIL."""
@@ -140,6 +146,25 @@ class Replica:
         with exact:
             lowered = jax.jit(mapped).lower(self._parameters, planes)
         return lowered.compile(compiler_options=compiler_options(self.devices[0].platform))
+
+
+def place_parameters(
+    parameters: Iterable[tuple[str, Any]], groups: Iterable[Sequence[Device]], dtype: DType
+) -> list[dict[str, jax.Array]]:
+    """The parameters on each group of devices. They may come from a generator: the host holds one
+    at a time."""
+    shardings = [NamedSharding(_mesh(devices), PartitionSpec()) for devices in groups]
+    placed: list[dict[str, jax.Array]] = [{} for _ in shardings]
+    for name, leaf in parameters:
+        cast = _cast(name, leaf, dtype)
+        for copies, sharding in zip(placed, shardings, strict=True):
+            copies[name] = jax.device_put(cast, sharding)
+        jax.block_until_ready([copies[name] for copies in placed])  # before the next takes memory
+    return placed
+
+
+def _mesh(devices: Sequence[Device]) -> Mesh:
+    return Mesh(np.array(devices), ("data",))
 
 
 class NullReplica:
@@ -216,6 +241,14 @@ def _cpu_has_bfloat16() -> bool:
     return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
 
 
-def _cast(leaf: np.ndarray, dtype: DType) -> np.ndarray:
-    """Matrices in the dtype that products take; vectors (norms, biases) stay float32."""
-    return leaf.astype(jnp.dtype(dtype) if leaf.ndim > 1 else np.float32)
+def _cast(name: str, leaf: Any, dtype: DType) -> Any:
+    """The parameter, on the host or placed, in the dtype it is served in."""
+    return leaf.astype(jnp.dtype(placed_dtype(name, leaf.ndim, dtype)), copy=False)
+
+
+def placed_dtype(name: str, axes: int, dtype: DType) -> DType:
+    """Matrices of the tower in the dtype that products take; vectors (norms, biases) stay float32.
+
+    So do the modules after pooling: they are small, and scores come straight out of them.
+    """
+    return FLOAT32 if axes < 2 or name.startswith("modules.") else dtype

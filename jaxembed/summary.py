@@ -1,0 +1,73 @@
+"""What a model is before it is served, from its spec. Reads no parameter, starts no device."""
+
+import math
+from typing import Any, get_args
+
+import jax.numpy as jnp
+import msgspec
+
+from jaxembed.engine.bucket import LONGEST_DEFAULT_ROW
+from jaxembed.engine.replica import placed_dtype
+from jaxembed.models import parameter_shapes, position_limit
+from jaxembed.spec import DType, ModelSpec
+
+
+def summary(spec: ModelSpec) -> dict[str, Any]:
+    """Plain values, for JSON. `parameter_bytes` are of the parameters as they are placed."""
+    shapes = {name: leaf.shape for name, leaf in parameter_shapes(spec).items()}
+    return {
+        "source": spec.source,
+        "revision": spec.revision,
+        "converted": bool(spec.content_hash),
+        "content_hash": spec.content_hash or None,
+        "format_version": spec.format_version,
+        "architecture": spec.architecture,
+        "task": spec.task,
+        "dimensions": spec.dim,
+        **(_of_embedder(spec) if spec.task == "embed" else _of_scorer(spec)),
+        "pooling": list(spec.pooling),
+        "modules": [msgspec.to_builtins(module) for module in spec.modules],
+        "limits": _limits(spec),
+        "parameters": sum(math.prod(shape) for shape in shapes.values()),
+        "parameter_dtype": spec.dtype,
+        "parameter_bytes": {dtype: _placed_bytes(shapes, dtype) for dtype in get_args(DType)},
+        "config": spec.config,
+    }
+
+
+def _of_embedder(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "outputs": {"embedding": spec.dim, "token_embeddings": spec.hidden_size},
+        "normalized": spec.normalize,
+        "prompts": spec.prompts,
+        "default_prompt_name": spec.default_prompt_name,
+        "include_prompt": spec.include_prompt,
+    }
+
+
+def _of_scorer(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "outputs": {"logits": spec.dim},
+        "labels": list(spec.labels),
+        "score_function": spec.score_function,
+        "template": msgspec.to_builtins(spec.template),
+    }
+
+
+def _limits(spec: ModelSpec) -> dict[str, int | None]:
+    """In tokens: the model's own, its positions if they are counted, and what is served of them
+    with neither --max-input-length nor --buckets."""
+    positions = position_limit(spec)
+    limit = spec.max_input_tokens if positions is None else min(spec.max_input_tokens, positions)
+    return {
+        "max_input_tokens": spec.max_input_tokens,
+        "positions": positions,
+        "served_by_default": min(limit, LONGEST_DEFAULT_ROW),
+    }
+
+
+def _placed_bytes(shapes: dict[str, tuple[int, ...]], dtype: DType) -> int:
+    return sum(
+        math.prod(shape) * jnp.dtype(placed_dtype(name, len(shape), dtype)).itemsize
+        for name, shape in shapes.items()
+    )

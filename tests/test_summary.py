@@ -1,0 +1,74 @@
+"""What `jaxembed info` says of a model."""
+
+import json
+
+import jax
+import pytest
+from conftest import TOWERS, tiny_spec
+
+from jaxembed.config import EngineConfig
+from jaxembed.engine import build as build_module
+from jaxembed.engine.build import plan
+from jaxembed.engine.replica import Replica
+from jaxembed.models import program, random_parameters
+from jaxembed.spec import DenseLayer, PairTemplate
+from jaxembed.summary import summary
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("tower", TOWERS.values(), ids=TOWERS)
+def test_the_bytes_are_those_that_a_replica_places(tower, dtype):
+    spec = tiny_spec(**tower, modules=(DenseLayer(32, 7), DenseLayer(7, 3)))
+    replica = Replica(program(spec), random_parameters(spec), jax.local_devices()[:1], dtype)
+    facts = summary(spec)
+    assert facts["parameter_bytes"][dtype] == sum(leaf.nbytes for leaf in replica._parameters)
+    assert facts["parameters"] == sum(leaf.size for leaf in replica._parameters)
+
+
+def test_an_embedder_is_told_by_its_outputs_and_prompts():
+    facts = summary(tiny_spec(default_prompt_name="query"))
+    assert facts["task"] == "embed"
+    assert facts["outputs"] == {"embedding": 32, "token_embeddings": 32}
+    assert facts["normalized"] is True
+    assert facts["prompts"] == {"query": "what is ", "passage": "the "}
+    assert facts["default_prompt_name"] == "query"
+    assert facts["pooling"] == ["mean"]
+    assert facts["modules"] == [{"type": "normalize"}]
+    assert "labels" not in facts
+
+
+def test_a_reranker_is_told_by_its_label_and_template():
+    template = PairTemplate("a", "{instruction} {query}", "{document}", "z", "find it")
+    facts = summary(
+        tiny_spec(
+            task="rerank",
+            pooling=("lasttoken",),
+            modules=(DenseLayer(32, 1, bias=False, activation="identity"),),
+            labels=("yes",),
+            score_function="sigmoid",
+            template=template,
+        )
+    )
+    assert (facts["task"], facts["outputs"], facts["labels"]) == ("rerank", {"logits": 1}, ["yes"])
+    assert facts["score_function"] == "sigmoid"
+    assert facts["template"]["instruction"] == "find it"
+    assert "prompts" not in facts
+
+
+def test_the_limit_is_what_a_server_takes_by_default(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_module, "batch_tokens", lambda *arguments: 512)
+    for positions, limit in (64, 64), (64, 512), (100_000, 32_768):
+        config = tiny_spec().config | {"max_positions": positions}
+        spec = tiny_spec(config=config, max_input_tokens=limit)
+        made = plan(spec, program(spec), EngineConfig(dtype="float32", devices=1), tmp_path)
+        assert summary(spec)["limits"] == {
+            "max_input_tokens": limit,
+            "positions": positions,
+            "served_by_default": made.max_input_tokens,
+        }
+
+
+def test_everything_said_is_json():
+    for tower in TOWERS.values():
+        facts = summary(tiny_spec(**tower))
+        assert json.loads(json.dumps(facts)) == facts

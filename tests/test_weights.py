@@ -1,0 +1,122 @@
+"""Rules and transforms from tensors to parameters, and when a tensor is read and freed."""
+
+import sys
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from converters import weights
+from converters.weights import (
+    Rule,
+    Tensor,
+    concatenate,
+    concatenate_transposed,
+    difference_of_rows,
+    identity,
+    transpose,
+)
+from jaxembed.errors import ConversionError
+
+DRAW = np.random.default_rng(0)
+Q, K, V = (DRAW.standard_normal((rows, 8), np.float32) for rows in (16, 4, 4))
+TABLE = DRAW.standard_normal((50, 8), np.float32)
+
+
+def tensors_of(**arrays: np.ndarray) -> dict[str, Tensor]:
+    return {
+        name: Tensor(name, str(array.dtype), array.shape, lambda array=array: array)
+        for name, array in arrays.items()
+    }
+
+
+def planned(rules, shapes, ignored=(), **arrays):
+    return weights.plan("model", rules, ignored, tensors_of(**arrays), shapes)
+
+
+def test_kernels_of_grouped_heads_become_one():
+    rule = Rule(("q", "k", "v"), "kernel", concatenate_transposed)
+    (step,) = planned([rule], {"kernel": (8, 24)}, q=Q, k=K, v=V)
+    np.testing.assert_array_equal(step.read(), np.hstack([Q.T, K.T, V.T]))
+
+
+def test_biases_of_grouped_heads_become_one():
+    (step,) = planned(
+        [Rule(("q", "k"), "bias", concatenate)], {"bias": (20,)}, q=Q[:, 0], k=K[:, 0]
+    )
+    np.testing.assert_array_equal(step.read(), np.hstack([Q[:, 0], K[:, 0]]))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "got"),
+    [
+        ({"q": Q, "k": K[:3]}, "q (16, 8), k (3, 8)"),  # too few rows
+        ({"q": Q[:, :7], "k": K}, "q (16, 7), k (4, 8)"),
+        ({"q": Q.T, "k": K}, "q (8, 16), k (4, 8)"),
+        ({"q": Q[:, 0], "k": K}, "q (16,), k (4, 8)"),
+    ],
+)
+def test_parts_that_do_not_make_the_whole_are_named_with_their_shapes(arrays, got):
+    rule = Rule(("q", "k"), "kernel", concatenate_transposed)
+    with pytest.raises(ConversionError) as caught:
+        planned([rule], {"kernel": (8, 20)}, **arrays)
+    assert caught.value.problems == [f"{got}: wanted shape (20, 8) together"]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_the_difference_of_two_rows_is_a_kernel_in_float32(dtype):
+    table = TABLE.astype(dtype)
+    rule = Rule("head", "kernel", difference_of_rows(41, 7))
+    (step,) = planned([rule], {"kernel": (8, 1)}, head=table)
+    kernel = step.read()
+    assert (kernel.dtype, step.dtype, step.size) == (np.float32, "float32", 8)
+    exact = table[41].astype(np.float64) - table[7].astype(np.float64)
+    np.testing.assert_allclose(kernel[:, 0], exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("ids", "table"), [((50, 7), TABLE), ((7, 50), TABLE), ((1, 2), TABLE.T)])
+def test_rows_that_a_head_does_not_have_are_refused(ids, table):
+    rule = Rule("head", "kernel", difference_of_rows(*ids))
+    with pytest.raises(ConversionError) as caught:
+        planned([rule], {"kernel": (8, 1)}, head=table)
+    rows = max(ids) + 1
+    assert caught.value.problems == [
+        f"head: wanted at least {rows} rows of 8, got shape {table.shape}"
+    ]
+
+
+def _torch_of(state: dict[str, np.ndarray]):
+    """A module `torch` whose `load` gives these; what it gave can be looked at."""
+
+    def tensor(array):
+        return SimpleNamespace(
+            dtype=f"torch.{array.dtype}",
+            shape=array.shape,
+            contiguous=lambda: SimpleNamespace(dtype="torch.float32", numpy=lambda: array),
+        )
+
+    loaded = {name: tensor(array) for name, array in state.items()}
+    load = lambda *_, **__: loaded  # noqa: E731
+    return SimpleNamespace(load=load, bfloat16="torch.bfloat16"), loaded
+
+
+def test_a_torch_file_is_freed_as_it_is_read_and_a_tensor_can_have_two_readers(
+    tmp_path, monkeypatch
+):
+    torch, loaded = _torch_of({"table": TABLE, "w": Q, "unused": K})
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    rules = [
+        Rule("table", "embedding", identity),
+        Rule("table", "kernel", difference_of_rows(1, 0)),
+        Rule("w", "w.kernel", transpose),
+    ]
+    shapes = {"embedding": (50, 8), "kernel": (8, 1), "w.kernel": (8, 16)}
+    steps = weights.plan("model", rules, ["unused"], weights.find(tmp_path), shapes)
+    assert set(loaded) == {"table", "w"}  # what has no use is freed at once
+    held = []
+    for step in steps:
+        assert step.read().shape == step.shape
+        held.append((step.target, set(loaded)))
+    assert held == [("kernel", {"table", "w"}), ("w.kernel", {"table"}), ("embedding", set())]
