@@ -1,10 +1,14 @@
 """What may enter, and when to come back."""
 
+import gc
 import threading
+import weakref
 
+import numpy as np
 import pytest
 
-from jaxembed.engine.admission import LONGEST_RETRY_S, Admission, Capacity
+from jaxembed import Embedder, EngineConfig
+from jaxembed.engine.admission import LONGEST_RETRY_S, Admission, Capacity, as_one
 from jaxembed.errors import Overloaded, ShuttingDown
 
 
@@ -38,6 +42,20 @@ def test_a_refused_request_leaves_nothing_behind():
             door.admit(7, 7)
     permit.release()
     assert (door.inputs, door.tokens) == (0, 0)
+
+
+def test_the_parts_of_one_request_enter_together_or_not_at_all():
+    door = admission(inputs=2)
+    with as_one():
+        first, *others = [door.admit(2, 2) for _ in range(3)]
+    assert door.inputs == 6
+    with as_one(), pytest.raises(Overloaded):
+        door.admit(1, 1)
+    for permit in (first, *others):
+        permit.release()
+    door.admit(2, 2)
+    with pytest.raises(Overloaded):  # what came in as one request is over
+        door.admit(1, 1)
 
 
 def test_release_makes_room():
@@ -113,11 +131,88 @@ def test_models_of_one_capacity_share_its_limits():
     other.admit(1, 30)
     assert (capacity.inputs, capacity.tokens) == (3, 50)
     assert (one.inputs, other.inputs) == (2, 1)
-    for door in (one, other):
-        with pytest.raises(Overloaded, match="3 inputs and about 50 tokens wait, the limits are 3"):
-            door.admit(1, 1)
+    with pytest.raises(Overloaded, match="3 inputs and about 50 tokens wait, the limits are 3"):
+        one.admit(1, 1)
     permit.release()
-    other.admit(1, 1)
+    one.admit(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "room"),
+    [
+        (100, [50, 50]),  # a limit by flag, in equal parts
+        (None, [80, 20]),  # what each model brings
+    ],
+)
+def test_a_flood_of_one_model_leaves_the_other_its_share(max_tokens, room):
+    for flooded, calm in ((0, 1), (1, 0)):
+        capacity = Capacity(100, max_tokens)
+        doors = [Admission(capacity, share, lambda: 0.0) for share in (80, 20)]
+        doors[flooded].admit(5, 100)
+        with pytest.raises(Overloaded):
+            doors[flooded].admit(1, 1)
+        doors[calm].admit(1, room[calm] - 1)
+        doors[calm].admit(1, 1)
+        with pytest.raises(Overloaded, match="--max-queue-tokens"):
+            doors[calm].admit(1, 1)
+
+
+def test_a_flood_of_inputs_leaves_the_other_model_an_equal_part():
+    capacity = Capacity(max_inputs=3, max_tokens=1000)
+    flooded, calm = (Admission(capacity, 0, lambda: 0.0) for _ in range(2))
+    flooded.admit(3, 3)
+    calm.admit(1, 1)
+    calm.admit(1, 1)  # the part is one and a half, and a request may overshoot it
+    for door in (flooded, calm):
+        with pytest.raises(Overloaded, match="--max-concurrent-requests"):
+            door.admit(1, 1)
+
+
+@pytest.mark.parametrize("models", [1, 2, 3, 5])
+def test_all_models_together_hold_the_limit_and_the_shares_of_all_but_one_at_most(models):
+    limit, largest, draw = 60, 4, np.random.default_rng(models)
+    capacity = Capacity(limit, 10**6)
+    doors = [Admission(capacity, 0, lambda: 0.0) for _ in range(models)]
+    held, most = [], 0
+    for _ in range(5000):
+        door = doors[draw.integers(models) if draw.random() < 0.5 else 0]  # one is asked the most
+        try:
+            held.append(door.admit(int(draw.integers(1, largest + 1)), 1))
+        except Overloaded:
+            if held and draw.random() < 0.3:
+                held.pop(draw.integers(len(held))).release()
+        most = max(most, capacity.inputs)
+    assert limit <= most <= limit + (models - 1) * limit / models + models * largest
+
+
+def test_a_closed_model_takes_its_share_away_when_its_last_request_is_released():
+    capacity = Capacity(max_inputs=10)
+    Admission(capacity, 50, lambda: 0.0)
+    door = Admission(capacity, 100, lambda: 0.0)
+    permit = door.admit(1, 10)
+    door.close()
+    with pytest.raises(ShuttingDown):
+        door.admit(1, 1)
+    assert (capacity.inputs, capacity.max_tokens) == (1, 150)
+    permit.release()
+    door.close()  # a second time changes nothing
+    assert (capacity.inputs, capacity.max_tokens) == (0, 50)
+
+
+def test_a_capacity_does_not_keep_a_closed_model_alive(tiny_checkpoint, tmp_path):
+    capacity = Capacity(max_inputs=10)
+    embedder = Embedder(
+        str(tiny_checkpoint),
+        cache_dir=tmp_path,
+        config=EngineConfig(null_model=True),
+        capacity=capacity,
+    )
+    gone = weakref.ref(embedder)
+    embedder.close()
+    del embedder
+    gc.collect()
+    assert gone() is None
+    assert capacity.max_tokens == 0
 
 
 def test_without_a_limit_on_tokens_each_model_brings_its_share():

@@ -1,8 +1,13 @@
 """The queue and its threads, with runners that are plain Python."""
 
 import gc
+import logging
+import math
 import threading
+import time
 import weakref
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -115,6 +120,22 @@ def sums(ticket) -> list[float]:
 def entered(runner: SumRunner) -> None:
     """Wait until the runner is inside a run of real work."""
     assert runner.entered.acquire(timeout=WAIT_S)
+
+
+def timed(engine: Engine) -> Engine:
+    """Wait until nothing of the warm-up is in line for the device any more."""
+    for thread in engine.warmup.threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    return engine
+
+
+def until(condition) -> None:
+    """Wait for what nothing tells of, such as a thread that is in line."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def blocked(engine: Engine, runner: SumRunner):
@@ -402,16 +423,16 @@ def test_the_null_runner_answers_ones():
 def test_a_bucket_too_slow_to_be_timed_gets_its_cost_from_its_first_batch(start, monkeypatch):
     """Timing 8,192 tokens of a large model on a CPU would hold up everything for half a minute."""
     monkeypatch.setattr(engine_module, "UNTIMED_MS", 0.0)  # whatever is not the first is too slow
-    timed = []
+    runs = []
 
     class TimedRunner(SumRunner):
         def run(self, bucket, planes, outputs):
             if (planes[0] == 1).all():
-                timed.append(bucket)
+                runs.append(bucket)
             return super().run(bucket, planes, outputs)
 
-    engine = start(TimedRunner())
-    assert set(timed) == {SHORT}
+    engine = start(TimedRunner(), compile_workers=1)
+    assert set(runs) == {SHORT}
     assert engine.cost[LONG] > 0
     engine.cost[LONG] = 0.0  # a guess below what it takes
     engine.submit([encoding(*[2] * 40)]).result(WAIT_S)
@@ -424,7 +445,7 @@ def test_nothing_runs_out_of_turn_not_even_to_time_a_bucket(start):
 
     class AskingRunner(SumRunner):
         def run(self, bucket, planes, outputs):
-            in_turn.append(turn._free == 0)
+            in_turn.append(len(turn._holding) == turn.permits)
             return super().run(bucket, planes, outputs)
 
     engine = start(AskingRunner(), turns=[turn], full_warmup=True)
@@ -479,13 +500,12 @@ def test_a_flood_on_one_model_holds_the_other_up_for_one_batch(start):
             return super().run(bucket, planes, outputs)
 
     flooded, calm = NotingRunner(), NotingRunner()
-    busy, other = (start(runner, turns=[turn], full_warmup=True) for runner in (flooded, calm))
+    busy, other = (timed(start(runner, turns=[turn])) for runner in (flooded, calm))
     flooded.gate.clear()
     tickets = [busy.submit([encoding(*[12] * 60)] * 50)]
     entered(flooded)
     tickets.append(other.submit([encoding(11)]))
-    while len(turn._waiting) < 3:  # one thread of the busy engine and two of the other
-        pass
+    until(lambda: len(turn._waiting) == 3)  # a thread of the busy engine and two of the other
     flooded.gate.set()
     for ticket in tickets:
         ticket.result(WAIT_S)
@@ -501,21 +521,180 @@ def test_models_share_the_time_of_their_device_and_rest_earns_no_credit(start):
                 order.append(int(planes[0].max()))
             return super().run(bucket, planes, outputs)
 
-    engines = [start(NotingRunner(), turns=[turn], full_warmup=True) for _ in range(2)]
-    greedy, modest = (engine._seats[0] for engine in engines)
-    greedy.share_end, modest.share_end = 500.0, 100.0  # seconds of the device they have had
+    engines = [timed(start(NotingRunner(), turns=[turn])) for _ in range(2)]
+    greedy, modest = (engine._seats[0].share for engine in engines)
+    greedy.end, modest.end = 500.0, 100.0  # seconds of the device they have had
     with turn.hold(lambda: 0.0):
         tickets = [engine.submit([encoding(k + 11)]) for k, engine in enumerate(engines)]
-        while len(turn._waiting) < 4:  # two threads of each are in line
-            pass
+        until(lambda: len(turn._waiting) == 4)  # two threads of each
     for ticket in tickets:
         ticket.result(WAIT_S)
     assert order == [12, 11]
-    assert 100 < modest.share_end < 500 < greedy.share_end
+    assert 100 < modest.end < 500 < greedy.end
     assert turn.clock == 500
     engines[1].submit([encoding(12)]).result(WAIT_S)
     assert turn.clock == 500  # the modest one went on from here, not from its 100
-    assert modest.share_end > 500
+    assert modest.end > 500
+
+
+class SerialDevice:
+    """Runs one program at a time, on a clock of its own: `now`, in seconds. A program ends when
+    every other thread is in line again, so that the turn alone decides on the order, `ran`."""
+
+    def __init__(self, turn: DeviceTurn, threads: int):
+        self.now = 0.0
+        self.ran: list[str] = []
+        self.over = threading.Event()  # from here on nobody waits for those in line
+        self._turn = turn
+        self._in_line = threads - turn.permits
+        self._lock = threading.Lock()
+
+    def run(self, model: str, seconds: float) -> None:
+        until(lambda: self.over.is_set() or len(self._turn._waiting) == self._in_line)
+        with self._lock:
+            self.now += seconds
+            self.ran.append(model)
+
+
+@pytest.mark.parametrize("permits", [1, 2])
+def test_models_of_long_and_of_short_programs_get_equal_time(start, monkeypatch, permits):
+    turn, takes_s = DeviceTurn(permits), {"short": 0.004, "long": 0.1}
+    threads = 2 * (permits + 1)
+    device = SerialDevice(turn, threads)
+
+    class TimedRunner(SumRunner):
+        def __init__(self, model: str):
+            super().__init__()
+            self.model = model
+
+        def run(self, bucket, planes, outputs):
+            if not (planes[0] == 1).all():
+                device.run(self.model, takes_s[self.model])
+            return super().run(bucket, planes, outputs)
+
+    engines = []
+    for model, seconds in takes_s.items():
+        engines.append(timed(start(TimedRunner(model), grid=BucketGrid((LONG,)), turns=[turn])))
+        engines[-1].cost[LONG] = seconds * 1000  # timed on the device it would be this
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: device.now))
+    with ExitStack() as before:
+        for _ in range(permits):
+            before.enter_context(turn.hold(lambda: math.inf))
+        tickets = [engine.submit([encoding(*[5] * 60)] * 400) for engine in engines]
+        until(lambda: len(turn._waiting) == threads)
+    until(lambda: len(device.ran) >= 300)
+    device.over.set()
+    short, long = (device.ran[:300].count(model) * takes_s[model] for model in takes_s)
+    assert short == pytest.approx(long, rel=0.25)  # 288 programs and 12
+    for engine, ticket in zip(engines, tickets, strict=True):
+        engine.cancel(ticket)
+
+
+@contextmanager
+def rival(turn: DeviceTurn, urgency: float):
+    """A program of another model: it is in line, and keeps the device until the block ends."""
+    done, in_line = threading.Event(), len(turn._waiting)
+
+    def work() -> None:
+        with turn.hold(lambda: urgency):
+            assert done.wait(WAIT_S)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    until(lambda: len(turn._waiting) > in_line)
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(WAIT_S)
+
+
+def test_a_sick_model_probes_in_its_turn_beside_a_busy_one(start, runner, monkeypatch):
+    monkeypatch.setattr(engine_module, "PROBE_EVERY_S", 0.001)
+    turn = DeviceTurn()
+    engine = timed(start(runner, turns=[turn]))
+    runner.broken = True
+    while engine.healthy:
+        with pytest.raises(BackendError):
+            sums(engine.submit([encoding(5)]))
+    with ExitStack() as device:
+        device.enter_context(turn.hold(lambda: math.inf))
+        runner.broken = False
+        until(lambda: turn._waiting)
+        with rival(turn, urgency=-1e6):  # it has had far more time
+            device.close()
+            until(lambda: engine.healthy)
+
+
+def test_an_engine_that_has_nothing_to_do_closes_beside_a_busy_one(start, runner):
+    turn = DeviceTurn()
+    engine = timed(start(runner, turns=[turn]))
+    closer = threading.Thread(target=engine.close, args=(WAIT_S,))
+    with ExitStack() as device:
+        device.enter_context(turn.hold(lambda: math.inf))
+        ticket = engine.submit([encoding(5)])
+        until(lambda: len(turn._waiting) == 2)
+        engine.cancel(ticket)  # its threads are in line for nothing
+        closer.start()
+        until(lambda: engine._closing)
+        with rival(turn, urgency=1e6):
+            device.close()
+            closer.join(WAIT_S)
+            assert not any(thread.is_alive() for thread in engine._threads)
+    assert runner.seen == []
+
+
+def test_a_sick_engine_closes_without_another_probe(start, runner):
+    turn, runs = DeviceTurn(), []
+    engine = timed(start(runner, turns=[turn]))
+    with turn.hold(lambda: math.inf):
+        engine._seats[0].failures = engine_module.FAILURES_TO_SICK
+        ticket = engine.submit([encoding(5)])
+        until(lambda: len(turn._waiting) == 2)
+        engine.cancel(ticket)
+        usual = runner.run
+        runner.run = lambda *arguments: runs.append(1) or usual(*arguments)
+        engine._closing = True
+    engine.close(WAIT_S)
+    assert not any(thread.is_alive() for thread in engine._threads)
+    assert runs == []
+
+
+def test_buckets_are_not_timed_again_when_the_engine_closes(start, runner):
+    turn, compiled, go_on, runs = DeviceTurn(), threading.Event(), threading.Event(), []
+
+    def on_progress(done: int, total: int) -> None:
+        if done == total:
+            compiled.set()
+            assert go_on.wait(WAIT_S)
+
+    engine = start(runner, turns=[turn], on_progress=on_progress)
+    assert compiled.wait(WAIT_S)
+    closer = threading.Thread(target=engine.close, args=(WAIT_S,))
+    with ExitStack() as device:
+        device.enter_context(turn.hold(lambda: math.inf))
+        go_on.set()
+        until(lambda: len(turn._waiting) == 1)
+        usual = runner.run
+        runner.run = lambda *arguments: runs.append(1) or usual(*arguments)
+        closer.start()
+        until(lambda: engine._closing)
+        with rival(turn, urgency=1e6):
+            device.close()
+            closer.join(WAIT_S)
+            assert not any(thread.is_alive() for thread in engine.warmup.threads)
+    assert runs == []
+
+
+def test_the_log_of_the_warm_up_names_the_model(start, runner, caplog):
+    between = Bucket(4, 16)  # the others cover every request
+    runner.cannot_compile.add(between)
+    with caplog.at_level(logging.DEBUG):
+        timed(start(runner, grid=BucketGrid((*GRID.buckets, between)), name="a/model"))
+    lines = [r.getMessage() for r in caplog.records if r.name.endswith("warmup")]
+    assert all(line.startswith("a/model: ") for line in lines)
+    assert any("ready: 3 of 4 buckets in" in line for line in lines)
+    assert any("3 of 4 buckets compiled in" in line for line in lines)
 
 
 def test_an_accelerator_has_two_programs_in_flight(start, runner):

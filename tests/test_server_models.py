@@ -14,7 +14,14 @@ from test_server_openai import ask
 from jaxembed import Embedder, EngineConfig
 from jaxembed.config import ServerConfig
 from jaxembed.engine.admission import Capacity
-from jaxembed.errors import ConfigError, InvalidInput, Overloaded, UnknownModel, WrongTask
+from jaxembed.errors import (
+    BackendError,
+    ConfigError,
+    InvalidInput,
+    Overloaded,
+    UnknownModel,
+    WrongTask,
+)
 from jaxembed.inputs import Encoding
 from jaxembed.server.app import create_app
 from jaxembed.server.models import Models, served_names
@@ -171,6 +178,15 @@ def values(served: Models, name: str, **labels: str) -> dict[str, float]:
     }
 
 
+def stage_count(served: Models, stage: str) -> dict[str, float]:
+    """How often a stage was timed, by model."""
+    return {
+        sample.labels["model"]: sample.value
+        for sample in metric_families(served)["jaxembed_stage_seconds"].samples
+        if sample.name.endswith("_count") and sample.labels["stage"] == stage
+    }
+
+
 def test_one_model_has_the_metrics_of_tei_without_a_label_of_ours():
     served = models(a="embed")
     assert served.exposition() == served.first.telemetry.exposition()
@@ -195,6 +211,29 @@ def test_a_request_that_never_found_its_model_is_counted_for_the_first():
     assert values(served, "te_request_failure", err="validation") == {"a": 2, "b": 0}
 
 
+def test_stages_are_counted_for_the_model_they_were_for():
+    served = models(a="embed", b="embed")
+    ask({"input": "x", "model": "b"}, models=served)
+    for stage in ("decode", "encode"):
+        assert stage_count(served, stage) == {"a": 0, "b": 1}
+    ask({"input": "x", "model": "z"}, models=served)  # found no model
+    assert stage_count(served, "decode") == {"a": 1, "b": 1}
+
+
+def test_instances_are_counted_each_for_its_model():
+    served = models(a="embed", b="embed", c="embed")
+    served["b"].failure = BackendError("the batch failed")
+    body = {"instances": [{"inputs": "x", "model": name} for name in ("a", "b", "c")]}
+    response, _ = ask(body, path="/vertex", models=served)
+    assert response.status_code == 424
+    assert values(served, "te_request_count", method="single") == {"a": 1, "b": 1, "c": 1}
+    assert values(served, "te_request_success", method="single") == {"a": 1, "b": 0, "c": 1}
+    assert values(served, "te_request_failure", err="inference") == {"a": 0, "b": 1, "c": 0}
+    assert stage_count(served, "encode") == {"a": 1, "b": 0, "c": 1}
+    ask({"instances": [{"inputs": "x", "model": "z"}]}, path="/vertex", models=served)
+    assert values(served, "te_request_failure", err="validation") == {"a": 1, "b": 0, "c": 0}
+
+
 @pytest.fixture(name="pair", scope="module")
 def _pair(tmp_path_factory):
     """A real embedder and a real reranker, on one device and within one capacity."""
@@ -207,6 +246,7 @@ def _pair(tmp_path_factory):
             pooling=("cls",),
             modules=(DenseLayer(32, 32), DenseLayer(32, 1, activation="identity")),
             labels=("LABEL_0",),
+            score_function="sigmoid",
         ),
     }
     grid = folder / "grid.json"
@@ -241,8 +281,8 @@ def test_models_share_their_limits(pair):
     capacity = e.admission.capacity
     assert capacity is r.admission.capacity
     assert capacity.max_tokens == 2 * 64 * 128  # what each would have alone
-    with r.admission.admit(1000, 10), pytest.raises(Overloaded):
-        e.admission.admit(1, 1)
+    with r.admission.admit(1000, 10), e.admission.admit(500, 10), pytest.raises(Overloaded):
+        e.admission.admit(1, 1)  # past the limit it has had its half
 
 
 def test_programs_of_two_models_never_run_at_the_same_time(pair, monkeypatch):

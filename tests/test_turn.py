@@ -1,10 +1,19 @@
 """A device's turn: never more holders than permits, and the most urgent first."""
 
 import threading
+import time
 
 import pytest
 
-from jaxembed.engine.turn import DeviceTurn
+from jaxembed.engine.turn import DeviceTurn, Share
+
+
+def in_line(turn: DeviceTurn, count: int) -> None:
+    """Wait until so many are in line: nothing tells of them but the line itself."""
+    deadline = time.monotonic() + 30
+    while len(turn._waiting) != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 class Waiters:
@@ -25,10 +34,7 @@ class Waiters:
 
         self.threads.append(threading.Thread(target=work))
         self.threads[-1].start()
-        while True:  # nothing tells of a thread that is in line but the line itself
-            with self.turn._lock:
-                if len(self.turn._waiting) == asked:
-                    return
+        in_line(self.turn, asked)
 
     def join(self) -> list[str]:
         for thread in self.threads:
@@ -127,3 +133,76 @@ def test_as_many_as_there_are_permits_hold_at_once():
         thread.join(30)
         assert not thread.is_alive()
     assert not both.broken
+
+
+def test_a_program_is_counted_from_its_start_and_corrected_when_it_ends():
+    turn, share = DeviceTurn(), Share()
+    with turn.hold(lambda: 0.0, share) as claim:
+        turn.charge(claim, 5.0)
+        assert turn.begin(share) == 5.0  # where the next one of this model would begin
+        turn.correct(claim, 7.0)
+    assert (turn.clock, turn.begin(share)) == (0.0, 7.0)
+
+
+def test_beside_another_program_the_wait_for_it_is_not_counted():
+    turn = DeviceTurn(2)
+    long, short, quick = Share(), Share(), Share()
+    with turn.hold(lambda: 0.0, long) as first:
+        turn.charge(first, 100.0)
+        with turn.hold(lambda: 0.0, short) as second:
+            turn.charge(second, 4.0)
+            turn.correct(second, 104.0)
+        with turn.hold(lambda: 0.0, quick) as third:
+            turn.charge(third, 4.0)
+            turn.correct(third, 1.0)  # it may fail at once
+        turn.correct(first, 108.0)
+    assert (long.end, short.end, quick.end) == (100.0, 4.0, 1.0)
+    with turn.hold(lambda: 0.0, long) as alone:
+        turn.charge(alone, 100.0)
+        turn.correct(alone, 108.0)
+    assert long.end == 208.0
+
+
+def test_the_clock_never_steps_back_and_who_rested_begins_now():
+    turn, ahead, rested = DeviceTurn(2), Share(end=50.0), Share()
+    for share, end in ((ahead, 60.0), (rested, 60.0), (rested, 70.0), (ahead, 70.0)):
+        before = turn.clock
+        with turn.hold(lambda: 0.0, share) as claim:
+            turn.charge(claim, 10.0)
+        assert share.end == end
+        assert turn.clock >= before >= 0
+    assert turn.clock == 60.0
+
+
+def test_the_next_is_chosen_when_the_program_of_the_last_is_charged():
+    """Chosen before, it would be the same model again: what it just took was not counted yet."""
+    turn, shares = DeviceTurn(2), {"long": Share(), "short": Share()}
+    order: list[str] = []
+    charged = threading.Barrier(2)
+
+    def work(model: str) -> None:
+        share = shares[model]
+        with turn.hold(lambda: -turn.begin(share), share) as claim:
+            order.append(model)
+            turn.charge(claim, 100.0 if model == "long" else 4.0)
+            if len(order) <= 2:
+                charged.wait(30)  # the first two hold the device together
+
+    threads = [threading.Thread(target=work, args=(m,)) for m in ("long", "long", "short")]
+    with turn.hold(lambda: 0.0), turn.hold(lambda: 0.0):
+        for k, thread in enumerate(threads):
+            thread.start()
+            in_line(turn, k + 1)
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert order == ["long", "short", "long"]
+
+
+def test_who_leaves_without_a_program_is_not_charged_and_lets_the_next_in():
+    turn, share = DeviceTurn(2), Share()
+    with turn.hold(lambda: 0.0, share):
+        pass
+    with turn.hold(lambda: 0.0, share) as claim:
+        turn.charge(claim, 1.0)
+    assert (turn.clock, share.end) == (0.0, 1.0)

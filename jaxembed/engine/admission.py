@@ -2,17 +2,41 @@
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from jaxembed.errors import Overloaded, ShuttingDown
 
 LONGEST_RETRY_S = 60
 
+_whole: ContextVar["Whole | None"] = ContextVar("whole", default=None)
+
+
+class Whole:
+    """A request of several parts, each admitted by itself; `entered` once one of them was."""
+
+    def __init__(self) -> None:
+        self.entered = False
+
+
+@contextmanager
+def as_one() -> Iterator[None]:
+    """What is admitted in here, in tasks started here too, is one request: after its first part has
+    entered none is refused for want of room."""
+    before = _whole.set(Whole())
+    try:
+        yield
+    finally:
+        _whole.reset(before)
+
 
 class Capacity:
     """The limits of one process, over all its models, because these share its devices.
 
-    Without `max_tokens` the limit is the sum of what the models bring.
+    Without `max_tokens` the limit is the sum of what the models bring. A model may go past the
+    limits up to its own share of them: its turn of the device comes however long the others' work
+    is, so their flood must not keep it out.
     """
 
     def __init__(self, max_inputs: int, max_tokens: int | None = None):
@@ -24,6 +48,15 @@ class Capacity:
     @property
     def max_tokens(self) -> int:
         return self._max_tokens or sum(door.share for door in self.doors)
+
+    def is_full_for(self, door: "Admission") -> bool:
+        """Whether a count has reached its limit, and the model its share of that limit: what it
+        brings, or an equal part of `max_tokens` and of `max_inputs`."""
+        models = len(self.doors)
+        tokens_share = self._max_tokens / models if self._max_tokens else door.share
+        return (self.inputs >= self.max_inputs and door.inputs >= self.max_inputs / models) or (
+            self.tokens >= self.max_tokens and door.tokens >= tokens_share
+        )
 
     @property
     def inputs(self) -> int:
@@ -43,9 +76,11 @@ class Capacity:
 class Admission:
     """Counts what is admitted to one model and not yet answered.
 
-    A request enters while both counts of the capacity are below its limits, even if it alone
-    overshoots them, so that no size starves. Before tokenizing its tokens are a guess;
-    `Permit.correct` mends it. `share` is what the model adds to a capacity without `max_tokens`.
+    A request enters while each count is below the capacity's limit or below the model's share of
+    it, even if it alone overshoots them, so that no size starves. So all models together hold at
+    most the limit, the shares of all but one, and one request each: less than twice the limit and
+    the requests that overshoot. Before tokenizing a request's tokens are a guess; `Permit.correct`
+    mends it. `share` is what the model adds to a capacity without `max_tokens`.
     """
 
     def __init__(self, capacity: Capacity, share: int, tokens_per_s: Callable[[], float]):
@@ -55,6 +90,7 @@ class Admission:
         self.inputs = 0
         self.tokens = 0
         self.draining = False
+        self._closed = False
         with capacity.lock:
             capacity.doors.append(self)
 
@@ -64,8 +100,11 @@ class Admission:
         with capacity.lock:
             if self.draining:
                 raise ShuttingDown("the server is shutting down", retry_after_s=5)
-            if capacity.inputs >= capacity.max_inputs or capacity.tokens >= capacity.max_tokens:
+            whole = _whole.get()
+            if capacity.is_full_for(self) and not (whole and whole.entered):
                 raise Overloaded(_reason(capacity), _retry_after_s(capacity))
+            if whole:
+                whole.entered = True
             self.inputs += inputs
             self.tokens += tokens
         return Permit(self, inputs, tokens)
@@ -75,10 +114,21 @@ class Admission:
         with self.capacity.lock:
             self.draining = True
 
+    def close(self) -> None:
+        """Admit nothing more, and take the model's share away once all it admitted is released."""
+        with self.capacity.lock:
+            self.draining = self._closed = True
+            self._leave_if_done()
+
     def _count(self, inputs: int, tokens: int) -> None:
         with self.capacity.lock:
             self.inputs += inputs
             self.tokens += tokens
+            self._leave_if_done()
+
+    def _leave_if_done(self) -> None:
+        if self._closed and not self.inputs and not self.tokens and self in self.capacity.doors:
+            self.capacity.doors.remove(self)
 
 
 class Permit:

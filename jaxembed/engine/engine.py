@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -22,7 +22,7 @@ from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.recovery import Answers, Recovery
 from jaxembed.engine.replica import Runner, milliseconds
 from jaxembed.engine.ticket import Entry, Ticket
-from jaxembed.engine.turn import DeviceTurn
+from jaxembed.engine.turn import DeviceTurn, Share
 from jaxembed.engine.warmup import Warmup
 from jaxembed.errors import BackendError, EmptyInput, InputTooLong
 from jaxembed.inputs import Encoding
@@ -39,12 +39,12 @@ UNTIMED_MS = 1000.0  # a bucket that would take longer is not run to time it: tr
 
 @dataclass(eq=False)
 class Seat:
-    """A runner and the turn of its devices."""
+    """A runner, the turn of its devices and what it has had of them."""
 
     runner: Runner
     turn: DeviceTurn
     failures: int = 0  # batches in a row, under the engine's lock
-    share_end: float = 0.0  # on the turn's clock: until then it has had its share of the device
+    share: Share = field(default_factory=Share)
 
     @property
     def sick(self) -> bool:
@@ -65,12 +65,14 @@ class Engine:
         dim: int,
         telemetry: Telemetry,
         *,
+        name: str = "model",
         max_batch_requests: int | None = None,
         full_warmup: bool = False,
         compile_workers: int = 2,
         on_progress: Callable[[int, int], None] | None = None,
     ):
         self.grid = grid
+        self.name = name  # of the model, for the log
         self.cost: dict[Bucket, float] = {}  # milliseconds of each bucket that is compiled
         self._guessed: set[Bucket] = set()  # those of `cost` that have not run yet
         self.tokens_per_s = 0.0  # useful tokens, of late
@@ -88,6 +90,7 @@ class Engine:
             grid,
             self._compile,
             self._needed_length,
+            name=name,
             full=full_warmup,
             workers=compile_workers,
             on_progress=on_progress,
@@ -189,17 +192,16 @@ class Engine:
                 self._fail_waiting("an internal error, see the server's log")
 
     def _serve_batch(self, seat: Seat, recovery: Recovery) -> None:
-        with seat.turn.hold(lambda: self._urgency(seat)):
+        with seat.turn.hold(lambda: self._urgency(seat), seat.share) as claim:
             batch = None if self._is_out(seat) else self._take()
             batch = batch or self._probe(seat)
             if batch is None:
                 return
-            begins = seat.turn.clock = max(seat.turn.clock, seat.share_end)
+            seat.turn.charge(claim, self.cost[batch.bucket] / 1000)
             started_at = time.monotonic()
             results = recovery.run(batch)
             seconds = time.monotonic() - started_at
-            with self._changed:
-                seat.share_end = max(begins, seat.share_end) + seconds
+            seat.turn.correct(claim, seconds)
         try:
             self._note(seat, batch, results, seconds)
             for answers in results:
@@ -229,11 +231,16 @@ class Engine:
         return self._waiting_entries > 0 and not self._stuck and bool(self.cost)
 
     def _urgency(self, seat: Seat) -> float:
-        """The model whose next share of the device begins first is the most urgent, so that all
-        that have work get equal time, however much of it they have, and one that rested goes next.
-        Start-time fair queueing: Goyal, Vin and Cheng, 1996."""
+        """The model whose next program begins first on the turn's clock is the most urgent, so that
+        all that have work get equal time, however much of it they have. A probe is work too."""
         with self._changed:
-            return -max(seat.turn.clock, seat.share_end) if self._queue else -math.inf
+            if self._queue or (seat.sick and not self._closing):
+                return -seat.turn.begin(seat.share)
+            return self._idle_urgency()
+
+    def _idle_urgency(self) -> float:
+        """After everybody else; before them when the engine closes, for it only leaves."""
+        return math.inf if self._closing else -math.inf
 
     def _take(self) -> Batch | None:
         """Take the next batch out of the queue. None if nothing waits that a bucket holds."""
@@ -270,7 +277,7 @@ class Engine:
     def _probe(self, seat: Seat) -> Batch | None:
         """One token on the smallest bucket when batches have failed in a row, to see whether the
         device is well again."""
-        if not seat.sick or not self.cost:
+        if not seat.sick or not self.cost or self._closing:
             return None
         ticket = Ticket([Encoding(np.ones(1, np.int32))], self._dim)
         return place(ticket.entries, min(self.cost, key=lambda bucket: bucket.tokens))
@@ -319,13 +326,15 @@ class Engine:
         """Time every bucket once more when nothing compiles beside it and nothing waits: one that
         looked slow would never be chosen, and so never be found to be fast."""
         for bucket in self.grid.buckets:
-            if self._closing or bucket not in self.cost or bucket in self._guessed:
+            if bucket not in self.cost or bucket in self._guessed:
                 continue
             try:
-                with self._seats[0].turn.hold(lambda: -math.inf):
+                with self._seats[0].turn.hold(self._idle_urgency):
+                    if self._closing:
+                        return
                     cost = milliseconds(self._seats[0].runner, bucket)
             except Exception:  # batches on it will say so to those who wait
-                logger.warning("bucket %s could not be timed", bucket, exc_info=True)
+                logger.warning("%s: bucket %s could not be timed", self.name, bucket, exc_info=True)
                 continue
             with self._changed:
                 self.cost[bucket] = min(self.cost[bucket], cost)

@@ -1,4 +1,4 @@
-"""Whose turn it is on a device. Knows nothing of what runs there."""
+"""Whose turn it is on a device, and what each has had of it. Knows nothing of what runs there."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,12 +6,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
+class Share:
+    """What one model has had of a device. Its turn writes it, under its lock."""
+
+    end: float = 0.0  # seconds on the turn's clock: it has had its time until then
+
+
+@dataclass(eq=False)
 class Claim:
-    """One thread that waits; two of one engine have equal urgency and are not the same."""
+    """One thread that waits for the device or holds it; two of one engine are not the same."""
 
     urgency: Callable[[], float]
+    share: Share | None  # who pays for the program
     granted: threading.Event = field(default_factory=threading.Event)
+    alone: bool = True  # nobody else has held the device meanwhile
+    expected_s: float | None = None  # None until it is charged
 
 
 class DeviceTurn:
@@ -19,14 +29,19 @@ class DeviceTurn:
 
     On CPU one program runs at a time: two would share the cores and both be late, and what waits
     can still be composed anew. An accelerator takes `permits=2`: one runs, the next is on its way.
-    Engines of several models share the turn of a device, so their programs never overlap on it.
+    Engines of several models share the turn of a device, so that together they have no more
+    programs in flight.
+
+    Their equal time is start-time fair queueing (Goyal, Vin and Cheng, 1996): on a clock of device
+    seconds a model's program begins where its last one ended, or now if it rested, so that rest
+    earns no credit; of those that wait the one that begins first is next.
     """
 
     def __init__(self, permits: int = 1):
         self.permits = permits  # programs in flight at most
-        self.clock = 0.0  # device seconds: where the share of the last to run began, see Engine
-        self._free = permits
+        self.clock = 0.0  # where the latest program to start begins
         self._waiting: list[Claim] = []
+        self._holding: list[Claim] = []
         self._lock = threading.Lock()
 
     @classmethod
@@ -34,26 +49,59 @@ class DeviceTurn:
         return cls(permits=1 if platform == "cpu" else 2)
 
     @contextmanager
-    def hold(self, urgency: Callable[[], float]) -> Iterator[None]:
+    def hold(self, urgency: Callable[[], float], share: Share | None = None) -> Iterator[Claim]:
         """Wait for the turn; of those that wait the highest `urgency()` goes first, ties in order
-        of arrival."""
-        claim = Claim(urgency)
+        of arrival. It is asked under the turn's lock. Who has a share calls `charge` or leaves
+        soon: meanwhile nobody else gets the turn."""
+        claim = Claim(urgency, share)
         with self._lock:
             self._waiting.append(claim)
             self._grant()
         claim.granted.wait()
         try:
-            yield
+            yield claim
         finally:
             with self._lock:
-                self._free += 1
+                self._holding.remove(claim)
                 self._grant()
+
+    def begin(self, share: Share) -> float:
+        """Where the next program of a share begins on the clock."""
+        return max(self.clock, share.end)
+
+    def charge(self, claim: Claim, expected_s: float) -> None:
+        """A program starts that should take so long. It is counted before it ends, because the next
+        one of its model may begin before that."""
+        assert claim.share is not None
+        with self._lock:
+            self.clock = self.begin(claim.share)
+            claim.share.end = self.clock + expected_s
+            claim.expected_s = expected_s
+            self._grant()
+
+    def correct(self, claim: Claim, seconds: float) -> None:
+        """The program has ended. Beside another one its seconds hold the wait for that one too:
+        then they count only if they are less than expected."""
+        assert claim.share is not None
+        assert claim.expected_s is not None
+        with self._lock:
+            took_s = seconds if claim.alone else min(seconds, claim.expected_s)
+            claim.share.end += took_s - claim.expected_s
 
     def _grant(self) -> None:
         """Hand out what is free. Decided here, once: urgencies move with time, and waiters who each
         looked for themselves could all see another one first, and all wait on."""
-        while self._free and self._waiting:
+        while len(self._holding) < self.permits and self._waiting and not self._choosing:
             claim = max(self._waiting, key=lambda claim: claim.urgency())
             self._waiting.remove(claim)
-            self._free -= 1
+            self._holding.append(claim)
+            if len(self._holding) > 1:
+                for holder in self._holding:
+                    holder.alone = False
             claim.granted.set()
+
+    @property
+    def _choosing(self) -> bool:
+        """Whether somebody has the turn and no program yet: until it is charged nobody can tell
+        who is next."""
+        return any(c.share is not None and c.expected_s is None for c in self._holding)

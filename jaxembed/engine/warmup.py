@@ -41,6 +41,7 @@ class Warmup:
         compile_bucket: Callable[[Bucket], None],
         needed_length: Callable[[], int | None],
         *,
+        name: str = "model",
         full: bool,
         workers: int,
         on_progress: Callable[[int, int], None] | None = None,
@@ -49,6 +50,7 @@ class Warmup:
     ):
         self.error: Exception | None = None
         self.compiled: list[Bucket] = []
+        self._name = name
         self._done = 0  # compiled or left out
         self._compile_bucket = compile_bucket
         self._needed_length = needed_length
@@ -113,9 +115,11 @@ class Warmup:
             done = len(self.compiled)
             became_ready = not self._ready.is_set() and self._required <= set(self.compiled)
         elapsed = time.monotonic() - self._started_at
-        logger.debug("bucket %s compiled, %d of %d", bucket, done, self._total)
+        logger.debug("%s: bucket %s compiled, %d of %d", self._name, bucket, done, self._total)
         if became_ready:
-            logger.info("ready: %d of %d buckets in %.1f s", done, self._total, elapsed)
+            logger.info(
+                "%s: ready: %d of %d buckets in %.1f s", self._name, done, self._total, elapsed
+            )
             self._ready.set()
 
     def _count(self) -> None:
@@ -126,17 +130,23 @@ class Warmup:
         try:
             self._on_progress(done, self._total)
         except Exception:  # a bar on a terminal that has gone must not stop the compiler
-            logger.warning("the progress could not be shown", exc_info=True)
+            logger.warning("%s: the progress could not be shown", self._name, exc_info=True)
         if done == self._total:
             elapsed = time.monotonic() - self._started_at
-            logger.info("%d of %d buckets compiled in %.1f s", len(self.compiled), done, elapsed)
+            compiled = len(self.compiled)
+            logger.info(
+                "%s: %d of %d buckets compiled in %.1f s", self._name, compiled, done, elapsed
+            )
             self._on_finish()
 
     def _on_failure(self, bucket: Bucket, error: Exception) -> None:
         if bucket not in self._required:
-            logger.warning("bucket %s does not compile and is left out", bucket, exc_info=error)
+            logger.warning(
+                "%s: bucket %s does not compile and is left out",
+                self._name, bucket, exc_info=error,
+            )  # fmt: skip
             return
-        logger.error("bucket %s does not compile", bucket, exc_info=error)
+        logger.error("%s: bucket %s does not compile", self._name, bucket, exc_info=error)
         self.error = error
         self._stop.set()
         self._ready.set()
