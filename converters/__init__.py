@@ -42,6 +42,12 @@ Progress = Callable[[Sequence[Step]], Iterable[Step]]
 
 DTYPES = get_args(DType)
 
+# What a model is used for, by transformers' class for it: the key under which auto_map names code
+# that the model brings along.
+EMBEDDER = "AutoModel"
+CLASSIFIER = "AutoModelForSequenceClassification"
+GENERATOR = "AutoModelForCausalLM"
+
 
 @dataclass(frozen=True)
 class Outline:
@@ -110,13 +116,16 @@ def outline(
     name = name or str(source)
     hf = _config(source / heads.tower_folder(source))
     family = _family(hf)
+    use = _use(source, family, hf)
+    _refuse_own_code(family, hf, use)
     config = family.config(hf)
-    layout = _layout(source, name, family, hf, config, dense_path)
+    layout = _layout(source, name, family, hf, config, use, dense_path)
     tower = source / layout.tower
     spec = _spec(family, config, layout, name, revision)
     said = hf.get("dtype") or hf.get("torch_dtype")  # as transformers 5 spells it, and as 4 did
     spec = msgspec.structs.replace(
         spec,
+        token_types=tokenizer.gives_types(tower, hf),
         max_input_tokens=heads.token_limit(tower, position_limit(spec)),
         dtype=said if said in DTYPES else "float32",
     )
@@ -146,14 +155,40 @@ def _family(hf: dict[str, Any]) -> ModuleType:
             raise UnsupportedModel(
                 f"architecture {architecture!r} is not supported; known: {', '.join(known)}"
             )
-    code = (hf.get("auto_map") or {}).get("AutoModel")
-    if code is not None and code != getattr(family, "OWN_CODE", None):
-        raise UnsupportedModel(
-            f"the model brings its own code (auto_map: {code}), which is never run"
-        )
     if hf.get("quantization_config"):
         raise UnsupportedModel("quantised weights are not supported; use the original ones")
     return family
+
+
+def _use(source: Path, family: ModuleType, hf: dict[str, Any]) -> str:
+    """An embedder if modules.json pools; else what the class in config.json is for.
+
+    Raises UnsupportedModel where neither is there: a classifier would pass for an embedder.
+    """
+    if heads.pools(source):
+        return EMBEDDER
+    named = set(hf.get("architectures") or ())
+    if not named:
+        raise UnsupportedModel(
+            f"nothing says whether {source} embeds or scores: modules.json names no Pooling, and "
+            "config.json no architectures; add the class that the model was saved from, such as "
+            f'"architectures": ["{family.CLASSES[0]}"] of an embedder'
+        )
+    if named & set(classifiers(family)):
+        return CLASSIFIER
+    return GENERATOR if named & set(generators(family)) else EMBEDDER
+
+
+def _refuse_own_code(family: ModuleType, hf: dict[str, Any], use: str) -> None:
+    """Code for the tower changes every use of it; code for another use does not count."""
+    codes = hf.get("auto_map") or {}
+    for key in dict.fromkeys((EMBEDDER, use)):
+        code = codes.get(key)
+        known = use == EMBEDDER and code == getattr(family, "OWN_CODE", None)
+        if code is not None and not known:
+            raise UnsupportedModel(
+                f"the model brings its own code (auto_map, {key}: {code}), which is never run"
+            )
 
 
 def classifiers(family: ModuleType) -> tuple[str, ...]:
@@ -172,24 +207,34 @@ def _layout(
     family: ModuleType,
     hf: dict[str, Any],
     config: dict[str, Any],
+    use: str,
     dense_path: str | None,
 ) -> Layout:
-    """An embedder if modules.json pools; else what the class in config.json is for."""
-    named = set(hf.get("architectures") or ())
-    if not heads.pools(source) and named & set(classifiers(family)):
-        labels = scores.labels_of(hf)
-        head = family.classifier(hf, len(labels))
-        template = rerankers.template_of(source, name, family) if len(labels) == 1 else None
-        return scores.layout(source, hf, head, labels, template)
-    if not heads.pools(source) and named & set(generators(family)):
+    if use == EMBEDDER:
+        return heads.read(source, config["hidden_size"], dense_path)
+    if dense_path is not None:
+        raise CheckpointError(
+            f"dense path {dense_path!r} takes the place of a Dense module, and {source} scores "
+            "without one; leave it out"
+        )
+    if use == GENERATOR:
         return rerankers.layout(source, name, family, hf, config)
-    return heads.read(source, config["hidden_size"], dense_path)
+    labels = scores.labels_of(hf)
+    head = family.classifier(hf, len(labels))
+    template = rerankers.template_of(source, name, family) if len(labels) == 1 else None
+    if len(labels) == 1 and template is None and generators(family):
+        logger.warning(
+            "%s is a language model that scores pairs, and nothing says how it is asked: pairs are "
+            "put to it without a template; most need one, and score near chance without it",
+            name,
+        )
+    return scores.layout(source, hf, head, labels, template)
 
 
 def _spec(
     family: ModuleType, config: dict[str, Any], layout: Layout, name: str, revision: str | None
 ) -> ModelSpec:
-    """The spec, but for its limit, dtype and hash."""
+    """The spec, but for its types, limit, dtype and hash."""
     return ModelSpec(
         architecture=family.ARCHITECTURE,
         config=config,
@@ -219,8 +264,8 @@ def _plan(made: Outline) -> list[Step]:
     for folder in layout.folders:
         tensors |= weights.within(folder, weights.find(source / folder))
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
-    rules, ignored = [*family.RULES, *layout.rules], [*family.IGNORED, *layout.ignored]
-    return weights.plan(spec.source, rules, ignored, tensors, shapes)
+    rules = [*family.RULES, *layout.rules]
+    return weights.plan(spec.source, rules, family.IGNORED, tensors, shapes)
 
 
 def _dtype(steps: Sequence[Step]) -> DType:

@@ -39,7 +39,7 @@ def pair_template(tower: Path) -> PairTemplate | None:
 def _source(tower: Path) -> str | None:
     path = tower / "chat_template.jinja"
     if path.is_file():
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     stored = read_json(tower / "tokenizer_config.json").get("chat_template")
     return stored if isinstance(stored, str) else None
 

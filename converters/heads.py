@@ -118,7 +118,6 @@ class Layout:
     modules: tuple[Module, ...] = ()
     rules: tuple[Rule, ...] = ()  # for the parameters of the modules
     folders: tuple[str, ...] = ()  # of modules that have weights of their own
-    ignored: tuple[str, ...] = ()  # tensors of the tower's files that have no use here
     task: Task = "embed"
     labels: tuple[str, ...] = ()
     score_function: ScoreFunction = "softmax"
@@ -139,6 +138,11 @@ def read(source: Path, hidden_size: int, dense_path: str | None = None) -> Layou
         logger.warning("%s has no modules.json: mean pooling, not normalised", source)
         modules = [Entry("transformer", ""), Entry("pooling", "")]
         pooling, include_prompt = MEAN, True
+    elif not pools(source):
+        raise UnsupportedModel(
+            f"{source}: modules.json has no Pooling, so that it is no embedder, and the class in "
+            "config.json does not score"
+        )
     else:
         pooling, include_prompt = _pooling(source / modules[1].path, hidden_size)
     if "message" in modalities(source / modules[0].path):

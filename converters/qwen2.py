@@ -7,8 +7,7 @@ from typing import Any
 
 from converters import qwen3
 from converters.fields import require
-from converters.scores import Head
-from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.errors import CheckpointError
 
 ARCHITECTURE = qwen3.ARCHITECTURE
 
@@ -18,8 +17,9 @@ GENERATORS = ("Qwen2ForCausalLM",)
 
 PREFIXES, RENAMES = qwen3.PREFIXES, qwen3.RENAMES
 RULES, IGNORED = qwen3.RULES, qwen3.IGNORED
+classifier, score_head = qwen3.classifier, qwen3.score_head
 
-# The code of Alibaba-NLP/gte-Qwen2-1.5B-instruct, which we know and run as our own.
+# The code of Alibaba-NLP/gte-Qwen2-1.5B-instruct, which we know and run as our own to embed.
 OWN_CODE = "modeling_qwen.Qwen2Model"
 
 
@@ -39,20 +39,3 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "qk_norm": False,
         "causal": qwen3.is_causal(hf, "AutoModel" not in (hf.get("auto_map") or {})),
     }
-
-
-def classifier(hf: dict[str, Any], labels: int) -> Head:
-    """As Qwen3's."""
-    _refuse_own_code(hf)
-    return qwen3.classifier(hf, labels)
-
-
-def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Head:
-    """As Qwen3's."""
-    _refuse_own_code(hf)
-    return qwen3.score_head(hf, config, true_id, false_id)
-
-
-def _refuse_own_code(hf: dict[str, Any]) -> None:
-    if any(name.startswith("AutoModel") for name in hf.get("auto_map") or {}):
-        raise UnsupportedModel("the model scores with its own code (auto_map), which is never run")

@@ -83,9 +83,9 @@ def _published(source: Path, name: str, family: ModuleType) -> Reranker | None:
         return None
     readme = source / "README.md"
     names = (Path(name).name, source.name)
-    quoted = readme.is_file() and published.quote in readme.read_text(errors="replace")
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     named = any(published.name in each.lower() for each in names)
-    return published if named or quoted else None
+    return published if named or published.quote in text else None
 
 
 def _judged(folder: Path, vocab_size: int) -> tuple[int, int]:

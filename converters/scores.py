@@ -26,7 +26,6 @@ class Head:
     pooling: tuple[Pooling, ...]
     modules: tuple[Module, ...]
     rules: tuple[Rule, ...]
-    ignored: tuple[str, ...] = ()
 
 
 def labels_of(hf: dict[str, Any]) -> tuple[str, ...]:
@@ -59,7 +58,6 @@ def layout(
         pooling=head.pooling,
         modules=head.modules,
         rules=head.rules,
-        ignored=head.ignored,
         task="rerank" if len(labels) == 1 else "classify",
         labels=labels,
         score_function=_score_function(source, hf, len(labels)),
@@ -98,8 +96,14 @@ def _refuse_padding_at_the_end(tower: Path, hf: dict[str, Any]) -> None:
 
 def _score_function(source: Path, hf: dict[str, Any], labels: int) -> ScoreFunction:
     """Sigmoid for one label or independent ones, else softmax, unless the checkpoint says."""
-    if labels == 1 or hf.get("problem_type") == "multi_label_classification":
+    problem = hf.get("problem_type")
+    if labels == 1 or problem == "multi_label_classification":
         return "sigmoid"
+    if problem == "regression":
+        raise UnsupportedModel(
+            f"{source}: problem_type 'regression' with {labels} labels is not supported: several "
+            "values are no scores from 0 to 1; known: one label"
+        )
     said = read_json(source / "config_sentence_transformers.json").get("activation_fn")
     said = said or (hf.get("sentence_transformers") or {}).get("activation_fn")
     said = said or hf.get("sbert_ce_default_activation_function")

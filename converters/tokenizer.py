@@ -16,6 +16,23 @@ logger = logging.getLogger(__name__)
 # Files from which transformers can build a tokenizer that was saved without tokenizer.json.
 VOCABULARIES = ("vocab.txt", "vocab.json", "*.model", "*.vocab")
 
+# The classes whose model_input_names have token_type_ids in transformers 5. Its TokenizersBackend
+# has none, which is also what it makes of a PreTrainedTokenizerFast saved by transformers 4, where
+# that had types; sentence-transformers' CrossEncoder scores what that gives.
+WITH_TYPES = {
+    "BertTokenizer",
+    "ConvBertTokenizer",
+    "DPRContextEncoderTokenizer",
+    "DPRQuestionEncoderTokenizer",
+    "DebertaTokenizer",
+    "DebertaV2Tokenizer",
+    "ElectraTokenizer",
+    "LayoutLMTokenizer",
+    "LxmertTokenizer",
+    "MobileBertTokenizer",
+    "SqueezeBertTokenizer",
+}
+
 
 def read(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
     """The tokenizer as JSON: the stored file to the byte, unless it must do more than it says.
@@ -30,6 +47,21 @@ def read(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
     stored = _ended(folder, stored)
     _check(folder, stored, vocab_size)
     return stored
+
+
+def gives_types(folder: Path, hf: dict[str, Any]) -> bool:
+    """Whether the model is given the tokenizer's types, or zeros.
+
+    It is where model_input_names has them: in tokenizer_config.json, else by the tokenizer's class.
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    names = config.get("model_input_names")
+    if names is not None:
+        return "token_type_ids" in names
+    name = config.get("tokenizer_class") or hf.get("tokenizer_class")
+    if name is None:
+        return hf["model_type"] == "bert"  # transformers' default for it is BertTokenizer
+    return name.removesuffix("Fast") in WITH_TYPES
 
 
 def _build(folder: Path) -> bytes:

@@ -62,8 +62,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `config` holds the fields of the architecture's own config dataclass. `modules` are the layers
     after pooling, in the order of modules.json. `dtype` is the dtype of the stored parameters,
-    not the one they are computed in. A cross-encoder or classifier is built like an embedder: what
-    comes out of its last module are the logits of `labels`, which `score_function` makes scores.
+    not the one they are computed in. `token_types` says whether the tower is given the tokenizer's
+    types, or zeros. A cross-encoder or classifier is built like an embedder: what comes out of its
+    last module are the logits of `labels`, which `score_function` makes scores.
     """
 
     architecture: str
@@ -74,6 +75,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     score_function: ScoreFunction = "softmax"
     template: PairTemplate | None = None
+    token_types: bool = True
     include_prompt: bool = True
     prompts: dict[str, str] = {}
     default_prompt_name: str | None = None

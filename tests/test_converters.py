@@ -12,7 +12,6 @@ import sources
 from safetensors.numpy import save_file
 
 import converters
-from converters import __main__ as command
 from converters import bert, convert, heads, tokenizer, weights
 from converters.weights import Rule
 from jaxembed import checkpoint
@@ -325,7 +324,7 @@ def test_limit_never_exceeds_the_positions(tmp_path, caplog):
         ({"position_embedding_type": "relative_key"}, "relative_key"),
         ({"is_decoder": True}, "is_decoder=True"),
         ({"add_cross_attention": True}, "add_cross_attention"),
-        ({"auto_map": {"AutoModel": "modeling.Model"}}, "brings its own code"),
+        ({"auto_map": {"AutoModel": "modeling.Model"}}, "own code .*AutoModel: modeling.Model"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
     ],
 )
@@ -381,6 +380,80 @@ def test_dense_options_without_code_are_refused(source, fields):
     sources.change_json(source / "3_Dense" / "config.json", **fields)
     with pytest.raises(UnsupportedModel, match=r"ELU|use_residual"):
         converted(source)
+
+
+def test_a_transformer_alone_is_no_embedder(tmp_path):
+    source = sources.write_bert(tmp_path / "source")
+    sources.write_modules(source, (sources.TRANSFORMER, ""))
+    with pytest.raises(UnsupportedModel, match=r"modules\.json has no Pooling"):
+        converted(source)
+
+
+@pytest.mark.parametrize("modules", [(), ((sources.TRANSFORMER, ""),)])
+def test_without_pooling_and_architectures_nothing_says_what_a_model_is_for(tmp_path, modules):
+    source = sources.write_bert(tmp_path / "source", architectures=None)
+    if modules:
+        sources.write_modules(source, *modules)
+    with pytest.raises(UnsupportedModel, match=r"nothing says whether .* embeds or scores"):
+        converted(source)
+
+
+def test_pooling_makes_an_embedder_whatever_architectures_say(source):
+    wanted = converted(source)[0].content_hash
+    sources.change_json(source / "config.json", architectures=None)
+    spec = convert(source, source.parent / "other", progress=silent)
+    assert (spec.task, spec.content_hash) == ("embed", wanted)
+
+
+@pytest.mark.parametrize(
+    "config", [sources.BERT_CONFIG, sources.ROBERTA_CONFIG], ids=["bert", "xlm-roberta"]
+)
+def test_embedders_without_modules_json_may_hold_the_heads_they_were_trained_with(config, tmp_path):
+    bert = config is sources.BERT_CONFIG
+    head = {"pooler.dense": (8, 8)} if bert else {"lm_head.dense": (8, 8)}
+    named = "BertModel" if bert else "XLMRobertaForMaskedLM"
+    tensors = sources.bert_tensors(config=config) | sources.head_tensors(head)
+    fields = config | {"architectures": [named]}
+    spec, params = converted(sources.write_bert(tmp_path / "source", tensors=tensors, **fields))
+    assert (spec.task, spec.pooling, set(params)) == (
+        "embed",
+        ("mean",),
+        set(parameter_shapes(spec)),
+    )
+
+
+def test_own_code_for_other_uses_does_not_concern_an_embedder(source):
+    code = {"AutoConfig": "x.Config", "AutoModelForMaskedLM": "x.Masked"}
+    code |= {"AutoModelForSequenceClassification": "x.Classifier"}
+    sources.change_json(source / "config.json", auto_map=code)
+    assert converted(source)[0].task == "embed"
+
+
+TYPES, NO_TYPES = ["input_ids", "token_type_ids", "attention_mask"], ["input_ids", "attention_mask"]
+
+
+@pytest.mark.parametrize(
+    ("said", "given"),
+    [
+        ({}, True),
+        ({"tokenizer_class": "BertTokenizerFast"}, True),
+        ({"tokenizer_class": "BertTokenizer", "model_input_names": NO_TYPES}, False),
+        ({"tokenizer_class": "DistilBertTokenizerFast"}, False),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, False),
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": TYPES}, True),
+        ({"tokenizer_class": "TokenizersBackend"}, False),
+    ],
+)
+def test_the_tokenizer_config_says_whether_types_are_given(source, said, given):
+    sources.write_json(source / "tokenizer_config.json", said)
+    assert converted(source)[0].token_types == given
+
+
+def test_without_a_tokenizer_config_the_model_says_which_tokenizer_it_has(source):
+    assert tokenizer.gives_types(source, {"model_type": "bert"})
+    assert not tokenizer.gives_types(source, {"model_type": "roberta"})
+    named = {"model_type": "roberta", "tokenizer_class": "BertTokenizer"}
+    assert tokenizer.gives_types(source, named)
 
 
 def test_paths_out_of_the_model_are_refused(source):
@@ -523,18 +596,6 @@ def test_bert_needs_its_sizes():
         bert.config({})
     with pytest.raises(CheckpointError, match="8 is not a multiple of num_attention_heads 3"):
         bert.config(sources.BERT_CONFIG | {"num_attention_heads": 3})
-
-
-def test_the_command_prints_the_manifest(source, tmp_path, capsys):
-    assert command.main([str(source), str(tmp_path / "out")]) == 0
-    assert "mean, normalize" in capsys.readouterr().out
-
-
-def test_the_command_says_what_is_wrong(source, tmp_path, capsys):
-    assert command.main([]) == 2
-    assert "usage" in capsys.readouterr().err
-    assert command.main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
-    assert "nowhere is not a directory" in capsys.readouterr().err
 
 
 def test_a_scalar_and_an_empty_tensor_can_be_read(tmp_path):

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -297,13 +299,22 @@ def test_a_token_sees_those_after_it_only_where_the_model_is_bidirectional(
     assert not np.allclose(first[3], second[3])
 
 
-def test_own_code_is_known_for_embedders_only(tmp_path):
-    for name, architecture in (("a", "Qwen2ForSequenceClassification"), ("b", "Qwen2ForCausalLM")):
-        source = write(tmp_path / name, QWEN2, **OWN_CODE, architectures=[architecture])
-        if architecture == "Qwen2ForCausalLM":
-            write_logit_score(source)
-        with pytest.raises(UnsupportedModel, match="scores with its own code"):
-            converted(source)
+@pytest.mark.parametrize("use", ["SequenceClassification", "CausalLM"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_own_code_is_known_for_embedders_only(tmp_path, use, whole):
+    """As gte-Qwen2's, which names every class of its file."""
+    entry = {f"AutoModelFor{use}": f"modeling_qwen.Qwen2For{use}"}
+    code: dict[str, Any] = {"auto_map": OWN_CODE["auto_map"] | entry if whole else entry}
+    source = write(tmp_path / "scorer", QWEN2, **code, architectures=[f"Qwen2For{use}"])
+    if use == "CausalLM":
+        write_logit_score(source)
+    with pytest.raises(UnsupportedModel, match=r"own code .*modeling_qwen\.Qwen2"):
+        converted(source)
+    source = write_embedder(tmp_path / "embedder", QWEN2, **code)
+    assert converted(source)[0].config["causal"] != whole
+
+
+def test_code_of_that_class_from_elsewhere_is_not_known(tmp_path):
     source = write_embedder(tmp_path / "c", QWEN2, auto_map={"AutoModel": "other.Qwen2Model"})
     with pytest.raises(UnsupportedModel, match=r"brings its own code .*other\.Qwen2Model"):
         converted(source)
@@ -436,6 +447,25 @@ def test_logit_score_and_a_chat_template_say_how_a_pair_is_asked(tmp_path, caplo
     }
 
 
+def test_templates_and_readmes_are_utf_8_in_any_locale(tmp_path):
+    source = write(tmp_path / "source")
+    (source / "README.md").write_text(f"é {qwen3.RERANKER.quote}", encoding="utf-8")
+    (source / "chat_template.jinja").write_text(f"{{# é #}}{TALK}", encoding="utf-8")
+    code = (
+        "import sys; from pathlib import Path; from converters import qwen3, rerankers;"
+        "assert rerankers.template_of(Path(sys.argv[1]), 'copy', qwen3) == qwen3.RERANKER.template"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(source)],
+        env={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_default_prompt_is_the_instruction(tmp_path):
     source = write(tmp_path / "source")
     write_logit_score(source)
@@ -522,7 +552,7 @@ def test_ids_of_logit_score_are_checked(tmp_path):
         ("someone/Qwen3-Reranker-topics", 3, None),
     ],
 )
-def test_a_converted_reranker_is_asked_as_the_original_is(tmp_path, name, labels, template):
+def test_a_converted_reranker_is_asked_as_the_original_is(tmp_path, caplog, name, labels, template):
     score = np.random.default_rng(3).standard_normal((labels, HIDDEN), np.float32)
     source = write(
         tmp_path / "source",
@@ -533,6 +563,8 @@ def test_a_converted_reranker_is_asked_as_the_original_is(tmp_path, name, labels
     spec, params = converted(source, name=name)
     assert spec.template == template
     assert spec.task == ("rerank" if labels == 1 else "classify")
+    warned = f"{name} is a language model that scores pairs, and nothing says how" in caplog.text
+    assert warned == (labels == 1 and template is None)
     assert spec.pooling == ("lasttoken",)
     np.testing.assert_array_equal(params["modules.0.kernel"], score.T)
 

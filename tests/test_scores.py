@@ -114,6 +114,40 @@ def test_what_a_cross_encoder_wants_and_we_do_not_run_is_refused(tmp_path, saved
         converted(source)
 
 
+def test_several_values_of_a_regression_are_refused(tmp_path):
+    source = write_scorer(tmp_path / "several", labels=3, problem_type="regression")
+    with pytest.raises(UnsupportedModel, match="'regression' with 3 labels is not supported"):
+        converted(source)
+    spec, _ = converted(write_scorer(tmp_path / "one", problem_type="regression"))
+    assert spec.score_function == "sigmoid"
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("key", ["AutoModel", "AutoModelForSequenceClassification"])
+def test_a_classifier_with_code_of_its_own_is_refused(tmp_path, kind, key):
+    source = write_scorer(tmp_path / "source", kind, auto_map={key: "modeling_x.Mine"})
+    with pytest.raises(UnsupportedModel, match=rf"own code .*{key}: modeling_x\.Mine"):
+        converted(source)
+
+
+def test_code_for_another_use_does_not_concern_a_classifier(tmp_path):
+    code = {"AutoConfig": "x.Config", "AutoModelForMaskedLM": "x.Masked"}
+    assert converted(write_scorer(tmp_path / "source", auto_map=code))[0].task == "rerank"
+
+
+def test_a_dense_path_of_a_model_that_scores_is_refused(tmp_path):
+    source = write_scorer(tmp_path / "source")
+    with pytest.raises(CheckpointError, match="dense path '2_Dense' takes the place of a Dense"):
+        convert(source, tmp_path / "out", dense_path="2_Dense")
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_classifier_that_does_not_say_so_is_not_taken_for_an_embedder(tmp_path, kind):
+    source = write_scorer(tmp_path / "source", kind, architectures=None)
+    with pytest.raises(UnsupportedModel, match=r"nothing says whether .* embeds or scores"):
+        converted(source)
+
+
 @pytest.mark.parametrize("ids", [{"0": "a", "2": "b"}, {"a": "0"}, ["a", "b"]])
 def test_labels_without_ids_in_order_are_refused(tmp_path, ids):
     source = write_scorer(tmp_path / "source", labels=2, id2label=ids)

@@ -1,5 +1,6 @@
 """Random rerankers and classifiers against sentence-transformers' CrossEncoder, in float32."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import pytest
 from golden import make
 from golden.families import FAMILIES, WORDS
 from sentence_transformers import CrossEncoder
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
+from converters.tokenizer import WITH_TYPES
 from jaxembed import Embedder
 from jaxembed.inputs import Pair
 from jaxembed.models.output import OutputName
@@ -31,6 +34,26 @@ CASES = {
     **{f"{family}-{size}": (family, size, make.Head()) for family, size in REAL},
 }
 TOLERANCE = 1e-5  # float32, sums in another order; 2.3e-6 was the most
+TOKENIZERS: dict[str, tuple[dict, bool]] = {  # of tokenizer_config.json, and whether types count
+    "BertTokenizer": ({"tokenizer_class": "BertTokenizer"}, True),
+    "BertTokenizerFast": ({"tokenizer_class": "BertTokenizerFast"}, True),
+    "none named": ({"tokenizer_class": None}, True),
+    "BertTokenizer without": (
+        {"tokenizer_class": "BertTokenizer", "model_input_names": ["input_ids", "attention_mask"]},
+        False,
+    ),
+    "PreTrainedTokenizerFast": ({"tokenizer_class": "PreTrainedTokenizerFast"}, False),
+    "PreTrainedTokenizerFast with": (
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        },
+        True,
+    ),
+    "TokenizersBackend": ({"tokenizer_class": "TokenizersBackend"}, False),
+    "DistilBertTokenizer": ({"tokenizer_class": "DistilBertTokenizer"}, False),
+    "ElectraTokenizerFast": ({"tokenizer_class": "ElectraTokenizerFast"}, True),
+}
 QUERY = "Where is the red dog?"
 DENSE: frozenset[OutputName] = frozenset({"dense"})
 
@@ -117,3 +140,28 @@ def test_pairs_over_the_limit_lose_the_end_of_the_second_text(scorers, side):
         assert [one.types.tolist() for one in encodings] == wanted["token_type_ids"]
     else:
         assert not any(one.types is not None and one.types.any() for one in encodings)
+
+
+@pytest.mark.parametrize(("said", "counted"), TOKENIZERS.values(), ids=TOKENIZERS)
+def test_types_count_where_transformers_gives_them_to_the_model(
+    said, counted, tmp_path, make_embedder
+):
+    head = HEADS["one label, saved by transformers"]
+    make.save(make.Case(family="bert", head=head, max_seq_length=32), tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    embedder = make_embedder(tmp_path, [(2, 32)])
+    assert embedder.spec.token_types == counted
+    pairs = [(QUERY, "the dog"), ("a", "how is the sky"), ("a cat", "the red sky")]
+    options = {"raw_scores": True}
+    wanted = make.score(make.load_scorer(tmp_path), head, {"inputs": pairs, "options": options})
+    got = np.array([[labels[0].score] for labels in embedder.classify(pairs, **options)])
+    assert apart(got, wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", sorted(WITH_TYPES))
+def test_tokenizers_said_to_give_types_do(name):
+    for spelling in (name, f"{name}Fast"):
+        kind = tokenizer_class_from_name(spelling)
+        assert kind is not None
+        assert "token_type_ids" in kind.model_input_names
