@@ -148,6 +148,7 @@ def _random_reranker(path: Path, folder: Path) -> Path:
         pooling=("cls",),
         modules=(DenseLayer(width, width), DenseLayer(width, 1, activation="identity")),
         labels=("LABEL_0",),
+        score_function="sigmoid",
         prompts={},
         default_prompt_name=None,
     )

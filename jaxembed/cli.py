@@ -261,7 +261,8 @@ def convert(model: str, out: Path, **flags: Any) -> None:
     source = _source(flags)
     del source["cache_dir"]
     spec = hub.convert(model, out, **source)
-    click.echo(f"{out}: {spec.architecture}, {spec.dim} dimensions, {spec.max_input_tokens} tokens")
+    gives = f"{spec.dim} dimensions" if spec.task == "embed" else f"labels {', '.join(spec.labels)}"
+    click.echo(f"{out}: {spec.architecture}, {spec.task}, {gives}, {spec.max_input_tokens} tokens")
 
 
 @cli.command()
@@ -313,22 +314,15 @@ def embed(
 @click.argument("model", required=False)
 @MODEL_OPTIONS
 def info(model: str | None, **flags: Any) -> None:
-    """Say what MODEL is: limits, pooling, prompts, size."""
+    """Say what MODEL is: task, outputs, limits, pooling, prompts, size. Converts nothing."""
     configure_logging()
-    os.environ["JAX_PLATFORMS"] = "cpu"  # a conversion starts a backend, as in convert
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing here is worth starting another device for
     import msgspec
 
-    from jaxembed import checkpoint, hub
-    from jaxembed.models import parameter_shapes
+    from jaxembed import hub
+    from jaxembed.summary import summary
 
-    source = _source(flags)
-    spec = checkpoint.load_spec(hub.resolve(model, **source))
-    parameters = sum(shape.size for shape in parameter_shapes(spec).values())
-    facts = msgspec.to_builtins(spec) | {
-        "dimensions": spec.dim,
-        "parameters": parameters,
-        "parameter_bytes": {"float32": 4 * parameters, "bfloat16": 2 * parameters},
-    }
+    facts = summary(hub.describe(model, **_source(flags)))
     click.echo(msgspec.json.format(msgspec.json.encode(facts)).decode())
 
 
@@ -467,12 +461,12 @@ def _embedders(models: Sequence[str], flags: dict[str, Any]) -> list:
 
 
 def _embedding_model(model: str | None, flags: dict[str, Any]) -> str | None:
-    """The model, if it gives vectors: known before its parameters are loaded."""
+    """The model, if it gives vectors: known before its weights are downloaded."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
-    from jaxembed import checkpoint, hub
+    from jaxembed import hub
     from jaxembed.tasks import KIND
 
-    task = checkpoint.load_spec(hub.resolve(model, **_source(flags))).task
+    task = hub.describe(model, **_source(flags)).task
     if task != "embed":
         raise WrongTask(f"{model} is {KIND[task]}, which gives no vectors; use `jaxembed serve`")
     return model

@@ -21,21 +21,17 @@ from jaxembed.engine.compiles import compile_events
 from jaxembed.errors import ConfigError, EmptyInput, InvalidInput
 from jaxembed.inputs import Input, Pair, Text
 from jaxembed.models import program
-from jaxembed.models.output import OutputName
 from jaxembed.options import Embeddings, EncodeOptions, Label, Ranked, ScoreOptions, Scores
-from jaxembed.postprocess import rank, scores, shape_vectors
 from jaxembed.processors.text import TextProcessor, TokenPiece
-from jaxembed.runner import Run, Runner
+from jaxembed.runner import Runner
 from jaxembed.spec import ModelSpec, Pooling
-from jaxembed.tasks import Tasks
+from jaxembed.tasks import KIND, Answer, Request, Tasks
 from jaxembed.telemetry import Telemetry
 
 QUEUED_BATCHES = 64  # of waiting work a device may have before requests are refused
 MOST_SHOWN_CHARACTERS = 1_000_000  # in a /tokenize request: an answer takes 900 bytes a token
 QUERY_PROMPTS = ("query",)  # names sentence-transformers looks for, in this order
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
-LOGITS: frozenset[OutputName] = frozenset({"dense"})  # they are a scorer's vectors
-OnTokens = Callable[[int], object]  # told how many tokens a request holds
 
 
 class Embedder:
@@ -111,11 +107,12 @@ class Embedder:
         self.engine = build(
             self.plan,
             model,
-            lambda: checkpoint.load_params(path, self.spec),
+            lambda: checkpoint.stream_params(path, self.spec, model.order),
             self.spec,
             self.config,
             self.telemetry,
             on_progress,
+            self.name,
         )
         batches = QUEUED_BATCHES * max(len(self.plan.devices), 1)
         self.admission = Admission(
@@ -123,7 +120,7 @@ class Embedder:
             batches * self.plan.max_batch_tokens,
             lambda: self.engine.tokens_per_s,
         )
-        self.runner = Runner(self.processor.executor, self.engine, self.telemetry, self.spec.task)
+        self.runner = Runner(self.processor.executor, self.engine, self.telemetry, self.spec)
         self.engine.start()
 
     # -- the library ------------------------------------------------------------------------------
@@ -134,32 +131,25 @@ class Embedder:
         Options are the fields of EncodeOptions: prompt, prompt_name, truncate, truncation_side,
         dimensions, normalize. Raises the errors of InvalidInput and BackendError.
         """
-        wanted, inputs = _encode_options(options), _texts(texts)
-        tokenize = self.tasks.embed(wanted)
-        if not inputs:
-            return np.zeros((0, wanted.dimensions or self.spec.dim), np.float32)
-        dense = self._embeddings(self.runner.run(inputs, tokenize, wanted.outputs), wanted).dense
-        return dense[0] if isinstance(texts, str) else dense
+        request = self.tasks.embed(_texts(texts), _encode_options(options))
+        return _one_or_all(texts, self.runner.run(request))
+
+    async def encode_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
+        """`encode` without blocking the event loop. Cancelling the task cancels queued work."""
+        request = self.tasks.embed(_texts(texts), _encode_options(options))
+        return _one_or_all(texts, await self.runner.run_async(request))
 
     def encode_query(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode` with the checkpoint's prompt for queries, where it has one."""
         return self.encode(texts, **self._with_prompt(QUERY_PROMPTS, options))
 
-    def encode_document(self, texts: str | Sequence[str], **options) -> np.ndarray:
-        """`encode` with the checkpoint's prompt for documents, where it has one."""
-        return self.encode(texts, **self._with_prompt(DOCUMENT_PROMPTS, options))
-
-    async def encode_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
-        """`encode` without blocking the event loop. Cancelling the task cancels queued work."""
-        inputs = _texts(texts)
-        if not inputs:
-            return self.encode([], **options)
-        dense = (await self._answer(inputs, _encode_options(options))).dense
-        return dense[0] if isinstance(texts, str) else dense
-
     async def encode_query_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode_query` without blocking the event loop."""
         return await self.encode_async(texts, **self._with_prompt(QUERY_PROMPTS, options))
+
+    def encode_document(self, texts: str | Sequence[str], **options) -> np.ndarray:
+        """`encode` with the checkpoint's prompt for documents, where it has one."""
+        return self.encode(texts, **self._with_prompt(DOCUMENT_PROMPTS, options))
 
     async def encode_document_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode_document` without blocking the event loop."""
@@ -180,11 +170,8 @@ class Embedder:
         of ScoreOptions. Raises WrongTask and the errors of InvalidInput and BackendError.
         """
         _check_top_n(top_n)
-        tokenize = self.tasks.rerank(query, ScoreOptions(**options))
-        if not documents:
-            return []
-        run = self.runner.run(documents, tokenize, LOGITS)
-        return _ranked(_scores_of(run), raw_scores)[:top_n]
+        request = self.tasks.rerank(query, documents, ScoreOptions(**options))
+        return self.runner.run(request).ranked(raw_scores)[:top_n]
 
     async def rerank_async(
         self,
@@ -197,10 +184,8 @@ class Embedder:
     ) -> list[Ranked]:
         """`rerank` without blocking the event loop."""
         _check_top_n(top_n)
-        if not documents:
-            return self.rerank(query, [], **options)
-        answer = await self._score_documents(query, documents, ScoreOptions(**options))
-        return _ranked(answer, raw_scores)[:top_n]
+        request = self.tasks.rerank(query, documents, ScoreOptions(**options))
+        return (await self.runner.run_async(request)).ranked(raw_scores)[:top_n]
 
     def classify(
         self, inputs: str | Sequence[str | tuple[str, str]], *, raw_scores: bool = False, **options
@@ -210,50 +195,50 @@ class Embedder:
         The checkpoint says whether scores add up to one or stand alone; with `raw_scores` they are
         the model's logits. Otherwise as `rerank`.
         """
-        wanted, items = ScoreOptions(**options), _texts_and_pairs(inputs)
-        tokenize = self.tasks.score(wanted)
-        if not items:
-            return []
-        return self._labelled(_scores_of(self.runner.run(items, tokenize, LOGITS)), raw_scores)
+        request = self.tasks.score(_texts_and_pairs(inputs), ScoreOptions(**options))
+        return self.runner.run(request).labelled(raw_scores)
 
     async def classify_async(
         self, inputs: str | Sequence[str | tuple[str, str]], *, raw_scores: bool = False, **options
     ) -> list[list[Label]]:
         """`classify` without blocking the event loop."""
-        items = _texts_and_pairs(inputs)
-        if not items:
-            return self.classify([], **options)
-        return self._labelled(await self._score(items, ScoreOptions(**options)), raw_scores)
+        request = self.tasks.score(_texts_and_pairs(inputs), ScoreOptions(**options))
+        return (await self.runner.run_async(request)).labelled(raw_scores)
+
+    def _with_prompt(self, names: Sequence[str], options: dict) -> dict:
+        """The options with the first of these prompts that the checkpoint has, or with none: its
+        default prompt is for neither queries nor documents, as in sentence-transformers."""
+        if "prompt" in options or "prompt_name" in options:
+            return options
+        prompt = next((self.spec.prompts[name] for name in names if name in self.spec.prompts), "")
+        return {**options, "prompt": prompt}
 
     # -- the server -------------------------------------------------------------------------------
 
     async def answer(self, inputs: Sequence[Input], options: EncodeOptions) -> Embeddings:
         """Admit a request, tokenize it off the loop, run it, shape its vectors.
 
-        Raises Overloaded before any work is done, and the errors of InvalidInput and BackendError.
-        Cancelling the task takes what is queued of the request along.
+        Raises WrongTask, Overloaded before any work is done, and the errors of InvalidInput and
+        BackendError. Cancelling the task takes what is queued of the request along.
         """
-        with self.admission.admit(len(inputs), self.processor.estimate(inputs)) as permit:
-            return await self._answer(inputs, options, permit.correct)
+        return await self._admitted(self.tasks.embed(inputs, options), inputs)
 
     async def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> Scores:
-        """The logits of each text or pair, from a classifier or reranker; else as `answer`.
-
-        Raises WrongTask of an embedding model.
-        """
-        with self.admission.admit(len(inputs), self.processor.estimate(inputs)) as permit:
-            return await self._score(inputs, options, permit.correct)
+        """The logits of each text or pair, from a classifier or reranker; else as `answer`."""
+        return await self._admitted(self.tasks.score(inputs, options), inputs)
 
     async def score_documents(
         self, query: str, documents: Sequence[str], options: ScoreOptions
     ) -> Scores:
-        """The logits of each document beside the query, which is tokenized once; from a reranker.
+        """The logits of each document beside the query, from a reranker; else as `answer`."""
+        request = self.tasks.rerank(query, documents, options)
+        return await self._admitted(request, [Pair(query, document) for document in documents])
 
-        Raises WrongTask of any other model; else as `answer`.
-        """
-        tokens = self.processor.estimate([Pair(query, document) for document in documents])
-        with self.admission.admit(len(documents), tokens) as permit:
-            return await self._score_documents(query, documents, options, permit.correct)
+    async def _admitted(self, request: Request[Answer], inputs: Sequence[Input]) -> Answer:
+        if not inputs:
+            raise EmptyInput("Input validation error: `inputs` cannot be empty")
+        with self.admission.admit(len(inputs), self.processor.estimate(inputs)) as permit:
+            return await self.runner.run_async(request, permit.correct)
 
     async def tokenize_async(
         self, texts: Sequence[str], *, add_special_tokens: bool, prompt_name: str | None
@@ -338,7 +323,7 @@ class Embedder:
             return {"dimensions": spec.dim, "prompts": sorted(spec.prompts)}
         return {
             "labels": list(spec.labels),
-            "score_function": "sigmoid" if spec.task == "rerank" else spec.score_function,
+            "score_function": spec.score_function,
             "template": template is not None,
             "instruction": template.instruction if template else None,
         }
@@ -353,70 +338,18 @@ class Embedder:
 
     def close(self, timeout_s: float = 20.0) -> None:
         """Finish what is queued and stop the threads."""
-        self.runner.closed = True
-        self.drain()
+        self.runner.close()
+        self.admission.close()
         self.engine.close(timeout_s)
-        self.processor.executor.shutdown(wait=False)
-
-    # -- between ----------------------------------------------------------------------------------
-
-    async def _answer(
-        self,
-        inputs: Sequence[Input],
-        options: EncodeOptions,
-        on_tokens: OnTokens = lambda tokens: None,
-    ) -> Embeddings:
-        tokenize = self.tasks.embed(options)
-        _check_any(inputs)
-        run = await self.runner.run_async(inputs, tokenize, options.outputs, on_tokens)
-        return self._embeddings(run, options)
-
-    async def _score(
-        self,
-        inputs: Sequence[Text | Pair],
-        options: ScoreOptions,
-        on_tokens: OnTokens = lambda tokens: None,
-    ) -> Scores:
-        tokenize = self.tasks.score(options)
-        _check_any(inputs)
-        return _scores_of(await self.runner.run_async(inputs, tokenize, LOGITS, on_tokens))
-
-    async def _score_documents(
-        self,
-        query: str,
-        documents: Sequence[str],
-        options: ScoreOptions,
-        on_tokens: OnTokens = lambda tokens: None,
-    ) -> Scores:
-        tokenize = self.tasks.rerank(query, options)
-        _check_any(documents)
-        return _scores_of(await self.runner.run_async(documents, tokenize, LOGITS, on_tokens))
-
-    def _with_prompt(self, names: Sequence[str], options: dict) -> dict:
-        """The options with the first of these prompts that the checkpoint has, or with none: its
-        default prompt is for neither queries nor documents, as in sentence-transformers."""
-        if "prompt" in options or "prompt_name" in options:
-            return options
-        prompt = next((self.spec.prompts[name] for name in names if name in self.spec.prompts), "")
-        return {**options, "prompt": prompt}
-
-    def _embeddings(self, run: Run, options: EncodeOptions) -> Embeddings:
-        normalize = self.spec.normalize if options.normalize is None else options.normalize
-        dense = shape_vectors(run.ticket.dense, dimensions=options.dimensions, normalize=normalize)
-        tokens = [hidden for hidden in run.ticket.tokens if hidden is not None]
-        return Embeddings(dense=dense, tokens=tokens or None, **run.figures)
-
-    def _labelled(self, answer: Scores, raw_scores: bool) -> list[list[Label]]:
-        logits, labels = answer.logits, self.spec.labels
-        values = logits if raw_scores else scores(logits, self.spec.score_function)
-        return [
-            [Label(labels[k], float(row[k])) for k in rank(order)]
-            for row, order in zip(values, logits, strict=True)
-        ]
 
 
 def _pooled(spec: ModelSpec, pooling: Pooling) -> ModelSpec:
-    """The spec with another pooling. Raises ConfigError if the modules after it don't fit."""
+    """The spec with another pooling. Raises ConfigError for a model that was made for its own."""
+    if spec.task != "embed":
+        raise ConfigError(
+            f"--pooling {pooling} is for embedding models; this is {KIND[spec.task]}, and its head "
+            "takes only the pooling it was trained with"
+        )
     if len(spec.pooling) > 1:
         raise ConfigError(f"--pooling {pooling}: this checkpoint concatenates {spec.pooling}")
     return msgspec.structs.replace(spec, pooling=(pooling,))
@@ -438,20 +371,8 @@ def _texts_and_pairs(inputs: str | Sequence[str | tuple[str, str]]) -> list[Text
     return [Text(one) if isinstance(one, str) else Pair(*one) for one in listed]
 
 
-def _scores_of(run: Run) -> Scores:
-    return Scores(logits=run.ticket.dense, **run.figures)
-
-
-def _ranked(answer: Scores, raw_scores: bool) -> list[Ranked]:
-    """Ordered by logits: far from zero, different ones have the same score."""
-    logits = answer.logits[:, 0]
-    values = logits if raw_scores else scores(answer.logits, "sigmoid")[:, 0]
-    return [Ranked(int(k), float(values[k])) for k in rank(logits)]
-
-
-def _check_any(inputs: Sequence) -> None:
-    if not inputs:
-        raise EmptyInput("Input validation error: `inputs` cannot be empty")
+def _one_or_all(texts: str | Sequence[str], answer: Embeddings) -> np.ndarray:
+    return answer.dense[0] if isinstance(texts, str) else answer.dense
 
 
 def _check_top_n(top_n: int | None) -> None:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxembed.models.output import OutputName
+from jaxembed.postprocess import rank, scores
 from jaxembed.processors.tokenizer import Side
+from jaxembed.spec import ScoreFunction
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,6 @@ class Embeddings:
 
 
 @dataclass(frozen=True)
-class Scores:
-    """The answer of a reranker or classifier, in input order. See `postprocess.scores`."""
-
-    logits: np.ndarray  # float32 [n, labels]
-    num_tokens: np.ndarray  # int [n], tokens really run
-    truncated: int  # inputs that were cut
-    tokenization_s: float  # this and the next two are means over the inputs
-    queue_s: float
-    inference_s: float
-
-
-@dataclass(frozen=True)
 class Ranked:
     """A document's place in the list that was given, and its score."""
 
@@ -74,3 +64,33 @@ class Label:
 
     label: str
     score: float
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The answer of a reranker or classifier, in input order."""
+
+    logits: np.ndarray  # float32 [n, labels]
+    labels: tuple[str, ...]
+    score_function: ScoreFunction
+    num_tokens: np.ndarray  # int [n], tokens really run
+    truncated: int  # inputs that were cut
+    tokenization_s: float  # this and the next two are means over the inputs
+    queue_s: float
+    inference_s: float
+
+    def shown(self, raw_scores: bool) -> np.ndarray:
+        """float32 [n, labels]: from 0 to 1, or the logits."""
+        return self.logits if raw_scores else scores(self.logits, self.score_function)
+
+    def ranked(self, raw_scores: bool) -> list[Ranked]:
+        """Each input by its first label, best first."""
+        values = self.shown(raw_scores)[:, 0]
+        return [Ranked(int(k), float(values[k])) for k in rank(self.logits[:, 0])]
+
+    def labelled(self, raw_scores: bool) -> list[list[Label]]:
+        """Every label of each input, best first."""
+        rows = zip(self.logits, self.shown(raw_scores), strict=True)
+        return [
+            [Label(self.labels[k], float(row[k])) for k in rank(logits)] for logits, row in rows
+        ]

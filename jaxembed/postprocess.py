@@ -4,11 +4,14 @@ Knows no device and no HTTP.
 """
 
 import base64
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from jaxembed.spec import ScoreFunction
+
+Ties = Literal["first", "last"]  # which of equal ones is ranked higher
 
 
 def shape_vectors(
@@ -41,17 +44,22 @@ def similarity(
 def scores(
     logits: Float[np.ndarray, "rows labels"], score_function: ScoreFunction
 ) -> Float[np.ndarray, "rows labels"]:
-    """Scores from 0 to 1. A single logit has none to be weighed against: always its sigmoid."""
+    """Scores from 0 to 1, of each logit by itself or adding up to one in a row."""
     exact = logits.astype(np.float64)
-    if score_function == "sigmoid" or logits.shape[1] == 1:
+    if score_function == "sigmoid":
         return np.exp(-np.logaddexp(0, -exact)).astype(np.float32)  # 1 + exp(-x) could overflow
     powers = np.exp(exact - exact.max(axis=1, keepdims=True))
     return (powers / powers.sum(axis=1, keepdims=True)).astype(np.float32)
 
 
-def rank(scores: Float[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-    """Indices from the highest score to the lowest; equal ones in input order."""
-    return np.argsort(-scores, kind="stable")
+def rank(logits: Float[np.ndarray, " n"], ties: Ties = "first") -> Int[np.ndarray, " n"]:
+    """Indices from the highest logit to the lowest; of equal ones the first or the last first.
+
+    By logits, not scores: far from zero different logits have the same score.
+    """
+    if ties == "first":
+        return np.argsort(-logits, kind="stable")
+    return np.argsort(logits, kind="stable")[::-1]
 
 
 def to_bytes(vectors: Float[np.ndarray, "..."]) -> bytes:

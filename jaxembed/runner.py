@@ -1,4 +1,4 @@
-"""One request, from its inputs to a finished ticket: chunks to tokenizer threads, then the engine.
+"""One request, from its inputs to its answer: chunks to tokenizer threads, then the engine.
 
 For a thread that may block, and for an event loop that may not.
 """
@@ -6,10 +6,8 @@ For a thread that may block, and for an event loop that may not.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from itertools import chain
 
 import numpy as np
@@ -20,86 +18,92 @@ from jaxembed.errors import BackendError
 from jaxembed.inputs import Encoding
 from jaxembed.models.output import OutputName
 from jaxembed.processors.text import CHUNK, Tokenized
-from jaxembed.spec import Task
-from jaxembed.tasks import Tokenize
+from jaxembed.spec import ModelSpec, Task
+from jaxembed.tasks import Answer, Request, Run
 from jaxembed.telemetry import Telemetry
 
 
-@dataclass(frozen=True)
-class Run:
-    """A request that is answered."""
-
-    ticket: Ticket
-    tokenized: Tokenized
-    tokenization_s: float  # all of the inputs
-
-    @cached_property
-    def figures(self) -> dict:
-        """The fields that Embeddings and Scores have in common."""
-        return {
-            "num_tokens": np.array([encoding.length for encoding in self.tokenized.encodings]),
-            "truncated": self.tokenized.truncated,
-            "tokenization_s": self.tokenization_s,
-            "queue_s": float(self.ticket.queue_s.mean()),
-            "inference_s": float(self.ticket.inference_s.mean()),
-        }
-
-
 class Runner:
-    """Runs the requests of one model and counts what is answered, until it is `closed`.
+    """Runs the requests of one model and counts what is answered, until it is closed.
 
-    `tokenize` is called with chunks of the items, in several threads at once.
+    What takes one job to tokenize is one; else `begin` is, and then each chunk, so that a huge
+    query keeps one tokenizer thread busy and not all of them.
     """
 
-    def __init__(self, executor: Executor, engine: Engine, telemetry: Telemetry, task: Task):
+    def __init__(self, executor: Executor, engine: Engine, telemetry: Telemetry, spec: ModelSpec):
         self._executor = executor
         self._engine = engine
         self._telemetry = telemetry
-        self._task: Task = task
-        self.closed = False
+        self._spec = spec
 
-    def run(self, items: Sequence, tokenize: Tokenize, outputs: frozenset[OutputName]) -> Run:
-        """Wait for the answer."""
-        self._check_open()
+    def run(self, request: Request[Answer]) -> Answer:
+        """Wait for the answer. Raises BackendError when closed."""
+        if not request.items:
+            return self._nothing(request)
         started_at = time.monotonic()
-        tokenized = _join(self._executor.map(tokenize, _chunks(items)))
+        tokenized = self._tokenize(request)
         tokenization_s = time.monotonic() - started_at
-        ticket = self._engine.submit(tokenized.encodings, outputs)
+        ticket = self._engine.submit(tokenized.encodings, request.outputs)
         try:
             ticket.result()
         except BaseException:
             self._engine.cancel(ticket)
             raise
-        return self._answered(Run(ticket, tokenized, tokenization_s))
+        return request.answer(self._count(Run(ticket, tokenized, tokenization_s)))
 
     async def run_async(
         self,
-        items: Sequence,
-        tokenize: Tokenize,
-        outputs: frozenset[OutputName],
-        on_tokens: Callable[[int], object],
-    ) -> Run:
+        request: Request[Answer],
+        on_tokens: Callable[[int], object] = lambda tokens: None,
+    ) -> Answer:
         """`run` without blocking the loop; `on_tokens` is told how many tokens there are.
 
         Cancelling the task takes along what is queued of the request.
         """
-        self._check_open()
+        if not request.items:
+            return self._nothing(request)
         started_at = time.monotonic()
-        parts = [self.off_loop(tokenize, chunk) for chunk in _chunks(items)]
-        try:
-            tokenized = _join(await asyncio.gather(*parts))
-        except BaseException:
-            for part in parts:  # the others are for nothing now
-                part.cancel()
-            raise
+        tokenized = await self._tokenize_async(request)
         tokenization_s = time.monotonic() - started_at
         on_tokens(sum(encoding.length for encoding in tokenized.encodings))
-        ticket = await self._submit(tokenized.encodings, outputs)
-        return self._answered(Run(ticket, tokenized, tokenization_s))
+        ticket = await self._submit(tokenized.encodings, request.outputs)
+        return request.answer(self._count(Run(ticket, tokenized, tokenization_s)))
 
     def off_loop(self, call: Callable, *arguments) -> asyncio.Future:
-        """The call in a tokenizer thread."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, call, *arguments)
+        """The call in a tokenizer thread, to be awaited. Raises BackendError when closed."""
+        return asyncio.wrap_future(self._in_thread(call, *arguments))
+
+    def close(self) -> None:
+        """Take no further request."""
+        self._executor.shutdown(wait=False)
+
+    def _tokenize(self, request: Request) -> Tokenized:
+        if len(request.items) <= CHUNK:
+            return self._in_thread(_tokenize_whole, request).result()
+        tokenize = self._in_thread(request.begin).result()
+        parts = [self._in_thread(tokenize, chunk) for chunk in _chunks(request.items)]
+        try:
+            return _join([part.result() for part in parts])
+        except BaseException:
+            _cancel(parts)
+            raise
+
+    async def _tokenize_async(self, request: Request) -> Tokenized:
+        if len(request.items) <= CHUNK:
+            return await self.off_loop(_tokenize_whole, request)
+        tokenize = await self.off_loop(request.begin)
+        parts = [self.off_loop(tokenize, chunk) for chunk in _chunks(request.items)]
+        try:
+            return _join(await asyncio.gather(*parts))
+        except BaseException:
+            _cancel(parts)
+            raise
+
+    def _in_thread(self, call: Callable, *arguments) -> Future:
+        try:
+            return self._executor.submit(call, *arguments)
+        except RuntimeError as error:  # it was shut down
+            raise BackendError("this Embedder is closed") from error
 
     async def _submit(self, encodings: list[Encoding], outputs: frozenset[OutputName]) -> Ticket:
         """Submit and wait; the engine wakes the loop once."""
@@ -118,17 +122,16 @@ class Runner:
             raise
         return ticket.result(timeout_s=0.0)
 
-    def _check_open(self) -> None:
-        if self.closed:
-            raise BackendError("this Embedder is closed")
+    def _nothing(self, request: Request[Answer]) -> Answer:
+        """The answer where there are no items."""
+        return request.answer(Run(Ticket([], self._spec.dim), Tokenized([], 0), 0.0))
 
-    def _answered(self, run: Run) -> Run:
-        """Count it."""
+    def _count(self, run: Run) -> Run:
         telemetry, ticket, figures = self._telemetry, run.ticket, run.figures
         count = len(figures["num_tokens"])
         telemetry.truncated_inputs.inc(figures["truncated"])
         telemetry.input_length.observe_many(figures["num_tokens"])
-        done, succeeded, *durations = _series(telemetry, self._task)
+        done, succeeded, *durations = _series(telemetry, self._spec.task)
         done.inc(count)
         succeeded.inc(count)
         tokenization_s = np.full(count, run.tokenization_s / count)
@@ -165,7 +168,15 @@ def _chunks(items: Sequence) -> Iterator[Sequence]:
     return (items[k : k + CHUNK] for k in range(0, len(items), CHUNK))
 
 
-def _join(parts) -> Tokenized:
-    parts = list(parts)
+def _tokenize_whole(request: Request) -> Tokenized:
+    return request.begin()(request.items)
+
+
+def _cancel(parts: Iterable[Future | asyncio.Future]) -> None:
+    for part in parts:  # they are for nothing now
+        part.cancel()
+
+
+def _join(parts: Sequence[Tokenized]) -> Tokenized:
     encodings = list(chain.from_iterable(part.encodings for part in parts))
     return Tokenized(encodings, sum(part.truncated for part in parts))

@@ -1,15 +1,21 @@
-"""What a model can be asked for, and how the inputs of each task are tokenized. Runs nothing."""
+"""What a model can be asked for: what is tokenized how, and what comes back. Runs nothing."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from jaxembed.config import TextConfig
+from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import EmptyInput, InvalidInput, WrongTask
-from jaxembed.options import EncodeOptions, ScoreOptions
+from jaxembed.inputs import Input, Pair, Text
+from jaxembed.models.output import OutputName
+from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
+from jaxembed.postprocess import shape_vectors
 from jaxembed.processors.text import Rules, TextProcessor, Tokenized
 from jaxembed.spec import ModelSpec, Task
-
-Tokenize = Callable[[Sequence], Tokenized]
 
 DOES: dict[Task, tuple[Task, ...]] = {  # what a model of a task can be asked for
     "embed": ("embed",),
@@ -21,10 +27,48 @@ KIND: dict[Task, str] = {
     "classify": "a classifier",
     "rerank": "a reranker",
 }
+LOGITS: frozenset[OutputName] = frozenset({"dense"})  # they are a scorer's vectors
+
+Answer = TypeVar("Answer")
+Tokenize = Callable[[Sequence], Tokenized]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What tokenizer and engine made of a request."""
+
+    ticket: Ticket
+    tokenized: Tokenized
+    tokenization_s: float  # all of the inputs
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """The fields that Embeddings and Scores have in common."""
+        return {
+            "num_tokens": np.array([one.length for one in self.tokenized.encodings], np.int64),
+            "truncated": self.tokenized.truncated,
+            "tokenization_s": self.tokenization_s,
+            "queue_s": _mean(self.ticket.queue_s),
+            "inference_s": _mean(self.ticket.inference_s),
+        }
+
+
+@dataclass(frozen=True)
+class Request(Generic[Answer]):
+    """What is done for one request, in this order.
+
+    `begin` is called once; it gives what tokenizes some of the `items`, in several threads at once.
+    The engine computes the `outputs`, of which `answer` makes what was asked for.
+    """
+
+    items: Sequence
+    begin: Callable[[], Tokenize]
+    outputs: frozenset[OutputName]
+    answer: Callable[[Run], Answer]
 
 
 class Tasks:
-    """The tasks of one model: each gives what tokenizes chunks of a request's inputs.
+    """The tasks of one model.
 
     All raise WrongTask if the model cannot do it, and InvalidInput for options it does not have.
     """
@@ -35,28 +79,37 @@ class Tasks:
         self._processor = processor
         self._text = text
 
-    def embed(self, options: EncodeOptions) -> Tokenize:
-        """Of Text, Pair and Tokens."""
+    def embed(self, inputs: Sequence[Input], options: EncodeOptions) -> Request[Embeddings]:
+        """A vector of each input, or what else the options ask for."""
         check_task(self._name, self._spec, "embed")
         check_dimensions(self._spec, options.dimensions)
         prompt = self._processor.prompt(options.prompt, options.prompt_name)
         rules = Rules(prompt, self._truncate(options), options.truncation_side)
-        return partial(self._processor.encode, rules=rules)
+        answer = partial(self._embeddings, options=options)
+        return Request(inputs, self._encoding(rules), options.outputs, answer)
 
-    def score(self, options: ScoreOptions) -> Tokenize:
-        """Of Text and Pair."""
+    def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> Request[Scores]:
+        """The logits of each text or pair."""
         check_task(self._name, self._spec, "classify")
-        return partial(self._processor.encode, rules=self._rules(options))
+        return Request(inputs, self._encoding(self._rules(options)), LOGITS, self._scores)
 
-    def rerank(self, query: str, options: ScoreOptions) -> Tokenize:
-        """Of the documents, which may be empty as in TEI; the query, tokenized once, may not.
+    def rerank(
+        self, query: str, documents: Sequence[str], options: ScoreOptions
+    ) -> Request[Scores]:
+        """The logit of each document beside the query, which is tokenized once.
 
-        Raises EmptyInput.
+        Equal documents get equal logits, so that they keep their order: elsewhere in a batch the
+        last bits differ. Documents may be empty, as in TEI. Raises EmptyInput for an empty query.
         """
         check_task(self._name, self._spec, "rerank")
-        if not query:
-            raise EmptyInput("Input validation error: `query` cannot be empty", field="query")
-        return self._processor.beside(query, self._rules(options))
+        check_query(query)
+        begin = partial(self._processor.beside, query, self._rules(options))
+        first: dict[str, int] = {}
+        alike = [first.setdefault(document, k) for k, document in enumerate(documents)]
+        return Request(documents, begin, LOGITS, partial(self._scores, chosen=alike))
+
+    def _encoding(self, rules: Rules) -> Callable[[], Tokenize]:
+        return lambda: partial(self._processor.encode, rules=rules)
 
     def _rules(self, options: ScoreOptions) -> Rules:
         most = options.max_document_tokens
@@ -67,13 +120,25 @@ class Tasks:
             )
         if options.instruction is not None and self._spec.template is None:
             raise InvalidInput(
-                f"{self._name} takes no `instruction`; leave it out", field="instruction"
+                "this model takes no `instruction`; leave it out", field="instruction"
             )
         side = options.truncation_side
         return Rules("", self._truncate(options), side, options.instruction, most)
 
     def _truncate(self, options: EncodeOptions | ScoreOptions) -> bool:
         return self._text.truncate if options.truncate is None else options.truncate
+
+    def _embeddings(self, run: Run, options: EncodeOptions) -> Embeddings:
+        normalize = self._spec.normalize if options.normalize is None else options.normalize
+        dense = shape_vectors(run.ticket.dense, dimensions=options.dimensions, normalize=normalize)
+        tokens = [hidden for hidden in run.ticket.tokens if hidden is not None]
+        return Embeddings(dense=dense, tokens=tokens or None, **run.figures)
+
+    def _scores(self, run: Run, chosen: Sequence[int] | None = None) -> Scores:
+        spec, logits = self._spec, run.ticket.dense
+        if chosen is not None:
+            logits = logits[list(chosen)]
+        return Scores(logits, spec.labels, spec.score_function, **run.figures)
 
 
 def check_task(name: str, spec: ModelSpec, task: Task) -> None:
@@ -92,3 +157,13 @@ def check_dimensions(spec: ModelSpec, dimensions: int | None) -> None:
             f"embeddings. Given: {dimensions}",
             field="dimensions",
         )
+
+
+def check_query(query: str) -> None:
+    """Raises EmptyInput for a query that asks nothing."""
+    if not query:
+        raise EmptyInput("Input validation error: `query` cannot be empty", field="query")
+
+
+def _mean(seconds: np.ndarray) -> float:
+    return float(seconds.mean()) if len(seconds) else 0.0

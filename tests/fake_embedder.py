@@ -15,7 +15,7 @@ from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.postprocess import shape_vectors
 from jaxembed.processors.text import TokenPiece
 from jaxembed.spec import ModelSpec
-from jaxembed.tasks import check_dimensions, check_task
+from jaxembed.tasks import check_dimensions, check_query, check_task
 from jaxembed.telemetry import Telemetry
 
 DIM = 8
@@ -31,7 +31,9 @@ SPEC = ModelSpec(
     source="test/fake",
     content_hash="0",
 )
-RERANKER = msgspec.structs.replace(SPEC, task="rerank", labels=("LABEL_0",))
+RERANKER = msgspec.structs.replace(
+    SPEC, task="rerank", labels=("LABEL_0",), score_function="sigmoid"
+)
 CLASSIFIER = msgspec.structs.replace(SPEC, task="classify", labels=("bad", "fair", "good"))
 
 
@@ -96,6 +98,8 @@ class FakeEmbedder(Embedder):
         lengths = self._lengths(inputs, options)
         return Scores(
             logits=np.stack([logits(item, len(self.spec.labels)) for item in inputs]),
+            labels=self.spec.labels,
+            score_function=self.spec.score_function,
             num_tokens=np.minimum(lengths, MAX_TOKENS),
             truncated=int((lengths > MAX_TOKENS).sum()),
             tokenization_s=0.001,
@@ -107,6 +111,7 @@ class FakeEmbedder(Embedder):
         self, query: str, documents: Sequence[str], options: ScoreOptions
     ) -> Scores:
         check_task(self.name, self.spec, "rerank")
+        check_query(query)
         return await self.score([Pair(query, document) for document in documents], options)
 
     async def tokenize_async(self, texts, *, add_special_tokens, prompt_name):

@@ -8,10 +8,12 @@ from itertools import pairwise
 import jax
 import numpy as np
 import pytest
+import sources
 
 from benchmarks import (
     bench_attention,
     bench_engine,
+    bench_memory,
     bench_model,
     bench_pair,
     bench_start,
@@ -21,11 +23,20 @@ from benchmarks import (
     subject,
     workloads,
 )
+from jaxembed.config import EngineConfig
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.calibrate import _flops_per_token
 from jaxembed.models import attention
 
 TINY = ["--architecture-size", "tiny", "--limit", "32", "--max-batch-tokens", "64"]
+
+
+@pytest.fixture(name="one_bucket")
+def _one_bucket(tmp_path):
+    """A grid that compiles in no time."""
+    path = tmp_path / "one.json"
+    path.write_text('{"buckets": [[2, 64]]}')
+    return path
 
 
 def last_line(capsys) -> dict:
@@ -199,8 +210,9 @@ def test_bench_attention_runs(capsys):
     assert [row["queries"] for row in last_line(capsys)["results"]] == ["all", 16]
 
 
-def test_bench_pair_runs(capsys, tiny_checkpoint, tmp_path):
-    flags = ["--seconds", "0.2", "--max-batch-tokens", "128", "--cache-dir", str(tmp_path)]
+def test_bench_pair_runs(capsys, tiny_checkpoint, one_bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_pair, "EngineConfig", partial(EngineConfig, buckets=one_bucket))
+    flags = ["--seconds", "0.05", "--max-batch-tokens", "128", "--cache-dir", str(tmp_path)]
     bench_pair.main([str(tiny_checkpoint), *flags])
     facts = last_line(capsys)
     assert facts["overlaps"] == 0
@@ -228,6 +240,27 @@ def test_bench_start_says_what_a_server_said_that_did_not_come_up():
             watch.until(lambda: False)
 
 
+def test_bench_memory_measures_each_stage_in_a_process_of_its_own(tmp_path, capsys):
+    source = sources.write_sentence_bert(tmp_path / "source")
+    bench_memory.main([str(source), "--dtype", "float32", "--max-batch-tokens", "64"])
+    facts = last_line(capsys)
+    assert [row["stage"] for row in facts["results"]] == ["convert", "ready", "answers"]
+    peaks = [row["peak_gib"] for row in facts["results"]]
+    assert peaks[1] <= peaks[2]  # of one process
+    assert all(0 < row["now_gib"] <= row["peak_gib"] for row in facts["results"])
+    weights = sum(leaf.nbytes for leaf in sources.bert_tensors().values())
+    assert weights < facts["weights_bytes"] < weights + 100_000  # of Orbax's own
+    limit = 1.2 * facts["weights_bytes"] + 1024**3
+    assert facts["limit_bytes"] == pytest.approx(limit, rel=1e-5)  # printed with six digits
+
+
+def test_bench_memory_sees_what_is_touched():
+    before = bench_memory.resident()["VmRSS"]
+    held = np.ones(16 * 1024**2, np.float32)
+    grown = bench_memory.resident()["VmRSS"] - before
+    assert held.nbytes * 0.9 < grown < held.nbytes * 1.5
+
+
 @pytest.mark.parametrize("only", ["about", "attention:attend", "attention:cudnn", "model:float32"])
 def test_probe_device_runs(only, capsys):
     probe_device.main(["--quick", "--repeat", "1", "--only", only])
@@ -246,8 +279,8 @@ def test_eval_sts_says_skipped_without_data(tmp_path, capsys):
     assert json.loads(out.splitlines()[-1])["skipped"] is True
 
 
-def test_eval_sts_fails_outside_its_tolerance(tmp_path, tiny_checkpoint, grid_file, monkeypatch):
-    few = partial(eval_sts.EngineConfig, buckets=grid_file, max_batch_tokens=128)
+def test_eval_sts_fails_outside_its_tolerance(tmp_path, tiny_checkpoint, one_bucket, monkeypatch):
+    few = partial(EngineConfig, buckets=one_bucket, max_batch_tokens=128)
     monkeypatch.setattr(eval_sts, "EngineConfig", few)
     (tmp_path / "stsb").mkdir()
     rows = "the cat,the dog,1\na mat,a mat,5\nthe sky is blue,the dog runs,2\n"

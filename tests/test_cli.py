@@ -8,6 +8,7 @@ import sys
 import click
 import numpy as np
 import pytest
+import sources
 from click.testing import CliRunner
 from conftest import save_tiny
 
@@ -226,12 +227,44 @@ def test_what_cannot_be_served_is_one_line_and_status_2(
     assert "Traceback" not in done.stderr
 
 
-def test_info_prints_the_manifest_and_the_size(tiny_checkpoint, tmp_path):
+def test_info_says_what_a_checkpoint_is(tiny_checkpoint, tmp_path):
     done = run("info", str(tiny_checkpoint), "--cache-dir", str(tmp_path))
     facts = json.loads(done.stdout)
     assert facts["architecture"] == "bert"
     assert facts["dimensions"] == 32
+    assert facts["converted"] is True
     assert facts["parameter_bytes"]["float32"] == 4 * facts["parameters"]
+
+
+def test_info_converts_nothing_and_reads_no_weights(tmp_path):
+    source = sources.write_sentence_bert(tmp_path / "source")
+    (source / "model.safetensors").unlink()
+    cache = tmp_path / "cache"
+    done = run("info", str(source), "--cache-dir", str(cache))
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert (facts["converted"], facts["content_hash"]) == (False, None)
+    assert (facts["source"], facts["pooling"]) == (str(source), ["mean"])
+    assert not cache.exists()
+
+
+def test_convert_says_what_came_of_it(tmp_path):
+    embedder = sources.write_sentence_bert(tmp_path / "embedder")
+    head = sources.head_tensors({"pooler.dense": (8, 8), "classifier": (8, 2)})
+    scorer = sources.write_bert(
+        tmp_path / "scorer",
+        tensors=sources.bert_tensors() | head,
+        architectures=["BertForSequenceClassification"],
+        id2label={"0": "bad", "1": "good"},
+    )
+    for source, said in (
+        (embedder, "embed, 8 dimensions, 16"),
+        (scorer, "classify, labels bad, good, 24"),
+    ):
+        out = tmp_path / f"{source.name}-out"
+        done = run("convert", str(source), str(out))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{out}: bert, {said} tokens\n"
 
 
 def test_embed_writes_one_vector_a_line(tiny_checkpoint, grid_file, embedder, tmp_path):
@@ -252,6 +285,7 @@ def test_embed_refuses_a_model_that_gives_no_vectors(tmp_path):
         pooling=("cls",),
         modules=(DenseLayer(32, 1, activation="identity"),),
         labels=("LABEL_0",),
+        score_function="sigmoid",
     )
     (tmp_path / "in.txt").write_text("the cat\n")
     flags = ["--model", str(reranker), "--cache-dir", str(tmp_path / "cache")]
@@ -259,6 +293,23 @@ def test_embed_refuses_a_model_that_gives_no_vectors(tmp_path):
     assert done.returncode == 2
     assert "is a reranker" in done.stderr.splitlines()[-1]
     assert not (tmp_path / "out.npy").exists()
+
+
+def test_embed_refuses_such_a_model_without_its_weights(tmp_path):
+    source = sources.write_bert(
+        tmp_path / "source",
+        tensors=sources.bert_tensors(),
+        architectures=["BertForSequenceClassification"],
+        id2label={"0": "bad", "1": "good"},
+    )
+    (source / "model.safetensors").unlink()
+    (tmp_path / "in.txt").write_text("the cat\n")
+    cache = tmp_path / "cache"
+    flags = ["--model", str(source), "--cache-dir", str(cache)]
+    done = run("embed", str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.npy"), *flags)
+    assert done.returncode == 2
+    assert "is a classifier, which gives no vectors" in done.stderr.splitlines()[-1]
+    assert not (cache / "models").exists()
 
 
 def test_log_lines_can_be_json():

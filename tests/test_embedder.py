@@ -4,6 +4,8 @@ import asyncio
 import subprocess
 import sys
 import threading
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from jaxembed.errors import (
     WrongTask,
 )
 from jaxembed.inputs import Pair, Text, Tokens
+from jaxembed.runner import Runner
 from jaxembed.spec import DenseLayer, PairTemplate
 
 TEXTS = ["the cat sat on the mat", "a dog", "how is the sky", "where is the red train " * 6]
@@ -208,6 +211,9 @@ def test_another_pooling_can_be_asked_for(tiny_checkpoint, grid_file, tmp_path, 
     both = save_tiny(tmp_path / "both", pooling=("cls", "mean"))
     with pytest.raises(ConfigError, match="--pooling mean: this checkpoint concatenates"):
         Embedder(str(both), pooling="mean", cache_dir=tmp_path, config=config)
+    scorer = save_scorer(tmp_path / "scorer")
+    with pytest.raises(ConfigError, match="--pooling mean is for embedding models; this is a rera"):
+        Embedder(str(scorer), pooling="mean", cache_dir=tmp_path, config=config)
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path):
@@ -362,6 +368,19 @@ def test_draining_refuses_and_close_finishes(open_embedder):
     assert not any(thread.is_alive() for thread in embedder.engine._threads)
 
 
+@pytest.mark.parametrize("run", [Runner.run, lambda *args: asyncio.run(Runner.run_async(*args))])
+def test_a_close_between_the_steps_of_a_request_is_told_as_one(open_embedder, run):
+    embedder = open_embedder()
+    request = embedder.tasks.embed([Text("cat")] * 300, EncodeOptions())
+
+    def begin():
+        embedder.close()
+        return request.begin()
+
+    with pytest.raises(BackendError, match="this Embedder is closed"):
+        run(embedder.runner, replace(request, begin=begin))
+
+
 def test_tokenize_and_decode_run_off_the_loop(embedder):
     async def both():
         pieces = await embedder.tokenize_async(
@@ -408,6 +427,7 @@ def save_scorer(path, labels=("LABEL_0",), **changes):
         "pooling": ("cls",),
         "modules": head,
         "labels": labels,
+        "score_function": "sigmoid" if len(labels) == 1 else "softmax",
         "prompts": {"query": "what is "},
         "default_prompt_name": "query",
     }
@@ -562,6 +582,37 @@ def test_the_query_of_thousands_of_documents_is_tokenized_once(reranker, monkeyp
     assert len(answer.logits) == len(ranked) == 1000
     assert [texts for texts in shown if QUERY in texts] == [[QUERY]] * 2  # a request each
     assert max(map(len, shown)) == 256
+
+
+def test_a_query_keeps_one_tokenizer_thread_busy_and_not_all(reranker, monkeypatch):
+    tokenizer, workers = reranker.processor._tokenizer, reranker.tokenization_workers
+    usual, entered, gate = tokenizer.encode, threading.Event(), threading.Event()
+
+    def encode(texts, **options):
+        if QUERY in texts:
+            entered.set()
+            assert gate.wait(WAIT_S)
+        return usual(texts, **options)
+
+    def occupy_the_others() -> None:
+        """Returns once all threads but one are in it, and raises if they never are."""
+        together = threading.Barrier(workers - 1)
+        submit = reranker.processor.executor.submit
+        for job in [submit(together.wait, WAIT_S) for _ in range(workers - 1)]:
+            job.result(WAIT_S)
+
+    async def scenario(rerank):
+        task = asyncio.create_task(rerank(QUERY, ["dog"] * 256 * workers))
+        assert await asyncio.to_thread(entered.wait, WAIT_S)
+        await asyncio.to_thread(occupy_the_others)
+        gate.set()
+        return await task
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    for rerank in (reranker.rerank_async, partial(asyncio.to_thread, reranker.rerank)):
+        assert len(asyncio.run(scenario(rerank))) == 256 * workers
+        entered.clear()
+        gate.clear()
 
 
 def test_an_empty_query_is_refused_and_an_empty_document_is_not(reranker):

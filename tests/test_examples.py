@@ -37,7 +37,13 @@ def _reranker_checkpoint(tmp_path):
     head = (DenseLayer(32, 32), DenseLayer(32, 1, activation="identity"))
     path = tmp_path / "reranker"
     return save_tiny(
-        path, task="rerank", pooling=("cls",), modules=head, labels=("LABEL_0",), prompts={}
+        path,
+        task="rerank",
+        pooling=("cls",),
+        modules=head,
+        labels=("LABEL_0",),
+        score_function="sigmoid",
+        prompts={},
     )
 
 

@@ -141,6 +141,31 @@ def test_types_are_left_out_where_there_is_one(kinds, make):
     assert one_type.encode([Pair("a", "cat")], rules()).encodings[0].types is None
 
 
+def test_types_are_left_out_where_the_model_is_not_given_them(make):
+    for post_processor in (bert, template("[CLS]:1 $A:1 [SEP]:1 $B:0")):
+        with_types = make(post_processor=post_processor)
+        without = make(post_processor=post_processor, token_types=False)
+        given = with_types.encode([Pair("a", "cat")], rules()).encodings[0]
+        left_out = without.encode([Pair("a", "cat")], rules()).encodings[0]
+        beside = without.beside("a", rules())(["cat"]).encodings[0]
+        assert given.types is not None
+        assert left_out.types is beside.types is None
+        assert given.ids.tolist() == left_out.ids.tolist() == beside.ids.tolist()
+
+
+def test_types_of_single_texts_are_left_out_too(make):
+    def ones(tokenizer) -> None:
+        special = [("[CLS]", CLS), ("[SEP]", SEP)]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            "[CLS]:1 $A:1 [SEP]:1", "[CLS] $A [SEP] $B:1 [SEP]:1", special
+        )
+
+    for token_types in (True, False):
+        processor = make(post_processor=ones, token_types=token_types)
+        types = processor.encode([Text("cat")], rules()).encodings[0].types
+        assert (types is not None) == token_types
+
+
 @pytest.mark.parametrize(
     "pair", ["[CLS] $B [SEP] $A", "$A [SEP] $B [SEP] $A", "[CLS]:0 $A [SEP]:0 [SEP]:1 $B:1"]
 )

@@ -232,6 +232,12 @@ def test_models_lists_the_served_names():
     assert error["error"]["code"] == "model_not_found"
 
 
+def test_an_error_does_not_echo_a_value_of_any_size():
+    response, error = fetch_json(f"/v1/models/{'x' * 20_000}")
+    assert response.status_code == 404
+    assert len(error["error"]["message"]) < 5000
+
+
 def test_metrics_parse():
     response, body = fetch("/metrics")
     assert response.content_type == "text/plain; version=0.0.4; charset=utf-8"

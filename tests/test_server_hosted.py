@@ -115,3 +115,11 @@ def test_vertex_counts_the_inputs_of_all_instances(instances, count):
     response, answer = ask({"instances": instances}, path="/vertex", models=three())
     assert response.status_code == 422
     assert f"batch size {count} > maximum allowed batch size 2048" in answer["error"]
+
+
+def test_vertex_counts_instances_before_it_reads_them():
+    """800,000 of them, each refused for want of texts, held the event loop for half a minute."""
+    instances = [{"query": "a", "texts": []}] * 2049
+    response, answer = ask({"instances": instances}, path="/vertex", models=three())
+    assert response.status_code == 422
+    assert "batch size 2049 > maximum allowed batch size 2048" in answer["error"]

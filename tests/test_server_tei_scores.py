@@ -92,8 +92,7 @@ def test_texts_win_where_documents_are_there_too():
     assert [item["index"] for item in body] == [0]
 
 
-def test_one_side_of_a_pair_may_be_empty():
-    assert rerank({"query": "", "texts": ["a"]})[0].status_code == 200
+def test_one_side_of_a_pair_may_be_empty_but_no_query():
     assert rerank({"query": "a", "texts": [""]})[0].status_code == 200
     assert predict(["", "a"])[0].status_code == 200
 
@@ -146,13 +145,15 @@ def test_predict_of_a_reranker_is_the_sigmoid_of_its_one_label():
 
 
 EMPTY = "Input validation error: `inputs` cannot be empty"
+EMPTY_QUERY = "Input validation error: `query` cannot be empty"
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "kind", "message"),
     [
         ("/rerank", {"query": "q", "texts": []}, 400, "Empty", "`texts` cannot be empty"),
-        ("/rerank", {"query": "", "texts": ["a", ""]}, 400, "Empty", EMPTY),
+        ("/rerank", {"query": "", "texts": ["a"]}, 400, "Empty", EMPTY_QUERY),
+        ("/rerank", {"query": "", "texts": ["a", ""]}, 400, "Empty", EMPTY_QUERY),
         ("/predict", {"inputs": ""}, 400, "Empty", EMPTY),
         ("/predict", {"inputs": []}, 400, "Empty", EMPTY),
         ("/predict", {"inputs": [[]]}, 400, "Empty", EMPTY),

@@ -1,6 +1,5 @@
 """Text to token ids: prompts, special tokens, pairs, truncation. Knows no HTTP and no batches."""
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -68,8 +67,8 @@ class TextProcessor:
         self._tokenizer = Tokenizer(path)
         sample = self._tokenizer.encode(["a"], fast=False)[0]
         self._around = _around_text(sample)
-        # XLM-R and others give types to pairs that their towers have only one of
-        has_types = spec.config.get("type_vocab_size", 0) > 1
+        # XLM-R's tokenizer and others give types to pairs whose tower knows only one
+        has_types = spec.token_types and spec.config.get("type_vocab_size", 0) > 1
         self._has_types = has_types and any(sample.type_ids)
         self._pair_frame = self._find_pair_frame(has_types)
         self._check_room()
@@ -101,16 +100,14 @@ class TextProcessor:
         )
 
     def beside(self, query: str, rules: Rules) -> Callable[[Sequence[str]], Tokenized]:
-        """What tokenizes the pairs of the query and each of some documents, otherwise as `encode`.
-
-        It may be called by several threads; the query is tokenized once, by the first of them.
+        """Tokenize a query, once. What comes back encodes the pairs of it and each of some
+        documents, otherwise as `encode`; several threads may call it.
         """
         first = self._frame.first(query, rules.instruction)
         most = self.limit if rules.truncate else None
-        query_row = _Once(lambda: self._tokenizer.rows([first], most, rules.side)[0])
+        (row,) = self._tokenizer.rows([first], most, rules.side)
 
         def encode(documents: Sequence[str]) -> Tokenized:
-            row = query_row()
             seconds = self._second_rows(documents, rules)
             return _tokenized(self._pair(row, second, rules) for second in seconds)
 
@@ -293,21 +290,6 @@ class TextProcessor:
             f"Input validation error: `inputs` must have less than {self.limit} tokens. "
             f"Given: {length}. Send `truncate: true` or start the server with --auto-truncate true"
         )
-
-
-class _Once:
-    """The result of a function, called when it is first wanted and by one thread only."""
-
-    def __init__(self, make: Callable[[], np.ndarray]):
-        self._make = make
-        self._lock = threading.Lock()
-        self._made: np.ndarray | None = None
-
-    def __call__(self) -> np.ndarray:
-        with self._lock:
-            if self._made is None:
-                self._made = self._make()
-            return self._made
 
 
 def _around_text(encoding) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from jaxembed.server import (
     errors,
     hosted,
     info,
+    jina,
     openai,
     ops,
     tei,
@@ -26,6 +27,7 @@ from jaxembed.server.service import Service, install
 
 BLUEPRINTS = (
     openai.blueprint,
+    jina.blueprint,
     cohere.blueprint,
     classify.blueprint,
     tei.blueprint,

@@ -5,7 +5,7 @@ import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, TypeVar, get_args, get_type_hints
 
 import msgspec
 from quart import request
@@ -15,6 +15,7 @@ from jaxembed.config import MIB
 from jaxembed.errors import BatchTooLarge, EmptyInput
 from jaxembed.inputs import Input, Pair, Text, Tokens
 from jaxembed.server.errors import BadField, BadJson
+from jaxembed.server.meter import Method, RequestSize, current_meter
 from jaxembed.server.service import current_service
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -22,21 +23,11 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 # msgspec refuses list[str] | list[int] in one union: `read_inputs` checks what this lets through.
 InputUnion = str | list[str | TokenId | list[TokenId]]
 
-Method = Literal["single", "batch"]
-
 T = TypeVar("T")
 
 BODY_S = 60.0  # to send a body in
 DISCARD_S = 10.0
 DISCARD_BYTES = 256 * MIB
-
-
-@dataclass(frozen=True)
-class RequestSize:
-    """What is counted of a request."""
-
-    method: Method
-    characters: int  # Unicode code points of the texts, plus one for each token id
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,7 @@ class RequestTexts(RequestSize):
 async def read_json(kind: type[T]) -> T:
     """The body of the current request as `kind`."""
     data = await read_data()
-    with decoding_time():
+    with current_meter().time("decode"):
         return decode(data, kind)
 
 
@@ -69,11 +60,6 @@ async def read_data() -> bytes:
     if (coding := request.headers.get("Content-Encoding", "identity")) != "identity":
         raise BadJson(f"`Content-Encoding: {coding}` is not supported; send the body as it is")
     return await read_body()
-
-
-def decoding_time():
-    """A context that observes how long the body took to decode."""
-    return current_service().telemetry.stage.labels("decode").time()
 
 
 async def read_body() -> bytes:

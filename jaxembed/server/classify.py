@@ -10,13 +10,11 @@ import msgspec
 from quart import Blueprint, Response, g
 
 from jaxembed.options import ScoreOptions
-from jaxembed.postprocess import rank
 from jaxembed.server.body import RequestTexts, empty, read_json, read_texts
-from jaxembed.server.encoding import encoding_time, json_answer, json_response
-from jaxembed.server.meter import Meter
-from jaxembed.server.openai import Usage
+from jaxembed.server.encoding import json_answer, json_response
+from jaxembed.server.meter import current_meter
 from jaxembed.server.scoring import Prediction, json_predictions
-from jaxembed.server.service import current_service
+from jaxembed.server.usage import Usage, usage_of
 
 blueprint = Blueprint("classify", __name__)
 
@@ -48,25 +46,22 @@ class ClassifyResponse(msgspec.Struct):
 @blueprint.post("/v1/classify")
 async def classify() -> Response:
     """Every label of each input with its score. A reranker has one label."""
-    service = current_service()
-    with Meter(service) as meter:
+    with current_meter() as meter:
         body = await read_json(ClassifyRequest)
-        embedder = service.find(body.model, "classify")
+        embedder = meter.find(body.model, "classify")
         inputs = _read_input(body.input)
-        meter.accept(embedder, inputs)
+        meter.accept(inputs)
         answer = await embedder.score(inputs.items, ScoreOptions(truncate=body.truncate))
-        tokens = int(answer.num_tokens.sum())
         rest = {
             "object": "classify",
             "id": f"classify-{g.request_id}",
             "created": int(time.time()),
-            "model": service.name_of(embedder),
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            "model": meter.served_name,
+            "usage": usage_of(answer),
         }
-        with encoding_time():
-            data = await json_predictions(answer, embedder.spec, body.raw_scores, rank)
-            response = json_response(json_answer("data", data, rest))
-        return meter.stamp(response, inputs, answer)
+        with meter.time("encode"):
+            data = await json_predictions(answer, raw_scores=bool(body.raw_scores), ties="first")
+        return meter.stamp(json_response(json_answer("data", data, rest)), answer)
 
 
 def _read_input(raw: str | list[str | list[str]]) -> RequestTexts:

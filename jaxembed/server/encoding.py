@@ -12,7 +12,6 @@ import orjson
 from quart import Response, request
 
 from jaxembed.postprocess import to_bytes
-from jaxembed.server.service import current_service
 
 OCTETS = "application/octet-stream"
 SLICE_FLOATS = 32 * 1024  # about 0.7 ms of orjson
@@ -79,8 +78,3 @@ def octet_response(vectors: np.ndarray) -> Response:
     response = Response(to_bytes(vectors), content_type=OCTETS)
     response.headers["x-embedding-shape"] = ",".join(str(size) for size in vectors.shape)
     return response
-
-
-def encoding_time():
-    """A context that observes how long the answer took to encode."""
-    return current_service().telemetry.stage.labels("encode").time()

@@ -23,6 +23,7 @@ from jaxembed.errors import (
     UnknownModel,
     WrongTask,
 )
+from jaxembed.server.meter import current_meter
 from jaxembed.server.service import current_service
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Rule:
     tei_prefix: str = ""
 
 
+LONGEST_MESSAGE = 4000  # characters
 _SHAPE_PREFIX = "Failed to deserialize the JSON body into the target type: "
 _JSON_PREFIX = "Failed to parse the request body as JSON: "
 _BAD = "invalid_request_error"
@@ -117,7 +119,7 @@ async def refuse(error: Exception) -> Response:
     """The answer to a request that failed with one of our errors, or with one nobody foresaw."""
     rule = rule_of(error)
     if rule.err is not None:
-        current_service().telemetry.request_failure.labels(rule.err).inc()
+        current_meter().telemetry.request_failure.labels(rule.err).inc()
     message = _message(error, rule)
     match dialect_of(request.path):
         case "openai":
@@ -162,13 +164,19 @@ def _hint(status: int, error: HTTPException) -> str:
 def _message(error: Exception, rule: Rule) -> str:
     """The text for the client: a failure of ours carries the request id and no internals."""
     if rule.err != "inference":
-        return str(error)
+        return _clipped(str(error))
     request_id = g.get("request_id", "-")
     if isinstance(error, JaxembedError):
         log.error("request %s failed: %s", request_id, error)
         return f"{error} (request id {request_id})"
     log.error("request %s met a bug", request_id, exc_info=error)
     return f"internal error: this is a bug in jaxembed; the log has it as request {request_id}"
+
+
+def _clipped(message: str) -> str:
+    """Without the middle of a long one: it may quote a value of any size."""
+    half = LONGEST_MESSAGE // 2
+    return message if len(message) <= 2 * half else f"{message[:half]} ... {message[-half:]}"
 
 
 def _openai(status: int, message: str, kind: str, param: str | None, code: str | None) -> Response:

@@ -1,4 +1,5 @@
-"""The routes of hosting platforms, which know no tasks: /, /invocations (SageMaker), /vertex.
+"""The routes whose body says what it asks for: /rerank, which TEI and Jina both have, and those of
+hosting platforms, which know no tasks: /, /invocations (SageMaker), /vertex.
 
 A body with a `query` is one for /rerank. Any other is one for /embed or /predict, as the model can
 that it names; if it names none, for /embed where an embedding model is served.
@@ -10,20 +11,17 @@ from typing import Any
 import msgspec
 from quart import Blueprint, Response
 
-from jaxembed.server.body import check_batch, decode, decoding_time, read_data, read_json
-from jaxembed.server.cohere import DocumentsRequest, answer_jina
+from jaxembed.engine.admission import as_one
+from jaxembed.server.body import check_batch, decode, read_data, read_json
 from jaxembed.server.encoding import json_response, wants_octets
-from jaxembed.server.meter import Meter
+from jaxembed.server.errors import BadField
+from jaxembed.server.jina import answer_jina
+from jaxembed.server.meter import Meter, blame, current_meter
 from jaxembed.server.models import Models
+from jaxembed.server.rerank import DocumentsRequest
 from jaxembed.server.service import current_service
 from jaxembed.server.tei import EmbedRequest, answer_embed
-from jaxembed.server.tei_scores import (
-    PredictRequest,
-    RerankRequest,
-    answer_predict,
-    answer_rerank,
-    decode_rerank,
-)
+from jaxembed.server.tei_scores import PredictRequest, RerankRequest, answer_predict, answer_rerank
 
 blueprint = Blueprint("hosted", __name__)
 
@@ -35,6 +33,13 @@ class Asked(msgspec.Struct):
 
     model: str | None = None
     query: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class Keys(msgspec.Struct):
+    """As much of a body for /rerank as tells TEI's from Jina's."""
+
+    texts: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class VertexRequest(msgspec.Struct):
@@ -49,32 +54,58 @@ class VertexResponse(msgspec.Struct):
     predictions: list[Any]
 
 
+@blueprint.post("/rerank")
+async def rerank() -> Response:
+    """The texts in order of their scores; a body with `documents` is answered as /v1/rerank."""
+    with current_meter() as meter:
+        data = await read_data()
+        with meter.time("decode"):
+            body = decode_rerank(data)
+        return await answer_any(meter, body, octets=False)
+
+
 @blueprint.post("/")
 @blueprint.post("/invocations")
 async def invocations() -> Response:
     """Whatever the body asks for."""
-    service = current_service()
-    with Meter(service) as meter:
+    with current_meter() as meter:
         data = await read_data()
-        with decoding_time():
-            body = decode_any(data, service.models)
+        with meter.time("decode"):
+            body = decode_any(data, meter.service.models)
         return await answer_any(meter, body, octets=wants_octets())
 
 
 @blueprint.post("/vertex")
 async def vertex() -> Response:
     """What each instance asks for, all at once; the first failure answers for all."""
-    body = await read_json(VertexRequest)
-    models = current_service().models
-    requests = [decode_any(raw, models) for raw in body.instances]
+    service = current_service()
+    with current_meter():
+        body = await read_json(VertexRequest)
+    check_batch(len(body.instances))  # decoding holds the event loop
+    requests = [decode_any(raw, service.models) for raw in body.instances]
     check_batch(sum(map(_count, requests)))
-    results = await asyncio.gather(*map(_instance, requests), return_exceptions=True)
+    meters = [Meter(service) for _ in requests]
+    with as_one():
+        results = await asyncio.gather(*map(_instance, meters, requests), return_exceptions=True)
     parts = []
-    for result in results:
+    for meter, result in zip(meters, results, strict=True):
         if isinstance(result, BaseException):
+            blame(meter)
             raise result
         parts.append(result)
     return json_response(b'{"predictions":[' + b",".join(parts) + b"]}")
+
+
+def decode_rerank(data: bytes | msgspec.Raw) -> RerankRequest | DocumentsRequest:
+    """TEI's body, or Jina's: clients send both to /rerank."""
+    keys = decode(data, Keys)
+    if keys.texts is not msgspec.UNSET:
+        return decode(data, RerankRequest)
+    if keys.documents is not msgspec.UNSET:
+        return decode(data, DocumentsRequest)
+    raise BadField(
+        "Object missing required field `texts` (or `documents`, in Jina's form)", field="texts"
+    )
 
 
 def decode_any(data: bytes | msgspec.Raw, models: Models) -> AnyRequest:
@@ -100,9 +131,9 @@ async def answer_any(meter: Meter, body: AnyRequest, *, octets: bool) -> Respons
             return await answer_predict(meter, body)
 
 
-async def _instance(body: AnyRequest) -> bytes:
+async def _instance(meter: Meter, body: AnyRequest) -> bytes:
     """The answer to one instance of a /vertex request, counted as a request of its own."""
-    with Meter(current_service()) as meter:
+    with meter:
         response = await answer_any(meter, body, octets=False)
         return await response.get_data(as_text=False)
 

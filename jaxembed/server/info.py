@@ -43,7 +43,7 @@ async def info() -> Response:
     """Of the model named in `?model=`, else of the first."""
     service = current_service()
     name = request.args.get("model")
-    embedder = service.find(name, None) if name else service.models.first
+    embedder = service.models[name] if name else service.models.first
     return json_response(msgspec.json.encode(describe(service, embedder)))
 
 
@@ -56,7 +56,7 @@ def describe(service: Service, embedder: Embedder) -> Info:
         model_id=embedder.name,
         model_sha=embedder.spec.revision,
         model_dtype=embedder.dtype,
-        served_model_name=service.name_of(embedder),
+        served_model_name=service.models.name_of(embedder),
         model_type=_model_type(embedder),
         max_concurrent_requests=embedder.config.max_concurrent_requests,
         max_input_length=embedder.max_input_tokens,
@@ -85,7 +85,7 @@ def _model_type(embedder: Embedder) -> dict[str, dict[str, Any]]:
 
 def _summary(service: Service, embedder: Embedder) -> dict[str, Any]:
     return {
-        "name": service.name_of(embedder),
+        "name": service.models.name_of(embedder),
         "task": embedder.spec.task,
         "dtype": embedder.dtype,
         "max_input_length": embedder.max_input_tokens,

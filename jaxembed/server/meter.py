@@ -2,27 +2,45 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Literal
 
-from quart import Response
+from quart import Response, g
 
 from jaxembed.embedder import Embedder
 from jaxembed.options import Embeddings, Scores
-from jaxembed.server.body import RequestSize
-from jaxembed.server.service import Service, compute_type
+from jaxembed.server.service import Service, current_service
+from jaxembed.spec import Task
+from jaxembed.telemetry import Telemetry
+
+Method = Literal["single", "batch"]
+
+
+@dataclass(frozen=True)
+class RequestSize:
+    """What is counted of a request."""
+
+    method: Method
+    characters: int  # Unicode code points of the texts, plus one for each token id
 
 
 class Meter:
     """Counts a request when it is accepted and when it is answered, or when its client vanishes.
 
-    Whatever else goes wrong is counted where it becomes an answer, in `errors.refuse`.
+    All is counted for the model that was found, and before that for the first one. Whatever else
+    goes wrong is counted where it becomes an answer, in `errors.refuse`.
     """
 
-    embedder: Embedder  # once accepted
+    embedder: Embedder  # once found
+    size: RequestSize  # once accepted
 
     def __init__(self, service: Service):
         self.service = service
         self.started_at = time.perf_counter()
+        self._stages: list[tuple[str, float]] = []
 
     def __enter__(self) -> "Meter":
         return self
@@ -33,28 +51,43 @@ class Meter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for stage, seconds in self._stages:
+            self.telemetry.stage.labels(stage).observe(seconds)
         if isinstance(error, asyncio.CancelledError):  # Quart cancels when the client is gone
-            self.service.telemetry.request_failure.labels("dropped").inc()
+            self.telemetry.request_failure.labels("dropped").inc()
 
-    def accept(self, embedder: Embedder, size: RequestSize) -> None:
-        """Count the request as accepted, for the model that will answer it."""
-        self.embedder = embedder
-        embedder.telemetry.request_count.labels(size.method).inc()
+    @property
+    def served_name(self) -> str:
+        """The name of the model found, as answers carry it."""
+        return self.service.models.name_of(self.embedder)
 
-    def answered(self, size: RequestSize, answer: Embeddings | Scores) -> float:
-        """Count the request as answered; the seconds since it came."""
-        total_s = time.perf_counter() - self.started_at
-        telemetry = self.embedder.telemetry
-        telemetry.request_success.labels(size.method).inc()
-        telemetry.request_duration.observe(total_s)
-        telemetry.request_tokenization.observe(answer.tokenization_s)
-        telemetry.request_queue.observe(answer.queue_s)
-        telemetry.request_inference.observe(answer.inference_s)
-        return total_s
+    @property
+    def telemetry(self) -> Telemetry:
+        """Of the model that the request is counted for."""
+        return getattr(self, "embedder", self.service.models.first).telemetry
 
-    def stamp(self, response: Response, size: RequestSize, answer: Embeddings | Scores) -> Response:
+    @contextmanager
+    def time(self, stage: Literal["decode", "encode"]) -> Iterator[None]:
+        """Observe how long a stage took, at the end of the request: then its model is known."""
+        started_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._stages.append((stage, time.perf_counter() - started_at))
+
+    def find(self, name: str | None, task: Task | None) -> Embedder:
+        """`Models.find`: from here on the request is counted for this model."""
+        self.embedder = self.service.models.find(name, task)
+        return self.embedder
+
+    def accept(self, size: RequestSize) -> None:
+        """Count the request as accepted by the model found."""
+        self.size = size
+        self.telemetry.request_count.labels(size.method).inc()
+
+    def stamp(self, response: Response, answer: Embeddings | Scores) -> Response:
         """Count the request as answered and tell the client where its time went."""
-        total_ms = _ms(self.answered(size, answer))
+        total_ms = _ms(self._count(answer))
         response.headers.extend(  # `update` would look for each name first: 2 us a header
             {
                 "x-compute-type": compute_type(self.embedder),
@@ -63,13 +96,42 @@ class Meter:
                 "x-tokenization-time": _ms(answer.tokenization_s),
                 "x-queue-time": _ms(answer.queue_s),
                 "x-inference-time": _ms(answer.inference_s),
-                "x-compute-characters": str(size.characters),
+                "x-compute-characters": str(self.size.characters),
                 "x-compute-tokens": str(int(answer.num_tokens.sum())),
             }
         )
         if answer.truncated:
             response.headers.add("x-truncated-inputs", str(answer.truncated))
         return response
+
+    def _count(self, answer: Embeddings | Scores) -> float:
+        """Count the request as answered; the seconds since it came."""
+        total_s = time.perf_counter() - self.started_at
+        telemetry = self.telemetry
+        telemetry.request_success.labels(self.size.method).inc()
+        telemetry.request_duration.observe(total_s)
+        telemetry.request_tokenization.observe(answer.tokenization_s)
+        telemetry.request_queue.observe(answer.queue_s)
+        telemetry.request_inference.observe(answer.inference_s)
+        return total_s
+
+
+def current_meter() -> Meter:
+    """The meter of the current request, which starts when it is first asked for."""
+    if "meter" not in g:
+        g.meter = Meter(current_service())
+    return g.meter
+
+
+def blame(meter: Meter) -> None:
+    """The failure of the current request is to be counted for this one's model: of several that
+    make up the request, it is the one that failed."""
+    g.meter = meter
+
+
+def compute_type(embedder: Embedder) -> str:
+    """The device and dtype really used, in the form of TEI's header: `cpu+bfloat16`."""
+    return f"{embedder.device.lower().replace(' ', '-')}+{embedder.dtype}"
 
 
 def _ms(seconds: float) -> str:

@@ -13,15 +13,9 @@ from quart import Blueprint, Response
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import to_base64
 from jaxembed.server.body import InputUnion, read_inputs, read_json
-from jaxembed.server.encoding import (
-    encoding_time,
-    json_items,
-    json_response,
-    octet_response,
-    wants_octets,
-)
-from jaxembed.server.meter import Meter
-from jaxembed.server.service import current_service
+from jaxembed.server.encoding import json_items, json_response, octet_response, wants_octets
+from jaxembed.server.meter import current_meter
+from jaxembed.server.usage import Usage, usage_of
 
 blueprint = Blueprint("openai", __name__)
 
@@ -48,13 +42,6 @@ class Embedding(msgspec.Struct):
     index: int
 
 
-class Usage(msgspec.Struct):
-    """Tokens really run: after truncation, special tokens and prompt included."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
 class EmbeddingsResponse(msgspec.Struct):
     """The embeddings, in the order of the inputs."""
 
@@ -68,16 +55,15 @@ class EmbeddingsResponse(msgspec.Struct):
 @blueprint.post("/embeddings")
 async def embeddings() -> Response:
     """The whole way of a request, from JSON to vectors and back."""
-    service = current_service()
-    with Meter(service) as meter:
+    with current_meter() as meter:
         body = await read_json(EmbeddingsRequest)
-        embedder = service.find(body.model, "embed")
+        embedder = meter.find(body.model, "embed")
         inputs = read_inputs(body.input, field="input")
-        meter.accept(embedder, inputs)
+        meter.accept(inputs)
         answer = await embedder.answer(inputs.items, options(body))
-        model = service.name_of(embedder)
-        response = await respond(answer, body.encoding_format, model)
-        return meter.stamp(response, inputs, answer)
+        with meter.time("encode"):
+            response = await respond(answer, body.encoding_format, meter.served_name)
+        return meter.stamp(response, answer)
 
 
 def options(body: EmbeddingsRequest) -> EncodeOptions:
@@ -92,23 +78,20 @@ def options(body: EmbeddingsRequest) -> EncodeOptions:
 
 async def respond(answer: Embeddings, encoding_format: Format | None, model: str) -> Response:
     """The vectors in the form asked for."""
-    with encoding_time():
-        if wants_octets():
-            return octet_response(answer.dense)
-        vector = to_base64 if encoding_format == "base64" else _as_is
+    if wants_octets():
+        return octet_response(answer.dense)
+    vector = to_base64 if encoding_format == "base64" else _as_is
 
-        def items(start: int, stop: int) -> list[dict]:
-            return [
-                {"object": "embedding", "embedding": vector(answer.dense[i]), "index": i}
-                for i in range(start, stop)
-            ]
+    def items(start: int, stop: int) -> list[dict]:
+        return [
+            {"object": "embedding", "embedding": vector(answer.dense[i]), "index": i}
+            for i in range(start, stop)
+        ]
 
-        count, width = answer.dense.shape
-        data = await json_items(count, width, items)
-        tokens = int(answer.num_tokens.sum())
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        rest = orjson.dumps({"model": model, "usage": usage})
-        return json_response(b'{"object":"list","data":[' + data + b"]," + rest[1:])
+    count, width = answer.dense.shape
+    data = await json_items(count, width, items)
+    rest = orjson.dumps({"model": model, "usage": usage_of(answer)})
+    return json_response(b'{"object":"list","data":[' + data + b"]," + rest[1:])
 
 
 def _as_is(row: np.ndarray) -> np.ndarray:

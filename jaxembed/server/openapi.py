@@ -10,8 +10,20 @@ from typing import Any, Literal
 import msgspec
 
 from jaxembed import __version__
-from jaxembed.server import classify, cohere, hosted, info, openai, ops, scoring, tei, tei_scores
+from jaxembed.server import (
+    classify,
+    cohere,
+    hosted,
+    info,
+    jina,
+    openai,
+    ops,
+    scoring,
+    tei,
+    tei_scores,
+)
 from jaxembed.server.errors import Dialect, dialect_of
+from jaxembed.server.rerank import DocumentsRequest
 
 JSON = "application/json"
 OCTETS = "application/octet-stream"
@@ -70,8 +82,8 @@ class Route:
 
 
 VECTORS = list[list[float]]
-RERANKS = AnyOf(tei_scores.RerankRequest, cohere.DocumentsRequest)
-RANKINGS = AnyOf(list[tei_scores.Rank], cohere.JinaResponse)
+RERANKS = AnyOf(tei_scores.RerankRequest, DocumentsRequest)
+RANKINGS = AnyOf(list[tei_scores.Rank], jina.JinaResponse)
 LABELS = AnyOf(list[scoring.Prediction], list[list[scoring.Prediction]])
 ANY_REQUEST = AnyOf(tei.EmbedRequest, *RERANKS.kinds, tei_scores.PredictRequest)
 ANY_RESPONSE = AnyOf(VECTORS, *RANKINGS.kinds, *LABELS.kinds)
@@ -93,9 +105,8 @@ ROUTES = (
     Route("post", "/rerank", "Texts by how well they answer a query; also takes Jina's body",
           RERANKS, RANKINGS),
     Route("post", "/predict", "Labels with scores", tei_scores.PredictRequest, LABELS),
-    Route("post", "/v1/rerank", "Rerank, as Jina", cohere.DocumentsRequest, cohere.JinaResponse),
-    Route("post", "/v2/rerank", "Rerank, as Cohere", cohere.DocumentsRequest,
-          cohere.CohereResponse),
+    Route("post", "/v1/rerank", "Rerank, as Jina", DocumentsRequest, jina.JinaResponse),
+    Route("post", "/v2/rerank", "Rerank, as Cohere", DocumentsRequest, cohere.CohereResponse),
     Route("post", "/classify", "Labels with scores, as Infinity", classify.ClassifyRequest,
           classify.ClassifyResponse),
     Route("post", "/v1/classify", "Labels with scores, as Infinity", classify.ClassifyRequest,

@@ -1,18 +1,15 @@
-"""What the routes of rerankers and classifiers have in common. Knows no dialect.
-
-Everything is ordered by logits: far from zero, different ones have the same score.
-"""
+"""What the routes of rerankers and classifiers have in common. Knows no dialect."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
-import numpy as np
 
-from jaxembed.options import Scores
-from jaxembed.postprocess import scores
-from jaxembed.server.body import RequestSize
-from jaxembed.server.encoding import OBJECT_WIDTH, json_items
-from jaxembed.spec import ModelSpec
+from jaxembed.options import ScoreOptions, Scores
+from jaxembed.postprocess import Ties, rank
+from jaxembed.server.body import check_batch
+from jaxembed.server.encoding import OBJECT_WIDTH, json_items, object_width
+from jaxembed.server.meter import Meter, RequestSize
 
 
 class Prediction(msgspec.Struct):
@@ -22,26 +19,45 @@ class Prediction(msgspec.Struct):
     label: str
 
 
-def size_of(query: str, documents: Sequence[str]) -> RequestSize:
-    """Of a request to rerank: the query counts once for each document, as in TEI."""
-    return RequestSize("batch", len(query) * len(documents) + sum(map(len, documents)))
+async def score_documents(
+    meter: Meter, model: str | None, query: str, documents: Sequence[str], options: ScoreOptions
+) -> Scores:
+    """Accept a request to rerank and run it. The query counts once for each document, as in TEI."""
+    embedder = meter.find(model, "rerank")
+    check_batch(len(documents))
+    characters = len(query) * len(documents) + sum(map(len, documents))
+    meter.accept(RequestSize("batch", characters))
+    return await embedder.score_documents(query, documents, options)
 
 
-def shown(answer: Scores, spec: ModelSpec, raw: bool | None) -> np.ndarray:
-    """The scores as the client wants them, float32 [n, labels]: from 0 to 1, or the logits."""
-    return answer.logits if raw else scores(answer.logits, spec.score_function)
-
-
-async def json_predictions(
-    answer: Scores, spec: ModelSpec, raw: bool | None, order: Callable[[np.ndarray], np.ndarray]
+async def json_ranks(
+    answer: Scores,
+    item: Callable[[int, Any], dict],
+    texts: Sequence[str] | None = None,
+    *,
+    raw_scores: bool,
+    ties: Ties,
+    top_n: int | None = None,
 ) -> bytes:
-    """For each input the list of its labels in `order`; all inside one JSON list."""
-    found = shown(answer, spec, raw)
+    """The inside of a JSON list: best first, `item` makes an object of a place and its score, a
+    numpy.float32. `texts` are the documents, if the objects hold them."""
+    found = answer.shown(raw_scores)[:, 0]
+    order = rank(answer.logits[:, 0], ties)[:top_n].tolist()
+
+    def items(start: int, stop: int) -> list[dict]:
+        return [item(i, found[i]) for i in order[start:stop]]
+
+    return await json_items(len(order), object_width(texts or ()), items)
+
+
+async def json_predictions(answer: Scores, *, raw_scores: bool, ties: Ties) -> bytes:
+    """The inside of a JSON list: for each input the list of its labels, best first."""
+    found, labels = answer.shown(raw_scores), answer.labels
 
     def items(start: int, stop: int) -> list[list[dict]]:
         return [
-            [{"score": found[i, k], "label": spec.labels[k]} for k in order(answer.logits[i])]
+            [{"score": found[i, k], "label": labels[k]} for k in rank(answer.logits[i], ties)]
             for i in range(start, stop)
         ]
 
-    return await json_items(len(found), OBJECT_WIDTH * len(spec.labels), items)
+    return await json_items(len(found), OBJECT_WIDTH * len(labels), items)

@@ -24,15 +24,13 @@ from jaxembed.server.body import (
     read_json,
 )
 from jaxembed.server.encoding import (
-    encoding_time,
     json_matrices,
     json_matrix,
     json_response,
     octet_response,
     wants_octets,
 )
-from jaxembed.server.meter import Meter
-from jaxembed.server.service import current_service
+from jaxembed.server.meter import Meter, current_meter
 
 blueprint = Blueprint("tei", __name__)
 
@@ -120,19 +118,18 @@ class DecodeRequest(msgspec.Struct):
 @blueprint.post("/embed")
 async def embed() -> Response:
     """One vector per input."""
-    with Meter(current_service()) as meter:
+    with current_meter() as meter:
         return await answer_embed(meter, await read_json(EmbedRequest), octets=wants_octets())
 
 
 @blueprint.post("/embed_all")
 async def embed_all() -> Response:
     """One vector per token, special tokens included, before pooling."""
-    service = current_service()
-    with Meter(service) as meter:
+    with current_meter() as meter:
         body = await read_json(EmbedAllRequest)
-        embedder = service.find(body.model, "embed")
+        embedder = meter.find(body.model, "embed")
         inputs = read_inputs(body.inputs, field="inputs")
-        meter.accept(embedder, inputs)
+        meter.accept(inputs)
         options = EncodeOptions(
             outputs=frozenset({"tokens"}),
             prompt_name=body.prompt_name,
@@ -141,20 +138,19 @@ async def embed_all() -> Response:
             normalize=False,
         )
         answer = await embedder.answer(inputs.items, options)
-        with encoding_time():
+        with meter.time("encode"):
             response = json_response(await json_matrices(answer.tokens or []))
-        return meter.stamp(response, inputs, answer)
+        return meter.stamp(response, answer)
 
 
 @blueprint.post("/similarity")
 async def similarities() -> Response:
     """The cosine of the source with each sentence."""
-    service = current_service()
-    with Meter(service) as meter:
+    with current_meter() as meter:
         body = await read_json(SimilarityRequest)
-        embedder = service.find(body.model, "embed")
+        embedder = meter.find(body.model, "embed")
         inputs = _texts_to_compare(body.inputs)
-        meter.accept(embedder, inputs)
+        meter.accept(inputs)
         parameters = body.parameters or SimilarityParameters()
         options = EncodeOptions(
             prompt_name=parameters.prompt_name,
@@ -165,42 +161,38 @@ async def similarities() -> Response:
         answer = await embedder.answer(inputs.items, options)
         scores = similarity(answer.dense[0], answer.dense[1:])
         response = json_response(orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY))
-        return meter.stamp(response, inputs, answer)
+        return meter.stamp(response, answer)
 
 
 @blueprint.post("/tokenize")
 async def tokenize() -> Response:
     """The tokens of each text, with their places in it. Nothing is truncated."""
-    body = await read_json(TokenizeRequest)
-    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-    if not texts:
-        raise EmptyInput("`inputs` cannot be empty", field="inputs")
-    check_batch(len(texts))
-    if "" in texts:
-        raise empty("inputs", f"inputs[{texts.index('')}]")
-    embedder = current_service().find(body.model, None)
-    tokens = await embedder.tokenize_async(
-        texts, add_special_tokens=body.add_special_tokens, prompt_name=body.prompt_name
-    )
-    parts = []
-    for pieces in tokens:
-        parts.append(orjson.dumps(pieces))
-        await asyncio.sleep(0)
-    return json_response(b"[" + b",".join(parts) + b"]")
+    with current_meter() as meter:
+        body = await read_json(TokenizeRequest)
+        texts = _texts_to_show(body.inputs)
+        tokens = await meter.find(body.model, None).tokenize_async(
+            texts, add_special_tokens=body.add_special_tokens, prompt_name=body.prompt_name
+        )
+        parts = []
+        for pieces in tokens:
+            parts.append(orjson.dumps(pieces))
+            await asyncio.sleep(0)
+        return json_response(b"[" + b",".join(parts) + b"]")
 
 
 @blueprint.post("/decode")
 async def decode_ids() -> Response:
     """The text of each sequence of token ids."""
-    body = await read_json(DecodeRequest)
-    if not body.ids or [] in body.ids:
-        raise empty("input_ids")
-    sequences = [
-        item.ids for item in read_inputs(body.ids, field="ids").items if isinstance(item, Tokens)
-    ]
-    embedder = current_service().find(body.model, None)
-    texts = await embedder.decode_async(sequences, skip_special_tokens=body.skip_special_tokens)
-    return json_response(orjson.dumps(texts))
+    with current_meter() as meter:
+        body = await read_json(DecodeRequest)
+        if not body.ids or [] in body.ids:
+            raise empty("input_ids")
+        items = read_inputs(body.ids, field="ids").items
+        texts = await meter.find(body.model, None).decode_async(
+            [item.ids for item in items if isinstance(item, Tokens)],
+            skip_special_tokens=body.skip_special_tokens,
+        )
+        return json_response(orjson.dumps(texts))
 
 
 @blueprint.post("/embed_sparse")
@@ -211,9 +203,9 @@ async def embed_sparse() -> Response:
 
 async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Response:
     """The vectors of one /embed body, from wherever it came."""
-    embedder = meter.service.find(body.model, "embed")
+    embedder = meter.find(body.model, "embed")
     inputs = read_inputs(body.inputs, field="inputs")
-    meter.accept(embedder, inputs)
+    meter.accept(inputs)
     options = EncodeOptions(
         prompt_name=body.prompt_name,
         truncate=body.truncate,
@@ -222,12 +214,12 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Res
         normalize=body.normalize,
     )
     answer = await embedder.answer(inputs.items, options)
-    with encoding_time():
+    with meter.time("encode"):
         if octets:
             response = octet_response(answer.dense)
         else:
             response = json_response(await json_matrix(answer.dense))
-    return meter.stamp(response, inputs, answer)
+    return meter.stamp(response, answer)
 
 
 def _check_dimensions(dimensions: int | None, largest: int) -> int | None:
@@ -243,6 +235,16 @@ def _check_dimensions(dimensions: int | None, largest: int) -> int | None:
             field="dimensions",
         )
     return dimensions
+
+
+def _texts_to_show(inputs: str | list[str]) -> list[str]:
+    texts = [inputs] if isinstance(inputs, str) else inputs
+    if not texts:
+        raise EmptyInput("`inputs` cannot be empty", field="inputs")
+    check_batch(len(texts))
+    if "" in texts:
+        raise empty("inputs", f"inputs[{texts.index('')}]")
+    return texts
 
 
 def _texts_to_compare(wanted: SimilarityInputs) -> RequestInputs:

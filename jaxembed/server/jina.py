@@ -1,0 +1,49 @@
+"""POST /v1/rerank in the words of Jina. Knows JSON and the Embedder.
+
+Infinity, vLLM and Cohere's own client for its first version speak this dialect, more or less.
+"""
+
+import time
+from typing import Literal
+
+import msgspec
+from quart import Blueprint, Response, g
+
+from jaxembed.server.body import read_json
+from jaxembed.server.encoding import json_answer, json_response
+from jaxembed.server.meter import Meter, current_meter
+from jaxembed.server.rerank import DocumentsRequest, Result, rerank
+from jaxembed.server.usage import Usage, usage_of
+
+blueprint = Blueprint("jina", __name__)
+
+
+class JinaResponse(msgspec.Struct):
+    """The best documents, best first; equal ones in the order they came."""
+
+    results: list[Result]
+    object: Literal["rerank"]
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+@blueprint.post("/v1/rerank")
+async def rerank_jina() -> Response:
+    """Rank documents by how well they answer a query."""
+    with current_meter() as meter:
+        return await answer_jina(meter, await read_json(DocumentsRequest))
+
+
+async def answer_jina(meter: Meter, body: DocumentsRequest) -> Response:
+    """The answer to one body, from wherever it came."""
+    answer, results = await rerank(meter, body)
+    rest = {
+        "object": "rerank",
+        "id": f"rerank-{g.request_id}",
+        "created": int(time.time()),
+        "model": meter.served_name,
+        "usage": usage_of(answer),
+    }
+    return meter.stamp(json_response(json_answer("results", results, rest)), answer)

@@ -1,0 +1,18 @@
+"""What OpenAI's answers, and those that follow them, say of the tokens of a request."""
+
+import msgspec
+
+from jaxembed.options import Embeddings, Scores
+
+
+class Usage(msgspec.Struct):
+    """Tokens really run: after truncation, special tokens and prompt included."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+def usage_of(answer: Embeddings | Scores) -> dict[str, int]:
+    """The fields of Usage."""
+    tokens = int(answer.num_tokens.sum())
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
