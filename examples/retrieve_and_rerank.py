@@ -118,7 +118,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("queries", type=Path, help=".jsonl or .jsonl.gz")
     parser.add_argument("--qrels", type=Path, help="judgements, .tsv: score both stages")
     parser.add_argument("--embedder", default="sentence-transformers/all-MiniLM-L6-v2")
-    parser.add_argument("--reranker", default="BAAI/bge-reranker-v2-m3")
+    parser.add_argument("--reranker", default="BAAI/bge-reranker-base")
     parser.add_argument("--top-k", type=int, default=100, help="documents that are reranked")
     parser.add_argument("--show", type=int, default=3, help="queries whose rankings are printed")
     return parser.parse_args(argv)

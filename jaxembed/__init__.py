@@ -1,4 +1,4 @@
-"""Embeddings on JAX/XLA. Public names load on first use, so importing jaxembed starts no device."""
+"""Embeds and ranks on JAX/XLA. Public names load on first use: importing starts no device."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -88,6 +88,7 @@ ENGINE_OPTIONS = _options(
     click.option(
         "--max-input-length",
         envvar="MAX_INPUT_LENGTH",
+        show_envvar=True,
         type=click.IntRange(1),
         help="Tokens of an input. Default: what the model says.",
     ),
@@ -207,7 +208,7 @@ OF_ONE_MODEL = {  # and what to do instead where there are several
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, "-V", "--version", prog_name="jaxembed")
 def cli() -> None:
-    """Text to vectors on JAX: TPU, GPU and CPU."""
+    """Embed, rerank and classify texts on JAX: CPU, GPU and TPU."""
 
 
 @cli.command()
@@ -223,7 +224,7 @@ def serve(
     json_output: bool,
     **flags: Any,
 ) -> None:
-    """Serve MODEL over HTTP with the OpenAI and TEI APIs.
+    """Serve MODEL over HTTP with the APIs of OpenAI, TEI, Jina and Cohere.
 
     MODEL is a directory or a hub id; without one it is all-MiniLM-L6-v2. Several models share the
     devices and the limits on waiting work; a request says in `model` which one it wants.
