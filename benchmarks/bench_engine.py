@@ -8,15 +8,22 @@ for a full queue may be bad for one request.
     python -m benchmarks.bench_engine                             # the default grid
     python -m benchmarks.bench_engine --grids all --tokens 1024,2048,4096
 
-Columns: `fill` is useful tokens over the tokens of the buckets run; `busy` the share of the time
-in which a program ran or data was copied for it, so the rest is the host's; `null_per_s` the tokens
-a second of the same engine with a model that answers constants; `lone_ms` one median sequence,
-alone. Grids: see GRIDS. Buckets are compiled once and shared, and grids take turns.
+Columns: `of_best` is the rate over that of the best bucket for this mix: among those that hold its
+longest sequence, the one of most useful tokens a second when it is filled from the mix; more than 1
+where shorter buckets do better still for a part of it. `fill` is useful tokens over the tokens of
+the buckets run; `busy` the share of the time in which a program ran or data was copied for it, so
+the rest is the host's; `null_per_s` the tokens a second of the same engine with a model that
+answers constants; `lone_ms` one median sequence, alone. Grids: see GRIDS. Buckets are compiled once
+and shared, and grids take turns.
+
+Deep queue: the rate while so much waits as two of the largest buckets hold, and while `--deep`
+times as much does, of sequences that are all different; `null_ratio` is the same deep over shallow
+with the model that answers constants, which shows what the queue itself costs.
 """
 
 import time
 from argparse import ArgumentParser, Namespace
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,9 +36,12 @@ from benchmarks.bench_model import add_arguments as add_model_arguments
 from benchmarks.bench_model import budget_of, limit_of
 from benchmarks.subject import Subject, load
 from benchmarks.workloads import MIXES, Workload
+from jaxembed.engine.batch import place
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
+from jaxembed.engine.calibrate import native_dtype
 from jaxembed.engine.engine import Engine, Seat
-from jaxembed.engine.replica import NullReplica, Replica, Runner, native_dtype
+from jaxembed.engine.replica import NullReplica, Replica, Runner
+from jaxembed.engine.ticket import Ticket
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.inputs import Encoding
 from jaxembed.models.output import OutputName
@@ -40,7 +50,7 @@ from jaxembed.telemetry import Telemetry
 
 TICKET = 32  # sequences in one request
 LONE_RUNS = 7  # of one sequence, in each round
-COUNTS = {"queries": 4096, "sts": 4096, "abstracts": 256, "bimodal": 512, "lognormal": 512}
+COUNTS = {"queries": 4096, "sts": 2048, "abstracts": 256, "bimodal": 512, "lognormal": 512}
 FINE = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 
 
@@ -125,6 +135,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--grids", default="default", help="names of GRIDS by commas, or all")
     parser.add_argument("--tokens", help="budgets by commas, instead of one --max-batch-tokens")
     parser.add_argument("--scale", type=float, default=1.0, help="more or fewer sequences")
+    parser.add_argument("--deep", type=int, default=100, help="times deeper, of the deep queue")
+    parser.add_argument("--deep-mixes", default="queries,lognormal", help="of the deep queue")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each mix")
     return parser.parse_args(argv)
 
@@ -138,10 +150,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     replica = Recorder(Replica(model.program, model.parameters, [device], dtype))
     mixes = [_workload(name, model, args) for name in args.mixes.split(",")]
     report.show([mix.describe() for mix in mixes], f"{model.name}, {dtype}, {report.device_name()}")
-    rows = measure(model, replica, _grids(args, model), mixes, args.repeat)
+    grids = _grids(args, model)
+    rows = measure(model, replica, grids, mixes, args.repeat)
     report.show([{k: v for k, v in row.items() if k != "buckets_run"} for row in rows], "results")
+    deep = [
+        deep_queue(model, replica, next(iter(grids.values())), name, args)
+        for name in args.deep_mixes.split(",")
+    ]
+    report.show(deep, f"a queue {args.deep} times deeper")
     facts = {"model": model.name, "dtype": dtype, "limit": limit_of(args, model)}
-    facts |= {"mixes": [mix.describe() for mix in mixes], "results": rows}
+    facts |= {"mixes": [mix.describe() for mix in mixes], "results": rows, "deep": deep}
     report.finish("bench_engine", argv, facts, args.out)
 
 
@@ -237,6 +255,7 @@ def row_of(runs: Sequence[Run], mix: Workload, engine: Engine) -> dict[str, Any]
         "texts_per_s": len(mix.encodings) / seconds,
         "worst_s": max(run.seconds for run in runs),
         "share": mix.tokens / seconds / full,
+        "of_best": mix.tokens / seconds / best_rate(engine, mix),
         "fill": len(runs) * mix.tokens / sum(b.tokens * count for b, count in buckets.items()),
         "batches": round(buckets.total() / len(runs)),
         "busy": float(np.median([run.busy_s / run.seconds for run in runs])),
@@ -251,10 +270,54 @@ def rate(engine: Engine, mix: Workload) -> float:
     return mix.tokens / min(embed_all(engine, mix.encodings) for _ in range(2))
 
 
-def embed_all(engine: Engine, encodings: Sequence[Encoding]) -> float:
-    """Seconds to answer every sequence, submitted in tickets of TICKET."""
+def best_rate(engine: Engine, mix: Workload) -> float:
+    """Useful tokens a second of the best bucket that holds every sequence of the mix."""
+    entries = Ticket(mix.encodings, 1).entries
+    holding = [b for b in engine.cost if b.length >= mix.lengths.max()]
+    return max(place(b, entries).useful_tokens / engine.cost[b] for b in holding) * 1000
+
+
+def deep_queue(
+    model: Subject, replica: Recorder, grid: BucketGrid, name: str, args: Namespace
+) -> dict[str, Any]:
+    """Rates of a shallow and of a deep queue. They take turns."""
+    platform = jax.local_devices()[0].platform
+    null = NullReplica(model.spec.dim, model.spec.hidden_size)
+    some = _workload(name, model, args).lengths
+    shallow = max(1, round(2 * max(b.tokens for b in grid.buckets) / some.mean()))
+    deep = shallow * args.deep
+    lengths = np.random.default_rng(args.seed).choice(some, deep)
+    encodings = workloads.random_encodings(lengths, model.vocab_size, args.seed)
+    medians: dict[str, float] = {}
+    for kind, runner in (("", replica), ("null_", null)):
+        engine = started(runner, grid, model, platform)
+        rates: dict[str, list[float]] = {"shallow": [], "deep": []}
+        for _ in range(args.repeat):
+            for depth, count, waiting in (("shallow", deep // 5, shallow), ("deep", deep, deep)):
+                seconds = embed_all(engine, encodings[:count], waiting)
+                rates[depth].append(float(lengths[:count].sum() / seconds))
+        engine.close(1.0)
+        medians |= {kind + depth: float(np.median(values)) for depth, values in rates.items()}
+    return {
+        "mix": name,
+        "shallow": shallow,
+        "deep": deep,
+        "shallow_per_s": medians["shallow"],
+        "deep_per_s": medians["deep"],
+        "ratio": medians["deep"] / medians["shallow"],
+        "null_ratio": medians["null_deep"] / medians["null_shallow"],
+    }
+
+
+def embed_all(engine: Engine, encodings: Sequence[Encoding], waiting: int | None = None) -> float:
+    """Seconds to answer every sequence, submitted in tickets of TICKET; at most `waiting` of them
+    at a time, None: all at once."""
     start = time.perf_counter()
-    tickets = [engine.submit(encodings[k : k + TICKET]) for k in range(0, len(encodings), TICKET)]
+    tickets: deque[Ticket] = deque()
+    for k in range(0, len(encodings), TICKET):
+        if len(tickets) * TICKET >= (waiting or len(encodings)):
+            tickets.popleft().result()
+        tickets.append(engine.submit(encodings[k : k + TICKET]))
     for ticket in tickets:
         ticket.result()
     return time.perf_counter() - start

@@ -25,8 +25,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from benchmarks import report, subject
 from benchmarks.subject import Subject
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
-from jaxembed.engine.calibrate import batch_tokens
-from jaxembed.engine.replica import Replica, native_dtype
+from jaxembed.engine.calibrate import batch_tokens, native_dtype
+from jaxembed.engine.replica import Replica
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import DType
 

@@ -8,8 +8,7 @@ answer. Ceiling: the figures of a load by itself.
     python -m benchmarks.bench_pair --seconds 20
 
 Columns: `p50_ms` and `p99_ms` of a request; `texts_per_s` those embedded or scored. `overlaps` are
-programs that began while one of the other model ran: 0 on a CPU; an accelerator is given its next
-program while one runs, so there they are not of the device.
+programs that began while one of the other model ran: two are in flight at most, of either model.
 """
 
 import asyncio

@@ -1,7 +1,9 @@
 """What an accelerator can do for jaxembed: one command, everything tried, nothing fatal.
 
-Versions; ceilings (matrix products, memory copies); every known attention for packed segments:
-whether it compiles, runs, agrees with float32 and how long it takes; a BERT's compile and run time
+Versions; ceilings (matrix products, memory copies); every known attention for packed segments, with
+windows and with causal groups of heads: whether it compiles, runs, agrees with float32 and how long
+it takes; which of jaxembed's own the start of a server would choose, and in how many seconds; other
+block sizes of the Triton kernel than those it ships with; a BERT's compile and run time
 in bfloat16 and float32 and with a few XLA options, and whether the same text gets the same vector
 in every bucket. Each task stands alone: a failure is one line in its row.
 
@@ -39,9 +41,11 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.subject import random_subject
-from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.attention import choose
+from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.replica import compiler_options
-from jaxembed.models import attention
+from jaxembed.models import attention, kernels
+from jaxembed.models.attention import EVERYTHING, Sight
 from jaxembed.models.tokens import PackedTokens
 
 LIBRARIES = ("nvidia-", "jax", "flax", "tokamax", "dew-flash-attn", "libtpu", "ml-dtypes")
@@ -64,6 +68,8 @@ class Case:
     heads: int
     width: int
     packed: bool
+    groups: int | None = None  # heads of keys and values, where they are fewer
+    sight: Sight = EVERYTHING
 
     @cached_property
     def lengths(self) -> list[list[int]]:
@@ -86,24 +92,54 @@ class Case:
         return segments
 
     @cached_property
-    def mask(self) -> jax.Array:
+    def mask(self) -> np.ndarray:
         """bool [rows, 1, length, length]. Padding sees itself: no row of it is empty."""
         of_query, of_key = self.segments[:, None, :, None], self.segments[:, None, None, :]
-        return jnp.asarray(of_query == of_key)
+        distance = np.arange(self.length)[:, None] - np.arange(self.length)
+        near = (distance >= 0) | (not self.sight.causal)
+        if self.sight.reach is not None:
+            near &= abs(distance) <= self.sight.reach
+        return (of_query == of_key) & near
 
     def operands(self, dtype: str) -> list[jax.Array]:
         draw = np.random.default_rng(1)
-        shape = (self.rows, self.length, self.heads, self.width)
-        return [jnp.asarray(draw.standard_normal(shape, np.float32), dtype) for _ in range(3)]
+        groups = self.groups or self.heads
+        shapes = [(self.rows, self.length, n, self.width) for n in (self.heads, groups, groups)]
+        return [jnp.asarray(draw.standard_normal(shape, np.float32), dtype) for shape in shapes]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every token sees its whole segment with a key's head of its own."""
+        return self.groups is None and self.sight == EVERYTHING
 
     def __str__(self) -> str:
         kind = "packed" if self.packed else "padded"
-        return f"{kind} {self.rows}x{self.length} {self.heads}x{self.width}"
+        shape = f"{self.rows}x{self.length} {self.heads}"
+        groups = f"/{self.groups}" if self.groups else ""
+        causal = " causal" if self.sight.causal else ""
+        reach = f" within {self.sight.reach}" if self.sight.reach is not None else ""
+        return f"{kind} {shape}{groups}x{self.width}{causal}{reach}"
 
 
 def our_attend(case: Case) -> Callable:
     segments = jnp.asarray(case.segments)
-    return lambda q, k, v: attention.attend(q, k, v, segments)
+    return lambda q, k, v: attention.attend(q, k, v, segments, case.sight)
+
+
+def our_kernel(case: Case, name: str, **blocks: int) -> Callable:
+    """A kernel of jaxembed's; off its own platform interpreted, which shows that it agrees."""
+    platform = next(platform for platform, known in kernels.KERNELS.items() if name in known)
+    kernel = kernels.kernel(kernels.KERNELS[platform][name])
+    groups = case.groups or case.heads
+    call = kernels.Call(case.heads, groups, case.width, "bfloat16", case.sight)
+    if reason := kernel.refuses(call, case.length):
+        raise ValueError(reason)
+    slots = Bucket(case.rows, case.length).slots
+    attend = partial(kernel.attend, sight=case.sight, slots=slots, **blocks)
+    if name != "flash":
+        attend = partial(attend, interpret=jax.local_devices()[0].platform != platform)
+    segments = jnp.asarray(case.segments)
+    return lambda q, k, v: attend(q, k, v, segments)
 
 
 def our_attend_whole(case: Case) -> Callable:
@@ -112,7 +148,7 @@ def our_attend_whole(case: Case) -> Callable:
     def call(q, k, v):
         before, attention.WHOLE_SCORES = attention.WHOLE_SCORES, case.length
         try:
-            return attention.attend(q, k, v, jnp.asarray(case.segments))
+            return attention.attend(q, k, v, jnp.asarray(case.segments), case.sight)
         finally:
             attention.WHOLE_SCORES = before
 
@@ -121,7 +157,7 @@ def our_attend_whole(case: Case) -> Callable:
 
 def jax_nn(case: Case, implementation: str) -> Callable:
     """The public function with a mask over segments."""
-    mask = case.mask
+    mask = jnp.asarray(case.mask)
     attend: Any = partial(plain_attention, mask=mask, implementation=implementation)
     return lambda q, k, v: attend(q, k, v)
 
@@ -224,7 +260,7 @@ def register_flash3(library: Path | None) -> None:
 
 def tokamax_mask(case: Case, implementation: str) -> Callable:
     tokamax: Any = import_module("tokamax")
-    mask = case.mask
+    mask = jnp.asarray(case.mask)
     return lambda q, k, v: tokamax.dot_product_attention(
         q, k, v, mask=mask, implementation=implementation
     )
@@ -284,6 +320,13 @@ def pallas_gpu(case: Case) -> Callable:
 CANDIDATES: dict[str, Callable[[Case, Namespace], Callable]] = {
     "attend": lambda case, args: our_attend(case),
     "attend-whole": lambda case, args: our_attend_whole(case),
+    "triton": lambda case, args: our_kernel(case, "triton"),
+    "flash": lambda case, args: our_kernel(case, "flash"),
+    "splash": lambda case, args: our_kernel(case, "splash"),
+    "triton-64x64": lambda case, args: our_kernel(case, "triton", query_block=64, key_block=64),
+    "triton-64x32": lambda case, args: our_kernel(case, "triton", query_block=64, key_block=32),
+    "triton-128x32": lambda case, args: our_kernel(case, "triton", query_block=128, key_block=32),
+    "triton-128x128": lambda case, args: our_kernel(case, "triton", query_block=128, key_block=128),
     "jax-nn-xla": lambda case, args: jax_nn(case, "xla"),
     "cudnn-lengths": lambda case, args: cudnn_lengths(case),
     "cudnn-mask": lambda case, args: jax_nn(case, "cudnn"),
@@ -297,15 +340,24 @@ CANDIDATES: dict[str, Callable[[Case, Namespace], Callable]] = {
     "pallas-gpu": lambda case, args: pallas_gpu(case),
 }
 
+# What takes windows, causal order and groups here. The others are tried on plain cases only.
+ALL_CASES = ("attend", "triton", "flash", "splash", "jax-nn-xla")
+
 
 def cases(args: Namespace) -> list[Case]:
     """16,384 tokens on an accelerator; on a CPU as few as show that it works."""
     if jax.local_devices()[0].platform == "cpu":
-        return [Case(2, 128, 2, 32, packed) for packed in (True, False)]
+        causal = Case(2, 128, 4, 32, packed=True, groups=2, sight=Sight(causal=True))
+        return [*(Case(2, 128, 2, 32, packed) for packed in (True, False)), causal]
     sizes = [(32, 512, 12, 64)]
     if not args.quick:
         sizes += [(128, 128, 12, 64), (32, 512, 12, 32)]
-    return [Case(*size, packed=True) for size in sizes] + [Case(32, 512, 12, 64, packed=False)]
+    return [
+        *(Case(*size, packed=True) for size in sizes),
+        Case(32, 512, 12, 64, packed=False),
+        Case(16, 1024, 12, 64, packed=True, sight=Sight(reach=64)),
+        Case(32, 512, 16, 128, packed=True, groups=8, sight=Sight(causal=True)),
+    ]
 
 
 def attention_task(name: str, args: Namespace) -> dict[str, Any]:
@@ -314,6 +366,8 @@ def attention_task(name: str, args: Namespace) -> dict[str, Any]:
 
 
 def try_case(name: str, case: Case, args: Namespace) -> dict[str, Any]:
+    if not case.is_plain and not name.startswith(ALL_CASES):
+        raise ValueError("tried on whole segments only")
     operands = case.operands("bfloat16")
     started_at = time.perf_counter()
     compiled = jax.jit(CANDIDATES[name](case, args)).lower(*operands).compile()
@@ -323,7 +377,8 @@ def try_case(name: str, case: Case, args: Namespace) -> dict[str, Any]:
     real = case.segments != 0
     times = report.timed(lambda: compiled(*operands), args.repeat)
     difference = float(np.abs(found[real] - wanted[real]).max())
-    useful = 4.0 * case.heads * case.width * sum(n * n for row in case.lengths for n in row)
+    pairs = int((case.mask[:, 0] & real[:, :, None]).sum())
+    useful = 4.0 * case.heads * case.width * pairs
     return {
         "compile_s": compile_s,
         **times.row(),
@@ -339,12 +394,22 @@ def exact(case: Case, operands: Sequence[jax.Array]) -> np.ndarray:
     """Attention of the same operands, computed by XLA in float32."""
 
     def call(q, k, v):
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         scores = jnp.einsum("bshk,bthk->bhst", q, k) * case.width**-0.5
         weights = jax.nn.softmax(jnp.where(case.mask, scores, -1e30), axis=-1)
         return jnp.einsum("bhst,bthk->bshk", weights, v)
 
     with jax.default_matmul_precision("highest"):
         return np.asarray(jax.jit(call)(*(x.astype(jnp.float32) for x in operands)))
+
+
+def choice_task(args: Namespace) -> dict[str, Any]:
+    """What the start of a server would choose for the model of --size, and in what time."""
+    program = random_subject(model_size(args)).program
+    grid = BucketGrid(tuple(Bucket(1, length) for length in (64, 128, 256, 512)))
+    started_at = time.perf_counter()
+    choice = choose(program, jax.local_devices()[0], "bfloat16", grid)
+    return {"seconds": time.perf_counter() - started_at, **choice.describe()}
 
 
 # -- the model -----------------------------------------------------------------------------------
@@ -523,6 +588,7 @@ def tasks(args: Namespace) -> dict[str, Task]:
     """Every task by name, the most wanted first."""
     found: dict[str, Task] = {"about": about, "ceilings": ceilings, "latencies": latencies}
     found |= {f"attention:{name}": partial(attention_task, name) for name in CANDIDATES}
+    found["choice"] = choice_task
     found["model:bfloat16"] = partial(model_task, "bfloat16", {}, False)
     found["model:float32"] = partial(model_task, "float32", {}, True)
     exactly = {"xla_allow_excess_precision": False}
@@ -575,7 +641,7 @@ def isolated(name: str, argv: Sequence[str]) -> dict[str, Any]:
 
 def tell(results: dict[str, dict[str, Any]]) -> None:
     """The tables."""
-    for name in ("about", "ceilings", "latencies"):
+    for name in ("about", "ceilings", "latencies", "choice"):
         for key, value in results.get(name, {}).items():
             print(f"{name}: {key}: {value}")
     attentions = [

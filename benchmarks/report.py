@@ -22,6 +22,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxembed import memory
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "jaxembed")
 # What changes timings from outside the program. Values are recorded, nothing is read from them.
@@ -33,6 +35,11 @@ VARIABLES = (
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "PJRT_NPROC",
     "OMP_NUM_THREADS",
+)
+# as /proc/cpuinfo spells them
+INSTRUCTIONS = (
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8"),
+    *("asimd", "bf16", "i8mm"),
 )
 
 
@@ -87,6 +94,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def configure_jax() -> None:
     """As the server does it: one program at a time on a CPU, run by the thread that asks."""
+    if "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
+        memory.keep()
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
@@ -113,6 +122,7 @@ def provenance(benchmark: str, argv: Sequence[str] | None) -> dict[str, Any]:
         "device": device_name(),
         "devices": jax.local_device_count(),
         "cores": os.cpu_count(),
+        "instructions": instructions(),
         "versions": {"python": platform.python_version()} | versions(PACKAGES),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
@@ -126,6 +136,13 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def versions_in(environment: Path, packages: Sequence[str]) -> dict[str, str]:
+    """The same in another virtual environment."""
+    folders = [str(path) for path in environment.glob("lib/python3*/site-packages")]
+    found = {d.name: d.version for d in metadata.distributions(path=folders)}
+    return {name: found[name] for name in packages if name in found}
 
 
 def commit() -> str | None:
@@ -156,12 +173,26 @@ def device_folder() -> str:
 
 
 def cpu_name() -> str:
+    """Without trademark signs, clock and the word processor: "Intel Xeon"."""
+    name = _cpuinfo("model name") or platform.processor() or platform.machine()
+    name = re.sub(r"\((R|TM)\)|@.*|\b(CPU|Processor)\b", " ", name, flags=re.IGNORECASE)
+    return " ".join(name.split())
+
+
+def instructions() -> list[str]:
+    """Those of this CPU that a matrix product may use; a cloud's name of a CPU does not tell."""
+    has = _cpuinfo("flags").split()
+    return [name for name in INSTRUCTIONS if name in has]
+
+
+def _cpuinfo(field: str) -> str:
+    """Of the first processor; empty where there is none or no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        lines = []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+        return ""
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    return next((value.strip() for name, value in pairs if name.strip() == field), "")
 
 
 def show(rows: Sequence[dict[str, Any]], title: str = "") -> None:

@@ -7,18 +7,72 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxembed.models import Program, program, random_parameters
-from jaxembed.spec import ModelSpec, NormalizeLayer
+from jaxembed.spec import ModelSpec, NormalizeLayer, Pooling
 
-# vocabulary, width, layers, heads, intermediate width, positions
-SIZES = {
-    "tiny": (1000, 32, 2, 4, 64, 64),
-    "minilm": (30522, 384, 6, 12, 1536, 512),
-    "bert-base": (30522, 768, 12, 12, 3072, 512),
-    "bge-large": (30522, 1024, 24, 16, 4096, 512),
+
+def _bert(
+    vocabulary: int, width: int, layers: int, heads: int, intermediate: int, positions: int
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "num_layers": layers,
+        "num_heads": heads,
+        "intermediate_size": intermediate,
+        "max_positions": positions,
+        "type_vocab_size": 2,
+        "norm_eps": 1e-12,
+        "activation": "gelu",
+    }
+
+
+MODERNBERT_BASE = {
+    "vocab_size": 50368,
+    "hidden_size": 768,
+    "num_layers": 22,
+    "num_heads": 12,
+    "intermediate_size": 1152,
+    "max_positions": 8192,
+    "global_layers": list(range(0, 22, 3)),
+    "local_reach": 64,
+    "global_theta": 160_000.0,
+    "local_theta": 10_000.0,
+    "norm_eps": 1e-5,
+    "activation": "gelu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "norm_bias": False,
+}
+QWEN3_06B = {
+    "vocab_size": 151669,
+    "hidden_size": 1024,
+    "num_layers": 28,
+    "num_heads": 16,
+    "num_key_heads": 8,
+    "head_width": 128,
+    "intermediate_size": 3072,
+    "max_positions": 32768,
+    "rope_theta": 1e6,
+    "norm_eps": 1e-6,
+    "activation": "silu",
+    "qkv_bias": False,
+    "out_bias": False,
+    "qk_norm": True,
+    "causal": True,
+}
+# architecture, its config, pooling: as the models' own config.json say
+SIZES: dict[str, tuple[str, dict[str, Any], Pooling]] = {
+    "tiny": ("bert", _bert(1000, 32, 2, 4, 64, 64), "mean"),
+    "minilm": ("bert", _bert(30522, 384, 6, 12, 1536, 512), "mean"),
+    "bert-base": ("bert", _bert(30522, 768, 12, 12, 3072, 512), "mean"),
+    "bge-large": ("bert", _bert(30522, 1024, 24, 16, 4096, 512), "cls"),
+    "modernbert-base": ("modernbert", MODERNBERT_BASE, "cls"),
+    "qwen3-0.6b": ("qwen3", QWEN3_06B, "lasttoken"),
 }
 
 
@@ -65,25 +119,15 @@ def random_subject(size: str, seed: int = 0) -> Subject:
 
 
 def spec_of(size: str) -> ModelSpec:
-    """A BERT of this size, mean pooled."""
-    vocabulary, width, layers, heads, intermediate, positions = SIZES[size]
+    """A text tower of this size that normalises what it pools."""
+    architecture, config, pooling = SIZES[size]
     return ModelSpec(
-        architecture="bert",
-        config={
-            "vocab_size": vocabulary,
-            "hidden_size": width,
-            "num_layers": layers,
-            "num_heads": heads,
-            "intermediate_size": intermediate,
-            "max_positions": positions,
-            "type_vocab_size": 2,
-            "norm_eps": 1e-12,
-            "activation": "gelu",
-        },
-        pooling=("mean",),
+        architecture=architecture,
+        config=config,
+        pooling=(pooling,),
         modules=(NormalizeLayer(),),
-        max_input_tokens=positions,
-        hidden_size=width,
+        max_input_tokens=config["max_positions"],
+        hidden_size=config["hidden_size"],
         dtype="float32",
         source=size,
         content_hash="",
@@ -101,5 +145,37 @@ def useful_flops(spec: ModelSpec, model: Program, lengths: Sequence[int] | np.nd
     each matrix and token, and attention's two products. Norms, softmax and padding not counted."""
     tokens = np.asarray(lengths, np.float64)
     products = 2.0 * sum(rows * columns for rows, columns in kernels(model))
-    layers, width = spec.config["num_layers"], spec.config["hidden_size"]
-    return float(products * tokens.sum() + 4.0 * layers * width * (tokens**2).sum())
+    config = spec.config
+    heads = config["num_heads"]
+    width = heads * config.get("head_width", config["hidden_size"] // heads)
+    return float(products * tokens.sum() + 4.0 * width * _pairs(config, tokens).sum())
+
+
+def _pairs(config: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
+    """Of a query and a key that it may see, over all layers, for each sequence."""
+    layers = config["num_layers"]
+    if config.get("causal"):
+        return layers * tokens * (tokens + 1) / 2
+    whole = len(config.get("global_layers", range(layers)))
+    reach = np.minimum(config.get("local_reach", 0), tokens - 1)
+    seen = tokens * (2 * reach + 1) - reach * (reach + 1)  # windows end where the sequence does
+    return whole * tokens**2 + (layers - whole) * seen
+
+
+# our names of what transformers' configs call otherwise
+THEIRS = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_key_heads": "num_key_value_heads",
+    "head_width": "head_dim",
+    "max_positions": "max_position_embeddings",
+}
+SAME = ("vocab_size", "hidden_size", "intermediate_size")
+
+
+def transformers_config(size: str) -> tuple[str, dict[str, int]]:
+    """The model type and the config of the same shape for transformers, for a peer to run. What is
+    not named is transformers' default, which is what these models have."""
+    architecture, config, _ = SIZES[size]
+    fields = {name: config[name] for name in SAME}
+    return architecture, fields | {THEIRS[name]: config[name] for name in THEIRS if name in config}

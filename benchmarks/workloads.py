@@ -2,8 +2,9 @@
 
 With a folder of evaluation data (`--data`, default ../shared/data beside the repository where that
 exists) `queries` are MS MARCO's, `abstracts` SciFact's and `sts` sentences STS-B's, tokenized by
-the model's tokenizer. Without data or without a tokenizer the same mixes are drawn from length
-distributions that resemble them, and a Workload says which of the two it is.
+the model's tokenizer. `mixed` is a quarter each of these and of `passages`, the first sentences of
+abstracts. Without data or without a tokenizer the same mixes are drawn from length distributions
+that resemble them, and a Workload says which of the two it is.
 
 Run as a program it prints the lengths of every mix: python -m benchmarks.workloads
 """
@@ -11,6 +12,7 @@ Run as a program it prints the lengths of every mix: python -m benchmarks.worklo
 import csv
 import gzip
 import json
+import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,8 +25,10 @@ from benchmarks import report
 from jaxembed.inputs import Encoding
 
 DATA = report.ROOT.parent / "shared" / "data"
-MIXES = ("queries", "sts", "abstracts", "bimodal", "lognormal")
+MIXES = ("queries", "sts", "abstracts", "bimodal", "lognormal", "mixed")
+PARTS = ("queries", "sts", "abstracts", "passages")  # of mixed
 FIRST_ID = 5  # ids below are special tokens in small vocabularies
+SENTENCE_END = re.compile(r"(?<=[.?!]) +")
 COMMON = "the of and to in a is that for it as was with be by on not he his but at are this"
 
 
@@ -82,7 +86,7 @@ def workload(
     real = real_texts(name, data) if tokenizer is not None else None
     if real and tokenizer is not None:
         texts, source = real
-        return Workload(name, _tokenized(_draw(texts, count, seed), tokenizer, limit), source)
+        return Workload(name, tokenized(_draw(texts, count, seed), tokenizer, limit), source)
     lengths = synthetic_lengths(name, count, limit, seed)
     return Workload(name, random_encodings(lengths, vocab_size, seed), "synthetic lengths")
 
@@ -98,6 +102,11 @@ def synthetic_lengths(name: str, count: int, limit: int, seed: int = 0) -> np.nd
         lengths = draw.lognormal(np.log(14), 0.40, count)
     elif name == "abstracts":
         lengths = draw.lognormal(np.log(300), 0.35, count)
+    elif name == "passages":
+        lengths = draw.lognormal(np.log(110), 0.60, count)
+    elif name == "mixed":
+        parts = [synthetic_lengths(part, count, limit, seed) for part in PARTS]
+        lengths = np.choose(draw.integers(len(PARTS), size=count), parts)
     elif name == "lognormal":
         lengths = draw.lognormal(np.log(64), 0.90, count)
     elif name == "bimodal":
@@ -128,11 +137,23 @@ def texts(name: str, count: int, *, data: Path | None = None, seed: int = 0) -> 
 
 def real_texts(name: str, data: Path | None) -> tuple[list[str], str] | None:
     """Every text of a mix, sorted, and where they are from; None without data for it."""
+    if name == "mixed":
+        return _as_many_of_each([real_texts(part, data) for part in PARTS])
     if name not in READERS or data is None:
         return None
     file, source, read = READERS[name]
     path = data / file
     return (sorted(set(read(path))), source) if path.is_file() else None
+
+
+def _as_many_of_each(parts: Sequence[tuple[list[str], str] | None]) -> tuple[list[str], str] | None:
+    """What `real_texts` gives, of as many texts as the smallest part has of every part."""
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
+        return None
+    count = min(len(texts) for texts, _ in found)
+    drawn = {text for texts, _ in found for text in _draw(texts, count, 0)}
+    return sorted(drawn), ", ".join(source for _, source in found)
 
 
 def _queries(path: Path) -> Iterator[str]:
@@ -145,6 +166,13 @@ def _abstracts(path: Path) -> Iterator[str]:
         for line in file:
             document = json.loads(line)
             yield f"{document['title']} {document['text']}".strip()
+
+
+def _passages(path: Path) -> Iterator[str]:
+    """Of each abstract the first sentences, as many as its number says: every length comes up."""
+    for number, abstract in enumerate(_abstracts(path)):
+        sentences = SENTENCE_END.split(abstract)
+        yield " ".join(sentences[: 1 + number % len(sentences)])
 
 
 def _sentences(path: Path) -> Iterator[str]:
@@ -162,6 +190,7 @@ def sts_pairs(path: Path) -> list[tuple[str, str, float]]:
 READERS: dict[str, tuple[str, str, Callable[[Path], Iterator[str]]]] = {
     "queries": ("msmarco/5k-eval.queries.tsv", "MS MARCO queries", _queries),
     "abstracts": ("scifact/corpus.jsonl.gz", "SciFact abstracts", _abstracts),
+    "passages": ("scifact/corpus.jsonl.gz", "their first sentences", _passages),
     "sts": ("stsb/stsb-en-test.csv", "STS-B sentences", _sentences),
 }
 
@@ -172,7 +201,7 @@ def _draw(texts: list[str], count: int, seed: int) -> list[str]:
     return [texts[order[k % len(texts)]] for k in range(count)]
 
 
-def _tokenized(texts: Sequence[str], tokenizer: Path, limit: int) -> list[Encoding]:
+def tokenized(texts: Sequence[str], tokenizer: Path, limit: int) -> list[Encoding]:
     reader = tokenizers.Tokenizer.from_file(str(tokenizer))
     reader.no_padding()
     reader.enable_truncation(limit)

@@ -2,6 +2,7 @@
 
 import ipaddress
 import logging
+import math
 import os
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 import click
 from click.core import ParameterSource
 
-from jaxembed import __version__
+from jaxembed import __version__, memory
 from jaxembed.config import MIB, EngineConfig, ServerConfig, TextConfig
 from jaxembed.errors import ConfigError, JaxembedError, WrongTask
 
@@ -23,6 +24,18 @@ from jaxembed.errors import ConfigError, JaxembedError, WrongTask
 logger = logging.getLogger("jaxembed")
 
 EXIT_REFUSED = 2
+
+
+class FiniteRange(click.FloatRange):
+    """Finite numbers within bounds. nan would pass any of them."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
 
 
 def _option(flag: str, **attributes: Any) -> Callable:
@@ -80,10 +93,18 @@ ENGINE_OPTIONS = _options(
         type=click.Choice(["minimal", "full"]),
         help="Buckets compiled before ready. Default: full on a GPU, else minimal.",
     ),
+    click.option(
+        "--attention",
+        default=EngineConfig.attention,
+        show_default=True,
+        help="The fastest that is right; or xla; or a kernel: flash, triton (GPU), splash (TPU).",
+    ),
     _option("--max-batch-tokens", type=click.IntRange(1), help="Of a batch, padding counted."),
     _option("--max-batch-requests", type=click.IntRange(1), help="Sequences in a batch."),
     click.option(
-        "--buckets", type=click.Path(path_type=Path), help="JSON file with the grid of shapes."
+        "--buckets",
+        type=click.Path(path_type=Path),
+        help="JSON file with the grid of shapes; `jaxembed tune` writes one.",
     ),
     click.option(
         "--max-input-length",
@@ -94,7 +115,7 @@ ENGINE_OPTIONS = _options(
     ),
     click.option(
         "--device-memory-fraction",
-        type=click.FloatRange(0, 1, min_open=True),
+        type=FiniteRange(0, 1, min_open=True),
         help="Share of a GPU's memory to take; taken as needed, not at once.",
     ),
     click.option("--null-model", is_flag=True, hidden=True, help="Constants: measures the host."),
@@ -174,7 +195,7 @@ SERVER_OPTIONS = _options(
     ),
     click.option(
         "--drain-timeout",
-        type=click.FloatRange(0),
+        type=FiniteRange(0),
         default=ServerConfig.drain_timeout_s,
         show_default=True,
         help="Seconds to finish admitted requests after SIGTERM.",
@@ -312,6 +333,101 @@ def embed(
 
 
 @cli.command()
+@click.argument("traffic")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    default=Path("buckets.json"),
+    show_default=True,
+    help="The grid, for `jaxembed serve --buckets`.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path),
+    help="A .png or .svg of lengths and buckets. Needs matplotlib.",
+)
+@click.option("--model", "-m", help="A directory or a hub id. Default: all-MiniLM-L6-v2.")
+@click.option("--field", default="text", show_default=True, help="Of objects in a .jsonl file.")
+@click.option("--served-model-name", help="Of a server with several models, the one to read.")
+@click.option(
+    "--seconds",
+    type=FiniteRange(1),
+    default=120.0,
+    show_default=True,
+    help="Of the search, about. Both grids are tried on the engine after it.",
+)
+@click.option(
+    "--max-buckets",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="At most, of the new grid.",
+)
+@click.option(
+    "--compile-seconds",
+    type=FiniteRange(0, min_open=True),
+    help="At most, for all of its buckets one by one, nothing cached.",
+)
+@MODEL_OPTIONS
+@ENGINE_OPTIONS
+@TEXT_OPTIONS
+def tune(
+    traffic: str,
+    output: Path,
+    picture: Path | None,
+    model: str | None,
+    field: str,
+    served_model_name: str | None,
+    seconds: float,
+    max_buckets: int,
+    compile_seconds: float | None,
+    **flags: Any,
+) -> None:
+    """Find the buckets that serve TRAFFIC at least cost on this device.
+
+    TRAFFIC is a .txt or .jsonl file of texts, standard input (-), a .json file of lengths in tokens
+    ([9, 12] or {"9": 120}), or the URL of a server of ours, whose metrics say how long its inputs
+    are. The grid found is tried beside the one in use, that of --buckets or the default one, and
+    the better of them is written. The device must have nothing else to do meanwhile.
+    """
+    configure_logging()
+    from jaxembed.bulk import read_texts
+    from jaxembed.tune import lengths, report
+    from jaxembed.tune.model import load
+    from jaxembed.tune.tuning import Budget, check_output
+    from jaxembed.tune.tuning import tune as find
+
+    check_output(output)  # what cannot be read or written is known before a long load
+    if picture is not None:
+        report.check_picture(picture)
+    texts = known = None
+    if traffic.startswith(("http://", "https://")):
+        known = lengths.of_server(traffic, served_model_name)
+    elif traffic.endswith(".json"):
+        known = lengths.of_file(Path(traffic))
+    else:
+        texts = read_texts(traffic, field)
+    configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
+    import jax
+
+    jax.config.update("jax_enable_compilation_cache", False)  # compiling is measured, too
+    loaded = load(model, config=_engine_config(flags), text=_text_config(flags), **_source(flags))
+    if texts is not None:
+        known = lengths.of_texts(texts, loaded.count_tokens, traffic)
+    assert known is not None
+    budget = Budget(seconds, max_buckets, compile_seconds)
+    tuning = find(loaded, known, budget, _steps())
+    tuning.write(output)
+    click.echo(report.table(tuning))
+    if picture is not None:
+        report.draw(tuning, picture)
+    loaded.close()
+    outcome = "is better" if tuning.is_better else "is not better: the one before was kept"
+    click.echo(f"\nThe grid found {outcome}. Use it: jaxembed serve --buckets {output}")
+
+
+@cli.command()
 @click.argument("model", required=False)
 @MODEL_OPTIONS
 def info(model: str | None, **flags: Any) -> None:
@@ -383,6 +499,8 @@ class JsonFormatter(logging.Formatter):
 def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
     """Everything jaxembed sets in JAX for the whole process, before a device is started."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our threads share the work
+    if "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
+        memory.keep()  # unless the user has arranged it
     if memory_fraction is not None:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(memory_fraction)
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # its old name; both are an error
@@ -482,12 +600,7 @@ def _embedder(model: str | None, flags: dict[str, Any], **options: Any):
         **_source(flags),
         pooling=flags["pooling"].replace("-", "") if flags["pooling"] else None,
         config=_engine_config(flags),
-        text=TextConfig(
-            truncate=flags["auto_truncate"],
-            default_prompt=flags["default_prompt"],
-            default_prompt_name=flags["default_prompt_name"],
-            workers=flags["tokenization_workers"],
-        ),
+        text=_text_config(flags),
         on_progress=_compile_bar(),
         **options,
     )
@@ -517,12 +630,22 @@ def _engine_config(flags: dict[str, Any]) -> EngineConfig:
         devices=flags["devices"],
         parallel=flags["parallel"],
         warmup=flags["warmup"],
+        attention=flags["attention"],
         max_batch_tokens=flags["max_batch_tokens"],
         max_batch_requests=flags["max_batch_requests"],
         buckets=flags["buckets"],
         max_input_tokens=flags["max_input_length"],
         null_model=flags["null_model"],
         **admission,
+    )
+
+
+def _text_config(flags: dict[str, Any]) -> TextConfig:
+    return TextConfig(
+        truncate=flags["auto_truncate"],
+        default_prompt=flags["default_prompt"],
+        default_prompt_name=flags["default_prompt_name"],
+        workers=flags["tokenization_workers"],
     )
 
 
@@ -552,6 +675,20 @@ def _compile_bar() -> Callable[[int, int], None] | None:
         bar.update(done - bar.n)
         if done == total:
             bar.close()
+
+    return show
+
+
+def _steps() -> Callable[[str, int, int], None]:
+    """What is going on: one line that changes on a terminal, the start of each step elsewhere."""
+    terminal = sys.stderr.isatty()
+
+    def show(what: str, done: int, total: int) -> None:
+        count = f", {done} of {total}" if total > 1 else ""
+        if terminal:
+            click.echo(f"\r\033[K{what}{count}", nl=False, err=True)
+        elif done == 1:
+            logger.info("%s%s", what, f", {total} in all" if total > 1 else "")
 
     return show
 

@@ -129,7 +129,7 @@ class Embedder:
         """float32 `[n, dim]`, or `[dim]` for a single text. Normalised if the checkpoint says so.
 
         Options are the fields of EncodeOptions: prompt, prompt_name, truncate, truncation_side,
-        dimensions, normalize. Raises the errors of InvalidInput and BackendError.
+        dimensions, normalize, priority. Raises the errors of InvalidInput and BackendError.
         """
         request = self.tasks.embed(_texts(texts), _encode_options(options))
         return _one_or_all(texts, self.runner.run(request))
@@ -310,7 +310,7 @@ class Embedder:
             "device": self.device,
             "devices": max(len(self.plan.devices), 1),
             "parallel": self.config.parallel,
-            "attention": "xla",
+            "attention": self.plan.attention.describe(),
             "buckets": [str(bucket) for bucket in self.plan.grid.buckets],
             "compiled_buckets": [str(bucket) for bucket in self.engine.warmup.compiled],
             "max_queue_tokens": self.admission.capacity.max_tokens,

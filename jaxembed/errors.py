@@ -46,11 +46,13 @@ class ConversionError(CheckpointError):
 
 
 class InvalidInput(JaxembedError):
-    """The request is at fault. `field` names the part of it that is, where one can be named."""
+    """The request is at fault. `field` names the part of it that is, where one can be named, and
+    `index` the input of several."""
 
-    def __init__(self, message: str, field: str | None = None):
+    def __init__(self, message: str, field: str | None = None, index: int | None = None):
         super().__init__(message)
         self.field = field
+        self.index = index
 
 
 class EmptyInput(InvalidInput):

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -75,7 +75,7 @@ def resolve(
     The first use of either of the latter converts it into `cache_dir`. None is DEFAULT_MODEL.
     Raises CheckpointError.
     """
-    if model is not None and _is_path(model) and checkpoint.is_checkpoint(_local(model)):
+    if _is_converted(model):
         return _as_it_is(_local(model), revision, dense_path)
     source = _source(model, revision, offline, token, dense_path)
     return _cached(source, cache_dir, dense_path)
@@ -94,7 +94,7 @@ def describe(
 
     Of a model that is not converted yet the spec has no content hash. Raises CheckpointError.
     """
-    if model is not None and _is_path(model) and checkpoint.is_checkpoint(_local(model)):
+    if _is_converted(model):
         return checkpoint.load_spec(_as_it_is(_local(model), revision, dense_path))
     source = _source(model, revision, offline, token, dense_path)
     entry = cache_dir / "models" / source.key
@@ -116,7 +116,7 @@ def convert(
 
     Raises CheckpointError, and then leaves nothing behind.
     """
-    if _is_path(model) and checkpoint.is_checkpoint(_local(model)):
+    if _is_converted(model):
         raise CheckpointError(f"{model} is converted already")
     source = _source(model, revision, offline, token, dense_path)
     source.prepare()
@@ -152,6 +152,11 @@ def _as_it_is(folder: Path, revision: str | None, dense_path: str | None) -> Pat
             f"{folder} is converted already; give the dense path when converting its source"
         )
     return folder
+
+
+def _is_converted(model: str | None) -> TypeGuard[str]:
+    """Whether it is a folder that holds a checkpoint. Raises CheckpointError for no such folder."""
+    return model is not None and _is_path(model) and checkpoint.is_checkpoint(_local(model))
 
 
 def _is_path(model: str) -> bool:

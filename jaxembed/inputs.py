@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
+
+Priority = Literal["interactive", "bulk"]  # who waits for it: somebody, or a job
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxembed.inputs import Priority
 from jaxembed.models.output import OutputName
 from jaxembed.postprocess import rank, scores
 from jaxembed.processors.tokenizer import Side
@@ -21,6 +22,7 @@ class EncodeOptions:
     truncation_side: Side = "right"
     dimensions: int | None = None
     normalize: bool | None = None
+    priority: Priority | None = None  # None: interactive where the request is small
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class ScoreOptions:
     truncation_side: Side = "right"
     instruction: str | None = None
     max_document_tokens: int | None = None
+    priority: Priority | None = None  # None: interactive where the request is small
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxembed.config import TextConfig
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import EmptyInput, InvalidInput, WrongTask
-from jaxembed.inputs import Input, Pair, Text
+from jaxembed.inputs import Input, Pair, Priority, Text
 from jaxembed.models.output import OutputName
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.postprocess import shape_vectors
@@ -65,6 +65,7 @@ class Request(Generic[Answer]):
     begin: Callable[[], Tokenize]
     outputs: frozenset[OutputName]
     answer: Callable[[Run], Answer]
+    priority: Priority | None = None
 
 
 class Tasks:
@@ -86,27 +87,26 @@ class Tasks:
         prompt = self._processor.prompt(options.prompt, options.prompt_name)
         rules = Rules(prompt, self._truncate(options), options.truncation_side)
         answer = partial(self._embeddings, options=options)
-        return Request(inputs, self._encoding(rules), options.outputs, answer)
+        return Request(inputs, self._encoding(rules), options.outputs, answer, options.priority)
 
     def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> Request[Scores]:
         """The logits of each text or pair."""
         check_task(self._name, self._spec, "classify")
-        return Request(inputs, self._encoding(self._rules(options)), LOGITS, self._scores)
+        begin = self._encoding(self._rules(options))
+        return Request(inputs, begin, LOGITS, self._scores, options.priority)
 
     def rerank(
         self, query: str, documents: Sequence[str], options: ScoreOptions
     ) -> Request[Scores]:
         """The logit of each document beside the query, which is tokenized once.
 
-        Equal documents get equal logits, so that they keep their order: elsewhere in a batch the
-        last bits differ. Documents may be empty, as in TEI. Raises EmptyInput for an empty query.
+        Equal documents get equal logits and keep their order: the engine computes them once.
+        Documents may be empty, as in TEI. Raises EmptyInput for an empty query.
         """
         check_task(self._name, self._spec, "rerank")
         check_query(query)
         begin = partial(self._processor.beside, query, self._rules(options))
-        first: dict[str, int] = {}
-        alike = [first.setdefault(document, k) for k, document in enumerate(documents)]
-        return Request(documents, begin, LOGITS, partial(self._scores, chosen=alike))
+        return Request(documents, begin, LOGITS, self._scores, options.priority)
 
     def _encoding(self, rules: Rules) -> Callable[[], Tokenize]:
         return lambda: partial(self._processor.encode, rules=rules)
@@ -134,11 +134,9 @@ class Tasks:
         tokens = [hidden for hidden in run.ticket.tokens if hidden is not None]
         return Embeddings(dense=dense, tokens=tokens or None, **run.figures)
 
-    def _scores(self, run: Run, chosen: Sequence[int] | None = None) -> Scores:
-        spec, logits = self._spec, run.ticket.dense
-        if chosen is not None:
-            logits = logits[list(chosen)]
-        return Scores(logits, spec.labels, spec.score_function, **run.figures)
+    def _scores(self, run: Run) -> Scores:
+        spec = self._spec
+        return Scores(run.ticket.dense, spec.labels, spec.score_function, **run.figures)
 
 
 def check_task(name: str, spec: ModelSpec, task: Task) -> None:
@@ -166,4 +164,4 @@ def check_query(query: str) -> None:
 
 
 def _mean(seconds: np.ndarray) -> float:
-    return float(seconds.mean()) if len(seconds) else 0.0
+    return sum(seconds.tolist()) / len(seconds) if len(seconds) else 0.0

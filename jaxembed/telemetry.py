@@ -5,15 +5,22 @@ work. Each series is present from the start.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 DURATION_BUCKETS = tuple(1e-5 * 1.5**k for k in range(1, 36))  # 15 us to 14.6 s, as TEI's
 POWERS = [2**k for k in range(21)]
 FILL_BUCKETS = tuple(k / 20 for k in range(1, 21))
+INPUT_LENGTH = "Tokens of an input after truncation"
+MOST_KEPT = 1024  # values of a histogram not counted yet
 FAILURES = (
     "validation",
     "batch_size",
@@ -23,6 +30,7 @@ FAILURES = (
     "overloaded",
     "dropped",
 )
+LANES = ("interactive", "bulk")
 STAGES = ("decode", "tokenization", "queue", "inference", "encode")
 OF_THE_PROCESS = {
     "jaxembed_compile_count",
@@ -38,13 +46,78 @@ class Counter(Gauge):
 
 
 class BulkHistogram(Histogram):
-    """A histogram that takes many values in one step: one by one they cost 2 us each."""
+    """A histogram that keeps what it is given until that is a lot, or somebody asks: counted one
+    by one, values cost 2 us each."""
+
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self._kept: deque[float] = deque()
+        self._counting = threading.Lock()
+
+    def observe(self, amount: int | float, exemplar: dict[str, str] | None = None) -> None:
+        self._kept.append(amount)
+        if len(self._kept) >= MOST_KEPT:
+            self._count_kept()
 
     def observe_many(self, values: np.ndarray) -> None:
-        places = np.searchsorted(self._upper_bounds, values, side="left")
-        for place, count in zip(*np.unique(places, return_counts=True), strict=True):
-            self._buckets[place].inc(int(count))
-        self._sum.inc(float(values.sum()))
+        self._kept.extend(values.tolist())
+        if len(self._kept) >= MOST_KEPT:
+            self._count_kept()
+
+    def _child_samples(self) -> Iterable[Sample]:
+        self._count_kept()
+        return super()._child_samples()
+
+    def _count_kept(self) -> None:
+        with self._counting:
+            values = [self._kept.popleft() for _ in range(len(self._kept))]
+            places = np.searchsorted(self._upper_bounds, values, side="left")
+            for place, count in zip(*np.unique(places, return_counts=True), strict=True):
+                self._buckets[place].inc(int(count))
+            self._sum.inc(sum(values))
+
+
+class LengthCounts(Collector):
+    """How many inputs there were of each length: exact, and shown as two histograms when asked.
+
+    One bucket of `jaxembed_input_tokens` holds what `jaxembed tune` does not tell apart.
+    """
+
+    def __init__(self, most: int):
+        self._counts = np.zeros(most + 1, np.int64)
+        self._lock = threading.Lock()
+
+    def observe_many(self, lengths: np.ndarray) -> None:
+        """Inputs of these many tokens were answered."""
+        with self._lock:
+            np.add.at(self._counts, np.minimum(lengths, len(self._counts) - 1), 1)
+
+    def collect(self) -> Iterable[Metric]:
+        with self._lock:
+            counts = self._counts.copy()
+        most = len(counts) - 1
+        powers = [power for power in POWERS[:20] if power <= most]
+        yield _histogram_of(counts, "te_request_input_length", INPUT_LENGTH, powers)
+        yield _histogram_of(counts, "jaxembed_input_tokens", INPUT_LENGTH, row_lengths(most))
+
+
+def row_lengths(most: int) -> list[int]:
+    """Lengths that are worth telling apart, up to the most that there is: every eighth token up to
+    128, then eight to an octave."""
+    octaves = (range(2**k, 2 ** (k + 1), max(2**k // 8, 8)) for k in range(3, 19))
+    return [*(length for octave in octaves for length in octave if length < most), most]
+
+
+def _histogram_of(
+    counts: np.ndarray, name: str, text: str, bounds: Sequence[int]
+) -> HistogramMetricFamily:
+    """`counts[n]` observations of the value n, as a histogram with these upper bounds."""
+    upto = np.cumsum(counts)
+    buckets = [(str(float(bound)), float(upto[bound])) for bound in bounds]
+    total = float(counts @ np.arange(len(counts)))
+    return HistogramMetricFamily(
+        name, text, buckets=[*buckets, ("+Inf", float(upto[-1]))], sum_value=total
+    )
 
 
 class Telemetry:
@@ -103,11 +176,8 @@ class Telemetry:
         self.predict_inference = self._duration(
             "te_predict_inference_duration", "Seconds on the device, by input"
         )
-        self.input_length = self._histogram(
-            "te_request_input_length",
-            "Tokens of an input after truncation",
-            [power for power in POWERS[:20] if power <= max_input_tokens],
-        )
+        self.input_length = LengthCounts(max_input_tokens)
+        self.registry.register(self.input_length)
         self.batch_size = self._histogram("te_batch_next_size", "Sequences in a batch", POWERS[:13])
         self.batch_tokens = self._histogram(
             "te_batch_next_tokens", "Useful tokens in a batch", POWERS
@@ -116,6 +186,9 @@ class Telemetry:
 
     def _add_our_series(self) -> None:
         self.queue_tokens = self._gauge("jaxembed_queue_tokens", "Tokens waiting for a batch")
+        self.lane_size = self._gauge(
+            "jaxembed_lane_size", "Inputs waiting for a batch, by lane", "lane"
+        )
         self.batch_fill = self._histogram(
             "jaxembed_batch_fill_ratio", "Useful tokens over the bucket's tokens", FILL_BUCKETS
         )
@@ -148,8 +221,8 @@ class Telemetry:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, registry=self.registry)
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
 
     def _histogram(
         self, name: str, text: str, buckets: Iterable[int | float], *labels: str
@@ -165,6 +238,7 @@ class Telemetry:
             (self.request_success, ("single", "batch")),
             (self.request_failure, FAILURES),
             (self.stage, STAGES),
+            (self.lane_size, LANES),
         ):
             labelled: MetricWrapperBase = metric
             for value in values:

@@ -143,7 +143,8 @@ class FakeEmbedder(Embedder):
         if lengths.max() > MAX_TOKENS and not truncate:
             raise InputTooLong(
                 f"Input validation error: `inputs` must have less than {MAX_TOKENS} tokens. "
-                f"Given: {lengths.max()}"
+                f"Given: {lengths.max()}",
+                index=int(lengths.argmax()),
             )
         return lengths
 

@@ -1,4 +1,4 @@
-"""take and pack: pure functions of what waits."""
+"""choose, place and pack: pure functions of what waits."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxembed.engine.batch import MOST_LOOKED_AT, Batch, pack, place, take
+from jaxembed.engine.batch import Batch, choose, pack, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.inputs import Encoding
@@ -30,6 +30,12 @@ def entries_of(lengths, *, types=False, unpooled=0) -> list[Entry]:
 def costs(*buckets: tuple[int, int]) -> dict[Bucket, float]:
     """Milliseconds in proportion to the tokens."""
     return {Bucket(*bucket): float(bucket[0] * bucket[1]) for bucket in buckets}
+
+
+def take(waiting: list[Entry], cost: dict[Bucket, float], most: int | None = None) -> Batch:
+    """What runs next where there is one lane."""
+    waiting = waiting[:most]
+    return place(choose(waiting, cost), waiting[:1], waiting[1:])
 
 
 def check_placement(batch: Batch) -> None:
@@ -100,19 +106,19 @@ def test_a_long_sequence_that_is_the_oldest_is_not_passed_over():
 
 
 def test_a_row_takes_no_more_sequences_than_it_has_slots():
-    batch = place(entries_of([1] * 100), Bucket(2, 16))
+    batch = place(Bucket(2, 16), entries_of([1] * 100))
     assert len(batch.entries) == 8
     assert sorted(Counter(batch.rows.tolist()).items()) == [(0, 4), (1, 4)]
 
 
 def test_short_sequences_fill_the_gaps_of_longer_ones():
-    batch = place(entries_of([10, 10, 6, 6]), Bucket(2, 16))
+    batch = place(Bucket(2, 16), entries_of([10, 10, 6, 6]))
     assert len(batch.entries) == 4
     assert batch.fill == 1.0
 
 
 def test_a_sequence_too_long_for_the_bucket_is_left_behind():
-    batch = place(entries_of([8, 40, 8]), Bucket(1, 16))
+    batch = place(Bucket(1, 16), entries_of([8, 40, 8]))
     assert [entry.length for entry in batch.entries] == [8, 8]
 
 
@@ -124,7 +130,7 @@ def test_most_limits_the_sequences_of_a_batch(most):
 
 
 def test_a_deep_queue_is_filled_from_its_oldest_part():
-    waiting = entries_of([7] * (MOST_LOOKED_AT + 100))
+    waiting = entries_of([7] * 4196)
     batch = take(waiting, costs((64, 16)))
     assert len(batch.entries) == 128  # two in each row of 16
     assert set(batch.entries) <= set(waiting[:200])
@@ -157,7 +163,7 @@ def packed_slowly(batch: Batch) -> np.ndarray:
 )
 @settings(max_examples=60, deadline=None)
 def test_pack_lays_out_what_a_slow_loop_does(lengths, shape, types, unpooled):
-    batch = place(entries_of(lengths, types=types, unpooled=unpooled), Bucket(*shape))
+    batch = place(Bucket(*shape), entries_of(lengths, types=types, unpooled=unpooled))
     planes = pack(batch)
     assert planes.dtype == np.int32
     assert planes.flags.c_contiguous
@@ -166,7 +172,7 @@ def test_pack_lays_out_what_a_slow_loop_does(lengths, shape, types, unpooled):
 
 def test_pack_follows_the_order_of_the_fields_of_packed_tokens():
     ticket = Ticket([Encoding(np.array([7, 8, 9], np.int32), np.array([0, 1, 1]), 1)], dim=1)
-    tokens = PackedTokens.unstack(pack(place(ticket.entries, Bucket(1, 4))))
+    tokens = PackedTokens.unstack(pack(place(Bucket(1, 4), ticket.entries)))
     wanted = {
         "ids": [7, 8, 9, 0],
         "positions": [0, 1, 2, 0],

@@ -90,8 +90,18 @@ def _write(tmp_path):
 
 
 def test_a_grid_is_read_from_a_file_sorted_and_without_doubles(write):
-    path = write('{"buckets": [[4, 32], [1, 64], [4, 32], [1, 16]]}')
-    assert read_grid(path, 64, 128).buckets == (Bucket(1, 16), Bucket(1, 64), Bucket(4, 32))
+    given = read_grid(write('{"buckets": [[4, 32], [1, 64], [4, 32], [1, 16]]}'))
+    assert given.grid(64, 128).buckets == (Bucket(1, 16), Bucket(1, 64), Bucket(4, 32))
+    assert given.max_batch_tokens is None
+    assert given.tuned == {}
+
+
+def test_a_file_may_say_its_token_budget_and_what_it_was_tuned_on(write):
+    given = read_grid(
+        write('{"buckets": [[1, 16]], "max_batch_tokens": 16, "tuned": {"dtype": "float32"}}')
+    )
+    assert given.max_batch_tokens == 16
+    assert given.tuned == {"dtype": "float32"}
 
 
 @pytest.mark.parametrize(
@@ -110,21 +120,24 @@ def test_a_grid_is_read_from_a_file_sorted_and_without_doubles(write):
         '{"buckets": [[1.5, 16]]}',
         '{"buckets": [[Infinity, 16]]}',
         '{"buckets": [[null, 16]]}',
+        '{"buckets": [[1, 16]], "max_batch_tokens": 0}',
+        '{"buckets": [[1, 16]], "max_batch_tokens": 1.5}',
+        '{"buckets": [[1, 16]], "tuned": 3}',
     ],
 )
 def test_a_malformed_file_is_refused_with_what_was_wanted(write, text):
     path = write(text)
     with pytest.raises(ConfigError, match=r"wanted \{\"buckets\": \[\[rows, length\]") as raised:
-        read_grid(path, 16, 16)
+        read_grid(path)
     assert f"--buckets {path}" in str(raised.value)
 
 
 def test_a_missing_file_or_one_that_is_not_text_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"--buckets .*FileNotFoundError"):
-        read_grid(tmp_path / "none.json", 16, 16)
+        read_grid(tmp_path / "none.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"--buckets .*wanted"):
-        read_grid(tmp_path / "bytes.json", 16, 16)
+        read_grid(tmp_path / "bytes.json")
 
 
 @pytest.mark.parametrize(
@@ -140,19 +153,19 @@ def test_a_missing_file_or_one_that_is_not_text_is_refused(tmp_path):
 )
 def test_a_grid_that_cannot_serve_is_refused(write, text, message):
     with pytest.raises(ConfigError, match=message):
-        read_grid(write(f'{{"buckets": {text}}}'), 16, 64)
+        read_grid(write(f'{{"buckets": {text}}}')).grid(16, 64)
 
 
 def test_all_problems_of_a_file_are_told_at_once(write):
     path = write('{"buckets": [[3, 8], [64, 8], [0, 4]]}')
     with pytest.raises(ConfigError) as raised:
-        read_grid(path, 16, 64, shards=2)
+        read_grid(path).grid(16, 64, shards=2)
     for part in ("3 rows of bucket 3x8 do not divide over 2", "64x8 holds 512", "0x4", "limit is"):
         assert part in str(raised.value)
 
 
 def test_a_sharded_grid_has_the_budget_of_every_device(write):
     path = write('{"buckets": [[8, 16], [4, 32]]}')
-    assert len(read_grid(path, 32, 32, shards=4).buckets) == 2
+    assert len(read_grid(path).grid(32, 32, shards=4).buckets) == 2
     with pytest.raises(ConfigError, match="over max_batch_tokens=31 on each of 4 devices"):
-        read_grid(path, 32, 31, shards=4)
+        read_grid(path).grid(32, 31, shards=4)

@@ -126,7 +126,7 @@ def test_sharded_buckets_have_rows_for_every_device(planned, tmp_path):
 
 
 def test_the_dtype_is_the_native_one_unless_told(planned, monkeypatch):
-    monkeypatch.setattr(build_module, "native_dtype", lambda device: "bfloat16")
+    monkeypatch.setattr(build_module, "native_dtype", lambda device, cache_dir: "bfloat16")
     assert planned(dtype=None).dtype == "bfloat16"
     assert planned(dtype="float16").dtype == "float16"
 
@@ -165,3 +165,31 @@ def test_only_float16_keeps_a_float32_program_of_the_longest_bucket(planned):
     made = planned(dtype="float16")
     assert build_module._float32_twin(made) == Bucket(1, 64)
     assert build_module._float32_twin(planned(dtype="bfloat16")) is None
+
+
+def tuned_grid(tmp_path, **tuned):
+    path = tmp_path / "buckets.json"
+    file = {"buckets": [[1, 64], [64, 16]], "max_batch_tokens": 1024, "tuned": tuned}
+    path.write_text(json.dumps(file))
+    return path
+
+
+def test_a_tuned_grid_brings_its_token_budget(planned, tmp_path):
+    made = planned(buckets=tuned_grid(tmp_path))
+    assert made.max_batch_tokens == 1024
+    assert made.grid.buckets == (Bucket(1, 64), Bucket(64, 16))
+
+
+def test_the_flag_beats_the_budget_of_a_tuned_grid(planned, tmp_path):
+    with pytest.raises(ConfigError, match="64x16 holds 1024 tokens, over max_batch_tokens=512"):
+        planned(buckets=tuned_grid(tmp_path), max_batch_tokens=512)
+
+
+def test_a_grid_tuned_for_something_else_serves_with_a_warning(planned, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        planned(buckets=tuned_grid(tmp_path, dtype="float32", content_hash=""))
+        assert not caplog.records
+        planned(buckets=tuned_grid(tmp_path, dtype="bfloat16", device="abacus"))
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "was tuned for dtype bfloat16, here it is float32" in first
+    assert "was tuned for device abacus, here it is cpu-" in second

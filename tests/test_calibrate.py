@@ -7,7 +7,7 @@ import pytest
 from conftest import tiny_spec
 
 from jaxembed.engine import calibrate
-from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, batch_tokens
+from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, batch_tokens, native_dtype
 from jaxembed.models import program
 
 
@@ -92,6 +92,42 @@ def test_an_accelerator_gets_a_fixed_budget_and_is_not_measured(tmp_path, measur
 
     unchecked = getattr(batch_tokens, "__wrapped__", batch_tokens)  # Gpu is no jax.Device
     assert unchecked(program(tiny_spec()), Gpu(), "bfloat16", tmp_path) == ACCELERATOR_TOKENS
+    assert measured["times"] == 0
+
+
+@pytest.mark.parametrize(
+    ("bfloat16", "wanted"),
+    [(2.0, "bfloat16"), (1.25, "bfloat16"), (1.1, "float32"), (1.0, "float32"), (0.4, "float32")],
+)
+def test_a_cpu_multiplies_bfloat16_where_that_is_clearly_faster(
+    tmp_path, monkeypatch, bfloat16, wanted
+):
+    rates = {"bfloat16": bfloat16 * 1e11, "float32": 1e11}
+    monkeypatch.setattr(calibrate, "_measure", lambda dtype: rates[dtype])
+    device = jax.local_devices()[0]
+    assert native_dtype(device) == wanted  # with nowhere to remember it
+    assert native_dtype(device, tmp_path) == wanted
+    rates.update(bfloat16=1e11 * 1.2 - 1, float32=1e11)
+    assert native_dtype(device, tmp_path) == wanted  # as remembered, also when the machine is busy
+
+
+def test_an_accelerator_is_asked_what_it_is_and_not_measured(measured):
+    class Gpu:
+        platform = "gpu"
+        compute_capability = "9.0"
+
+    class Older(Gpu):
+        compute_capability = "7.5"
+
+    class Amd(Gpu):
+        compute_capability = "gfx942"
+
+    class Tpu:
+        platform = "tpu"
+
+    unchecked = getattr(native_dtype, "__wrapped__", native_dtype)
+    kinds = {kind.__name__: unchecked(kind()) for kind in (Gpu, Older, Amd, Tpu)}
+    assert kinds == {"Gpu": "bfloat16", "Older": "float32", "Amd": "bfloat16", "Tpu": "bfloat16"}
     assert measured["times"] == 0
 
 

@@ -159,6 +159,13 @@ def test_served_names_belong_to_the_model_they_name_or_to_the_only_one(names, mo
     assert cli._aliases(names, models) == aliases
 
 
+@pytest.mark.parametrize("given", ["nan", "inf", "-1"])
+def test_a_time_that_is_no_number_of_seconds_is_refused(given):
+    result = CliRunner().invoke(cli.cli, ["serve", "--drain-timeout", given])
+    assert result.exit_code == 2
+    assert "--drain-timeout" in result.output
+
+
 @pytest.mark.parametrize("name", ["x", "x=c", "=a", "x=", ""])
 def test_a_served_name_of_no_one_model_is_refused(name):
     with pytest.raises(click.UsageError, match=f"--served-model-name {name}: wanted NAME=MODEL"):

@@ -7,12 +7,14 @@ import threading
 from dataclasses import replace
 from functools import partial
 
+import jax
 import numpy as np
 import pytest
 from conftest import LIMIT, WORDS, save_tiny
 
 from jaxembed import Embedder, EngineConfig, Label, Ranked, TextConfig
 from jaxembed.embedder import EncodeOptions, ScoreOptions
+from jaxembed.engine.build import turn_of
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import (
     BackendError,
@@ -27,6 +29,7 @@ from jaxembed.errors import (
     WrongTask,
 )
 from jaxembed.inputs import Pair, Text, Tokens
+from jaxembed.processors.text import CHUNK
 from jaxembed.runner import Runner
 from jaxembed.spec import DenseLayer, PairTemplate
 
@@ -71,6 +74,8 @@ class Held:
 
 @pytest.fixture(name="held")
 def _held(monkeypatch):
+    for device in jax.local_devices():  # one batch at a time: what comes after the held one waits
+        monkeypatch.setattr(turn_of(device), "permits", 1)
     held = Held(monkeypatch)
     yield held
     held.gate.set()
@@ -86,7 +91,7 @@ def series(embedder) -> dict[str, float]:
 
 
 def queue_of(embedder) -> tuple[int, int]:
-    return embedder.engine._waiting_entries, len(embedder.engine._queue)
+    return embedder.engine._lanes.inputs, embedder.engine._lanes.tokens
 
 
 # -- the library -----------------------------------------------------------------------------------
@@ -306,7 +311,7 @@ def test_waking_a_loop_that_is_closed_harms_no_thread_of_the_engine(embedder, mo
     """A loop may be closed without cancelling its tasks; an engine thread does the waking."""
     wakes, usual = [], embedder.engine.submit
 
-    def submit(encodings, outputs, wake):
+    def submit(encodings, outputs, wake, priority):
         wakes.append(wake)
         return usual(encodings, outputs)
 
@@ -581,7 +586,16 @@ def test_the_query_of_thousands_of_documents_is_tokenized_once(reranker, monkeyp
     answer = asyncio.run(reranker.score_documents(QUERY, documents, ScoreOptions()))
     assert len(answer.logits) == len(ranked) == 1000
     assert [texts for texts in shown if QUERY in texts] == [[QUERY]] * 2  # a request each
-    assert max(map(len, shown)) == 256
+    assert max(map(len, shown)) == CHUNK
+
+
+def test_of_many_inputs_the_one_at_fault_is_named(embedder):
+    texts = ["cat"] * (3 * CHUNK)
+    texts[2 * CHUNK + 7] = "cat " * 500
+    for encode in (embedder.encode, lambda *a, **k: asyncio.run(embedder.encode_async(*a, **k))):
+        with pytest.raises(InputTooLong) as raised:
+            encode(texts, truncate=False)
+        assert raised.value.index == 2 * CHUNK + 7
 
 
 def test_a_query_keeps_one_tokenizer_thread_busy_and_not_all(reranker, monkeypatch):

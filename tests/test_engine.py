@@ -7,15 +7,16 @@ import threading
 import time
 import weakref
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jaxembed.engine import engine as engine_module
-from jaxembed.engine.batch import MOST_LOOKED_AT
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.engine import Engine, Seat
+from jaxembed.engine.lanes import MOST_LOOKED_AT
 from jaxembed.engine.replica import NullReplica
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.errors import BackendError, Cancelled, EmptyInput, InputTooLong
@@ -83,7 +84,7 @@ class EngineUnderTest(Engine):
 
     @property
     def waiting(self) -> tuple[int, int]:
-        return self._waiting_entries, self._waiting_tokens
+        return self._lanes.inputs, self._lanes.tokens
 
 
 @pytest.fixture(name="runner")
@@ -163,9 +164,9 @@ def test_the_waiter_is_woken_once_when_the_answer_is_there(start, runner):
         woken.append(1)
         done.set()
 
-    ticket = engine.submit([encoding(5)] * 100, wake=wake)
+    ticket = engine.submit([encoding(5 + k) for k in range(100)], wake=wake)
     assert done.wait(WAIT_S)
-    assert sums(ticket) == [5.0] * 100
+    assert sums(ticket) == [5.0 + k for k in range(100)]
     engine.close(WAIT_S)
     assert woken == [1]
 
@@ -209,9 +210,9 @@ def test_what_waits_while_the_device_is_busy_runs_together_and_oldest_first(star
 def test_no_batch_holds_more_than_max_batch_requests(start, runner):
     engine = start(runner, max_batch_requests=2)
     first = blocked(engine, runner)
-    ticket = engine.submit([encoding(30)] * 7)
+    ticket = engine.submit([encoding(30 + k) for k in range(7)])
     runner.gate.set()
-    assert sums(ticket) == [30.0] * 7
+    assert sums(ticket) == [30.0 + k for k in range(7)]
     assert sums(first) == [10.0]
     assert len(runner.buckets) == 5  # the first one and four of at most two
 
@@ -239,7 +240,7 @@ def test_cancelled_work_leaves_the_queue_and_never_runs(start, runner):
 def test_a_request_behind_very_many_cancelled_ones_still_runs(start, runner):
     engine = start(runner)
     first = blocked(engine, runner)
-    gone = engine.submit([encoding(50)] * (MOST_LOOKED_AT + 10))
+    gone = engine.submit([encoding(50, k) for k in range(MOST_LOOKED_AT + 10)])
     kept = engine.submit([encoding(60)])
     engine.cancel(gone)
     runner.gate.set()
@@ -267,6 +268,67 @@ def test_cancelling_an_answered_request_changes_nothing(start, runner):
     assert engine.telemetry.cancelled_requests._value.get() == 0
 
 
+def test_what_is_alike_runs_once_and_everybody_gets_the_answer(start, runner):
+    engine = start(runner)
+    first = blocked(engine, runner)
+    one = engine.submit([encoding(20), encoding(21), encoding(20)])
+    two, gone = engine.submit([encoding(21)]), engine.submit([encoding(20), encoding(22)])
+    assert engine.waiting == (6, 6)
+    engine.cancel(gone)
+    assert engine.waiting == (4, 4)
+    runner.gate.set()
+    assert [sums(ticket) for ticket in (first, one, two)] == [[10.0], [20.0, 21.0, 20.0], [21.0]]
+    assert sorted(runner.seen) == [10, 20, 21]
+    assert engine.waiting == (0, 0)
+
+
+def test_all_who_asked_for_what_fails_are_told_and_each_by_its_own_place(start, runner):
+    engine = start(runner)
+    first = blocked(engine, runner)
+    one = engine.submit([encoding(30), encoding(20)])
+    two = engine.submit([encoding(20), encoding(31)])
+    usual = runner.run
+
+    def run(bucket, planes, outputs):
+        answer = usual(bucket, planes, outputs)
+        return {"dense": np.where(answer["dense"] == 20, np.nan, answer["dense"])}
+
+    runner.run = run
+    runner.gate.set()
+    for ticket, place in ((one, 1), (two, 0)):
+        with pytest.raises(BackendError, match=f"input {place}: the result is not finite"):
+            ticket.result(WAIT_S)
+    assert sums(first) == [10.0]
+
+
+def test_token_vectors_are_given_to_those_who_asked_for_them_and_to_each_its_own():
+    engine = Engine([Seat(NullReplica(3, 5), DeviceTurn())], GRID, 3, Telemetry())
+    both = frozenset({"dense", "tokens"})
+    tickets = [engine.submit([encoding(5, 6)] * 2, outputs) for outputs in (both, both)]
+    plain = engine.submit([encoding(5, 6)])
+    engine.start()  # they wait together
+    arrays = [array for ticket in tickets for array in ticket.result(WAIT_S).tokens]
+    assert [array.shape for array in arrays] == [(2, 5)] * 4
+    assert not any(np.shares_memory(a, b) for a, b in pairwise(arrays))
+    assert plain.result(WAIT_S).tokens == [None]
+    engine.close(WAIT_S)
+
+
+def test_a_query_behind_ten_thousand_texts_is_in_the_next_batch(start, runner):
+    engine = start(runner, full_warmup=True)
+    first = blocked(engine, runner)
+    bulk = engine.submit([encoding(20 + k) for k in range(10_000)])
+    query = engine.submit([encoding(19)], priority="interactive")
+    text = engine.telemetry.exposition().decode()
+    assert 'jaxembed_lane_size{lane="interactive"} 1.0' in text
+    assert 'jaxembed_lane_size{lane="bulk"} 10000.0' in text
+    runner.gate.set()
+    assert sums(query) == [19.0]
+    assert 19 in runner.seen[:5]  # the first one, then a row of four
+    engine.cancel(bulk)
+    assert sums(first) == [10.0]
+
+
 def test_a_long_sequence_waits_for_its_bucket_while_short_ones_run(start, runner):
     runner.slow_to_compile[LONG] = threading.Event()
     engine = start(runner, ready=False)
@@ -286,7 +348,7 @@ def test_a_long_sequence_waits_for_its_bucket_while_short_ones_run(start, runner
 def test_short_requests_run_behind_very_many_that_wait_for_a_bucket(start, runner):
     runner.slow_to_compile[LONG] = threading.Event()
     engine = start(runner, ready=False)
-    long = engine.submit([encoding(*[9] * 17)] * (MOST_LOOKED_AT + 1))
+    long = engine.submit([encoding(*[9] * 16, k) for k in range(MOST_LOOKED_AT + 1)])
     assert sums(engine.submit([encoding(5)])) == [5.0]
     engine.cancel(long)
     runner.slow_to_compile[LONG].set()
@@ -440,6 +502,20 @@ def test_a_bucket_too_slow_to_be_timed_gets_its_cost_from_its_first_batch(start,
     assert engine.cost[LONG] > 0
 
 
+def test_what_was_guessed_beside_a_compiler_is_timed_when_it_is_done(start, monkeypatch):
+    """Of the smallest bucket, timed at a tenth of its speed, the largest looks too slow to time."""
+    takes_ms = {SHORT: 200.0, WIDE: 500.0, LONG: 300.0}
+    monkeypatch.setattr(engine_module, "milliseconds", lambda runner, bucket: takes_ms[bucket])
+
+    def on_progress(done: int, total: int) -> None:
+        if done == total:
+            takes_ms.update({SHORT: 2.0, WIDE: 5.0, LONG: 3.0})
+
+    engine = timed(start(SumRunner(), compile_workers=1, on_progress=on_progress))
+    assert engine.cost == takes_ms
+    assert not engine._guessed
+
+
 def test_nothing_runs_out_of_turn_not_even_to_time_a_bucket(start):
     turn, in_turn = DeviceTurn(), []
 
@@ -502,7 +578,7 @@ def test_a_flood_on_one_model_holds_the_other_up_for_one_batch(start):
     flooded, calm = NotingRunner(), NotingRunner()
     busy, other = (timed(start(runner, turns=[turn])) for runner in (flooded, calm))
     flooded.gate.clear()
-    tickets = [busy.submit([encoding(*[12] * 60)] * 50)]
+    tickets = [busy.submit([encoding(*[12] * n) for n in range(17, 60)])]
     entered(flooded)
     tickets.append(other.submit([encoding(11)]))
     until(lambda: len(turn._waiting) == 3)  # a thread of the busy engine and two of the other
@@ -510,6 +586,33 @@ def test_a_flood_on_one_model_holds_the_other_up_for_one_batch(start):
     for ticket in tickets:
         ticket.result(WAIT_S)
     assert order[:3] == [12, 11, 12]
+
+
+def test_a_query_waits_for_one_batch_also_where_its_model_has_bulk_and_another_one_too(start):
+    turn, order = DeviceTurn(), []
+
+    class NotingRunner(SumRunner):
+        def run(self, bucket, planes, outputs):
+            if not (planes[0] == 1).all():
+                order.append(int(planes[0].max()))
+            return super().run(bucket, planes, outputs)
+
+    runners = [NotingRunner(), NotingRunner()]
+    mine, other = engines = [timed(start(runner, turns=[turn])) for runner in runners]
+    for engine in engines:
+        engine.cost[LONG] = 100.0
+    for runner in runners:
+        runner.gate.clear()
+    tickets = [mine.submit([encoding(*[11] * n) for n in range(17, 60)])]
+    entered(runners[0])
+    tickets.append(other.submit([encoding(*[12] * n) for n in range(17, 60)]))
+    tickets.append(mine.submit([encoding(*[13] * 40)], priority="interactive"))
+    until(lambda: len(turn._waiting) == 3)  # a thread of the busy engine and two of the other
+    for runner in runners:
+        runner.gate.set()
+    for ticket in tickets:
+        ticket.result(WAIT_S)
+    assert order[:3] == [11, 13, 12]
 
 
 def test_models_share_the_time_of_their_device_and_rest_earns_no_credit(start):
@@ -580,7 +683,9 @@ def test_models_of_long_and_of_short_programs_get_equal_time(start, monkeypatch,
     with ExitStack() as before:
         for _ in range(permits):
             before.enter_context(turn.hold(lambda: math.inf))
-        tickets = [engine.submit([encoding(*[5] * 60)] * 400) for engine in engines]
+        tickets = [
+            engine.submit([encoding(*[5] * 59, k) for k in range(400)]) for engine in engines
+        ]
         until(lambda: len(turn._waiting) == threads)
     until(lambda: len(device.ran) >= 300)
     device.over.set()

@@ -116,15 +116,16 @@ def run(
     replica.compile(bucket)
     hidden, dense = {}, {}
     waiting = Ticket(list(encodings), spec.dim).entries
+    places = {entry: i for entry in waiting for index in entry.claims.values() for i in index}
     while waiting:
-        batch = place(waiting, bucket)
+        batch = place(bucket, waiting[:1], waiting[1:])
         outputs = replica.run(bucket, pack(batch), ("dense", "tokens"))
         for entry, row, slot, start in zip(
             batch.entries, batch.rows, batch.slots, batch.starts, strict=True
         ):
-            hidden[entry.index] = outputs["tokens"][row, start : start + entry.length]
-            dense[entry.index] = outputs["dense"][row, slot]
-        waiting = [entry for entry in waiting if entry.index not in hidden]
+            hidden[places[entry]] = outputs["tokens"][row, start : start + entry.length]
+            dense[places[entry]] = outputs["dense"][row, slot]
+        waiting = [entry for entry in waiting if places[entry] not in hidden]
     order = range(len(hidden))
     return [hidden[i] for i in order], np.stack([dense[i] for i in order])
 

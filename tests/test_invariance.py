@@ -87,7 +87,9 @@ def placed(bucket: Bucket, places) -> Batch:
     """`places` are (ids, unpooled, row, slot, start)."""
     encodings = [Encoding(np.array(ids, np.int32), None, n) for ids, n, *_ in places]
     rows, slots, starts = (np.array([place[i] for place in places]) for i in (2, 3, 4))
-    return Batch(bucket, Ticket(encodings, dim=1).entries, rows, slots, starts)
+    # a ticket each: one would compute what is alike only once
+    entries = [Ticket([encoding], dim=1).entries[0] for encoding in encodings]
+    return Batch(bucket, entries, rows, slots, starts)
 
 
 def alone(bucket: Bucket, ids, unpooled=0) -> Batch:

@@ -129,9 +129,18 @@ def test_each_of_2000_requests_is_answered_and_memory_stays_flat(start_server):
     assert asyncio.run(post(server.port, ["the cat"]))[0] == 200
 
 
+def different(count: int, words: int) -> list[str]:
+    """Texts no two of which are the same: what is alike is computed once."""
+    known = ["where", "is", "the", "red", "train"]
+    return [
+        " ".join([known[k // 5**n % 5] for n in range(7)] + ["train"] * (words - 7))
+        for k in range(count)
+    ]
+
+
 def test_a_client_that_goes_away_takes_its_queued_work_along(start_server):
     server = start_server("--max-client-batch-size", "0")
-    texts = ["where is the red train " * 12] * 20000
+    texts = different(20_000, words=60)
 
     async def vanish() -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -151,8 +160,10 @@ def test_sigterm_under_load_loses_no_admitted_request(start_server):
     server = start_server("--max-queue-tokens", "1000000")
 
     async def load() -> list:
-        texts = ["where is the red train " * 8] * 100
-        requests = [asyncio.create_task(post(server.port, texts)) for _ in range(40)]
+        texts = different(4_000, words=40)
+        requests = [
+            asyncio.create_task(post(server.port, texts[k : k + 100])) for k in range(0, 4_000, 100)
+        ]
         await asyncio.to_thread(server.wait_until, lambda: server.metric("te_queue_size") > 0)
         server.process.send_signal(signal.SIGTERM)
         return await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), ANSWER_S)

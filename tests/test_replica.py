@@ -1,5 +1,8 @@
 """Parameters on a device and a compiled program for each bucket."""
 
+import itertools
+import threading
+import time
 import weakref
 
 import jax
@@ -19,7 +22,6 @@ from jaxembed.engine.replica import (
     Runner,
     compiler_options,
     milliseconds,
-    native_dtype,
     place_parameters,
 )
 from jaxembed.engine.ticket import Ticket
@@ -46,7 +48,7 @@ def _replica() -> Replica:
 
 def batch_of(*ids: list[int], bucket=BUCKET):
     entries = Ticket([Encoding(np.array(one, np.int32)) for one in ids], dim=32).entries
-    return place(entries, bucket)
+    return place(bucket, entries)
 
 
 def test_nothing_compiles_after_warm_up(embedder):
@@ -217,7 +219,7 @@ def test_the_safe_fusion_setting_repairs_wrong_sums_on_cpu():
 
 
 def test_programs_are_compiled_with_the_safe_fusion_setting(monkeypatch):
-    seen = []
+    seen, wanted = [], [compiler_options("cpu")]  # asked before, for it compiles as well
     usual = jax.stages.Lowered.compile
 
     def compile(self, compiler_options=None, **options):
@@ -226,7 +228,7 @@ def test_programs_are_compiled_with_the_safe_fusion_setting(monkeypatch):
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
     replica_of()
-    assert seen == [compiler_options("cpu")]
+    assert seen == wanted
 
 
 def test_compiler_options_are_safe_on_cpu_and_none_elsewhere():
@@ -257,6 +259,27 @@ def test_the_null_replica_answers_ones_of_the_right_shapes():
     assert null.run_in_float32(planes, {"dense"}) is None
 
 
+def test_two_runs_at_once_are_timed_as_two(monkeypatch):
+    both = threading.Barrier(2, timeout=10)
+
+    class Meeting(NullReplica):
+        def run(self, bucket, planes, outputs):
+            both.wait()  # passes only while the other one runs
+            return super().run(bucket, planes, outputs)
+
+    monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)  # a second a look
+    assert milliseconds(Meeting(3, 5), BUCKET, together=2) == 500.0
+
+
+def test_what_fails_beside_another_is_raised():
+    class Failing(NullReplica):
+        def run(self, bucket, planes, outputs):
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        milliseconds(Failing(3, 5), BUCKET, together=2)
+
+
 def test_a_bucket_is_timed_full_of_tokens():
     class Noting(NullReplica):
         def run(self, bucket, planes, outputs):
@@ -268,11 +291,3 @@ def test_a_bucket_is_timed_full_of_tokens():
     assert len(runs) == MOST_TIMINGS  # quick as it is
     assert (runs[0][2] == 1).all()  # one segment in each row, no padding
     np.testing.assert_array_equal(runs[0][1], np.tile(np.arange(16), (2, 1)))
-
-
-def test_native_dtype_is_bfloat16_only_where_the_device_multiplies_it(monkeypatch):
-    cpu = jax.local_devices()[0]
-    monkeypatch.setattr("jaxembed.engine.replica._cpu_has_bfloat16", lambda: True)
-    assert native_dtype(cpu) == "bfloat16"
-    monkeypatch.setattr("jaxembed.engine.replica._cpu_has_bfloat16", lambda: False)
-    assert native_dtype(cpu) == "float32"

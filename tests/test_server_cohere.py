@@ -322,3 +322,12 @@ def test_the_client_of_cohere_sees_overload(cohere):
 
     failing = FakeEmbedder(Overloaded("Model is overloaded"), RERANKER)
     with_client(cohere.AsyncClientV2, go, failing)
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+def test_the_document_that_is_too_long_is_named(path):
+    documents = ["a", " ".join("x" * 20)]
+    response, body = rerank(path, documents=documents, truncate=False)
+    assert response.status_code == 400
+    message = body["message"] if path == "/v2/rerank" else body["error"]["message"]
+    assert "`documents[1]` must have less than 16 tokens" in message

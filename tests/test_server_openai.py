@@ -225,6 +225,14 @@ def test_too_long_is_an_error_only_without_truncation():
     response, body = ask({"input": text, "truncate": False})
     assert response.status_code == 400
     assert body["error"]["code"] == "context_length_exceeded"
+    assert body["error"]["param"] == "input"
+
+
+def test_the_input_that_is_too_long_is_named():
+    texts = ["a", " ".join("x" * 20), "b"]
+    _, body = ask({"input": texts, "truncate": False})
+    assert body["error"]["param"] == "input[1]"
+    assert "`input[1]` must have less than 16 tokens" in body["error"]["message"]
 
 
 def test_a_request_is_counted_and_timed():

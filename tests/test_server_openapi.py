@@ -170,3 +170,14 @@ def test_it_speaks_openapi_3_0():
 )
 def test_null_becomes_nullable(given, wanted):
     assert as_openapi_3_0(given) == wanted
+
+
+@pytest.mark.parametrize("path", [path for path in BODIES if path != "/embed_sparse"])
+def test_the_priority_is_a_header_of_what_runs_a_model(path):
+    parameters = DOCUMENT["paths"][path]["post"].get("parameters", [])
+    found = {one["name"]: one for one in parameters}
+    if path in ("/tokenize", "/decode"):
+        assert not found
+    else:
+        assert found["x-priority"]["in"] == "header"
+        assert found["x-priority"]["schema"]["enum"] == ["interactive", "bulk"]

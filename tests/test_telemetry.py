@@ -1,8 +1,21 @@
 """The metrics as Prometheus reads them."""
 
+import threading
+from itertools import pairwise
+
+import numpy as np
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxembed.telemetry import DURATION_BUCKETS, FAILURES, STAGES, Telemetry, exposition
+from jaxembed.telemetry import (
+    DURATION_BUCKETS,
+    FAILURES,
+    MOST_KEPT,
+    STAGES,
+    Telemetry,
+    exposition,
+    row_lengths,
+)
 
 
 def families(telemetry):
@@ -48,6 +61,35 @@ def test_input_length_buckets_end_at_the_limit():
     assert 'te_request_input_length_bucket{le="1024.0"}' not in text
 
 
+def test_lengths_are_counted_and_shown_as_tei_does_and_finer():
+    telemetry = Telemetry(max_input_tokens=20)
+    telemetry.input_length.observe_many(np.array([1, 9, 9, 16]))
+    telemetry.input_length.observe_many(np.array([20]))
+    found = families(telemetry)
+
+    def shown(name):
+        return {
+            sample.labels["le"]: sample.value
+            for sample in found[name].samples
+            if sample.name.endswith("_bucket")
+        }
+
+    assert shown("te_request_input_length") == {
+        "1.0": 1, "2.0": 1, "4.0": 1, "8.0": 1, "16.0": 4, "+Inf": 5
+    }  # fmt: skip
+    assert shown("jaxembed_input_tokens") == {"8.0": 1, "16.0": 4, "20.0": 5, "+Inf": 5}
+    sums = {s.name: s.value for s in found["jaxembed_input_tokens"].samples if not s.labels}
+    assert sums == {"jaxembed_input_tokens_count": 5, "jaxembed_input_tokens_sum": 55}
+
+
+@pytest.mark.parametrize("most", [1, 7, 8, 64, 100, 256, 520, 8192])
+def test_row_lengths_grow_by_an_eighth_at_most_or_by_eight_and_end_at_the_limit(most):
+    lengths = row_lengths(most)
+    assert lengths[-1] == most
+    for shorter, longer in pairwise([0, *lengths]):
+        assert 0 < longer - shorter <= max(8, shorter / 8)
+
+
 def test_two_servers_count_apart():
     one, other = Telemetry(), Telemetry()
     one.embed_count.inc()
@@ -77,3 +119,30 @@ def test_several_models_are_told_apart_by_a_label():
 def test_one_model_needs_no_label():
     telemetry = Telemetry()
     assert exposition({"a": telemetry}) == telemetry.exposition()
+
+
+def test_no_observation_of_many_threads_is_lost():
+    telemetry = Telemetry()
+    values = [float(power) for power in (1, 2, 3, 5000)]
+
+    def observe():
+        for _ in range(MOST_KEPT):
+            for value in values:
+                telemetry.batch_size.observe(value)
+            telemetry.batch_size.observe_many(np.array(values))
+
+    threads = [threading.Thread(target=observe) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        telemetry.exposition()
+    count = 2 * 4 * MOST_KEPT  # of each value
+    found = {
+        (s.name, s.labels.get("le")): s.value
+        for s in families(telemetry)["te_batch_next_size"].samples
+    }
+    assert found["te_batch_next_size_bucket", "1.0"] == count
+    assert found["te_batch_next_size_bucket", "2.0"] == 2 * count
+    assert found["te_batch_next_size_bucket", "4096.0"] == 3 * count
+    assert found["te_batch_next_size_count", None] == 4 * count
+    assert found["te_batch_next_size_sum", None] == sum(values) * count

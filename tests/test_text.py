@@ -410,3 +410,12 @@ def test_many_threads_share_one_processor(wide):
     for thread in threads:
         thread.join(60)
     assert wrong == []
+
+
+@pytest.mark.parametrize("wrong", [Text("cat " * 9), Text(""), Pair("", ""), Tokens([10**9])])
+@pytest.mark.parametrize("place", [0, 2, 3])
+def test_an_error_says_which_input_it_is_about(processor, wrong, place):
+    inputs = [Text("cat"), Tokens([5]), Pair("cat", "dog")]
+    with pytest.raises(InvalidInput) as raised:
+        processor.encode([*inputs[:place], wrong, *inputs[place:]], rules(truncate=False))
+    assert raised.value.index == place

@@ -1,5 +1,6 @@
 """A device's turn: never more holders than permits, and the most urgent first."""
 
+import os
 import threading
 import time
 
@@ -43,7 +44,10 @@ class Waiters:
         return self.order
 
 
-def test_a_cpu_runs_one_program_and_an_accelerator_two():
+def test_two_programs_are_in_flight_but_on_a_single_core(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert DeviceTurn.for_platform("cpu").permits == 2
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     assert DeviceTurn.for_platform("cpu").permits == 1
     assert DeviceTurn.for_platform("gpu").permits == 2
     assert DeviceTurn.for_platform("tpu").permits == 2
@@ -206,3 +210,31 @@ def test_who_leaves_without_a_program_is_not_charged_and_lets_the_next_in():
     with turn.hold(lambda: 0.0, share) as claim:
         turn.charge(claim, 1.0)
     assert (turn.clock, share.end) == (0.0, 1.0)
+
+
+def test_who_borrows_goes_ahead_but_gets_no_more_in_the_long_run():
+    turn, shares, had = DeviceTurn(), {"hasty": Share(), "patient": Share()}, []
+    ahead = {"hasty": 25.0, "patient": 0.0}
+    stop = threading.Event()
+
+    def work(model: str) -> None:
+        share = shares[model]
+        while not stop.is_set():
+            with turn.hold(lambda: ahead[model] - turn.begin(share), share) as claim:
+                had.append(model)
+                if len(had) == 100:
+                    stop.set()
+                turn.charge(claim, 10.0)
+                while not stop.is_set() and len(turn._waiting) < 3:
+                    time.sleep(0.0001)
+
+    threads = [threading.Thread(target=work, args=(model,)) for model in [*shares, *shares]]
+    with turn.hold(lambda: 0.0):
+        for k, thread in enumerate(threads):
+            thread.start()
+            in_line(turn, k + 1)
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert had[:3] == ["hasty"] * 3
+    assert 50 <= had[:100].count("hasty") <= 52

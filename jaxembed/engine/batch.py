@@ -1,4 +1,4 @@
-"""Choose what runs next and lay it out on a bucket: `take` and `pack`, two pure functions."""
+"""A bucket for what waits, and its layout: `choose`, `place` and `pack`, three pure functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ from jaxembed.engine.ticket import Entry
 from jaxembed.models.tokens import PackedTokens
 
 EXPECTED_FILL = 0.97  # of a bucket with enough waiting; 0.94 to 1.00 on real length mixes
-MOST_LOOKED_AT = 4096  # entries; keeps a choice under a millisecond however deep the queue is
+BRIEF_MS = 25.0  # a batch that a lone query may have to wait for need be no shorter
+BRIEF_LOSS = 0.25  # of the best rate, at most, to be brief; less, for the estimate fills no gaps
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,21 @@ class Batch:
         return self.useful_tokens / self.bucket.tokens
 
 
-def take(waiting: Sequence[Entry], cost: Mapping[Bucket, float], most: int | None = None) -> Batch:
-    """The batch to run next, out of the entries that wait, oldest first.
+def choose(waiting: Sequence[Entry], cost: Mapping[Bucket, float], brief: bool = False) -> Bucket:
+    """The bucket to run next for the entries that wait, the first of which must be in the batch.
 
     `cost` gives the measured milliseconds of every bucket that may be used. Among those that hold
-    the oldest entry, the one with the fewest milliseconds per useful token is chosen, and the
-    oldest entry is always in it, so none starves. Some bucket must hold it. `most` limits the
-    number of sequences.
+    the first entry, and there must be one, the one with the fewest milliseconds per useful token
+    is chosen; if the batch shall be `brief`, the briefest of those that are nearly as good.
     """
-    waiting = waiting[: min(MOST_LOOKED_AT, most or MOST_LOOKED_AT)]
     lengths = np.array([entry.length for entry in waiting])
     candidates = [bucket for bucket in cost if bucket.length >= lengths[0]]
-    bucket = min(candidates, key=lambda b: cost[b] / _useful(lengths, b))
-    return place(waiting, bucket)
+    rates = {bucket: cost[bucket] / _useful(lengths, bucket) for bucket in candidates}
+    best = min(candidates, key=rates.__getitem__)
+    if not brief:
+        return best
+    near = [b for b in candidates if (1 - BRIEF_LOSS) * rates[b] <= rates[best]]
+    return min(near, key=lambda b: (max(cost[b], BRIEF_MS), rates[b]))
 
 
 def _useful(lengths: np.ndarray, bucket: Bucket) -> float:
@@ -56,28 +59,32 @@ def _useful(lengths: np.ndarray, bucket: Bucket) -> float:
     return float(held[np.searchsorted(held, room, side="right") - 1])
 
 
-def place(waiting: Sequence[Entry], bucket: Bucket) -> Batch:
-    """Put as many entries as fit on the bucket: the oldest first, then longest first into the
-    fullest row that still holds it (best fit decreasing)."""
+def place(bucket: Bucket, *groups: Sequence[Entry], most: int | None = None) -> Batch:
+    """Put as many entries as fit on the bucket: one group after the other, and of each the longest
+    first into the fullest row that still holds it (best fit decreasing). `most` limits the number
+    of sequences."""
     shelf = Shelf(bucket)
-    chosen = [entry for entry in _oldest(waiting, bucket) if entry.length <= bucket.length]
-    order = [chosen[0], *sorted(chosen[1:], key=lambda entry: -entry.length)]
     placed, rows, slots, starts = [], [], [], []
-    for entry in order:
-        spot = shelf.put(entry.length)
-        if spot is not None:
-            placed.append(entry)
-            rows.append(spot[0])
-            slots.append(spot[1])
-            starts.append(spot[2])
+    for group in groups:
+        for entry in sorted(_first(group, bucket), key=lambda entry: -entry.length):
+            if len(placed) == most:
+                break
+            spot = shelf.put(entry.length)
+            if spot is not None:
+                placed.append(entry)
+                rows.append(spot[0])
+                slots.append(spot[1])
+                starts.append(spot[2])
     return Batch(bucket, placed, np.array(rows), np.array(slots), np.array(starts))
 
 
-def _oldest(waiting: Sequence[Entry], bucket: Bucket) -> Sequence[Entry]:
-    """The entries that fill the bucket, and a quarter more to fill gaps with."""
-    lengths = np.array([entry.length for entry in waiting])
+def _first(group: Sequence[Entry], bucket: Bucket) -> list[Entry]:
+    """The first entries that fit on the bucket: those that fill it, and a quarter more to fill gaps
+    with."""
+    lengths = np.array([entry.length for entry in group])
     held = np.cumsum(np.where(lengths <= bucket.length, lengths, 0))
-    return waiting[: int(np.searchsorted(held, 1.25 * bucket.tokens)) + 1]
+    enough = int(np.searchsorted(held, 1.25 * bucket.tokens)) + 1
+    return [entry for entry in group[:enough] if entry.length <= bucket.length]
 
 
 class Shelf:

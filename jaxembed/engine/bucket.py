@@ -3,14 +3,16 @@
 import json
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jaxembed.errors import ConfigError
 
 SHORTEST_ROW = 16  # a lone query of MiniLM takes 2.5 ms in it and 3.4 ms in a row of 32
 LONGEST_DEFAULT_ROW = 8192
 MOST_DEFAULT_BUCKETS = 20
+TPU_TILE = 128  # lanes of a register: shorter rows leave them idle, and splash takes none
 MOST_SLOTS = 128  # in a row: pooling costs slots * length, and short texts have shorter rows
 
 
@@ -61,15 +63,15 @@ class BucketGrid:
         return self.covering + tuple(rest)
 
 
-def default_grid(limit: int, max_batch_tokens: int, shards: int = 1) -> BucketGrid:
+def default_grid(limit: int, max_batch_tokens: int, shards: int = 1, tile: int = 1) -> BucketGrid:
     """At most 20 buckets for sequences up to `limit` tokens.
 
     Lengths are powers of two from 16, the last one the limit itself; rows are powers of two (times
     `shards`) from one to what the token budget of a device holds. Rows longer than the budget come
     one at a time. While there are more than 20 buckets, rows between the fewest and the most are
-    thinned out.
+    thinned out. With a `tile` all lengths are multiples of it.
     """
-    lengths = _lengths(min(limit, LONGEST_DEFAULT_ROW))
+    lengths = _lengths(min(limit, LONGEST_DEFAULT_ROW), tile)
     per_device = {length: _powers(max(max_batch_tokens // length, 1)) for length in lengths}
     while sum(map(len, per_device.values())) > MOST_DEFAULT_BUCKETS:
         widest = max(per_device, key=lambda length: (len(per_device[length]), length))
@@ -82,22 +84,42 @@ def default_grid(limit: int, max_batch_tokens: int, shards: int = 1) -> BucketGr
     )
 
 
-def read_grid(path: Path, limit: int, max_batch_tokens: int, shards: int = 1) -> BucketGrid:
-    """A grid from a file: {"buckets": [[rows, length], ...]}.
+@dataclass(frozen=True)
+class GridFile:
+    """What a file of --buckets says, not yet held against a model."""
 
-    Raises ConfigError for a file that can't be read, a bucket over the token budget of a device,
-    rows that don't divide over the devices, or a grid too short for the limit.
+    path: Path
+    buckets: tuple[Bucket, ...]
+    max_batch_tokens: int | None = None  # of one device; None: as without a file
+    tuned: dict[str, Any] = field(default_factory=dict)  # by `jaxembed tune`: on what, and how
+
+    def grid(self, limit: int, max_batch_tokens: int, shards: int = 1) -> BucketGrid:
+        """The grid, if it serves inputs up to the limit.
+
+        Raises ConfigError for a bucket over the token budget of a device, rows that don't divide
+        over the devices, or a grid too short for the limit.
+        """
+        if problems := list(_problems(self.buckets, limit, max_batch_tokens, shards)):
+            raise ConfigError(f"--buckets {self.path}: " + "; ".join(problems))
+        return BucketGrid(self.buckets)
+
+
+def read_grid(path: Path) -> GridFile:
+    """A grid from a file: {"buckets": [[rows, length], ...]}, and what `jaxembed tune` adds.
+
+    Raises ConfigError for a file that can't be read or says something else.
     """
     try:
-        pairs = json.loads(path.read_text())["buckets"]
-        shapes = {tuple(map(operator.index, pair)) for pair in pairs}  # 1.5 rows are refused
+        said = json.loads(path.read_text())
+        shapes = {tuple(map(operator.index, pair)) for pair in said["buckets"]}  # 1.5 is refused
         buckets = tuple(sorted(Bucket(rows, length) for rows, length in shapes))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        budget, tuned = said.get("max_batch_tokens"), said.get("tuned", {})
+        if budget is not None and operator.index(budget) < 1:
+            raise ValueError(f"max_batch_tokens is {budget}")
+        return GridFile(path, buckets, budget, dict(tuned))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         wanted = '{"buckets": [[rows, length], ...]}'
         raise ConfigError(f"--buckets {path}: wanted {wanted}, got {error!r}") from error
-    if problems := list(_problems(buckets, limit, max_batch_tokens, shards)):
-        raise ConfigError(f"--buckets {path}: " + "; ".join(problems))
-    return BucketGrid(buckets)
 
 
 def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -> Iterable[str]:
@@ -122,10 +144,10 @@ def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -
         )
 
 
-def _lengths(limit: int) -> list[int]:
-    if limit <= SHORTEST_ROW:
-        return [limit]
-    return [2**k for k in range(4, 14) if 2**k < limit] + [limit]
+def _lengths(limit: int, tile: int) -> list[int]:
+    longest = -(-limit // tile) * tile
+    shortest = max(SHORTEST_ROW, tile)
+    return [2**k for k in range(4, 14) if shortest <= 2**k < longest] + [longest]
 
 
 def _powers(most: int) -> list[int]:

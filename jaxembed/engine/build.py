@@ -9,10 +9,19 @@ import jax
 import numpy as np
 
 from jaxembed.config import EngineConfig
-from jaxembed.engine.bucket import LONGEST_DEFAULT_ROW, Bucket, BucketGrid, default_grid, read_grid
-from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, batch_tokens
+from jaxembed.engine.attention import Choice, choose
+from jaxembed.engine.bucket import (
+    LONGEST_DEFAULT_ROW,
+    TPU_TILE,
+    Bucket,
+    BucketGrid,
+    GridFile,
+    default_grid,
+    read_grid,
+)
+from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, batch_tokens, device_id, native_dtype
 from jaxembed.engine.engine import Engine, Seat
-from jaxembed.engine.replica import Device, NullReplica, Replica, native_dtype, place_parameters
+from jaxembed.engine.replica import Device, NullReplica, Replica, place_parameters
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, position_limit
@@ -33,6 +42,7 @@ class Plan:
     grid: BucketGrid
     shards: int  # devices that share each batch
     full_warmup: bool
+    attention: Choice
 
     @property
     def platform(self) -> str:
@@ -47,25 +57,34 @@ class Plan:
 def plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Path) -> Plan:
     """Decide devices, dtype, limits and grid. Raises ConfigError naming the flag at fault."""
     devices = () if config.null_model else _devices(config.devices)
-    dtype: DType = config.dtype or (native_dtype(devices[0]) if devices else "float32")
+    dtype: DType = config.dtype or (native_dtype(devices[0], cache_dir) if devices else "float32")
+    given = read_grid(config.buckets) if config.buckets is not None else None
     budget = config.max_batch_tokens
+    if budget is None and given is not None:
+        budget = given.max_batch_tokens
     if budget is None and devices:
         budget = batch_tokens(program, devices[0], dtype, cache_dir)
     limit = _limit(spec, config)
     if budget is None:
         budget = ACCELERATOR_TOKENS
-    if config.max_batch_tokens is None and config.buckets is not None:
+    if config.max_batch_tokens is None and given is not None:
         budget = max(budget, limit)  # the user's grid must hold the longest input
     limit = _clamped(limit, budget, config)
     shards = len(devices) if config.parallel == "sharded" and devices else 1
-    if config.buckets is not None:
-        grid = read_grid(config.buckets, limit, budget, shards)
+    if given is not None:
+        grid = given.grid(limit, budget, shards)
+        if devices:
+            _warn_of_another_tuning(given, tuned_for(spec, devices, dtype))
     else:
-        grid = default_grid(limit, budget, shards)
+        on_tpu = bool(devices) and devices[0].platform == "tpu"
+        grid = default_grid(limit, budget, shards, tile=TPU_TILE if on_tpu else 1)
     full = config.warmup == "full" or (
         config.warmup is None and bool(devices) and devices[0].platform == "gpu"
     )
-    return Plan(devices, dtype, limit, budget, grid, shards, full)
+    attention = Choice()
+    if devices:
+        attention = choose(program, devices[0], dtype, grid, config.attention)
+    return Plan(devices, dtype, limit, budget, grid, shards, full, attention)
 
 
 def build(
@@ -81,7 +100,7 @@ def build(
     """An engine that is not started yet. `load` gives the parameters, from a generator if they
     shall not all be on the host at once; the null model needs none."""
     if plan.devices:
-        seats = _seats(plan, program, load())
+        seats = seats_of(plan, program, load())
     else:
         seats = [Seat(NullReplica(spec.dim, spec.hidden_size), DeviceTurn())]
     return Engine(
@@ -104,7 +123,7 @@ def _devices(count: int | None) -> tuple[Device, ...]:
     return tuple(local[:count])
 
 
-def _seats(
+def seats_of(
     plan: Plan, program: Program, parameters: Iterable[tuple[str, np.ndarray]]
 ) -> list[Seat]:
     """One replica a device, or one over all of them."""
@@ -112,7 +131,10 @@ def _seats(
     groups = [plan.devices] if plan.shards > 1 else [[device] for device in plan.devices]
     twin = _float32_twin(plan)
     return [
-        Seat(Replica(program, placed, devices, plan.dtype, twin), turn_of(devices[0]))
+        Seat(
+            Replica(program, placed, devices, plan.dtype, twin, plan.attention.implementation),
+            turn_of(devices[0]),
+        )
         for placed, devices in zip(
             place_parameters(parameters, groups, plan.dtype), groups, strict=True
         )
@@ -145,6 +167,25 @@ def _limit(spec: ModelSpec, config: EngineConfig) -> int:
             "this model has"
         )
     return config.max_input_tokens
+
+
+def tuned_for(spec: ModelSpec, devices: Sequence[Device], dtype: DType) -> dict[str, str]:
+    """What the costs of buckets depend on, as `jaxembed tune` writes it beside a grid."""
+    return {
+        "content_hash": spec.content_hash,
+        "dtype": dtype,
+        "device": device_id(devices[0]),
+    }
+
+
+def _warn_of_another_tuning(given: GridFile, here: dict[str, str]) -> None:
+    """A grid tuned for something else serves, but may not be the fastest."""
+    for name, value in here.items():
+        if given.tuned.get(name, value) != value:
+            logger.warning(
+                "--buckets %s was tuned for %s %s, here it is %s: run `jaxembed tune` again",
+                given.path, name, given.tuned[name], value,
+            )  # fmt: skip
 
 
 def _clamped(limit: int, budget: int, config: EngineConfig) -> int:

@@ -1,8 +1,8 @@
 """One queue, and threads that pull from it: sequences in, tickets answered.
 
-Life of a sequence: `submit` puts it in the queue; a thread of a free replica takes the device's
-turn, then `take` chooses a batch out of what waits at that moment, the replica runs it, and the
-answers are written into the tickets. There are no timers: batches grow while the devices are busy.
+Life of a sequence: `submit` puts it in a lane; a thread of a free replica takes the device's turn,
+then the lanes choose a batch out of what waits at that moment, the replica runs it, and the answers
+are written into the tickets. There are no timers: batches grow while the devices are busy.
 """
 
 import atexit
@@ -10,22 +10,24 @@ import logging
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
+from typing import get_args
 
 import numpy as np
 
-from jaxembed.engine.batch import MOST_LOOKED_AT, Batch, place, take
+from jaxembed import memory
+from jaxembed.engine.batch import Batch, place
 from jaxembed.engine.bucket import Bucket, BucketGrid
+from jaxembed.engine.lanes import Lanes
 from jaxembed.engine.recovery import Answers, Recovery
 from jaxembed.engine.replica import Runner, milliseconds
 from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.engine.turn import DeviceTurn, Share
 from jaxembed.engine.warmup import Warmup
-from jaxembed.errors import BackendError, EmptyInput, InputTooLong
-from jaxembed.inputs import Encoding
+from jaxembed.errors import BackendError, EmptyInput, InputTooLong, NotFinite
+from jaxembed.inputs import Encoding, Priority
 from jaxembed.models.output import OutputName
 from jaxembed.telemetry import Telemetry
 
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 FAILURES_TO_SICK = 3
 EXIT_S = 5.0  # for the threads of an engine nobody closed, when the interpreter ends
 PROBE_EVERY_S = 1.0
+RATE_OVER = 10  # batches, about
+BORROWED_S = 0.3  # of device time, by a model with interactive work: two batches of a CPU
 UNTIMED_MS = 1000.0  # a bucket that would take longer is not run to time it: traffic would wait
 
 
@@ -75,15 +79,12 @@ class Engine:
         self.name = name  # of the model, for the log
         self.cost: dict[Bucket, float] = {}  # milliseconds of each bucket that is compiled
         self._guessed: set[Bucket] = set()  # those of `cost` that have not run yet
-        self.tokens_per_s = 0.0  # useful tokens, of late
         self._seats = seats
         self._dim = dim
         self._telemetry = telemetry
         self._most = max_batch_requests
-        self._queue: deque[Entry] = deque()
-        self._waiting_entries = 0  # cancelled ones not counted
-        self._waiting_tokens = 0
-        self._stuck = False  # all that waits is too long for the buckets compiled so far
+        self._lanes = Lanes(max(bucket.tokens for bucket in grid.buckets))
+        self._ran_tokens = self._ran_s = 0.0  # of late, useful tokens and seconds of batches
         self._closing = False
         self._changed = threading.Condition()
         self.warmup = Warmup(
@@ -99,12 +100,15 @@ class Engine:
         )
         # one thread more than programs in flight: it settles answers while the others run
         self._threads = [
-            threading.Thread(target=self._serve, args=(seat,), name=f"seat-{n}-{k}", daemon=True)
+            self._thread(seat, f"seat-{n}-{k}")
             for n, seat in enumerate(seats)
             for k in range(seat.turn.permits + 1)
         ]
-        telemetry.queue_size.set_function(lambda: self._waiting_entries)
-        telemetry.queue_tokens.set_function(lambda: self._waiting_tokens)
+        telemetry.queue_size.set_function(lambda: self._lanes.inputs)
+        telemetry.queue_tokens.set_function(lambda: self._lanes.tokens)
+        for priority in get_args(Priority):
+            size = partial(self._lanes.inputs_of, priority)
+            telemetry.lane_size.labels(priority).set_function(size)
 
     @property
     def ready(self) -> bool:
@@ -115,6 +119,12 @@ class Engine:
     def healthy(self) -> bool:
         """Whether some seat answers: one that fails batch after batch only probes meanwhile."""
         return not all(seat.sick for seat in self._seats)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Useful tokens, of late: of long batches more than of short ones; 0 before the first."""
+        in_flight = sum(seat.turn.permits for seat in self._seats)  # as many run at a time
+        return in_flight * self._ran_tokens / max(self._ran_s, 1e-6)
 
     def start(self) -> None:
         """Start compiling and serving."""
@@ -128,8 +138,13 @@ class Engine:
         encodings: Sequence[Encoding],
         outputs: frozenset[OutputName] = frozenset({"dense"}),
         wake: Callable[[], object] | None = None,
+        priority: Priority | None = None,
     ) -> Ticket:
-        """Queue the sequences of one request. Raises InputTooLong if one fits no bucket."""
+        """Queue the sequences of one request. Raises InputTooLong if one fits no bucket.
+
+        Without a priority a small request is interactive and a large one bulk. A sequence that
+        waits already, for this request or another, is computed once for all.
+        """
         longest = max(encoding.length for encoding in encodings)
         if min(encoding.length for encoding in encodings) == 0:
             raise EmptyInput("Input validation error: `inputs` cannot be empty")
@@ -144,11 +159,7 @@ class Engine:
                 raise BackendError("the engine is closed")
             if self.warmup.error is not None:
                 raise BackendError("the model could not be compiled")
-            self._queue.extend(ticket.entries)
-            ticket.entries = []  # each points back: the pair would live until the next collection
-            self._waiting_entries += ticket.waiting_entries
-            self._waiting_tokens += ticket.waiting_tokens
-            self._stuck = False
+            self._lanes.add(ticket, priority)
             self._changed.notify_all()
         return ticket
 
@@ -157,10 +168,7 @@ class Engine:
         with self._changed:
             if not ticket.cancel():
                 return
-            self._waiting_entries -= ticket.waiting_entries
-            self._waiting_tokens -= ticket.waiting_tokens
-            if self._waiting_entries == 0:
-                self._queue.clear()
+            self._lanes.cancel(ticket)
         self._telemetry.cancelled_requests.inc()
 
     def close(self, timeout_s: float = 20.0) -> None:
@@ -180,6 +188,10 @@ class Engine:
         """The interpreter ends: a thread that were still inside XLA then would abort it."""
         self.close(EXIT_S)
         _join(self.warmup.threads, math.inf)
+
+    def _thread(self, seat: Seat, name: str) -> threading.Thread:
+        serve = partial(self._serve, seat)
+        return threading.Thread(target=memory.in_kept_heap, args=(serve,), name=name, daemon=True)
 
     def _serve(self, seat: Seat) -> None:
         """A thread's life: wait, take the device's turn, take a batch, run it, settle it."""
@@ -208,8 +220,7 @@ class Engine:
                 _settle(answers, started_at, seconds)
         except Exception:
             logger.exception("a batch could not be settled. This is a bug in jaxembed")
-            for entry in batch.entries:
-                entry.ticket.fail([entry.index], BackendError("an internal error"))
+            _fail(batch.entries, BackendError("an internal error"))
 
     def _is_out(self, seat: Seat) -> bool:
         """Whether a seat fails while another is well: failing fast, it would take most batches."""
@@ -219,23 +230,22 @@ class Engine:
         """Wait for something to run; False when the engine is closed and the queue empty."""
 
         def has_work() -> bool:
-            return self._runnable and not self._is_out(seat)
+            return self._lanes.runnable and not self._is_out(seat)
 
         with self._changed:
             timeout_s = PROBE_EVERY_S if seat.sick else None
             self._changed.wait_for(lambda: self._closing or has_work(), timeout_s)
             return not self._closing or has_work()
 
-    @property
-    def _runnable(self) -> bool:
-        return self._waiting_entries > 0 and not self._stuck and bool(self.cost)
-
     def _urgency(self, seat: Seat) -> float:
         """The model whose next program begins first on the turn's clock is the most urgent, so that
-        all that have work get equal time, however much of it they have. A probe is work too."""
+        all that have work get equal time, however much of it they have. A probe is work too. For
+        interactive work a model goes ahead of its time, else it waited for one batch of each other
+        model."""
         with self._changed:
-            if self._queue or (seat.sick and not self._closing):
-                return -seat.turn.begin(seat.share)
+            if self._lanes.runnable or (seat.sick and not self._closing):
+                ahead = BORROWED_S if self._lanes.is_asked else 0.0
+                return ahead - seat.turn.begin(seat.share)
             return self._idle_urgency()
 
     def _idle_urgency(self) -> float:
@@ -243,36 +253,9 @@ class Engine:
         return math.inf if self._closing else -math.inf
 
     def _take(self) -> Batch | None:
-        """Take the next batch out of the queue. None if nothing waits that a bucket holds."""
+        """Take the next batch out of the lanes. None if nothing waits that a bucket holds."""
         with self._changed:
-            longest = max((bucket.length for bucket in self.cost), default=0)
-            runnable = (
-                entry
-                for entry in self._queue
-                if entry.length <= longest and not entry.ticket.cancelled
-            )
-            window = list(islice(runnable, MOST_LOOKED_AT))
-            if not window:
-                self._stuck = self._waiting_entries > 0  # until a bucket or a request is new
-                return None
-            batch = take(window, self.cost, self._most)
-            self._remove(batch)
-            return batch
-
-    def _remove(self, batch: Batch) -> None:
-        chosen = set(batch.entries)
-        passed = []
-        while chosen:
-            entry = self._queue.popleft()
-            if entry in chosen:
-                chosen.remove(entry)
-                entry.ticket.waiting_entries -= 1
-                entry.ticket.waiting_tokens -= entry.length
-            elif not entry.ticket.cancelled:
-                passed.append(entry)
-        self._queue.extendleft(reversed(passed))
-        self._waiting_entries -= len(batch.entries)
-        self._waiting_tokens -= batch.useful_tokens
+            return self._lanes.take(self.cost, time.monotonic(), self._most)
 
     def _probe(self, seat: Seat) -> Batch | None:
         """One token on the smallest bucket when batches have failed in a row, to see whether the
@@ -280,7 +263,7 @@ class Engine:
         if not seat.sick or not self.cost or self._closing:
             return None
         ticket = Ticket([Encoding(np.ones(1, np.int32))], self._dim)
-        return place(ticket.entries, min(self.cost, key=lambda bucket: bucket.tokens))
+        return place(min(self.cost, key=lambda bucket: bucket.tokens), ticket.entries)
 
     def _note(self, seat: Seat, batch: Batch, results: Sequence[Answers], seconds: float) -> None:
         """Keep the figures of a batch."""
@@ -291,9 +274,9 @@ class Engine:
                 known = math.inf if batch.bucket in self._guessed else self.cost[batch.bucket]
                 self.cost[batch.bucket] = min(known, seconds * 1000)
                 self._guessed.discard(batch.bucket)
-                rate = batch.useful_tokens / max(seconds, 1e-6)
-                rate *= sum(seat.turn.permits for seat in self._seats)  # as many run at a time
-                self.tokens_per_s += 0.1 * (rate - self.tokens_per_s) if self.tokens_per_s else rate
+                kept = 1 - 1 / RATE_OVER
+                self._ran_tokens = kept * self._ran_tokens + batch.useful_tokens
+                self._ran_s = kept * self._ran_s + seconds
         self._telemetry.batch_size.observe(len(batch.entries))
         self._telemetry.batch_tokens.observe(batch.useful_tokens)
         self._telemetry.batch_fill.observe(batch.fill)
@@ -306,12 +289,12 @@ class Engine:
             seat.runner.compile(bucket)
             if guess is None:
                 with seat.turn.hold(lambda: math.inf):
-                    cost = min(cost, milliseconds(seat.runner, bucket))
+                    cost = min(cost, milliseconds(seat.runner, bucket, seat.turn.permits))
         with self._changed:
             if guess is not None:
                 self._guessed.add(bucket)
             self.cost = {**self.cost, bucket: cost}
-            self._stuck = False
+            self._lanes.lengthen(max(bucket.length for bucket in self.cost))
             self._changed.notify_all()
 
     def _guess(self, bucket: Bucket) -> float | None:
@@ -324,38 +307,39 @@ class Engine:
 
     def _time_again(self) -> None:
         """Time every bucket once more when nothing compiles beside it and nothing waits: one that
-        looked slow would never be chosen, and so never be found to be fast."""
-        for bucket in self.grid.buckets:
-            if bucket not in self.cost or bucket in self._guessed:
-                continue
-            try:
-                with self._seats[0].turn.hold(self._idle_urgency):
-                    if self._closing:
-                        return
-                    cost = milliseconds(self._seats[0].runner, bucket)
-            except Exception:  # batches on it will say so to those who wait
-                logger.warning("%s: bucket %s could not be timed", self.name, bucket, exc_info=True)
-                continue
+        looked slow would never be chosen, and so never be found to be fast. The smallest first, and
+        what was guessed from the slow ones is guessed from them anew."""
+        for bucket in sorted(self.cost, key=lambda bucket: bucket.tokens):
+            guess = self._guess(bucket) if bucket in self._guessed else None
+            cost = guess or self._time(bucket)
+            if self._closing:
+                return
             with self._changed:
                 self.cost[bucket] = min(self.cost[bucket], cost)
+                if guess is None:
+                    self._guessed.discard(bucket)
+
+    def _time(self, bucket: Bucket) -> float:
+        """Milliseconds of a bucket while nothing waits; infinite where it fails."""
+        try:
+            seat = self._seats[0]
+            with seat.turn.hold(self._idle_urgency):
+                if not self._closing:
+                    return milliseconds(seat.runner, bucket, seat.turn.permits)
+        except Exception:  # batches on it will say so to those who wait
+            logger.warning("%s: bucket %s could not be timed", self.name, bucket, exc_info=True)
+        return math.inf
 
     def _fail_waiting(self, reason: str) -> None:
         """Nothing that waits will be answered: tell those who wait."""
         with self._changed:
-            waiting = [entry for entry in self._queue if not entry.ticket.cancelled]
-            self._queue.clear()
-            self._waiting_entries = self._waiting_tokens = 0
-            for entry in waiting:
-                entry.ticket.waiting_entries = entry.ticket.waiting_tokens = 0
-        for entry in waiting:
-            entry.ticket.fail([entry.index], BackendError(reason))
+            waiting = self._lanes.clear()
+        _fail(waiting, BackendError(reason))
 
     def _needed_length(self) -> int | None:
         """The length of the oldest sequence that no compiled bucket holds."""
         with self._changed:
-            longest = max((bucket.length for bucket in self.cost), default=0)
-            window = islice(self._queue, MOST_LOOKED_AT)
-            return next((entry.length for entry in window if entry.length > longest), None)
+            return self._lanes.needed_length
 
 
 def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
@@ -367,16 +351,31 @@ def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
 
 def _settle(answers: Answers, started_at: float, seconds: float) -> None:
     """Write the answers into their tickets, one step for each ticket."""
-    by_ticket: dict[Ticket, list[int]] = {}
+    by_ticket: dict[Ticket, tuple[list[int], list[int]]] = {}
     for k, entry in enumerate(answers.entries):
-        by_ticket.setdefault(entry.ticket, []).append(k)
-    for ticket, chosen in by_ticket.items():
-        index = [answers.entries[k].index for k in chosen]
-        ticket.queue_s[index] = started_at - ticket.queued_at
-        ticket.inference_s[index] = seconds
+        for ticket, index in entry.claims.items():
+            if ticket not in by_ticket:
+                by_ticket[ticket] = ([], [])
+            chosen, places = by_ticket[ticket]
+            chosen += [k] * len(index)
+            places += index
+    for ticket, (chosen, places) in by_ticket.items():
+        ticket.queue_s[places] = started_at - ticket.queued_at
+        ticket.inference_s[places] = seconds
         if answers.error is not None:
-            ticket.fail(index, answers.error)
+            ticket.fail(places, _named(answers.error, places))
             continue
         assert answers.dense is not None
         tokens = None if answers.tokens is None else [answers.tokens[k] for k in chosen]
-        ticket.answer(index, answers.dense[chosen], tokens)
+        ticket.answer(places, answers.dense[chosen], tokens)
+
+
+def _fail(entries: Iterable[Entry], error: Exception) -> None:
+    for entry in entries:
+        for ticket, index in entry.claims.items():
+            ticket.fail(index, error)
+
+
+def _named(error: Exception, places: list[int]) -> Exception:
+    """Whose text it is at whom the error lies, for the one who asked."""
+    return NotFinite(f"input {min(places)}: {error}") if isinstance(error, NotFinite) else error

@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Answers:
-    """What came of some entries: entry k has `dense[k]` and `tokens[k]`, or all have `error`."""
+    """What came of some entries: entry k has `dense[k]` and `tokens[k]`, or all have `error`.
+
+    `tokens` are views of a bucket's output, to be copied before they are kept.
+    """
 
     entries: Sequence[Entry]
     dense: np.ndarray | None = None
@@ -84,7 +87,7 @@ class Recovery:
             return None
         bucket, left, parts = max(fitting, key=lambda b: b.tokens), list(batch.entries), []
         while left:
-            parts.append(place(left, bucket))
+            parts.append(place(bucket, left[:1], left[1:]))
             placed = set(parts[-1].entries)
             left = [entry for entry in left if entry not in placed]
         return parts
@@ -94,7 +97,7 @@ class Recovery:
         self._telemetry.not_finite.inc()
         fitting = [b for b in self._buckets() if b.length >= entry.length]
         bucket = min(fitting, key=lambda b: b.tokens, default=batch.bucket)
-        alone = place([entry], bucket)
+        alone = place(bucket, [entry])
         try:
             answers = self._attempt(alone)
             if _finite(answers).all():
@@ -105,13 +108,12 @@ class Recovery:
         except Exception as error:
             return self._after_failure(alone, error)[0]
         how = "alone" if wide is None else "alone and in float32"
-        message = f"the result of input {entry.index} is not finite, run {how}"
-        return Answers([entry], error=NotFinite(message))
+        return Answers([entry], error=NotFinite(f"the result is not finite, run {how}"))
 
 
 def _outputs(entries: Iterable[Entry]) -> set[OutputName]:
     dense: set[OutputName] = {"dense"}
-    return dense.union(*(entry.ticket.outputs for entry in entries))
+    return dense.union(*(entry.outputs for entry in entries))
 
 
 def _gather(batch: Batch, output: dict[OutputName, np.ndarray]) -> Answers:
@@ -120,8 +122,7 @@ def _gather(batch: Batch, output: dict[OutputName, np.ndarray]) -> Answers:
     if "tokens" not in output:
         return Answers(batch.entries, dense)
     spans = zip(batch.entries, batch.rows, batch.starts, strict=True)
-    # copies: a view would keep the whole bucket's output alive as long as the answer
-    tokens = [output["tokens"][row, at : at + e.length].copy() for e, row, at in spans]
+    tokens = [output["tokens"][row, at : at + e.length] for e, row, at in spans]
     return Answers(batch.entries, dense, tokens)
 
 

@@ -3,12 +3,15 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 
 import numpy as np
 
 from jaxembed.errors import Cancelled
 from jaxembed.inputs import Encoding
 from jaxembed.models.output import OutputName
+
+Key = tuple[bytes, int, int]  # equal for sequences that have the same answer
 
 
 class Ticket:
@@ -32,9 +35,8 @@ class Ticket:
         self.queue_s = np.zeros(count)
         self.inference_s = np.zeros(count)
         self.queued_at = time.monotonic()
-        self.entries = [Entry(self, i, encoding) for i, encoding in enumerate(encodings)]
-        self.waiting_entries = count  # these two belong to the engine, under its lock
-        self.waiting_tokens = sum(entry.length for entry in self.entries)
+        self.entries = _entries(self, encodings)
+        self.tokens_in = sum(encoding.length for encoding in encodings)
         self.cancelled = False
         self._failures: dict[int, Exception] = {}
         self._open = np.ones(count, bool)  # not settled yet
@@ -54,7 +56,7 @@ class Ticket:
         self.dense[index] = dense
         if tokens is not None and "tokens" in self.outputs:
             for i, hidden in zip(index, tokens, strict=True):
-                self.tokens[i] = hidden
+                self.tokens[i] = hidden.copy()  # a view would keep the whole bucket's alive
         self._settle(index)
 
     def fail(self, index: list[int], error: Exception) -> None:
@@ -94,12 +96,40 @@ class Ticket:
 
 
 class Entry:
-    """One sequence of a ticket, waiting for a place in a batch."""
+    """One sequence that waits for a place in a batch, and whose answer it is: `claims` gives the
+    places in each ticket that asked for it. Once it is `taken` nobody may join."""
 
-    __slots__ = ("encoding", "index", "length", "ticket")
+    __slots__ = ("claims", "encoding", "key", "length", "taken")
 
-    def __init__(self, ticket: Ticket, index: int, encoding: Encoding):
-        self.ticket = ticket
-        self.index = index
+    def __init__(self, ticket: Ticket, index: int, encoding: Encoding, key: Key):
+        self.claims: dict[Ticket, list[int]] = {ticket: [index]}
         self.encoding = encoding
+        self.key = key
         self.length = encoding.length
+        self.taken = False
+
+    @property
+    def outputs(self) -> set[OutputName]:
+        """All that somebody asked for."""
+        return set().union(*(ticket.outputs for ticket in self.claims))
+
+
+def _entries(ticket: Ticket, encodings: Sequence[Encoding]) -> list[Entry]:
+    """An entry for each sequence that is unlike the others."""
+    found: dict[Key, Entry] = {}
+    for index, encoding in enumerate(encodings):
+        key = _key(encoding)
+        if key in found:
+            found[key].claims[ticket].append(index)
+        else:
+            found[key] = Entry(ticket, index, encoding, key)
+    return list(found.values())
+
+
+def _key(encoding: Encoding) -> Key:
+    """A digest, for tokens of all that waits would be kept twice; nobody can make two texts share
+    one."""
+    digest = blake2b(encoding.ids.data, digest_size=16)
+    if encoding.types is not None:
+        digest.update(encoding.types.data)
+    return digest.digest(), encoding.length, encoding.unpooled

@@ -1,24 +1,34 @@
 """Attention within the segments of packed rows: one signature, an implementation per platform."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 # Up to this row length the scores of a row are computed at once, above it this many queries at a
-# time. On CPU, MiniLM: as fast at 128, 7 % faster at 256, 13 % at 512 (benchmarks/README.md).
+# time. On CPU, MiniLM: a fifth slower at 128, 7 % faster at 256, a third at 512; blocks of 32 are
+# 4 to 8 % slower than of 64, of 128 no faster (benchmarks/README.md).
 WHOLE_SCORES = 128
-QUERY_BLOCK = 32
+QUERY_BLOCK = 64
 LOCAL_BLOCK = 64  # where a token sees a window only: 12 to 16 % less time than 32, 128 no less
 ACCELERATOR_QUERY_BLOCK = 512  # fewer, larger steps; bounds the scores' memory at long rows
 ACCELERATOR_LOCAL_BLOCK = 128  # larger ones score keys that no query sees
+LANES = 16  # float32 in a vector of AVX-512, two of AVX2
+MOST_PARTS = 32  # of a row of scores, a power of two: each is a slice in the program
 MASKED = -1e30  # finite, so that a query that sees nothing gets a uniform row and not NaN
 
 Heads = Float[Array, "rows length heads width"]
+Grouped = Float[Array, "rows length groups width"]
 KeyHeads = Float[Array, "rows keys groups width"]
 QueryHeads = Float[Array, "rows queries groups width"]
+Scores = Float[Array, "rows groups queries keys"]
+Mixed = Float[Array, "rows groups queries width"]
 Segments = Int[Array, "rows length"]
 
 
@@ -32,11 +42,13 @@ class Sight:
 
 EVERYTHING = Sight()
 
+Attend = Callable[[Array, Array, Array, Array, Sight], Array]
+
 
 def attend(
     query: Heads,
-    key: Float[Array, "rows length groups width"],
-    value: Float[Array, "rows length groups width"],
+    key: Grouped,
+    value: Grouped,
     segments: Segments,
     sight: Sight = EVERYTHING,
 ) -> Heads:
@@ -46,8 +58,26 @@ def attend(
     of neighbouring query heads. With `sight.reach` the cost is length times reach in rows longer
     than WHOLE_SCORES. Scores and softmax are float32, products take the operands' dtype, the result
     is float32. Padding may hold NaN: its keys are masked and its values replaced, never multiplied
-    by zero.
+    by zero. What is traced within `using` takes that implementation.
     """
+    return _IMPLEMENTATION.get()(query, key, value, segments, sight)
+
+
+@contextmanager
+def using(implementation: Attend) -> Iterator[None]:
+    """Let `attend` be this one in all that this thread traces meanwhile.
+
+    JAX keeps what it traced of a function, and does not know of this: give jit a new one each time.
+    """
+    before = _IMPLEMENTATION.set(implementation)
+    try:
+        yield
+    finally:
+        _IMPLEMENTATION.reset(before)
+
+
+def by_xla(query: Heads, key: Grouped, value: Grouped, segments: Segments, sight: Sight) -> Heads:
+    """The implementation in plain JAX, right everywhere: `attend` where no other was chosen."""
     length, heads, width = query.shape[1:]
     groups = key.shape[2]
     query = (query.astype(jnp.float32) * width**-0.5).astype(query.dtype)
@@ -70,6 +100,9 @@ def attend(
             default=partial(_in_query_blocks, sight=sight, size=accelerator),
         )
     return _queries_to_heads(mixed, heads)
+
+
+_IMPLEMENTATION: ContextVar[Attend] = ContextVar("attention", default=by_xla)
 
 
 def _in_query_blocks(
@@ -136,12 +169,46 @@ def _mix(
         seen &= abs(distance) <= sight.reach
     seen = jnp.repeat(seen, query.shape[1] // of_query.shape[1], axis=1)
     scores = jnp.where(seen[:, None], scores, MASKED)
-    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    total = weights.sum(axis=-1)  # [rows, groups, queries]
-    mixed = jnp.einsum(
-        "bhst,bthk->bshk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+    mixed = lax.platform_dependent(
+        scores, value, cpu=_softmax_in_lanes, default=_softmax_in_reductions
     )
-    return mixed / total.swapaxes(1, 2)[..., None]
+    return mixed.swapaxes(1, 2)
+
+
+def _softmax_in_reductions(scores: Scores, value: KeyHeads) -> Mixed:
+    """softmax(scores) . value."""
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    return _product(weights, value) / weights.sum(axis=-1, keepdims=True)
+
+
+def _softmax_in_lanes(scores: Scores, value: KeyHeads) -> Mixed:
+    """The same for XLA:CPU, which runs a reduction over the last axis one element at a time.
+
+    The largest score comes from elementwise maxima of 16 lanes, the sum of the weights from a
+    column of ones beside the values: three passes over the scores fewer.
+    """
+    weights = jnp.exp(scores - _largest(scores))
+    ones = jnp.ones((*value.shape[:-1], 1), value.dtype)
+    mixed = _product(weights, jnp.concatenate([value, ones], axis=-1))
+    return mixed[..., :-1] / mixed[..., -1:]
+
+
+def _product(weights: Scores, value: KeyHeads) -> Mixed:
+    """The order of the axes matters to XLA:CPU: transposing the values beforehand makes it convert
+    both operands to float32, and asking for another order makes it transpose the weights."""
+    return jnp.einsum(
+        "bhst,bthk->bhsk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+    )
+
+
+def _largest(scores: Scores) -> Float[Array, "rows groups queries one"]:
+    keys = scores.shape[-1]
+    if keys % LANES == 0:
+        parts = jnp.split(scores, gcd(keys // LANES, MOST_PARTS), axis=-1)
+        while len(parts) > 1:
+            parts = [jnp.maximum(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        scores = parts[0]
+    return scores.max(axis=-1, keepdims=True)
 
 
 def _heads_to_queries(query: Heads, groups: int) -> QueryHeads:

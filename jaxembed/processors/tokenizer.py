@@ -16,6 +16,7 @@ FIRST_CUT = 16  # characters for each token of the limit that a long text is fir
 # and WordPiece splits words of up to 100 characters. With BPE and Unigram a change may run on
 # through thousands of one character: of 512 such tokens one or two were others.
 CUT_MARGIN = 128
+BRIEF = 512  # characters: at most 0.2 ms
 
 
 class Tokenizer:
@@ -32,9 +33,11 @@ class Tokenizer:
         Text that spells a special token becomes that token, as in transformers. Raises
         TokenizerError.
         """
-        # also for one text: encode() holds the interpreter lock, encode_batch() does not
         encode = self.file.encode_batch_fast if fast else self.file.encode_batch
         try:
+            # encode_batch() gives the interpreter lock away, and has to get it back
+            if len(texts) == 1 and len(texts[0]) <= BRIEF:
+                return [self.file.encode(texts[0], add_special_tokens=special)]
             return encode(list(texts), add_special_tokens=special)
         except Exception as error:  # tokenizers raises bare Exception
             raise TokenizerError(f"tokenizer error {_reason(texts, error)}") from error

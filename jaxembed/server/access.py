@@ -1,8 +1,8 @@
 """What happens to every request around its handler: its id, CORS, the API key. Knows no route."""
 
 import hmac
+import random
 import re
-import uuid
 
 from quart import Response, g, request
 
@@ -27,7 +27,7 @@ REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 async def name_request() -> None:
     """The client's id for the request if it sent a sane one, else one of ours."""
     given = request.headers.get("x-request-id", "")
-    g.request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    g.request_id = given if REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
 
 
 async def answer_preflight() -> Response | None:
@@ -35,7 +35,7 @@ async def answer_preflight() -> Response | None:
     if request.method == "OPTIONS" and "access-control-request-method" in request.headers:
         headers = {
             "Access-Control-Allow-Methods": "GET, POST",
-            "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Request-Id",
+            "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Priority, X-Request-Id",
             "Access-Control-Max-Age": "600",
         }
         return Response(b"", 204, headers=headers)

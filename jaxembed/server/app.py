@@ -22,6 +22,7 @@ from jaxembed.server import (
     tei,
     tei_scores,
 )
+from jaxembed.server.connection import Exchange
 from jaxembed.server.models import Models
 from jaxembed.server.service import Service, install
 
@@ -38,16 +39,17 @@ BLUEPRINTS = (
     ops.metrics_blueprint,
     docs.blueprint,
 )
-SEND_TIMEOUT_S = 600  # Quart's minute cuts a large answer to a slow reader
 
 
 class Server(Quart):
     """A Quart that knows which of its requests are unanswered, so that it can be drained."""
 
+    asgi_http_class = Exchange
+
     def __init__(self, service: Service):
         super().__init__(__name__, static_folder=None)
         self.config["MAX_CONTENT_LENGTH"] = None  # `body.read_body` limits it
-        self.config["RESPONSE_TIMEOUT"] = SEND_TIMEOUT_S
+        self.config["RESPONSE_TIMEOUT"] = None  # `Exchange` limits it
         self.register_error_handler(HTTPException, errors.refuse_http)
         self.register_error_handler(Exception, errors.refuse)
         install(self, service)

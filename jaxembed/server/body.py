@@ -12,8 +12,8 @@ from quart import request
 from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, UnsupportedMediaType
 
 from jaxembed.config import MIB
-from jaxembed.errors import BatchTooLarge, EmptyInput
-from jaxembed.inputs import Input, Pair, Text, Tokens
+from jaxembed.errors import BatchTooLarge, EmptyInput, InvalidInput
+from jaxembed.inputs import Input, Pair, Priority, Text, Tokens
 from jaxembed.server.errors import BadField, BadJson
 from jaxembed.server.meter import Method, RequestSize, current_meter
 from jaxembed.server.service import current_service
@@ -22,6 +22,11 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 # msgspec refuses list[str] | list[int] in one union: `read_inputs` checks what this lets through.
 InputUnion = str | list[str | TokenId | list[TokenId]]
+
+# Clients of Cohere and vLLM send a number, which changes nothing.
+AnyPriority = Priority | int
+
+PRIORITY = "x-priority"  # the header of clients that cannot change bodies
 
 T = TypeVar("T")
 
@@ -126,10 +131,10 @@ def read_inputs(raw: str | Sequence[str | int | list[int]], field: str) -> Reque
     `[1, 2, 3]` is one sequence. `field` is the name the client gave the value.
     """
     if isinstance(raw, str):
-        return RequestInputs("single", len(raw), [_text(raw, field, field)])
+        return RequestInputs("single", len(raw), field, [_text(raw, field, field)])
     if not raw or isinstance(raw[0], int):
         ids = _sequence(raw, field)
-        return RequestInputs("single", len(ids), [Tokens(ids)])
+        return RequestInputs("single", len(ids), field, [Tokens(ids)])
     check_batch(len(raw))
     items: list[Input] = []
     characters = 0
@@ -139,7 +144,7 @@ def read_inputs(raw: str | Sequence[str | int | list[int]], field: str) -> Reque
         place = f"{field}[{i}]"
         items.append(_text(item, field, place) if isinstance(item, str) else _ids(item, field, i))
         characters += len(item)
-    return RequestInputs("batch", characters, items)
+    return RequestInputs("batch", characters, field, items)
 
 
 def read_texts(groups: Sequence[Sequence[str]], field: str, method: Method) -> RequestTexts:
@@ -155,7 +160,24 @@ def read_texts(groups: Sequence[Sequence[str]], field: str, method: Method) -> R
                 f"Expected one text or a pair, got {len(group)} texts - at `$.{place}`", field=place
             )
         items.append(Text(*group) if len(group) == 1 else Pair(*group))
-    return RequestTexts(method, sum(len(text) for group in groups for text in group), items)
+    characters = sum(len(text) for group in groups for text in group)
+    return RequestTexts(method, characters, field, items)
+
+
+def priority_of(asked: AnyPriority | None) -> Priority | None:
+    """What the body asks for or, where it does not, the header. Raises InvalidInput."""
+    if asked is not None and not isinstance(asked, int):
+        return asked
+    header = request.headers.get(PRIORITY)
+    if header is None:
+        return None
+    for priority in get_args(Priority):
+        if header == priority:
+            return priority
+    wanted = ", ".join(map(repr, get_args(Priority)))
+    raise InvalidInput(
+        f"the header `{PRIORITY}` must be one of {wanted}. Given: {header!r}", field=PRIORITY
+    )
 
 
 def check_batch(count: int) -> None:

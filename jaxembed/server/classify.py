@@ -10,7 +10,14 @@ import msgspec
 from quart import Blueprint, Response, g
 
 from jaxembed.options import ScoreOptions
-from jaxembed.server.body import RequestTexts, empty, read_json, read_texts
+from jaxembed.server.body import (
+    AnyPriority,
+    RequestTexts,
+    empty,
+    priority_of,
+    read_json,
+    read_texts,
+)
 from jaxembed.server.encoding import json_answer, json_response
 from jaxembed.server.meter import current_meter
 from jaxembed.server.scoring import Prediction, json_predictions
@@ -29,6 +36,7 @@ class ClassifyRequest(msgspec.Struct):
     model: str | None = None
     raw_scores: bool | None = None
     truncate: bool | None = None
+    priority: AnyPriority | None = None
 
 
 class ClassifyResponse(msgspec.Struct):
@@ -51,7 +59,8 @@ async def classify() -> Response:
         embedder = meter.find(body.model, "classify")
         inputs = _read_input(body.input)
         meter.accept(inputs)
-        answer = await embedder.score(inputs.items, ScoreOptions(truncate=body.truncate))
+        options = ScoreOptions(truncate=body.truncate, priority=priority_of(body.priority))
+        answer = await embedder.score(inputs.items, options)
         rest = {
             "object": "classify",
             "id": f"classify-{g.request_id}",

@@ -121,9 +121,13 @@ async def refuse(error: Exception) -> Response:
     if rule.err is not None:
         current_meter().telemetry.request_failure.labels(rule.err).inc()
     message = _message(error, rule)
-    match dialect_of(request.path):
+    dialect = dialect_of(request.path)
+    field = getattr(error, "field", None)
+    if dialect != "tei" and (place := _place(error)) is not None:
+        field = place
+        message = message.replace("`inputs`", f"`{place}`")  # TEI's name of the field
+    match dialect:
         case "openai":
-            field = getattr(error, "field", None)
             response = _openai(rule.openai_status, message, rule.openai_type, field, rule.code)
         case "cohere":
             response = _json(rule.openai_status, {"message": message})
@@ -148,6 +152,13 @@ async def refuse_http(error: HTTPException) -> Response:
         if name.lower() not in ("content-type", "content-length"):
             response.headers[name] = value
     return response
+
+
+def _place(error: Exception) -> str | None:
+    """The path of the input at fault, where the model found one that is."""
+    size = getattr(current_meter(), "size", None)
+    index = getattr(error, "index", None)
+    return None if size is None or index is None else size.place(index)
 
 
 def _hint(status: int, error: HTTPException) -> str:

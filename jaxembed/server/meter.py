@@ -25,6 +25,11 @@ class RequestSize:
 
     method: Method
     characters: int  # Unicode code points of the texts, plus one for each token id
+    field: str  # that holds the inputs
+
+    def place(self, index: int) -> str:
+        """The path of one input."""
+        return self.field if self.method == "single" else f"{self.field}[{index}]"
 
 
 class Meter:

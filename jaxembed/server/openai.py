@@ -12,7 +12,7 @@ from quart import Blueprint, Response
 
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import to_base64
-from jaxembed.server.body import InputUnion, read_inputs, read_json
+from jaxembed.server.body import AnyPriority, InputUnion, priority_of, read_inputs, read_json
 from jaxembed.server.encoding import json_items, json_response, octet_response, wants_octets
 from jaxembed.server.meter import current_meter
 from jaxembed.server.usage import Usage, usage_of
@@ -23,7 +23,7 @@ Format = Literal["float", "base64"]
 
 
 class EmbeddingsRequest(msgspec.Struct):
-    """OpenAI's fields, and two of ours: `truncate` and `prompt_name`."""
+    """OpenAI's fields, and three of ours: `truncate`, `prompt_name` and `priority`."""
 
     input: InputUnion
     model: str | None = None
@@ -32,6 +32,7 @@ class EmbeddingsRequest(msgspec.Struct):
     user: str | None = None
     truncate: bool | None = None
     prompt_name: str | None = None
+    priority: AnyPriority | None = None
 
 
 class Embedding(msgspec.Struct):
@@ -73,6 +74,7 @@ def options(body: EmbeddingsRequest) -> EncodeOptions:
         truncate=body.truncate,
         dimensions=body.dimensions or None,  # clients send 0 for unset
         normalize=True,
+        priority=priority_of(body.priority),
     )
 
 

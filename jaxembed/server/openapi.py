@@ -5,11 +5,12 @@ from a CDN.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from jaxembed import __version__
+from jaxembed.inputs import Priority
 from jaxembed.server import (
     classify,
     cohere,
@@ -22,6 +23,7 @@ from jaxembed.server import (
     tei,
     tei_scores,
 )
+from jaxembed.server.body import PRIORITY
 from jaxembed.server.errors import Dialect, dialect_of
 from jaxembed.server.rerank import DocumentsRequest
 
@@ -87,6 +89,7 @@ RANKINGS = AnyOf(list[tei_scores.Rank], jina.JinaResponse)
 LABELS = AnyOf(list[scoring.Prediction], list[list[scoring.Prediction]])
 ANY_REQUEST = AnyOf(tei.EmbedRequest, *RERANKS.kinds, tei_scores.PredictRequest)
 ANY_RESPONSE = AnyOf(VECTORS, *RANKINGS.kinds, *LABELS.kinds)
+UNQUEUED = (tei.TokenizeRequest, tei.DecodeRequest)  # no device, so no priority
 
 # fmt: off
 ROUTES = (
@@ -201,13 +204,23 @@ def _operation(route: Route, schemas: dict[str, dict]) -> dict:
     if route.request is not None:
         body = {"required": True, "content": {JSON: {"schema": _schema(route.request, schemas)}}}
         operation["requestBody"] = body
-    if "{name}" in route.path:
-        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [name]
-    if route.query is not None:
-        name = {"name": route.query, "in": "query", "schema": {"type": "string"}}
-        operation["parameters"] = [name]
+    if parameters := _parameters(route):
+        operation["parameters"] = parameters
     return operation
+
+
+def _parameters(route: Route) -> list[dict]:
+    """What a request says outside its body."""
+    text = {"type": "string"}
+    parameters: list[dict] = []
+    if "{name}" in route.path:
+        parameters.append({"name": "name", "in": "path", "required": True, "schema": text})
+    if route.query is not None:
+        parameters.append({"name": route.query, "in": "query", "schema": text})
+    if route.request is not None and route.request not in UNQUEUED:
+        choices = text | {"enum": list(get_args(Priority))}
+        parameters.append({"name": PRIORITY, "in": "header", "schema": choices})
+    return parameters
 
 
 def _content(route: Route, schemas: dict[str, dict]) -> dict:

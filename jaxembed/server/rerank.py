@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxembed.errors import EmptyInput, InvalidInput
 from jaxembed.options import ScoreOptions, Scores
+from jaxembed.server.body import AnyPriority, priority_of
 from jaxembed.server.meter import Meter
 from jaxembed.server.scoring import json_ranks, score_documents
 
@@ -32,8 +33,8 @@ class DocumentsRequest(msgspec.Struct):
     every route.
 
     Null or 0 as `top_n` asks for all documents, as `max_tokens_per_doc` for the model's own limit.
-    `priority` and `user` change nothing. The fields after `user` are for what is not supported, and
-    may only ask for nothing.
+    A number as `priority` and any `user` change nothing. The fields after `user` are for what is
+    not supported, and may only ask for nothing.
     """
 
     query: str
@@ -45,7 +46,7 @@ class DocumentsRequest(msgspec.Struct):
     truncate: bool | None = None
     max_tokens_per_doc: int | None = None
     instruction: str | None = None
-    priority: int | None = None
+    priority: AnyPriority | None = None
     user: str | None = None
     rank_fields: list[str] | None = None
     max_chunks_per_doc: int | None = None
@@ -70,8 +71,9 @@ async def rerank(meter: Meter, body: DocumentsRequest) -> tuple[Scores, bytes]:
         truncate=body.truncate,
         instruction=body.instruction,
         max_document_tokens=body.max_tokens_per_doc or None,
+        priority=priority_of(body.priority),
     )
-    answer = await score_documents(meter, body.model, body.query, texts, options)
+    answer = await score_documents(meter, body.model, body.query, texts, options, field="documents")
 
     def result(i: int, score: np.float32) -> dict:
         found = {"index": i, "relevance_score": score}

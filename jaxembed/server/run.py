@@ -5,6 +5,7 @@ watchdog ends the process if something hangs on to it.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -15,13 +16,13 @@ from collections.abc import Callable
 
 import hypercorn.asyncio.run
 from hypercorn.asyncio import serve as hypercorn_serve
-from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.config import Config
 
 from jaxembed.config import ServerConfig
 from jaxembed.embedder import Embedder
 from jaxembed.errors import BackendError, ConfigError
 from jaxembed.server.app import Server, create_app, create_metrics_app
+from jaxembed.server.connection import Connection
 from jaxembed.server.models import Models
 
 log = logging.getLogger(__name__)
@@ -31,25 +32,6 @@ CLOSE_S = 5.0  # for connections to close once the drain is over
 WATCHDOG_S = 4 * CLOSE_S  # after the drain: late requests, connections, engine, interpreter
 BACKLOG = 2048
 MAX_HEADER_BYTES = 64 * 1024
-
-
-class Connection(TCPServer):
-    """Hypercorn's connection, ended when its client has closed it.
-
-    Hypercorn 0.18 keeps it, socket and all, until keep_alive_timeout has passed as well: at 300
-    connections a second and 75 s that is every file descriptor a process may have.
-    """
-
-    _gone = False
-
-    async def _read_data(self) -> None:
-        await super()._read_data()
-        self._gone = True
-        await self.idle_task.stop()
-
-    async def _idle_timeout(self) -> None:
-        if not self._gone:
-            await super()._idle_timeout()
 
 
 def run(models: Models, config: ServerConfig, listener: socket.socket | None = None) -> None:
@@ -206,6 +188,7 @@ def _watch_readiness(models: Models, stop: Callable[[], object]) -> list[Backend
     def watch(embedder: Embedder) -> None:
         try:
             embedder.wait_ready()
+            gc.freeze()  # all this stays; a collection that walked it would stop the loop for 50 ms
         except Exception as error:
             if not embedder.draining:  # else it was told to stop before it was ready
                 reason = str(error).splitlines()[0]

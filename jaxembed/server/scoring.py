@@ -20,13 +20,20 @@ class Prediction(msgspec.Struct):
 
 
 async def score_documents(
-    meter: Meter, model: str | None, query: str, documents: Sequence[str], options: ScoreOptions
+    meter: Meter,
+    model: str | None,
+    query: str,
+    documents: Sequence[str],
+    options: ScoreOptions,
+    *,
+    field: str,
 ) -> Scores:
-    """Accept a request to rerank and run it. The query counts once for each document, as in TEI."""
+    """Accept a request to rerank and run it; the documents came in `field`. The query counts once
+    for each document, as in TEI."""
     embedder = meter.find(model, "rerank")
     check_batch(len(documents))
     characters = len(query) * len(documents) + sum(map(len, documents))
-    meter.accept(RequestSize("batch", characters))
+    meter.accept(RequestSize("batch", characters, field))
     return await embedder.score_documents(query, documents, options)
 
 

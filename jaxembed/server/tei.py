@@ -1,6 +1,6 @@
 """The routes of Text Embeddings Inference 1.9 that embed and tokenize. Knows no devices.
 
-Each body may also name a `model`, which TEI has no field for: it serves one.
+Each body may also name a `model`, for TEI serves one, and those that run it a `priority`.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import orjson
 from quart import Blueprint, Response
 
 from jaxembed.errors import EmptyInput, InvalidInput, WrongTask
-from jaxembed.inputs import Tokens
+from jaxembed.inputs import Priority, Tokens
 from jaxembed.options import EncodeOptions
 from jaxembed.postprocess import similarity
 from jaxembed.server.body import (
@@ -20,6 +20,7 @@ from jaxembed.server.body import (
     TokenId,
     check_batch,
     empty,
+    priority_of,
     read_inputs,
     read_json,
 )
@@ -53,6 +54,7 @@ class EmbedRequest(msgspec.Struct):
     normalize: bool = True
     dimensions: Annotated[int, msgspec.Meta(ge=0)] | None = None
     model: str | None = None
+    priority: Priority | None = None
 
 
 class EmbedAllRequest(msgspec.Struct):
@@ -63,6 +65,7 @@ class EmbedAllRequest(msgspec.Struct):
     truncation_direction: Direction = "right"
     prompt_name: str | None = None
     model: str | None = None
+    priority: Priority | None = None
 
 
 class SimilarityInputs(msgspec.Struct):
@@ -86,6 +89,7 @@ class SimilarityRequest(msgspec.Struct):
     inputs: SimilarityInputs
     parameters: SimilarityParameters | None = None
     model: str | None = None
+    priority: Priority | None = None
 
 
 class TokenizeRequest(msgspec.Struct):
@@ -136,6 +140,7 @@ async def embed_all() -> Response:
             truncate=body.truncate,
             truncation_side=SIDES[body.truncation_direction],
             normalize=False,
+            priority=priority_of(body.priority),
         )
         answer = await embedder.answer(inputs.items, options)
         with meter.time("encode"):
@@ -157,6 +162,7 @@ async def similarities() -> Response:
             truncate=parameters.truncate,
             truncation_side=SIDES[parameters.truncation_direction],
             normalize=True,
+            priority=priority_of(body.priority),
         )
         answer = await embedder.answer(inputs.items, options)
         scores = similarity(answer.dense[0], answer.dense[1:])
@@ -212,6 +218,7 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Res
         truncation_side=SIDES[body.truncation_direction],
         dimensions=_check_dimensions(body.dimensions, embedder.spec.dim),
         normalize=body.normalize,
+        priority=priority_of(body.priority),
     )
     answer = await embedder.answer(inputs.items, options)
     with meter.time("encode"):

@@ -8,8 +8,16 @@ import numpy as np
 from quart import Blueprint, Response
 
 from jaxembed.errors import EmptyInput
+from jaxembed.inputs import Priority
 from jaxembed.options import ScoreOptions
-from jaxembed.server.body import RequestTexts, empty, mixed, read_json, read_texts
+from jaxembed.server.body import (
+    RequestTexts,
+    empty,
+    mixed,
+    priority_of,
+    read_json,
+    read_texts,
+)
 from jaxembed.server.encoding import json_response
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.scoring import json_predictions, json_ranks, score_documents
@@ -19,8 +27,8 @@ blueprint = Blueprint("tei_scores", __name__)
 
 
 class RerankRequest(msgspec.Struct):
-    """A query, and the texts to rank by how well they answer it. TEI has neither `model` nor
-    `instruction`."""
+    """A query, and the texts to rank by how well they answer it. TEI has no `model`,
+    `instruction` or `priority`."""
 
     query: str
     texts: list[str]
@@ -30,6 +38,7 @@ class RerankRequest(msgspec.Struct):
     return_text: bool = False
     model: str | None = None
     instruction: str | None = None
+    priority: Priority | None = None
 
 
 class Rank(msgspec.Struct, omit_defaults=True):
@@ -49,6 +58,7 @@ class PredictRequest(msgspec.Struct):
     truncation_direction: Direction = "right"
     raw_scores: bool = False
     model: str | None = None
+    priority: Priority | None = None
 
 
 @blueprint.post("/predict")
@@ -67,8 +77,9 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
         truncate=body.truncate,
         truncation_side=SIDES[body.truncation_direction],
         instruction=body.instruction,
+        priority=priority_of(body.priority),
     )
-    answer = await score_documents(meter, body.model, body.query, texts, options)
+    answer = await score_documents(meter, body.model, body.query, texts, options, field="texts")
 
     def shown(i: int, score: np.float32) -> dict:
         text = {"text": texts[i]} if body.return_text else {}
@@ -90,7 +101,11 @@ async def answer_predict(meter: Meter, body: PredictRequest) -> Response:
     embedder = meter.find(body.model, "classify")
     inputs = _read_inputs(body.inputs)
     meter.accept(inputs)
-    options = ScoreOptions(truncate=body.truncate, truncation_side=SIDES[body.truncation_direction])
+    options = ScoreOptions(
+        truncate=body.truncate,
+        truncation_side=SIDES[body.truncation_direction],
+        priority=priority_of(body.priority),
+    )
     answer = await embedder.score(inputs.items, options)
     with meter.time("encode"):
         inside = await json_predictions(answer, raw_scores=body.raw_scores, ties="last")

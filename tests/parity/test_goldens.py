@@ -37,4 +37,5 @@ def test_goldens_are_up_to_date(name):
             assert text(made[key]) == text(array), key
         else:
             # another processor's sums may differ in the last bit
-            np.testing.assert_allclose(made[key], array, rtol=1e-6, atol=1e-6, err_msg=key)
+            # torch on another kind of CPU adds up in another order: 2.5e-6 was the most
+            np.testing.assert_allclose(made[key], array, rtol=1e-5, atol=1e-5, err_msg=key)

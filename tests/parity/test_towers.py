@@ -1,6 +1,6 @@
 """Hidden states of random models against transformers, tiny to full size, in float32."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ QWEN = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
 
+KINDS = FAMILIES | {"camembert": replace(FAMILIES["xlm_roberta"], tower="CamembertModel")}
+
 # Of each family a tiny one with room for 64 tokens, an odd one, and what real ones look like:
 # changes to the family's config.
 SIZES: dict[tuple[str, str], dict[str, Any]] = {
@@ -37,7 +39,7 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
             "hidden_size": 32,
             "max_position_embeddings": 64 + family.spare_positions,
         }
-        for name, family in FAMILIES.items()
+        for name, family in KINDS.items()
     },
     **{(name, "odd"): family.odd for name, family in FAMILIES.items()},
     ("bert", "384x6"): {
@@ -131,7 +133,7 @@ def ragged(config: Any, limit: int) -> list[Encoding]:
 @pytest.fixture(name="towers", scope="module", params=SIZES, ids="-".join)
 def _towers(request, tmp_path_factory, make_embedder) -> Towers:
     name, _ = request.param
-    family, changes = FAMILIES[name], SIZES[request.param]
+    family, changes = KINDS[name], SIZES[request.param]
     folder: Path = tmp_path_factory.mktemp(name)
     make.save_tower(family, folder, **changes)
     kind = getattr(transformers, family.tower)

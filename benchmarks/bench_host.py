@@ -1,0 +1,158 @@
+"""What the host does for a request: the server with its null model, which runs no device.
+
+The server runs in a process of its own, the clients in another on the same cores. `server_us` and
+`text_us` are microseconds of processor time of the server for a request and for a text, of all its
+threads; they hold on a busy machine too, where requests per second do not. `nothing` asks /livez,
+whose route does nothing: what Hypercorn, Quart and our steps around every route cost. `ids` sends
+about as many token ids as the texts have tokens, so that nothing is tokenized.
+
+While bulk runs, /livez is asked at random times. It needs nothing but the event loop, so what it
+takes longer than beside no load is how long the loop was busy with something else: `lag`.
+
+    python -m benchmarks.bench_host
+    python -m benchmarks.bench_host --only queries,bulk --seconds 5
+
+One front-end process can use no more than one core for the interpreter: `server_cores` near 1, or
+above where the tokenizer's threads add theirs, says that it is full.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from benchmarks import load, report, servers, workloads
+from benchmarks.bench_http import Texts
+from benchmarks.load import Closed, Load, Open, Target
+from benchmarks.servers import Server
+
+WARM_S = 1.0
+PROBES_PER_S = 100.0
+PROBE = Open("lag", 0, PROBES_PER_S)
+CHARACTERS = 5  # of a token of English, roughly
+MOST_IDS = 256
+LAST_ID = 40  # small vocabularies have no more
+
+Requests = Callable[[Target, int], Iterator[bytes]]
+
+
+def scenarios(texts: Texts) -> dict[str, list[tuple[str, Load, Requests]]]:
+    """By name: encodings, the load, and what makes its requests."""
+
+    def of(encoding: str) -> Requests:
+        return lambda target, count: texts.requests(target, count, encoding)
+
+    def loads(name: str, count: int, connections: int) -> list[tuple[str, Load, Requests]]:
+        one = Closed(name, count, connections)
+        return [(encoding, one, of(encoding)) for encoding in ("float", "base64")]
+
+    return {
+        "nothing": [("", Closed("nothing", 0, 32), probes)],
+        "queries": [*loads("1 connection", 1, 1), *loads("32 connections", 1, 32)],
+        "bulk": [*loads("bulk of 32", 32, 4), *loads("bulk of 256", 256, 4)],
+        "ids": [("base64", Closed("bulk of 256, ids", 256, 4), ids_of(texts))],
+    }
+
+
+def probes(target: Target, _: int) -> Iterator[bytes]:
+    """Requests of /livez."""
+    host = urlsplit(target.url).netloc
+    return cycle([f"GET /livez HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()])
+
+
+def ids_of(texts: Texts) -> Requests:
+    def requests(target: Target, count: int) -> Iterator[bytes]:
+        draw = np.random.default_rng(0)
+        lengths = [min(len(text) // CHARACTERS + 2, MOST_IDS) for text in texts.bulk]
+        ids = [draw.integers(workloads.FIRST_ID, LAST_ID, length).tolist() for length in lengths]
+        parts = [ids[k : k + count] for k in range(0, max(len(ids) - count, 0) + 1, count)]
+        return cycle([target.request(part, "base64") for part in parts])
+
+    return requests
+
+
+def parse(argv: Sequence[str] | None) -> Namespace:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model", nargs="?", help="whose tokenizer; default: all-MiniLM-L6-v2")
+    workloads.add_arguments(parser)
+    report.add_arguments(parser)
+    parser.add_argument("--texts", type=int, default=8192, help="different ones in bulk")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
+    parser.add_argument("--only", default="nothing,queries,bulk,ids")
+    args = parser.parse_args(arguments[:at])
+    args.flags = arguments[at + 1 :]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    known = scenarios(Texts(args))
+    with servers.jaxembed(args.model, ["--null-model", *args.flags]) as server:
+        idle_ms = lag(server, args.seconds)
+        rows = [
+            measure(server, encoding, one, requests, args.seconds)
+            for name in args.only.split(",")
+            for encoding, one, requests in known[name]
+        ]
+    report.show(rows, f"null model, {report.device_name()}, {os.cpu_count()} cores")
+    print(f"/livez beside no load: p50 {idle_ms['p50_ms']:.2f} ms, p99 {idle_ms['p99_ms']:.2f} ms")
+    facts = {"model": args.model, "flags": args.flags, "idle": idle_ms, "results": rows}
+    report.finish("bench_host", argv, facts | {"seconds": args.seconds}, args.out)
+
+
+def lag(server: Server, seconds: float) -> dict[str, float]:
+    """What /livez takes where nothing else runs."""
+    return _lag(asyncio.run(load.run(server.target, [_probe(server)], seconds))[0])
+
+
+def measure(
+    server: Server, encoding: str, one: Load, requests: Requests, seconds: float
+) -> dict[str, Any]:
+    """The row of a load. Beside bulk the loop's lag is probed."""
+    bulk = one.texts > 1
+    pairs = [(one, requests(server.target, one.texts)), *([_probe(server)] if bulk else [])]
+    asyncio.run(load.run(server.target, pairs[:1], min(WARM_S, seconds)))
+    start, client, served = time.perf_counter(), time.process_time(), server.cpu_s()
+    samples = asyncio.run(load.run(server.target, pairs, seconds))
+    elapsed = time.perf_counter() - start
+    served_s = server.cpu_s() - served
+    client_s = time.process_time() - client
+    row = samples[0].row()
+    count = row["requests"]
+    return {
+        "load": one.name,
+        "encoding": encoding,
+        "requests": count,
+        "requests_per_s": count / samples[0].elapsed_s,
+        "texts_per_s": row["texts_per_s"] or None,
+        "p50_ms": row["p50_ms"],
+        "p99_ms": row["p99_ms"],
+        "server_us": 1e6 * served_s / count,
+        "text_us": 1e6 * served_s / (count * one.texts) if one.texts else None,
+        "server_cores": served_s / elapsed,
+        "client_cores": client_s / elapsed,
+        **({f"lag_{name}": ms for name, ms in _lag(samples[1]).items()} if bulk else {}),
+    }
+
+
+def _probe(server: Server) -> tuple[Load, Iterator[bytes]]:
+    return PROBE, probes(server.target, 0)
+
+
+def _lag(sample: load.Sample) -> dict[str, float]:
+    row = replace(sample, load=PROBE).row()
+    return {name: row[name] for name in ("p50_ms", "p99_ms", "worst_ms")}
+
+
+if __name__ == "__main__":
+    main()

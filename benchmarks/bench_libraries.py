@@ -1,0 +1,203 @@
+"""Our library against sentence-transformers and onnxruntime in process: tokens a second of texts.
+
+Each library runs in a process and an environment of its own, loads the same weights, and embeds the
+same mixed English texts, tokenizing included, with as many threads as there are cores. The others
+idle meanwhile. Peers get the batch size that was fastest for them in a run before; onnxruntime's
+batches are sorted by length, as sentence-transformers' are. In every round each runs once, and the
+order alternates. Next to speed stands fidelity: the cosine to sentence-transformers in float32.
+
+    python -m benchmarks.bench_libraries --torch .venv-parity --onnx .venv-peers
+
+Columns: `times` and its least and most are how many times as fast ours in its default dtype is, of
+the rounds. The int8 form is what onnxruntime quantises dynamically, a scale for each channel.
+"""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report, workloads
+from benchmarks.servers import packaged_model
+from jaxembed import checkpoint, hub
+
+WORKER = Path(__file__).parent / "peers" / "embed.py"
+OURS, REFERENCE = "jaxembed", "sentence-transformers float32"
+BATCHES = (4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A library and the form of the model it runs."""
+
+    name: str
+    python: Path
+    library: str  # of peers/embed.py
+    model: Path
+    dtype: str
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """To try. Ours makes its own, and the number says nothing."""
+        return (0,) if self.library == "jaxembed" else BATCHES
+
+
+class Worker:
+    """A contestant in its process."""
+
+    def __init__(self, contestant: Contestant, process: subprocess.Popen, texts: list[str]):
+        self._process = process
+        self.contestant = contestant
+        job = {"library": contestant.library, "model": str(contestant.model)}
+        job |= {"dtype": contestant.dtype, "threads": os.cpu_count(), "texts": texts}
+        self.versions: dict[str, str] = self._ask(json.dumps(job))
+        runs = [{batch: self.seconds(batch) for batch in contestant.batches} for _ in range(2)]
+        self.seconds_of = {batch: min(run[batch] for run in runs) for batch in contestant.batches}
+        self.batch = min(self.seconds_of, key=lambda batch: self.seconds_of[batch])
+        print(f"{contestant.name}: seconds by batch size {self.seconds_of}", flush=True)
+
+    def seconds(self, batch: int) -> float:
+        return self._ask(str(batch))
+
+    def vectors(self, texts: int) -> np.ndarray:
+        """Of the last run, float64 `[texts, dim]`, of length 1."""
+        flat = np.frombuffer(base64.b64decode(self._ask("")), "<f4").astype(np.float64)
+        vectors = flat.reshape(texts, -1)
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    def _ask(self, line: str) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{self.contestant.name} has ended; its errors are above")
+        return json.loads(answer)
+
+
+@contextmanager
+def working(contestant: Contestant, texts: list[str]) -> Iterator[Worker]:
+    """A worker that has loaded, warmed up and chosen its batch size. What it prints is ours."""
+    process = subprocess.Popen(
+        [str(contestant.python), str(WORKER)],
+        cwd=report.ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield Worker(contestant, process, texts)
+        finally:
+            process.terminate()
+
+
+def parse(argv: Sequence[str] | None) -> Namespace:
+    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--torch", type=Path, default=report.ROOT / ".venv-parity")
+    parser.add_argument("--onnx", type=Path, default=report.ROOT / ".venv-peers")
+    workloads.add_arguments(parser)
+    report.add_arguments(parser)
+    parser.add_argument("--texts", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", help="contestants by commas; default: all")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    texts = workloads.texts("mixed", args.texts, data=args.data, seed=args.seed)
+    tokens = tokens_of(texts)
+    with ExitStack() as stack:
+        workers = [stack.enter_context(working(one, texts)) for one in contestants(args)]
+        seconds = measure(workers, args.rounds)
+        vectors = {w.contestant.name: w.vectors(len(texts)) for w in workers}
+    rows = [row_of(worker, seconds, vectors, tokens) for worker in workers]
+    report.show(
+        [_with_digits(row) for row in rows],
+        f"all-MiniLM-L6-v2, {len(texts)} texts, {tokens} tokens, {report.device_name()}",
+    )
+    facts = {
+        "model": "all-MiniLM-L6-v2",
+        "texts": len(texts),
+        "tokens": tokens,
+        "versions": {w.contestant.name: w.versions for w in workers},
+        "batches": {w.contestant.name: w.seconds_of for w in workers},
+        "results": rows,
+        "rounds": seconds,
+    }
+    report.finish("bench_libraries", argv, facts, args.out)
+
+
+def contestants(args: Namespace) -> list[Contestant]:
+    ours, torch, onnx = Path(sys.executable), args.torch / "bin/python", args.onnx / "bin/python"
+    exported = args.onnx / "onnx"
+    model = packaged_model(args.torch)
+    every = [
+        Contestant(OURS, ours, "jaxembed", model, "default"),
+        Contestant(f"{OURS} float32", ours, "jaxembed", model, "float32"),
+        Contestant(REFERENCE, torch, "sentence-transformers", model, "float32"),
+        Contestant(
+            "sentence-transformers bfloat16", torch, "sentence-transformers", model, "bfloat16"
+        ),
+        Contestant("onnxruntime float32", onnx, "onnxruntime", exported, "float32"),
+        Contestant("onnxruntime int8", onnx, "onnxruntime", exported, "int8"),
+    ]
+    wanted = args.only.split(",") if args.only else [one.name for one in every]
+    return [one for one in every if one.name in wanted]
+
+
+def tokens_of(texts: list[str]) -> int:
+    """Tokens that the model sees, special ones included."""
+    path = hub.resolve(None, cache_dir=hub.default_cache_dir())
+    limit = checkpoint.load_spec(path).max_input_tokens
+    return sum(e.length for e in workloads.tokenized(texts, checkpoint.tokenizer_path(path), limit))
+
+
+def measure(workers: Sequence[Worker], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each contestant in each round."""
+    seconds: dict[str, list[float]] = {worker.contestant.name: [] for worker in workers}
+    for number in range(rounds):
+        for worker in workers if number % 2 else reversed(workers):
+            seconds[worker.contestant.name].append(worker.seconds(worker.batch))
+    return seconds
+
+
+def row_of(
+    worker: Worker,
+    seconds: dict[str, list[float]],
+    vectors: dict[str, np.ndarray],
+    tokens: int,
+) -> dict[str, Any]:
+    name = worker.contestant.name
+    median = float(np.median(seconds[name]))
+    row = {"library": name, "batch": worker.batch or None, "seconds": median}
+    row |= {"tokens_per_s": tokens / median}
+    if OURS in seconds:
+        times = np.array(seconds[name]) / np.array(seconds[OURS])
+        row |= {"times": float(np.median(times)), "least": times.min(), "most": times.max()}
+    if REFERENCE in vectors:
+        cosine = np.einsum("nd,nd->n", vectors[name], vectors[REFERENCE])
+        row |= {"cosine": cosine.mean(), "worst_cosine": cosine.min()}
+    return row
+
+
+def _with_digits(row: dict[str, Any]) -> dict[str, Any]:
+    """For people: four digits would round 0.99996 to 1."""
+    digits = {name: f"{row[name]:.5f}" for name in ("cosine", "worst_cosine") if name in row}
+    return row | digits
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Our server against Infinity (torch) over HTTP: same weights, texts, cores and load generator.
+
+Both servers run, the other idle, and take turns: in every round each gets single queries on one
+connection, bulk requests on four, and queries at random times while bulk runs. Which of them goes
+first alternates. A ratio is taken within a round, so that what disturbs the machine for a while
+disturbs both sides of it; what counts is the median of the rounds.
+
+    python -m benchmarks.bench_peers --infinity .venv-peers
+    python -m benchmarks.bench_peers -- --dtype float32            # flags of jaxembed serve
+
+Answers are asked for in base64, as OpenAI's own client does. `idle_cpu` is the share of a core
+that a server takes while nobody asks, so what it costs the other. Texts are not cached by either.
+"""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report, servers, workloads
+from benchmarks.bench_http import BULK_CONNECTIONS, Texts, run
+from benchmarks.load import Closed, Load, Open
+from benchmarks.servers import Server
+
+OURS, PEER = "jaxembed", "infinity"
+# how many times better ours is: scenario, load, figure, and whether more of it is better
+RATIOS = {
+    "bulk texts/s": ("bulk", "bulk", "texts_per_s", True),
+    "lone query p50": ("lone", "query", "p50_ms", False),
+    "query p50 under bulk": ("under bulk", "query", "p50_ms", False),
+    "query p99 under bulk": ("under bulk", "query", "p99_ms", False),
+}
+PACKAGES = ("infinity_emb", "torch", "transformers", "sentence-transformers")
+
+
+def scenarios(texts: int, per_s: float) -> dict[str, list[Load]]:
+    bulk = Closed("bulk", texts, BULK_CONNECTIONS)
+    return {
+        "lone": [Closed("query", 1, 1)],
+        "bulk": [bulk],
+        "under bulk": [Open("query", 1, per_s), bulk],
+    }
+
+
+def parse(argv: Sequence[str] | None) -> Namespace:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--infinity", type=Path, default=report.ROOT / ".venv-peers")
+    parser.add_argument("--infinity-dtype", default="auto", help="float32 with auto, on a CPU")
+    workloads.add_arguments(parser)
+    report.add_arguments(parser)
+    parser.add_argument("--texts", type=int, default=8192, help="different ones in bulk")
+    parser.add_argument("--bulk", type=int, default=256, help="texts of a bulk request")
+    parser.add_argument("--per-s", type=float, default=10.0, help="queries under bulk")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", default="3,4,8", help="lone, bulk, and under bulk")
+    args = parser.parse_args(arguments[:at])
+    args.flags = arguments[at + 1 :]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    peer_flags = ["--dtype", args.infinity_dtype]
+    with (
+        servers.infinity(args.infinity, peer_flags) as peer,
+        servers.jaxembed(None, args.flags) as ours,
+    ):
+        rows, idle = measure({OURS: ours, PEER: peer}, args)
+    table, ratios = summary(rows), ratios_of(rows)
+    report.show(table, f"all-MiniLM-L6-v2, {report.device_name()}, medians of rounds")
+    report.show(ratios, "times better than Infinity")
+    facts = {
+        "model": "all-MiniLM-L6-v2",
+        "bulk": args.bulk,
+        "flags": {OURS: args.flags, PEER: peer_flags},
+        "peer_versions": report.versions_in(args.infinity, PACKAGES),
+        "idle_cpu": idle,
+        "ratios": ratios,
+        "summary": table,
+        "results": rows,
+    }
+    report.finish("bench_peers", argv, facts, args.out)
+
+
+def measure(
+    both: dict[str, Server], args: Namespace
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """A row for each round, server, scenario and load; and what an idle server takes."""
+    texts = Texts(args)
+    known = scenarios(args.bulk, args.per_s)
+    seconds = dict(zip(known, map(float, args.seconds.split(",")), strict=True))
+    for server in both.values():
+        for loads in known.values():
+            run(server.target, texts, loads, "base64", 1.0)
+    idle = {name: server.idle_share() for name, server in both.items()}
+    rows = []
+    for number in range(args.rounds):
+        order = list(both) if number % 2 else list(reversed(both))
+        for scenario, loads in known.items():
+            for name in order:
+                about = {"round": number, "server": name, "scenario": scenario}
+                found = run(
+                    both[name].target, texts, loads, "base64", seconds[scenario], seed=number
+                )
+                rows += [about | row for row in found]
+                print(".", end="", flush=True)
+    print()
+    return rows, idle
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Medians over rounds of each server, scenario and load."""
+    keys = dict.fromkeys((r["scenario"], r["load"], r["server"]) for r in rows)
+    figures = ("texts_per_s", "p50_ms", "p95_ms", "p99_ms", "worst_ms", "client_cpu")
+    table = []
+    for scenario, load, server in keys:
+        own = [
+            r for r in rows if (r["scenario"], r["load"], r["server"]) == (scenario, load, server)
+        ]
+        about = {"scenario": scenario, "load": load, "server": server}
+        about["requests"] = sum(r["requests"] for r in own)
+        table.append(about | {name: float(np.median([r[name] for r in own])) for name in figures})
+    return table
+
+
+def ratios_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How many times better ours is in each round: the median, the worst and the best."""
+    table = []
+    for title, (scenario, load, figure, more_is_better) in RATIOS.items():
+        found = {
+            (r["round"], r["server"]): r[figure]
+            for r in rows
+            if (r["scenario"], r["load"]) == (scenario, load)
+        }
+        rounds = sorted({number for number, _ in found})
+        ratios = np.array([found[n, OURS] / found[n, PEER] for n in rounds])
+        ratios = ratios if more_is_better else 1 / ratios
+        about = {"figure": title, "rounds": len(rounds), "median": float(np.median(ratios))}
+        table.append(about | {"least": float(ratios.min()), "most": float(ratios.max())})
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""One library that embeds, in a process of its own, driven over pipes by `bench_libraries`.
+
+Runs in that library's environment, so it imports nothing of jaxembed but where it is what is
+timed. The first line of standard input is a JSON object:
+
+    {"library": "onnxruntime", "model": "/folder", "dtype": "int8", "threads": 2, "texts": [...]}
+
+Then each line is a batch size to embed every text with. Answers are lines of JSON: versions first,
+then seconds, and for an empty line the vectors of the last run, float32 in base64.
+"""
+
+import base64
+import json
+import os
+import platform
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LIMIT = 256  # tokens, as sentence_bert_config.json says
+
+
+class Jaxembed:
+    """The library, as README shows it."""
+
+    PACKAGES = ("jaxembed", "jax", "jaxlib", "tokenizers")
+
+    def __init__(self, model: str, dtype: str, threads: int):
+        import jax
+
+        from jaxembed import Embedder, EngineConfig, memory
+
+        memory.keep()  # as README says for a program that wants what the command line does
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        chosen: Any = None if dtype == "default" else dtype
+        self._embedder = Embedder(model, config=EngineConfig(dtype=chosen, warmup="full"))
+        for thread in self._embedder.engine.warmup.threads:  # until every bucket is timed, too
+            thread.join()
+
+    def embed(self, texts: list[str], batch: int) -> np.ndarray:
+        """The engine makes its own batches."""
+        return self._embedder.encode(texts)
+
+
+class SentenceTransformers:
+    """Sorts by length itself."""
+
+    PACKAGES = ("sentence-transformers", "transformers", "torch", "tokenizers")
+
+    def __init__(self, model: str, dtype: str, threads: int):
+        import torch
+        from sentence_transformers import SentenceTransformer
+
+        torch.set_num_threads(threads)
+        kind = {"dtype": getattr(torch, dtype)}
+        self._model = SentenceTransformer(model, device="cpu", model_kwargs=kind)
+
+    def embed(self, texts: list[str], batch: int) -> np.ndarray:
+        return self._model.encode(texts, batch_size=batch, show_progress_bar=False)
+
+
+class OnnxRuntime:
+    """Texts sorted by length, mean pooled and normalised here, in float32."""
+
+    PACKAGES = ("onnxruntime", "tokenizers")
+
+    def __init__(self, model: str, dtype: str, threads: int):
+        import onnxruntime
+        import tokenizers
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        path = Path(model)
+        self._session = onnxruntime.InferenceSession(str(path / f"{dtype}.onnx"), options)
+        self._inputs = {one.name for one in self._session.get_inputs()}
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(LIMIT)
+
+    def embed(self, texts: list[str], batch: int) -> np.ndarray:
+        encodings = self._tokenizer.encode_batch(texts)
+        order = sorted(range(len(texts)), key=lambda k: -len(encodings[k].ids))
+        vectors: list[Any] = [None] * len(texts)
+        for start in range(0, len(order), batch):
+            rows = order[start : start + batch]
+            pooled = self._pooled([encodings[k].ids for k in rows])
+            for k, vector in zip(rows, pooled, strict=True):
+                vectors[k] = vector
+        return np.stack(vectors)
+
+    def _pooled(self, rows: list[list[int]]) -> np.ndarray:
+        longest = max(map(len, rows))
+        ids = np.array([row + [0] * (longest - len(row)) for row in rows], np.int64)
+        mask = np.array([[1] * len(row) + [0] * (longest - len(row)) for row in rows], np.int64)
+        feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+        hidden = self._session.run(None, {k: v for k, v in feeds.items() if k in self._inputs})[0]
+        weights = mask.astype(np.float32)
+        total = np.einsum("bsd,bs->bd", hidden, weights) / weights.sum(1, keepdims=True)
+        return total / np.linalg.norm(total, axis=1, keepdims=True)
+
+
+LIBRARIES = {
+    "jaxembed": Jaxembed,
+    "sentence-transformers": SentenceTransformers,
+    "onnxruntime": OnnxRuntime,
+}
+
+
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    found = {name: metadata.version(name) for name in packages}
+    return {"python": platform.python_version()} | found
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is not an answer
+    job = json.loads(sys.stdin.readline())
+    library = LIBRARIES[job["library"]](job["model"], job["dtype"], job["threads"])
+    vectors = np.zeros((0, 0), np.float32)
+
+    def answer(value: Any) -> None:
+        print(json.dumps(value), file=answers, flush=True)
+
+    answer(versions(library.PACKAGES))
+    for line in sys.stdin:
+        if not line.strip():
+            answer(base64.b64encode(vectors.astype("<f4").tobytes()).decode())
+            continue
+        start = time.perf_counter()
+        vectors = np.asarray(library.embed(job["texts"], int(line)), np.float32)
+        answer(time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Attention kernels for accelerators: what each takes, and where to find it.
+
+XLA's own attention is `attention.by_xla`; these stand in for it where a probe has found them right
+and faster. None is imported before it is looked for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+from jaxembed.models.attention import Sight
+
+KERNELS = {
+    "cpu": {},
+    "gpu": {
+        "flash": "jaxembed.models.kernels.flash:KERNEL",
+        "triton": "jaxembed.models.kernels.triton:KERNEL",
+    },
+    "tpu": {"splash": "jaxembed.models.kernels.splash:KERNEL"},
+}
+
+SHORTEST_ROW = 128  # below it XLA computes the scores of a row at once, and they are few
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a model asks of attention: the same in each of its buckets."""
+
+    heads: int
+    groups: int  # heads of keys and values
+    width: int  # of a head
+    dtype: str
+    sight: Sight
+
+    def __str__(self) -> str:
+        seen = "causal" if self.sight.causal else "whole"
+        if self.sight.reach is not None:
+            seen += f" within {self.sight.reach}"
+        return f"{self.heads}/{self.groups} heads of {self.width}, {self.dtype}, {seen}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`attend` is called as attend(query, key, value, segments, sight, slots): as
+    `attention.attend`, and `slots` segments are the most that a row holds. `refuses` says why it
+    does not take a call in rows of a length, or None."""
+
+    name: str
+    attend: Callable
+    refuses: Callable[[Call, int], str | None]
+
+
+def kernel(path: str) -> Kernel:
+    """A kernel of KERNELS. Raises ImportError where what it needs is not installed."""
+    module, name = path.split(":")
+    return getattr(import_module(module), name)

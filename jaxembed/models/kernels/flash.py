@@ -1,0 +1,53 @@
+"""Attention on GPU: FlashAttention 2 or 3 of the optional package dew-flash-attn.
+
+Rows are laid end to end, and each segment, each stretch of padding too, is a sequence between two
+offsets. On Hopper the package runs FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+"""
+
+import jax.numpy as jnp
+from dew_flash_attn import flash_mha_varlen  # pyright: ignore[reportMissingImports]
+from jaxtyping import Array, Int
+
+from jaxembed.models.attention import Grouped, Heads, Segments, Sight
+from jaxembed.models.kernels import Call, Kernel
+from jaxembed.models.kernels.segments import starts, without_padding
+
+WIDEST_HEAD = 256
+
+
+def refuses(call: Call, length: int) -> str | None:
+    """Why it does not take this call in rows of this length."""
+    if call.dtype not in ("bfloat16", "float16"):
+        return f"{call.dtype} is not bfloat16 or float16"
+    if call.width > WIDEST_HEAD:
+        return f"heads of {call.width} are wider than {WIDEST_HEAD}"
+    return None
+
+
+def attend(
+    query: Heads, key: Grouped, value: Grouped, segments: Segments, sight: Sight, slots: int
+) -> Heads:
+    """As `attention.attend`, rounded to the operands' dtype."""
+    rows, length = segments.shape
+    flat = (x.reshape(rows * length, *x.shape[2:]) for x in (query, key, value))
+    reach = -1 if sight.reach is None else sight.reach
+    mixed = flash_mha_varlen(
+        *(without_padding(x[None], segments.reshape(1, -1))[0] for x in flat),
+        offsets(segments, slots),
+        length,
+        is_causal=sight.causal,
+        window_size=(reach, 0 if sight.causal else reach),
+    )
+    return mixed.reshape(query.shape).astype(jnp.float32)
+
+
+def offsets(segments: Segments, slots: int) -> Int[Array, " sequences_and_one"]:
+    """Where the sequences begin in the flat buffer, and its end: with a stretch of padding after
+    each segment and one before the first. What is over are empty sequences at the end."""
+    rows, length = segments.shape
+    most = rows * min(2 * slots + 1, length)
+    (begins,) = jnp.nonzero(starts(segments).reshape(-1), size=most, fill_value=rows * length)
+    return jnp.append(begins, rows * length).astype(jnp.int32)
+
+
+KERNEL = Kernel("flash", attend, refuses)

@@ -1,0 +1,161 @@
+"""Attention on GPU: a flash kernel of our own that visits only the keys of a block's segments.
+
+Dao et al. 2022, arXiv:2205.14135; written in Pallas and compiled by the Triton in XLA,
+which JAX 0.11 calls deprecated: where it is gone, the import fails and XLA's attention is used.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Int
+
+from jaxembed.models.attention import MASKED, Grouped, Heads, Segments, Sight
+from jaxembed.models.kernels import Call, Kernel
+from jaxembed.models.kernels.segments import spans, without_padding
+
+LOG2_E = 1.4426950408889634
+NARROWEST_HEAD = 16  # of Triton's products
+WIDEST_HEAD = 256
+WIDE_HEAD = 64  # above it fewer queries and more warps: registers and shared memory are full
+QUERY_BLOCK, WIDE_QUERY_BLOCK = 128, 64
+KEY_BLOCK = 64
+
+
+def refuses(call: Call, length: int) -> str | None:
+    """Why it does not take this call in rows of this length.
+
+    Triton writes float32 products out as single ones: compiled for an H100 they took a minute and
+    spilled 9 kB of registers a thread, where bfloat16 spills none.
+    """
+    if call.dtype not in ("bfloat16", "float16"):
+        return f"{call.dtype} products are not the tensor cores'"
+    if call.width > WIDEST_HEAD:
+        return f"heads of {call.width} are wider than {WIDEST_HEAD}"
+    return None
+
+
+def attend(
+    query: Heads,
+    key: Grouped,
+    value: Grouped,
+    segments: Segments,
+    sight: Sight,
+    slots: int,
+    interpret: bool = False,
+    query_block: int | None = None,
+    key_block: int = KEY_BLOCK,
+) -> Heads:
+    """As `attention.attend`; queries of padding give anything."""
+    rows, length, heads, width = query.shape
+    per_group = heads // key.shape[2]
+    wide = width > WIDE_HEAD
+    query_block = query_block or (WIDE_QUERY_BLOCK if wide else QUERY_BLOCK)
+    scale = width**-0.5 * LOG2_E
+    value = without_padding(value, segments)
+    filled = max(NARROWEST_HEAD, pl.next_power_of_2(width)) - width
+    tail = -length % max(query_block, key_block)
+    around = ((0, 0), (0, tail), (0, 0), (0, filled))
+    query, key, value = (jnp.pad(x, around) for x in (query, key, value))
+    segments = jnp.pad(segments, ((0, 0), (0, tail)))
+    first, end = key_blocks(segments, sight, query_block, key_block)
+    _, length, _, filled_width = query.shape
+
+    of_queries = pl.BlockSpec((None, query_block, None, filled_width), lambda i, r, h: (r, i, h, 0))
+    of_keys = pl.BlockSpec(
+        (None, length, None, filled_width), lambda i, r, h: (r, 0, h // per_group, 0)
+    )
+    of_row = pl.BlockSpec((None, length), lambda i, r, h: (r, 0))
+    of_blocks = pl.BlockSpec((None, length // query_block), lambda i, r, h: (r, 0))
+    mixed = pl.pallas_call(
+        partial(_kernel, sight=sight, scale=scale, query_block=query_block, key_block=key_block),
+        grid=(length // query_block, rows, heads),
+        in_specs=[of_blocks, of_blocks, of_queries, of_keys, of_keys, of_row],
+        out_specs=of_queries,
+        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=8 if wide else 4, num_stages=2),
+        interpret=interpret,
+        name="attention_of_segments",
+    )(first, end, query, key, value, segments)
+    return mixed[:, : mixed.shape[1] - tail, :, :width].astype(jnp.float32)
+
+
+def key_blocks(
+    segments: Segments, sight: Sight, query_block: int, key_block: int
+) -> tuple[Int[Array, "rows blocks"], Int[Array, "rows blocks"]]:
+    """For each block of queries the first block of keys that one of them sees, and the one after
+    the last: none for a block of padding."""
+    rows, length = segments.shape
+    at = jnp.arange(length)[None]
+    first, last = spans(segments)
+    if sight.reach is not None:
+        first, last = jnp.maximum(first, at - sight.reach), jnp.minimum(last, at + sight.reach)
+    if sight.causal:
+        last = jnp.minimum(last, at)
+    first = jnp.where(segments != 0, first, length)
+    last = jnp.where(segments != 0, last, -1)
+    blocks = (rows, -1, query_block)
+    first, last = first.reshape(blocks).min(axis=2), last.reshape(blocks).max(axis=2)
+    return first // key_block, last // key_block + 1
+
+
+def _kernel(
+    first_ref,
+    end_ref,
+    query_ref,
+    key_ref,
+    value_ref,
+    segments_ref,
+    mixed_ref,
+    *,
+    sight: Sight,
+    scale: float,
+    query_block: int,
+    key_block: int,
+):
+    """One block of queries of one head. Scores are in powers of two: exp2 is the GPU's own."""
+    block = pl.program_id(0)
+    queries = pl.ds(block * query_block, query_block)
+    query = query_ref[...]
+    of_query = segments_ref[queries]
+    query_at = block * query_block + jnp.arange(query_block)
+
+    def visit(number, carry):
+        mixed, largest, total = carry
+        keys = pl.ds(number * key_block, key_block)
+        key_at = number * key_block + jnp.arange(key_block)
+        scores = _product(query, key_ref[keys, :], 1) * scale  # [queries, keys]
+        seen = of_query[:, None] == segments_ref[keys][None, :]
+        distance = query_at[:, None] - key_at[None, :]
+        if sight.causal:
+            seen &= distance >= 0
+        if sight.reach is not None:
+            seen &= (distance <= sight.reach) & (distance >= -sight.reach)
+        scores = jnp.where(seen, scores, MASKED)
+        larger = jnp.maximum(largest, scores.max(axis=1))
+        # zero, not exp2(MASKED - larger): where nothing is seen yet that is 1, of others' values
+        weights = jnp.where(seen, jnp.exp2(scores - larger[:, None]), 0.0)
+        shrink = jnp.exp2(largest - larger)
+        value = value_ref[keys, :]
+        mixed = mixed * shrink[:, None] + _product(weights.astype(value.dtype), value, 0)
+        return mixed, larger, total * shrink + weights.sum(axis=1)
+
+    start = (
+        jnp.zeros(query.shape, jnp.float32),
+        jnp.full((query_block,), MASKED, jnp.float32),
+        jnp.zeros((query_block,), jnp.float32),
+    )
+    mixed, _, total = lax.fori_loop(first_ref[block], end_ref[block], visit, start)
+    mixed = mixed / jnp.where(total == 0, 1.0, total)[:, None]
+    mixed_ref[...] = mixed.astype(mixed_ref.dtype)
+
+
+def _product(a: Array, b: Array, contracted: int) -> Array:
+    axes = (((1,), (contracted,)), ((), ()))
+    return lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
+
+
+KERNEL = Kernel("triton", attend, refuses)

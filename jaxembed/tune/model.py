@@ -1,0 +1,72 @@
+"""The model that a grid is tuned for: on the device, with nothing compiled yet."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxembed import checkpoint, hub
+from jaxembed.config import EngineConfig, TextConfig
+from jaxembed.engine.build import Plan, plan, seats_of
+from jaxembed.engine.replica import Replica
+from jaxembed.errors import ConfigError, WrongTask
+from jaxembed.inputs import Text
+from jaxembed.models import program
+from jaxembed.processors.text import Rules, TextProcessor
+from jaxembed.spec import ModelSpec
+from jaxembed.tasks import KIND
+from jaxembed.tune.cost import Workbench
+
+TOKENIZERS = 4
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as a server with the same settings would run it, but on one replica: all of them
+    have the same grid."""
+
+    name: str
+    spec: ModelSpec
+    plan: Plan  # its grid is the one before
+    config: EngineConfig
+    workbench: Workbench
+    processor: TextProcessor
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Of each text with its prompt, cut to the limit.
+
+        Raises EmptyInput, TokenizerError, or WrongTask where inputs are pairs.
+        """
+        if self.spec.task == "rerank":
+            raise WrongTask(
+                f"{self.name} is {KIND['rerank']}: texts do not say how long its pairs are; give "
+                "lengths in a .json file or the URL of a server"
+            )
+        rules = Rules(self.processor.prompt(None, None), truncate=True, side="right")
+        encodings = self.processor.encode([Text(text) for text in texts], rules).encodings
+        return [encoding.length for encoding in encodings]
+
+    def close(self) -> None:
+        self.processor.executor.shutdown()
+        self.workbench.close()
+
+
+def load(
+    model: str | None, *, cache_dir: Path, config: EngineConfig, text: TextConfig, **source: Any
+) -> Model:
+    """`source` is as for `hub.resolve`. Raises CheckpointError or ConfigError."""
+    if config.null_model:
+        raise ConfigError("--null-model runs on no device, so there is nothing to tune")
+    if config.parallel == "replicas":
+        config = dataclasses.replace(config, devices=1)
+    path = hub.resolve(model, cache_dir=cache_dir, **source)
+    spec = checkpoint.load_spec(path)
+    forward = program(spec)
+    made = plan(spec, forward, config, cache_dir)
+    processor = TextProcessor(
+        checkpoint.tokenizer_path(path), spec, made.max_input_tokens, text, TOKENIZERS
+    )
+    seat = seats_of(made, forward, checkpoint.stream_params(path, spec, forward.order))[0]
+    assert isinstance(seat.runner, Replica)
+    return Model(model or hub.DEFAULT_MODEL, spec, made, config, Workbench(seat.runner), processor)

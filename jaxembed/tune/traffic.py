@@ -1,0 +1,138 @@
+"""A length mix under three loads, and what a grid makes of it by its buckets' costs.
+
+The loads: a lone text on an idle server, requests of 4, 16 and 64 texts on an idle server, and a
+queue that is never empty.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import numpy as np
+
+from jaxembed.engine.batch import choose, place
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.lanes import LOOKED_AT
+from jaxembed.engine.ticket import Entry, Ticket
+from jaxembed.inputs import Encoding
+from jaxembed.tune.lengths import Lengths
+
+REQUEST_SIZES = (4, 16, 64)
+REQUESTS = 6  # of each size; fewer where texts are long
+LONE = 64
+LEAST_TEXTS, MOST_TEXTS = 64, 4096  # at full load
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Seeded samples of sequences, no two alike, for each load."""
+
+    lone: list[Encoding]
+    requests: list[list[Encoding]]
+    full: list[Encoding]
+
+    @property
+    def full_tokens(self) -> int:
+        return sum(encoding.length for encoding in self.full)
+
+    @cached_property
+    def lone_lengths(self) -> list[int]:
+        return [encoding.length for encoding in self.lone]
+
+    @cached_property
+    def queues(self) -> list[list[Entry]]:
+        """What waits at full load, and of each request."""
+        return [Ticket(encodings, dim=1).entries for encodings in (self.full, *self.requests)]
+
+
+def traffic_of(lengths: Lengths, vocab_size: int, full_tokens: int, seed: int) -> Traffic:
+    """About `full_tokens` tokens at full load."""
+    random = np.random.default_rng(seed)
+
+    def draw(count: int) -> list[Encoding]:
+        return [
+            Encoding(random.integers(0, vocab_size, length, np.int32))
+            for length in lengths.draw(count, random)
+        ]
+
+    texts = int(np.clip(full_tokens / lengths.mean, LEAST_TEXTS, MOST_TEXTS))
+    share = full_tokens / len(REQUEST_SIZES) / lengths.mean  # texts for the requests of one size
+    sizes = [n for n in REQUEST_SIZES for _ in range(int(np.clip(share / n, 1, REQUESTS)))]
+    return Traffic(draw(LONE), [draw(size) for size in sizes], draw(texts))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How fast a grid is under each load, as predicted or as measured."""
+
+    full_tokens_per_s: float  # useful tokens
+    full_fill: float  # useful tokens over the buckets' tokens
+    request_ms: float  # of the requests of several texts, the geometric mean
+    lone_ms: float  # the geometric mean
+    lone_p50_ms: float
+    lone_p95_ms: float
+
+    def ratios(self, other: "Figures") -> tuple[float, float, float]:
+        """What each load takes longer than with the other: full, requests, lone."""
+        return (
+            other.full_tokens_per_s / self.full_tokens_per_s,
+            self.request_ms / other.request_ms,
+            self.lone_ms / other.lone_ms,
+        )
+
+    def describe(self) -> dict[str, float]:
+        return {name: float(f"{value:.5g}") for name, value in asdict(self).items()}
+
+
+def figures(
+    full_tokens: int, full_ms: float, padded: int, requests: Sequence[float], lone: Sequence[float]
+) -> Figures:
+    """From milliseconds."""
+    return Figures(
+        full_tokens_per_s=full_tokens / full_ms * 1000,
+        full_fill=full_tokens / padded,
+        request_ms=float(np.exp(np.mean(np.log(requests)))),
+        lone_ms=float(np.exp(np.mean(np.log(lone)))),
+        lone_p50_ms=float(np.percentile(lone, 50)),
+        lone_p95_ms=float(np.percentile(lone, 95)),
+    )
+
+
+def predict(traffic: Traffic, cost: Mapping[Bucket, float], most: int | None = None) -> Figures:
+    """Compose batches as the engine does, and add up what their buckets cost. `most` sequences
+    stand in a batch. The host's own time is not in it."""
+    (full_ms, padded), *requests = [_drain(queue, cost, most) for queue in traffic.queues]
+    alone = {
+        length: min(ms for bucket, ms in cost.items() if bucket.length >= length)
+        for length in set(traffic.lone_lengths)
+    }
+    lone = [alone[length] for length in traffic.lone_lengths]
+    return figures(traffic.full_tokens, full_ms, padded, [ms for ms, _ in requests], lone)
+
+
+def _drain(
+    waiting: Sequence[Entry], cost: Mapping[Bucket, float], most: int | None
+) -> tuple[float, int]:
+    """Milliseconds and tokens of all batches until nothing waits."""
+    enough = LOOKED_AT * max(bucket.tokens for bucket in cost)
+    ms, padded = 0.0, 0
+    while waiting:
+        window = _window(waiting, enough)[:most]
+        bucket = choose(window, cost)
+        batch = place(bucket, window[:1], window[1:], most=most)
+        ms += cost[bucket]
+        padded += bucket.tokens
+        taken = set(batch.entries)
+        rest = [entry for entry in window if entry not in taken]
+        waiting = [*rest, *waiting[len(window) :]]
+    return ms, padded
+
+
+def _window(waiting: Sequence[Entry], enough: int) -> Sequence[Entry]:
+    """The first entries, of so many tokens or the next more."""
+    held = 0
+    for count, entry in enumerate(waiting, start=1):
+        held += entry.length
+        if held >= enough:
+            return waiting[:count]
+    return waiting

@@ -1,0 +1,110 @@
+"""Two grids on the real engine, in turns: what disturbs the machine for a while disturbs both."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxembed.engine.bucket import BucketGrid
+from jaxembed.engine.engine import Engine, Seat
+from jaxembed.engine.turn import DeviceTurn
+from jaxembed.inputs import Encoding
+from jaxembed.telemetry import Telemetry
+from jaxembed.tune.cost import Workbench
+from jaxembed.tune.traffic import Figures, Traffic, figures
+
+TICKET = 32  # sequences in each request at full load
+
+
+class Trial:
+    """One grid on an engine of its own, every bucket compiled and timed."""
+
+    def __init__(
+        self,
+        workbench: Workbench,
+        grid: BucketGrid,
+        dim: int,
+        platform: str,
+        max_batch_requests: int | None = None,
+        name: str = "model",
+    ):
+        self._workbench = workbench
+        self._engine = Engine(
+            [Seat(workbench, DeviceTurn.for_platform(platform))],
+            grid,
+            dim,
+            Telemetry(grid.max_length),
+            name=name,
+            max_batch_requests=max_batch_requests,
+            full_warmup=True,
+        )
+        self._engine.start()
+        self._engine.warmup.wait()
+        for thread in self._engine.warmup.threads:  # they time every bucket again at the end
+            thread.join()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def run(self, traffic: Traffic) -> Figures:
+        """Once through each load."""
+        lone = [self._ms([one]) for one in traffic.lone]
+        requests = [self._ms(request) for request in traffic.requests]
+        padded = self._workbench.tokens_run
+        full_ms = self._ms_of_all(traffic.full)
+        padded = self._workbench.tokens_run - padded
+        return figures(traffic.full_tokens, full_ms, padded, requests, lone)
+
+    def _ms(self, encodings: Sequence[Encoding]) -> float:
+        # as bulk, or the engine would keep batches brief at full load for the lone texts before it
+        start = time.perf_counter()
+        self._engine.submit(encodings, priority="bulk").result()
+        return (time.perf_counter() - start) * 1000
+
+    def _ms_of_all(self, encodings: Sequence[Encoding]) -> float:
+        start = time.perf_counter()
+        tickets = [
+            self._engine.submit(encodings[first : first + TICKET], priority="bulk")
+            for first in range(0, len(encodings), TICKET)
+        ]
+        for ticket in tickets:
+            ticket.result()
+        return (time.perf_counter() - start) * 1000
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Figures of two grids, round by round."""
+
+    before: list[Figures]
+    after: list[Figures]
+
+    @property
+    def ratios(self) -> np.ndarray:
+        """What each load takes longer after than before, in the median round: full, requests,
+        lone."""
+        return np.median(self.by_round, axis=0)
+
+    @property
+    def by_round(self) -> np.ndarray:
+        """The same of each round, `[rounds, loads]`."""
+        rounds = zip(self.after, self.before, strict=True)
+        return np.array([after.ratios(before) for after, before in rounds])
+
+
+def compare(before: Trial, after: Trial, traffic: Traffic, rounds: int) -> Comparison:
+    """Each round runs both, and the one that goes first changes."""
+    runs: dict[Trial, list[Figures]] = {before: [], after: []}
+    for trial in runs:
+        trial.run(traffic)  # the engines learn what their buckets cost
+    for number in range(rounds):
+        for trial in [before, after][:: 1 if number % 2 else -1]:
+            runs[trial].append(trial.run(traffic))
+    return Comparison(runs[before], runs[after])
+
+
+def median(runs: Sequence[Figures]) -> Figures:
+    """Of each figure."""
+    fields = {name: [getattr(run, name) for run in runs] for name in runs[0].describe()}
+    return Figures(**{name: float(np.median(values)) for name, values in fields.items()})

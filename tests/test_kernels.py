@@ -1,0 +1,307 @@
+"""Attention kernels for accelerators, interpreted on CPU, against float64 numpy and XLA.
+
+What interpretation cannot show is how fast they are, and that a chip's compiler takes them; the
+lowering to each platform's own form is done here as well, with no such device.
+"""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_attention
+from conftest import TOWERS, tiny_spec
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from test_attention import SIGHTS, draw, ragged, reference
+from test_invariance import HUGE, assert_same, placed, poisoned_parameters, run
+
+from jaxembed.engine.bucket import TPU_TILE, Bucket, default_grid
+from jaxembed.engine.replica import Replica
+from jaxembed.models import kernels, program
+from jaxembed.models.attention import EVERYTHING, Sight, attend, by_xla, using
+from jaxembed.models.kernels import Call, Kernel, segments, splash, triton
+
+NAMES = ["splash", "triton", "flash"]
+SLOTS = 8
+SEGMENTS = ragged(256, [256], [100, 30, 70], [1, 1, 150, 50, 54], [3])
+SEGMENTS[3, 100:140] = 2  # a gap before it
+
+
+def flash_mha_varlen(query, key, value, cu_seqlens, max_seqlen, is_causal, window_size):
+    """What dew_flash_attn 0.3.6 says it does: sequence i are tokens cu_seqlens[i] to [i + 1]."""
+    tokens = query.shape[0]
+    assert cu_seqlens.dtype == jnp.int32
+    sizes = jnp.diff(cu_seqlens)
+    partition = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (sizes.min() >= 0)
+    fits = partition & (sizes.max() <= max_seqlen)
+    sequence = jnp.searchsorted(cu_seqlens, jnp.arange(tokens), side="right")
+    before, after = window_size
+    assert after == (0 if is_causal else before)
+    sight = Sight(causal=is_causal, reach=None if before < 0 else before)
+    one_row = (x[None] for x in (query, key, value, sequence))
+    mixed = by_xla(*one_row, sight)[0].astype(query.dtype)
+    return jnp.where(fits, mixed, jnp.nan)
+
+
+@pytest.fixture(name="flash", scope="module")
+def _flash():
+    """The module `flash` on the package's contract in plain JAX."""
+    package = ModuleType("dew_flash_attn")
+    package.flash_mha_varlen = flash_mha_varlen
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "dew_flash_attn", package)
+        yield import_module("jaxembed.models.kernels.flash")
+        del sys.modules["jaxembed.models.kernels.flash"]
+
+
+@pytest.fixture(name="kernel", params=NAMES)
+def _kernel(request) -> Kernel:
+    if request.param == "flash":
+        return request.getfixturevalue("flash").KERNEL
+    return interpreted({"splash": splash, "triton": triton}[request.param])
+
+
+def interpreted(module) -> Kernel:
+    return replace(module.KERNEL, attend=partial(module.attend, interpret=True))
+
+
+def mixed_by(kernel: Kernel, operands, of_token, sight: Sight, slots: int = SLOTS) -> np.ndarray:
+    call = jax.jit(lambda q, k, v, s: kernel.attend(q, k, v, s, sight, slots))
+    return np.asarray(call(*operands, jnp.asarray(of_token)))
+
+
+def poisoned(operands, of_token) -> list[jax.Array]:
+    padding = of_token[..., None, None] == 0
+    return [jnp.asarray(np.where(padding, np.nan, x), jnp.float32) for x in operands]
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS)
+def test_packed_segments_attend_to_themselves_beside_nan(kernel, sight):
+    operands = draw(SEGMENTS, per_group=2)
+    mixed = mixed_by(kernel, poisoned(operands, SEGMENTS), SEGMENTS, sight)
+    real = SEGMENTS != 0
+    wanted = reference(*operands, SEGMENTS, sight)
+    assert mixed.dtype == np.float32
+    # rtol: float32, sums of at most 256 terms
+    np.testing.assert_allclose(mixed[real], wanted[real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [32, 64, 96, 128])
+def test_heads_of_any_width_are_filled_up(kernel, width, monkeypatch):
+    monkeypatch.setattr(test_attention, "WIDTH", width)
+    of_token = ragged(128, [128], [50, 40])
+    operands = draw(of_token)
+    mixed = mixed_by(kernel, map(jnp.asarray, operands), of_token, Sight(causal=True, reach=20))
+    wanted = reference(*operands, of_token, Sight(causal=True, reach=20))
+    real = of_token != 0
+    np.testing.assert_allclose(mixed[real], wanted[real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("length", "sight"),
+    [(512, Sight(reach=64)), (512, Sight(causal=True)), (514, EVERYTHING)],
+    ids=str,
+)
+def test_longer_rows_of_several_blocks(kernel, length, sight):
+    """Every kernel has more than one block of queries and of keys, and a last one not full."""
+    if kernel.name == "splash":
+        length = 640
+    of_token = ragged(length, [length], [130, 300, 20])
+    operands = draw(of_token)
+    mixed = mixed_by(kernel, map(jnp.asarray, operands), of_token, sight)
+    wanted = reference(*operands, of_token, sight)
+    real = of_token != 0
+    np.testing.assert_allclose(mixed[real], wanted[real], rtol=1e-4, atol=1e-5)
+
+
+def test_huge_neighbours_in_the_row_change_nothing(kernel):
+    operands = draw(SEGMENTS)
+    first = (SEGMENTS == 1)[..., None, None]
+    others = np.where(first, operands[1], np.sign(operands[1]) * np.float32(1e30))
+    found = [
+        mixed_by(kernel, map(jnp.asarray, (operands[0], key, operands[2])), SEGMENTS, EVERYTHING)
+        for key in (operands[1], others)
+    ]
+    np.testing.assert_allclose(
+        found[1][SEGMENTS == 1], found[0][SEGMENTS == 1], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_bfloat16_stays_near_the_same_operands_in_float64(kernel):
+    rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16)).astype(np.float32) for x in draw(SEGMENTS)]
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in rounded]
+    mixed = mixed_by(kernel, narrow, SEGMENTS, EVERYTHING)
+    real = SEGMENTS != 0
+    assert mixed.dtype == np.float32
+    wanted = reference(*rounded, SEGMENTS)
+    # bfloat16 has 8 bits: the scaled query, the weights and the result are rounded to them
+    np.testing.assert_allclose(mixed[real], wanted[real], atol=0.03)
+
+
+@pytest.mark.parametrize("tower", ["bert", "modernbert", "qwen3"])
+def test_a_text_has_one_vector_wherever_it_lies_and_the_one_of_xla(kernel, tower):
+    spec = tiny_spec(**TOWERS[tower])
+    parameters, devices = poisoned_parameters(spec), jax.local_devices()[:1]
+    short, bucket = Bucket(1, 16), Bucket(2, 128)
+    xla = Replica(program(spec), parameters, devices, "float32")
+    ours = Replica(
+        program(spec),
+        parameters,
+        devices,
+        "float32",
+        attention=lambda bucket: partial(kernel.attend, slots=bucket.slots),
+    )
+    xla.compile(short)
+    ours.compile(bucket)
+    ids, others = [7, 8, 9, 10, 11, 12, 13, 14], ([HUGE, 6] * 20, 0, 1, 0, 0)
+    wanted = run(xla, placed(short, [(ids, 2, 0, 0, 0)]))
+    for row, slot, start in ((0, 0, 0), (0, 3, 120), (1, 1, 40), (1, 2, 61)):
+        batch = placed(bucket, [(ids, 2, row, slot, start), others])
+        for vector, one in zip(run(ours, batch), wanted, strict=True):
+            assert np.isfinite(one).all()
+            assert_same(vector, one)
+
+
+# -- where segments lie --------------------------------------------------------------------------
+
+
+def test_the_span_of_a_token_is_its_segment_or_its_stretch_of_padding():
+    of_token = jnp.asarray([[1, 1, 0, 2, 2, 2, 0, 0], [1, 2, 3, 3, 3, 3, 3, 3]])
+    first, last = segments.spans(of_token)
+    np.testing.assert_array_equal(first, [[0, 0, 2, 3, 3, 3, 6, 6], [0, 1, 2, 2, 2, 2, 2, 2]])
+    np.testing.assert_array_equal(last, [[1, 1, 2, 5, 5, 5, 7, 7], [0, 1, 7, 7, 7, 7, 7, 7]])
+
+
+@pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS)
+def test_the_blocks_of_keys_visited_are_those_with_a_key_that_is_seen(sight):
+    first, end = map(np.asarray, triton.key_blocks(jnp.asarray(SEGMENTS), sight, 32, 16))
+    at = np.arange(256)
+    distance = at[:, None] - at[None, :]
+    seen = (distance >= 0) | (not sight.causal)
+    if sight.reach is not None:
+        seen = seen & (abs(distance) <= sight.reach)
+    for row, of_token in enumerate(SEGMENTS):
+        pairs = seen & (of_token[:, None] == of_token[None]) & (of_token != 0)[:, None]
+        for block in range(8):
+            keys = np.flatnonzero(pairs[block * 32 : (block + 1) * 32].any(axis=0))
+            if len(keys) == 0:
+                assert end[row, block] <= first[row, block]
+            else:
+                assert (first[row, block], end[row, block]) == (keys[0] // 16, keys[-1] // 16 + 1)
+
+
+def test_every_segment_is_a_sequence_between_offsets(flash):
+    of_token = jnp.asarray([[1, 1, 0, 2], [1, 2, 2, 2], [0, 0, 0, 0]])
+    offsets = flash.offsets(of_token, 2)
+    # two, padding, one; one, three; four of padding; then empty ones
+    np.testing.assert_array_equal(offsets, [0, 2, 3, 4, 5, 8] + [12] * 7)
+    assert offsets.dtype == jnp.int32
+
+
+# -- what a platform's compiler is given -----------------------------------------------------------
+
+
+def lowered(kernel: Kernel, platform: str, length: int, sight: Sight, dtype="bfloat16") -> str:
+    """The program for a platform that this machine need not have."""
+    heads = [jax.ShapeDtypeStruct((2, length, n, 64), dtype) for n in (4, 2, 2)]
+    of_token = jax.ShapeDtypeStruct((2, length), jnp.int32)
+    call = jax.jit(lambda q, k, v, s: kernel.attend(q, k, v, s, sight, SLOTS))
+    return call.trace(*heads, of_token).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("limit", [100, 128, 300, 512, 514, 2048, 8192])
+def test_splash_takes_every_row_of_a_default_grid_for_tpu(limit):
+    grid = default_grid(limit, 16_384, tile=TPU_TILE)
+    assert grid.max_length >= limit
+    for bucket in grid.buckets:
+        for sight in (EVERYTHING, Sight(causal=True), Sight(reach=64)):
+            call = Call(12, 12, 64, "bfloat16", sight)
+            assert splash.refuses(call, bucket.length) is None
+            blocks = splash.block_sizes(bucket.length, sight)
+            for size in (blocks.block_q, blocks.block_kv, blocks.block_kv_compute):
+                assert size % TPU_TILE == 0
+                assert bucket.length % size == 0
+
+
+def test_splash_says_which_rows_and_dtypes_it_does_not_take():
+    call = Call(12, 12, 64, "bfloat16", EVERYTHING)
+    assert "514 tokens are no multiple of 128" in splash.refuses(call, 514)
+    assert "float16" in splash.refuses(replace(call, dtype="float16"), 512)
+
+
+def test_the_gpu_kernels_leave_float32_and_very_wide_heads_to_xla(flash):
+    for kernel in (triton.KERNEL, flash.KERNEL):
+        call = Call(12, 12, 64, "bfloat16", Sight(causal=True, reach=64))
+        assert kernel.refuses(call, 514) is None
+        assert "float32" in kernel.refuses(replace(call, dtype="float32"), 512)
+        assert "heads of 512" in kernel.refuses(replace(call, width=512), 512)
+
+
+@pytest.mark.parametrize("sight", [EVERYTHING, Sight(causal=True), Sight(reach=64)], ids=str)
+@pytest.mark.parametrize("length", [128, 640, 8192])
+def test_splash_lowers_to_mosaic(length, sight):
+    assert "tpu_custom_call" in lowered(splash.KERNEL, "tpu", length, sight)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")  # jax 0.11
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("length", [128, 514])
+def test_our_kernel_lowers_to_triton(length, dtype):
+    h100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("data",), abstract_device=h100)):  # 0.11 asks
+        text = lowered(triton.KERNEL, "cuda", length, Sight(causal=True, reach=64), dtype)
+    assert "__gpu$xla.gpu.triton" in text
+    assert "attention_of_segments" in text
+
+
+def test_kernels_are_found_by_name_and_the_optional_one_where_its_package_is(monkeypatch):
+    for platform, paths in kernels.KERNELS.items():
+        for name, path in paths.items():
+            if name != "flash":  # its package is optional
+                assert kernels.kernel(path).name == name, platform
+    monkeypatch.setitem(sys.modules, "dew_flash_attn", None)
+    monkeypatch.delitem(sys.modules, "jaxembed.models.kernels.flash", raising=False)
+    with pytest.raises(ImportError, match="dew_flash_attn"):
+        kernels.kernel(kernels.KERNELS["gpu"]["flash"])
+
+
+# -- using ----------------------------------------------------------------------------------------
+
+
+def test_an_implementation_is_used_in_what_is_traced_within_and_nowhere_else():
+    operands = [jnp.ones((1, 4, 1, 8))] * 3
+    of_token = jnp.ones((1, 4), jnp.int32)
+
+    def constant(query, key, value, segments, sight):
+        return jnp.full(query.shape, 7.0)
+
+    with using(constant):
+        compiled = jax.jit(lambda *x: attend(*x)).lower(*operands, of_token).compile()
+        with using(by_xla):
+            inner = attend(*operands, of_token)
+    assert (np.asarray(compiled(*operands, of_token)) == 7).all()
+    assert (np.asarray(inner) == 1).all()
+    assert (np.asarray(jax.jit(lambda *x: attend(*x))(*operands, of_token)) == 1).all()
+
+
+def test_replicas_of_one_program_may_attend_with_different_kernels():
+    def nothing(query, key, value, segments, sight):
+        return jnp.zeros(query.shape)
+
+    spec, bucket = tiny_spec(), Bucket(1, 16)
+    model, parameters, devices = program(spec), poisoned_parameters(spec), jax.local_devices()[:1]
+    found = []
+    for attend_of in (lambda bucket: by_xla, lambda bucket: nothing, lambda bucket: by_xla):
+        replica = Replica(model, parameters, devices, "float32", attention=attend_of)
+        replica.compile(bucket)
+        found.append(run(replica, placed(bucket, [([7, 8, 9], 0, 0, 0, 0)]))[0])
+    assert np.abs(found[0] - found[1]).max() > 1e-3
+    np.testing.assert_array_equal(found[0], found[2])

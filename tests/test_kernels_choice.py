@@ -1,0 +1,193 @@
+"""Which attention is taken: a kernel that is right and faster; no failure stops a start."""
+
+from collections import Counter
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TOWERS, tiny_spec
+
+from jaxembed.engine import attention
+from jaxembed.engine.attention import Choice, Trial, calls, choose, packed_segments
+from jaxembed.engine.bucket import Bucket, BucketGrid
+from jaxembed.errors import ConfigError
+from jaxembed.models import program
+from jaxembed.models.attention import EVERYTHING, Sight, by_xla
+from jaxembed.models.kernels import Call, Kernel, triton
+
+GRID = BucketGrid((Bucket(1, 16), Bucket(1, 128), Bucket(2, 128)))
+
+
+@pytest.fixture(autouse=True)
+def _small_probes(monkeypatch):
+    monkeypatch.setattr(attention, "PROBE_TOKENS", 256)
+    monkeypatch.setattr(attention, "RUNS", 1)
+
+
+def right(query, key, value, segments, sight, slots):
+    return by_xla(query, key, value, segments, sight)
+
+
+def wrong(query, key, value, segments, sight, slots):
+    """Forgets where segments end."""
+    return by_xla(query, key, value, (segments != 0).astype(jnp.int32), sight)
+
+
+def failing(query, key, value, segments, sight, slots):
+    raise NotImplementedError("no such instruction\nand a long story")
+
+
+def kernel(attend, name="mine", refuses=lambda call, length: None):
+    return {name: lambda: Kernel(name, attend, refuses)}
+
+
+@pytest.fixture(name="times")
+def _times(monkeypatch) -> dict:
+    """Milliseconds by attention, XLA's 2.0: in place of the clock's."""
+    found = {by_xla: 2.0}
+    usual = Trial._run
+
+    def run(self, attend, call):
+        mixed, _ = usual(self, attend, call)
+        return mixed, found[getattr(attend, "func", attend)]
+
+    monkeypatch.setattr(Trial, "_run", run)
+    return found
+
+
+def chosen(known, wanted="auto", tower="bert", dtype="float32") -> Choice:
+    model = program(tiny_spec(**TOWERS[tower]))
+    return choose(model, jax.local_devices()[0], dtype, GRID, wanted, known)
+
+
+def test_the_calls_of_a_model_are_read_off_its_layers():
+    def of(tower, dtype="bfloat16"):
+        return calls(program(tiny_spec(**TOWERS[tower])), dtype)
+
+    whole = Call(4, 4, 8, "bfloat16", EVERYTHING)
+    assert of("bert") == Counter({whole: 2})
+    near = Call(4, 4, 8, "bfloat16", Sight(reach=3))
+    assert of("modernbert") == Counter({whole: 1, near: 2})
+    assert of("qwen3", "float32") == Counter({Call(4, 2, 8, "float32", Sight(causal=True)): 2})
+
+
+def test_on_cpu_everything_is_xla_and_nothing_is_tried(monkeypatch):
+    monkeypatch.setattr(attention, "Trial", None)
+    for wanted in ("auto", "xla"):
+        choice = chosen(None, wanted)
+        assert choice.describe() == {
+            "used": {"16": "xla", "128": "xla"},
+            "not_used": {},
+        }
+        assert choice.implementation(Bucket(1, 128)) is by_xla
+
+
+@pytest.mark.parametrize("tower", ["bert", "qwen3"])
+def test_a_kernel_that_is_right_and_faster_is_taken_in_all_but_short_rows(times, tower):
+    times[right] = 1.0
+    choice = chosen(kernel(right), tower=tower)
+    assert choice.describe()["used"] == {"16": "xla", "128": "mine"}
+    assert choice.implementation(Bucket(1, 16)) is by_xla
+    taken = choice.implementation(Bucket(1, 128))
+    assert (taken.func, taken.keywords) == (right, {"slots": 32})
+
+
+def test_a_kernel_that_is_slower_is_not_taken_unless_it_is_asked_for(times):
+    times[right] = 3.0
+    choice = chosen(kernel(right))
+    assert not choice.taken
+    assert choice.refused == {"mine": "rows of 128: 6.000 ms, where there is 4.000"}
+    assert set(chosen(kernel(right), "mine").taken) == {128}
+
+
+def test_the_fastest_of_several_is_taken(times):
+    times |= {right: 1.5, wrong: 0.1}
+
+    def another(*operands, **slots):
+        return right(*operands, **slots)
+
+    times[another] = 1.0
+    choice = chosen(kernel(right, "slow") | kernel(another, "fast") | kernel(wrong, "wrong"))
+    assert choice.describe()["used"] == {"16": "xla", "128": "fast"}
+    assert "off by" in choice.refused["wrong"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_kernel_with_wrong_numbers_is_never_taken(dtype):
+    choice = chosen(kernel(wrong), dtype=dtype)
+    assert not choice.taken
+    assert "4/4 heads of 8" in choice.refused["mine"]
+    with pytest.raises(ConfigError, match=r"--attention mine can be used nowhere: .* off by"):
+        chosen(kernel(wrong), "mine", dtype=dtype)
+
+
+def test_nan_in_a_real_token_is_wrong():
+    def broken(*operands, **slots):
+        return right(*operands, **slots).at[0, 0, 0, 0].set(jnp.nan)
+
+    assert "off by inf" in chosen(kernel(broken)).refused["mine"]
+
+
+def test_a_kernel_that_fails_or_is_not_installed_is_named_with_its_reason():
+    def missing():
+        raise ImportError("No module named 'dew_flash_attn'")
+
+    known = kernel(failing, "broken") | {"absent": missing}
+    known |= kernel(right, "picky", lambda call, length: f"{length} tokens are too few")
+    choice = chosen(known)
+    assert not choice.taken
+    assert choice.refused == {
+        "absent": "ImportError: No module named 'dew_flash_attn'",
+        "broken": "rows of 128: NotImplementedError: no such instruction",
+        "picky": "rows of 128: 128 tokens are too few",
+    }
+
+
+def test_rows_that_xla_does_not_manage_stop_nothing(monkeypatch):
+    def too_long(self, call):
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(Trial, "_in_float32", too_long)
+    choice = chosen(kernel(right))
+    assert choice.refused == {"mine": "rows of 128: XLA: RuntimeError: RESOURCE_EXHAUSTED"}
+
+
+def test_probing_ends(monkeypatch):
+    monkeypatch.setattr(attention, "PROBE_S", -1.0)
+    choice = chosen(kernel(right))
+    assert not choice.taken
+    assert "probing" in choice.refused["mine"]
+
+
+def test_a_kernel_of_another_platform_is_refused_by_name():
+    with pytest.raises(ConfigError, match="--attention splash: on cpu there are auto, xla"):
+        chosen(None, "splash")
+
+
+def test_our_kernel_passes_the_trial(times):
+    """The one a GPU would run, interpreted: what is drawn, compared and allowed fits it."""
+    interpreted = partial(triton.attend, interpret=True)
+
+    def attend(*operands, slots):
+        return interpreted(*operands, slots=slots)
+
+    times[attend] = 1.0
+    assert set(chosen(kernel(attend), tower="qwen3", dtype="bfloat16").taken) == {128}
+
+
+def test_the_segments_of_a_trial_are_ragged():
+    segments = packed_segments(Bucket(4, 128))
+    assert (segments[0] == 1).all()
+    assert (segments[1:, -1] == 0).any()
+    for row in segments[1:]:
+        assert len(np.unique(row)) >= 3
+        assert (np.diff(row[row != 0]) >= 0).all()
+
+
+def test_an_embedder_says_what_it_attends_with(embedder):
+    assert embedder.describe()["attention"] == {
+        "used": {"16": "xla", "32": "xla", "64": "xla"},
+        "not_used": {},
+    }

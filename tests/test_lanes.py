@@ -1,0 +1,406 @@
+"""Who is next: fair turns within a lane, shares between lanes, and what is alike runs once."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxembed.engine import lanes as lanes_module
+from jaxembed.engine.batch import BRIEF_MS
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.lanes import INTERACTIVE_INPUTS, MOST_LOOKED_AT, Lanes
+from jaxembed.engine.ticket import Entry, Ticket
+from jaxembed.inputs import Encoding
+
+ONE, FULL = Bucket(1, 16), Bucket(64, 16)
+COST = {ONE: 2.0, FULL: 40.0}  # milliseconds
+LATER = 1e9  # seconds: long after anything interactive
+
+
+def ticket_of(count: int, length: int = 10, first: int = 0, **options) -> Ticket:
+    """A ticket of sequences that are all different: their ids begin with `first`, `first` + 1."""
+    ids = [np.full(length, 7, np.int32) for _ in range(count)]
+    for k, one in enumerate(ids):
+        one[0] = first + k
+    return Ticket([Encoding(one) for one in ids], 1, **options)
+
+
+class Queue(Lanes):
+    """Lanes whose buckets are compiled; `add` makes the ticket, of sequences nobody else has."""
+
+    def __init__(self, cost: dict[Bucket, float] = COST):
+        super().__init__(max(bucket.tokens for bucket in cost))
+        self.cost = cost
+        self.lengthen(max(bucket.length for bucket in cost))
+        self.count = 0
+
+    def submit(self, count: int, length: int = 10, priority=None) -> Ticket:
+        ticket = ticket_of(count, length, self.count)
+        self.count += count
+        self.add(ticket, priority)
+        return ticket
+
+    def next(self, now: float = LATER, most: int | None = None):
+        return self.take(self.cost, now, most)
+
+    def drain(self) -> list[Entry]:
+        """Everything that runs."""
+        entries = []
+        while (batch := self.next()) is not None:
+            entries += batch.entries
+        return entries
+
+
+def share_of(entries: list[Entry]) -> Counter[Ticket]:
+    """Answers that each ticket gets of these."""
+    return Counter(t for entry in entries for t, index in entry.claims.items() for _ in index)
+
+
+def test_requests_of_one_lane_progress_together():
+    queue = Queue()
+    tickets = [queue.submit(1000) for _ in range(10)]
+    had: Counter[Ticket] = Counter()
+    for _ in range(40):
+        had += share_of(queue.next().entries)
+        left = [had[ticket] for ticket in tickets]
+        assert max(left) - min(left) <= 2 * 1024 / 10  # a batch holds 1024 tokens
+
+
+def test_a_small_bulk_request_passes_a_huge_one():
+    queue = Queue()
+    queue.submit(10_000)
+    for _ in range(10):
+        queue.next()
+    small = queue.submit(20)
+    assert share_of(queue.next().entries + queue.next().entries)[small] == 20
+
+
+def test_no_request_waits_for_those_that_come_after_it():
+    """However many come: each new one begins behind those that wait."""
+    queue = Queue()
+    for _ in range(30):
+        queue.submit(64, priority="bulk")
+    patient = queue.submit(1, priority="bulk")
+    ran: list[Entry] = []
+    for _ in range(30):  # a batch holds as much as one of them
+        for _ in range(4):
+            queue.submit(64, priority="bulk")
+        ran += queue.next().entries
+    assert share_of(ran)[patient] == 1
+
+
+def test_a_lone_query_behind_ten_thousand_texts_is_in_the_very_next_batch_and_its_bucket_is_small():
+    queue = Queue()
+    queue.submit(10_000)
+    queue.next()
+    query = queue.submit(1)
+    batch = queue.next()
+    assert query in share_of(batch.entries)
+    assert batch.bucket == ONE
+
+
+def test_what_room_interactive_entries_leave_is_filled_with_bulk():
+    queue = Queue({FULL: 40.0})
+    bulk, query = queue.submit(500), queue.submit(1, length=12)
+    batch = queue.next()
+    had = share_of(batch.entries)
+    assert had[query] == 1
+    assert had[bulk] == 63  # one in each of the other rows
+    assert next(iter(batch.entries[0].claims)) is query
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "priority", "lane"),
+    [
+        (1, 16, None, "interactive"),
+        (INTERACTIVE_INPUTS, 16, None, "interactive"),
+        (INTERACTIVE_INPUTS + 1, 1, None, "bulk"),
+        (INTERACTIVE_INPUTS, 17, None, "bulk"),  # over an eighth of the largest bucket
+        (100, 10, "interactive", "interactive"),
+        (1, 1, "bulk", "bulk"),
+    ],
+)
+def test_a_small_request_is_interactive_unless_it_says_otherwise(count, length, priority, lane):
+    queue = Queue({Bucket(64, 16): 40.0, Bucket(1, 32): 3.0})
+    queue.submit(count, length, priority)
+    other = {"interactive": "bulk", "bulk": "interactive"}[lane]
+    assert (queue.inputs_of(lane), queue.inputs_of(other)) == (count, 0)
+    assert (queue.inputs, queue.tokens) == (count, count * length)
+
+
+def test_under_a_flood_of_queries_bulk_gets_its_quarter_of_the_time_and_they_the_rest():
+    queue = Queue()
+    bulk, spent = queue.submit(20_000, length=16), Counter()
+    for _ in range(80):
+        while queue.inputs_of("interactive") < 100:
+            queue.submit(1, length=16)
+        batch = queue.next()
+        had = share_of(batch.entries)
+        leads = "bulk" if next(iter(batch.entries[0].claims)) is bulk else "interactive"
+        spent[leads] += COST[batch.bucket]
+        assert len(had) > 1 or leads == "bulk"
+    assert spent["bulk"] / spent.total() == pytest.approx(0.25, abs=0.02)
+
+
+def test_queries_ride_along_in_a_batch_that_bulk_leads():
+    queue = Queue()
+    bulk = queue.submit(20_000, length=16)
+    led = 0
+    for _ in range(100):
+        query = queue.submit(1, length=16)
+        batch = queue.next()
+        assert query in share_of(batch.entries)
+        led += next(iter(batch.entries[0].claims)) is bulk
+    assert led > 0
+
+
+def test_a_lane_that_rested_gets_no_more_than_its_share_afterwards():
+    queue = Queue()
+    for _ in range(50):
+        queue.submit(1, length=16)
+        queue.next()
+    bulk = queue.submit(20_000, length=16)
+    led = 0
+    for _ in range(8):
+        while queue.inputs_of("interactive") < 100:
+            queue.submit(1, length=16)
+        led += next(iter(queue.next().entries[0].claims)) is bulk
+    assert led == 2
+
+
+def test_batches_are_brief_while_somebody_asks_and_long_when_nobody_does():
+    brief, long = Bucket(32, 16), Bucket(128, 16)
+    queue = Queue({ONE: 2.0, brief: 21.0, long: 80.0})
+    queue.submit(10_000, length=16)
+    assert queue.next(now=LATER).bucket == long
+    query = queue.submit(1)
+    asked_at = query.queued_at
+    assert query in share_of(queue.next(now=asked_at).entries)
+    assert queue.next(now=asked_at + 1).bucket == brief
+    assert queue.next(now=asked_at + lanes_module.ABOUT_S + 1).bucket == long
+
+
+def test_batches_are_not_brief_at_any_price():
+    small, large = Bucket(8, 16), Bucket(128, 16)
+    queue = Queue({small: 10.0, large: 80.0})  # half as fast
+    queue.submit(10_000, length=16)
+    queue._interactive_at = 0.0
+    assert queue.next(now=1.0).bucket == large
+    assert BRIEF_MS < 80
+
+
+def test_what_is_alike_is_computed_once_for_all_who_wait():
+    queue = Queue()
+    one, two = ticket_of(3), ticket_of(4, first=1)
+    queue.add(one)
+    queue.add(two)
+    assert queue.inputs == 7
+    ran = queue.drain()
+    assert len(ran) == 5
+    assert share_of(ran) == {one: 3, two: 4}
+    assert (queue.inputs, queue.tokens, queue.runnable) == (0, 0, False)
+
+
+def test_what_differs_in_types_or_in_what_is_pooled_is_not_alike():
+    ids, zeros, ones = (np.full(4, value, np.int32) for value in (7, 0, 1))
+    encodings = [
+        Encoding(ids),
+        Encoding(ids, ones),
+        Encoding(ids, zeros),
+        Encoding(ids, unpooled=1),
+        Encoding(ids.copy()),
+        Encoding(np.concatenate([ids, ones])),
+    ]
+    ticket = Ticket(encodings, 1)
+    assert [entry.claims[ticket] for entry in ticket.entries] == [[0, 4], [1], [2], [3], [5]]
+
+
+def test_one_who_leaves_takes_nothing_from_those_who_asked_for_the_same():
+    queue = Queue()
+    one, two = ticket_of(3), ticket_of(3)
+    queue.add(one)
+    queue.add(two)
+    queue.cancel(one)
+    assert queue.inputs == 3
+    ran = queue.drain()
+    assert share_of(ran) == {two: 3}
+    queue.cancel(two)  # too late: it runs
+    assert queue.next() is None
+    assert queue.inputs == 0
+
+
+def test_when_all_who_asked_have_left_nothing_runs():
+    queue = Queue()
+    tickets = [ticket_of(3) for _ in range(3)]
+    for ticket in tickets:
+        queue.add(ticket)
+    for ticket in tickets:
+        queue.cancel(ticket)
+    assert not queue.runnable
+    assert queue.next() is None
+    assert not queue._waiting
+
+
+def test_a_query_that_bulk_asked_for_too_runs_at_once_and_for_both():
+    queue = Queue()
+    bulk = ticket_of(10_000)
+    queue.add(bulk)
+    query = ticket_of(1, first=9_999)
+    queue.add(query)
+    batch = queue.next()
+    assert batch.bucket == ONE
+    assert share_of(batch.entries)[query] == 1
+    assert 9_999 in [index for e in batch.entries for index in e.claims.get(bulk, [])]
+    taken = Counter(queue.drain())
+    assert set(taken.values()) == {1}
+    assert len(taken) == 10_000 - len(batch.entries)
+
+
+def test_a_request_all_of_which_ran_for_others_leaves_the_order():
+    queue = Queue()
+    queue.add(ticket_of(50))
+    queue.add(ticket_of(50))
+    queue.drain()
+    assert not queue.runnable
+    assert not queue._flows
+
+
+def test_what_no_bucket_holds_yet_waits_and_holds_nobody_up():
+    queue = Queue({ONE: 2.0})
+    long, short = ticket_of(3, length=40), ticket_of(2)
+    queue.add(long)
+    queue.add(short)
+    assert queue.needed_length == 40
+    assert share_of(queue.next().entries) == {short: 1}
+    queue.drain()
+    assert not queue.runnable
+    assert queue.inputs == 3
+    queue.cost = {ONE: 2.0, Bucket(4, 64): 20.0}
+    queue.lengthen(64)
+    assert queue.needed_length is None
+    assert share_of(queue.drain()) == {long: 3}
+
+
+def test_what_waited_for_its_bucket_is_owed_nothing_for_that_time():
+    queue = Queue({ONE: 2.0})
+    long, flood = ticket_of(400, length=40), ticket_of(400, first=1_000)
+    queue.add(long, "bulk")
+    queue.add(flood, "bulk")
+    for _ in range(100):
+        queue.next()
+    queue.cost = {ONE: 2.0, Bucket(4, 64): 40.0}
+    queue.lengthen(64)
+    small = queue.submit(1, priority="bulk")
+    batches = [queue.next() for _ in range(20)]
+    assert any(small in share_of(batch.entries) for batch in batches)
+
+
+@pytest.mark.parametrize("tickets", [1, 10, 5_000])
+def test_composing_a_batch_costs_the_same_however_much_waits(tickets, monkeypatch):
+    """Work is counted by the entries that are looked at."""
+    looks = 0
+
+    class Counted(Entry):
+        @property
+        def taken(self):
+            nonlocal looks
+            looks += 1
+            return self._taken
+
+        @taken.setter
+        def taken(self, taken):
+            self._taken = taken
+
+    monkeypatch.setattr("jaxembed.engine.ticket.Entry", Counted)
+    queue = Queue()
+    for _ in range(tickets):
+        queue.submit(5_000 // tickets)
+    for _ in range(10):
+        before = looks
+        queue.next()
+        assert looks - before <= 2 * 4 * FULL.tokens  # seen, and looked at again if it is kept
+    assert max(1, 4 * FULL.tokens) <= MOST_LOOKED_AT
+
+
+def test_all_that_waits_can_be_told_that_it_fails():
+    queue = Queue()
+    one, two = ticket_of(3), ticket_of(4, length=100, first=500)
+    queue.add(one)
+    queue.add(two)
+    assert share_of(list(queue.clear())) == {one: 3, two: 4}
+    assert (queue.inputs, queue.tokens, queue.runnable, queue.needed_length) == (0, 0, False, None)
+    after = queue.submit(2)
+    assert share_of(queue.drain()) == {after: 2}
+
+
+actions = st.one_of(
+    st.tuples(
+        st.just("add"),
+        st.lists(st.integers(0, 12), min_size=1, max_size=12),  # which texts, many of them alike
+        st.sampled_from([None, "interactive", "bulk"]),
+    ),
+    st.tuples(st.just("cancel"), st.integers(0, 20)),
+    st.tuples(st.just("take"), st.sampled_from([None, 1, 3])),
+    st.tuples(st.just("lengthen"), st.sampled_from([16, 32, 64])),
+)
+
+
+@given(st.lists(actions, max_size=40))
+@settings(max_examples=150, deadline=None)
+def test_nothing_is_lost_and_nothing_answered_twice_whatever_happens(script):
+    texts = [np.full(1 + 5 * k, 100 + k, np.int32) for k in range(13)]
+    cost = {Bucket(1, 16): 2.0, Bucket(4, 16): 5.0}
+    queue = Lanes(64)
+    queue.lengthen(16)
+    tickets: list[Ticket] = []
+    gone: set[Ticket] = set()
+    answers: Counter[tuple[Ticket, int]] = Counter()
+
+    def take(most) -> bool:
+        batch = queue.take(cost, 0.0, most)
+        if batch is None:
+            assert not queue.runnable
+            return False
+        assert len(batch.entries) <= (most or 100)
+        for entry in batch.entries:
+            for ticket, index in entry.claims.items():
+                assert ticket not in gone
+                for place in index:
+                    answers[ticket, place] += 1
+                    assert ticket.wanted[place] == entry.encoding.ids.tolist()
+        return True
+
+    def lengthen(longest) -> None:
+        cost.update({Bucket(1, n): n / 8 for n in (16, 32, 64) if n <= longest})
+        queue.lengthen(max(bucket.length for bucket in cost))
+
+    for action, *arguments in script:
+        if action == "add":
+            chosen, priority = arguments
+            ticket = Ticket([Encoding(texts[k]) for k in chosen], 1)
+            ticket.wanted = [texts[k].tolist() for k in chosen]
+            tickets.append(ticket)
+            queue.add(ticket, priority)
+        elif action == "cancel" and arguments[0] < len(tickets):
+            ticket = tickets[arguments[0]]
+            queue.cancel(ticket)
+            gone.add(ticket)
+        elif action == "take":
+            take(*arguments)
+        elif action == "lengthen":
+            lengthen(*arguments)
+    lengthen(64)
+    while take(None):
+        pass
+    assert (queue.inputs, queue.tokens) == (0, 0)
+    assert not queue._flows
+    assert not queue._waiting
+    assert set(answers.values()) <= {1}
+    assert all(
+        answers[ticket, place] == 1
+        for ticket in tickets
+        if ticket not in gone
+        for place in range(len(ticket.wanted))
+    )

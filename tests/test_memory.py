@@ -1,0 +1,117 @@
+"""Freed memory is used again, from one heap, without every run faulting its pages in anew."""
+
+import subprocess
+import sys
+
+import pytest
+
+from jaxembed import memory
+
+PIECE = 96 * memory.MIB  # more than glibc's heaps of single threads hold
+WAVES = 20
+
+# A process of its own: what is arranged holds for a process as a whole, and for good.
+PROGRAM = f"""
+import ctypes, resource, sys, threading
+from jaxembed import memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+if "keep" in sys.argv:
+    assert memory.keep() and memory.keep()
+libc = memory._glibc()
+results = {{}}
+
+def runs():
+    def run():
+        piece = libc.malloc({PIECE})
+        ctypes.memset(piece, 1, {PIECE})
+        libc.free(piece)
+    run()
+    before = faults()
+    for _ in range({WAVES}):
+        run()
+    results["faults"] = (faults() - before) / {WAVES}
+    results["resident"] = resident()
+    results["inside"] = memory._is_kept(libc, memory.kept)
+
+others = threading.Event()
+busy = [threading.Thread(target=others.wait, daemon=True) for _ in range(3)]
+for thread in busy:
+    thread.start()
+thread = threading.Thread(target=lambda: memory.in_kept_heap(runs))
+thread.start()
+thread.join()
+others.set()
+memory.trim()
+results["trimmed"] = resident()
+results["heap"] = memory.keep() and libc.malloc({PIECE}) in memory.kept
+print(results)
+"""
+
+
+def run(*arguments: str) -> dict:
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return eval(done.stdout)
+
+
+glibc = pytest.mark.skipif(memory._glibc() is None, reason="the C library is not glibc")
+
+
+@glibc
+def test_a_thread_that_frees_and_takes_memory_again_faults_nothing_in():
+    kept = run("keep")
+    assert kept["inside"]
+    assert kept["faults"] < 100  # a piece has 24,576 small pages, 48 large ones
+    assert kept["resident"] - kept["trimmed"] > 0.9 * PIECE  # and trim still gives it back
+    assert kept["heap"]  # to be taken from the same heap again
+
+
+@glibc
+def test_a_process_that_did_not_ask_keeps_glibcs_ways():
+    left = run()
+    assert not left["inside"]
+    assert left["faults"] > 40  # one to a page at least, small or large
+
+
+def test_elsewhere_nothing_is_done(monkeypatch):
+    called = []
+    monkeypatch.setattr(memory.sys, "platform", "darwin")
+    assert not memory.keep()
+    memory.trim()
+    memory.in_kept_heap(lambda: called.append(1))
+    assert called == [1]
+
+
+@glibc
+def test_keeping_asked_for_in_another_thread_does_nothing():
+    program = """if 1:
+    import threading
+    from jaxembed import memory
+    thread = threading.Thread(target=lambda: print(memory.keep(), len(memory.kept)))
+    thread.start()
+    thread.join()
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "0"]
+
+
+@glibc
+def test_a_c_library_without_mallinfo2_is_left_alone(monkeypatch):
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())  # musl, an old glibc
+    assert not memory.keep()
+    memory.trim()
+
+
+def test_address_space_that_counts_as_memory_is_not_taken(monkeypatch, tmp_path):
+    setting = tmp_path / "overcommit_memory"
+    setting.write_text("2\n")
+    monkeypatch.setattr(memory, "OVERCOMMIT", setting)
+    assert not memory.keep()
+    assert not memory.kept

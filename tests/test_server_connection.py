@@ -1,0 +1,176 @@
+"""A connection on loopback: when it ends, and in how many pieces an answer comes."""
+
+import asyncio
+import contextlib
+
+import pytest
+from fake_embedder import FakeEmbedder
+
+from jaxembed.config import ServerConfig
+from jaxembed.server import run
+from jaxembed.server.app import create_app
+from jaxembed.server.connection import MOST_HELD, Connection
+from jaxembed.server.models import Models
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def serving(embedder=None):
+    """A server on a free port, and its host and port."""
+    listener = run.listen("127.0.0.1", 0)
+    listener.listen()
+    host, port = listener.getsockname()
+    shutdown = asyncio.Event()
+    models = Models([embedder or FakeEmbedder()])
+    config = ServerConfig()
+    app = create_app(models, config)
+    task = asyncio.create_task(run.serve(app, models, config, shutdown, listener))
+    try:
+        yield host, port
+    finally:
+        shutdown.set()
+        await asyncio.wait_for(task, 10)
+
+
+@contextlib.asynccontextmanager
+async def connected(address):
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def embed(reader, writer, texts: list[str]) -> bytes:
+    body = b'{"inputs": [%s]}' % b",".join(b'"%s"' % text.encode() for text in texts)
+    head = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    return await answer(reader)
+
+
+async def answer(reader) -> bytes:
+    """The body of the next answer."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    assert head.startswith("http/1.1 200")
+    (length,) = (
+        int(line.split(":")[1]) for line in head.splitlines() if line.startswith("content-length")
+    )
+    return await reader.readexactly(length)
+
+
+@pytest.fixture(name="written")
+def written_fixture(monkeypatch):
+    """How many bytes each write of a connection had."""
+    sizes = []
+    start = Connection.__init__
+
+    def watched(connection, *arguments):
+        start(connection, *arguments)
+        write = connection.writer.write
+        connection.writer.write = lambda data: (sizes.append(len(data)), write(data))[1]
+
+    monkeypatch.setattr(Connection, "__init__", watched)
+    return sizes
+
+
+def test_a_small_answer_leaves_in_one_piece(written):
+    async def go():
+        async with serving() as address, connected(address) as streams:
+            body = await embed(*streams, ["a"])
+            assert len(written) == 1
+            assert written[0] > len(body)
+            await embed(*streams, ["a b"])
+            assert len(written) == 2
+
+    asyncio.run(go())
+
+
+def test_a_large_answer_comes_whole(written):
+    async def go():
+        async with serving() as address, connected(address) as streams:
+            body = await embed(*streams, [f"a {k}" for k in range(2000)])
+            assert len(body) > MOST_HELD
+            assert sum(written) > len(body)
+            assert len(await embed(*streams, ["a"])) < MOST_HELD
+
+    asyncio.run(go())
+
+
+def test_requests_sent_ahead_are_answered_in_order(written):
+    async def go():
+        async with serving() as address, connected(address) as (reader, writer):
+            writer.write(HEALTH * 3)
+            for _ in range(3):
+                assert await answer(reader) == b""
+
+    asyncio.run(go())
+
+
+def test_an_idle_connection_is_closed_in_time(monkeypatch):
+    monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.05)
+
+    async def go():
+        async with serving() as address, connected(address) as (reader, writer):
+            writer.write(HEALTH)
+            await answer(reader)
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+
+    asyncio.run(go())
+
+
+def test_a_connection_that_waits_for_an_answer_is_not_idle(monkeypatch):
+    monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.05)
+
+    async def go():
+        embedder = FakeEmbedder()
+        embedder.gate = asyncio.Event()
+        async with serving(embedder) as address, connected(address) as streams:
+            asking = asyncio.create_task(embed(*streams, ["a"]))
+            await embedder.entered.wait()
+            async with connected(address) as (reader, _):  # idle for as long, and closed
+                assert await asyncio.wait_for(reader.read(), 5) == b""
+            embedder.gate.set()
+            assert await asyncio.wait_for(asking, 5)
+
+    asyncio.run(go())
+
+
+class Writer:
+    """What is written, by a client that reads at once."""
+
+    def __init__(self):
+        self.written = []
+        self.write = self.written.append
+
+    async def drain(self):
+        """There is room."""
+
+
+def bare_connection() -> tuple[Connection, Writer]:
+    """A connection without a socket, in the running loop."""
+    connection, writer = Connection.__new__(Connection), Writer()
+    connection.loop, connection.writer = asyncio.get_running_loop(), writer
+    connection._held, connection._bytes_held = [], 0
+    return connection, writer
+
+
+def test_an_empty_piece_does_not_keep_the_next_answer_back():
+    async def scenario():
+        connection, writer = bare_connection()
+        await connection._hold(b"")  # the end of an answer whose length was told
+        await connection._hold(b"the next answer")
+        await asyncio.sleep(0)
+        return writer.written
+
+    assert asyncio.run(scenario()) == [b"the next answer"]
+
+
+def test_many_small_pieces_are_not_held_until_there_are_no_more():
+    async def scenario():
+        connection, writer = bare_connection()
+        for _ in range(40):  # as HTTP/2 sends a large answer, within one turn of the loop
+            await connection._hold(bytes(MOST_HELD // 4))
+        return writer.written
+
+    assert [len(piece) for piece in asyncio.run(scenario())] == [MOST_HELD] * 10

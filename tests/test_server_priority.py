@@ -1,0 +1,91 @@
+"""Who waits for a request: what its body or its header says, on every route that runs a model."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
+
+from jaxembed.config import ServerConfig
+from jaxembed.server.app import create_app
+from jaxembed.server.models import Models
+
+QUERY = {"query": "a", "documents": ["a"]}
+ROUTES: dict[str, tuple[Any, dict]] = {
+    "/v1/embeddings": (SPEC, {"input": "a"}),
+    "/embeddings": (SPEC, {"input": "a"}),
+    "/embed": (SPEC, {"inputs": "a"}),
+    "/embed_all": (SPEC, {"inputs": "a"}),
+    "/similarity": (SPEC, {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
+    "/": (SPEC, {"inputs": "a"}),
+    "/invocations": (SPEC, {"inputs": "a"}),
+    "/predict": (CLASSIFIER, {"inputs": "a"}),
+    "/classify": (CLASSIFIER, {"input": "a"}),
+    "/v1/classify": (CLASSIFIER, {"input": "a"}),
+    "/rerank": (RERANKER, {"query": "a", "texts": ["a"]}),
+    "/v1/rerank": (RERANKER, QUERY),
+    "/v2/rerank": (RERANKER, QUERY),
+}
+ALSO_NUMBERS = ["/v1/embeddings", "/v1/classify", "/v1/rerank", "/v2/rerank"]
+
+
+def post(path: str, spec, body: dict, header: str | None = None):
+    """The response, its JSON and the priorities that the model was asked with."""
+
+    async def ask():
+        embedder = FakeEmbedder(spec=spec)
+        client = create_app(Models([embedder]), ServerConfig()).test_client()
+        headers = {} if header is None else {"x-priority": header}
+        response = await client.post(path, json=body, headers=headers)
+        return response, await response.get_json(), [one.priority for one in embedder.asked]
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    ("field", "header", "meant"),
+    [
+        (None, None, None),
+        ("bulk", None, "bulk"),
+        (None, "interactive", "interactive"),
+        ("bulk", "interactive", "bulk"),
+    ],
+)
+def test_the_body_says_before_the_header_does(path, field, header, meant):
+    spec, body = ROUTES[path]
+    response, _, asked = post(path, spec, body | {"priority": field}, header)
+    assert response.status_code == 200
+    assert asked == [meant]
+
+
+@pytest.mark.parametrize("path", ALSO_NUMBERS)
+def test_a_number_of_another_dialect_changes_nothing(path):
+    spec, body = ROUTES[path]
+    response, _, asked = post(path, spec, body | {"priority": 3}, "bulk")
+    assert (response.status_code, asked) == (200, ["bulk"])
+
+
+def test_each_instance_has_its_own_priority():
+    instances = [{"inputs": "a", "priority": "bulk"}, {"inputs": "b"}]
+    response, _, asked = post("/vertex", SPEC, {"instances": instances}, "interactive")
+    assert response.status_code == 200
+    assert sorted(asked) == ["bulk", "interactive"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("place", ["priority", "x-priority"])
+def test_a_wrong_priority_is_an_error_that_says_where(path, place):
+    spec, body = ROUTES[path]
+    wrong = {"priority": "high"} if place == "priority" else {}
+    response, found, asked = post(path, spec, body | wrong, None if wrong else "high")
+    openai = path.startswith("/v1/") or path in ("/embeddings", "/classify")
+    assert response.status_code == (400 if openai or path.startswith("/v2/") else 422)
+    error = found.get("error", found)
+    message = error if isinstance(error, str) else error["message"]
+    assert f"`{place}`" in message or f"`$.{place}`" in message
+    assert "'interactive', 'bulk'" in message
+    assert "high" in message
+    if openai:
+        assert error["param"] == place
+    assert not asked

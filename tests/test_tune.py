@@ -1,0 +1,378 @@
+"""Tuning on a tiny model: the parts by themselves, then all of it."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from conftest import LIMIT, WORDS, save_tiny
+
+from benchmarks import bench_tune
+from jaxembed import EngineConfig, TextConfig, cli
+from jaxembed.engine.bucket import Bucket, BucketGrid, read_grid
+from jaxembed.engine.build import plan
+from jaxembed.errors import ConfigError, WrongTask
+from jaxembed.models import program
+from jaxembed.spec import DenseLayer
+from jaxembed.telemetry import Telemetry, exposition
+from jaxembed.tune import lengths as lengths_module
+from jaxembed.tune import traffic as traffic_module
+from jaxembed.tune.cost import Cost, CostTable, probes
+from jaxembed.tune.lengths import Lengths, of_file, of_server, of_texts
+from jaxembed.tune.model import load
+from jaxembed.tune.report import LOADS, draw, table
+from jaxembed.tune.search import Search, objective, row_counts
+from jaxembed.tune.traffic import Figures, figures, predict, traffic_of
+from jaxembed.tune.trial import Comparison
+from jaxembed.tune.tuning import Budget, Side, Tuning, tune
+
+
+def mix(*lengths: int) -> Lengths:
+    return Lengths(np.bincount(lengths), "some texts")
+
+
+# -- lengths
+
+
+def test_lengths_know_their_quantiles():
+    some = mix(3, 3, 3, 10)
+    assert (some.total, some.mean, some.longest) == (4, 4.75, 10)
+    assert (some.quantile(0.5), some.quantile(0.95)) == (3, 10)
+
+
+def test_a_small_draw_has_the_lengths_of_all():
+    some = mix(*[5] * 90, *[50] * 10)
+    for seed in range(5):
+        assert sorted(some.draw(10, np.random.default_rng(seed))) == [5] * 9 + [50]
+
+
+def test_lengths_over_the_limit_are_cut_to_it():
+    assert mix(2, 5, 9, 9).cut(5).counts.tolist() == [0, 0, 1, 0, 0, 3]
+    assert mix(2).cut(5).counts.tolist() == [0, 0, 1]
+
+
+def test_texts_are_counted_in_chunks_and_sampled(monkeypatch):
+    monkeypatch.setattr(lengths_module, "SAMPLE", 50)
+    monkeypatch.setattr(lengths_module, "CHUNK", 8)
+    texts = ["a" * (1 + k // 1000) for k in range(4000)]  # sorted: the first are no sample
+    some = of_texts(iter(texts), lambda chunk: [len(text) for text in chunk], "texts")
+    assert some.total == 50
+    assert some.present.tolist() == [1, 2, 3, 4]
+    assert of_texts(iter(texts[:9]), lambda chunk: [len(t) for t in chunk], "few").total == 9
+
+
+@pytest.mark.parametrize("text", ["[3, 3, 10]", '{"10": 1, "3": 2, "4": 0}'])
+def test_lengths_are_read_from_json(tmp_path, text):
+    path = tmp_path / "lengths.json"
+    path.write_text(text)
+    some = of_file(path)
+    assert some.counts[[3, 10]].tolist() == [2, 1]
+    assert some.total == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "3", '"9"', "[1.5]", '["9"]', "[true]", "[0]", "[-1]", '{"9": "2"}', '{"a": 1}',
+     '{"9": -1}', '{"buckets": [[1, 16]]}', "[[9, 2]]"],
+)  # fmt: skip
+def test_another_shape_is_refused_with_what_was_wanted(tmp_path, text):
+    path = tmp_path / "lengths.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"lengths.json: wanted a list of lengths such as \[9"):
+        of_file(path)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"9": 0}'])
+def test_a_file_without_inputs_is_refused(tmp_path, text):
+    path = tmp_path / "lengths.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="no inputs in it"):
+        of_file(path)
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.json"):
+        of_file(tmp_path / "none.json")
+
+
+@pytest.fixture(name="metrics_url")
+def _metrics_url(tmp_path):
+    """A URL whose /metrics is what `put` was given."""
+
+    def put(text: bytes) -> str:
+        (tmp_path / "metrics").write_bytes(text)
+        return f"file://{tmp_path}"
+
+    return put
+
+
+def counted(*lengths: int) -> Telemetry:
+    telemetry = Telemetry(LIMIT)
+    telemetry.input_length.observe_many(np.array(lengths, int))
+    return telemetry
+
+
+def test_lengths_are_read_from_the_metrics_of_a_server(metrics_url):
+    some = of_server(metrics_url(counted(*[12] * 8, *[64] * 8).exposition()))
+    assert some.total == 16
+    assert some.counts[9:17].tolist() == [1] * 8  # within a bucket nobody knows
+    assert some.counts[57:65].tolist() == [1] * 8
+
+
+def test_of_several_models_one_must_be_named(metrics_url):
+    url = metrics_url(exposition({"a": counted(5), "b": counted(5, 5)}))
+    assert of_server(url, "b").total == 2
+    with pytest.raises(ConfigError, match="serves a, b; say which with --served-model-name"):
+        of_server(url)
+
+
+def test_what_is_no_server_of_ours_is_refused(metrics_url, tmp_path):
+    with pytest.raises(ConfigError, match="no series jaxembed_input_tokens"):
+        of_server(metrics_url(b"# TYPE a counter\na 1\n"))
+    with pytest.raises(ConfigError, match="no metrics of jaxembed"):
+        of_server(metrics_url(b"<html>"))
+    with pytest.raises(ConfigError, match="no inputs in it"):
+        of_server(metrics_url(counted().exposition()))
+    with pytest.raises(ConfigError, match="cannot read"):
+        of_server("http://127.0.0.1:9")
+
+
+# -- costs
+
+
+def costs(ms_of, buckets) -> dict[Bucket, Cost]:
+    return {bucket: Cost(ms_of(bucket), 1.0, bucket.tokens) for bucket in buckets}
+
+
+def physical(bucket: Bucket) -> float:
+    """Something for each batch, each token, and each pair of tokens of a row."""
+    return 1.0 + 0.01 * bucket.tokens + 2e-5 * bucket.tokens * bucket.length
+
+
+def test_costs_between_those_measured_are_read_off_lines():
+    known = [Bucket(r, n) for n in (16, 64) for r in (1, 4, 64)]
+    prices = CostTable(costs(physical, known))
+    for bucket in (*known, Bucket(32, 16), Bucket(32, 32), Bucket(7, 48)):
+        assert prices.ms(bucket) == pytest.approx(physical(bucket))
+    # a token is no cheaper in a larger bucket than all that were measured
+    assert prices.ms(Bucket(128, 64)) == pytest.approx(2 * prices.ms(Bucket(64, 64)))
+    assert prices.ms(Bucket(1, 8)) == pytest.approx(physical(Bucket(1, 16)) / 2)
+    assert prices.ms(Bucket(1, 128)) >= prices.ms(Bucket(1, 64))
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_probes_are_few_and_divide_over_the_devices(shards):
+    chosen = probes([8, 64, 256], 4096, shards)
+    assert len(chosen) == len(set(chosen)) <= 12
+    assert all(bucket.rows % shards == 0 for bucket in chosen)
+    assert {bucket.length for bucket in chosen} == {8, 64, 256}
+
+
+# -- search
+
+
+def test_the_objective_is_of_all_loads_and_no_load_may_lose():
+    before = Figures(1000.0, 0.9, 10.0, 2.0, 2.0, 2.0)
+    faster = Figures(2000.0, 0.9, 10.0, 2.0, 2.0, 2.0)
+    lone_loses = Figures(2000.0, 0.9, 10.0, 4.0, 4.0, 4.0)
+    assert objective(before, before) == 0
+    assert objective(faster, before) == pytest.approx(0.5 * np.log(0.5))
+    assert objective(lone_loses, before) > 0
+
+
+def test_figures_are_of_milliseconds():
+    some = figures(1000, 500.0, 2000, [1.0, 100.0], [1.0, 3.0])
+    assert (some.full_tokens_per_s, some.full_fill) == (2000, 0.5)
+    assert some.request_ms == pytest.approx(10)
+    assert (some.lone_ms, some.lone_p50_ms) == (pytest.approx(3**0.5), 2)
+
+
+def test_a_prediction_adds_up_the_batches_of_the_engine():
+    traffic = traffic_of(mix(8), vocab_size=1000, full_tokens=800, seed=0)
+    one_by_one = predict(traffic, {Bucket(1, 8): 2.0, Bucket(10, 8): 5.0}, most=1)
+    assert one_by_one.full_tokens_per_s == pytest.approx(4000)
+    ten_at_a_time = predict(traffic, {Bucket(1, 8): 2.0, Bucket(10, 8): 5.0})
+    assert ten_at_a_time.full_tokens_per_s == pytest.approx(16000)
+    assert (ten_at_a_time.full_fill, ten_at_a_time.lone_p50_ms) == (1.0, 2.0)
+
+
+def test_row_counts_are_two_to_an_octave():
+    assert row_counts(13) == [1, 2, 3, 4, 6, 8, 12]
+
+
+def searched(lengths: Lengths, most_buckets: int = 8) -> set[Bucket]:
+    lattice = [Bucket(r, n) for n in (8, 32, 64) for r in (1, 4, 16, 64) if r * n <= 1024]
+    prices = CostTable(costs(physical, lattice))
+    traffic = traffic_of(lengths, 1000, 2048, seed=0)
+    before = predict(traffic, {b: prices.ms(b) for b in (Bucket(1, 64), Bucket(16, 64))})
+    search = Search(
+        prices,
+        traffic,
+        before,
+        [bucket for bucket in lattice if prices.ms(bucket) <= 40],
+        Bucket(1, 64),
+        lambda buckets: len(list(buckets)) <= most_buckets,
+        time.monotonic() + 60,
+    )
+    return set(search.run())
+
+
+def test_the_search_finds_short_rows_for_short_texts_and_none_for_long():
+    short, long = searched(mix(*range(5, 9))), searched(mix(*range(50, 65)))
+    assert Bucket(1, 8) in short
+    assert max(bucket.tokens for bucket in short) >= 512  # and large ones for a full queue
+    assert max(bucket.tokens for bucket in long) >= 512
+    assert not [bucket for bucket in long if bucket.length == 8]
+    assert Bucket(1, 64) in short & long  # whatever comes has a place
+
+
+def test_the_search_keeps_to_the_compile_budget():
+    assert searched(mix(8), most_buckets=1) == {Bucket(1, 64)}
+    assert len(searched(mix(*range(1, 65)), most_buckets=3)) <= 3
+
+
+# -- all of it
+
+RERANKER = {
+    "task": "rerank",
+    "labels": ("LABEL_0",),
+    "score_function": "sigmoid",
+    "pooling": ("cls",),
+    "modules": (DenseLayer(32, 1, activation="identity"),),
+}
+WORK = Budget(seconds=2.0, most_buckets=4, rounds=1)
+
+
+@pytest.fixture(name="few_texts")
+def _few_texts(monkeypatch):
+    """Little to do under each load."""
+    for name, value in {"LONE": 4, "REQUESTS": 1, "LEAST_TEXTS": 8}.items():
+        monkeypatch.setattr(traffic_module, name, value)
+
+
+@pytest.fixture(name="opened")
+def _opened(tiny_checkpoint, grid_file, tmp_path, few_texts):
+    config = EngineConfig(dtype="float32", buckets=grid_file, max_batch_tokens=128)
+    model = load(str(tiny_checkpoint), cache_dir=tmp_path, config=config, text=TextConfig())
+    yield model
+    model.close()
+
+
+def test_a_tuned_grid_holds_every_input_and_can_be_served(opened, tmp_path):
+    seen = []
+    tuning = tune(opened, mix(*[7] * 20, 9, 500), WORK, lambda *step: seen.append(step))
+    path = tmp_path / "found.json"
+    tuning.write(path)
+    given = read_grid(path)
+    assert given.tuned["lengths"]["longest"] == LIMIT  # what is longer is cut
+    assert given.tuned["dtype"] == "float32"
+    assert len(given.buckets) <= max(4, len(tuning.before.grid.buckets))
+    config = EngineConfig(dtype="float32", devices=1, buckets=path)
+    made = plan(opened.spec, program(opened.spec), config, tmp_path)
+    assert made.grid.max_length == LIMIT
+    assert tuning.after.grid.max_length == LIMIT
+    assert {what for what, _, _ in seen} >= {"measuring the grid in use", "searching"}
+    draw(tuning, tmp_path / "found.svg")
+    assert "<svg" in (tmp_path / "found.svg").read_text()
+    shown = table(tuning)
+    for part in ("tokens/s", "p95", "compile s", "temporary MB", "22 inputs of some texts"):
+        assert part in shown
+
+
+def test_the_grid_in_use_is_kept_where_none_is_better(opened, tmp_path, monkeypatch):
+    tuning = tune(opened, mix(9), WORK)
+    monkeypatch.setattr(type(tuning), "is_better", False)
+    tuning.write(tmp_path / "found.json")
+    assert read_grid(tmp_path / "found.json").buckets == tuning.before.grid.buckets
+    assert isinstance(tuning.before.grid, BucketGrid)
+
+
+@pytest.mark.parametrize(
+    ("rates", "buckets", "better"),
+    [
+        ([1100, 1100, 1090], 4, True),
+        ([1001, 999, 1000], 4, False),  # no better
+        ([1000, 1001, 999], 1, False),  # fewer buckets, but not by enough
+        ([999, 1001, 1000], 0, True),  # as fast, and much less to compile
+        ([900, 900, 900], 0, False),
+        ([1500, 800, 800], 4, False),  # one round is no proof
+    ],
+)
+def test_a_grid_is_better_where_the_rounds_agree(opened, rates, buckets, better):
+    def side(count):
+        grid = BucketGrid(tuple(Bucket(1, n + 1) for n in range(count)))
+        return Side(grid, {}, rated(1000), rated(1000))
+
+    def rated(rate):
+        return Figures(float(rate), 0.9, 10.0, 2.0, 2.0, 2.0)
+
+    comparison = Comparison([rated(1000)] * 3, [rated(rate) for rate in rates])
+    before, after = side(4), side(buckets)
+    assert Tuning(opened, mix(9), before, after, comparison, 1.0).is_better is better
+
+
+def test_texts_are_counted_as_the_server_would(opened):
+    text = " ".join(WORDS[:5])
+    assert opened.count_tokens([text, " ".join(WORDS * 9)]) == [7, LIMIT]
+
+
+def test_texts_do_not_say_how_long_pairs_are(tmp_path):
+    path = save_tiny(tmp_path / "ranker", **RERANKER)
+    config = EngineConfig(dtype="float32", max_batch_tokens=64)
+    model = load(str(path), cache_dir=tmp_path, config=config, text=TextConfig())
+    with pytest.raises(WrongTask, match="do not say how long its pairs are"):
+        model.count_tokens(["the cat"])
+    model.close()
+
+
+# -- the command
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("none.txt", "cannot read none.txt"),
+        ("none.json", "cannot read none.json"),
+        ("texts.csv", "wanted a .txt or .jsonl file"),
+        ("http://127.0.0.1:9", "cannot read http://127.0.0.1:9/metrics"),
+        ("lengths.json -o grid.txt", "--output grid.txt: wanted a name that ends in .json"),
+        ("lengths.json -o none/grid.json", "there is no directory"),
+        ("lengths.json --picture plot.gif", "--picture plot.gif: wanted a name that ends in .png"),
+        ("lengths.json --null-model", "--null-model runs on no device"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_known_at_once(tmp_path, monkeypatch, line, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "configure_jax", lambda *_: None)
+    monkeypatch.setattr("jax.config.update", lambda *_: None)
+    (tmp_path / "lengths.json").write_text("[9]")
+    result = CliRunner().invoke(cli.cli, ["tune", *line.split()])
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+
+
+def test_the_command_writes_a_grid_and_says_what_it_is_worth(
+    tmp_path, monkeypatch, tiny_checkpoint, grid_file, few_texts
+):
+    monkeypatch.setattr(cli, "configure_jax", lambda *_: None)
+    monkeypatch.setattr("jax.config.update", lambda *_: None)
+    (tmp_path / "texts.txt").write_text("the cat sat\nthe dog runs\n")
+    out = tmp_path / "grid.json"
+    line = [
+        "tune", str(tmp_path / "texts.txt"), "-o", str(out), "-m", str(tiny_checkpoint),
+        "--dtype", "float32", "--buckets", str(grid_file), "--max-batch-tokens", "128",
+        "--seconds", "1", "--max-buckets", "2", "--cache-dir", str(tmp_path),
+    ]  # fmt: skip
+    result = CliRunner().invoke(cli.cli, line, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "2 inputs of" in result.stdout
+    assert f"jaxembed serve --buckets {out}" in result.stdout
+    assert json.loads(out.read_text())["tuned"]["lengths"]["inputs"] == 2
+
+
+def test_the_benchmark_runs(tiny_checkpoint, few_texts, capsys):
+    flags = ["--dtype", "float32", "--max-batch-tokens", "64", "--seconds", "1", "--rounds", "1"]
+    bench_tune.main([str(tiny_checkpoint), "--mixes", "queries", *flags])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (row,) = result["results"]
+    assert row["lengths"]["longest"] <= LIMIT
+    assert set(row["after_over_before"]) == set(LOADS)
+    assert len(row["before"]["buckets"]) == 5
