@@ -31,7 +31,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import report, workloads
+from benchmarks import report, subject, workloads
 from benchmarks.bench_model import add_arguments as add_model_arguments
 from benchmarks.bench_model import budget_of, limit_of
 from benchmarks.subject import Subject, load
@@ -40,7 +40,7 @@ from jaxembed.engine.batch import place
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
 from jaxembed.engine.calibrate import native_dtype
 from jaxembed.engine.engine import Engine, Seat
-from jaxembed.engine.replica import NullReplica, Replica, Runner
+from jaxembed.engine.replica import NullReplica, Runner
 from jaxembed.engine.ticket import Ticket
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.inputs import Encoding
@@ -147,10 +147,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = load(args)
     device = jax.local_devices()[0]
     dtype: DType = args.dtype or native_dtype(device)
-    replica = Recorder(Replica(model.program, model.parameters, [device], dtype))
+    grids = _grids(args, model)
+    replica = Recorder(subject.replica(model, args, grids.values(), dtype))
     mixes = [_workload(name, model, args) for name in args.mixes.split(",")]
     report.show([mix.describe() for mix in mixes], f"{model.name}, {dtype}, {report.device_name()}")
-    grids = _grids(args, model)
     rows = measure(model, replica, grids, mixes, args.repeat)
     report.show([{k: v for k, v in row.items() if k != "buckets_run"} for row in rows], "results")
     deep = [

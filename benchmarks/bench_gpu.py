@@ -17,12 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from benchmarks import bench_engine, bench_model, report, subject, workloads
 from benchmarks.bench_model import chosen_grid
 from benchmarks.workloads import Workload
-from jaxembed.engine.replica import Replica
 
 FORWARD = Path(__file__).parent / "peers" / "forward.py"
 BUCKETS = "1x32,512x32,128x128,32x512"
@@ -49,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch = torch_on(mixes, args) if args.torch else {"results": []}
     report.configure_jax()
     model = subject.load(args)
-    replica = Replica(model.program, model.parameters, [jax.local_devices()[0]], args.dtype)
     grid = chosen_grid(args, model)
+    replica = subject.replica(model, args, [grid], args.dtype)
     with bench_model.empty_compile_cache():
         buckets = [bench_model.measure(model, replica, b, args.repeat) for b in grid.buckets]
     budget = max(bucket.tokens for bucket in grid.buckets)

@@ -27,6 +27,7 @@ from benchmarks.subject import Subject
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
 from jaxembed.engine.calibrate import batch_tokens, native_dtype
 from jaxembed.engine.replica import Replica
+from jaxembed.models import native
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import DType
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = jax.local_devices()[0]
     dtype: DType = args.dtype or native_dtype(device)
     grid = chosen_grid(args, model)
-    replica = Replica(model.program, model.parameters, [device], dtype)
+    replica = subject.replica(model, args, [grid], dtype)
     print(f"{model.name}, {dtype}, {report.device_name()}, {len(grid.buckets)} buckets")
     with empty_compile_cache():
         rows = [measure(model, replica, bucket, args.repeat) for bucket in grid.buckets]
@@ -89,7 +90,7 @@ def measure(model: Subject, replica: Replica, bucket: Bucket, runs: int) -> dict
     """One row of the table."""
     cold_s, cached_s = seconds_of(replica, bucket), seconds_of(replica, bucket)
     planes = full_planes(bucket, model.vocab_size)
-    ceiling = products(model, replica.dtype, bucket.tokens, replica.devices[0])
+    ceiling = products(model, replica.dtype, bucket.tokens, replica.devices[0], replica.packs)
     times, least = report.timed_in_turn(
         [lambda: replica.run(bucket, planes, ("dense",)), ceiling], runs
     )
@@ -126,8 +127,9 @@ def full_planes(bucket: Bucket, vocab_size: int, seed: int = 0) -> np.ndarray:
     return planes
 
 
-def products(model: Subject, dtype: DType, tokens: int, device: Any):
-    """A call that runs the model's matrix products on `tokens` tokens, and nothing else.
+def products(model: Subject, dtype: DType, tokens: int, device: Any, pack: bool = False):
+    """A call that runs the model's matrix products on `tokens` tokens, and nothing else: XLA's, or
+    with `pack` those of the kernels in C.
 
     Operands have the model's dtype and sums are float32, as in the model. Each product takes the
     result of the one before, rounded and cut to its width: independent ones would all be kept in
@@ -137,10 +139,15 @@ def products(model: Subject, dtype: DType, tokens: int, device: Any):
     shapes = subject.kernels(model.program)
     weights = [_placed(draw, shape, dtype, device) for shape in shapes]
     first = _placed(draw, (tokens, shapes[0][0]), dtype, device)
+    if pack:
+        weights = [jax.device_put(native.packed(np.asarray(weight)), device) for weight in weights]
 
     def run(weights, x):
-        for weight in weights:
-            x = _of_width(x, weight.shape[0])
+        for weight, (width, _) in zip(weights, shapes, strict=True):
+            x = _of_width(x, width)
+            if native.is_packed(weight):
+                x = native.linear(x, weight, None, dtype=dtype)
+                continue
             y = jnp.dot(x, weight, preferred_element_type=jnp.float32)
             # the barrier keeps XLA from computing only the columns that the next product takes
             x = jax.lax.optimization_barrier(y).astype(weight.dtype)

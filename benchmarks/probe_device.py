@@ -41,8 +41,8 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.subject import random_subject
-from jaxembed.engine.attention import choose
 from jaxembed.engine.bucket import Bucket, BucketGrid
+from jaxembed.engine.kernels import choose
 from jaxembed.engine.replica import compiler_options
 from jaxembed.models import attention, kernels
 from jaxembed.models.attention import EVERYTHING, Sight

@@ -60,7 +60,14 @@ def main() -> None:
     lap("load the tokenizer")
     parameters = checkpoint.load_params(path, spec)
     lap("load the parameters")
-    replica = Replica(model, parameters, planned.devices[:1], planned.dtype)
+    replica = Replica(
+        model,
+        parameters,
+        planned.devices[:1],
+        planned.dtype,
+        attention=planned.kernels.implementation,
+        pack=planned.kernels.native,
+    )
     lap("parameters to the device")
     for bucket in planned.grid.covering:
         replica.compile(bucket)

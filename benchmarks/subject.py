@@ -4,15 +4,19 @@ Random weights run as fast as real ones: every shape is the same and no value is
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from jaxembed.engine.bucket import BucketGrid
+from jaxembed.engine.kernels import choose
+from jaxembed.engine.replica import Replica
 from jaxembed.models import Program, program, random_parameters
-from jaxembed.spec import ModelSpec, NormalizeLayer, Pooling
+from jaxembed.spec import DType, ModelSpec, NormalizeLayer, Pooling
 
 
 def _bert(
@@ -97,6 +101,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--architecture-size", choices=SIZES, help="random weights of this shape instead"
     )
     parser.add_argument("--cache-dir", type=Path, help="of converted checkpoints")
+    parser.add_argument("--kernels", default="auto", help="as of `jaxembed serve`")
 
 
 def load(args: Namespace) -> Subject:
@@ -116,6 +121,20 @@ def load(args: Namespace) -> Subject:
 def random_subject(size: str, seed: int = 0) -> Subject:
     spec = spec_of(size)
     return Subject(f"{size} (random)", spec, program(spec), random_parameters(spec, seed), None)
+
+
+def replica(
+    subject: Subject, args: Namespace, grids: Iterable[BucketGrid], dtype: DType
+) -> Replica:
+    """On the first device, with the kernels that a server would take for these grids."""
+    from jaxembed import hub
+
+    device = jax.local_devices()[0]
+    folder = args.cache_dir or hub.default_cache_dir()
+    every = BucketGrid(tuple({bucket for grid in grids for bucket in grid.buckets}))
+    choice = choose(subject.program, device, dtype, every, args.kernels, cache_dir=folder)
+    parameters = (subject.program, subject.parameters, [device], dtype)
+    return Replica(*parameters, attention=choice.implementation, pack=choice.native)
 
 
 def spec_of(size: str) -> ModelSpec:

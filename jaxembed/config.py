@@ -17,7 +17,7 @@ class EngineConfig:
     devices: int | None = None  # use this many of the local devices; None: all
     parallel: Literal["replicas", "sharded"] = "replicas"
     warmup: Literal["minimal", "full"] | None = None  # None: full on a GPU, minimal elsewhere
-    attention: str = "auto"  # the fastest that is right, "xla", or a kernel of models.kernels
+    kernels: str = "auto"  # the fastest that are right, "xla", "native", or one of models.kernels
     max_batch_tokens: int | None = None  # rows * length, padding counted; None: by device
     max_batch_requests: int | None = None  # sequences in one batch
     buckets: Path | None = None  # JSON file with the grid; None: the default grid

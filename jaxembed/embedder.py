@@ -310,7 +310,7 @@ class Embedder:
             "device": self.device,
             "devices": max(len(self.plan.devices), 1),
             "parallel": self.config.parallel,
-            "attention": self.plan.attention.describe(),
+            "kernels": self.plan.kernels.describe(),
             "buckets": [str(bucket) for bucket in self.plan.grid.buckets],
             "compiled_buckets": [str(bucket) for bucket in self.engine.warmup.compiled],
             "max_queue_tokens": self.admission.capacity.max_tokens,

@@ -41,11 +41,11 @@ def keep() -> bool:
     counts it as memory.
     """
     global kept
+    if kept:
+        return True
     libc = _glibc()
     if libc is None or _is_counted():
         return False
-    if kept:
-        return True
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     libc.mallopt(M_ARENA_MAX, min(HEAPS_A_CORE * (os.cpu_count() or 1), MOST_HEAPS))
     libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)

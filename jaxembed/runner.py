@@ -22,6 +22,8 @@ from jaxembed.spec import ModelSpec, Task
 from jaxembed.tasks import Answer, Request, Run, Tokenize
 from jaxembed.telemetry import Telemetry
 
+STAGES = ("tokenization", "queue", "inference")
+
 
 class Runner:
     """Runs the requests of one model and counts what is answered, until it is closed.
@@ -34,6 +36,8 @@ class Runner:
         self._executor = executor
         self._engine = engine
         self._telemetry = telemetry
+        self._series = _series(telemetry, spec.task)
+        self._stages = [(f"{name}_s", telemetry.stage.labels(name)) for name in STAGES]
         self._spec = spec
         self._closed = False
 
@@ -82,6 +86,8 @@ class Runner:
         self._executor.shutdown(wait=False)
 
     def _tokenize(self, request: Request) -> Tokenized:
+        if _is_brief(request.items) and not self._closed:
+            return _tokenize_whole(request)
         if len(request.items) <= CHUNK:
             return self._in_thread(_tokenize_whole, request).result()
         tokenize = self._in_thread(request.begin).result()
@@ -114,15 +120,15 @@ class Runner:
     async def _submit(self, encodings: list[Encoding], request: Request) -> Ticket:
         """Submit and wait; the engine wakes the loop once."""
         loop = asyncio.get_running_loop()
-        done = asyncio.Event()
+        done = loop.create_future()
 
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(done.set)
+                loop.call_soon_threadsafe(_finish, done)
 
         ticket = self._engine.submit(encodings, request.outputs, wake, request.priority)
         try:
-            await done.wait()
+            await done
         except asyncio.CancelledError:
             self._engine.cancel(ticket)
             raise
@@ -137,15 +143,15 @@ class Runner:
         count = len(figures["num_tokens"])
         telemetry.truncated_inputs.inc(figures["truncated"])
         telemetry.input_length.observe_many(figures["num_tokens"])
-        done, succeeded, *durations = _series(telemetry, self._spec.task)
+        done, succeeded, *durations = self._series
         done.inc(count)
         succeeded.inc(count)
         tokenization_s = np.full(count, run.tokenization_s / count)
         each = (tokenization_s, ticket.queue_s, ticket.inference_s)
         for duration, seconds in zip(durations, (*each, sum(each)), strict=True):
             duration.observe_many(seconds)
-        for stage in ("tokenization", "queue", "inference"):
-            telemetry.stage.labels(stage).observe(figures[f"{stage}_s"])
+        for name, stage in self._stages:
+            stage.observe(figures[name])
         return run
 
 
@@ -190,6 +196,11 @@ def _is_brief(items: Sequence) -> bool:
 
 def _tokenize_whole(request: Request) -> Tokenized:
     return request.begin()(request.items)
+
+
+def _finish(future: asyncio.Future) -> None:
+    if not future.done():  # it may be cancelled
+        future.set_result(None)
 
 
 def _cancel(parts: Iterable[Future | asyncio.Future]) -> None:

@@ -1,5 +1,6 @@
 """Fixtures that most tests share: a tiny random BERT as a checkpoint, and an Embedder on it."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from jaxembed import Embedder, EngineConfig, checkpoint
-from jaxembed.models import random_parameters
+from jaxembed.models import native, random_parameters
 from jaxembed.spec import ModelSpec, NormalizeLayer
 
 jax.config.update("jax_num_cpu_devices", 8)  # used by tests of parallelism; the others take one
@@ -73,6 +74,24 @@ TOWERS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Two heads of 32, which the kernels in C take.
+_WIDER = {
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_key_heads": 1,
+    "head_width": 32,
+    "intermediate_size": 96,
+}
+WIDER_TOWERS: dict[str, dict[str, Any]] = {
+    name: {
+        "architecture": tower["architecture"],
+        "config": {key: _WIDER.get(key, value) for key, value in tower["config"].items()},
+        "hidden_size": 64,
+    }
+    for name, tower in TOWERS.items()
+}
+
 
 def tiny_spec(**changes) -> ModelSpec:
     """A two-layer BERT of width 32; `changes` are fields of ModelSpec."""
@@ -111,6 +130,21 @@ def save_tiny(path: Path, **changes) -> Path:
     spec = tiny_spec(**changes)
     checkpoint.save(path, spec, random_parameters(spec), word_tokenizer().to_str().encode())
     return path
+
+
+@pytest.fixture(name="native_kernels", scope="session")
+def _native_kernels(tmp_path_factory) -> None:
+    """The kernels in C, for this process. What they do not run on is skipped, not what fails."""
+    if not (native.CPU.is_file() and "avx512_bf16" in native.CPU.read_text()):
+        pytest.skip("this CPU has no AVX512_BF16")
+    if not any(map(shutil.which, native.COMPILERS)):
+        pytest.skip("there is no C compiler")
+    try:
+        native.load(tmp_path_factory.mktemp("native"))
+    except native.Unavailable as error:
+        if str(error) != native.FAULTS[2]:
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.fixture(name="tiny_checkpoint", scope="session")

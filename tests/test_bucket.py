@@ -104,40 +104,60 @@ def test_a_file_may_say_its_token_budget_and_what_it_was_tuned_on(write):
     assert given.tuned == {"dtype": "float32"}
 
 
+NUMBERS = "not two whole numbers"
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("text", "problem"),
     [
-        "",
-        "not json",
-        "[[1, 16]]",
-        "{}",
-        '{"grid": [[1, 16]]}',
-        '{"buckets": 3}',
-        '{"buckets": [1, 16]}',
-        '{"buckets": [[1, 16, 2]]}',
-        '{"buckets": [[1]]}',
-        '{"buckets": [["1", "16"]]}',
-        '{"buckets": [[1.5, 16]]}',
-        '{"buckets": [[Infinity, 16]]}',
-        '{"buckets": [[null, 16]]}',
-        '{"buckets": [[1, 16]], "max_batch_tokens": 0}',
-        '{"buckets": [[1, 16]], "max_batch_tokens": 1.5}',
-        '{"buckets": [[1, 16]], "tuned": 3}',
+        ("", " is empty"),
+        (" \n", " is empty"),
+        ("not json", " is no JSON from line 1, column 1 on"),
+        ('{"buckets":\n [[1, 16],]}', " is no JSON from line 2, column 11 on"),
+        ("[" * 100_000, " is nested too deeply"),
+        ("1" * 5000, "a number of thousands of digits"),
+        ("[[1, 16]]", ": it holds [[1, 16]]"),
+        ("{}", ': there is no "buckets" in it'),
+        ('{"grid": [[1, 16]]}', ': there is no "buckets" in it'),
+        ('{"buckets": 3}', ': "buckets" is 3, no list'),
+        ('{"buckets": [1, 16]}', f": buckets[0] is 1, {NUMBERS}"),
+        ('{"buckets": [[1, 16], [1, 16, 2]]}', f": buckets[1] is [1, 16, 2], {NUMBERS}"),
+        ('{"buckets": [[1]]}', f": buckets[0] is [1], {NUMBERS}"),
+        ('{"buckets": [["1", "16"]]}', f': buckets[0] is ["1", "16"], {NUMBERS}'),
+        ('{"buckets": [[1.5, 16]]}', f": buckets[0] is [1.5, 16], {NUMBERS}"),
+        ('{"buckets": [[true, 16]]}', f": buckets[0] is [true, 16], {NUMBERS}"),
+        ('{"buckets": [[Infinity, 16]]}', f": buckets[0] is [Infinity, 16], {NUMBERS}"),
+        ('{"buckets": [[null, 16]]}', f": buckets[0] is [null, 16], {NUMBERS}"),
+        ('{"buckets": [[1, 16]], "max_batch_tokens": 0}', ': "max_batch_tokens" is 0, no whole'),
+        ('{"buckets": [[1, 16]], "max_batch_tokens": 1.5}', "leave it to --max-batch-tokens"),
+        ('{"buckets": [[1, 16]], "tuned": 3}', ': "tuned" is 3, no object'),
+        ('{"buckets": [[1, 16]], "tuned": null}', ': "tuned" is null, no object'),
     ],
 )
-def test_a_malformed_file_is_refused_with_what_was_wanted(write, text):
+def test_a_malformed_file_is_refused_with_what_came_and_what_was_wanted(write, text, problem):
     path = write(text)
-    with pytest.raises(ConfigError, match=r"wanted \{\"buckets\": \[\[rows, length\]") as raised:
+    with pytest.raises(ConfigError) as raised:
         read_grid(path)
-    assert f"--buckets {path}" in str(raised.value)
+    message = str(raised.value)
+    assert message.startswith(f"--buckets {path}")
+    assert problem in message
+    assert message.endswith(
+        '; wanted {"buckets": [[rows, length], ...]}, as `jaxembed tune` writes it'
+    )
 
 
 def test_a_missing_file_or_one_that_is_not_text_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"--buckets .*FileNotFoundError"):
+    with pytest.raises(ConfigError, match=r"cannot read --buckets .*: No such file .*; wanted"):
         read_grid(tmp_path / "none.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"--buckets .*wanted"):
+    with pytest.raises(ConfigError, match=r"--buckets .* is no text in UTF-8; wanted"):
         read_grid(tmp_path / "bytes.json")
+
+
+def test_of_a_long_value_only_the_beginning_is_shown(write):
+    with pytest.raises(ConfigError) as raised:
+        read_grid(write(str(list(range(9000)))))
+    assert len(str(raised.value)) < 400
 
 
 @pytest.mark.parametrize(

@@ -505,7 +505,7 @@ def test_a_bucket_too_slow_to_be_timed_gets_its_cost_from_its_first_batch(start,
 def test_what_was_guessed_beside_a_compiler_is_timed_when_it_is_done(start, monkeypatch):
     """Of the smallest bucket, timed at a tenth of its speed, the largest looks too slow to time."""
     takes_ms = {SHORT: 200.0, WIDE: 500.0, LONG: 300.0}
-    monkeypatch.setattr(engine_module, "milliseconds", lambda runner, bucket: takes_ms[bucket])
+    monkeypatch.setattr(engine_module, "milliseconds", lambda _, bucket, together: takes_ms[bucket])
 
     def on_progress(done: int, total: int) -> None:
         if done == total:
@@ -516,19 +516,67 @@ def test_what_was_guessed_beside_a_compiler_is_timed_when_it_is_done(start, monk
     assert not engine._guessed
 
 
-def test_nothing_runs_out_of_turn_not_even_to_time_a_bucket(start):
-    turn, in_turn = DeviceTurn(), []
+@pytest.mark.parametrize("permits", [1, 2])
+def test_nothing_runs_out_of_turn_not_even_to_time_a_bucket(start, permits):
+    turn, in_turn, lock = DeviceTurn(permits), [], threading.Lock()
+    inside = 0
 
     class AskingRunner(SumRunner):
         def run(self, bucket, planes, outputs):
-            in_turn.append(len(turn._holding) == turn.permits)
-            return super().run(bucket, planes, outputs)
+            nonlocal inside
+            with lock:
+                inside += 1
+                in_turn.append(inside <= sum(claim.permits for claim in turn._holding) <= permits)
+            try:
+                return super().run(bucket, planes, outputs)
+            finally:
+                with lock:
+                    inside -= 1
 
-    engine = start(AskingRunner(), turns=[turn], full_warmup=True)
-    timed = len(in_turn)
+    engine = timed(start(AskingRunner(), turns=[turn], full_warmup=True))
+    timings = len(in_turn)
     assert sums(engine.submit([encoding(5)])) == [5.0]
-    assert 0 < timed < len(in_turn)
+    assert 0 < timings < len(in_turn)
     assert all(in_turn)
+
+
+def test_two_engines_that_time_their_buckets_at_once_wait_for_one_another_and_end(start):
+    turn, lock = DeviceTurn(2), threading.Lock()
+    inside, most = 0, 0
+
+    class CountingRunner(SumRunner):
+        def run(self, bucket, planes, outputs):
+            nonlocal inside, most
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            try:
+                return super().run(bucket, planes, outputs)
+            finally:
+                with lock:
+                    inside -= 1
+
+    engines = [start(CountingRunner(), turns=[turn], ready=False) for _ in range(2)]
+    tickets = [engine.submit([encoding(5 + k)] * 40) for k, engine in enumerate(engines)]
+    for k, engine in enumerate(engines):
+        timed(engine)
+        assert sums(tickets[k]) == [5.0 + k] * 40
+        assert set(engine.cost) == set(GRID.buckets)
+    assert 0 < most <= 2
+
+
+def test_a_bucket_compiled_while_the_engine_closes_is_not_timed(start, runner):
+    runner.slow_to_compile[SHORT] = compiles = threading.Event()
+    runs = []
+    runner.run = lambda *arguments: runs.append(arguments)
+    engine = start(runner, ready=False, grid=BucketGrid((SHORT,)))
+    closer = threading.Thread(target=engine.close, args=(WAIT_S,))
+    closer.start()
+    until(lambda: engine._closing)
+    compiles.set()
+    closer.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in engine.warmup.threads)
+    assert runs == []
 
 
 def test_two_engines_on_one_device_never_overlap_and_both_progress(start):
@@ -581,7 +629,7 @@ def test_a_flood_on_one_model_holds_the_other_up_for_one_batch(start):
     tickets = [busy.submit([encoding(*[12] * n) for n in range(17, 60)])]
     entered(flooded)
     tickets.append(other.submit([encoding(11)]))
-    until(lambda: len(turn._waiting) == 3)  # a thread of the busy engine and two of the other
+    until(lambda: len(turn._waiting) == 2)  # a thread of each engine
     flooded.gate.set()
     for ticket in tickets:
         ticket.result(WAIT_S)
@@ -629,7 +677,7 @@ def test_models_share_the_time_of_their_device_and_rest_earns_no_credit(start):
     greedy.end, modest.end = 500.0, 100.0  # seconds of the device they have had
     with turn.hold(lambda: 0.0):
         tickets = [engine.submit([encoding(k + 11)]) for k, engine in enumerate(engines)]
-        until(lambda: len(turn._waiting) == 4)  # two threads of each
+        until(lambda: len(turn._waiting) == 2)  # a thread of each
     for ticket in tickets:
         ticket.result(WAIT_S)
     assert order == [12, 11]
@@ -738,8 +786,8 @@ def test_an_engine_that_has_nothing_to_do_closes_beside_a_busy_one(start, runner
     with ExitStack() as device:
         device.enter_context(turn.hold(lambda: math.inf))
         ticket = engine.submit([encoding(5)])
-        until(lambda: len(turn._waiting) == 2)
-        engine.cancel(ticket)  # its threads are in line for nothing
+        until(lambda: len(turn._waiting) == 1)
+        engine.cancel(ticket)  # its thread is in line for nothing
         closer.start()
         until(lambda: engine._closing)
         with rival(turn, urgency=1e6):
@@ -755,7 +803,7 @@ def test_a_sick_engine_closes_without_another_probe(start, runner):
     with turn.hold(lambda: math.inf):
         engine._seats[0].failures = engine_module.FAILURES_TO_SICK
         ticket = engine.submit([encoding(5)])
-        until(lambda: len(turn._waiting) == 2)
+        until(lambda: len(turn._waiting) == 1)
         engine.cancel(ticket)
         usual = runner.run
         runner.run = lambda *arguments: runs.append(1) or usual(*arguments)

@@ -6,7 +6,7 @@ Padding is NaN here (the pad token's embedding), and neighbours hold a token of 
 import jax
 import numpy as np
 import pytest
-from conftest import LIMIT, TOWERS, WORDS, tiny_spec
+from conftest import LIMIT, TOWERS, WIDER_TOWERS, WORDS, tiny_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,9 +53,16 @@ def poisoned_parameters(spec) -> dict[str, np.ndarray]:
     return parameters
 
 
-def replica_of(dtype: str, buckets=BUCKETS, **spec) -> Replica:
+def replica_of(dtype: str, buckets=BUCKETS, native: bool = False, **spec) -> Replica:
     model = tiny_spec(**spec)
-    replica = Replica(program(model), poisoned_parameters(model), jax.local_devices()[:1], dtype)
+    replica = Replica(
+        program(model),
+        poisoned_parameters(model),
+        jax.local_devices()[:1],
+        dtype,
+        attention=lambda bucket: attention.by_native if native else attention.by_xla,
+        pack=native,
+    )
     with pytest.MonkeyPatch.context() as patch:  # rows of 64 go by blocks, the last one not full
         patch.setattr(attention, "WHOLE_SCORES", 32)
         patch.setattr(attention, "QUERY_BLOCK", 24)
@@ -73,6 +80,12 @@ def _float32(request) -> Replica:
 @pytest.fixture(name="bfloat16", scope="module", params=TOWERS)
 def _bfloat16(request) -> Replica:
     return replica_of("bfloat16", **TOWERS[request.param])
+
+
+@pytest.fixture(name="native", scope="module", params=ARCHITECTURES)  # of each, its first tower
+def _native(request, native_kernels) -> Replica:
+    """With the kernels in C, which take heads of 32."""
+    return replica_of("bfloat16", native=True, **WIDER_TOWERS[request.param])
 
 
 def run(replica: Replica, batch: Batch, k: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -165,6 +178,31 @@ def test_a_text_has_one_vector_wherever_it_lies_in_bfloat16(bfloat16, placement)
     for got, wanted in zip(run(bfloat16, batch), run(bfloat16, single), strict=True):
         assert np.isfinite(wanted).all()
         assert_close(got, wanted)
+
+
+@given(placement=placements())
+@settings(max_examples=50, deadline=None)
+def test_a_text_has_one_vector_wherever_it_lies_with_the_kernels_in_c(native, placement):
+    batch = placed(*placement)
+    entry = batch.entries[0]
+    home = next(bucket for bucket in BUCKETS if bucket.length >= entry.length)
+    single = alone(home, entry.encoding.ids, entry.encoding.unpooled)
+    for got, wanted in zip(run(native, batch), run(native, single), strict=True):
+        assert np.isfinite(wanted).all()
+        assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("bucket", BUCKETS, ids=str)
+def test_with_the_kernels_in_c_all_rows_and_neighbours_give_the_same_bits(native, bucket):
+    """Only the place in the row moves the order of sums."""
+    ids = [7, 8, 9, 10, 11]
+    wanted = run(native, alone(bucket, ids))
+    others = ([HUGE, 6] * 4, 0, 1, 6), ([9, 8, 7], 0, 2, 13)
+    for row in range(bucket.rows):
+        company = [(tokens, unpooled, row, slot, start) for tokens, unpooled, slot, start in others]
+        got = run(native, placed(bucket, [(ids, 0, row, 0, 0), *company]))
+        for vector, reference in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(vector, reference)
 
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=str)

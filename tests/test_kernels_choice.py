@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TOWERS, tiny_spec
+from conftest import TOWERS, WIDER_TOWERS, save_tiny, tiny_spec
 
-from jaxembed.engine import attention
-from jaxembed.engine.attention import Choice, Trial, calls, choose, packed_segments
+from jaxembed import Embedder, EngineConfig
+from jaxembed.engine import kernels
 from jaxembed.engine.bucket import Bucket, BucketGrid
+from jaxembed.engine.kernels import Choice, Trial, calls, choose, packed_segments
 from jaxembed.errors import ConfigError
-from jaxembed.models import program
-from jaxembed.models.attention import EVERYTHING, Sight, by_xla
+from jaxembed.models import native, program
+from jaxembed.models.attention import EVERYTHING, Sight, by_native, by_xla
 from jaxembed.models.kernels import Call, Kernel, triton
 
 GRID = BucketGrid((Bucket(1, 16), Bucket(1, 128), Bucket(2, 128)))
@@ -22,8 +23,8 @@ GRID = BucketGrid((Bucket(1, 16), Bucket(1, 128), Bucket(2, 128)))
 
 @pytest.fixture(autouse=True)
 def _small_probes(monkeypatch):
-    monkeypatch.setattr(attention, "PROBE_TOKENS", 256)
-    monkeypatch.setattr(attention, "RUNS", 1)
+    monkeypatch.setattr(kernels, "PROBE_TOKENS", 256)
+    monkeypatch.setattr(kernels, "RUNS", 1)
 
 
 def right(query, key, value, segments, sight, slots):
@@ -74,7 +75,7 @@ def test_the_calls_of_a_model_are_read_off_its_layers():
 
 
 def test_on_cpu_everything_is_xla_and_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(attention, "Trial", None)
+    monkeypatch.setattr(kernels, "Trial", None)
     for wanted in ("auto", "xla"):
         choice = chosen(None, wanted)
         assert choice.describe() == {
@@ -119,7 +120,7 @@ def test_a_kernel_with_wrong_numbers_is_never_taken(dtype):
     choice = chosen(kernel(wrong), dtype=dtype)
     assert not choice.taken
     assert "4/4 heads of 8" in choice.refused["mine"]
-    with pytest.raises(ConfigError, match=r"--attention mine can be used nowhere: .* off by"):
+    with pytest.raises(ConfigError, match=r"--kernels mine can be used nowhere: .* off by"):
         chosen(kernel(wrong), "mine", dtype=dtype)
 
 
@@ -155,14 +156,14 @@ def test_rows_that_xla_does_not_manage_stop_nothing(monkeypatch):
 
 
 def test_probing_ends(monkeypatch):
-    monkeypatch.setattr(attention, "PROBE_S", -1.0)
+    monkeypatch.setattr(kernels, "PROBE_S", -1.0)
     choice = chosen(kernel(right))
     assert not choice.taken
     assert "probing" in choice.refused["mine"]
 
 
 def test_a_kernel_of_another_platform_is_refused_by_name():
-    with pytest.raises(ConfigError, match="--attention splash: on cpu there are auto, xla"):
+    with pytest.raises(ConfigError, match="--kernels splash: on cpu there are auto, xla"):
         chosen(None, "splash")
 
 
@@ -187,7 +188,77 @@ def test_the_segments_of_a_trial_are_ragged():
 
 
 def test_an_embedder_says_what_it_attends_with(embedder):
-    assert embedder.describe()["attention"] == {
+    assert embedder.describe()["kernels"] == {
         "used": {"16": "xla", "32": "xla", "64": "xla"},
-        "not_used": {},
+        "not_used": {"native": "computes in bfloat16, this model in float32"},
     }
+
+
+def chosen_on_cpu(cache_dir, wanted="auto", dtype="bfloat16") -> Choice:
+    model = program(tiny_spec(**WIDER_TOWERS["bert"]))
+    return choose(model, jax.local_devices()[0], dtype, GRID, wanted, cache_dir=cache_dir)
+
+
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize("wanted", ["auto", "native"])
+def test_on_cpu_the_kernels_in_c_are_taken_in_every_row(wanted, tmp_path):
+    choice = chosen_on_cpu(tmp_path, wanted)
+    assert choice.native
+    assert choice.describe() == {"used": {"16": "native", "128": "native"}, "not_used": {}}
+    assert choice.implementation(Bucket(1, 16)) is by_native
+
+
+def test_the_kernels_in_c_are_not_loaded_where_xla_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "load", None)
+    choice = chosen_on_cpu(tmp_path, "xla")
+    assert not choice.native
+    assert choice.describe() == {"used": {"16": "xla", "128": "xla"}, "not_used": {}}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_kernels_in_c_compute_in_bfloat16_only(monkeypatch, tmp_path, dtype):
+    monkeypatch.setattr(native, "load", None)
+    reason = f"computes in bfloat16, this model in {dtype}"
+    assert chosen_on_cpu(tmp_path, dtype=dtype).describe()["not_used"] == {"native": reason}
+    with pytest.raises(ConfigError, match=f"--kernels native can be used nowhere: {reason}"):
+        chosen_on_cpu(tmp_path, "native", dtype)
+
+
+def test_without_kernels_in_c_xla_does_it_and_says_why(monkeypatch, tmp_path):
+    cpu = tmp_path / "cpuinfo"
+    cpu.write_text("flags\t\t: avx512_bf16\n")
+    monkeypatch.setattr(native, "CPU", cpu)
+    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setenv("CC", "no-such-cc")
+    reason = "there is no C compiler no-such-cc, which CC names"
+    choice = chosen_on_cpu(tmp_path)
+    assert not choice.native
+    assert choice.describe() == {
+        "used": {"16": "xla", "128": "xla"},
+        "not_used": {"native": reason},
+    }
+    assert choice.implementation(Bucket(1, 128)) is by_xla
+    with pytest.raises(ConfigError, match=f"--kernels native can be used nowhere: {reason}"):
+        chosen_on_cpu(tmp_path, "native")
+
+
+def test_without_a_cache_directory_there_are_no_kernels_in_c():
+    with pytest.raises(ConfigError, match=r"--kernels native: on cpu there are auto, xla$"):
+        chosen(None, "native", dtype="bfloat16")
+
+
+@pytest.mark.usefixtures("native_kernels")
+def test_an_embedder_with_the_kernels_in_c_gives_what_one_without_gives(tmp_path):
+    checkpoint = save_tiny(tmp_path / "tiny", **WIDER_TOWERS["bert"])
+    grid = tmp_path / "buckets.json"
+    grid.write_text('{"buckets": [[2, 64]]}')
+    texts = ["the cat sat on the mat", "how is the sky", "a"]
+    vectors = {}
+    for name in ("native", "xla"):
+        config = EngineConfig(
+            dtype="bfloat16", devices=1, buckets=grid, max_batch_tokens=128, kernels=name
+        )
+        with Embedder(str(checkpoint), cache_dir=tmp_path / name, config=config) as embedder:
+            assert embedder.describe()["kernels"]["used"] == {"64": name}
+            vectors[name] = embedder.encode(texts)
+    assert (vectors["native"] * vectors["xla"]).sum(axis=1).min() > 0.9995  # of length one

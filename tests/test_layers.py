@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from jaxembed.models.layers import LayerNorm, Linear
+from jaxembed.models import native
+from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,59 @@ def test_layer_norm_of_rows_far_from_zero(dim, offset):
     norm = jax.jit(lambda x: LayerNorm(dim, eps=1e-12)(x))(x)
     # the mean of values near 100 is known to 1e-5, a float32 sum's rounding
     np.testing.assert_allclose(norm, exact, atol=2e-6 if offset == 0 else 5e-5)
+
+
+def linear_of(kernel, bias=None) -> Linear:
+    layer = Linear(64, 96, bias=bias is not None)
+    layer.kernel = nnx.Param(kernel)
+    if bias is not None:
+        layer.bias = nnx.Param(bias)
+    return layer
+
+
+@pytest.fixture(name="operands", scope="module")
+def _operands() -> tuple[jax.Array, ...]:
+    """x, a kernel, what it is in panels, a bias and a residual."""
+    draw = np.random.default_rng(0)
+    kernel = jnp.asarray(draw.standard_normal((64, 96), np.float32) / 8, jnp.bfloat16)
+    x, bias, residual = (
+        jnp.asarray(draw.standard_normal(shape, np.float32))
+        for shape in ((2, 5, 64), (96,), (2, 5, 96))
+    )
+    return x, kernel, jnp.asarray(native.packed(np.asarray(kernel))), bias, residual
+
+
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_kernel_in_panels_gives_what_it_gives_as_it_was(operands, has_bias):
+    x, kernel, panels, bias, _ = operands
+    bias = bias if has_bias else None
+    wanted, got = (jax.jit(linear_of(k, bias).__call__)(x) for k in (kernel, panels))
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)  # sums of 64 terms
+
+
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_rounded_is_the_same_for_every_activation(operands, activation):
+    x, kernel, panels, bias, _ = operands
+    wanted, got = (
+        jax.jit(lambda x, k=k: linear_of(k, bias).rounded(x, activation))(x)
+        for k in (kernel, panels)
+    )
+    assert got.dtype == wanted.dtype == jnp.bfloat16
+    wanted, got = (np.asarray(y, np.float32) for y in (wanted, got))
+    np.testing.assert_allclose(got, wanted, rtol=2**-7, atol=1e-5)  # one step of bfloat16
+
+
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize("has_bias", [True, False])  # of both the norm and the product
+def test_the_norm_of_a_sum_takes_the_product_along(operands, has_bias):
+    x, kernel, panels, bias, residual = operands
+    norm = LayerNorm(96, eps=1e-5, bias=has_bias)
+
+    def of_sum(k):
+        return lambda x: norm.of_sum(residual, linear_of(k, bias if has_bias else None), x)
+
+    wanted, got = (jax.jit(of_sum(k))(x) for k in (kernel, panels))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=2e-5)

@@ -55,6 +55,12 @@ print(results)
 """
 
 
+@pytest.fixture(name="nothing_kept", autouse=True)
+def _nothing_kept(monkeypatch):
+    """As in a process that did not ask yet: another test may have."""
+    monkeypatch.setattr(memory, "kept", range(0))
+
+
 def run(*arguments: str) -> dict:
     command = [sys.executable, "-c", PROGRAM, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)

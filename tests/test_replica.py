@@ -1,15 +1,17 @@
 """Parameters on a device and a compiled program for each bucket."""
 
 import itertools
+import re
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TOWERS, tiny_spec
+from conftest import TOWERS, WIDER_TOWERS, tiny_spec
 
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket
@@ -27,7 +29,8 @@ from jaxembed.engine.replica import (
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import CheckpointError
 from jaxembed.inputs import Encoding
-from jaxembed.models import program, random_parameters
+from jaxembed.models import native, program, random_parameters
+from jaxembed.models.attention import by_native, by_xla
 from jaxembed.spec import DenseLayer
 
 BUCKET = Bucket(2, 16)
@@ -193,6 +196,68 @@ def test_narrow_dtypes_stay_close_to_float32(replica, dtype, cosine):
     lengths = np.linalg.norm(wide, axis=1) * np.linalg.norm(narrow, axis=1)
     assert ((wide * narrow).sum(axis=1) / lengths).min() > cosine
     assert np.abs(wide - narrow).max() > 0
+
+
+def replica_with(spec, dtype: str, in_c: bool, devices=1) -> Replica:
+    return Replica(
+        program(spec),
+        random_parameters(spec),
+        jax.local_devices()[:devices],
+        dtype,
+        attention=lambda bucket: by_native if in_c else by_xla,
+        pack=in_c,
+    )
+
+
+def vectors_of(replica: Replica, bucket: Bucket) -> np.ndarray:
+    """Of two texts in one row."""
+    replica.compile(bucket)
+    planes = pack(batch_of([2, 7, 8, 9, 3], [2, 11, 12, 3], bucket=bucket))
+    return replica.run(bucket, planes, ("dense",))["dense"][0, :2]
+
+
+def assert_close(vectors: np.ndarray, wanted: np.ndarray) -> None:
+    lengths = np.linalg.norm(vectors, axis=1) * np.linalg.norm(wanted, axis=1)
+    assert ((vectors * wanted).sum(axis=1) / lengths).min() > 0.9995  # as above, in bfloat16
+
+
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize("tower", WIDER_TOWERS.values(), ids=WIDER_TOWERS)
+def test_packed_parameters_give_what_unpacked_ones_do(tower):
+    spec = tiny_spec(**tower)
+    packed, unpacked = (replica_with(spec, "bfloat16", in_c) for in_c in (True, False))
+    wanted = vectors_of(unpacked, Bucket(2, 32))
+    # rows that are no multiple of 16: products are the kernels', attention is XLA's
+    for bucket, attends in ((Bucket(2, 32), True), (Bucket(2, 24), False)):
+        assert_close(vectors_of(packed, bucket), wanted)
+        calls = set(re.findall(r"jaxembed_\w+", packed.program_text(bucket)))
+        assert any("attention" in call for call in calls) == attends
+        assert attends or calls == {"jaxembed_linear"}
+    assert "jaxembed_" not in unpacked.program_text(Bucket(2, 32))
+
+
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize(("hidden", "inner", "packed"), [(64, 72, 4), (40, 72, 0), (64, 96, 8)])
+def test_only_kernels_of_whole_panels_are_packed(hidden, inner, packed):
+    sizes = {"hidden_size": hidden, "num_heads": 2, "intermediate_size": inner}
+    spec = tiny_spec(config=TOWERS["bert"]["config"] | sizes, hidden_size=hidden)
+    replica = replica_with(spec, "bfloat16", in_c=True)
+    assert sum(native.is_packed(leaf) for leaf in replica._parameters) == packed
+    wanted = vectors_of(replica_with(spec, "float32", in_c=False), BUCKET)
+    assert_close(vectors_of(replica, BUCKET), wanted)
+
+
+@pytest.mark.usefixtures("native_kernels")
+def test_packed_replicas_run_on_several_devices_and_at_once():
+    spec, bucket = tiny_spec(**WIDER_TOWERS["bert"]), Bucket(4, 32)
+    replicas = [replica_with(spec, "bfloat16", in_c=True, devices=n) for n in (1, 2)]
+    wanted = [vectors_of(replica, bucket) for replica in replicas]
+    np.testing.assert_allclose(wanted[1], wanted[0], atol=1e-6)
+    planes = pack(batch_of([2, 7, 8, 9, 3], [2, 11, 12, 3], bucket=bucket))
+    with ThreadPoolExecutor(8) as pool:
+        runs = [pool.submit(replica.run, bucket, planes, ("dense",)) for replica in replicas * 50]
+        for run, vectors in zip(runs, wanted * 50, strict=True):
+            np.testing.assert_array_equal(run.result()["dense"][0, :2], vectors)
 
 
 def test_the_size_and_the_text_of_a_program_can_be_read(replica):

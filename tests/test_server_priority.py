@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
+from werkzeug.datastructures import Headers
 
 from jaxembed.config import ServerConfig
 from jaxembed.server.app import create_app
@@ -26,16 +27,18 @@ ROUTES: dict[str, tuple[Any, dict]] = {
     "/v1/rerank": (RERANKER, QUERY),
     "/v2/rerank": (RERANKER, QUERY),
 }
-ALSO_NUMBERS = ["/v1/embeddings", "/v1/classify", "/v1/rerank", "/v2/rerank"]
+ALSO_NUMBERS = [
+    "/v1/embeddings", "/embeddings", "/v1/classify", "/classify", "/v1/rerank", "/v2/rerank",
+]  # fmt: skip
 
 
-def post(path: str, spec, body: dict, header: str | None = None):
+def post(path: str, spec, body: dict, *header: str | None):
     """The response, its JSON and the priorities that the model was asked with."""
 
     async def ask():
         embedder = FakeEmbedder(spec=spec)
         client = create_app(Models([embedder]), ServerConfig()).test_client()
-        headers = {} if header is None else {"x-priority": header}
+        headers = Headers([("x-priority", one) for one in header if one is not None])
         response = await client.post(path, json=body, headers=headers)
         return response, await response.get_json(), [one.priority for one in embedder.asked]
 
@@ -74,18 +77,40 @@ def test_each_instance_has_its_own_priority():
 
 
 @pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize("place", ["priority", "x-priority"])
-def test_a_wrong_priority_is_an_error_that_says_where(path, place):
+@pytest.mark.parametrize(
+    ("place", "sent", "shown"),
+    [
+        ("priority", "high", "high"),
+        ("priority", [], "`array`"),
+        ("priority", {}, "`object`"),
+        ("priority", True, "`bool`"),
+        ("priority", 1.5, "`float`"),
+        ("x-priority", ["high"], "high"),
+        ("x-priority", ["bulk", "interactive"], "bulk, interactive"),
+        ("x-priority", ["bulk", "bulk"], "bulk, bulk"),
+    ],
+)
+def test_a_wrong_priority_is_an_error_that_says_where_and_what_is_allowed(path, place, sent, shown):
     spec, body = ROUTES[path]
-    wrong = {"priority": "high"} if place == "priority" else {}
-    response, found, asked = post(path, spec, body | wrong, None if wrong else "high")
+    if place == "priority":
+        response, found, asked = post(path, spec, body | {"priority": sent})
+    else:
+        response, found, asked = post(path, spec, body, *sent)
     openai = path.startswith("/v1/") or path in ("/embeddings", "/classify")
     assert response.status_code == (400 if openai or path.startswith("/v2/") else 422)
     error = found.get("error", found)
     message = error if isinstance(error, str) else error["message"]
     assert f"`{place}`" in message or f"`$.{place}`" in message
     assert "'interactive', 'bulk'" in message
-    assert "high" in message
+    assert shown in message
     if openai:
         assert error["param"] == place
+    assert not asked
+
+
+@pytest.mark.parametrize("path", [path for path in ROUTES if path not in ALSO_NUMBERS])
+def test_a_number_is_refused_where_no_dialect_has_one(path):
+    spec, body = ROUTES[path]
+    _, found, asked = post(path, spec, body | {"priority": 5})
+    assert "got `int` - at `$.priority`; wanted one of 'interactive', 'bulk'" in str(found)
     assert not asked

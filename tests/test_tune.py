@@ -1,6 +1,9 @@
 """Tuning on a tiny model: the parts by themselves, then all of it."""
 
+import contextlib
 import json
+import socketserver
+import threading
 import time
 
 import numpy as np
@@ -72,15 +75,35 @@ def test_lengths_are_read_from_json(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "3", '"9"', "[1.5]", '["9"]', "[true]", "[0]", "[-1]", '{"9": "2"}', '{"a": 1}',
-     '{"9": -1}', '{"buckets": [[1, 16]]}', "[[9, 2]]"],
-)  # fmt: skip
-def test_another_shape_is_refused_with_what_was_wanted(tmp_path, text):
+    ("text", "problem"),
+    [
+        ("", " is empty"),
+        ("nine", " is no JSON from line 1, column 1 on"),
+        ("3", ": it holds 3"),
+        ('"9"', ': it holds "9"'),
+        ("[9, 1.5]", ": 1.5 is no length"),
+        ('["9"]', ': "9" is no length'),
+        ("[true]", ": true is no length"),
+        ("[0]", ": 0 is no length"),
+        ("[-1]", ": -1 is no length"),
+        ("[[9, 2]]", ": [9, 2] is no length"),
+        ('{"a": 1}', ': "a" is no length'),
+        ('{"-9": 1}', ': "-9" is no length'),
+        ('{"buckets": [[1, 16]]}', ': "buckets" is no length'),
+        ('{"9": "2"}', ': "2" is no count of inputs of 9 tokens'),
+        ('{"9": -1}', ": -1 is no count of inputs of 9 tokens"),
+        (f'{{"9": {10**19}}}', f": {10**19} is no count of inputs of 9 tokens"),
+    ],
+)
+def test_another_shape_is_refused_with_what_came_and_what_was_wanted(tmp_path, text, problem):
     path = tmp_path / "lengths.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"lengths.json: wanted a list of lengths such as \[9"):
+    with pytest.raises(ConfigError) as raised:
         of_file(path)
+    message = str(raised.value)
+    assert message.startswith(f"{path}{problem}")
+    assert "; wanted a list of lengths such as [9" in message
+    assert message.endswith("; texts go into a .txt or .jsonl file")
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"9": 0}'])
@@ -122,17 +145,83 @@ def test_of_several_models_one_must_be_named(metrics_url):
     assert of_server(url, "b").total == 2
     with pytest.raises(ConfigError, match="serves a, b; say which with --served-model-name"):
         of_server(url)
+    with pytest.raises(ConfigError, match="serves a, b, not c; say which with --served-model-name"):
+        of_server(url, "c")
 
 
-def test_what_is_no_server_of_ours_is_refused(metrics_url, tmp_path):
-    with pytest.raises(ConfigError, match="no series jaxembed_input_tokens"):
-        of_server(metrics_url(b"# TYPE a counter\na 1\n"))
-    with pytest.raises(ConfigError, match="no metrics of jaxembed"):
-        of_server(metrics_url(b"<html>"))
+OURS = "; wanted a server of ours such as http://127.0.0.1:8080; one with --prometheus-port"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"# TYPE a counter\na 1\n", "has no series jaxembed_input_tokens"),
+        (b"<html>", "answers with no metrics"),
+        (b"\xff\xfe{", "answers with no metrics"),
+        (b'a_bucket{le="1", ="e"} 1\n', "answers with no metrics"),
+    ],
+)
+def test_what_is_no_server_of_ours_is_refused(metrics_url, answer, message):
+    with pytest.raises(ConfigError, match=f"/metrics {message}{OURS}"):
+        of_server(metrics_url(answer))
+
+
+def test_a_server_that_has_answered_nothing_is_refused(metrics_url):
     with pytest.raises(ConfigError, match="no inputs in it"):
         of_server(metrics_url(counted().exposition()))
-    with pytest.raises(ConfigError, match="cannot read"):
-        of_server("http://127.0.0.1:9")
+
+
+@pytest.fixture(name="answering")
+def _answering():
+    """A server on this machine that answers every request with these bytes, and its URL."""
+    with contextlib.ExitStack() as servers:
+
+        def answering(answer: bytes) -> str:
+            class Handler(socketserver.StreamRequestHandler):
+                def handle(self):
+                    while self.rfile.readline().strip():
+                        pass
+                    self.wfile.write(answer)
+
+            server = servers.enter_context(socketserver.TCPServer(("127.0.0.1", 0), Handler))
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            servers.callback(thread.join)
+            servers.callback(server.shutdown)
+            return f"http://127.0.0.1:{server.server_address[1]}"
+
+        yield answering
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 404 \r\nContent-Length: 0\r\n\r\n", "HTTP 404 Not Found"),
+        (b"HTTP/1.1 401 Nope\r\nContent-Length: 0\r\n\r\n", "HTTP 401 Unauthorized"),
+        (b"HTTP/1.1 599 \r\nContent-Length: 0\r\n\r\n", "HTTP 599"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n#", "what answers does not speak HTTP"),
+        (b"220 mail\r\n", "what answers does not speak HTTP"),
+    ],
+)
+def test_an_answer_that_is_none_is_told_with_its_reason(answering, answer, reason):
+    url = answering(answer)
+    with pytest.raises(ConfigError, match=f"cannot read {url}/nosuch/metrics: {reason}{OURS}"):
+        of_server(f"{url}/nosuch")
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://127.0.0.1:9", "Connection refused"),
+        ("http://[::1", "it is no URL"),
+        ("http://a b", "it is no URL"),
+        ("http://", "no host given"),
+    ],
+)
+def test_a_url_that_leads_nowhere_is_told_with_its_reason(url, reason):
+    with pytest.raises(ConfigError) as raised:
+        of_server(url)
+    assert f"cannot read {url.rstrip('/')}/metrics: {reason}{OURS}" in str(raised.value)
 
 
 # -- costs
@@ -336,6 +425,9 @@ def test_texts_do_not_say_how_long_pairs_are(tmp_path):
         ("lengths.json -o grid.txt", "--output grid.txt: wanted a name that ends in .json"),
         ("lengths.json -o none/grid.json", "there is no directory"),
         ("lengths.json --picture plot.gif", "--picture plot.gif: wanted a name that ends in .png"),
+        ("lengths.json --picture none/plot.png", "--picture none/plot.png: there is no directory"),
+        ("grid.json", 'grid.json: "buckets" is no length in tokens'),
+        ("lengths.json --buckets lengths.json", "--buckets lengths.json: it holds [9]"),
         ("lengths.json --null-model", "--null-model runs on no device"),
     ],
 )
@@ -344,6 +436,7 @@ def test_what_cannot_be_read_or_written_is_known_at_once(tmp_path, monkeypatch, 
     monkeypatch.setattr(cli, "configure_jax", lambda *_: None)
     monkeypatch.setattr("jax.config.update", lambda *_: None)
     (tmp_path / "lengths.json").write_text("[9]")
+    (tmp_path / "grid.json").write_text('{"buckets": [[1, 16]]}')
     result = CliRunner().invoke(cli.cli, ["tune", *line.split()])
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)

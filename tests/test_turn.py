@@ -1,5 +1,6 @@
 """A device's turn: never more holders than permits, and the most urgent first."""
 
+import math
 import os
 import threading
 import time
@@ -25,12 +26,12 @@ class Waiters:
         self.order: list[str] = []
         self.threads: list[threading.Thread] = []
 
-    def add(self, name: str, urgency) -> None:
+    def add(self, name: str, urgency, whole: bool = False) -> None:
         """Start one and return when it is in line."""
         asked = len(self.turn._waiting) + 1
 
         def work() -> None:
-            with self.turn.hold(urgency):
+            with self.turn.hold(urgency, whole=whole):
                 self.order.append(name)
 
         self.threads.append(threading.Thread(target=work))
@@ -105,12 +106,14 @@ def test_never_more_holders_than_permits_and_everyone_gets_through(permits):
         nonlocal inside, most, passed
         barrier.wait()
         for n in range(50):
-            with turn.hold(lambda n=n: float((n * k) % 7)):
+            whole = n % 5 == 0
+            programs = permits if whole else 1
+            with turn.hold(lambda n=n: float((n * k) % 7), whole=whole):
                 with lock:
-                    inside += 1
+                    inside += programs
                     most = max(most, inside)
                 with lock:
-                    inside -= 1
+                    inside -= programs
                     passed += 1
 
     threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
@@ -137,6 +140,46 @@ def test_as_many_as_there_are_permits_hold_at_once():
         thread.join(30)
         assert not thread.is_alive()
     assert not both.broken
+
+
+def test_who_takes_the_whole_turn_waits_for_all_and_nobody_passes_it():
+    turn = DeviceTurn(2)
+    waiters = Waiters(turn)
+    with turn.hold(lambda: 0.0):
+        waiters.add("whole", lambda: 9.0, whole=True)
+        waiters.add("other", lambda: 1.0)  # one permit is free
+        assert waiters.order == []
+    assert waiters.join() == ["whole", "other"]
+
+
+def test_the_whole_turn_leaves_room_for_nobody_else():
+    turn = DeviceTurn(2)
+    waiters = Waiters(turn)
+    with turn.hold(lambda: 0.0, whole=True):
+        waiters.add("other", lambda: math.inf)
+    assert waiters.join() == ["other"]
+
+
+def test_who_is_more_urgent_passes_who_waits_for_the_whole_turn():
+    turn, urgency = DeviceTurn(2), {"whole": 5.0}
+    waiters = Waiters(turn)
+    with turn.hold(lambda: 0.0):
+        waiters.add("whole", lambda: urgency["whole"], whole=True)
+        with turn.hold(lambda: 6.0):
+            assert waiters.order == []
+    assert waiters.join() == ["whole"]
+
+
+def test_who_is_idle_and_waits_for_the_whole_turn_holds_nobody_up():
+    """Not even who is idle as well: what it waits for may come while it is in line."""
+    turn = DeviceTurn(2)
+    waiters = Waiters(turn)
+    with turn.hold(lambda: 0.0):
+        waiters.add("whole", lambda: -math.inf, whole=True)
+        for urgency in (1.0, -math.inf):
+            with turn.hold(lambda urgency=urgency: urgency):
+                assert waiters.order == []
+    assert waiters.join() == ["whole"]
 
 
 def test_a_program_is_counted_from_its_start_and_corrected_when_it_ends():

@@ -1,19 +1,19 @@
 """The static shapes that programs are compiled for. Knows no JAX and no queue."""
 
-import json
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxembed.errors import ConfigError
+from jaxembed.json_file import read_json, shown
 
 SHORTEST_ROW = 16  # a lone query of MiniLM takes 2.5 ms in it and 3.4 ms in a row of 32
 LONGEST_DEFAULT_ROW = 8192
 MOST_DEFAULT_BUCKETS = 20
 TPU_TILE = 128  # lanes of a register: shorter rows leave them idle, and splash takes none
 MOST_SLOTS = 128  # in a row: pooling costs slots * length, and short texts have shorter rows
+WANTED = '{"buckets": [[rows, length], ...]}, as `jaxembed tune` writes it'
 
 
 @dataclass(frozen=True, order=True)
@@ -109,17 +109,33 @@ def read_grid(path: Path) -> GridFile:
 
     Raises ConfigError for a file that can't be read or says something else.
     """
-    try:
-        said = json.loads(path.read_text())
-        shapes = {tuple(map(operator.index, pair)) for pair in said["buckets"]}  # 1.5 is refused
-        buckets = tuple(sorted(Bucket(rows, length) for rows, length in shapes))
+    said = read_json(path, f"--buckets {path}", WANTED)
+    if problem := next(_malformed(said), None):
+        raise ConfigError(f"--buckets {path}: {problem}; wanted {WANTED}")
+    buckets = sorted({Bucket(rows, length) for rows, length in said["buckets"]})
+    return GridFile(path, tuple(buckets), said.get("max_batch_tokens"), said.get("tuned", {}))
+
+
+def _malformed(said: Any) -> Iterator[str]:
+    if not isinstance(said, dict):
+        yield f"it holds {shown(said)}"
+    elif "buckets" not in said:
+        yield 'there is no "buckets" in it'
+    elif not isinstance(said["buckets"], list):
+        yield f'"buckets" is {shown(said["buckets"])}, no list'
+    else:
+        for number, pair in enumerate(said["buckets"]):
+            numbers = pair if isinstance(pair, list) else []
+            if [type(n) for n in numbers] != [int, int]:
+                yield f"buckets[{number}] is {shown(pair)}, not two whole numbers"
         budget, tuned = said.get("max_batch_tokens"), said.get("tuned", {})
-        if budget is not None and operator.index(budget) < 1:
-            raise ValueError(f"max_batch_tokens is {budget}")
-        return GridFile(path, buckets, budget, dict(tuned))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        wanted = '{"buckets": [[rows, length], ...]}'
-        raise ConfigError(f"--buckets {path}: wanted {wanted}, got {error!r}") from error
+        if budget is not None and (type(budget) is not int or budget < 1):
+            yield (
+                f'"max_batch_tokens" is {shown(budget)}, no whole number from 1 on; leave it to '
+                "--max-batch-tokens"
+            )
+        if not isinstance(tuned, dict):
+            yield f'"tuned" is {shown(tuned)}, no object'
 
 
 def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -> Iterable[str]:

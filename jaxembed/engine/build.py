@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from jaxembed.config import EngineConfig
-from jaxembed.engine.attention import Choice, choose
 from jaxembed.engine.bucket import (
     LONGEST_DEFAULT_ROW,
     TPU_TILE,
@@ -21,6 +20,7 @@ from jaxembed.engine.bucket import (
 )
 from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, batch_tokens, device_id, native_dtype
 from jaxembed.engine.engine import Engine, Seat
+from jaxembed.engine.kernels import Choice, choose
 from jaxembed.engine.replica import Device, NullReplica, Replica, place_parameters
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.errors import ConfigError
@@ -42,7 +42,7 @@ class Plan:
     grid: BucketGrid
     shards: int  # devices that share each batch
     full_warmup: bool
-    attention: Choice
+    kernels: Choice
 
     @property
     def platform(self) -> str:
@@ -81,10 +81,10 @@ def plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Pat
     full = config.warmup == "full" or (
         config.warmup is None and bool(devices) and devices[0].platform == "gpu"
     )
-    attention = Choice()
+    kernels = Choice()
     if devices:
-        attention = choose(program, devices[0], dtype, grid, config.attention)
-    return Plan(devices, dtype, limit, budget, grid, shards, full, attention)
+        kernels = choose(program, devices[0], dtype, grid, config.kernels, cache_dir=cache_dir)
+    return Plan(devices, dtype, limit, budget, grid, shards, full, kernels)
 
 
 def build(
@@ -132,7 +132,15 @@ def seats_of(
     twin = _float32_twin(plan)
     return [
         Seat(
-            Replica(program, placed, devices, plan.dtype, twin, plan.attention.implementation),
+            Replica(
+                program,
+                placed,
+                devices,
+                plan.dtype,
+                twin,
+                plan.kernels.implementation,
+                plan.kernels.native,
+            ),
             turn_of(devices[0]),
         )
         for placed, devices in zip(

@@ -86,7 +86,8 @@ class Engine:
         self._lanes = Lanes(max(bucket.tokens for bucket in grid.buckets))
         self._ran_tokens = self._ran_s = 0.0  # of late, useful tokens and seconds of batches
         self._closing = False
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._idle = {seat: threading.Condition(self._lock) for seat in seats}  # who waits for work
         self.warmup = Warmup(
             grid,
             self._compile,
@@ -154,18 +155,19 @@ class Engine:
                 f"{self.grid.max_length} tokens"
             )
         ticket = Ticket(encodings, self._dim, outputs, wake)
-        with self._changed:
+        with self._lock:
             if self._closing:
                 raise BackendError("the engine is closed")
             if self.warmup.error is not None:
                 raise BackendError("the model could not be compiled")
             self._lanes.add(ticket, priority)
-            self._changed.notify_all()
+            for idle in self._idle.values():
+                idle.notify(self._lanes.inputs)  # more threads would only be in its way
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits for the ticket: what is queued of it will not run."""
-        with self._changed:
+        with self._lock:
             if not ticket.cancel():
                 return
             self._lanes.cancel(ticket)
@@ -174,9 +176,9 @@ class Engine:
     def close(self, timeout_s: float = 20.0) -> None:
         """Finish the queue, stop the threads. What waits for a bucket not compiled yet fails."""
         self.warmup.stop()
-        with self._changed:
+        with self._lock:
             self._closing = True
-            self._changed.notify_all()
+            self._wake_all()
         deadline = time.monotonic() + timeout_s
         _join(self._threads, deadline)
         self._fail_waiting("the engine is closed")
@@ -232,17 +234,21 @@ class Engine:
         def has_work() -> bool:
             return self._lanes.runnable and not self._is_out(seat)
 
-        with self._changed:
+        with self._lock:
             timeout_s = PROBE_EVERY_S if seat.sick else None
-            self._changed.wait_for(lambda: self._closing or has_work(), timeout_s)
+            self._idle[seat].wait_for(lambda: self._closing or has_work(), timeout_s)
             return not self._closing or has_work()
+
+    def _wake_all(self) -> None:
+        for idle in self._idle.values():
+            idle.notify_all()
 
     def _urgency(self, seat: Seat) -> float:
         """The model whose next program begins first on the turn's clock is the most urgent, so that
         all that have work get equal time, however much of it they have. A probe is work too. For
         interactive work a model goes ahead of its time, else it waited for one batch of each other
         model."""
-        with self._changed:
+        with self._lock:
             if self._lanes.runnable or (seat.sick and not self._closing):
                 ahead = BORROWED_S if self._lanes.is_asked else 0.0
                 return ahead - seat.turn.begin(seat.share)
@@ -254,7 +260,7 @@ class Engine:
 
     def _take(self) -> Batch | None:
         """Take the next batch out of the lanes. None if nothing waits that a bucket holds."""
-        with self._changed:
+        with self._lock:
             return self._lanes.take(self.cost, time.monotonic(), self._most)
 
     def _probe(self, seat: Seat) -> Batch | None:
@@ -268,7 +274,7 @@ class Engine:
     def _note(self, seat: Seat, batch: Batch, results: Sequence[Answers], seconds: float) -> None:
         """Keep the figures of a batch."""
         answered = [answers for answers in results if answers.error is None and answers.entries]
-        with self._changed:
+        with self._lock:
             seat.failures = 0 if answered else seat.failures + 1
             if [answers.entries for answers in answered] == [batch.entries]:  # as it was placed
                 known = math.inf if batch.bucket in self._guessed else self.cost[batch.bucket]
@@ -288,19 +294,21 @@ class Engine:
         for seat in self._seats:
             seat.runner.compile(bucket)
             if guess is None:
-                with seat.turn.hold(lambda: math.inf):
+                with seat.turn.hold(lambda: math.inf, whole=True):
+                    if self._closing:  # no batch will use it, and no thread starts at exit
+                        return
                     cost = min(cost, milliseconds(seat.runner, bucket, seat.turn.permits))
-        with self._changed:
+        with self._lock:
             if guess is not None:
                 self._guessed.add(bucket)
             self.cost = {**self.cost, bucket: cost}
             self._lanes.lengthen(max(bucket.length for bucket in self.cost))
-            self._changed.notify_all()
+            self._wake_all()
 
     def _guess(self, bucket: Bucket) -> float | None:
         """Milliseconds of a bucket too slow to be timed, else None: its tokens at the rate of the
         others, twice over, for attention takes longer in longer rows."""
-        with self._changed:
+        with self._lock:
             rates = [cost / b.tokens for b, cost in self.cost.items() if b not in self._guessed]
         guess = 2 * bucket.tokens * min(rates, default=0.0)
         return guess if guess > UNTIMED_MS else None
@@ -314,7 +322,7 @@ class Engine:
             cost = guess or self._time(bucket)
             if self._closing:
                 return
-            with self._changed:
+            with self._lock:
                 self.cost[bucket] = min(self.cost[bucket], cost)
                 if guess is None:
                     self._guessed.discard(bucket)
@@ -323,7 +331,7 @@ class Engine:
         """Milliseconds of a bucket while nothing waits; infinite where it fails."""
         try:
             seat = self._seats[0]
-            with seat.turn.hold(self._idle_urgency):
+            with seat.turn.hold(self._idle_urgency, whole=True):
                 if not self._closing:
                     return milliseconds(seat.runner, bucket, seat.turn.permits)
         except Exception:  # batches on it will say so to those who wait
@@ -332,13 +340,13 @@ class Engine:
 
     def _fail_waiting(self, reason: str) -> None:
         """Nothing that waits will be answered: tell those who wait."""
-        with self._changed:
+        with self._lock:
             waiting = self._lanes.clear()
         _fail(waiting, BackendError(reason))
 
     def _needed_length(self) -> int | None:
         """The length of the oldest sequence that no compiled bucket holds."""
-        with self._changed:
+        with self._lock:
             return self._lanes.needed_length
 
 

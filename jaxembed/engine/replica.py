@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxembed import memory
 from jaxembed.engine.bucket import Bucket
 from jaxembed.errors import ConfigError
-from jaxembed.models import Program
+from jaxembed.models import Program, native
 from jaxembed.models.attention import Attend, by_xla, using
 from jaxembed.models.output import Output, OutputName
 from jaxembed.models.tokens import PackedTokens
@@ -67,23 +67,26 @@ class Replica:
         dtype: DType,
         float32_twin: Bucket | None = None,
         attention: Callable[[Bucket], Attend] = lambda bucket: by_xla,
+        pack: bool = False,
     ):
         """Raises CheckpointError if the parameters are not those of the program.
 
         What `place_parameters` has put on these devices already stays where it is. `attention`
-        gives what the program of a bucket attends with; the twin takes XLA's.
+        gives what the program of a bucket attends with; the twin takes XLA's. With `pack` the
+        kernels lie as native.linear takes them.
         """
         self.devices = tuple(devices)
         self.dtype: DType = dtype
         self._forward = program.forward
         self._mesh = _mesh(devices)
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
+        self.packs = pack
         self._twin = float32_twin
         self._attention = attention
         self._float32: jax.stages.Compiled | None = None
         named = zip(program.shapes, program.order(parameters), strict=True)
         (placed,) = place_parameters(named, [devices], dtype)
-        self._parameters = list(placed.values())
+        self._parameters = [_packed(name, leaf) if pack else leaf for name, leaf in placed.items()]
 
     def compile(self, bucket: Bucket) -> None:
         """Make the program of a bucket. Raises what XLA raises.
@@ -167,6 +170,12 @@ def place_parameters(
             copies[name] = jax.device_put(cast, sharding)
         jax.block_until_ready([copies[name] for copies in placed])  # before the next takes memory
     return placed
+
+
+def _packed(name: str, leaf: jax.Array) -> jax.Array:
+    if not native.packable(name, leaf.shape, str(leaf.dtype)):
+        return leaf
+    return jax.device_put(native.packed(np.asarray(leaf)), leaf.sharding)
 
 
 def _mesh(devices: Sequence[Device]) -> Mesh:

@@ -21,6 +21,7 @@ class Claim:
 
     urgency: Callable[[], float]
     share: Share | None  # who pays for the program
+    permits: int = 1  # as many programs as it runs at a time
     granted: threading.Event = field(default_factory=threading.Event)
     alone: bool = True  # nobody else has held the device meanwhile
     expected_s: float | None = None  # None until it is charged
@@ -60,11 +61,14 @@ class DeviceTurn:
         return cls(permits=1 if platform == "cpu" and os.cpu_count() == 1 else 2)
 
     @contextmanager
-    def hold(self, urgency: Callable[[], float], share: Share | None = None) -> Iterator[Claim]:
+    def hold(
+        self, urgency: Callable[[], float], share: Share | None = None, *, whole: bool = False
+    ) -> Iterator[Claim]:
         """Wait for the turn; of those that wait the highest `urgency()` goes first, ties in order
         of arrival. It is asked under the turn's lock. Who has a share calls `charge` or leaves
-        soon: meanwhile nobody else gets the turn."""
-        claim = Claim(urgency, share)
+        soon: meanwhile nobody else gets the turn. With `whole` it is for all the permits, at once:
+        two that each had one and waited for another would wait for ever."""
+        claim = Claim(urgency, share, self.permits if whole else 1)
         with self._lock:
             self._waiting.append(claim)
             self._grant()
@@ -104,15 +108,24 @@ class DeviceTurn:
 
     def _grant(self) -> None:
         """Hand out what is free. Decided here, once: urgencies move with time, and waiters who each
-        looked for themselves could all see another one first, and all wait on."""
-        while len(self._holding) < self.permits and self._waiting and not self._choosing:
-            claim = max(self._waiting, key=lambda claim: claim.urgency())
+        looked for themselves could all see another one first, and all wait on. Who waits for more
+        permits than are free is not passed, or it would never see them all free; but who is idle
+        is."""
+        while (free := self._free) and not self._choosing:
+            ready = [c for c in self._waiting if c.permits <= free or not c.idle]
+            claim = max(ready, key=lambda claim: claim.urgency(), default=None)
+            if claim is None or claim.permits > free:
+                return
             self._waiting.remove(claim)
             self._holding.append(claim)
             if len(self._holding) > 1:
                 for holder in self._holding:
                     holder.alone = False
             claim.granted.set()
+
+    @property
+    def _free(self) -> int:
+        return self.permits - sum(claim.permits for claim in self._holding)
 
     @property
     def _choosing(self) -> bool:

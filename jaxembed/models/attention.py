@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxembed.models import native
+
 # Up to this row length the scores of a row are computed at once, above it this many queries at a
 # time. On CPU, MiniLM: a fifth slower at 128, 7 % faster at 256, a third at 512; blocks of 32 are
 # 4 to 8 % slower than of 64, of 128 no faster (benchmarks/README.md).
@@ -29,6 +31,7 @@ KeyHeads = Float[Array, "rows keys groups width"]
 QueryHeads = Float[Array, "rows queries groups width"]
 Scores = Float[Array, "rows groups queries keys"]
 Mixed = Float[Array, "rows groups queries width"]
+Joint = Float[Array, "rows length three heads width"]
 Segments = Int[Array, "rows length"]
 
 
@@ -57,10 +60,19 @@ def attend(
     There may be fewer heads of keys and values than of queries: each then serves the same number
     of neighbouring query heads. With `sight.reach` the cost is length times reach in rows longer
     than WHOLE_SCORES. Scores and softmax are float32, products take the operands' dtype, the result
-    is float32. Padding may hold NaN: its keys are masked and its values replaced, never multiplied
-    by zero. What is traced within `using` takes that implementation.
+    is float32, or of that dtype where the implementation has rounded it already. Padding may hold
+    NaN: its keys are masked and its values replaced, never multiplied by zero. What is traced
+    within `using` takes that implementation.
     """
     return _IMPLEMENTATION.get()(query, key, value, segments, sight)
+
+
+def attend_joint(joint: Joint, segments: Segments, sight: Sight = EVERYTHING) -> Heads:
+    """The same for as many heads of keys and values as of queries, side by side in one array."""
+    _, length, _, _, width = joint.shape
+    if is_native() and native.takes(length, width, str(joint.dtype)):
+        return native.joint_attention(joint, segments, sight.causal, sight.reach)
+    return attend(joint[:, :, 0], joint[:, :, 1], joint[:, :, 2], segments, sight)
 
 
 @contextmanager
@@ -74,6 +86,11 @@ def using(implementation: Attend) -> Iterator[None]:
         yield
     finally:
         _IMPLEMENTATION.reset(before)
+
+
+def is_native() -> bool:
+    """Whether the kernels in C attend in what this thread traces."""
+    return _IMPLEMENTATION.get() is by_native
 
 
 def by_xla(query: Heads, key: Grouped, value: Grouped, segments: Segments, sight: Sight) -> Heads:
@@ -100,6 +117,15 @@ def by_xla(query: Heads, key: Grouped, value: Grouped, segments: Segments, sight
             default=partial(_in_query_blocks, sight=sight, size=accelerator),
         )
     return _queries_to_heads(mixed, heads)
+
+
+def by_native(
+    query: Heads, key: Grouped, value: Grouped, segments: Segments, sight: Sight
+) -> Heads:
+    """The kernel in C for what it takes, else XLA. Where native.load has succeeded."""
+    if native.takes(query.shape[1], query.shape[3], str(query.dtype)):
+        return native.attention(query, key, value, segments, sight.causal, sight.reach)
+    return by_xla(query, key, value, segments, sight)
 
 
 _IMPLEMENTATION: ContextVar[Attend] = ContextVar("attention", default=by_xla)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxembed.models.attention import attend
-from jaxembed.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
+from jaxembed.models import native
+from jaxembed.models.attention import attend_joint, is_native
+from jaxembed.models.layers import Embedding, LayerNorm, Linear
 from jaxembed.models.tokens import PackedTokens
 
 Hidden = Float[Array, "rows length dim"]
@@ -93,11 +94,36 @@ class Layer(nnx.Module):
         self.mlp_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
-        hidden = self.attention_norm(hidden + self.attention(hidden, tokens))
-        return self.mlp_norm(hidden + self.mlp(hidden))
+        if self._is_native(hidden):
+            return self._native(hidden, tokens)
+        mixed = self.attention(hidden, tokens)
+        hidden = self.attention_norm.of_sum(hidden, self.attention.out, mixed)
+        return self.mlp_norm.of_sum(hidden, self.mlp.down, self.mlp(hidden))
+
+    def _is_native(self, hidden: Hidden) -> bool:
+        linears = (self.attention.qkv, self.attention.out, self.mlp.up, self.mlp.down)
+        kernels = [linear.kernel[...] for linear in linears]
+        takes = native.takes_layer(hidden, self.attention.num_heads, *kernels)
+        return takes and self.mlp.activation == "gelu" and is_native()
+
+    def _native(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
+        attention, mlp = self.attention, self.mlp
+        mixed = native.self_attention(
+            hidden, *attention.qkv.parameters, tokens.segments, attention.num_heads
+        )
+        return native.mlp(
+            mixed,
+            hidden,
+            (*attention.out.parameters, *self.attention_norm.parameters),
+            mlp.up.parameters,
+            (*mlp.down.parameters, *self.mlp_norm.parameters),
+            self.mlp_norm.eps,
+        )
 
 
 class Attention(nnx.Module):
+    """Up to the last product, which its norm takes with it."""
+
     def __init__(self, config: BertConfig):
         dim = config.hidden_size
         self.num_heads = config.num_heads
@@ -106,18 +132,18 @@ class Attention(nnx.Module):
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
         rows, length, dim = hidden.shape
-        qkv = self.qkv(hidden).astype(self.qkv.kernel[...].dtype)
-        heads = qkv.reshape(rows, length, 3, self.num_heads, dim // self.num_heads)
-        query, key, value = heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
-        mixed = attend(query, key, value, tokens.segments)
-        return self.out(mixed.reshape(rows, length, dim))
+        joint = self.qkv.rounded(hidden)
+        joint = joint.reshape(rows, length, 3, self.num_heads, dim // self.num_heads)
+        return attend_joint(joint, tokens.segments).reshape(rows, length, dim)
 
 
 class Mlp(nnx.Module):
+    """Up to the last product, which its norm takes with it."""
+
     def __init__(self, config: BertConfig):
         self.up = Linear(config.hidden_size, config.intermediate_size)
         self.down = Linear(config.intermediate_size, config.hidden_size)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
 
-    def __call__(self, hidden: Hidden) -> Hidden:
-        return self.down(self.activation(self.up(hidden)))
+    def __call__(self, hidden: Hidden) -> Float[Array, "rows length width"]:
+        return self.up.rounded(hidden, self.activation)

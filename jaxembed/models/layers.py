@@ -15,6 +15,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxembed.models import native
+
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """The exact form, x * Phi(x), by erf."""
@@ -36,7 +38,7 @@ class Linear(nnx.Module):
     """x @ kernel + bias. The product is summed in float32 whatever the kernel's dtype.
 
     A float32 kernel means float32, also within a bfloat16 program: the default precision is TF32
-    on GPU and bfloat16 passes on TPU.
+    on GPU and bfloat16 passes on TPU. A kernel in panels is multiplied by the kernels in C.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True):
@@ -44,7 +46,9 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(out_features, jnp.float32)) if bias else None
 
     def __call__(self, x: Float[Array, "rows length in"]) -> Float[Array, "rows length out"]:
-        kernel = self.kernel[...]
+        kernel, bias = self.parameters
+        if native.is_packed(kernel):
+            return native.linear(x, kernel, bias)
         contract = (((2,), (0,)), ((), ()))
         y = lax.dot_general(
             x.astype(kernel.dtype),
@@ -53,7 +57,22 @@ class Linear(nnx.Module):
             precision=lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )
-        return y if self.bias is None else y + self.bias[...][None, None]
+        return y if bias is None else y + bias[None, None]
+
+    def rounded(
+        self, x: Float[Array, "rows length in"], activation: str = "identity"
+    ) -> Float[Array, "rows length out"]:
+        """The activation of it in the kernel's dtype, for a product that would round it anyway."""
+        kernel, bias = self.parameters
+        if native.is_packed(kernel) and activation in ("identity", "gelu"):
+            gelu = activation == "gelu"
+            return native.linear(x, kernel, bias, gelu=gelu, dtype=str(kernel.dtype))
+        return ACTIVATIONS[activation](self(x)).astype(kernel.dtype)
+
+    @property
+    def parameters(self) -> tuple[Array, Array | None]:
+        """Kernel and bias."""
+        return self.kernel[...], None if self.bias is None else self.bias[...]
 
 
 class Embedding(nnx.Module):
@@ -93,6 +112,21 @@ class LayerNorm(nnx.Module):
         variance = row_mean(centred * centred)
         normal = centred * lax.rsqrt(variance + self.eps) * self.scale[...][None, None]
         return normal if self.bias is None else normal + self.bias[...][None, None]
+
+    @property
+    def parameters(self) -> tuple[Array, Array | None]:
+        """Scale and shift."""
+        return self.scale[...], None if self.bias is None else self.bias[...]
+
+    def of_sum(
+        self, hidden: Float[Array, "rows length dim"], linear: Linear, x: Float[Array, "..."]
+    ) -> Float[Array, "rows length dim"]:
+        """The norm of hidden + linear(x)."""
+        kernel, bias = linear.parameters
+        scale, shift = self.parameters
+        if native.is_packed(kernel) and shift is not None:
+            return native.linear_norm(x, kernel, bias, hidden, scale, shift, self.eps)
+        return self(hidden + linear(x))
 
 
 class RMSNorm(nnx.Module):

@@ -117,12 +117,14 @@ def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
 
 
 def _allowed(kind: type, field: str | None, message: str) -> str:
-    """The values a field takes, where msgspec only says that this one is not among them."""
-    if field is None or not message.startswith("Invalid enum value"):
+    """The names a field takes, where it takes only some: msgspec says that this one is not among
+    them, or that it is no text."""
+    if field is None or not message.startswith(("Invalid enum value", "Expected")):
         return ""
     hints = get_args(get_type_hints(kind).get(field))
     values = [value for hint in hints for value in (get_args(hint) or [hint])]
-    return "; wanted one of " + ", ".join(repr(value) for value in values if isinstance(value, str))
+    names = ", ".join(repr(value) for value in values if isinstance(value, str))
+    return f"; wanted one of {names}" if names else ""
 
 
 def read_inputs(raw: str | Sequence[str | int | list[int]], field: str) -> RequestInputs:
@@ -168,15 +170,16 @@ def priority_of(asked: AnyPriority | None) -> Priority | None:
     """What the body asks for or, where it does not, the header. Raises InvalidInput."""
     if asked is not None and not isinstance(asked, int):
         return asked
-    header = request.headers.get(PRIORITY)
-    if header is None:
+    headers = request.headers.getlist(PRIORITY)
+    if not headers:
         return None
+    header = ", ".join(headers)  # what one that is sent twice means in HTTP
     for priority in get_args(Priority):
         if header == priority:
             return priority
     wanted = ", ".join(map(repr, get_args(Priority)))
     raise InvalidInput(
-        f"the header `{PRIORITY}` must be one of {wanted}. Given: {header!r}", field=PRIORITY
+        f"the header `{PRIORITY}` must be one of {wanted}, once. Given: {header!r}", field=PRIORITY
     )
 
 

@@ -3,11 +3,12 @@
 Knows no model: whoever has texts brings what counts their tokens.
 """
 
-import json
+import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,13 +17,22 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxembed.errors import ConfigError
+from jaxembed.json_file import read_json, shown
 
 SAMPLE = 20_000  # texts that are tokenized; their lengths' quantiles are known to 1 % by then
 CHUNK = 1024  # texts tokenized in one call
 LONGEST = 2**19  # no model takes more
 SERIES = "jaxembed_input_tokens"
 FETCH_S = 10.0
-WANTED = 'a list of lengths such as [9, 12, 9], or counts by length such as {"9": 2, "12": 1}'
+MOST_INPUTS = 2**40  # of one length; their sum must be an int64
+WANTED = (
+    'a list of lengths such as [9, 12, 9], or counts by length such as {"9": 2, "12": 1}; '
+    "texts go into a .txt or .jsonl file"
+)
+SERVER = (
+    "wanted a server of ours such as http://127.0.0.1:8080; one with --prometheus-port has its "
+    "metrics at that port"
+)
 
 
 @dataclass(frozen=True)
@@ -102,21 +112,27 @@ def _sample(texts: Iterable[str]) -> list[str]:
 
 def of_file(path: Path) -> Lengths:
     """From JSON: a list of lengths, or an object of counts by length. Raises ConfigError."""
-    try:
-        said = json.loads(path.read_text())
-        if isinstance(said, list):
-            pairs = [(length, 1) for length in said]
-        else:
-            pairs = [(int(length), count) for length, count in said.items()]
-        if not all(type(number) is int for pair in pairs for number in pair):
-            raise ValueError("a length or a count that is no whole number")
-        if any(length < 1 or count < 0 for length, count in pairs):
-            raise ValueError("a length below 1 or a count below 0")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{path}: wanted {WANTED}, got {error}") from error
+    said = read_json(path, str(path), WANTED)
+    pairs: list[tuple[Any, Any]]  # of whatever JSON has
+    if isinstance(said, dict):
+        pairs = [(_number(length), count) for length, count in said.items()]
+    elif isinstance(said, list):
+        pairs = [(length, 1) for length in said]
+    else:
+        raise ConfigError(f"{path}: it holds {shown(said)}; wanted {WANTED}")
+    for length, count in pairs:
+        if type(length) is not int or length < 1:
+            raise ConfigError(f"{path}: {shown(length)} is no length in tokens; wanted {WANTED}")
+        if type(count) is not int or not 0 <= count <= MOST_INPUTS:
+            raise ConfigError(
+                f"{path}: {shown(count)} is no count of inputs of {length} tokens; wanted {WANTED}"
+            )
     return _lengths(pairs, str(path))
+
+
+def _number(key: str) -> int | str:
+    """A key of a JSON object as the number it may be."""
+    return int(key) if key.isascii() and key.isdecimal() and len(key) < 20 else key
 
 
 def of_server(url: str, model: str | None = None) -> Lengths:
@@ -127,24 +143,40 @@ def of_server(url: str, model: str | None = None) -> Lengths:
     url = url if url.endswith("/metrics") else url.rstrip("/") + "/metrics"
     try:
         with urllib.request.urlopen(url, timeout=FETCH_S) as answer:
-            text = answer.read().decode()
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        raise ConfigError(f"cannot read {url}: {getattr(error, 'reason', error)}") from error
+            text = answer.read().decode(errors="replace")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ConfigError(f"cannot read {url}: {_reason(error)}; {SERVER}") from error
     return _lengths(list(_spread(_buckets(text, model, url))), url)
+
+
+def _reason(error: Exception) -> str:
+    """Why a URL could not be read. Servers of HTTP/1.1 may leave the status without a phrase."""
+    if isinstance(error, urllib.error.HTTPError):
+        known = error.code in [status.value for status in HTTPStatus]
+        return f"HTTP {error.code} {HTTPStatus(error.code).phrase if known else ''}".rstrip()
+    if isinstance(error, http.client.InvalidURL) or type(error) is ValueError:
+        return "it is no URL"
+    if isinstance(error, http.client.HTTPException):
+        return "what answers does not speak HTTP"
+    cause = getattr(error, "reason", error)
+    return getattr(cause, "strerror", None) or str(cause)
 
 
 def _buckets(text: str, model: str | None, url: str) -> list[tuple[int, int]]:
     """Upper bound of each bucket of the histogram and the inputs up to there."""
     try:
         families = {family.name: family for family in text_string_to_metric_families(text)}
-    except ValueError as error:
-        raise ConfigError(f"{url}: no metrics of jaxembed: {error}") from error
+    except (ValueError, IndexError) as error:  # as the parser meets what it does not know
+        raise ConfigError(f"{url} answers with no metrics; {SERVER}") from error
     if SERIES not in families:
-        raise ConfigError(f"{url}: has no series {SERIES}; is it a server of jaxembed?")
+        raise ConfigError(f"{url} has no series {SERIES}; {SERVER}")
     samples = [s for s in families[SERIES].samples if s.name.endswith("_bucket")]
     names = sorted({s.labels["model"] for s in samples if "model" in s.labels})
     if names and model not in names:
-        raise ConfigError(f"{url}: serves {', '.join(names)}; say which with --served-model-name")
+        asked = "" if model is None else f", not {model}"
+        raise ConfigError(
+            f"{url} serves {', '.join(names)}{asked}; say which with --served-model-name"
+        )
     chosen = [s for s in samples if not names or s.labels["model"] == model]
     return [(int(float(s.labels["le"])), int(s.value)) for s in chosen if s.labels["le"] != "+Inf"]
 

@@ -68,6 +68,8 @@ def check_picture(path: Path) -> None:
     """Raises ConfigError unless a picture can be drawn there."""
     if path.suffix not in PICTURES:
         raise ConfigError(f"--picture {path}: wanted a name that ends in {' or '.join(PICTURES)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--picture {path}: there is no directory {path.absolute().parent}")
     try:
         import matplotlib  # noqa: F401  only pictures need it
     except ImportError as error:
@@ -112,8 +114,8 @@ def draw(tuning: Tuning, path: Path) -> None:
     figure.colorbar(points, ax=bottom, label="log10 of microseconds a token")
     try:
         figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--picture {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot write --picture {path}: {error.strerror}") from error
 
 
 def _cheapest(tuning: Tuning) -> float:

@@ -267,7 +267,7 @@ class _Tuner:
         """Row lengths up to what holds the longest input, or several usual ones; beyond only the
         limit and those in use."""
         fitting = row_lengths(self._limit)
-        attention = self.model.plan.attention
+        attention = self.model.plan.kernels
         if attention.taken:  # in other rows no kernel was tried
             fitting = list(attention.lengths)
         longest = next(length for length in fitting if length >= self.lengths.longest)

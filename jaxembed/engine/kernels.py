@@ -1,4 +1,5 @@
-"""Which attention each row length gets: on an accelerator every kernel there is tried beside XLA.
+"""Which kernels stand in for XLA's own programs. On an accelerator every attention there is tried
+beside XLA's in each row length; on a CPU it is the kernels in C, for products too, or none.
 
 A kernel is used where its numbers are right and it is faster. No failure in here stops the start.
 """
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,15 +21,15 @@ from jax.sharding import SingleDeviceSharding
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.replica import FLOAT32, Device, compiler_options
 from jaxembed.errors import ConfigError
-from jaxembed.models import Program, kernels
-from jaxembed.models.attention import Attend, Sight, by_xla, using
+from jaxembed.models import Program, kernels, native
+from jaxembed.models.attention import Attend, Sight, by_native, by_xla, using
 from jaxembed.models.kernels import SHORTEST_ROW, Call, Kernel
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import DType
 
 logger = logging.getLogger(__name__)
 
-AUTO, XLA = "auto", "xla"
+AUTO, XLA, NATIVE = "auto", "xla", "native"
 PROBE_S = 20.0  # rows whose turn comes later stay with XLA
 PROBE_TOKENS = 16_384  # in a batch that is timed, or one row if it is longer
 RUNS = 10  # one behind the other, timed together
@@ -46,15 +48,19 @@ class Choice:
     lengths: tuple[int, ...] = ()
     taken: Mapping[int, Kernel] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    native: bool = False  # the kernels in C, for products too
 
     def implementation(self, bucket: Bucket) -> Attend:
         """What the programs of a bucket attend with."""
+        if self.native:
+            return by_native
         kernel = self.taken.get(bucket.length)
         return partial(kernel.attend, slots=bucket.slots) if kernel else by_xla
 
     def describe(self) -> dict[str, dict[str, str]]:
         """What rows of each length use, and the last reason why a kernel is not used in some."""
-        used = {str(n): self.taken[n].name if n in self.taken else XLA for n in self.lengths}
+        default = NATIVE if self.native else XLA
+        used = {str(n): self.taken[n].name if n in self.taken else default for n in self.lengths}
         return {"used": used, "not_used": dict(self.refused)}
 
 
@@ -65,29 +71,45 @@ def choose(
     grid: BucketGrid,
     wanted: str = AUTO,
     known: Kernels | None = None,
+    cache_dir: Path | None = None,
 ) -> Choice:
     """Try kernels on what this model asks of attention, each row length of the grid for itself.
 
     `wanted` is "auto", "xla", or the kernel to use wherever it is right, fast or not. `known` are
-    the kernels by name; None: those of the device's platform. Raises ConfigError, naming
-    --attention, where the kernel that was wanted can be used nowhere.
+    the kernels by name; None: those of the device's platform. Compiled ones are kept in
+    `cache_dir`. Raises ConfigError, naming --kernels, where what was wanted can be used nowhere.
     """
     known = _of_platform(device.platform) if known is None else known
-    if wanted not in (AUTO, XLA, *known):
-        there = ", ".join([AUTO, XLA, *known])
-        raise ConfigError(f"--attention {wanted}: on {device.platform} there are {there}")
-    if wanted != AUTO:
-        known = {name: known[name] for name in known if name == wanted}
+    folder = cache_dir if device.platform == "cpu" else None
+    there = [AUTO, XLA, *([NATIVE] if folder else []), *known]
+    if wanted not in there:
+        raise ConfigError(f"--kernels {wanted}: on {device.platform} there are {', '.join(there)}")
     lengths = tuple(sorted({bucket.length for bucket in grid.buckets}))
-    if not known:
-        return Choice(lengths)
-    taken, refused = _tried(program, device, dtype, lengths, known, wanted == AUTO)
-    if wanted != AUTO and not taken:
-        reason = refused.get(wanted, f"no row holds {SHORTEST_ROW} tokens")
-        raise ConfigError(f"--attention {wanted} can be used nowhere: {reason}")
-    choice = Choice(lengths, taken, refused)
-    logger.info("attention: used %(used)s, not used %(not_used)s", choice.describe())
+    if folder and wanted in (AUTO, NATIVE):
+        choice = _in_c(dtype, lengths, folder)
+    else:
+        if wanted != AUTO:
+            known = {name: known[name] for name in known if name == wanted}
+        taken, refused = {}, {}
+        if known:
+            taken, refused = _tried(program, device, dtype, lengths, known, wanted == AUTO)
+        choice = Choice(lengths, taken, refused)
+    if wanted not in (AUTO, XLA) and not choice.taken and not choice.native:
+        reason = choice.refused.get(wanted, f"no row holds {SHORTEST_ROW} tokens")
+        raise ConfigError(f"--kernels {wanted} can be used nowhere: {reason}")
+    if choice.taken or choice.native or choice.refused:
+        logger.info("kernels: used %(used)s, not used %(not_used)s", choice.describe())
     return choice
+
+
+def _in_c(dtype: DType, lengths: tuple[int, ...], cache_dir: Path) -> Choice:
+    if dtype != "bfloat16":
+        return Choice(lengths, refused={NATIVE: f"computes in bfloat16, this model in {dtype}"})
+    try:
+        native.load(cache_dir)
+    except native.Unavailable as error:
+        return Choice(lengths, refused={NATIVE: str(error)})
+    return Choice(lengths, native=True)
 
 
 def calls(program: Program, dtype: DType) -> Counter[Call]:

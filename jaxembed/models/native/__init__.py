@@ -1,0 +1,273 @@
+"""Products and attention in bfloat16 on x86-64, in C, called by XLA:CPU's programs.
+
+XLA:CPU runs a transformer as many small loops over memory, and reaches a fifth of what the tiles of
+AMX can do. native.c does a layer in five calls. It is compiled where it runs, by the machine's own
+compiler, against the headers that jaxlib brings: without a compiler, or without AVX512_BF16, XLA
+does it all.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, BFloat16, Float, Int
+
+SOURCE = Path(__file__).with_name("native.c")
+CPU = Path("/proc/cpuinfo")
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-shared")
+COMPILERS = ("cc", "gcc", "clang")
+COMPILE_S = 120.0
+CHECK_S = 20.0
+CALLS = ("linear", "attention", "joint_attention", "self_attention", "mlp")
+FAULTS = {  # what jaxembed_check of native.c returns
+    2: "the system does not let this process use AMX",
+    3: "there was no memory for the check",
+    4: "what was compiled gives wrong numbers on this machine",
+}
+
+TILE = 16  # lines of a tile: tokens, or neighbouring pairs of features
+PANEL = 32  # columns that lie together
+
+Heads = BFloat16[Array, "rows length heads width"]
+Grouped = BFloat16[Array, "rows length groups width"]
+Joint = BFloat16[Array, "rows length three heads width"]
+Panels = BFloat16[Array, "columns steps two pairs lanes both"]
+Segments = Int[Array, "rows length"]
+
+
+class Unavailable(Exception):
+    """Why this machine has no native kernels, in one line."""
+
+
+_loading = threading.Lock()
+_library: ctypes.CDLL | None = None
+
+
+def load(cache_dir: Path) -> None:
+    """Let XLA call the kernels, which are compiled and tried once and then kept in `cache_dir`.
+
+    The first ones serve the whole process: XLA refuses others of the same name. Raises Unavailable.
+    """
+    global _library
+    with _loading:
+        if _library is None:
+            _library = _loaded(cache_dir)
+
+
+def packable(name: str, shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether a parameter is the kernel of a product that `linear` takes."""
+    matrix = name.endswith(".kernel") and len(shape) == 2 and dtype == "bfloat16"
+    return matrix and shape[0] % PANEL == 0 and shape[1] % PANEL == 0
+
+
+def packed(kernel: np.ndarray) -> np.ndarray:
+    """`[K, N]` as the panels native.c takes: `[N / 32, K / 32, 2, 16, 16, 2]`, the axes being
+    columns by 32, features by 32, tiles of 16 columns, pairs of features, columns, a pair."""
+    k, n = kernel.shape
+    split = kernel.reshape(k // PANEL, TILE, 2, n // PANEL, 2, TILE)
+    return np.ascontiguousarray(split.transpose(3, 0, 4, 1, 5, 2))
+
+
+def is_packed(kernel: Array) -> bool:
+    """Whether a parameter lies in panels."""
+    return kernel.ndim == 6
+
+
+def linear(
+    x: Float[Array, "rows length in"],
+    kernel: Panels,
+    bias: Float[Array, " out"] | None,
+    *,
+    gelu: bool = False,
+    dtype: str = "float32",
+) -> Float[Array, "rows length out"]:
+    """x . kernel + bias, through the exact gelu if wanted, rounded to `dtype` at the end.
+
+    x is bfloat16, or float32 that is rounded to it; sums are float32.
+    """
+    return _linear(x, kernel, bias, (), mode=int(gelu), eps=0.0, dtype=dtype)
+
+
+def linear_norm(
+    x: Float[Array, "rows length in"],
+    kernel: Panels,
+    bias: Float[Array, " out"] | None,
+    residual: Float[Array, "rows length out"],
+    scale: Float[Array, " out"],
+    shift: Float[Array, " out"],
+    eps: float,
+) -> Float[Array, "rows length out"]:
+    """The layer norm of residual + x . kernel + bias, in float32."""
+    return _linear(x, kernel, bias, (residual, scale, shift), mode=2, eps=eps, dtype="float32")
+
+
+def takes(length: int, width: int, dtype: str) -> bool:
+    """Whether `attention` takes rows of a length and heads of a width."""
+    return length % TILE == 0 and width % PANEL == 0 and dtype == "bfloat16"
+
+
+def attention(
+    query: Heads, key: Grouped, value: Grouped, segments: Segments, causal: bool, reach: int | None
+) -> Heads:
+    """As models.attention.attend; zeros in padding. Keys of other segments cost nothing."""
+    call = jax.ffi.ffi_call("jaxembed_attention", jax.ShapeDtypeStruct(query.shape, query.dtype))
+    return call(query, key, value, segments, **_sight(causal, reach))
+
+
+def joint_attention(joint: Joint, segments: Segments, causal: bool, reach: int | None) -> Heads:
+    """The same for query, key and value side by side, as one product makes them."""
+    rows, length, _, heads, width = joint.shape
+    shape = jax.ShapeDtypeStruct((rows, length, heads, width), joint.dtype)
+    call = jax.ffi.ffi_call("jaxembed_joint_attention", shape)
+    return call(joint, segments, **_sight(causal, reach))
+
+
+def takes_layer(hidden: Float[Array, "rows length dim"], heads: int, *kernels: Array) -> bool:
+    """Whether `self_attention` and `mlp` take a layer. A few tokens are faster product by product:
+    their columns are shared out over the cores."""
+    rows, length, dim = hidden.shape
+    fits = rows * length > PANEL and takes(length, dim // heads, "bfloat16")
+    return fits and all(map(is_packed, kernels))
+
+
+def self_attention(
+    hidden: Float[Array, "rows length dim"],
+    kernel: Panels,
+    bias: Float[Array, " joint"],
+    segments: Segments,
+    heads: int,
+) -> BFloat16[Array, "rows length dim"]:
+    """The product that makes queries, keys and values, and their attention."""
+    call = jax.ffi.ffi_call(
+        "jaxembed_self_attention", jax.ShapeDtypeStruct(hidden.shape, jnp.bfloat16)
+    )
+    return call(hidden, kernel, bias, segments, heads=np.int64(heads))
+
+
+def mlp(
+    mixed: BFloat16[Array, "rows length dim"],
+    hidden: Float[Array, "rows length dim"],
+    out: tuple[Array, ...],
+    up: tuple[Array, ...],
+    down: tuple[Array, ...],
+    eps: float,
+) -> Float[Array, "rows length dim"]:
+    """What is behind attention in a layer: hidden = norm(hidden + mixed . out), then
+    norm(hidden + gelu(hidden . up) . down). Each has kernel and bias, `out` and `down` their norm's
+    scale and shift too."""
+    call = jax.ffi.ffi_call("jaxembed_mlp", jax.ShapeDtypeStruct(hidden.shape, jnp.float32))
+    return call(mixed, hidden, *out, *up, *down, eps=np.float32(eps))
+
+
+def _sight(causal: bool, reach: int | None) -> dict[str, np.int64]:
+    return {"causal": np.int64(causal), "reach": np.int64(-1 if reach is None else reach)}
+
+
+def _linear(x, kernel, bias, norm, *, mode: int, eps: float, dtype: str):
+    columns, _, tiles, _, lanes, _ = kernel.shape
+    out = columns * tiles * lanes
+    bias = jnp.zeros(out, jnp.float32) if bias is None else bias
+    shape = jax.ShapeDtypeStruct((*x.shape[:-1], out), jnp.dtype(dtype))
+    call = jax.ffi.ffi_call("jaxembed_linear", shape)
+    return call(x, kernel, bias, *norm, mode=np.int64(mode), eps=np.float32(eps))
+
+
+def _loaded(cache_dir: Path) -> ctypes.CDLL:
+    _require_bfloat16()
+    try:
+        library = ctypes.CDLL(str(_compiled(cache_dir)))
+    except OSError as error:
+        raise Unavailable(f"cannot load what was compiled: {error}") from error
+    if library.jaxembed_prepare():
+        raise Unavailable(FAULTS[2])
+    for name in CALLS:
+        entry = jax.ffi.pycapsule(getattr(library, f"jaxembed_{name}"))
+        jax.ffi.register_ffi_target(f"jaxembed_{name}", entry, platform="cpu")
+    return library
+
+
+def _require_bfloat16() -> None:
+    try:
+        abilities = CPU.read_text()
+    except OSError:
+        abilities = ""
+    if "avx512_bf16" not in abilities:
+        raise Unavailable("this CPU has no AVX512_BF16, or the system does not say so")
+
+
+def _compiled(cache_dir: Path) -> Path:
+    """The shared library for this machine. A failed one is never kept."""
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
+    try:
+        parts = [SOURCE.read_bytes(), header.read_bytes(), " ".join(FLAGS).encode()]
+    except OSError as error:
+        raise Unavailable(f"cannot read {error.filename}: {error.strerror}") from error
+    key = hashlib.sha256(b"\0".join([*parts, _abilities()])).hexdigest()[:16]
+    library = cache_dir / f"native-{key}.so"
+    if library.exists():
+        return library
+    compiler = _compiler()
+    partial = library.with_name(f".{library.name}.{os.getpid()}")
+    try:
+        cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _compile(compiler, partial)
+        _check(partial)
+        partial.replace(library)
+    except OSError as error:
+        raise Unavailable(f"cannot compile in {cache_dir}: {error.strerror}") from error
+    finally:
+        with suppress(OSError):  # such as there being no directory
+            partial.unlink()
+    return library
+
+
+def _compiler() -> str:
+    named = os.environ.get("CC")
+    found = next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
+    if found is None and named:
+        raise Unavailable(f"there is no C compiler {named}, which CC names")
+    if found is None:
+        raise Unavailable("there is no C compiler: install gcc or clang, or name one in CC")
+    return found
+
+
+def _abilities() -> bytes:
+    """What the compiler looks at when it compiles for this machine."""
+    lines = CPU.read_bytes().splitlines()
+    return b"\n".join(sorted({line for line in lines if line.startswith((b"model", b"flags"))}))
+
+
+def _compile(compiler: str, library: Path) -> None:
+    include = f"-I{jax.ffi.include_dir()}"
+    done = _run([compiler, *FLAGS, include, str(SOURCE), "-o", str(library)], COMPILE_S)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        said = next((line for line in lines if "error" in line), lines[-1] if lines else "nothing")
+        raise Unavailable(f"{compiler} exited with {done.returncode}: {said[:200]}")
+
+
+def _check(library: Path) -> None:
+    """In a process of its own: what crashes there does not take the server with it."""
+    code = f"import ctypes, sys; sys.exit(ctypes.CDLL({str(library)!r}).jaxembed_check())"
+    status = _run([sys.executable, "-c", code], CHECK_S).returncode
+    if status:
+        crash = f"what was compiled does not run on this machine: exit status {status}"
+        raise Unavailable(FAULTS.get(status, crash))
+
+
+def _run(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=seconds
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"{command[0]} took more than {seconds:.0f} s") from error

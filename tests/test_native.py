@@ -1,0 +1,665 @@
+"""The kernels in C: products and attention against float32, with AMX's tiles and without, and what
+keeps a machine from having them."""
+
+import ctypes
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxembed.models import native
+from jaxembed.models.attention import EVERYTHING, Sight, attend_joint, by_native, by_xla, using
+from jaxembed.models.layers import gelu
+
+WITHOUT_TILES = ("-mno-amx-bf16", "-mno-amx-tile")
+ROUNDED = 2.0**-8  # twice what rounding to bfloat16 changes: a sum may round to either side
+
+
+@pytest.fixture(name="way", scope="module", params=["usual", "without tiles"])
+def _way(request, native_kernels, tmp_path_factory):
+    """Both ways through native.c. The one without AMX has calls of its own names."""
+    if request.param == "usual":
+        yield request.param
+        return
+    if "amx_bf16" not in native.CPU.read_text():
+        pytest.skip("without AMX the usual way is this one")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "FLAGS", (*native.FLAGS, *WITHOUT_TILES))
+        library = ctypes.CDLL(str(native._compiled(tmp_path_factory.mktemp("native"))))
+        for name in native.CALLS:
+            entry = jax.ffi.pycapsule(getattr(library, f"jaxembed_{name}"))
+            jax.ffi.register_ffi_target(f"jaxembed_{name}_without_tiles", entry, platform="cpu")
+        usual = jax.ffi.ffi_call
+        patch.setattr(
+            jax.ffi, "ffi_call", lambda name, shape: usual(f"{name}_without_tiles", shape)
+        )
+        yield request.param
+
+
+def drawn(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """To bfloat16 and back."""
+    return x.astype(jnp.bfloat16).astype(np.float32)
+
+
+# ---- products
+
+
+def kernel_of(k: int, n: int) -> np.ndarray:
+    return rounded(drawn(k, n, seed=1) * np.float32(k**-0.5))
+
+
+def panels(kernel: np.ndarray) -> np.ndarray:
+    return native.packed(kernel.astype(jnp.bfloat16))
+
+
+def assert_near(got, wanted, dtype: str) -> None:
+    """Sums of at most 1536 terms of size one over their root, in float32."""
+    got = np.asarray(got)
+    assert got.dtype == jnp.dtype(dtype)
+    rtol = 1e-5 if dtype == "float32" else ROUNDED
+    np.testing.assert_allclose(got.astype(np.float32), wanted, rtol=rtol, atol=2e-5)
+
+
+# the dtype of x, whether there is a bias, gelu, the dtype of the result
+VARIANTS = (
+    ("float32", True, False, "float32"),
+    ("float32", False, True, "bfloat16"),
+    ("float32", True, False, "bfloat16"),
+    ("bfloat16", False, False, "float32"),
+    ("bfloat16", True, True, "float32"),
+    ("bfloat16", True, True, "bfloat16"),
+    ("bfloat16", False, False, "bfloat16"),
+)
+ROWS = (1, 7, 16, 40, 129, 2048)
+SIZES = (
+    (32, 32),
+    (32, 1536),
+    (64, 64),
+    (64, 96),
+    (96, 32),
+    (96, 384),
+    (384, 64),
+    (384, 1536),
+    (1536, 96),
+    (1536, 384),
+)
+
+
+@pytest.mark.parametrize(("k", "n"), SIZES)
+def test_a_product_is_that_of_the_rounded_operands(way, k, n):
+    """Each number of rows at each size, the variants in turn."""
+    x, kernel, bias = drawn(max(ROWS), k), kernel_of(k, n), drawn(n, seed=2)
+    turn = SIZES.index((k, n))
+    variants = [VARIANTS[(turn + i) % len(VARIANTS)] for i in range(len(ROWS))]
+
+    @jax.jit
+    def products(xs, kernel, bias):
+        return [
+            native.linear(x, kernel, bias if has_bias else None, gelu=is_gelu, dtype=dtype)
+            for x, (_, has_bias, is_gelu, dtype) in zip(xs, variants, strict=True)
+        ]
+
+    xs = [x[None, :rows].astype(narrow) for rows, (narrow, *_) in zip(ROWS, variants, strict=True)]
+    got = products(xs, panels(kernel), bias)
+    plain = rounded(x) @ kernel
+    for rows, y, (_, has_bias, is_gelu, dtype) in zip(ROWS, got, variants, strict=True):
+        wanted = plain[:rows] + has_bias * bias
+        assert_near(y[0], gelu(jnp.asarray(wanted)) if is_gelu else wanted, dtype)
+
+
+@pytest.mark.parametrize(("k", "n"), [(32, 32), (384, 96), (96, 1536), (1536, 384)])
+def test_the_norm_of_a_sum_is_that_of_its_parts(way, k, n):
+    x, kernel, bias = drawn(max(ROWS), k), kernel_of(k, n), drawn(n, seed=2)
+    residual, scale, shift = drawn(max(ROWS), n, seed=3), drawn(n, seed=4), drawn(n, seed=5)
+
+    @jax.jit
+    def norms(xs, residuals, kernel, bias, scale, shift):
+        return [
+            native.linear_norm(
+                x, kernel, bias if i % 2 else None, residual, scale, shift, eps=1e-12
+            )
+            for i, (x, residual) in enumerate(zip(xs, residuals, strict=True))
+        ]
+
+    dtypes = ["bfloat16", "float32", "float32"] * 2
+    xs = [x[None, :rows].astype(dtype) for rows, dtype in zip(ROWS, dtypes, strict=True)]
+    residuals = [residual[None, :rows] for rows in ROWS]
+    got = norms(xs, residuals, panels(kernel), bias, scale, shift)
+    for i, (rows, y) in enumerate(zip(ROWS, got, strict=True)):
+        total = residual[:rows] + (rounded(x) @ kernel)[:rows] + i % 2 * bias
+        centred = total - total.mean(axis=-1, keepdims=True)
+        normal = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-12)
+        assert_near(y[0], normal * scale + shift, "float32")
+
+
+def test_rows_of_several_sequences_are_multiplied_one_by_one(way):
+    """And NaN or a huge number in one row stays there."""
+    x, kernel = drawn(3, 43, 96), kernel_of(96, 64)
+    run = jax.jit(lambda x: native.linear(x, jnp.asarray(panels(kernel)), None))
+    clean = np.asarray(run(x))
+    assert clean.shape == (3, 43, 64)
+    x[1, 5], x[2, 42] = np.nan, 1e30
+    poisoned = np.asarray(run(x))
+    assert np.isnan(poisoned[1, 5]).all()
+    others = np.ones((3, 43), bool)
+    others[1, 5] = others[2, 42] = False
+    np.testing.assert_array_equal(poisoned[others], clean[others])
+
+
+def test_the_ends_of_gelu(way):
+    """What is far below zero vanishes, what is far above stays, NaN is seen."""
+    x = np.zeros((1, 8, 32), np.float32)
+    x[0, :, 0] = [-8192, -8, -4, -3.25, 3.25, 8, 8192, np.nan]
+    identity = jnp.asarray(panels(np.eye(32, dtype=np.float32)))
+    y = np.asarray(jax.jit(lambda x: native.linear(x, identity, None, gelu=True))(x))
+    wanted = np.asarray(gelu(jnp.asarray(x)))
+    assert np.isnan(y[0, 7]).any()
+    # the polynomial is off by 6e-6 of what is multiplied with it
+    np.testing.assert_array_less(np.abs(y - wanted)[0, :7], 6e-6 * np.abs(x[0, :7]) + 1e-9)
+
+
+def test_only_kernels_of_whole_panels_are_packable():
+    assert native.packable("tower.layers.0.mlp.up.kernel", (64, 96), "bfloat16")
+    assert not native.packable("tower.layers.0.mlp.up.kernel", (64, 96), "float32")
+    assert not native.packable("tower.layers.0.mlp.up.kernel", (48, 96), "bfloat16")
+    assert not native.packable("tower.layers.0.mlp.up.kernel", (64, 80), "bfloat16")
+    assert not native.packable("tower.embeddings.word.embedding", (64, 96), "bfloat16")
+    assert not native.packable("tower.layers.0.mlp.up.bias", (64,), "bfloat16")
+
+
+def test_packing_moves_each_element_once():
+    kernel = np.arange(64 * 96, dtype=np.float32).reshape(64, 96)
+    packed = native.packed(kernel)
+    assert packed.shape == (3, 2, 2, 16, 16, 2)
+    assert native.is_packed(jnp.asarray(packed))
+    assert not native.is_packed(jnp.asarray(kernel))
+    # column 70, feature 45: columns of 32, features of 32, tiles of 16, pairs, lanes
+    assert packed[2, 1, 0, 6, 6, 1] == kernel[45, 70]
+    np.testing.assert_array_equal(np.sort(packed, axis=None), kernel.ravel())
+
+
+# ---- attention
+
+
+@dataclass(frozen=True)
+class Case:
+    length: int
+    heads: int
+    groups: int
+    width: int
+    causal: bool = False
+    reach: int | None = None
+    rows: int = 3
+
+    @property
+    def sight(self) -> Sight:
+        return Sight(self.causal, self.reach)
+
+
+CASES = (
+    Case(16, 2, 2, 32),
+    Case(32, 4, 2, 32, causal=True, rows=9),
+    Case(32, 2, 2, 64, reach=3, rows=8),
+    Case(48, 4, 1, 64, reach=1),
+    Case(64, 2, 2, 96, causal=True, reach=2),
+    Case(80, 2, 1, 128, reach=7),
+    Case(112, 3, 3, 32, reach=16),
+    Case(128, 4, 2, 64, causal=True, reach=15),
+    Case(144, 2, 2, 32, reach=31),
+    Case(208, 6, 2, 32),
+    Case(256, 2, 2, 128, causal=True, reach=33),
+    Case(272, 2, 1, 96, causal=True, reach=64),
+    Case(528, 2, 2, 32),
+    Case(528, 2, 1, 64, reach=70),
+)
+
+
+@cache
+def operands(case: Case) -> tuple[np.ndarray, ...]:
+    """Scores of size four, so that a key too many or too few is seen wherever it lies."""
+    shape = (case.rows, case.length)
+    query = rounded(4 * drawn(*shape, case.heads, case.width))
+    key = rounded(drawn(*shape, case.groups, case.width, seed=1))
+    return query, key, rounded(drawn(*shape, case.groups, case.width, seed=2))
+
+
+def exactly(query, key, value, segments, sight: Sight) -> np.ndarray:
+    """In float32 by numpy: a program of XLA's takes a second to compile, for each case."""
+    per_group = query.shape[2] // key.shape[2]
+    real = (segments != 0)[..., None, None]
+    query, key, value = (
+        np.where(real, x, np.float32(0)).swapaxes(1, 2) for x in (query, key, value)
+    )
+    key, value = (np.repeat(x, per_group, axis=1) for x in (key, value))
+    scores = query @ key.swapaxes(2, 3) * np.float32(query.shape[3] ** -0.5)
+    at = np.arange(segments.shape[1])
+    distance = at[:, None] - at
+    seen = segments[:, None, :, None] == segments[:, None, None, :]
+    seen = seen & ((distance >= 0) | (not sight.causal))
+    if sight.reach is not None:
+        seen &= abs(distance) <= sight.reach
+    scores = np.where(seen, scores, np.float32(-np.inf))
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return (weights @ value / weights.sum(axis=-1, keepdims=True)).swapaxes(1, 2)
+
+
+@cache
+def natively(case: Case, way: str):
+    """Attention and, where keys have as many heads, joint attention. `way` is for the cache."""
+
+    @jax.jit
+    def run(query, key, value, joint, segments):
+        mixed = [native.attention(query, key, value, segments, case.causal, case.reach)]
+        if joint is not None:
+            mixed.append(native.joint_attention(joint, segments, case.causal, case.reach))
+        return mixed
+
+    def joined(*three):
+        narrow = [x.astype(jnp.bfloat16) for x in three[:3]]
+        joint = np.stack(narrow, axis=2) if case.heads == case.groups else None
+        return run(*narrow, joint, three[3])
+
+    return joined
+
+
+def assert_attends(case: Case, way: str, segments: np.ndarray) -> None:
+    padding = (segments == 0)[..., None, None]
+    poisoned = [np.where(padding, np.float32(np.nan), x) for x in operands(case)]
+    wanted = exactly(*poisoned, segments, case.sight)
+    for mixed in natively(case, way)(*poisoned, segments):
+        assert_mixed(mixed, wanted, segments)
+
+
+def assert_mixed(mixed, wanted: np.ndarray, segments: np.ndarray) -> None:
+    assert mixed.dtype == jnp.bfloat16
+    got, real = np.asarray(mixed, np.float32), segments != 0
+    np.testing.assert_array_equal(got[~real], 0.0)
+    # weights and the result are rounded to bfloat16, values are of size four at most
+    np.testing.assert_allclose(got[real], wanted[real], rtol=ROUNDED, atol=2 * ROUNDED)
+
+
+def laid_out(rows: list[list[tuple[int, int]]], length: int) -> np.ndarray:
+    """Segments by so much padding before each and their length; what does not fit is cut."""
+    segments = np.zeros((len(rows), length), np.int32)
+    for row, layout in zip(segments, rows, strict=True):
+        at = 0
+        for slot, (gap, size) in enumerate(layout, start=1):
+            row[at + gap : at + gap + size] = slot
+            at += gap + size
+    return segments
+
+
+@st.composite
+def layouts(draw, case: Case) -> np.ndarray:
+    size = st.one_of(st.just(1), st.integers(1, 40), st.integers(1, case.length))
+    gap = st.sampled_from([0, 0, 0, 1, 2, 15, 33])
+    row = st.lists(st.tuples(gap, size), max_size=8)
+    return laid_out([draw(row) for _ in range(case.rows)], case.length)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_full_empty_and_tiny_rows_attend_to_themselves(way, case):
+    rest = [[(0, 5), (0, 7), (0, 3)], [(1, 9)]] * case.rows
+    rows = [[(0, case.length)], [], [(0, 1)], [(case.length - 1, 1)], *rest][: case.rows]
+    assert_attends(case, way, laid_out(rows, case.length))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@given(data=st.data())
+@settings(max_examples=6, deadline=None)
+def test_each_segment_attends_to_itself_wherever_it_lies(way, case, data):
+    assert_attends(case, way, data.draw(layouts(case)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_reach(way, causal):
+    case = Case(80, 1, 1, 32)
+    segments = laid_out([[(0, 80)], [(3, 37), (0, 40)], [(0, 79)]], 80)
+
+    @jax.jit
+    def attends(*four):
+        return [native.attention(*four, causal, reach) for reach in range(71)]
+
+    narrow = [x.astype(jnp.bfloat16) for x in operands(case)]
+    for reach, got in enumerate(attends(*narrow, segments)):
+        wanted = exactly(*operands(case), segments, Sight(causal, reach))
+        assert_mixed(got, wanted, segments)
+
+
+@pytest.mark.parametrize("case", [Case(64, 4, 2, 32), Case(144, 2, 2, 32, reach=31)], ids=str)
+def test_xla_gives_the_same_in_float32(native_kernels, case):
+    segments = laid_out([[(0, 20), (0, 35)], [(2, 7), (0, 30)], [(5, 40)]], case.length)
+    program = jax.jit(lambda *four: by_xla(*four, case.sight))
+    wanted = np.asarray(program(*operands(case), segments))
+    for mixed in natively(case, "usual")(*operands(case), segments):
+        assert_mixed(mixed, wanted, segments)
+
+
+@pytest.mark.parametrize("huge", [1e15, 1e30, 3e38])
+@pytest.mark.parametrize("case", [Case(48, 2, 2, 32), Case(272, 4, 2, 64, reach=40)], ids=str)
+def test_huge_neighbours_in_the_row_change_nothing(way, case, huge):
+    """Scores of theirs overflow to infinity, and a weight of zero times what is finite is zero."""
+    segments = laid_out([[(0, 20), (0, 15)], [(2, 7), (0, 30)], [(5, 40)]], case.length)
+    clean = operands(case)
+    first = (segments == 1)[..., None, None]
+    poisoned = [np.where(first, x, np.copysign(np.float32(huge), x)) for x in clean]
+    for one, other in zip(
+        natively(case, way)(*clean, segments), natively(case, way)(*poisoned, segments), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(other)[segments == 1], one[segments == 1])
+
+
+def test_attention_is_the_kernels_only_where_they_take_it(native_kernels):
+    segments = laid_out([[(0, 10), (0, 3)]], 32)
+    shapes = {  # length, width, dtype
+        (32, 32, "bfloat16"): True,
+        (24, 32, "bfloat16"): False,
+        (32, 16, "bfloat16"): False,
+        (32, 32, "float32"): False,
+    }
+    for (length, width, dtype), taken in shapes.items():
+        of_row = jnp.asarray(segments[:, :length])
+        joint = jnp.asarray(drawn(1, length, 3, 2, width), dtype)
+        three = [joint[:, :, i] for i in range(3)]
+
+        def attends(joint, of_row=of_row):
+            return attend_joint(joint, of_row)
+
+        assert "jaxembed" not in str(jax.make_jaxpr(attends)(joint))
+        with using(by_native):
+            text = str(jax.make_jaxpr(lambda joint, attends=attends: attends(joint))(joint))
+        assert ("jaxembed_joint_attention" in text) == taken
+        text = str(jax.make_jaxpr(lambda *x: by_native(*x, EVERYTHING))(*three, of_row))
+        assert ("jaxembed_attention" in text) == taken
+
+
+# ---- layers
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "dim", "heads"),
+    [(3, 16, 64, 2), (9, 16, 96, 3), (1, 64, 96, 1), (5, 112, 64, 2), (2, 528, 384, 12)],
+)
+def test_half_a_layer_in_one_call_is_what_its_parts_are(way, rows, length, dim, heads):
+    """`linear` and `joint_attention`, of which the other tests say what they are."""
+    width, shape = 4 * dim, (rows, length, dim)
+    hidden = drawn(*shape, seed=9)
+    layout = [[(0, length // 2), (1, length // 2 - 1)], [], [(0, length)], [(2, 3), (0, 1)]]
+    segments = laid_out((layout * 3)[:rows], length)
+    hidden[segments == 0] = np.nan
+
+    def linear_of(k: int, n: int, seed: int):
+        return panels(kernel_of(k, n)), drawn(n, seed=seed)
+
+    def norm_of(seed: int):
+        return 1 + drawn(dim, seed=seed) / 8, drawn(dim, seed=seed + 1)
+
+    qkv = linear_of(dim, 3 * dim, 2)
+    out = (*linear_of(dim, dim, 3), *norm_of(4))
+    up, down = linear_of(dim, width, 6), (*linear_of(width, dim, 7), *norm_of(8))
+
+    @jax.jit
+    def in_one(hidden, segments, qkv, out, up, down):
+        mixed = native.self_attention(hidden, *qkv, segments, heads)
+        return mixed, native.mlp(mixed, hidden, out, up, down, 1e-6)
+
+    @jax.jit
+    def in_parts(hidden, segments, qkv, out, up, down):
+        joint = native.linear(hidden, *qkv, dtype="bfloat16")
+        joint = joint.reshape(rows, length, 3, heads, dim // heads)
+        mixed = native.joint_attention(joint, segments, False, None).reshape(shape)
+        hidden = native.linear_norm(mixed, *out[:2], hidden, *out[2:], 1e-6)
+        inner = native.linear(hidden, *up, gelu=True, dtype="bfloat16")
+        return mixed, native.linear_norm(inner, *down[:2], hidden, *down[2:], 1e-6)
+
+    operands = (hidden, segments, qkv, out, up, down)
+    real = segments != 0
+    for got, wanted in zip(in_one(*operands), in_parts(*operands), strict=True):
+        got, wanted = (np.asarray(y, np.float32) for y in (got, wanted))
+        # another order of sums may round to another bfloat16 in between
+        np.testing.assert_allclose(got[real], wanted[real], rtol=ROUNDED, atol=4 * ROUNDED)
+    mixed = np.asarray(in_one(*operands)[0], np.float32)
+    np.testing.assert_array_equal(mixed[~real], 0.0)
+
+
+def test_a_layer_is_one_of_the_kernels_only_where_they_take_it():
+    packed, plain = jnp.zeros((1, 1, 2, 16, 16, 2), jnp.bfloat16), jnp.zeros((32, 32))
+    takes = native.takes_layer
+    assert takes(jnp.zeros((3, 16, 64)), 2, packed, packed)
+    assert not takes(jnp.zeros((3, 16, 64)), 2, packed, plain)
+    assert not takes(jnp.zeros((2, 16, 64)), 2, packed)  # few tokens
+    assert not takes(jnp.zeros((3, 24, 64)), 2, packed)
+    assert not takes(jnp.zeros((3, 16, 64)), 4, packed)
+
+
+# ---- threads
+
+
+def test_programs_that_run_at_once_give_the_same_bits(way):
+    """What is shared out among threads, and what one thread does, in eight programs at a time."""
+    case = Case(80, 4, 2, 32, rows=9)
+    segments = laid_out([[(0, 33), (1, 40)], [(0, 80)], [(4, 9)]] * 3, case.length)
+
+    @jax.jit
+    def layer(x, residual, up, down, norm):
+        inner = native.linear(x, up, None, gelu=True, dtype="bfloat16")
+        y = native.linear_norm(inner, down, norm, residual, norm, norm, 1e-6)
+        mixed = y.astype(jnp.bfloat16)
+        square, wide = down[:, :2], jnp.zeros(1536, jnp.float32)
+        behind = native.mlp(
+            mixed, y, (square, norm, norm, norm), (up, wide), (down, norm, norm, norm), 1e-6
+        )
+        return y, behind
+
+    up, down, norm = panels(kernel_of(64, 1536)), panels(kernel_of(1536, 64)), drawn(64)
+    calls = [(natively(case, way), (*operands(case), segments))]
+    for rows in (1, 40, 129, 700):  # few rows are shared out by columns
+        x = drawn(1, rows, 64)
+        calls.append((layer, (x, x, up, down, norm)))
+    wanted = [jax.tree.map(np.asarray, run(*given)) for run, given in calls]
+    stop_at = time.monotonic() + 1.0
+    runs = [0] * 8
+
+    def keep_running(worker: int) -> None:
+        while time.monotonic() < stop_at or runs[worker] < 3 * len(calls):
+            i = (worker + runs[worker]) % len(calls)
+            run, given = calls[i]
+            jax.tree.map(np.testing.assert_array_equal, run(*given), wanted[i])
+            runs[worker] += 1
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(keep_running, worker) for worker in range(8)]:
+            done.result()
+    assert min(runs) >= 3 * len(calls)
+
+
+# ---- compiled where it runs
+
+
+@pytest.fixture(name="fresh")
+def _fresh(monkeypatch, tmp_path) -> Path:
+    """A process that has loaded nothing on a CPU that has all it takes, and its cache directory."""
+    cpu = tmp_path / "cpuinfo"
+    cpu.write_text("model name\t: some\nflags\t\t: fpu avx512_bf16 amx_bf16\n")
+    monkeypatch.setattr(native, "CPU", cpu)
+    monkeypatch.setattr(native, "_library", None)
+    return tmp_path / "cache"
+
+
+@pytest.fixture(name="compiler")
+def _compiler(monkeypatch, tmp_path):
+    """Let CC name a shell script, which finds where it shall write in `$out`."""
+    path = tmp_path / "compiler"
+
+    def write(script: str) -> None:
+        path.write_text(f'#!/bin/sh\nfor out; do :; done\necho partly > "$out"\n{script}\n')
+        path.chmod(0o700)
+        monkeypatch.setenv("CC", str(path))
+
+    return write
+
+
+@pytest.fixture(name="instead")
+def _instead(compiler, tmp_path):
+    """Let the compiler make a library of another source."""
+    usual = next(filter(None, map(native.shutil.which, native.COMPILERS)), None)
+    if usual is None:
+        pytest.skip("there is no C compiler")
+
+    def write(source: str) -> None:
+        (tmp_path / "other.c").write_text(source)
+        compiler(f'exec {usual} -shared -fPIC "{tmp_path}/other.c" -o "$out"')
+
+    return write
+
+
+def assert_unavailable(cache_dir: Path, reason: str) -> None:
+    with pytest.raises(native.Unavailable, match=reason) as caught:
+        native.load(cache_dir)
+    assert "\n" not in str(caught.value)
+    assert not cache_dir.is_dir() or not list(cache_dir.iterdir())
+
+
+def test_no_compiler(fresh, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert_unavailable(fresh, "there is no C compiler: install gcc or clang, or name one in CC")
+
+
+def test_cc_that_names_nothing(fresh, monkeypatch):
+    monkeypatch.setenv("CC", "no-such-cc")
+    assert_unavailable(fresh, "no C compiler no-such-cc, which CC names")
+
+
+def test_a_compiler_that_fails(fresh, compiler):
+    compiler("echo note >&2; echo 'native.c:3:1: error: no such thing' >&2; echo end >&2; exit 3")
+    assert_unavailable(fresh, r"compiler exited with 3: native\.c:3:1: error: no such thing$")
+    compiler("exit 1")
+    assert_unavailable(fresh, "compiler exited with 1: nothing$")
+    compiler("echo 'grösser' | iconv -t latin1 >&2; exit 1")
+    assert_unavailable(fresh, "compiler exited with 1: ")
+
+
+def test_a_compiler_that_cannot_be_run(fresh, compiler, tmp_path):
+    compiler("")
+    (tmp_path / "compiler").write_text("#!/no/such/shell\n")
+    assert_unavailable(fresh, "No such file")
+
+
+def test_a_compiler_that_does_not_end(fresh, compiler, monkeypatch):
+    monkeypatch.setattr(native, "COMPILE_S", 0.2)
+    compiler("exec sleep 60")
+    assert_unavailable(fresh, "compiler took more than 0 s")
+
+
+FAULTY = {
+    "crashes": ("int jaxembed_check(void) { __builtin_trap(); }", "does not run .* status -"),
+    "computes wrongly": ("int jaxembed_check(void) { return 4; }", "wrong numbers"),
+    "may not use AMX": ("int jaxembed_check(void) { return 2; }", "not let this process use AMX"),
+    "has no memory": ("int jaxembed_check(void) { return 3; }", "no memory"),
+    "is something else": ("int x;", "does not run on this machine: exit status 1"),
+}
+
+
+@pytest.mark.parametrize(("source", "reason"), FAULTY.values(), ids=FAULTY)
+def test_a_library_that_fails_its_check_is_not_kept(fresh, instead, source, reason):
+    instead(source)
+    assert_unavailable(fresh, reason)
+
+
+def test_a_compiler_that_makes_no_library(fresh, compiler):
+    compiler("")
+    assert_unavailable(fresh, "does not run on this machine: exit status 1")
+
+
+def test_a_library_whose_check_does_not_end(fresh, instead, monkeypatch):
+    monkeypatch.setattr(native, "CHECK_S", 0.5)
+    instead("int jaxembed_check(void) { for (volatile int i = 0;; i++); }")
+    assert_unavailable(fresh, "took more than 0 s")
+
+
+def test_amx_refused_to_this_process_only(fresh, instead):
+    instead("int jaxembed_check(void) { return 0; } int jaxembed_prepare(void) { return 1; }")
+    with pytest.raises(native.Unavailable, match="does not let this process use AMX"):
+        native.load(fresh)
+
+
+def test_a_kept_library_that_cannot_be_loaded(fresh, instead):
+    instead("int jaxembed_check(void) { return 0; }")
+    library = native._compiled(fresh)
+    library.write_text("junk")
+    with pytest.raises(native.Unavailable, match="cannot load what was compiled: "):
+        native.load(fresh)
+
+
+def test_a_cache_directory_that_cannot_be_made(fresh, instead, tmp_path):
+    instead("int jaxembed_check(void) { return 0; }")
+    (tmp_path / "file").write_text("")
+    assert_unavailable(tmp_path / "file", "cannot compile in .*file: File exists")
+    assert_unavailable(tmp_path / "file" / "below", "cannot compile in .*below: Not a directory")
+    assert_unavailable(Path("/proc/no-such-place"), "cannot compile in /proc/no-such-place: ")
+
+
+def test_a_disk_that_has_become_read_only(fresh, compiler, monkeypatch):
+    """Where even the removal of a file that is not there fails."""
+
+    def refuse(self, missing_ok=False):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    compiler('rm "$out"; echo "error: cannot write" >&2; exit 1')
+    assert_unavailable(fresh, "error: cannot write")
+
+
+def test_a_cpu_without_bfloat16(fresh):
+    native.CPU.write_text("flags\t\t: fpu avx512f\n")
+    assert_unavailable(fresh, "no AVX512_BF16")
+    native.CPU.unlink()
+    assert_unavailable(fresh, "no AVX512_BF16, or the system does not say so")
+
+
+def test_a_source_that_is_not_there(fresh, monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "SOURCE", tmp_path / "native.c")
+    assert_unavailable(fresh, "cannot read .*native.c: No such file")
+
+
+def test_what_is_kept_is_not_compiled_again(fresh, instead, monkeypatch):
+    instead("int jaxembed_check(void) { return 0; }")
+    library = native._compiled(fresh)
+    assert list(fresh.iterdir()) == [library]
+    monkeypatch.setenv("CC", "no-such-cc")
+    assert native._compiled(fresh) == library
+    native.CPU.write_text("flags\t\t: avx512_bf16 and_more\n")  # another machine, the same disk
+    with pytest.raises(native.Unavailable, match="no-such-cc"):
+        native._compiled(fresh)
+
+
+def test_one_library_serves_the_process_whatever_the_directory(fresh, monkeypatch, tmp_path):
+    """Also where several models start at once."""
+    together, loaded = threading.Barrier(4, timeout=10), []
+
+    def load_once(cache_dir: Path) -> ctypes.CDLL:
+        loaded.append(cache_dir)
+        return ctypes.CDLL(None)
+
+    def load(number: int) -> None:
+        together.wait()
+        native.load(tmp_path / str(number))
+
+    monkeypatch.setattr(native, "_loaded", load_once)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(load, range(4)))
+    assert len(loaded) == 1
