@@ -229,8 +229,8 @@ def test_without_kernels_in_c_xla_does_it_and_says_why(monkeypatch, tmp_path):
     cpu.write_text("flags\t\t: avx512_bf16\n")
     monkeypatch.setattr(native, "CPU", cpu)
     monkeypatch.setattr(native, "_library", None)
-    monkeypatch.setenv("CC", "no-such-cc")
-    reason = "there is no C compiler no-such-cc, which CC names"
+    monkeypatch.setattr(native, "COMPILERS", ("no-such-cc",))
+    reason = "there is no C compiler: install gcc or clang"
     choice = chosen_on_cpu(tmp_path)
     assert not choice.native
     assert choice.describe() == {

@@ -231,12 +231,9 @@ def _compiled(cache_dir: Path) -> Path:
 
 
 def _compiler() -> str:
-    named = os.environ.get("CC")
-    found = next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
-    if found is None and named:
-        raise Unavailable(f"there is no C compiler {named}, which CC names")
+    found = next(filter(None, map(shutil.which, COMPILERS)), None)
     if found is None:
-        raise Unavailable("there is no C compiler: install gcc or clang, or name one in CC")
+        raise Unavailable("there is no C compiler: install gcc or clang")
     return found
 
 
