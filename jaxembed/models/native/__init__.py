@@ -142,7 +142,7 @@ def takes_layer(hidden: Float[Array, "rows length dim"], heads: int, *kernels: A
 def self_attention(
     hidden: Float[Array, "rows length dim"],
     kernel: Panels,
-    bias: Float[Array, " joint"],
+    bias: Float[Array, " joint"] | None,
     segments: Segments,
     heads: int,
 ) -> BFloat16[Array, "rows length dim"]:
@@ -150,22 +150,28 @@ def self_attention(
     call = jax.ffi.ffi_call(
         "jaxembed_self_attention", jax.ShapeDtypeStruct(hidden.shape, jnp.bfloat16)
     )
+    bias = _or_zeros(bias, 3 * hidden.shape[2])
     return call(hidden, kernel, bias, segments, heads=np.int64(heads))
 
 
 def mlp(
     mixed: BFloat16[Array, "rows length dim"],
     hidden: Float[Array, "rows length dim"],
-    out: tuple[Array, ...],
-    up: tuple[Array, ...],
-    down: tuple[Array, ...],
+    out: tuple[Array | None, ...],
+    up: tuple[Array | None, ...],
+    down: tuple[Array | None, ...],
     eps: float,
 ) -> Float[Array, "rows length dim"]:
     """What is behind attention in a layer: hidden = norm(hidden + mixed . out), then
     norm(hidden + gelu(hidden . up) . down). Each has kernel and bias, `out` and `down` their norm's
     scale and shift too."""
     call = jax.ffi.ffi_call("jaxembed_mlp", jax.ShapeDtypeStruct(hidden.shape, jnp.float32))
-    return call(mixed, hidden, *out, *up, *down, eps=np.float32(eps))
+    operands = [
+        _or_zeros(vector, _columns(parameters[0]))
+        for parameters in (out, up, down)
+        for vector in parameters
+    ]
+    return call(mixed, hidden, *operands, eps=np.float32(eps))
 
 
 def _sight(causal: bool, reach: int | None) -> dict[str, np.int64]:
@@ -173,12 +179,20 @@ def _sight(causal: bool, reach: int | None) -> dict[str, np.int64]:
 
 
 def _linear(x, kernel, bias, norm, *, mode: int, eps: float, dtype: str):
-    columns, _, tiles, _, lanes, _ = kernel.shape
-    out = columns * tiles * lanes
-    bias = jnp.zeros(out, jnp.float32) if bias is None else bias
+    out = _columns(kernel)
     shape = jax.ShapeDtypeStruct((*x.shape[:-1], out), jnp.dtype(dtype))
     call = jax.ffi.ffi_call("jaxembed_linear", shape)
-    return call(x, kernel, bias, *norm, mode=np.int64(mode), eps=np.float32(eps))
+    operands = (x, kernel, _or_zeros(bias, out), *norm)
+    return call(*operands, mode=np.int64(mode), eps=np.float32(eps))
+
+
+def _columns(kernel: Array | None) -> int:
+    assert kernel is not None
+    return kernel.shape[0] * PANEL
+
+
+def _or_zeros(vector: Array | None, size: int) -> Array:
+    return jnp.zeros(size, jnp.float32) if vector is None else vector
 
 
 def _loaded(cache_dir: Path) -> ctypes.CDLL:
