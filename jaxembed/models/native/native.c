@@ -8,6 +8,7 @@
 
 #define _GNU_SOURCE
 #include <immintrin.h>
+#include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -35,15 +36,20 @@ enum { HUGE = 2 << 20 };
 
 static __thread char* scratch_memory;
 static __thread size_t scratch_size;
+static pthread_key_t at_exit;  // of a thread: frees its scratch memory
+static pthread_once_t at_exit_made = PTHREAD_ONCE_INIT;
+
+static void make_at_exit(void) { pthread_key_create(&at_exit, free); }
 
 static void* scratch(size_t size) {
-  if (size > scratch_size) {
-    free(scratch_memory);
-    const size_t rounded = (size + HUGE - 1) / HUGE * HUGE;
-    scratch_memory = aligned_alloc(HUGE, rounded);
-    scratch_size = scratch_memory ? rounded : 0;
-    if (scratch_memory) madvise(scratch_memory, rounded, MADV_HUGEPAGE);
-  }
+  if (size <= scratch_size) return scratch_memory;
+  pthread_once(&at_exit_made, make_at_exit);
+  free(scratch_memory);
+  const size_t rounded = (size + HUGE - 1) / HUGE * HUGE;
+  scratch_memory = aligned_alloc(HUGE, rounded);
+  scratch_size = scratch_memory ? rounded : 0;
+  pthread_setspecific(at_exit, scratch_memory);
+  if (scratch_memory) madvise(scratch_memory, rounded, MADV_HUGEPAGE);
   return scratch_memory;
 }
 
@@ -375,30 +381,23 @@ static inline void finish_columns(const Linear* l, int64_t row, int rows, int64_
   }
 }
 
-// The columns [start, end) of rows [first, last), which lie in tiles; sums has room for two blocks.
+// The columns [start, end) of rows [first, last), which lie in tiles; sums has room for 32 columns.
 static void multiply(const Linear* l, const bf16* tiles, int64_t first, int64_t last, int64_t start,
                      int64_t end, float* sums) {
-  const int64_t k = l->k, block = parts(last - first, PANEL) * PANEL;
-  // A block of sums is finished behind the product of the next one: the tiles work meanwhile.
-  const float* ready = NULL;
-  int64_t ready_row = 0, ready_column = 0;
+  const int64_t k = l->k;
   for (int64_t column = start; column < end; column += PANEL)
     // so much of a panel as stays in the first-level cache while the rows pass by
     for (int64_t from = 0; from < k; from += CHUNK) {
       const int64_t steps = min64(CHUNK, k - from) / STEP;
       const bf16* panel = l->kernel + column * k + from * PANEL;
       for (int64_t row = first; row < last; row += PANEL) {
-        const bf16* a = tiles + (row - first) * k + from * TILE;
-        float* block_sums = sums + (column / PANEL % 2 * block + row - first) * PANEL;
-        product(a, STEP, TILE_ELEMENTS, TILE * k, last - row > TILE ? PANEL : TILE, panel, steps,
-                from > 0, block_sums, PANEL);
-        if (ready)
-          finish_columns(l, ready_row, (int)min64(PANEL, last - ready_row), ready_column, ready);
-        ready = from + CHUNK < k ? NULL : block_sums;
-        ready_row = row, ready_column = column;
+        const int64_t rows = min64(PANEL, last - row);
+        float* of_rows = sums + (row - first) * PANEL;
+        product(tiles + (row - first) * k + from * TILE, STEP, TILE_ELEMENTS, TILE * k,
+                rows > TILE ? PANEL : TILE, panel, steps, from > 0, of_rows, PANEL);
+        if (from + CHUNK >= k) finish_columns(l, row, (int)rows, column, of_rows);
       }
     }
-  finish_columns(l, ready_row, (int)min64(PANEL, last - ready_row), ready_column, ready);
 }
 
 static int linear_item(const void* arguments, int64_t item) {
@@ -406,9 +405,9 @@ static int linear_item(const void* arguments, int64_t item) {
   const int64_t block = item / l->column_parts, part = item % l->column_parts;
   const int64_t first = block * l->block, last = min64(first + l->block, l->rows);
   const int64_t start = part * l->columns, end = min64(start + l->columns, l->n);
-  float* sums = scratch(2 * l->block * PANEL * sizeof(float) + l->block * l->k * sizeof(bf16));
+  float* sums = scratch(l->block * (PANEL * sizeof(float) + l->k * sizeof(bf16)));
   if (!sums) return -1;
-  bf16* tiles = (bf16*)(sums + 2 * l->block * PANEL);
+  bf16* tiles = (bf16*)(sums + l->block * PANEL);
   lay_in_tiles(l, first, last, tiles);
   multiply(l, tiles, first, last, start, end, sums);
   if (l->mode == NORM &&
@@ -429,10 +428,10 @@ static int mlp_item(const void* arguments, int64_t item) {
   const Mlp* m = arguments;
   const int64_t first = item * m->block, rows = min64(m->block, m->rows - first);
   const int64_t dim = m->out.n, width = m->up.n, block = m->block;
-  float* sums = scratch(block * (2 * PANEL * sizeof(float) + dim * (sizeof(float) + sizeof(bf16)) +
-                                 width * sizeof(bf16)));
+  float* sums = scratch(
+      block * ((PANEL + dim) * sizeof(float) + (dim + width) * sizeof(bf16)));
   if (!sums) return -1;
-  float* hidden = sums + 2 * block * PANEL;
+  float* hidden = sums + block * PANEL;
   bf16* tiles = (bf16*)(hidden + block * dim);
   bf16* inner = tiles + block * dim;
 
@@ -673,11 +672,11 @@ static int self_attention_item(const void* arguments, int64_t item) {
   const int64_t tokens = rows * t.length, most = s->rows_per_item * t.length;
   const int64_t wide = heads * t.width, block = parts(most, PANEL) * PANEL;
 
-  char* memory = scratch(attention_memory(t.length, t.width) + 2 * block * PANEL * sizeof(float) +
+  char* memory = scratch(attention_memory(t.length, t.width) + block * PANEL * sizeof(float) +
                          block * (l.k + 3 * t.heads_per_item * t.width) * sizeof(bf16));
   if (!memory) return -1;
   float* sums = (float*)(memory + attention_memory(t.length, t.width));
-  bf16* tiles = (bf16*)(sums + 2 * block * PANEL);
+  bf16* tiles = (bf16*)(sums + block * PANEL);
   bf16* joint = tiles + block * l.k;
 
   l.x = (const float*)l.x + first_row * t.length * l.k;
