@@ -597,6 +597,7 @@ def test_a_kept_library_that_cannot_be_loaded(fresh, instead):
     library.write_text("junk")
     with pytest.raises(native.Unavailable, match="cannot load what was compiled: "):
         native.load(fresh)
+    assert not library.exists()  # the next start makes it anew
 
 
 def test_a_cache_directory_that_cannot_be_made(fresh, instead, tmp_path):

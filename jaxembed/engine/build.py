@@ -144,7 +144,9 @@ def seats_of(
             turn_of(devices[0]),
         )
         for placed, devices in zip(
-            place_parameters(parameters, groups, plan.dtype), groups, strict=True
+            place_parameters(parameters, groups, plan.dtype, plan.kernels.native),
+            groups,
+            strict=True,
         )
     ]
 

@@ -109,6 +109,8 @@ def _in_c(dtype: DType, lengths: tuple[int, ...], cache_dir: Path) -> Choice:
         native.load(cache_dir)
     except native.Unavailable as error:
         return Choice(lengths, refused={NATIVE: str(error)})
+    except Exception as error:  # whatever it is, XLA goes on
+        return Choice(lengths, refused={NATIVE: _line(error)})
     return Choice(lengths, native=True)
 
 

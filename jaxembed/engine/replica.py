@@ -85,8 +85,8 @@ class Replica:
         self._attention = attention
         self._float32: jax.stages.Compiled | None = None
         named = zip(program.shapes, program.order(parameters), strict=True)
-        (placed,) = place_parameters(named, [devices], dtype)
-        self._parameters = [_packed(name, leaf) if pack else leaf for name, leaf in placed.items()]
+        (placed,) = place_parameters(named, [devices], dtype, pack)
+        self._parameters = list(placed.values())
 
     def compile(self, bucket: Bucket) -> None:
         """Make the program of a bucket. Raises what XLA raises.
@@ -158,24 +158,23 @@ class Replica:
 
 
 def place_parameters(
-    parameters: Iterable[tuple[str, Any]], groups: Iterable[Sequence[Device]], dtype: DType
+    parameters: Iterable[tuple[str, Any]],
+    groups: Iterable[Sequence[Device]],
+    dtype: DType,
+    pack: bool = False,
 ) -> list[dict[str, jax.Array]]:
     """The parameters on each group of devices. They may come from a generator: the host holds one
-    at a time."""
+    at a time. With `pack` kernels are laid as native.linear takes them."""
     shardings = [NamedSharding(_mesh(devices), PartitionSpec()) for devices in groups]
     placed: list[dict[str, jax.Array]] = [{} for _ in shardings]
     for name, leaf in parameters:
         cast = _cast(name, leaf, dtype)
+        if pack and native.packable(name, cast.shape, str(cast.dtype)):
+            cast = native.packed(np.asarray(cast))
         for copies, sharding in zip(placed, shardings, strict=True):
             copies[name] = jax.device_put(cast, sharding)
         jax.block_until_ready([copies[name] for copies in placed])  # before the next takes memory
     return placed
-
-
-def _packed(name: str, leaf: jax.Array) -> jax.Array:
-    if not native.packable(name, leaf.shape, str(leaf.dtype)):
-        return leaf
-    return jax.device_put(native.packed(np.asarray(leaf)), leaf.sharding)
 
 
 def _mesh(devices: Sequence[Device]) -> Mesh:

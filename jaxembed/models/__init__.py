@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.models import native
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 from jaxembed.models.output import Output
 from jaxembed.models.pooling import POOLINGS
@@ -99,9 +100,11 @@ class Program:
         problems = [f"missing: {name}" for name in self.shapes if name not in parameters]
         problems += [f"unknown: {name}" for name in parameters if name not in self.shapes]
         for name, shape in self.shapes.items():
-            got = parameters[name].shape if name in parameters else shape.shape
-            if tuple(got) != shape.shape:
-                problems.append(f"{name}: wanted shape {shape.shape}, got {tuple(got)}")
+            got = shape.shape
+            if name in parameters:
+                got = native.plain_shape(tuple(parameters[name].shape))
+            if got != shape.shape:
+                problems.append(f"{name}: wanted shape {shape.shape}, got {got}")
         if problems:
             raise CheckpointError("the parameters do not fit the model\n  " + "\n  ".join(problems))
         return [parameters[name] for name in self.shapes]

@@ -8,13 +8,13 @@ does it all.
 
 import ctypes
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ FAULTS = {  # what jaxembed_check of native.c returns
     4: "what was compiled gives wrong numbers on this machine",
 }
 
+MOST_OF_A_ROW = 2**19  # elements: each item of `self_attention` holds a row, in a core's cache
 TILE = 16  # lines of a tile: tokens, or neighbouring pairs of features
 PANEL = 32  # columns that lie together
 
@@ -80,6 +81,11 @@ def packed(kernel: np.ndarray) -> np.ndarray:
 def is_packed(kernel: Array) -> bool:
     """Whether a parameter lies in panels."""
     return kernel.ndim == 6
+
+
+def plain_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """That of a parameter before it was packed, or as it is."""
+    return (shape[1] * PANEL, shape[0] * PANEL) if len(shape) == 6 else shape
 
 
 def linear(
@@ -136,6 +142,7 @@ def takes_layer(hidden: Float[Array, "rows length dim"], heads: int, *kernels: A
     their columns are shared out over the cores."""
     rows, length, dim = hidden.shape
     fits = rows * length > PANEL and takes(length, dim // heads, "bfloat16")
+    fits = fits and length * dim <= MOST_OF_A_ROW
     return fits and all(map(is_packed, kernels))
 
 
@@ -197,9 +204,12 @@ def _or_zeros(vector: Array | None, size: int) -> Array:
 
 def _loaded(cache_dir: Path) -> ctypes.CDLL:
     _require_bfloat16()
+    path = _compiled(cache_dir)
     try:
-        library = ctypes.CDLL(str(_compiled(cache_dir)))
-    except OSError as error:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:  # such as half of a file: the next start makes it anew
+        with suppress(OSError):
+            path.unlink()
         raise Unavailable(f"cannot load what was compiled: {error}") from error
     if library.jaxembed_prepare():
         raise Unavailable(FAULTS[2])
@@ -230,7 +240,7 @@ def _compiled(cache_dir: Path) -> Path:
     if library.exists():
         return library
     compiler = _compiler()
-    partial = library.with_name(f".{library.name}.{os.getpid()}")
+    partial = library.with_name(f".{library.name}.{uuid4().hex}")  # containers share process ids
     try:
         cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         _compile(compiler, partial)

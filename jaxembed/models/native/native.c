@@ -39,7 +39,9 @@ static __thread size_t scratch_size;
 static pthread_key_t at_exit;  // of a thread: frees its scratch memory
 static pthread_once_t at_exit_made = PTHREAD_ONCE_INIT;
 
-static void make_at_exit(void) { pthread_key_create(&at_exit, free); }
+static int at_exit_failed;
+
+static void make_at_exit(void) { at_exit_failed = pthread_key_create(&at_exit, free); }
 
 static void* scratch(size_t size) {
   if (size <= scratch_size) return scratch_memory;
@@ -48,7 +50,7 @@ static void* scratch(size_t size) {
   const size_t rounded = (size + HUGE - 1) / HUGE * HUGE;
   scratch_memory = aligned_alloc(HUGE, rounded);
   scratch_size = scratch_memory ? rounded : 0;
-  pthread_setspecific(at_exit, scratch_memory);
+  if (!at_exit_failed) pthread_setspecific(at_exit, scratch_memory);
   if (scratch_memory) madvise(scratch_memory, rounded, MADV_HUGEPAGE);
   return scratch_memory;
 }
@@ -88,11 +90,13 @@ typedef struct {
   uint8_t rows[16];
 } TileConfig;
 
-static void tiles_on(void) {
-  TileConfig config = {.palette = 1};
-  for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = TILE;
-  _tile_loadconfig(&config);
-}
+static const TileConfig all_whole = {
+    .palette = 1,
+    .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+    .rows = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE},
+};
+
+static void tiles_on(void) { _tile_loadconfig(&all_whole); }
 
 static void tiles_off(void) { _tile_release(); }
 #else
@@ -177,7 +181,7 @@ static inline void store_bf16(bf16* to, __m512 low, __m512 high) {
 
 // 2^x for x <= 0, also -infinity: a polynomial of degree 4, relative error 2.6e-6.
 static inline __m512 exp2_vector(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-1000.0f));
+  x = _mm512_max_ps(_mm512_set1_ps(-1000.0f), x);  // in this order NaN stays
   __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m512 f = _mm512_sub_ps(x, whole);
   __m512 y = _mm512_set1_ps(0.009570096619427204f);
@@ -219,6 +223,7 @@ static inline void product(const bf16* a, int64_t a_stride, int64_t a_step, int6
                            int rows, const bf16* panel, int64_t steps, int add, float* c,
                            int64_t c_stride) {
   const int64_t a_bytes = a_stride * 2, c_bytes = c_stride * 4;
+  __asm__ volatile("" ::: "memory");  // gcc does not see what loads of tiles read
   if (add) {
     _tile_loadd(0, c, c_bytes);
     _tile_loadd(1, c + TILE, c_bytes);
@@ -559,12 +564,13 @@ static inline float softmax_row(const Attention* t, const int32_t* segments, int
   // softmax(s / sqrt(width)) by powers of two
   const __m512 factor = _mm512_div_ps(_mm512_set1_ps(1.4426950408889634f),
                                       _mm512_sqrt_ps(_mm512_set1_ps((float)t->width)));
-  const __m512 offset = _mm512_mul_ps(_mm512_set1_ps(_mm512_reduce_max_ps(largest)), factor);
+  const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
   __m512 sum = _mm512_setzero_ps();
   for (int64_t j = low; j < high; j += PANEL) {
     __m512 pair[2];
     for (int i = 0; i < 2; i++) {
-      pair[i] = exp2_vector(_mm512_fmsub_ps(_mm512_loadu_ps(scores + j + i * TILE), factor, offset));
+      __m512 below = _mm512_sub_ps(_mm512_loadu_ps(scores + j + i * TILE), most);
+      pair[i] = exp2_vector(_mm512_mul_ps(below, factor));
       sum = _mm512_add_ps(sum, pair[i]);
     }
     store_bf16(weights + j, pair[0], pair[1]);
