@@ -6,7 +6,7 @@ come from a checkpoint.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +70,8 @@ class Linear(nnx.Module):
         return ACTIVATIONS[activation](self(x)).astype(kernel.dtype)
 
     @property
-    def parameters(self) -> tuple[Array, Array | None]:
-        """Kernel and bias."""
+    def parameters(self) -> tuple[Any, Any]:
+        """Kernel and bias, or None: arrays, on a device or on the host."""
         return self.kernel[...], None if self.bias is None else self.bias[...]
 
 
@@ -114,8 +114,8 @@ class LayerNorm(nnx.Module):
         return normal if self.bias is None else normal + self.bias[...][None, None]
 
     @property
-    def parameters(self) -> tuple[Array, Array | None]:
-        """Scale and shift."""
+    def parameters(self) -> tuple[Any, Any]:
+        """Scale and shift, or None."""
         return self.scale[...], None if self.bias is None else self.bias[...]
 
     def of_sum(

@@ -14,6 +14,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import jax
@@ -78,8 +79,8 @@ def packed(kernel: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(split.transpose(3, 0, 4, 1, 5, 2))
 
 
-def is_packed(kernel: Array) -> bool:
-    """Whether a parameter lies in panels."""
+def is_packed(kernel: Any) -> bool:
+    """Whether a parameter, on a device or on the host, lies in panels."""
     return kernel.ndim == 6
 
 
@@ -89,13 +90,13 @@ def plain_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def linear(
-    x: Float[Array, "rows length in"],
+    x: Float[Array, "... in"],
     kernel: Panels,
     bias: Float[Array, " out"] | None,
     *,
     gelu: bool = False,
     dtype: str = "float32",
-) -> Float[Array, "rows length out"]:
+) -> Float[Array, "... out"]:
     """x . kernel + bias, through the exact gelu if wanted, rounded to `dtype` at the end.
 
     x is bfloat16, or float32 that is rounded to it; sums are float32.
