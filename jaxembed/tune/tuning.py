@@ -267,9 +267,9 @@ class _Tuner:
         """Row lengths up to what holds the longest input, or several usual ones; beyond only the
         limit and those in use."""
         fitting = row_lengths(self._limit)
-        attention = self.model.plan.kernels
-        if attention.taken:  # in other rows no kernel was tried
-            fitting = list(attention.lengths)
+        kernels = self.model.plan.kernels
+        if kernels.taken:  # in other rows no kernel was tried
+            fitting = list(kernels.lengths)
         longest = next(length for length in fitting if length >= self.lengths.longest)
         most = max(longest, ROOM * self.lengths.mean)
         return [n for n in fitting if n <= most or n in (self._limit, *self._in_use)]

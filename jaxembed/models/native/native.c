@@ -342,7 +342,7 @@ static void norm_rows(const Linear* l, int64_t first, int64_t last) {
 }
 
 // Rows as tiles of 16 rows and 32 features, one behind the other: [rows / 16][k / 32][16][32].
-// In a row-major x the lines of a tile would often compete for the same sets of the cache.
+// The copy is where float32 is rounded and missing rows become zeros; gelu's result is stored so.
 static void lay_in_tiles(const Linear* l, int64_t first, int64_t last, bf16* tiles) {
   const int64_t k = l->k, padded = parts(last - first, TILE) * TILE;
   for (int64_t row = 0; row < padded; row++) {
