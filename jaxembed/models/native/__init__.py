@@ -1,9 +1,9 @@
 """Products and attention in bfloat16 on x86-64, in C, called by XLA:CPU's programs.
 
 XLA:CPU runs a transformer as many small loops over memory. native.c does a layer of BERT in two
-calls, of a few tokens in five; other towers take its products and attention. It is compiled where it runs, by the machine's own
-compiler, against the headers that jaxlib brings: without a compiler, or without AVX512_BF16, XLA
-does it all.
+calls, of a few tokens in five; other towers take its products and attention. It is compiled where
+it runs, by the machine's own compiler, against the headers that jaxlib brings: without a compiler,
+or without AVX512_BF16, XLA does it all.
 """
 
 import ctypes
