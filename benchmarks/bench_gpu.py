@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = bench_engine.measure(model, recorder, {("few", budget): grid}, mixes, args.repeat)
     rows = [_beside(row, torch["results"]) for row in rows]
     report.show(buckets, f"{model.name}, {args.dtype}, {report.device_name()}")
-    shown = ("mix", "tokens_per_s", "texts_per_s", "share", "fill", "busy", "lone_ms")
+    shown = ("mix", "tokens_per_s", "texts_per_s", "of_best", "fill", "busy", "lone_ms")
     shown += ("torch_tokens_per_s", "times")
     report.show([{name: row.get(name) for name in shown} for row in rows], "mixes")
     facts = {"model": model.name, "dtype": args.dtype, "buckets": buckets, "results": rows}

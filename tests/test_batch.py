@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxembed.engine.batch import Batch, choose, pack, place
+from jaxembed.engine.batch import BRIEF_LOSS, Batch, _useful, choose, pack, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.inputs import Encoding
@@ -97,6 +97,42 @@ def test_a_long_row_is_used_for_short_texts_when_it_is_measured_cheaper():
     waiting = entries_of([16] * 4)
     assert take(waiting, {Bucket(4, 16): 5.0, Bucket(1, 64): 4.0}).bucket == Bucket(1, 64)
     assert take(waiting, {Bucket(4, 16): 4.0, Bucket(1, 64): 5.0}).bucket == Bucket(4, 16)
+
+
+@pytest.mark.parametrize("brief", [False, True])
+def test_passing_buckets_over_early_changes_no_choice(brief):
+    """Against looking at every bucket."""
+    random = np.random.default_rng(0)
+    cost = {Bucket(r, n): r * n * random.uniform(0.5, 2) for r in (1, 3, 8) for n in (8, 16, 33)}
+    for _ in range(50):
+        waiting = entries_of(random.integers(1, 17, random.integers(1, 60)))
+        lengths = np.array([entry.length for entry in waiting])
+        holding = [b for b in cost if b.length >= lengths[0]]
+        rates = {b: cost[b] / _useful(lengths, b) for b in holding}
+        chosen = choose(waiting, cost, brief)
+        if brief:
+            assert (1 - BRIEF_LOSS) * rates[chosen] <= min(rates.values())
+        else:
+            assert rates[chosen] == min(rates.values())
+
+
+def test_rows_that_hold_one_sequence_each_are_seen_to_be_half_empty():
+    cost = {Bucket(8, 16): 100.0, Bucket(2, 64): 120.0}
+    assert choose(entries_of([16] * 40), cost) == Bucket(8, 16)
+    assert choose(entries_of([9] * 40), cost) == Bucket(2, 64)
+
+
+@pytest.mark.parametrize("shape", [(32, 16), (16, 32), (8, 64), (4, 128)])
+@pytest.mark.parametrize("spread", [(5, 14), (9, 16), (3, 60)])
+def test_what_a_bucket_is_thought_to_hold_is_about_what_it_gets(shape, spread):
+    bucket = Bucket(*shape)
+    random = np.random.default_rng(0)
+    for _ in range(5):
+        lengths = random.integers(*spread, 400)
+        lengths[0] = spread[0]
+        waiting = entries_of(lengths)
+        holds = place(bucket, waiting[:1], waiting[1:]).useful_tokens
+        assert _useful(lengths, bucket) == pytest.approx(holds, rel=0.18)
 
 
 def test_a_long_sequence_that_is_the_oldest_is_not_passed_over():

@@ -1,6 +1,7 @@
 """The queue and its threads, with runners that are plain Python."""
 
 import gc
+import itertools
 import logging
 import math
 import threading
@@ -514,6 +515,28 @@ def test_what_was_guessed_beside_a_compiler_is_timed_when_it_is_done(start, monk
     engine = timed(start(SumRunner(), compile_workers=1, on_progress=on_progress))
     assert engine.cost == takes_ms
     assert not engine._guessed
+
+
+def test_a_bucket_costs_what_it_usually_takes(start, monkeypatch):
+    """The best of its timings would flatter the one that happened to run in a quiet moment."""
+    takes_ms = {bucket: itertools.cycle([7.0, 1.0, 5.0, 9.0, 5.0]) for bucket in GRID.buckets}
+    monkeypatch.setattr(engine_module, "milliseconds", lambda _, bucket, n: next(takes_ms[bucket]))
+    engine = timed(start(SumRunner(), compile_workers=1))
+    assert set(engine.cost.values()) == {5.0}
+    sums(engine.submit([encoding(5, 6)]))  # a batch of a few microseconds
+    engine.close(WAIT_S)
+    assert set(engine.cost.values()) == {5.0}
+
+
+def test_buckets_are_timed_again_though_there_is_always_work(start, monkeypatch):
+    monkeypatch.setattr(engine_module, "LULL_S", 0.0)
+    runner = SumRunner()
+    engine = start(runner, ready=False, compile_workers=1)
+    while engine.warmup.threads[0].is_alive():
+        tickets = [engine.submit([encoding(5, n)]) for n in range(1, 9)]
+        for ticket in tickets:
+            ticket.result(WAIT_S)
+    assert len(engine.cost) == len(GRID.buckets)
 
 
 @pytest.mark.parametrize("permits", [1, 2])

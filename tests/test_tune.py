@@ -1,6 +1,7 @@
 """Tuning on a tiny model: the parts by themselves, then all of it."""
 
 import contextlib
+import dataclasses
 import json
 import socketserver
 import threading
@@ -15,6 +16,7 @@ from benchmarks import bench_tune
 from jaxembed import EngineConfig, TextConfig, cli
 from jaxembed.engine.bucket import Bucket, BucketGrid, read_grid
 from jaxembed.engine.build import plan
+from jaxembed.engine.kernels import Choice
 from jaxembed.errors import ConfigError, WrongTask
 from jaxembed.models import program
 from jaxembed.spec import DenseLayer
@@ -27,8 +29,8 @@ from jaxembed.tune.model import load
 from jaxembed.tune.report import LOADS, draw, table
 from jaxembed.tune.search import Search, objective, row_counts
 from jaxembed.tune.traffic import Figures, figures, predict, traffic_of
-from jaxembed.tune.trial import Comparison
-from jaxembed.tune.tuning import Budget, Side, Tuning, tune
+from jaxembed.tune.trial import Comparison, Trial, compare
+from jaxembed.tune.tuning import Budget, Side, Tuning, _Tuner, tune
 
 
 def mix(*lengths: int) -> Lengths:
@@ -396,6 +398,39 @@ def test_a_grid_is_better_where_the_rounds_agree(opened, rates, buckets, better)
     comparison = Comparison([rated(1000)] * 3, [rated(rate) for rate in rates])
     before, after = side(4), side(buckets)
     assert Tuning(opened, mix(9), before, after, comparison, 1.0).is_better is better
+
+
+def test_two_grids_take_turns_and_each_goes_first_as_often():
+    order = []
+
+    class Noted(Trial):
+        def __init__(self, name, ms):
+            self.name, self.ms = name, ms
+
+        def run(self, traffic, turns):
+            order.append(self.name)
+            turns.full_tokens += 100
+            turns.padded += 125
+            turns.full_ms += self.ms
+            turns.requests.append(self.ms)
+            turns.lone.append(self.ms / 10)
+
+    traffic = traffic_of(mix(8), vocab_size=1000, full_tokens=800, seed=0)
+    comparison = compare(Noted("before", 20.0), Noted("after", 10.0), traffic, rounds=3)
+    warm, turns = order[:2], order[2:]
+    assert sorted(warm) == ["after", "before"]
+    firsts = turns[::2]
+    assert firsts.count("before") == firsts.count("after") == len(turns) / 4
+    assert comparison.by_round == pytest.approx(np.full((3, 3), 0.5))
+    assert comparison.after[0].full_tokens_per_s == pytest.approx(10_000)
+    assert comparison.after[0].full_fill == pytest.approx(0.8)
+
+
+def test_with_the_kernels_in_c_only_rows_that_they_take_are_looked_at(opened):
+    plan = dataclasses.replace(opened.plan, kernels=Choice(native=True))
+    model = dataclasses.replace(opened, plan=plan)
+    tuner = _Tuner(model, mix(9, 30, 33), WORK, 0.0, lambda *step: None)
+    assert [n for n in tuner._lengths() if n % 16] in ([], [LIMIT])
 
 
 def test_texts_are_counted_as_the_server_would(opened):

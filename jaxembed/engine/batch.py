@@ -1,5 +1,6 @@
 """A bucket for what waits, and its layout: `choose`, `place` and `pack`, three pure functions."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from jaxembed.engine.ticket import Entry
 from jaxembed.models.tokens import PackedTokens
 
 EXPECTED_FILL = 0.97  # of a bucket with enough waiting; 0.94 to 1.00 on real length mixes
+SPARE = 1.25  # times a bucket's tokens are looked at to fill it
 BRIEF_MS = 25.0  # a batch that a lone query may have to wait for need be no shorter
 BRIEF_LOSS = 0.25  # of the best rate, at most, to be brief; less, for the estimate fills no gaps
 
@@ -42,23 +44,43 @@ def choose(waiting: Sequence[Entry], cost: Mapping[Bucket, float], brief: bool =
     is chosen; if the batch shall be `brief`, the briefest of those that are nearly as good.
     """
     lengths = np.array([entry.length for entry in waiting])
-    candidates = [bucket for bucket in cost if bucket.length >= lengths[0]]
-    rates = {bucket: cost[bucket] / _useful(lengths, bucket) for bucket in candidates}
-    best = min(candidates, key=rates.__getitem__)
+    holding = [bucket for bucket in cost if bucket.length >= lengths[0]]
+    near = 1 - BRIEF_LOSS if brief else 1.0
+    rates: dict[Bucket, float] = {}
+    best = math.inf
+    for bucket in sorted(holding, key=lambda bucket: cost[bucket] / bucket.tokens):
+        if near * cost[bucket] / bucket.tokens > best:  # nor is any that follows, were it full
+            break
+        rates[bucket] = cost[bucket] / _useful(lengths, bucket)
+        best = min(best, rates[bucket])
     if not brief:
-        return best
-    near = [b for b in candidates if (1 - BRIEF_LOSS) * rates[b] <= rates[best]]
-    return min(near, key=lambda b: (max(cost[b], BRIEF_MS), rates[b]))
+        return min(rates, key=rates.__getitem__)
+    nearly = [bucket for bucket in rates if near * rates[bucket] <= best]
+    return min(nearly, key=lambda bucket: (max(cost[bucket], BRIEF_MS), rates[bucket]))
 
 
 def _useful(lengths: np.ndarray, bucket: Bucket) -> float:
-    """About how many tokens of the oldest entries a bucket would carry."""
+    """About how many tokens of the oldest entries `place` would get onto a bucket.
+
+    No two of more than half a row stand in one. Where these alone outnumber the rows, the longest
+    take them, and what is shorter goes beside them as far as there is room: of each row all but
+    half a short sequence on average.
+    """
     if len(lengths) == 1:  # a lone query: 5 us of numpy for each bucket would be felt
         return float(lengths[0])
     fitting = lengths[lengths <= bucket.length]
-    held = np.cumsum(fitting[: bucket.rows * bucket.slots])
-    room = max(int(EXPECTED_FILL * bucket.tokens), int(fitting[0]))
-    return float(held[np.searchsorted(held, room, side="right") - 1])
+    first = fitting[: _enough(fitting, bucket)]
+    wide = int(np.count_nonzero(2 * first > bucket.length))
+    useful = float(first.sum())
+    if wide > bucket.rows:
+        first = np.sort(first)[::-1]
+        tops, short = first[: bucket.rows], first[wide:]
+        useful = float(tops.sum())
+        if len(short):
+            rooms = bucket.length - tops
+            held = float(np.sum(rooms[rooms >= short[-1]] - short[-1] / 2))
+            useful += min(held, float(short.sum()))
+    return min(useful, max(EXPECTED_FILL * bucket.tokens, float(fitting[0])))
 
 
 def place(bucket: Bucket, *groups: Sequence[Entry], most: int | None = None) -> Batch:
@@ -81,12 +103,15 @@ def place(bucket: Bucket, *groups: Sequence[Entry], most: int | None = None) -> 
 
 
 def _first(group: Sequence[Entry], bucket: Bucket) -> list[Entry]:
-    """The first entries that fit on the bucket: those that fill it, and a quarter more to fill gaps
-    with."""
+    """The first entries that fit on the bucket: those that fill it, and some to fill gaps with."""
     lengths = np.array([entry.length for entry in group])
-    held = np.cumsum(np.where(lengths <= bucket.length, lengths, 0))
-    enough = int(np.searchsorted(held, 1.25 * bucket.tokens)) + 1
+    enough = _enough(np.where(lengths <= bucket.length, lengths, 0), bucket)
     return [entry for entry in group[:enough] if entry.length <= bucket.length]
+
+
+def _enough(lengths: np.ndarray, bucket: Bucket) -> int:
+    """How many of the lengths fill a bucket, and a quarter more."""
+    return int(np.searchsorted(np.cumsum(lengths), SPARE * bucket.tokens)) + 1
 
 
 class Shelf:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import get_args
 
 import numpy as np
@@ -39,6 +40,8 @@ PROBE_EVERY_S = 1.0
 RATE_OVER = 10  # batches, about
 BORROWED_S = 0.3  # of device time, by a model with interactive work: two batches of a CPU
 UNTIMED_MS = 1000.0  # a bucket that would take longer is not run to time it: traffic would wait
+ROUNDS = 5  # of timing every bucket, when all are compiled: a slow moment hits all of them alike
+LULL_S = 5.0  # a bucket is timed when nothing waits, or after so long all the same
 
 
 @dataclass(eq=False)
@@ -78,7 +81,7 @@ class Engine:
         self.grid = grid
         self.name = name  # of the model, for the log
         self.cost: dict[Bucket, float] = {}  # milliseconds of each bucket that is compiled
-        self._guessed: set[Bucket] = set()  # those of `cost` that have not run yet
+        self._guessed: set[Bucket] = set()  # those of `cost` that were never timed alone
         self._seats = seats
         self._dim = dim
         self._telemetry = telemetry
@@ -217,7 +220,7 @@ class Engine:
             seconds = time.monotonic() - started_at
             seat.turn.correct(claim, seconds)
         try:
-            self._note(seat, batch, results, seconds)
+            self._note(seat, batch, results, seconds, claim.alone)
             for answers in results:
                 _settle(answers, started_at, seconds)
         except Exception:
@@ -271,15 +274,18 @@ class Engine:
         ticket = Ticket([Encoding(np.ones(1, np.int32))], self._dim)
         return place(min(self.cost, key=lambda bucket: bucket.tokens), ticket.entries)
 
-    def _note(self, seat: Seat, batch: Batch, results: Sequence[Answers], seconds: float) -> None:
-        """Keep the figures of a batch."""
+    def _note(
+        self, seat: Seat, batch: Batch, results: Sequence[Answers], seconds: float, alone: bool
+    ) -> None:
+        """Keep the figures of a batch, that had the device alone or not."""
         answered = [answers for answers in results if answers.error is None and answers.entries]
         with self._lock:
             seat.failures = 0 if answered else seat.failures + 1
             if [answers.entries for answers in answered] == [batch.entries]:  # as it was placed
-                known = math.inf if batch.bucket in self._guessed else self.cost[batch.bucket]
-                self.cost[batch.bucket] = min(known, seconds * 1000)
-                self._guessed.discard(batch.bucket)
+                if batch.bucket in self._guessed:
+                    known = math.inf if alone else self.cost[batch.bucket]
+                    self.cost[batch.bucket] = min(known, seconds * 1000)
+                    self._guessed -= {batch.bucket} if alone else set()
                 kept = 1 - 1 / RATE_OVER
                 self._ran_tokens = kept * self._ran_tokens + batch.useful_tokens
                 self._ran_s = kept * self._ran_s + seconds
@@ -314,29 +320,37 @@ class Engine:
         return guess if guess > UNTIMED_MS else None
 
     def _time_again(self) -> None:
-        """Time every bucket once more when nothing compiles beside it and nothing waits: one that
-        looked slow would never be chosen, and so never be found to be fast. The smallest first, and
-        what was guessed from the slow ones is guessed from them anew."""
-        for bucket in sorted(self.cost, key=lambda bucket: bucket.tokens):
-            guess = self._guess(bucket) if bucket in self._guessed else None
-            cost = guess or self._time(bucket)
-            if self._closing:
-                return
-            with self._lock:
-                self.cost[bucket] = min(self.cost[bucket], cost)
-                if guess is None:
-                    self._guessed.discard(bucket)
+        """Time every bucket anew when nothing compiles beside it: one that looked slow would never
+        be chosen, and so never be found to be fast. The smallest first, and what was guessed from
+        the slow ones is guessed from them anew."""
+        times: dict[Bucket, list[float]] = {bucket: [] for bucket in self.cost}
+        for _ in range(ROUNDS):
+            for bucket in sorted(times, key=lambda bucket: bucket.tokens):
+                guess = self._guess(bucket) if bucket in self._guessed else None
+                if guess is None and (ms := self._time(bucket)) is not None:
+                    times[bucket].append(ms)
+                if self._closing:
+                    return
+                with self._lock:
+                    if guess is not None:
+                        self.cost[bucket] = min(self.cost[bucket], guess)
+                    elif times[bucket]:
+                        self.cost[bucket] = median(times[bucket])
+                        self._guessed.discard(bucket)
 
-    def _time(self, bucket: Bucket) -> float:
-        """Milliseconds of a bucket while nothing waits; infinite where it fails."""
+    def _time(self, bucket: Bucket) -> float | None:
+        """Milliseconds of a bucket when nothing waits, or has waited for long; None if it fails."""
+        late = time.monotonic() + LULL_S
         try:
             seat = self._seats[0]
-            with seat.turn.hold(self._idle_urgency, whole=True):
+            with seat.turn.hold(
+                lambda: self._idle_urgency() if time.monotonic() < late else math.inf, whole=True
+            ):
                 if not self._closing:
                     return milliseconds(seat.runner, bucket, seat.turn.permits)
         except Exception:  # batches on it will say so to those who wait
             logger.warning("%s: bucket %s could not be timed", self.name, bucket, exc_info=True)
-        return math.inf
+        return None
 
     def _fail_waiting(self, reason: str) -> None:
         """Nothing that waits will be answered: tell those who wait."""

@@ -6,9 +6,9 @@ Knows nothing of requests: packed tokens in, outputs out.
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cache
+from threading import Barrier, Thread
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -34,7 +34,6 @@ Outputs = dict[OutputName, np.ndarray]
 FLOAT32: DType = "float32"
 
 TIMING_S = 0.03  # at least, of timing a bucket
-MOST_TIMINGS = 10
 
 # XLA:CPU of jaxlib 0.10.2 gives wrong sums where it fuses a product and a reduction
 # (github.com/jax-ml/jax/issues/39103). With single products as the only fusions it does not.
@@ -219,24 +218,48 @@ def compiler_options(platform: str) -> dict[str, str | bool]:
     return SAFE_FUSION
 
 
-def milliseconds(runner: Runner, bucket: Bucket, together: int = 1) -> float:
-    """Of a full bucket on the device, copies to and from it included: the fastest runs of as many
-    as run `together`, over their number.
+def milliseconds(
+    runner: Runner,
+    bucket: Bucket,
+    together: int = 1,
+    seconds: float = TIMING_S,
+    planes: np.ndarray | None = None,
+) -> float:
+    """Of a bucket on the device, copies to and from it included: while `together` threads run it
+    again and again for so many seconds, over the number of their runs.
 
-    Small buckets run several times: beside a compiler on the same cores a single run of 2 ms may
-    look like 20. Large ones run once: traffic waits meanwhile.
+    It holds `planes`, or one sequence in each row, where attention costs the most. Small buckets
+    run several times: beside a compiler on the same cores a single run of 2 ms may look like 20.
+    Large ones run once: traffic waits meanwhile. Raises what the runner raises.
     """
-    planes = np.ones((PackedTokens.FIELDS, bucket.rows, bucket.length), np.int32)
-    planes[1] = np.arange(bucket.length)
-    times: list[float] = []
-    with ThreadPoolExecutor(together) as pool:
-        while sum(times) * together < TIMING_S and len(times) < MOST_TIMINGS:
-            start = time.perf_counter()
-            runs = [pool.submit(runner.run, bucket, planes, ("dense",)) for _ in range(together)]
-            for run in runs:
-                run.result()
-            times.append((time.perf_counter() - start) / together)
-    return min(times) * 1000
+    if planes is None:
+        planes = np.ones((PackedTokens.FIELDS, bucket.rows, bucket.length), np.int32)
+        planes[1] = np.arange(bucket.length)
+    begin = Barrier(together)  # a thread takes its time to start
+    starts, ends = [], []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        begin.wait()
+        start = time.perf_counter()
+        try:
+            while not errors:
+                runner.run(bucket, planes, ("dense",))
+                starts.append(start)
+                ends.append(time.perf_counter())
+                if ends[-1] - start >= seconds:
+                    break
+        except Exception as error:
+            errors.append(error)
+
+    threads = [Thread(target=memory.in_kept_heap, args=(work,)) for _ in range(together)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return 1000 * (max(ends) - min(starts)) / len(ends)
 
 
 def _cast(name: str, leaf: Any, dtype: DType) -> Any:

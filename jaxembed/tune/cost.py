@@ -6,11 +6,14 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 
+from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Outputs, Replica, milliseconds
+from jaxembed.engine.ticket import Entry
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.engine.warmup import STACK_BYTES
 from jaxembed.models.output import OutputName
@@ -29,11 +32,15 @@ class Cost:
 class Workbench:
     """A model on the device, and every bucket compiled once however many grids have it.
 
-    It answers an engine as a runner, to which compiling what is compiled costs nothing.
+    It answers an engine as a runner, to which compiling what is compiled costs nothing. Buckets are
+    timed filled from `mix`, for attention costs less where sequences share a row.
     """
+
+    mix: Sequence[Entry] = ()
 
     def __init__(self, replica: Replica):
         self.costs: dict[Bucket, Cost] = {}
+        self._times: dict[Bucket, list[float]] = {}
         self.tokens_run = 0  # padding counted
         self.run_in_float32 = replica.run_in_float32
         self._replica = replica
@@ -55,10 +62,9 @@ class Workbench:
         return self._replica.run(bucket, planes, outputs)
 
     def time_again(self, buckets: Iterable[Bucket]) -> None:
-        """Another run of each: the fastest counts, for the machine may have been busy."""
+        """Time each once more: the median counts."""
         for bucket in buckets:
-            old = self.costs[bucket]
-            self.costs[bucket] = replace(old, ms=min(old.ms, self._time(bucket)))
+            self.costs[bucket] = replace(self.costs[bucket], ms=self._time(bucket))
 
     def _measure(self, bucket: Bucket) -> None:
         start = time.perf_counter()
@@ -69,7 +75,12 @@ class Workbench:
 
     def _time(self, bucket: Bucket) -> float:
         platform = self._replica.devices[0].platform
-        return milliseconds(self, bucket, DeviceTurn.for_platform(platform).permits)
+        times = self._times.setdefault(bucket, [])
+        permits = DeviceTurn.for_platform(platform).permits
+        batch = place(bucket, self.mix)
+        planes = pack(batch) if batch.entries else None
+        times.append(milliseconds(self, bucket, permits, planes=planes))
+        return median(times)
 
 
 class CostTable:

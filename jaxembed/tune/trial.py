@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from jaxembed.tune.cost import Workbench
 from jaxembed.tune.traffic import Figures, Traffic, figures
 
 TICKET = 32  # sequences in each request at full load
+TURNS = 6  # of each grid in a round: a machine that others use changes from second to second
 
 
 class Trial:
@@ -47,14 +48,14 @@ class Trial:
     def close(self) -> None:
         self._engine.close()
 
-    def run(self, traffic: Traffic) -> Figures:
+    def run(self, traffic: Traffic, turns: "Turns") -> None:
         """Once through each load."""
-        lone = [self._ms([one]) for one in traffic.lone]
-        requests = [self._ms(request) for request in traffic.requests]
+        turns.lone += [self._ms([one]) for one in traffic.lone]
+        turns.requests += [self._ms(request) for request in traffic.requests]
         padded = self._workbench.tokens_run
-        full_ms = self._ms_of_all(traffic.full)
-        padded = self._workbench.tokens_run - padded
-        return figures(traffic.full_tokens, full_ms, padded, requests, lone)
+        turns.full_ms += self._ms_of_all(traffic.full)
+        turns.padded += self._workbench.tokens_run - padded
+        turns.full_tokens += traffic.full_tokens
 
     def _ms(self, encodings: Sequence[Encoding]) -> float:
         # as bulk, or the engine would keep batches brief at full load for the lone texts before it
@@ -71,6 +72,21 @@ class Trial:
         for ticket in tickets:
             ticket.result()
         return (time.perf_counter() - start) * 1000
+
+
+@dataclass
+class Turns:
+    """What one grid took for each load in a round, all its turns together."""
+
+    full_tokens: int = 0
+    full_ms: float = 0.0
+    padded: int = 0  # tokens of the buckets run at full load
+    requests: list[float] = field(default_factory=list)
+    lone: list[float] = field(default_factory=list)
+
+    @property
+    def figures(self) -> Figures:
+        return figures(self.full_tokens, self.full_ms, self.padded, self.requests, self.lone)
 
 
 @dataclass(frozen=True)
@@ -94,13 +110,17 @@ class Comparison:
 
 
 def compare(before: Trial, after: Trial, traffic: Traffic, rounds: int) -> Comparison:
-    """Each round runs both, and the one that goes first changes."""
+    """In each round both take several turns, and the one that goes first changes."""
     runs: dict[Trial, list[Figures]] = {before: [], after: []}
     for trial in runs:
-        trial.run(traffic)  # the engines learn what their buckets cost
-    for number in range(rounds):
-        for trial in [before, after][:: 1 if number % 2 else -1]:
-            runs[trial].append(trial.run(traffic))
+        trial.run(traffic, Turns())
+    for _ in range(rounds):
+        taken = {trial: Turns() for trial in runs}
+        for number in range(TURNS):
+            for trial in [before, after][:: 1 if number % 2 else -1]:
+                trial.run(traffic, taken[trial])
+        for trial, turns in taken.items():
+            runs[trial].append(turns.figures)
     return Comparison(runs[before], runs[after])
 
 

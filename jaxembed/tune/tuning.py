@@ -18,6 +18,7 @@ from jaxembed.engine.bucket import MOST_DEFAULT_BUCKETS, SHORTEST_ROW, Bucket, B
 from jaxembed.engine.build import tuned_for
 from jaxembed.errors import ConfigError
 from jaxembed.inputs import Encoding
+from jaxembed.models import native
 from jaxembed.telemetry import row_lengths
 from jaxembed.tune.cost import Cost, CostTable, probes
 from jaxembed.tune.lengths import Lengths
@@ -33,7 +34,7 @@ REPEATS = 4  # searches at most, each followed by measuring what it found
 PROBING = 0.35  # of the time given, for buckets that tell about others;
 MEASURING = 0.6  # by then what the search chose is measured too, and the rest is for trying
 SEARCH_S = 10.0
-TIMINGS = 3  # more of every bucket, before the last search
+TIMINGS = 3  # more of every bucket at least, before the last search
 MOST_TOKENS = 4  # times the token budget in use: buckets no larger than this are looked at
 ROOM = 4  # usual inputs in the longest row looked at
 STRAYS = 4  # lone texts of any length, beside traffic.LONE of the mix in the search
@@ -199,6 +200,7 @@ class _Tuner:
         self.most = model.config.max_batch_requests
         self.most_tokens = max(bucket.tokens for bucket in self.grid.buckets)
         self.traffic = self._with_strays(self._traffic(seed=0))
+        self.workbench.mix = self.traffic.queues[0]
 
     def find(self) -> BucketGrid:
         """The grid with the least predicted cost of those whose buckets are all measured."""
@@ -215,7 +217,10 @@ class _Tuner:
             if not unknown or time.monotonic() > self.deadline:
                 break
             self._measure(sorted(unknown), "what the search chose", self.deadline)
-        for _ in range(TIMINGS):
+        timings = 0
+        while timings < TIMINGS or time.monotonic() < self.deadline:
+            timings += 1
+            self.on_progress("timing every bucket again", timings, max(timings, TIMINGS))
             self.workbench.time_again(self.workbench.costs)
         chosen = self._search(self._allowed(self.workbench.costs))
         return BucketGrid(tuple(sorted(chosen)))
@@ -270,6 +275,8 @@ class _Tuner:
         kernels = self.model.plan.kernels
         if kernels.taken:  # in other rows no kernel was tried
             fitting = list(kernels.lengths)
+        elif kernels.native:  # takes no attention of others, which makes them slower than the next
+            fitting = [n for n in fitting if n % native.TILE == 0 or n == self._limit]
         longest = next(length for length in fitting if length >= self.lengths.longest)
         most = max(longest, ROOM * self.lengths.mean)
         return [n for n in fitting if n <= most or n in (self._limit, *self._in_use)]
