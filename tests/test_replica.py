@@ -332,8 +332,8 @@ def test_two_runs_at_once_are_timed_as_two(monkeypatch):
             return super().run(bucket, planes, outputs)
 
     monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)  # a second a look
-    # both look when they begin and when they end: three seconds for two runs
-    assert milliseconds(Meeting(3, 5), BUCKET, together=2) == 1500.0
+    # both look when they begin and when they end, and have two seconds each, or one and three
+    assert milliseconds(Meeting(3, 5), BUCKET, together=2) in (1000.0, 750.0)
 
 
 def test_what_fails_beside_another_is_raised():

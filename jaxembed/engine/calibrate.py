@@ -8,6 +8,7 @@ import os
 import platform
 import time
 from pathlib import Path
+from uuid import uuid4
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +101,7 @@ def _rate(dtype: DType, cache_dir: Path | None) -> float:
 
 
 def _keep(rates: dict, file: Path) -> None:
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial = file.with_name(f".{file.name}.{uuid4().hex}")  # containers share process ids
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial.write_text(json.dumps(rates))

@@ -225,8 +225,8 @@ def milliseconds(
     seconds: float = TIMING_S,
     planes: np.ndarray | None = None,
 ) -> float:
-    """Of a bucket on the device, copies to and from it included: while `together` threads run it
-    again and again for so many seconds, over the number of their runs.
+    """Of a bucket on the device, copies to and from it included: `together` threads run it again
+    and again for so many seconds, and what each made in its time adds up.
 
     It holds `planes`, or one sequence in each row, where attention costs the most. Small buckets
     run several times: beside a compiler on the same cores a single run of 2 ms may look like 20.
@@ -236,21 +236,20 @@ def milliseconds(
         planes = np.ones((PackedTokens.FIELDS, bucket.rows, bucket.length), np.int32)
         planes[1] = np.arange(bucket.length)
     begin = Barrier(together)  # a thread takes its time to start
-    starts, ends = [], []
+    per_s: list[float] = []
     errors: list[Exception] = []
 
     def work() -> None:
+        count, took = 0, 0.0
         begin.wait()
         start = time.perf_counter()
         try:
-            while not errors:
+            while not errors and (not count or took < seconds):
                 runner.run(bucket, planes, ("dense",))
-                starts.append(start)
-                ends.append(time.perf_counter())
-                if ends[-1] - start >= seconds:
-                    break
+                count, took = count + 1, time.perf_counter() - start
         except Exception as error:
             errors.append(error)
+        per_s.append(count / max(took, 1e-9))
 
     threads = [Thread(target=memory.in_kept_heap, args=(work,)) for _ in range(together)]
     for thread in threads:
@@ -259,7 +258,7 @@ def milliseconds(
         thread.join()
     if errors:
         raise errors[0]
-    return 1000 * (max(ends) - min(starts)) / len(ends)
+    return 1000 / sum(per_s)
 
 
 def _cast(name: str, leaf: Any, dtype: DType) -> Any:

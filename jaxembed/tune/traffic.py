@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxembed.engine.batch import choose, place
+from jaxembed.engine.batch import HOST_MS, choose, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.lanes import LOOKED_AT
 from jaxembed.engine.ticket import Entry, Ticket
@@ -100,10 +100,10 @@ def figures(
 
 def predict(traffic: Traffic, cost: Mapping[Bucket, float], most: int | None = None) -> Figures:
     """Compose batches as the engine does, and add up what their buckets cost. `most` sequences
-    stand in a batch. The host's own time is not in it."""
+    stand in a batch. Of the host's own time only the part of each batch is in it."""
     (full_ms, padded), *requests = [_drain(queue, cost, most) for queue in traffic.queues]
     alone = {
-        length: min(ms for bucket, ms in cost.items() if bucket.length >= length)
+        length: HOST_MS + min(ms for bucket, ms in cost.items() if bucket.length >= length)
         for length in set(traffic.lone_lengths)
     }
     lone = [alone[length] for length in traffic.lone_lengths]
@@ -120,7 +120,7 @@ def _drain(
         window = _window(waiting, enough)[:most]
         bucket = choose(window, cost)
         batch = place(bucket, window[:1], window[1:], most=most)
-        ms += cost[bucket]
+        ms += cost[bucket] + HOST_MS
         padded += bucket.tokens
         taken = set(batch.entries)
         rest = [entry for entry in window if entry not in taken]
