@@ -528,6 +528,19 @@ def test_a_bucket_costs_what_it_usually_takes(start, monkeypatch):
     assert set(engine.cost.values()) == {5.0}
 
 
+def test_a_slow_bucket_is_timed_less_often(start, monkeypatch):
+    times = []
+
+    def milliseconds(_, bucket, together):
+        times.append(bucket)
+        return 10.0 if bucket == SHORT else 600.0
+
+    monkeypatch.setattr(engine_module, "milliseconds", milliseconds)
+    timed(start(SumRunner(), compile_workers=1))
+    assert times.count(SHORT) == 1 + engine_module.ROUNDS
+    assert times.count(LONG) == 2
+
+
 def test_buckets_are_timed_again_though_there_is_always_work(start, monkeypatch):
     monkeypatch.setattr(engine_module, "LULL_S", 0.0)
     runner = SumRunner()

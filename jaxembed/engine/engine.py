@@ -41,6 +41,7 @@ RATE_OVER = 10  # batches, about
 BORROWED_S = 0.3  # of device time, by a model with interactive work: two batches of a CPU
 UNTIMED_MS = 1000.0  # a bucket that would take longer is not run to time it: traffic would wait
 ROUNDS = 5  # of timing every bucket, when all are compiled: a slow moment hits all of them alike
+TIMED_MS = 500.0  # of a bucket, after which it is timed no more: the longer, the less they differ
 LULL_S = 5.0  # a bucket is timed when nothing waits, or after so long all the same
 
 
@@ -327,7 +328,8 @@ class Engine:
         for _ in range(ROUNDS):
             for bucket in sorted(times, key=lambda bucket: bucket.tokens):
                 guess = self._guess(bucket) if bucket in self._guessed else None
-                if guess is None and (ms := self._time(bucket)) is not None:
+                enough = sum(times[bucket]) > TIMED_MS
+                if guess is None and not enough and (ms := self._time(bucket)) is not None:
                     times[bucket].append(ms)
                 if self._closing:
                     return
