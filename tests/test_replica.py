@@ -22,6 +22,7 @@ from jaxembed.engine.replica import (
     Replica,
     Runner,
     compiler_options,
+    full_planes,
     milliseconds,
     place_parameters,
 )
@@ -369,3 +370,16 @@ def test_a_bucket_is_timed_with_the_planes_given():
     assert milliseconds(Noting(3, 5), BUCKET, seconds=0.0, planes=planes) > 0
     assert len(runs) == 1
     assert runs[0] is planes
+
+
+def test_a_full_bucket_holds_short_sequences_and_no_padding():
+    ids, positions, segments, types, pooled = full_planes(Bucket(2, 80), 32)
+    assert (ids == 1).all()
+    assert not types.any()
+    np.testing.assert_array_equal(
+        segments, np.repeat([[1, 2, 3]], [32, 32, 16], axis=1).repeat(2, 0)
+    )
+    np.testing.assert_array_equal(pooled, segments)
+    np.testing.assert_array_equal(positions[0], [*range(32), *range(32), *range(16)])
+    many = Bucket(1, 8192)
+    assert full_planes(many, 32)[2].max() <= many.slots

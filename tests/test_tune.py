@@ -286,6 +286,27 @@ def test_a_prediction_adds_up_the_batches_of_the_engine():
     assert (ten_at_a_time.full_fill, ten_at_a_time.lone_p50_ms) == (1.0, 2.0 + HOST_MS)
 
 
+def test_long_sequences_cost_their_pairs_in_any_bucket():
+    traffic = traffic_of(mix(8), vocab_size=1000, full_tokens=800, seed=0)
+    figures = predict(traffic, {Bucket(10, 8): 5.0}, pair_ms=0.01)
+    assert figures.lone_p50_ms == pytest.approx(5 + HOST_MS + 0.64)
+    batches = len(traffic.full) / 10
+    taken_ms = batches * (5 + HOST_MS) + len(traffic.full) * 0.64
+    assert figures.full_tokens_per_s == pytest.approx(traffic.full_tokens / taken_ms * 1000)
+
+
+def test_what_a_pair_costs_is_read_off_a_bucket_of_long_and_of_short_sequences(opened, monkeypatch):
+    bucket = Bucket(2, 64)
+
+    def milliseconds(runner, bucket, together, planes=None):
+        return 3.0 if planes is None else 3.0 + 0.001 * float((planes[2] == 1).sum() * 32)
+
+    monkeypatch.setattr("jaxembed.tune.cost.milliseconds", milliseconds)
+    assert opened.workbench.pair_ms(bucket) == pytest.approx(0.001)
+    monkeypatch.setattr("jaxembed.tune.cost.milliseconds", lambda *_, planes=None: 3.0)
+    assert opened.workbench.pair_ms(bucket) == 0.0
+
+
 def test_row_counts_are_two_to_an_octave():
     assert row_counts(13) == [1, 2, 3, 4, 6, 8, 12]
 

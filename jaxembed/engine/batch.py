@@ -40,8 +40,9 @@ class Batch:
 def choose(waiting: Sequence[Entry], cost: Mapping[Bucket, float], brief: bool = False) -> Bucket:
     """The bucket to run next for the entries that wait, the first of which must be in the batch.
 
-    `cost` gives the measured milliseconds of every bucket that may be used. Among those that hold
-    the first entry, and there must be one, the one with the fewest milliseconds per useful token
+    `cost` gives the measured milliseconds of every bucket that may be used, full of short
+    sequences: what long ones cost on top they cost in any bucket. Among those that hold the first
+    entry, and there must be one, the one with the fewest milliseconds per useful token
     is chosen, the host's part counted; if the batch shall be `brief`, the briefest of those that
     are nearly as good.
     """

@@ -81,7 +81,7 @@ class Engine:
     ):
         self.grid = grid
         self.name = name  # of the model, for the log
-        self.cost: dict[Bucket, float] = {}  # milliseconds of each bucket that is compiled
+        self.cost: dict[Bucket, float] = {}  # milliseconds of each that is compiled, see `choose`
         self._guessed: set[Bucket] = set()  # those of `cost` that were never timed alone
         self._seats = seats
         self._dim = dim

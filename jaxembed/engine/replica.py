@@ -34,6 +34,7 @@ Outputs = dict[OutputName, np.ndarray]
 FLOAT32: DType = "float32"
 
 TIMING_S = 0.03  # at least, of timing a bucket
+SEGMENT = 32  # tokens of a sequence in a bucket that is timed
 
 # XLA:CPU of jaxlib 0.10.2 gives wrong sums where it fuses a product and a reduction
 # (github.com/jax-ml/jax/issues/39103). With single products as the only fusions it does not.
@@ -228,13 +229,13 @@ def milliseconds(
     """Of a bucket on the device, copies to and from it included: `together` threads run it again
     and again for so many seconds, and what each made in its time adds up.
 
-    It holds `planes`, or one sequence in each row, where attention costs the most. Small buckets
-    run several times: beside a compiler on the same cores a single run of 2 ms may look like 20.
-    Large ones run once: traffic waits meanwhile. Raises what the runner raises.
+    It holds `planes`, or short sequences: kernels that skip what lies in other sequences take
+    longer for long ones, but as much longer in any bucket. Small buckets run several times: beside
+    a compiler on the same cores a single run of 2 ms may look like 20. Large ones run once: traffic
+    waits meanwhile. Raises what the runner raises.
     """
     if planes is None:
-        planes = np.ones((PackedTokens.FIELDS, bucket.rows, bucket.length), np.int32)
-        planes[1] = np.arange(bucket.length)
+        planes = full_planes(bucket, SEGMENT)
     begin = Barrier(together)  # a thread takes its time to start
     per_s: list[float] = []
     errors: list[Exception] = []
@@ -259,6 +260,18 @@ def milliseconds(
     if errors:
         raise errors[0]
     return 1000 / sum(per_s)
+
+
+def full_planes(bucket: Bucket, segment: int) -> np.ndarray:
+    """A full bucket as `run` takes it: every row sequences of so many tokens, one after the other,
+    the last one cut."""
+    segment = max(segment, -(-bucket.length // bucket.slots))
+    planes = np.zeros((PackedTokens.FIELDS, bucket.rows, bucket.length), np.int32)
+    ids, positions, segments, _, pooled = planes
+    place = np.arange(bucket.length)
+    ids[:], positions[:] = 1, place % segment
+    segments[:] = pooled[:] = place // segment + 1
+    return planes
 
 
 def _cast(name: str, leaf: Any, dtype: DType) -> Any:

@@ -10,19 +10,19 @@ from statistics import median
 
 import numpy as np
 
-from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.replica import Outputs, Replica, milliseconds
-from jaxembed.engine.ticket import Entry
+from jaxembed.engine.replica import SEGMENT, Outputs, Replica, full_planes, milliseconds
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.engine.warmup import STACK_BYTES
 from jaxembed.models.output import OutputName
 
+PAIRS = 7  # of timings with long sequences and with short ones
+
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one compiled bucket: milliseconds of a run with its copies, seconds to compile with
-    nothing cached, and bytes of device memory besides the parameters."""
+    """Of one compiled bucket: milliseconds of a run of short sequences with its copies, seconds to
+    compile with nothing cached, and bytes of device memory besides the parameters."""
 
     ms: float
     compile_s: float
@@ -32,11 +32,8 @@ class Cost:
 class Workbench:
     """A model on the device, and every bucket compiled once however many grids have it.
 
-    It answers an engine as a runner, to which compiling what is compiled costs nothing. Buckets are
-    timed filled from `mix`, for attention costs less where sequences share a row.
+    It answers an engine as a runner, to which compiling what is compiled costs nothing.
     """
-
-    mix: Sequence[Entry] = ()
 
     def __init__(self, replica: Replica):
         self.costs: dict[Bucket, Cost] = {}
@@ -73,14 +70,26 @@ class Workbench:
         ms = self._time(bucket)
         self.costs[bucket] = Cost(ms, seconds, self._replica.temporary_bytes(bucket))
 
+    def pair_ms(self, bucket: Bucket) -> float:
+        """Milliseconds for each pair of tokens in one sequence, by the difference that long ones
+        make to a compiled bucket of long rows: what kernels take that skip other sequences."""
+        whole = full_planes(bucket, bucket.length)
+        times = [
+            milliseconds(self, bucket, self._permits, planes=whole)
+            - milliseconds(self, bucket, self._permits)
+            for _ in range(PAIRS)
+        ]
+        pairs = bucket.rows * bucket.length * max(bucket.length - SEGMENT, 1)
+        return max(median(times), 0.0) / pairs
+
     def _time(self, bucket: Bucket) -> float:
-        platform = self._replica.devices[0].platform
         times = self._times.setdefault(bucket, [])
-        permits = DeviceTurn.for_platform(platform).permits
-        batch = place(bucket, self.mix)
-        planes = pack(batch) if batch.entries else None
-        times.append(milliseconds(self, bucket, permits, planes=planes))
+        times.append(milliseconds(self, bucket, self._permits))
         return median(times)
+
+    @property
+    def _permits(self) -> int:
+        return DeviceTurn.for_platform(self._replica.devices[0].platform).permits
 
 
 class CostTable:

@@ -45,6 +45,7 @@ class Search:
     affords: Callable[[Iterable[Bucket]], bool]
     deadline: float
     most: int | None = None  # sequences in a batch
+    pair_ms: float = 0.0  # as `predict` takes it
     _scores: dict[frozenset[Bucket], float] = field(default_factory=dict)
 
     def run(self) -> frozenset[Bucket]:
@@ -59,7 +60,8 @@ class Search:
     def score(self, buckets: frozenset[Bucket]) -> float:
         if buckets not in self._scores:
             cost = {bucket: self.table.ms(bucket) for bucket in sorted(buckets)}
-            self._scores[buckets] = objective(predict(self.traffic, cost, self.most), self.before)
+            figures = predict(self.traffic, cost, self.most, self.pair_ms)
+            self._scores[buckets] = objective(figures, self.before)
         return self._scores[buckets]
 
     def _grow(self, chosen: frozenset[Bucket]) -> frozenset[Bucket]:

@@ -98,24 +98,30 @@ def figures(
     )
 
 
-def predict(traffic: Traffic, cost: Mapping[Bucket, float], most: int | None = None) -> Figures:
-    """Compose batches as the engine does, and add up what their buckets cost. `most` sequences
-    stand in a batch. Of the host's own time only the part of each batch is in it."""
-    (full_ms, padded), *requests = [_drain(queue, cost, most) for queue in traffic.queues]
+def predict(
+    traffic: Traffic,
+    cost: Mapping[Bucket, float],
+    most: int | None = None,
+    pair_ms: float = 0.0,
+) -> Figures:
+    """Compose batches as the engine does, and add up what their buckets cost, and what their long
+    sequences cost on top: `pair_ms` for each pair of tokens. `most` sequences stand in a batch. Of
+    the host's own time only the part of each batch is in it."""
+    (full_ms, padded), *requests = [_drain(queue, cost, most, pair_ms) for queue in traffic.queues]
     alone = {
         length: HOST_MS + min(ms for bucket, ms in cost.items() if bucket.length >= length)
         for length in set(traffic.lone_lengths)
     }
-    lone = [alone[length] for length in traffic.lone_lengths]
+    lone = [alone[length] + pair_ms * length**2 for length in traffic.lone_lengths]
     return figures(traffic.full_tokens, full_ms, padded, [ms for ms, _ in requests], lone)
 
 
 def _drain(
-    waiting: Sequence[Entry], cost: Mapping[Bucket, float], most: int | None
+    waiting: Sequence[Entry], cost: Mapping[Bucket, float], most: int | None, pair_ms: float
 ) -> tuple[float, int]:
     """Milliseconds and tokens of all batches until nothing waits."""
     enough = LOOKED_AT * max(bucket.tokens for bucket in cost)
-    ms, padded = 0.0, 0
+    ms, padded = pair_ms * sum(entry.length**2 for entry in waiting), 0
     while waiting:
         window = _window(waiting, enough)[:most]
         bucket = choose(window, cost)

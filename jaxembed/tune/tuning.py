@@ -35,6 +35,7 @@ PROBING = 0.35  # of the time given, for buckets that tell about others;
 MEASURING = 0.6  # by then what the search chose is measured too, and the rest is for trying
 SEARCH_S = 10.0
 TIMINGS = 3  # more of every bucket at least, before the last search
+QUICK_MS = 500.0  # a bucket may take to tell what long sequences cost
 MOST_TOKENS = 4  # times the token budget in use: buckets no larger than this are looked at
 ROOM = 4  # usual inputs in the longest row looked at
 STRAYS = 4  # lone texts of any length, beside traffic.LONE of the mix in the search
@@ -200,11 +201,14 @@ class _Tuner:
         self.most = model.config.max_batch_requests
         self.most_tokens = max(bucket.tokens for bucket in self.grid.buckets)
         self.traffic = self._with_strays(self._traffic(seed=0))
-        self.workbench.mix = self.traffic.queues[0]
+        self.pair_ms = 0.0
 
     def find(self) -> BucketGrid:
         """The grid with the least predicted cost of those whose buckets are all measured."""
         self._measure(self.grid.buckets, "the grid in use", math.inf)
+        costs = self.workbench.costs
+        quick = [b for b in self.grid.buckets if costs[b].ms < QUICK_MS] or [min(self.grid.buckets)]
+        self.pair_ms = self.workbench.pair_ms(max(quick, key=lambda bucket: bucket.length))
         slowest = max(self.workbench.costs[bucket].ms for bucket in self.grid.buckets)
         self.slowest_ms = SLOWER * slowest
         useful = self._lengths()
@@ -258,7 +262,7 @@ class _Tuner:
 
     def _predicted(self, grid: BucketGrid, traffic: Traffic) -> Figures:
         cost = {bucket: self.workbench.costs[bucket].ms for bucket in grid.buckets}
-        return predict(traffic, cost, self.most)
+        return predict(traffic, cost, self.most, self.pair_ms)
 
     @property
     def _shards(self) -> int:
@@ -310,6 +314,7 @@ class _Tuner:
             self._affords,
             time.monotonic() + SEARCH_S,
             self.most,
+            self.pair_ms,
         )
         return search.run()
 
