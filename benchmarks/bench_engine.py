@@ -22,6 +22,7 @@ times as much does, of sequences that are all different; `null_ratio` is the sam
 with the model that answers constants, which shows what the queue itself costs.
 """
 
+import gc
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter, deque
@@ -50,7 +51,7 @@ from jaxembed.spec import DType
 from jaxembed.telemetry import Telemetry
 
 TICKET = 32  # sequences in one request
-COPIES = 4  # of the lengths of a mix
+COPIES = 3  # of the lengths of a mix
 SUSTAINED_S = 0.5  # of running one bucket again and again, in each round
 LONE_RUNS = 7  # of one sequence, in each round
 COUNTS = {"queries": 4096, "sts": 2048, "abstracts": 256, "bimodal": 512, "lognormal": 512}
@@ -210,6 +211,8 @@ def measure(
     null = NullReplica(model.spec.dim, model.spec.hidden_size)
     engines = {key: started(recorder, grid, model, platform) for key, grid in grids.items()}
     idle = {key: started(null, grid, model, platform) for key, grid in grids.items()}
+    gc.collect()
+    gc.freeze()  # as the server does when it is ready
     rows = []
     for mix in mixes:
         runs: dict[tuple[str, int], list[Run]] = {key: [] for key in grids}

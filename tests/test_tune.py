@@ -18,6 +18,7 @@ from jaxembed.engine.batch import HOST_MS
 from jaxembed.engine.bucket import Bucket, BucketGrid, read_grid
 from jaxembed.engine.build import plan
 from jaxembed.engine.kernels import Choice
+from jaxembed.engine.replica import SEGMENT
 from jaxembed.errors import ConfigError, WrongTask
 from jaxembed.models import program
 from jaxembed.spec import DenseLayer
@@ -299,7 +300,9 @@ def test_what_a_pair_costs_is_read_off_a_bucket_of_long_and_of_short_sequences(o
     bucket = Bucket(2, 64)
 
     def milliseconds(runner, bucket, together, planes=None):
-        return 3.0 if planes is None else 3.0 + 0.001 * float((planes[2] == 1).sum() * 32)
+        return (
+            3.0 if planes is None else 3.0 + 0.001 * float((planes[2] == 1).sum() * (64 - SEGMENT))
+        )
 
     monkeypatch.setattr("jaxembed.tune.cost.milliseconds", milliseconds)
     assert opened.workbench.pair_ms(bucket) == pytest.approx(0.001)

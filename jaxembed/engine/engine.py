@@ -150,8 +150,9 @@ class Engine:
         Without a priority a small request is interactive and a large one bulk. A sequence that
         waits already, for this request or another, is computed once for all.
         """
-        longest = max(encoding.length for encoding in encodings)
-        if min(encoding.length for encoding in encodings) == 0:
+        lengths = [len(encoding.ids) for encoding in encodings]
+        longest = max(lengths)
+        if min(lengths) == 0:
             raise EmptyInput("Input validation error: `inputs` cannot be empty")
         if longest > self.grid.max_length:
             raise InputTooLong(
@@ -384,14 +385,15 @@ def _settle(answers: Answers, started_at: float, seconds: float) -> None:
             chosen += [k] * len(index)
             places += index
     for ticket, (chosen, places) in by_ticket.items():
-        ticket.queue_s[places] = started_at - ticket.queued_at
-        ticket.inference_s[places] = seconds
+        at = np.array(places)
+        ticket.queue_s[at] = started_at - ticket.queued_at
+        ticket.inference_s[at] = seconds
         if answers.error is not None:
             ticket.fail(places, _named(answers.error, places))
             continue
         assert answers.dense is not None
         tokens = None if answers.tokens is None else [answers.tokens[k] for k in chosen]
-        ticket.answer(places, answers.dense[chosen], tokens)
+        ticket.answer(at, answers.dense[chosen], tokens)
 
 
 def _fail(entries: Iterable[Entry], error: Exception) -> None:
