@@ -52,7 +52,10 @@ class Ticket:
         return self._failures[min(self._failures)] if self._failures else None
 
     def answer(
-        self, index: np.ndarray, dense: np.ndarray, tokens: Sequence[np.ndarray] | None
+        self,
+        index: Sequence[int] | np.ndarray,
+        dense: np.ndarray,
+        tokens: Sequence[np.ndarray] | None,
     ) -> None:
         """The answers of the sequences at `index`."""
         self.dense[index] = dense
