@@ -122,6 +122,11 @@ def test_rows_that_hold_one_sequence_each_are_seen_to_be_half_empty():
     assert choose(entries_of([9] * 40), cost) == Bucket(2, 64)
 
 
+def test_a_row_is_thought_to_hold_no_more_sequences_than_it_has_slots():
+    bucket = Bucket(4, 32)
+    assert _useful(np.full(200, 2), bucket) == bucket.rows * bucket.slots * 2
+
+
 @pytest.mark.parametrize("shape", [(32, 16), (16, 32), (8, 64), (4, 128)])
 @pytest.mark.parametrize("spread", [(5, 14), (9, 16), (3, 60)])
 def test_what_a_bucket_is_thought_to_hold_is_about_what_it_gets(shape, spread):

@@ -261,9 +261,8 @@ def test_bench_memory_measures_each_stage_in_a_process_of_its_own(tmp_path, caps
 
 def test_bench_memory_sees_what_is_touched():
     before = bench_memory.resident()["VmRSS"]
-    held = np.frombuffer(
-        mmap.mmap(-1, 64 * 1024**2), np.uint8
-    )  # malloc may have touched pages left
+    # malloc may have touched pages left
+    held = np.frombuffer(mmap.mmap(-1, 64 * 1024**2), np.uint8)
     held[:] = 1
     grown = bench_memory.resident()["VmRSS"] - before
     assert held.nbytes * 0.9 < grown < held.nbytes * 1.5

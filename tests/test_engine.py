@@ -541,15 +541,28 @@ def test_a_slow_bucket_is_timed_less_often(start, monkeypatch):
     assert times.count(LONG) == 2
 
 
-def test_buckets_are_timed_again_though_there_is_always_work(start, monkeypatch):
-    monkeypatch.setattr(engine_module, "LULL_S", 0.0)
-    runner = SumRunner()
-    engine = start(runner, ready=False, compile_workers=1)
-    while engine.warmup.threads[0].is_alive():
-        tickets = [engine.submit([encoding(5, n)]) for n in range(1, 9)]
-        for ticket in tickets:
-            ticket.result(WAIT_S)
-    assert len(engine.cost) == len(GRID.buckets)
+@pytest.mark.parametrize(("lull_s", "first"), [(0.0, "timing"), (math.inf, "work")])
+def test_a_bucket_is_timed_when_it_has_waited_long_for_a_lull(start, monkeypatch, lull_s, first):
+    turn, order = DeviceTurn(), []
+    engine = timed(start(SumRunner(), turns=[turn], compile_workers=1))
+    monkeypatch.setattr(engine_module, "LULL_S", lull_s)
+    monkeypatch.setattr(engine_module, "milliseconds", lambda *_: order.append("timing"))
+
+    def work():
+        with turn.hold(lambda: 0.0):
+            order.append("work")
+
+    threads = [threading.Thread(target=work), threading.Thread(target=engine._time, args=(SHORT,))]
+    with turn.hold(lambda: 0.0):
+        for waiting, thread in enumerate(threads, start=1):
+            thread.start()
+            deadline = time.monotonic() + WAIT_S
+            while len(turn._waiting) < waiting and time.monotonic() < deadline:
+                time.sleep(0.001)
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert order[0] == first
+    assert len(order) == 2
 
 
 @pytest.mark.parametrize("permits", [1, 2])

@@ -346,30 +346,32 @@ def test_what_fails_beside_another_is_raised():
         milliseconds(Failing(3, 5), BUCKET, together=2)
 
 
-def test_a_bucket_is_timed_full_of_tokens():
-    class Noting(NullReplica):
-        def run(self, bucket, planes, outputs):
-            runs.append(planes)
-            return super().run(bucket, planes, outputs)
+class Noting(NullReplica):
+    """Keeps the planes it was given."""
 
-    runs: list[np.ndarray] = []
-    assert 0 < milliseconds(Noting(3, 5), BUCKET) < float("inf")
-    assert len(runs) > 1  # quick as it is
-    assert (runs[0][2] == 1).all()  # one segment in each row, no padding
-    np.testing.assert_array_equal(runs[0][1], np.tile(np.arange(16), (2, 1)))
+    def __init__(self, dim, width):
+        super().__init__(dim, width)
+        self.runs: list[np.ndarray] = []
+
+    def run(self, bucket, planes, outputs):
+        self.runs.append(planes)
+        return super().run(bucket, planes, outputs)
+
+
+def test_a_bucket_is_timed_full_of_tokens():
+    noting = Noting(3, 5)
+    assert 0 < milliseconds(noting, BUCKET) < float("inf")
+    assert len(noting.runs) > 1  # quick as it is
+    assert (noting.runs[0][2] == 1).all()  # one segment in each row, no padding
+    np.testing.assert_array_equal(noting.runs[0][1], np.tile(np.arange(16), (2, 1)))
 
 
 def test_a_bucket_is_timed_with_the_planes_given():
-    class Noting(NullReplica):
-        def run(self, bucket, planes, outputs):
-            runs.append(planes)
-            return super().run(bucket, planes, outputs)
-
-    runs: list[np.ndarray] = []
+    noting = Noting(3, 5)
     planes = pack(batch_of([2, 3]))
-    assert milliseconds(Noting(3, 5), BUCKET, seconds=0.0, planes=planes) > 0
-    assert len(runs) == 1
-    assert runs[0] is planes
+    assert milliseconds(noting, BUCKET, seconds=0.0, planes=planes) > 0
+    assert len(noting.runs) == 1
+    assert noting.runs[0] is planes
 
 
 def test_a_full_bucket_holds_short_sequences_and_no_padding():

@@ -72,7 +72,7 @@ def _useful(lengths: np.ndarray, bucket: Bucket) -> float:
     if len(lengths) == 1:  # a lone query: 5 us of numpy for each bucket would be felt
         return float(lengths[0])
     fitting = lengths[lengths <= bucket.length]
-    first = fitting[: _enough(fitting, bucket)]
+    first = fitting[: min(_enough(fitting, bucket), bucket.rows * bucket.slots)]
     wide = int(np.count_nonzero(2 * first > bucket.length))
     useful = float(first.sum())
     if wide > bucket.rows:

@@ -287,7 +287,8 @@ class Engine:
                 if batch.bucket in self._guessed:
                     known = math.inf if alone else self.cost[batch.bucket]
                     self.cost[batch.bucket] = min(known, seconds * 1000)
-                    self._guessed -= {batch.bucket} if alone else set()
+                    if alone:
+                        self._guessed.discard(batch.bucket)
                 kept = 1 - 1 / RATE_OVER
                 self._ran_tokens = kept * self._ran_tokens + batch.useful_tokens
                 self._ran_s = kept * self._ran_s + seconds

@@ -34,9 +34,7 @@ Outputs = dict[OutputName, np.ndarray]
 FLOAT32: DType = "float32"
 
 TIMING_S = 0.03  # at least, of timing a bucket
-SEGMENT = (
-    20  # tokens of a sequence in a bucket that is timed: across the tiles of 16, as real ones lie
-)
+SEGMENT = 20  # tokens of a sequence in a timed bucket: across tiles of 16, as real ones lie
 
 # XLA:CPU of jaxlib 0.10.2 gives wrong sums where it fuses a product and a reduction
 # (github.com/jax-ml/jax/issues/39103). With single products as the only fusions it does not.
