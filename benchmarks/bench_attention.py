@@ -59,7 +59,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row for each block size shorter than the bucket's rows, and one for whole scores."""
     blocks = [block for block in blocks if block < bucket.length]
-    planes = full_planes(bucket, model.vocab_size)
+    planes, lengths = full_planes(bucket, model)
     replicas, compile_s = [], []
     for block in blocks:
         replica = Replica(model.program, model.parameters, jax.local_devices()[:1], dtype)
@@ -68,7 +68,7 @@ def measure(
         replicas.append(replica)
     calls = [lambda r=r: r.run(bucket, planes, ("dense",)) for r in replicas]
     times = report.timed_in_turn(calls, runs)
-    flops = useful_flops(model.spec, model.program, [bucket.length] * bucket.rows)
+    flops = useful_flops(model.spec, model.program, lengths)
     return [
         {
             "bucket": str(bucket),

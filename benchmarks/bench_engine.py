@@ -14,8 +14,8 @@ hold the longest sequence of the mix, the one of most useful tokens a second, fi
 More than 1 is possible where shorter buckets do better still for a part of it. `fill` is
 useful tokens over the tokens of the buckets run; `busy` the share of the time in which a program
 ran or data was copied for it, so the rest is the host's; `null_per_s` the tokens a second of the
-same engine with a model that answers constants; `lone_ms` one median sequence, alone. Grids: see
-GRIDS. Buckets are compiled once and shared, and grids take turns.
+same engine with a model that answers constants; `lone_ms` one median sequence, alone. Grids: the
+server's own and GRIDS. Buckets are compiled once and shared, and grids take turns.
 
 Deep queue: the rate while so much waits as two of the largest buckets hold, and while `--deep`
 times as much does, of sequences that are all different; `null_ratio` is the same deep over shallow
@@ -28,6 +28,7 @@ from argparse import ArgumentParser, Namespace
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,25 +36,24 @@ import numpy as np
 
 from benchmarks import report, subject, workloads
 from benchmarks.bench_model import add_arguments as add_model_arguments
-from benchmarks.bench_model import budget_of, limit_of
+from benchmarks.bench_model import budget_of, dtype_of, limit_of, usual_grid
 from benchmarks.subject import Subject, load
 from benchmarks.workloads import MIXES, Workload
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
-from jaxembed.engine.calibrate import native_dtype
 from jaxembed.engine.engine import Engine, Seat
 from jaxembed.engine.replica import NullReplica, Runner, milliseconds
 from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.inputs import Encoding
 from jaxembed.models.output import OutputName
-from jaxembed.spec import DType
 from jaxembed.telemetry import Telemetry
 
 TICKET = 32  # sequences in one request
 COPIES = 3  # of the lengths of a mix
 SUSTAINED_S = 0.5  # of running one bucket again and again, in each round
 LONE_RUNS = 7  # of one sequence, in each round
+USUAL = "default"  # the grid that the server would choose
 COUNTS = {"queries": 4096, "sts": 2048, "abstracts": 256, "bimodal": 512, "lognormal": 512}
 FINE = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 
@@ -89,7 +89,7 @@ def from_length(shortest: int) -> list[int]:
 
 
 GRIDS: dict[str, Callable[[int, int], BucketGrid]] = {
-    "default": default_grid,
+    "unjoined": default_grid,
     "rows 1 2 4 8": lambda limit, budget: powers(2, limit, budget, from_length(32)),
     "rows 1 and most": lambda limit, budget: ends(limit, budget, from_length(32)),
     "only most rows": lambda limit, budget: largest(limit, budget, from_length(32)),
@@ -136,7 +136,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     add_model_arguments(parser)
     workloads.add_arguments(parser)
     parser.add_argument("--mixes", default=",".join(MIXES), help="of workloads.py")
-    parser.add_argument("--grids", default="default", help="names of GRIDS by commas, or all")
+    parser.add_argument("--grids", default=USUAL, help="names of GRIDS by commas, or all")
     parser.add_argument("--tokens", help="budgets by commas, instead of one --max-batch-tokens")
     parser.add_argument("--scale", type=float, default=1.0, help="more or fewer sequences")
     parser.add_argument("--deep", type=int, default=100, help="times deeper, of the deep queue")
@@ -149,8 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     report.configure_jax()
     model = load(args)
-    device = jax.local_devices()[0]
-    dtype: DType = args.dtype or native_dtype(device)
+    dtype = dtype_of(args)
     grids = _grids(args, model)
     replica = Recorder(subject.replica(model, args, grids.values(), dtype))
     mixes = [_workload(name, model, args) for name in args.mixes.split(",")]
@@ -170,9 +169,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _grids(args: Namespace, model: Subject) -> dict[tuple[str, int], BucketGrid]:
     """The grids asked for, by name and token budget."""
     budgets = args.tokens.split(",") if args.tokens else [budget_of(args, model)]
-    names = GRIDS if args.grids == "all" else args.grids.split(",")
+    grids = {USUAL: partial(usual_grid, args), **GRIDS}
+    names = grids if args.grids == "all" else args.grids.split(",")
     return {
-        (name, int(budget)): GRIDS[name](limit_of(args, model), int(budget))
+        (name, int(budget)): grids[name](limit_of(args, model), int(budget))
         for budget in budgets
         for name in names
     }

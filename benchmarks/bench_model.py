@@ -27,7 +27,7 @@ from benchmarks.subject import Subject
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
 from jaxembed.engine.calibrate import batch_tokens, native_dtype
 from jaxembed.engine.replica import Replica
-from jaxembed.models import native
+from jaxembed.models import native, position_limit
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import DType
 
@@ -53,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     report.configure_jax()
     model = subject.load(args)
-    device = jax.local_devices()[0]
-    dtype: DType = args.dtype or native_dtype(device)
+    dtype = dtype_of(args)
     grid = chosen_grid(args, model)
     replica = subject.replica(model, args, [grid], dtype)
     print(f"{model.name}, {dtype}, {report.device_name()}, {len(grid.buckets)} buckets")
@@ -70,7 +69,16 @@ def chosen_grid(args: Namespace, model: Subject) -> BucketGrid:
     if args.buckets:
         pairs = [text.split("x") for text in args.buckets.split(",")]
         return BucketGrid(tuple(Bucket(int(rows), int(length)) for rows, length in pairs))
-    return default_grid(limit_of(args, model), budget_of(args, model))
+    return usual_grid(args, limit_of(args, model), budget_of(args, model))
+
+
+def usual_grid(args: Namespace, limit: int, budget: int) -> BucketGrid:
+    """The grid that the server would choose."""
+    return default_grid(limit, budget, join=subject.is_native(args, dtype_of(args)))
+
+
+def dtype_of(args: Namespace) -> DType:
+    return args.dtype or native_dtype(jax.local_devices()[0])
 
 
 def limit_of(args: Namespace, model: Subject) -> int:
@@ -79,22 +87,23 @@ def limit_of(args: Namespace, model: Subject) -> int:
 
 def budget_of(args: Namespace, model: Subject) -> int:
     """The token budget asked for, or the one that the server would choose."""
-    device = jax.local_devices()[0]
-    dtype = args.dtype or native_dtype(device)
+    if args.max_batch_tokens:
+        return args.max_batch_tokens
+    device, dtype = jax.local_devices()[0], dtype_of(args)
+    native = subject.is_native(args, dtype)
     with tempfile.TemporaryDirectory() as rates:
-        usual = batch_tokens(model.program, device, dtype, Path(rates))
-    return args.max_batch_tokens or usual
+        return batch_tokens(model.program, device, dtype, Path(rates), native)
 
 
 def measure(model: Subject, replica: Replica, bucket: Bucket, runs: int) -> dict[str, Any]:
     """One row of the table."""
     cold_s, cached_s = seconds_of(replica, bucket), seconds_of(replica, bucket)
-    planes = full_planes(bucket, model.vocab_size)
+    planes, lengths = full_planes(bucket, model)
     ceiling = products(model, replica.dtype, bucket.tokens, replica.devices[0], replica.packs)
     times, least = report.timed_in_turn(
         [lambda: replica.run(bucket, planes, ("dense",)), ceiling], runs
     )
-    flops = subject.useful_flops(model.spec, model.program, [bucket.length] * bucket.rows)
+    flops = subject.useful_flops(model.spec, model.program, lengths)
     products_flops = 2.0 * bucket.tokens * sum(a * b for a, b in subject.kernels(model.program))
     return {
         "bucket": str(bucket),
@@ -117,14 +126,17 @@ def seconds_of(replica: Replica, bucket: Bucket) -> float:
     return time.perf_counter() - start
 
 
-def full_planes(bucket: Bucket, vocab_size: int, seed: int = 0) -> np.ndarray:
-    """A batch without padding, one sequence a row. Programs take as long for any content."""
-    planes = np.ones((PackedTokens.FIELDS, bucket.rows, bucket.length), np.int32)
-    draw = np.random.default_rng(seed)
-    planes[0] = draw.integers(0, vocab_size, planes[0].shape)
-    planes[1] = np.arange(bucket.length)
-    planes[3] = 0
-    return planes
+def full_planes(bucket: Bucket, model: Subject, seed: int = 0) -> tuple[np.ndarray, list[int]]:
+    """A batch without padding, and the lengths in it: one sequence a row, or several in rows that
+    are longer than what the model takes."""
+    longest = min(position_limit(model.spec) or bucket.length, bucket.length)
+    planes = np.zeros((PackedTokens.FIELDS, bucket.rows, bucket.length), np.int32)
+    ids, positions, segments, _, pooled = planes
+    place = np.arange(bucket.length)
+    ids[:] = np.random.default_rng(seed).integers(0, model.vocab_size, ids.shape)
+    positions[:] = place % longest
+    segments[:] = pooled[:] = place // longest + 1
+    return planes, np.bincount(place // longest).tolist() * bucket.rows
 
 
 def products(model: Subject, dtype: DType, tokens: int, device: Any, pack: bool = False):

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxembed.engine.bucket import BucketGrid
-from jaxembed.engine.kernels import choose
+from jaxembed.engine.kernels import choose, native_here
 from jaxembed.engine.replica import Replica
 from jaxembed.models import Program, program, random_parameters
 from jaxembed.spec import DType, ModelSpec, NormalizeLayer, Pooling
@@ -135,6 +135,14 @@ def replica(
     choice = choose(subject.program, device, dtype, every, args.kernels, cache_dir=folder)
     parameters = (subject.program, subject.parameters, [device], dtype)
     return Replica(*parameters, attention=choice.implementation, pack=choice.native)
+
+
+def is_native(args: Namespace, dtype: DType) -> bool:
+    """Whether a server would run it with the kernels in C."""
+    from jaxembed import hub
+
+    folder = args.cache_dir or hub.default_cache_dir()
+    return native_here(jax.local_devices()[0], dtype, args.kernels, folder)
 
 
 def spec_of(size: str) -> ModelSpec:

@@ -61,9 +61,28 @@ def test_by_use_names_every_bucket_once_and_the_covering_ones_first(limit, budge
     assert rest == sorted(rest, reverse=True)
 
 
+@pytest.mark.parametrize(("limit", "budget"), SIZES)
+def test_a_joined_grid_has_one_row_of_the_whole_budget_besides(limit, budget):
+    joined = default_grid(limit, budget, shards=2, join=True)
+    longer = [bucket for bucket in joined.buckets if bucket.length > limit]
+    whole = min(budget, 8192) // 16 * 16
+    assert longer == ([Bucket(2, whole)] if whole >= 1.5 * limit else [])
+    assert len(joined.buckets) <= MOST_DEFAULT_BUCKETS
+    rest = {bucket.length for bucket in joined.buckets} - {whole}
+    assert rest == {bucket.length for bucket in default_grid(limit, budget).buckets} - {whole}
+
+
+def test_a_joined_row_takes_the_place_of_the_largest_batch_in_the_covering_ones():
+    assert default_grid(64, 256).covering[-1] == Bucket(4, 64)
+    covering = default_grid(64, 256, join=True).covering
+    assert covering == (Bucket(1, 16), Bucket(1, 32), Bucket(1, 64), Bucket(1, 256))
+
+
 def test_covering_takes_the_fewest_rows_of_each_length():
     grid = BucketGrid((Bucket(1, 16), Bucket(8, 16), Bucket(2, 64), Bucket(4, 64), Bucket(64, 16)))
     assert grid.covering == (Bucket(1, 16), Bucket(2, 64), Bucket(64, 16))
+    grid = BucketGrid((Bucket(1, 16), Bucket(16, 16), Bucket(1, 64), Bucket(4, 64)))
+    assert grid.covering == (Bucket(1, 16), Bucket(1, 64), Bucket(4, 64))
 
 
 def test_rows_longer_than_the_budget_come_one_at_a_time():

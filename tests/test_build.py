@@ -98,6 +98,16 @@ def test_inputs_over_the_measured_budget_have_rows_of_their_own(planned):
     assert max(b.tokens for b in made.grid.buckets if b.rows > 1) == 512
 
 
+def test_with_the_kernels_in_c_a_row_of_the_whole_budget_holds_several_inputs(planned, monkeypatch):
+    assert planned().grid.max_length == 64
+    monkeypatch.setattr(build_module, "native_here", lambda *arguments: True)
+    made = planned()
+    assert made.max_input_tokens == 64
+    longer = [bucket for bucket in made.grid.buckets if bucket.length > 64]
+    assert longer == [Bucket(1, 512)]
+    assert planned(max_batch_tokens=128).grid.max_length == 128
+
+
 def test_a_grid_from_a_file_is_used_and_checked_against_the_limit(planned, tmp_path):
     path = grid_of(tmp_path, [1, 64], [8, 16])
     made = planned(buckets=path, max_batch_tokens=128)

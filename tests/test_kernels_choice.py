@@ -1,5 +1,6 @@
 """Which attention is taken: a kernel that is right and faster; no failure stops a start."""
 
+import json
 from collections import Counter
 from functools import partial
 
@@ -7,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TOWERS, WIDER_TOWERS, save_tiny, tiny_spec
+from conftest import TOWERS, WIDER_TOWERS, WORDS, save_tiny, tiny_spec
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.engine import kernels
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.kernels import Choice, Trial, calls, choose, packed_segments
+from jaxembed.engine.kernels import Choice, Trial, calls, choose, native_here, packed_segments
 from jaxembed.errors import ConfigError
 from jaxembed.models import native, program
 from jaxembed.models.attention import EVERYTHING, Sight, by_native, by_xla
@@ -242,23 +243,39 @@ def test_without_kernels_in_c_xla_does_it_and_says_why(monkeypatch, tmp_path):
         chosen_on_cpu(tmp_path, "native")
 
 
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize(
+    ("wanted", "dtype", "native"),
+    [
+        ("auto", "bfloat16", True),
+        ("native", "bfloat16", True),
+        ("xla", "bfloat16", False),
+        ("auto", "float32", False),
+    ],
+)
+def test_it_is_known_beforehand_whether_the_kernels_in_c_are_taken(tmp_path, wanted, dtype, native):
+    assert native_here(jax.local_devices()[0], dtype, wanted, tmp_path) == native
+    assert chosen_on_cpu(tmp_path, wanted, dtype).native == native
+
+
 def test_without_a_cache_directory_there_are_no_kernels_in_c():
     with pytest.raises(ConfigError, match=r"--kernels native: on cpu there are auto, xla$"):
         chosen(None, "native", dtype="bfloat16")
 
 
 @pytest.mark.usefixtures("native_kernels")
-def test_an_embedder_with_the_kernels_in_c_gives_what_one_without_gives(tmp_path):
+@pytest.mark.parametrize("bucket", [[2, 64], [1, 256]])  # the model takes 64 tokens
+def test_an_embedder_with_the_kernels_in_c_gives_what_one_without_gives(tmp_path, bucket):
     checkpoint = save_tiny(tmp_path / "tiny", **WIDER_TOWERS["bert"])
     grid = tmp_path / "buckets.json"
-    grid.write_text('{"buckets": [[2, 64]]}')
-    texts = ["the cat sat on the mat", "how is the sky", "a"]
+    grid.write_text(json.dumps({"buckets": [bucket]}))
+    texts = ["the cat sat on the mat", "a", *(" ".join(WORDS[n:]) for n in range(9))]
     vectors = {}
     for name in ("native", "xla"):
         config = EngineConfig(
-            dtype="bfloat16", devices=1, buckets=grid, max_batch_tokens=128, kernels=name
+            dtype="bfloat16", devices=1, buckets=grid, max_batch_tokens=256, kernels=name
         )
         with Embedder(str(checkpoint), cache_dir=tmp_path / name, config=config) as embedder:
-            assert embedder.describe()["kernels"]["used"] == {"64": name}
+            assert embedder.describe()["kernels"]["used"] == {str(bucket[1]): name}
             vectors[name] = embedder.encode(texts)
     assert (vectors["native"] * vectors["xla"]).sum(axis=1).min() > 0.9995  # of length one

@@ -15,7 +15,7 @@ from conftest import LIMIT, WORDS, save_tiny
 from benchmarks import bench_tune
 from jaxembed import EngineConfig, TextConfig, cli
 from jaxembed.engine.batch import HOST_MS
-from jaxembed.engine.bucket import Bucket, BucketGrid, read_grid
+from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid, read_grid
 from jaxembed.engine.build import plan
 from jaxembed.engine.kernels import Choice
 from jaxembed.engine.replica import SEGMENT
@@ -456,6 +456,21 @@ def test_with_the_kernels_in_c_only_rows_that_they_take_are_looked_at(opened):
     model = dataclasses.replace(opened, plan=plan)
     tuner = _Tuner(model, mix(9, 30, 33), WORK, 0.0, lambda *step: None)
     assert [n for n in tuner._lengths() if n % 16] in ([], [LIMIT])
+
+
+def test_with_the_kernels_in_c_a_row_may_hold_several_of_the_longest_inputs(opened):
+    grid = default_grid(LIMIT, 4 * LIMIT, join=True)
+    plan = dataclasses.replace(opened.plan, kernels=Choice(native=True), grid=grid)
+    tuner = _Tuner(dataclasses.replace(opened, plan=plan), mix(9), WORK, 0.0, lambda *step: None)
+    assert tuner._lengths()[-2:] == [LIMIT, 4 * LIMIT]  # that are in use
+    assert tuner._longest_row == LIMIT  # what an input needs
+    many = _Tuner(dataclasses.replace(opened, plan=plan), mix(LIMIT), WORK, 0.0, lambda *step: None)
+    beyond = [n for n in many._lengths() if n > LIMIT]
+    assert len(beyond) > 2
+    assert max(beyond) == 4 * LIMIT
+    xla = dataclasses.replace(plan, kernels=Choice())
+    few = _Tuner(dataclasses.replace(opened, plan=xla), mix(LIMIT), WORK, 0.0, lambda *step: None)
+    assert [n for n in few._lengths() if n > LIMIT] == [4 * LIMIT]
 
 
 def test_texts_are_counted_as_the_server_would(opened):

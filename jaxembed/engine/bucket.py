@@ -45,15 +45,17 @@ class BucketGrid:
 
     @property
     def max_length(self) -> int:
+        """Of a row, which may be longer than an input may be."""
         return max(bucket.length for bucket in self.buckets)
 
     @property
     def covering(self) -> tuple[Bucket, ...]:
         """What must be compiled to serve anything: each length at its fewest rows, shortest
-        first, and the largest bucket. With these every request has a place."""
+        first, and the largest bucket, of those the one of longest rows. With these every request
+        has a place."""
         fewest = {b.length: b for b in sorted(self.buckets, reverse=True)}
         first = sorted(fewest.values(), key=lambda b: b.length)
-        largest = max(self.buckets, key=lambda b: (b.tokens, -b.length))
+        largest = max(self.buckets, key=lambda b: (b.tokens, b.length))
         return tuple(dict.fromkeys([*first, largest]))
 
     @property
@@ -63,16 +65,25 @@ class BucketGrid:
         return self.covering + tuple(rest)
 
 
-def default_grid(limit: int, max_batch_tokens: int, shards: int = 1, tile: int = 1) -> BucketGrid:
+def default_grid(
+    limit: int, max_batch_tokens: int, shards: int = 1, tile: int = 1, join: bool = False
+) -> BucketGrid:
     """At most 20 buckets for sequences up to `limit` tokens.
 
     Lengths are powers of two from 16, the last one the limit itself; rows are powers of two (times
     `shards`) from one to what the token budget of a device holds. Rows longer than the budget come
     one at a time. While there are more than 20 buckets, rows between the fewest and the most are
     thinned out. With a `tile` all lengths are multiples of it.
+
+    With `join` there is one row of the whole budget as well, where that is half as long again as
+    the limit at least: what a dozen inputs leave of it is less than what two leave of each shorter
+    row. It is for programs in which a sequence costs the same however long its row is.
     """
     lengths = _lengths(min(limit, LONGEST_DEFAULT_ROW), tile)
     per_device = {length: _powers(max(max_batch_tokens // length, 1)) for length in lengths}
+    joined = min(max_batch_tokens, LONGEST_DEFAULT_ROW) // SHORTEST_ROW * SHORTEST_ROW
+    if join and joined >= 1.5 * lengths[-1]:
+        per_device[joined] = [1]
     while sum(map(len, per_device.values())) > MOST_DEFAULT_BUCKETS:
         widest = max(per_device, key=lambda length: (len(per_device[length]), length))
         rows = per_device[widest]

@@ -102,6 +102,13 @@ def choose(
     return choice
 
 
+def native_here(device: Device, dtype: DType, wanted: str, cache_dir: Path) -> bool:
+    """Whether `choose` will take the kernels in C, whatever the rows."""
+    if device.platform != "cpu" or wanted not in (AUTO, NATIVE):
+        return False
+    return _in_c(dtype, (), cache_dir).native
+
+
 def _in_c(dtype: DType, lengths: tuple[int, ...], cache_dir: Path) -> Choice:
     if dtype != "bfloat16":
         return Choice(lengths, refused={NATIVE: f"computes in bfloat16, this model in {dtype}"})

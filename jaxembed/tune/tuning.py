@@ -207,7 +207,8 @@ class _Tuner:
         """The grid with the least predicted cost of those whose buckets are all measured."""
         self._measure(self.grid.buckets, "the grid in use", math.inf)
         costs = self.workbench.costs
-        quick = [b for b in self.grid.buckets if costs[b].ms < QUICK_MS] or [min(self.grid.buckets)]
+        rows = [b for b in self.grid.buckets if b.length <= self._longest_row]
+        quick = [b for b in rows if costs[b].ms < QUICK_MS] or [min(rows)]
         self.pair_ms = self.workbench.pair_ms(max(quick, key=lambda bucket: bucket.length))
         slowest = max(self.workbench.costs[bucket].ms for bucket in self.grid.buckets)
         self.slowest_ms = SLOWER * slowest
@@ -275,19 +276,22 @@ class _Tuner:
     def _lengths(self) -> list[int]:
         """Row lengths up to what holds the longest input, or several usual ones; beyond only the
         limit and those in use."""
-        fitting = row_lengths(self._limit)
+        in_use = {bucket.length for bucket in self.grid.buckets}
         kernels = self.model.plan.kernels
         if kernels.taken:  # in other rows no kernel was tried
-            fitting = list(kernels.lengths)
-        elif kernels.native:  # takes no attention of others, which makes them slower than the next
-            fitting = [n for n in fitting if n % native.TILE == 0 or n == self._limit]
-        longest = next(length for length in fitting if length >= self.lengths.longest)
+            return sorted(in_use)
+        fitting = row_lengths(self._limit)
+        if kernels.native:  # takes no attention of others, which makes them slower than the next
+            fitting = row_lengths(max(self._limit, self.most_tokens))
+            fitting = [n for n in fitting if n % native.TILE == 0]
+        longest = next((n for n in fitting if n >= self.lengths.longest), self._limit)
         most = max(longest, ROOM * self.lengths.mean)
-        return [n for n in fitting if n <= most or n in (self._limit, *self._in_use)]
+        return sorted({n for n in fitting if n <= most} | {self._limit} | in_use)
 
     @property
-    def _in_use(self) -> set[int]:
-        return {bucket.length for bucket in self.grid.buckets}
+    def _longest_row(self) -> int:
+        """Of those in use, the shortest that holds every input."""
+        return min(b.length for b in self.grid.buckets if b.length >= self._limit)
 
     def _lattice(self) -> list[Bucket]:
         return [
@@ -310,7 +314,7 @@ class _Tuner:
             self.traffic,
             self._predicted(self.grid, self.traffic),
             candidates,
-            min(b for b in self.grid.buckets if b.length == self.grid.max_length),
+            min(b for b in self.grid.buckets if b.length == self._longest_row),
             self._affords,
             time.monotonic() + SEARCH_S,
             self.most,
