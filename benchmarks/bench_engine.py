@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     report.configure_jax()
     model = load(args)
-    dtype = dtype_of(args)
+    args.dtype = dtype = dtype_of(args)
     grids = _grids(args, model)
     replica = Recorder(subject.replica(model, args, grids.values(), dtype))
     mixes = [_workload(name, model, args) for name in args.mixes.split(",")]
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _grids(args: Namespace, model: Subject) -> dict[tuple[str, int], BucketGrid]:
     """The grids asked for, by name and token budget."""
     budgets = args.tokens.split(",") if args.tokens else [budget_of(args, model)]
-    grids = {USUAL: partial(usual_grid, args), **GRIDS}
+    grids = {USUAL: partial(usual_grid, args, model), **GRIDS}
     names = grids if args.grids == "all" else args.grids.split(",")
     return {
         (name, int(budget)): grids[name](limit_of(args, model), int(budget))

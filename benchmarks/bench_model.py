@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     report.configure_jax()
     model = subject.load(args)
-    dtype = dtype_of(args)
+    args.dtype = dtype = dtype_of(args)
     grid = chosen_grid(args, model)
     replica = subject.replica(model, args, [grid], dtype)
     print(f"{model.name}, {dtype}, {report.device_name()}, {len(grid.buckets)} buckets")
@@ -69,12 +69,13 @@ def chosen_grid(args: Namespace, model: Subject) -> BucketGrid:
     if args.buckets:
         pairs = [text.split("x") for text in args.buckets.split(",")]
         return BucketGrid(tuple(Bucket(int(rows), int(length)) for rows, length in pairs))
-    return usual_grid(args, limit_of(args, model), budget_of(args, model))
+    return usual_grid(args, model, limit_of(args, model), budget_of(args, model))
 
 
-def usual_grid(args: Namespace, limit: int, budget: int) -> BucketGrid:
+def usual_grid(args: Namespace, model: Subject, limit: int, budget: int) -> BucketGrid:
     """The grid that the server would choose."""
-    return default_grid(limit, budget, join=subject.is_native(args, dtype_of(args)))
+    in_c = subject.choice_in_c(model, args, dtype_of(args))
+    return default_grid(limit, budget, join=in_c.joins)
 
 
 def dtype_of(args: Namespace) -> DType:
@@ -90,9 +91,9 @@ def budget_of(args: Namespace, model: Subject) -> int:
     if args.max_batch_tokens:
         return args.max_batch_tokens
     device, dtype = jax.local_devices()[0], dtype_of(args)
-    native = subject.is_native(args, dtype)
+    in_c = subject.choice_in_c(model, args, dtype)
     with tempfile.TemporaryDirectory() as rates:
-        return batch_tokens(model.program, device, dtype, Path(rates), native)
+        return batch_tokens(model.program, device, dtype, Path(rates), in_c.joins)
 
 
 def measure(model: Subject, replica: Replica, bucket: Bucket, runs: int) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_a_joined_grid_has_one_row_of_the_whole_budget_besides(limit, budget):
 
 
 def test_a_joined_row_takes_the_place_of_the_largest_batch_in_the_covering_ones():
-    assert default_grid(64, 256).covering[-1] == Bucket(4, 64)
+    assert default_grid(64, 256).covering[-1] == Bucket(16, 16)
     covering = default_grid(64, 256, join=True).covering
     assert covering == (Bucket(1, 16), Bucket(1, 32), Bucket(1, 64), Bucket(1, 256))
 
@@ -81,8 +81,6 @@ def test_a_joined_row_takes_the_place_of_the_largest_batch_in_the_covering_ones(
 def test_covering_takes_the_fewest_rows_of_each_length():
     grid = BucketGrid((Bucket(1, 16), Bucket(8, 16), Bucket(2, 64), Bucket(4, 64), Bucket(64, 16)))
     assert grid.covering == (Bucket(1, 16), Bucket(2, 64), Bucket(64, 16))
-    grid = BucketGrid((Bucket(1, 16), Bucket(16, 16), Bucket(1, 64), Bucket(4, 64)))
-    assert grid.covering == (Bucket(1, 16), Bucket(1, 64), Bucket(4, 64))
 
 
 def test_rows_longer_than_the_budget_come_one_at_a_time():

@@ -12,6 +12,7 @@ from jaxembed.engine import build as build_module
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.build import build, plan
 from jaxembed.engine.calibrate import ACCELERATOR_TOKENS
+from jaxembed.engine.kernels import Choice
 from jaxembed.engine.replica import NullReplica, Replica
 from jaxembed.errors import ConfigError
 from jaxembed.models import program, random_parameters
@@ -21,7 +22,9 @@ from jaxembed.telemetry import Telemetry
 @pytest.fixture(name="planned")
 def _planned(tmp_path, monkeypatch):
     """Plan the tiny model on a machine whose measured budget is 512 tokens."""
-    monkeypatch.setattr(build_module, "batch_tokens", lambda *arguments: 512)
+    monkeypatch.setattr(
+        build_module, "batch_tokens", lambda *arguments: 1024 if arguments[-1] else 512
+    )
 
     def planned(spec=None, **fields):
         spec = spec or tiny_spec()
@@ -100,12 +103,17 @@ def test_inputs_over_the_measured_budget_have_rows_of_their_own(planned):
 
 def test_with_the_kernels_in_c_a_row_of_the_whole_budget_holds_several_inputs(planned, monkeypatch):
     assert planned().grid.max_length == 64
-    monkeypatch.setattr(build_module, "native_here", lambda *arguments: True)
+    in_c = Choice(native=True, joins=True)
+    monkeypatch.setattr(build_module, "kernels_in_c", lambda *arguments: in_c)
     made = planned()
-    assert made.max_input_tokens == 64
+    assert (made.max_input_tokens, made.max_batch_tokens) == (64, 1024)
+    assert made.kernels.native
     longer = [bucket for bucket in made.grid.buckets if bucket.length > 64]
-    assert longer == [Bucket(1, 512)]
+    assert longer == [Bucket(1, 1024)]
     assert planned(max_batch_tokens=128).grid.max_length == 128
+    in_c = Choice(native=True)
+    made = planned()
+    assert (made.grid.max_length, made.max_batch_tokens) == (64, 512)
 
 
 def test_a_grid_from_a_file_is_used_and_checked_against_the_limit(planned, tmp_path):

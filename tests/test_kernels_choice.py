@@ -13,7 +13,7 @@ from conftest import TOWERS, WIDER_TOWERS, WORDS, save_tiny, tiny_spec
 from jaxembed import Embedder, EngineConfig
 from jaxembed.engine import kernels
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.kernels import Choice, Trial, calls, choose, native_here, packed_segments
+from jaxembed.engine.kernels import Choice, Trial, calls, choose, kernels_in_c, packed_segments
 from jaxembed.errors import ConfigError
 from jaxembed.models import native, program
 from jaxembed.models.attention import EVERYTHING, Sight, by_native, by_xla
@@ -196,8 +196,9 @@ def test_an_embedder_says_what_it_attends_with(embedder):
 
 
 def chosen_on_cpu(cache_dir, wanted="auto", dtype="bfloat16") -> Choice:
-    model = program(tiny_spec(**WIDER_TOWERS["bert"]))
-    return choose(model, jax.local_devices()[0], dtype, GRID, wanted, cache_dir=cache_dir)
+    model, device = program(tiny_spec(**WIDER_TOWERS["bert"])), jax.local_devices()[0]
+    in_c = kernels_in_c(model, device, dtype, wanted, cache_dir)
+    return choose(model, device, dtype, GRID, wanted, in_c=in_c)
 
 
 @pytest.mark.usefixtures("native_kernels")
@@ -244,28 +245,23 @@ def test_without_kernels_in_c_xla_does_it_and_says_why(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("native_kernels")
-@pytest.mark.parametrize(
-    ("wanted", "dtype", "native"),
-    [
-        ("auto", "bfloat16", True),
-        ("native", "bfloat16", True),
-        ("xla", "bfloat16", False),
-        ("auto", "float32", False),
-    ],
-)
-def test_it_is_known_beforehand_whether_the_kernels_in_c_are_taken(tmp_path, wanted, dtype, native):
-    assert native_here(jax.local_devices()[0], dtype, wanted, tmp_path) == native
-    assert chosen_on_cpu(tmp_path, wanted, dtype).native == native
-
-
-def test_without_a_cache_directory_there_are_no_kernels_in_c():
-    with pytest.raises(ConfigError, match=r"--kernels native: on cpu there are auto, xla$"):
-        chosen(None, "native", dtype="bfloat16")
+def test_rows_may_be_long_where_all_attention_is_in_c(tmp_path):
+    device = jax.local_devices()[0]
+    for tower in ("bert", "modernbert", "qwen3"):
+        for sizes, joins in ((WIDER_TOWERS, True), (TOWERS, False)):  # heads of 32, and narrower
+            model = program(tiny_spec(**sizes[tower]))
+            in_c = kernels_in_c(model, device, "bfloat16", "auto", tmp_path)
+            assert in_c.native
+            assert in_c.joins == joins, tower
 
 
 @pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize("bucket", [[2, 64], [1, 256]])  # the model takes 64 tokens
-def test_an_embedder_with_the_kernels_in_c_gives_what_one_without_gives(tmp_path, bucket):
+@pytest.mark.parametrize("cached", [2**19, 64 * 32])  # elements of a row, for attention in one call
+def test_an_embedder_with_the_kernels_in_c_gives_what_one_without_gives(
+    tmp_path, monkeypatch, bucket, cached
+):
+    monkeypatch.setattr(native, "MOST_OF_A_ROW", cached)
     checkpoint = save_tiny(tmp_path / "tiny", **WIDER_TOWERS["bert"])
     grid = tmp_path / "buckets.json"
     grid.write_text(json.dumps({"buckets": [bucket]}))

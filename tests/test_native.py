@@ -437,12 +437,18 @@ def test_half_a_layer_in_one_call_is_what_its_parts_are(way, rows, length, dim, 
 
 def test_a_layer_is_one_of_the_kernels_only_where_they_take_it():
     packed, plain = jnp.zeros((1, 1, 2, 16, 16, 2), jnp.bfloat16), jnp.zeros((32, 32))
-    takes = native.takes_layer
-    assert takes(jnp.zeros((3, 16, 64)), 2, packed, packed)
-    assert not takes(jnp.zeros((3, 16, 64)), 2, packed, plain)
-    assert not takes(jnp.zeros((2, 16, 64)), 2, packed)  # few tokens
-    assert not takes(jnp.zeros((3, 24, 64)), 2, packed)
-    assert not takes(jnp.zeros((3, 16, 64)), 4, packed)
+    mlp, attention = native.takes_mlp, native.takes_self_attention
+    assert mlp(jnp.zeros((3, 16, 64)), packed, packed)
+    assert mlp(jnp.zeros((1, 16384, 64)), packed)
+    assert not mlp(jnp.zeros((3, 16, 64)), packed, plain)
+    assert not mlp(jnp.zeros((2, 16, 64)), packed)  # few tokens
+    assert attention(jnp.zeros((3, 16, 64)), 2, packed)
+    assert attention(jnp.zeros((1, 8192, 64)), 2, packed)
+    assert not attention(jnp.zeros((1, 8208, 64)), 2, packed)  # more than a core's cache holds
+    assert not attention(jnp.zeros((3, 16, 64)), 2, plain)
+    assert not attention(jnp.zeros((2, 16, 64)), 2, packed)
+    assert not attention(jnp.zeros((3, 24, 64)), 2, packed)
+    assert not attention(jnp.zeros((3, 16, 64)), 4, packed)
 
 
 # ---- threads

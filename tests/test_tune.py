@@ -25,9 +25,10 @@ from jaxembed.spec import DenseLayer
 from jaxembed.telemetry import Telemetry, exposition
 from jaxembed.tune import lengths as lengths_module
 from jaxembed.tune import traffic as traffic_module
+from jaxembed.tune import tuning as tuning_module
 from jaxembed.tune.cost import Cost, CostTable, probes
 from jaxembed.tune.lengths import Lengths, of_file, of_server, of_texts
-from jaxembed.tune.model import load
+from jaxembed.tune.model import Model, load
 from jaxembed.tune.report import LOADS, draw, table
 from jaxembed.tune.search import Search, objective, row_counts
 from jaxembed.tune.traffic import Figures, figures, predict, traffic_of
@@ -458,19 +459,52 @@ def test_with_the_kernels_in_c_only_rows_that_they_take_are_looked_at(opened):
     assert [n for n in tuner._lengths() if n % 16] in ([], [LIMIT])
 
 
-def test_with_the_kernels_in_c_a_row_may_hold_several_of_the_longest_inputs(opened):
+def joined(opened, shards=1, **choice) -> Model:
+    """The model with a grid that has a row longer than the limit."""
     grid = default_grid(LIMIT, 4 * LIMIT, join=True)
-    plan = dataclasses.replace(opened.plan, kernels=Choice(native=True), grid=grid)
-    tuner = _Tuner(dataclasses.replace(opened, plan=plan), mix(9), WORK, 0.0, lambda *step: None)
-    assert tuner._lengths()[-2:] == [LIMIT, 4 * LIMIT]  # that are in use
-    assert tuner._longest_row == LIMIT  # what an input needs
-    many = _Tuner(dataclasses.replace(opened, plan=plan), mix(LIMIT), WORK, 0.0, lambda *step: None)
-    beyond = [n for n in many._lengths() if n > LIMIT]
+    plan = dataclasses.replace(opened.plan, kernels=Choice(**choice), grid=grid, shards=shards)
+    return dataclasses.replace(opened, plan=plan)
+
+
+def tuner_of(model: Model, *lengths: int) -> _Tuner:
+    return _Tuner(model, mix(*lengths), WORK, 0.0, lambda *step: None)
+
+
+def test_a_row_may_hold_several_of_the_longest_inputs_where_it_costs_no_more_for_that(opened):
+    joining = joined(opened, native=True, joins=True)
+    assert tuner_of(joining, 9)._lengths()[-2:] == [LIMIT, 4 * LIMIT]  # that are in use
+    beyond = [n for n in tuner_of(joining, LIMIT)._lengths() if n > LIMIT]
     assert len(beyond) > 2
     assert max(beyond) == 4 * LIMIT
-    xla = dataclasses.replace(plan, kernels=Choice())
-    few = _Tuner(dataclasses.replace(opened, plan=xla), mix(LIMIT), WORK, 0.0, lambda *step: None)
-    assert [n for n in few._lengths() if n > LIMIT] == [4 * LIMIT]
+    assert tuner_of(joined(opened, native=True), LIMIT)._lengths()[-2:] == [LIMIT, 4 * LIMIT]
+    shared = tuner_of(joined(opened, shards=2, native=True, joins=True), LIMIT)
+    assert [n for n in shared._lengths() if n > 2 * LIMIT] == [4 * LIMIT]
+
+
+def test_the_row_that_always_stays_is_one_of_the_limit_and_not_a_longer_one(opened, monkeypatch):
+    searched = {}
+
+    class Searched:
+        def __init__(self, *arguments):
+            searched["required"] = arguments[4]
+
+        def run(self):
+            return frozenset({searched["required"]})
+
+    def pair_ms(bucket):
+        searched["pairs"] = bucket
+        return 0.0
+
+    tuner = tuner_of(joined(opened, native=True, joins=True), 9)
+    costs = {bucket: Cost(bucket.tokens / 100, 0.1, 1) for bucket in tuner.grid.buckets}
+    monkeypatch.setattr(tuning_module, "Search", Searched)
+    monkeypatch.setattr(tuner, "_measure", lambda *arguments: None)
+    monkeypatch.setattr(tuner.workbench, "costs", costs)
+    monkeypatch.setattr(tuner.workbench, "pair_ms", pair_ms)
+    monkeypatch.setattr(tuner.workbench, "time_again", lambda buckets: None)
+    assert tuner.find().buckets == (Bucket(1, LIMIT),)
+    assert searched["required"] == Bucket(1, LIMIT)
+    assert searched["pairs"].length == LIMIT
 
 
 def test_texts_are_counted_as_the_server_would(opened):

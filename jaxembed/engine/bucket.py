@@ -51,12 +51,13 @@ class BucketGrid:
     @property
     def covering(self) -> tuple[Bucket, ...]:
         """What must be compiled to serve anything: each length at its fewest rows, shortest
-        first, and the largest bucket, of those the one of longest rows. With these every request
-        has a place."""
+        first, and the largest bucket, unless one of these has as many tokens. With them every
+        request has a place."""
         fewest = {b.length: b for b in sorted(self.buckets, reverse=True)}
         first = sorted(fewest.values(), key=lambda b: b.length)
-        largest = max(self.buckets, key=lambda b: (b.tokens, b.length))
-        return tuple(dict.fromkeys([*first, largest]))
+        largest = max(self.buckets, key=lambda b: (b.tokens, -b.length))
+        rest = [] if any(b.tokens == largest.tokens for b in first) else [largest]
+        return (*first, *rest)
 
     @property
     def by_use(self) -> tuple[Bucket, ...]:
@@ -76,12 +77,13 @@ def default_grid(
     thinned out. With a `tile` all lengths are multiples of it.
 
     With `join` there is one row of the whole budget as well, where that is half as long again as
-    the limit at least: what a dozen inputs leave of it is less than what two leave of each shorter
-    row. It is for programs in which a sequence costs the same however long its row is.
+    the limit at least: the more inputs share a row, the less of it they leave. It is for programs
+    in which a sequence costs the same however long its row is.
     """
     lengths = _lengths(min(limit, LONGEST_DEFAULT_ROW), tile)
     per_device = {length: _powers(max(max_batch_tokens // length, 1)) for length in lengths}
-    joined = min(max_batch_tokens, LONGEST_DEFAULT_ROW) // SHORTEST_ROW * SHORTEST_ROW
+    unit = max(tile, SHORTEST_ROW)  # no length is finer, and no kernel's tile
+    joined = min(max_batch_tokens, LONGEST_DEFAULT_ROW) // unit * unit
     if join and joined >= 1.5 * lengths[-1]:
         per_device[joined] = [1]
     while sum(map(len, per_device.values())) > MOST_DEFAULT_BUCKETS:

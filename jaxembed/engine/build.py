@@ -20,7 +20,7 @@ from jaxembed.engine.bucket import (
 )
 from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, batch_tokens, device_id, native_dtype
 from jaxembed.engine.engine import Engine, Seat
-from jaxembed.engine.kernels import Choice, choose, native_here
+from jaxembed.engine.kernels import Choice, choose, kernels_in_c
 from jaxembed.engine.replica import Device, NullReplica, Replica, place_parameters
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.errors import ConfigError
@@ -58,13 +58,15 @@ def plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Pat
     """Decide devices, dtype, limits and grid. Raises ConfigError naming the flag at fault."""
     devices = () if config.null_model else _devices(config.devices)
     dtype: DType = config.dtype or (native_dtype(devices[0], cache_dir) if devices else "float32")
-    native = bool(devices) and native_here(devices[0], dtype, config.kernels, cache_dir)
     given = read_grid(config.buckets) if config.buckets is not None else None
+    in_c = Choice()
+    if devices:
+        in_c = kernels_in_c(program, devices[0], dtype, config.kernels, cache_dir)
     budget = config.max_batch_tokens
     if budget is None and given is not None:
         budget = given.max_batch_tokens
     if budget is None and devices:
-        budget = batch_tokens(program, devices[0], dtype, cache_dir, native)
+        budget = batch_tokens(program, devices[0], dtype, cache_dir, in_c.joins)
     limit = _limit(spec, config)
     if budget is None:
         budget = ACCELERATOR_TOKENS
@@ -79,13 +81,13 @@ def plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Pat
     else:
         on_tpu = bool(devices) and devices[0].platform == "tpu"
         tile = TPU_TILE if on_tpu else 1
-        grid = default_grid(limit, budget, shards, tile, join=native)
+        grid = default_grid(limit, budget, shards, tile, join=in_c.joins)
     full = config.warmup == "full" or (
         config.warmup is None and bool(devices) and devices[0].platform == "gpu"
     )
     kernels = Choice()
     if devices:
-        kernels = choose(program, devices[0], dtype, grid, config.kernels, cache_dir=cache_dir)
+        kernels = choose(program, devices[0], dtype, grid, config.kernels, in_c=in_c)
     return Plan(devices, dtype, limit, budget, grid, shards, full, kernels)
 
 

@@ -37,15 +37,15 @@ CLEARLY_FASTER = 1.2
 
 
 def batch_tokens(
-    program: Program, device: Device, dtype: DType, cache_dir: Path, native: bool = False
+    program: Program, device: Device, dtype: DType, cache_dir: Path, in_c: bool = False
 ) -> int:
-    """The default token budget of a batch: 16,384 on an accelerator, on a CPU a power of two that
-    takes 150 ms at most, about. `native`: the kernels in C run it."""
+    """The default token budget of a batch: 16,384 on an accelerator, on a CPU the power of two
+    that takes about 150 ms, but 256 at least. `in_c`: kernels in C do all of a layer."""
     if device.platform != "cpu":
         return ACCELERATOR_TOKENS
     most = max(BATCH_S * _rate(dtype, cache_dir) / _flops_per_token(program), 1.0)
     tokens = 2 ** np.floor(np.log2(SHARE_REACHED * most))
-    if native:
+    if in_c:
         tokens = max(tokens, min(2 ** np.round(np.log2(NATIVE_SHARE * most)), NATIVE_TOKENS))
     return int(np.clip(tokens, LEAST_TOKENS, ACCELERATOR_TOKENS))
 

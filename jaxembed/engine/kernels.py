@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ class Choice:
     taken: Mapping[int, Kernel] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     native: bool = False  # the kernels in C, for products too
+    joins: bool = False  # a sequence costs the same however long its row is
 
     def implementation(self, bucket: Bucket) -> Attend:
         """What the programs of a bucket attend with."""
@@ -71,29 +72,28 @@ def choose(
     grid: BucketGrid,
     wanted: str = AUTO,
     known: Kernels | None = None,
-    cache_dir: Path | None = None,
+    in_c: Choice = Choice(),
 ) -> Choice:
     """Try kernels on what this model asks of attention, each row length of the grid for itself.
 
     `wanted` is "auto", "xla", or the kernel to use wherever it is right, fast or not. `known` are
-    the kernels by name; None: those of the device's platform. Compiled ones are kept in
-    `cache_dir`. Raises ConfigError, naming --kernels, where what was wanted can be used nowhere.
+    the kernels by name; None: those of the device's platform. `in_c` is what `kernels_in_c` says.
+    Raises ConfigError, naming --kernels, where what was wanted can be used nowhere.
     """
     known = _of_platform(device.platform) if known is None else known
-    folder = cache_dir if device.platform == "cpu" else None
-    there = [AUTO, XLA, *([NATIVE] if folder else []), *known]
+    there = [AUTO, XLA, *([NATIVE] if device.platform == "cpu" else []), *known]
     if wanted not in there:
         raise ConfigError(f"--kernels {wanted}: on {device.platform} there are {', '.join(there)}")
     lengths = tuple(sorted({bucket.length for bucket in grid.buckets}))
-    if folder and wanted in (AUTO, NATIVE):
-        choice = _in_c(dtype, lengths, folder)
+    if in_c.native:
+        choice = replace(in_c, lengths=lengths)
     else:
         if wanted != AUTO:
             known = {name: known[name] for name in known if name == wanted}
         taken, refused = {}, {}
         if known:
             taken, refused = _tried(program, device, dtype, lengths, known, wanted == AUTO)
-        choice = Choice(lengths, taken, refused)
+        choice = Choice(lengths, taken, {**in_c.refused, **refused})
     if wanted not in (AUTO, XLA) and not choice.taken and not choice.native:
         reason = choice.refused.get(wanted, f"no row holds {SHORTEST_ROW} tokens")
         raise ConfigError(f"--kernels {wanted} can be used nowhere: {reason}")
@@ -102,23 +102,25 @@ def choose(
     return choice
 
 
-def native_here(device: Device, dtype: DType, wanted: str, cache_dir: Path) -> bool:
-    """Whether `choose` will take the kernels in C, whatever the rows."""
+def kernels_in_c(
+    program: Program, device: Device, dtype: DType, wanted: str, cache_dir: Path
+) -> Choice:
+    """Whether a CPU runs the kernels in C, or why not. Compiled ones are kept in `cache_dir`.
+
+    It holds for rows of any length, and so is known before there is a grid.
+    """
     if device.platform != "cpu" or wanted not in (AUTO, NATIVE):
-        return False
-    return _in_c(dtype, (), cache_dir).native
-
-
-def _in_c(dtype: DType, lengths: tuple[int, ...], cache_dir: Path) -> Choice:
+        return Choice()
     if dtype != "bfloat16":
-        return Choice(lengths, refused={NATIVE: f"computes in bfloat16, this model in {dtype}"})
+        return Choice(refused={NATIVE: f"computes in bfloat16, this model in {dtype}"})
     try:
         native.load(cache_dir)
     except native.Unavailable as error:
-        return Choice(lengths, refused={NATIVE: str(error)})
+        return Choice(refused={NATIVE: str(error)})
     except Exception as error:  # whatever it is, XLA goes on
-        return Choice(lengths, refused={NATIVE: _line(error)})
-    return Choice(lengths, native=True)
+        return Choice(refused={NATIVE: _line(error)})
+    widths = {call.width for call in calls(program, dtype)}
+    return Choice(native=True, joins=all(native.takes(native.TILE, n, dtype) for n in widths))
 
 
 def calls(program: Program, dtype: DType) -> Counter[Call]:

@@ -94,31 +94,20 @@ class Layer(nnx.Module):
         self.mlp_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
-        if self._is_native(hidden):
-            return self._native(hidden, tokens)
         mixed = self.attention(hidden, tokens)
-        hidden = self.attention_norm.of_sum(hidden, self.attention.out, mixed)
-        return self.mlp_norm.of_sum(hidden, self.mlp.down, self.mlp(hidden))
-
-    def _is_native(self, hidden: Hidden) -> bool:
-        linears = (self.attention.qkv, self.attention.out, self.mlp.up, self.mlp.down)
-        kernels = [linear.kernel[...] for linear in linears]
-        takes = native.takes_layer(hidden, self.attention.num_heads, *kernels)
-        return takes and self.mlp.activation == "gelu" and is_native()
-
-    def _native(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
-        attention, mlp = self.attention, self.mlp
-        mixed = native.self_attention(
-            hidden, *attention.qkv.parameters, tokens.segments, attention.num_heads
-        )
-        return native.mlp(
-            mixed,
-            hidden,
-            (*attention.out.parameters, *self.attention_norm.parameters),
-            mlp.up.parameters,
-            (*mlp.down.parameters, *self.mlp_norm.parameters),
-            self.mlp_norm.eps,
-        )
+        out, up, down = self.attention.out, self.mlp.up, self.mlp.down
+        kernels = [linear.kernel[...] for linear in (out, up, down)]
+        if is_native() and self.mlp.activation == "gelu" and native.takes_mlp(hidden, *kernels):
+            return native.mlp(
+                mixed.astype(jnp.bfloat16),
+                hidden,
+                (*out.parameters, *self.attention_norm.parameters),
+                up.parameters,
+                (*down.parameters, *self.mlp_norm.parameters),
+                self.mlp_norm.eps,
+            )
+        hidden = self.attention_norm.of_sum(hidden, out, mixed)
+        return self.mlp_norm.of_sum(hidden, down, self.mlp(hidden))
 
 
 class Attention(nnx.Module):
@@ -132,6 +121,11 @@ class Attention(nnx.Module):
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
         rows, length, dim = hidden.shape
+        kernel = self.qkv.kernel[...]
+        if is_native() and native.takes_self_attention(hidden, self.num_heads, kernel):
+            return native.self_attention(
+                hidden, *self.qkv.parameters, tokens.segments, self.num_heads
+            )
         joint = self.qkv.rounded(hidden)
         joint = joint.reshape(rows, length, 3, self.num_heads, dim // self.num_heads)
         return attend_joint(joint, tokens.segments).reshape(rows, length, dim)

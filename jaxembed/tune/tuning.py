@@ -207,7 +207,7 @@ class _Tuner:
         """The grid with the least predicted cost of those whose buckets are all measured."""
         self._measure(self.grid.buckets, "the grid in use", math.inf)
         costs = self.workbench.costs
-        rows = [b for b in self.grid.buckets if b.length <= self._longest_row]
+        rows = [b for b in self.grid.buckets if b.length <= self._covering_length]
         quick = [b for b in rows if costs[b].ms < QUICK_MS] or [min(rows)]
         self.pair_ms = self.workbench.pair_ms(max(quick, key=lambda bucket: bucket.length))
         slowest = max(self.workbench.costs[bucket].ms for bucket in self.grid.buckets)
@@ -281,16 +281,17 @@ class _Tuner:
         if kernels.taken:  # in other rows no kernel was tried
             return sorted(in_use)
         fitting = row_lengths(self._limit)
+        if kernels.joins:
+            fitting = row_lengths(max(self._limit, self.most_tokens // self._shards))
         if kernels.native:  # takes no attention of others, which makes them slower than the next
-            fitting = row_lengths(max(self._limit, self.most_tokens))
             fitting = [n for n in fitting if n % native.TILE == 0]
         longest = next((n for n in fitting if n >= self.lengths.longest), self._limit)
         most = max(longest, ROOM * self.lengths.mean)
         return sorted({n for n in fitting if n <= most} | {self._limit} | in_use)
 
     @property
-    def _longest_row(self) -> int:
-        """Of those in use, the shortest that holds every input."""
+    def _covering_length(self) -> int:
+        """Of the rows in use, the shortest that hold every input."""
         return min(b.length for b in self.grid.buckets if b.length >= self._limit)
 
     def _lattice(self) -> list[Bucket]:
@@ -314,7 +315,7 @@ class _Tuner:
             self.traffic,
             self._predicted(self.grid, self.traffic),
             candidates,
-            min(b for b in self.grid.buckets if b.length == self._longest_row),
+            min(b for b in self.grid.buckets if b.length == self._covering_length),
             self._affords,
             time.monotonic() + SEARCH_S,
             self.most,

@@ -138,13 +138,20 @@ def joint_attention(joint: Joint, segments: Segments, causal: bool, reach: int |
     return call(joint, segments, **_sight(causal, reach))
 
 
-def takes_layer(hidden: Float[Array, "rows length dim"], heads: int, *kernels: Array) -> bool:
-    """Whether `self_attention` and `mlp` take a layer. A few tokens are faster product by product:
+def takes_mlp(hidden: Float[Array, "rows length dim"], *kernels: Array) -> bool:
+    """Whether `mlp` takes what is behind attention. A few tokens are faster product by product:
     their columns are shared out over the cores."""
+    return hidden.shape[0] * hidden.shape[1] > PANEL and all(map(is_packed, kernels))
+
+
+def takes_self_attention(
+    hidden: Float[Array, "rows length dim"], heads: int, kernel: Array
+) -> bool:
+    """Whether `self_attention` takes these rows: few tokens are faster in two calls, as above, and
+    so are rows too long for a core's cache."""
     rows, length, dim = hidden.shape
-    fits = rows * length > PANEL and takes(length, dim // heads, "bfloat16")
-    fits = fits and length * dim <= MOST_OF_A_ROW
-    return fits and all(map(is_packed, kernels))
+    fits = takes(length, dim // heads, "bfloat16") and length * dim <= MOST_OF_A_ROW
+    return fits and rows * length > PANEL and is_packed(kernel)
 
 
 def self_attention(
