@@ -40,8 +40,8 @@ PROBE_EVERY_S = 1.0
 RATE_OVER = 10  # batches, about
 BORROWED_S = 0.3  # of device time, by a model with interactive work: two batches of a CPU
 UNTIMED_MS = 1000.0  # a bucket that would take longer is not run to time it: traffic would wait
-ROUNDS = 9  # of timing every bucket, when all are compiled: a slow moment hits all of them alike
-TIMED_MS = 500.0  # of a bucket, after which it is timed no more: the longer, the less they differ
+ROUNDS = 25  # of timing every bucket, when all are compiled: a slow moment hits all of them alike
+TIMED_MS = 1000.0  # of a bucket, after which it is timed no more: the longer, the less they differ
 LULL_S = 5.0  # a bucket is timed when nothing waits, or after so long all the same
 
 

@@ -20,7 +20,7 @@ from jaxembed.tune.lengths import Lengths
 REQUEST_SIZES = (4, 16, 64)
 REQUESTS = 6  # of each size; fewer where texts are long
 LONE = 64
-LEAST_TEXTS, MOST_TEXTS = 64, 4096  # at full load
+LEAST_TEXTS, MOST_TEXTS = 64, 8192  # at full load
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxembed.tune.cost import Workbench
 from jaxembed.tune.traffic import Figures, Traffic, figures
 
 TICKET = 32  # sequences in each request at full load
-TURNS = 6  # of each grid in a round: a machine that others use changes from second to second
+TURNS = 4  # of each grid in a round: a machine that others use changes from second to second
 
 
 class Trial:

@@ -29,7 +29,8 @@ from jaxembed.tune.trial import Comparison, Trial, compare, median
 
 logger = logging.getLogger(__name__)
 
-BATCHES = 8  # of the token budget, at full load
+BATCHES = 8  # of the token budget, at full load in the search
+TRIED_BATCHES = 32  # in the trial: its last batches, which run alone or are not full, count little
 REPEATS = 4  # searches at most, each followed by measuring what it found
 PROBING = 0.35  # of the time given, for buckets that tell about others;
 MEASURING = 0.6  # by then what the search chose is measured too, and the rest is for trying
@@ -200,7 +201,7 @@ class _Tuner:
         self.on_progress = on_progress
         self.most = model.config.max_batch_requests
         self.most_tokens = max(bucket.tokens for bucket in self.grid.buckets)
-        self.traffic = self._with_strays(self._traffic(seed=0))
+        self.traffic = self._with_strays(self._traffic(BATCHES, seed=0))
         self.pair_ms = 0.0
 
     def find(self) -> BucketGrid:
@@ -233,7 +234,7 @@ class _Tuner:
     def tried(self, found: BucketGrid) -> tuple[Side, Side, Comparison]:
         """Both grids on the engine, with texts that the search has not seen."""
         self.on_progress("trying the grid found beside the one in use", 1, 1)
-        traffic = self._traffic(seed=1)
+        traffic = self._traffic(TRIED_BATCHES, seed=1)
         plan = self.model.plan
         trials = [
             Trial(self.workbench, grid, self.model.spec.dim, plan.platform, self.most, name)
@@ -250,9 +251,9 @@ class _Tuner:
         ]
         return sides[0], sides[1], comparison
 
-    def _traffic(self, seed: int) -> Traffic:
+    def _traffic(self, batches: int, seed: int) -> Traffic:
         vocabulary = int(self.model.spec.config["vocab_size"])
-        return traffic_of(self.lengths, vocabulary, BATCHES * self.most_tokens, seed)
+        return traffic_of(self.lengths, vocabulary, batches * self.most_tokens, seed)
 
     def _with_strays(self, traffic: Traffic) -> Traffic:
         """And lone texts of lengths that nobody has sent yet, or seldom: they shall not wait for a
