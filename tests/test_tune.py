@@ -19,7 +19,7 @@ from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid, read_grid
 from jaxembed.engine.build import plan
 from jaxembed.engine.kernels import Choice
 from jaxembed.engine.replica import SEGMENT
-from jaxembed.errors import ConfigError, WrongTask
+from jaxembed.errors import BackendError, ConfigError, WrongTask
 from jaxembed.models import program
 from jaxembed.spec import DenseLayer
 from jaxembed.telemetry import Telemetry, exposition
@@ -32,7 +32,7 @@ from jaxembed.tune.model import Model, load
 from jaxembed.tune.report import LOADS, draw, table
 from jaxembed.tune.search import Search, objective, row_counts
 from jaxembed.tune.traffic import Figures, figures, predict, traffic_of
-from jaxembed.tune.trial import Comparison, Trial, compare
+from jaxembed.tune.trial import Comparison, Stage, Trial, Turns, compare
 from jaxembed.tune.tuning import Budget, Side, Tuning, _Tuner, tune
 
 
@@ -270,6 +270,7 @@ def test_the_objective_is_of_all_loads_and_no_load_may_lose():
     assert objective(before, before) == 0
     assert objective(faster, before) == pytest.approx(0.5 * np.log(0.5))
     assert objective(lone_loses, before) > 0
+    assert objective(lone_loses, before, slack=100.0) < 0
 
 
 def test_figures_are_of_milliseconds():
@@ -424,6 +425,30 @@ def test_a_grid_is_better_where_the_rounds_agree(opened, rates, buckets, better)
     comparison = Comparison([rated(1000)] * 3, [rated(rate) for rate in rates])
     before, after = side(4), side(buckets)
     assert Tuning(opened, mix(9), before, after, comparison, 1.0).is_better is better
+
+
+def test_each_grid_runs_on_its_own_buckets_of_the_one_engine(opened, monkeypatch):
+    few, more = BucketGrid((Bucket(2, 64),)), BucketGrid((Bucket(1, 16), Bucket(2, 64)))
+    vocabulary = int(opened.spec.config["vocab_size"])
+    traffic = traffic_of(mix(8), vocabulary, full_tokens=100, seed=0)
+    ran, run = set(), opened.workbench.run
+
+    def noted(bucket, *arguments):
+        ran.add(bucket)
+        return run(bucket, *arguments)
+
+    monkeypatch.setattr(opened.workbench, "run", noted)
+    with Stage(opened.workbench, (few, more), opened.spec.dim, "cpu") as stage:
+        trials = {grid: Trial(stage, grid) for grid in (few, more)}
+        for grid in (few, more, few):
+            ran.clear()
+            turns = Turns()
+            trials[grid].run(traffic, turns)
+            assert ran <= set(grid.buckets)
+            assert (Bucket(1, 16) in ran) == (grid is more)  # for one short text it is faster
+            assert turns.full_tokens <= turns.padded
+    with pytest.raises(BackendError, match="closed"):
+        stage.engine.submit(traffic.lone[:1])
 
 
 def test_two_grids_take_turns_and_each_goes_first_as_often():

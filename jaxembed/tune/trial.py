@@ -1,7 +1,7 @@
 """Two grids on the real engine, in turns: what disturbs the machine for a while disturbs both."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,38 +18,54 @@ TICKET = 32  # sequences in each request at full load
 TURNS = 4  # of each grid in a round: a machine that others use changes from second to second
 
 
-class Trial:
-    """One grid on an engine of its own, every bucket compiled and timed."""
+class Stage:
+    """An engine with the buckets of all grids that are tried, each compiled and timed.
+
+    They share it, for two engines are never the same: their threads' memory lies elsewhere, and
+    their timings of one bucket differ by some percent, which decides what bucket is chosen.
+    """
 
     def __init__(
         self,
         workbench: Workbench,
-        grid: BucketGrid,
+        grids: Iterable[BucketGrid],
         dim: int,
         platform: str,
         max_batch_requests: int | None = None,
-        name: str = "model",
     ):
-        self._workbench = workbench
-        self._engine = Engine(
+        self.workbench = workbench
+        every = BucketGrid(tuple({bucket for grid in grids for bucket in grid.buckets}))
+        self.engine = Engine(
             [Seat(workbench, DeviceTurn.for_platform(platform))],
-            grid,
+            every,
             dim,
-            Telemetry(grid.max_length),
-            name=name,
+            Telemetry(every.max_length),
+            name="the grids tried",
             max_batch_requests=max_batch_requests,
             full_warmup=True,
         )
-        self._engine.start()
-        self._engine.warmup.wait()
-        for thread in self._engine.warmup.threads:  # they time every bucket again at the end
+        self.engine.start()
+        self.engine.warmup.wait()
+        for thread in self.engine.warmup.threads:  # they time every bucket again at the end
             thread.join()
 
-    def close(self) -> None:
-        self._engine.close()
+    def __enter__(self) -> "Stage":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+
+class Trial:
+    """One grid on a stage."""
+
+    def __init__(self, stage: Stage, grid: BucketGrid):
+        self._workbench, self._engine = stage.workbench, stage.engine
+        self._cost = {bucket: stage.engine.cost[bucket] for bucket in grid.buckets}
 
     def run(self, traffic: Traffic, turns: "Turns") -> None:
         """Once through each load."""
+        self._engine.cost = self._cost  # what may be used: nothing waits or runs now
         turns.lone += [self._ms([one]) for one in traffic.lone]
         turns.requests += [self._ms(request) for request in traffic.requests]
         padded = self._workbench.tokens_run

@@ -25,16 +25,17 @@ from jaxembed.tune.lengths import Lengths
 from jaxembed.tune.model import Model
 from jaxembed.tune.search import WORTH, Search, objective, row_counts
 from jaxembed.tune.traffic import Figures, Traffic, predict, traffic_of
-from jaxembed.tune.trial import Comparison, Trial, compare, median
+from jaxembed.tune.trial import Comparison, Stage, Trial, compare, median
 
 logger = logging.getLogger(__name__)
 
-BATCHES = 8  # of the token budget, at full load in the search
-TRIED_BATCHES = 32  # in the trial: its last batches, which run alone or are not full, count little
+BATCHES = 32  # of the token budget, at full load: the last ones, not full, shall count for little;
+SEARCHED_TEXTS = 100  # in the search, which looks at thousands of grids, rather so many texts, or
+LEAST_BATCHES = 8
 REPEATS = 4  # searches at most, each followed by measuring what it found
 PROBING = 0.35  # of the time given, for buckets that tell about others;
 MEASURING = 0.6  # by then what the search chose is measured too, and the rest is for trying
-SEARCH_S = 10.0
+SEARCH_S = 15.0
 TIMINGS = 3  # more of every bucket at least, before the last search
 QUICK_MS = 500.0  # a bucket may take to tell what long sequences cost
 MOST_TOKENS = 4  # times the token budget in use: buckets no larger than this are looked at
@@ -45,6 +46,7 @@ BETTER = 0.01  # a grid must gain at least this much to replace the one in use
 NO_SLOWER = 0.005  # what noise may make of two equal grids in the median of the rounds
 MOST_ROUNDS = 0.75  # of the trial must agree
 NOISY = 1.25
+NOISE = 1.05  # that a load may take longer in a round
 PACKAGES = ("jaxembed", "jax", "jaxlib")
 
 
@@ -120,7 +122,7 @@ class Tuning:
         """Whether the trial bore out the search: no slower, and better with what each bucket saved
         is worth."""
         rounds = zip(self.comparison.after, self.comparison.before, strict=True)
-        gains = -np.array([objective(after, before) for after, before in rounds])
+        gains = -np.array([objective(after, before, NOISE) for after, before in rounds])
         saved = WORTH * (len(self.before.grid.buckets) - len(self.after.grid.buckets))
         agreed = np.mean(gains + saved > 0) >= MOST_ROUNDS
         return bool(agreed and np.median(gains) > -NO_SLOWER and np.median(gains) + saved > BETTER)
@@ -166,7 +168,7 @@ def tune(
     """Find the buckets of least cost for these lengths, and try them against `model.plan.grid`.
 
     Least means: the weighted geometric mean of the time at full load, of requests of several texts
-    and of a lone text, none of them over 5 % worse than before, no bucket slower than the slowest
+    and of a lone text, none of them over 1 % worse than before, no bucket slower than the slowest
     in use. Raises what XLA raises on a bucket.
     """
     started_at = time.monotonic()
@@ -201,7 +203,9 @@ class _Tuner:
         self.on_progress = on_progress
         self.most = model.config.max_batch_requests
         self.most_tokens = max(bucket.tokens for bucket in self.grid.buckets)
-        self.traffic = self._with_strays(self._traffic(BATCHES, seed=0))
+        least, most = LEAST_BATCHES * self.most_tokens, BATCHES * self.most_tokens
+        tokens = int(np.clip(SEARCHED_TEXTS * self.lengths.mean, least, most))
+        self.traffic = self._with_strays(self._traffic(tokens, seed=0))
         self.pair_ms = 0.0
 
     def find(self) -> BucketGrid:
@@ -234,26 +238,21 @@ class _Tuner:
     def tried(self, found: BucketGrid) -> tuple[Side, Side, Comparison]:
         """Both grids on the engine, with texts that the search has not seen."""
         self.on_progress("trying the grid found beside the one in use", 1, 1)
-        traffic = self._traffic(TRIED_BATCHES, seed=1)
+        traffic = self._traffic(BATCHES * self.most_tokens, seed=1)
         plan = self.model.plan
-        trials = [
-            Trial(self.workbench, grid, self.model.spec.dim, plan.platform, self.most, name)
-            for grid, name in ((self.grid, "the grid in use"), (found, "the grid found"))
-        ]
-        try:
-            comparison = compare(trials[0], trials[1], traffic, self.budget.rounds)
-        finally:
-            for trial in trials:
-                trial.close()
+        grids = (self.grid, found)
+        with Stage(self.workbench, grids, self.model.spec.dim, plan.platform, self.most) as stage:
+            before, after = (Trial(stage, grid) for grid in grids)
+            comparison = compare(before, after, traffic, self.budget.rounds)
         sides = [
             Side(grid, self.workbench.costs, self._predicted(grid, traffic), median(runs))
             for grid, runs in ((self.grid, comparison.before), (found, comparison.after))
         ]
         return sides[0], sides[1], comparison
 
-    def _traffic(self, batches: int, seed: int) -> Traffic:
+    def _traffic(self, tokens: int, seed: int) -> Traffic:
         vocabulary = int(self.model.spec.config["vocab_size"])
-        return traffic_of(self.lengths, vocabulary, batches * self.most_tokens, seed)
+        return traffic_of(self.lengths, vocabulary, tokens, seed)
 
     def _with_strays(self, traffic: Traffic) -> Traffic:
         """And lone texts of lengths that nobody has sent yet, or seldom: they shall not wait for a
