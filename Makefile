@@ -20,7 +20,7 @@ serve: $(VENV)/serve.stamp  ## serve the default model, or MODEL=..., on port 80
 	$(BIN)/jaxembed serve $(MODEL) $(ARGS)
 
 test: $(VENV)/dev.stamp  ## run the tests
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 check: $(VENV)/dev.stamp  ## lint, types, import layers
 	$(BIN)/ruff format --check .

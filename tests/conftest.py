@@ -1,5 +1,6 @@
 """Fixtures that most tests share: a tiny random BERT as a checkpoint, and an Embedder on it."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,7 +78,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Two heads of 32, which the kernels in C take.
+# Two heads of 32, which the native kernels take.
 _WIDER = {
     "hidden_size": 64,
     "num_layers": 2,
@@ -135,15 +136,26 @@ def save_tiny(path: Path, **changes) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _compiled_once(tmp_path_factory) -> None:
+    """Programs that several tests compile are compiled once, also by tests in other processes."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 @pytest.fixture(name="native_kernels", scope="session")
 def _native_kernels(tmp_path_factory) -> None:
-    """The kernels in C, for this process. What they do not run on is skipped, not what fails."""
+    """The native kernels, for this process. What they do not run on is skipped, not what fails."""
     if not (native.CPU.is_file() and "avx512_bf16" in native.CPU.read_text()):
         pytest.skip("this CPU has no AVX512_BF16")
     if not any(map(shutil.which, native.COMPILERS)):
         pytest.skip("there is no C compiler")
     try:
-        native.load(tmp_path_factory.mktemp("native"))
+        native.load_library(tmp_path_factory.mktemp("native"))
     except native.Unavailable as error:
         if str(error) != native.FAULTS[2]:
             raise

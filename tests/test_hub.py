@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
+import huggingface_hub.constants
 import msgspec
 import pytest
 import sources
@@ -293,7 +294,7 @@ def test_the_default_cache_is_in_the_home():
 
 
 def test_convert_of_a_hub_model_brings_its_weights(downloads, tmp_path):
-    hub.convert("owner/name", tmp_path / "out")
+    hub.convert_model("owner/name", tmp_path / "out")
     assert any("model*.safetensors" in call.allow_patterns for call in downloads)
     assert checkpoint.is_checkpoint(tmp_path / "out")
 
@@ -309,8 +310,8 @@ def test_what_cannot_be_converted_is_refused_before_its_weights_are_fetched(
 
 def test_describe_converts_nothing_and_fetches_no_weights(downloads, source, cache, conversions):
     described = [
-        hub.describe("owner/name", cache_dir=cache),
-        hub.describe(str(source), cache_dir=cache),
+        hub.describe_model("owner/name", cache_dir=cache),
+        hub.describe_model(str(source), cache_dir=cache),
     ]
     assert conversions == []
     assert [call.allow_patterns for call in downloads] == [hub.DESCRIPTIONS]
@@ -318,11 +319,11 @@ def test_describe_converts_nothing_and_fetches_no_weights(downloads, source, cac
         assert spec.content_hash == ""
         converted = checkpoint.load_spec(hub.resolve(model, cache_dir=cache))
         assert msgspec.structs.replace(converted, content_hash="") == spec
-        assert hub.describe(model, cache_dir=cache) == converted
+        assert hub.describe_model(model, cache_dir=cache) == converted
 
 
 def test_an_empty_name_is_no_model(cache):
     """Of an unset variable in a script; an empty path would be the current directory."""
-    for find in (hub.resolve, hub.describe):
+    for find in (hub.resolve, hub.describe_model):
         with pytest.raises(CheckpointError, match="empty string"):
             find("", cache_dir=cache)
