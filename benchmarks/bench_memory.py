@@ -83,7 +83,7 @@ def convert(args: Namespace) -> Iterator[dict[str, Any]]:
     from jaxembed import hub
 
     started_at = time.monotonic()
-    hub.convert(args.model, args.checkpoint)
+    hub.convert_model(args.model, args.checkpoint)
     yield row("convert", started_at)
 
 

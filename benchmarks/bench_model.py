@@ -74,8 +74,8 @@ def chosen_grid(args: Namespace, model: Subject) -> BucketGrid:
 
 def usual_grid(args: Namespace, model: Subject, limit: int, budget: int) -> BucketGrid:
     """The grid that the server would choose."""
-    in_c = subject.choice_in_c(model, args, dtype_of(args))
-    return default_grid(limit, budget, join=in_c.joins)
+    native_choice = subject.native_choice_of(model, args, dtype_of(args))
+    return default_grid(limit, budget, join=native_choice.joins)
 
 
 def dtype_of(args: Namespace) -> DType:
@@ -91,16 +91,18 @@ def budget_of(args: Namespace, model: Subject) -> int:
     if args.max_batch_tokens:
         return args.max_batch_tokens
     device, dtype = jax.local_devices()[0], dtype_of(args)
-    in_c = subject.choice_in_c(model, args, dtype)
+    native_choice = subject.native_choice_of(model, args, dtype)
     with tempfile.TemporaryDirectory() as rates:
-        return batch_tokens(model.program, device, dtype, Path(rates), in_c.joins)
+        return batch_tokens(model.program, device, dtype, Path(rates), native_choice.joins)
 
 
 def measure(model: Subject, replica: Replica, bucket: Bucket, runs: int) -> dict[str, Any]:
     """One row of the table."""
     cold_s, cached_s = seconds_of(replica, bucket), seconds_of(replica, bucket)
     planes, lengths = full_planes(bucket, model)
-    ceiling = products(model, replica.dtype, bucket.tokens, replica.devices[0], replica.packs)
+    ceiling = products(
+        model, replica.dtype, bucket.tokens, replica.devices[0], replica.native_layout
+    )
     times, least = report.timed_in_turn(
         [lambda: replica.run(bucket, planes, ("dense",)), ceiling], runs
     )
@@ -140,9 +142,9 @@ def full_planes(bucket: Bucket, model: Subject, seed: int = 0) -> tuple[np.ndarr
     return planes, np.bincount(place // longest).tolist() * bucket.rows
 
 
-def products(model: Subject, dtype: DType, tokens: int, device: Any, pack: bool = False):
+def products(model: Subject, dtype: DType, tokens: int, device: Any, native_layout: bool = False):
     """A call that runs the model's matrix products on `tokens` tokens, and nothing else: XLA's, or
-    with `pack` those of the kernels in C.
+    with `native_layout` those of the native kernels.
 
     Operands have the model's dtype and sums are float32, as in the model. Each product takes the
     result of the one before, rounded and cut to its width: independent ones would all be kept in
@@ -152,7 +154,7 @@ def products(model: Subject, dtype: DType, tokens: int, device: Any, pack: bool 
     shapes = subject.kernels(model.program)
     weights = [_placed(draw, shape, dtype, device) for shape in shapes]
     first = _placed(draw, (tokens, shapes[0][0]), dtype, device)
-    if pack:
+    if native_layout:
         weights = [jax.device_put(native.packed(np.asarray(weight)), device) for weight in weights]
 
     def run(weights, x):

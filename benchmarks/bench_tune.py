@@ -21,7 +21,7 @@ from benchmarks import report, workloads
 from jaxembed import checkpoint, hub
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.tune.lengths import Lengths
-from jaxembed.tune.model import Model, load
+from jaxembed.tune.model import MeasuredModel, load_measured
 from jaxembed.tune.report import LOADS, draw, table
 from jaxembed.tune.tuning import Budget, Tuning, tune
 
@@ -77,16 +77,18 @@ def tuned(name: str, args: Namespace) -> Tuning:
     return tuning
 
 
-def opened(args: Namespace) -> Model:
+def opened(args: Namespace) -> MeasuredModel:
     """The model with nothing compiled: each mix is tuned as by a command of its own."""
     config = EngineConfig(
         dtype=args.dtype, max_input_tokens=args.limit, max_batch_tokens=args.max_batch_tokens
     )
     jax.clear_caches()
-    return load(args.model, cache_dir=hub.default_cache_dir(), config=config, text=TextConfig())
+    return load_measured(
+        args.model, cache_dir=hub.default_cache_dir(), config=config, text=TextConfig()
+    )
 
 
-def lengths(name: str, model: Model, args: Namespace) -> Lengths:
+def lengths(name: str, model: MeasuredModel, args: Namespace) -> Lengths:
     mix = workloads.workload(
         name,
         COUNT,

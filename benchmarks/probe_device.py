@@ -42,7 +42,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.subject import random_subject
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.kernels import choose
+from jaxembed.engine.kernels import choose_kernels
 from jaxembed.engine.replica import compiler_options
 from jaxembed.models import attention, kernels
 from jaxembed.models.attention import EVERYTHING, Sight
@@ -408,7 +408,7 @@ def choice_task(args: Namespace) -> dict[str, Any]:
     program = random_subject(model_size(args)).program
     grid = BucketGrid(tuple(Bucket(1, length) for length in (64, 128, 256, 512)))
     started_at = time.perf_counter()
-    choice = choose(program, jax.local_devices()[0], "bfloat16", grid)
+    choice = choose_kernels(program, jax.local_devices()[0], "bfloat16", grid)
     return {"seconds": time.perf_counter() - started_at, **choice.describe()}
 
 

@@ -39,7 +39,7 @@ def main() -> None:
     from jaxembed.cli import configure_jax
     from jaxembed.config import EngineConfig
     from jaxembed.embedder import Embedder  # noqa: F401
-    from jaxembed.engine.build import plan
+    from jaxembed.engine.build import make_plan
     from jaxembed.engine.replica import Replica
     from jaxembed.models import program
 
@@ -52,7 +52,7 @@ def main() -> None:
     lap("build the model")
     jax.local_devices()
     lap("start the device")
-    planned = plan(spec, model, EngineConfig(), cache_dir)
+    planned = make_plan(spec, model, EngineConfig(), cache_dir)
     lap("plan and calibrate")
     import tokenizers
 
@@ -66,7 +66,7 @@ def main() -> None:
         planned.devices[:1],
         planned.dtype,
         attention=planned.kernels.implementation,
-        pack=planned.kernels.native,
+        native_layout=planned.kernels.native,
     )
     lap("parameters to the device")
     for bucket in planned.grid.covering:

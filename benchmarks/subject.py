@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxembed.engine.bucket import BucketGrid
-from jaxembed.engine.kernels import Choice, choose, kernels_in_c
+from jaxembed.engine.kernels import Choice, choose_kernels, choose_native
 from jaxembed.engine.replica import Replica
 from jaxembed.models import Program, program, random_parameters
 from jaxembed.spec import DType, ModelSpec, NormalizeLayer, Pooling
@@ -127,19 +127,21 @@ def replica(
     subject: Subject, args: Namespace, grids: Iterable[BucketGrid], dtype: DType
 ) -> Replica:
     """On the first device, with the kernels that a server would take for these grids."""
-    device, in_c = jax.local_devices()[0], choice_in_c(subject, args, dtype)
+    device, native_choice = jax.local_devices()[0], native_choice_of(subject, args, dtype)
     every = BucketGrid(tuple({bucket for grid in grids for bucket in grid.buckets}))
-    choice = choose(subject.program, device, dtype, every, args.kernels, in_c=in_c)
+    choice = choose_kernels(
+        subject.program, device, dtype, every, args.kernels, native_choice=native_choice
+    )
     parameters = (subject.program, subject.parameters, [device], dtype)
-    return Replica(*parameters, attention=choice.implementation, pack=choice.native)
+    return Replica(*parameters, attention=choice.implementation, native_layout=choice.native)
 
 
-def choice_in_c(subject: Subject, args: Namespace, dtype: DType) -> Choice:
-    """Whether a server would run it with the kernels in C."""
+def native_choice_of(subject: Subject, args: Namespace, dtype: DType) -> Choice:
+    """Whether a server would run it with the native kernels."""
     from jaxembed import hub
 
     folder = args.cache_dir or hub.default_cache_dir()
-    return kernels_in_c(subject.program, jax.local_devices()[0], dtype, args.kernels, folder)
+    return choose_native(subject.program, jax.local_devices()[0], dtype, args.kernels, folder)
 
 
 def spec_of(size: str) -> ModelSpec:

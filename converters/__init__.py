@@ -38,9 +38,9 @@ CONVERTERS: dict[str, str] = {
 
 LOG_EVERY_S = 5.0
 
-Progress = Callable[[Sequence[Step]], Iterable[Step]]
+ConversionProgress = Callable[[Sequence[Step]], Iterable[Step]]
 
-DTYPES = get_args(DType)
+STORED_DTYPES = get_args(DType)
 
 # What a model is used for, by transformers' class for it: the key under which auto_map names code
 # that the model brings along.
@@ -85,7 +85,7 @@ def convert(
     name: str | None = None,
     revision: str | None = None,
     dense_path: str | None = None,
-    progress: Progress = show_progress,
+    progress: ConversionProgress = show_progress,
 ) -> ModelSpec:
     """Write the checkpoint of the model in `source` to `out`, all of it or nothing.
 
@@ -127,16 +127,18 @@ def outline(
         spec,
         token_types=tokenizer.gives_types(tower, hf),
         max_input_tokens=heads.token_limit(tower, position_limit(spec)),
-        dtype=said if said in DTYPES else "float32",
+        dtype=said if said in STORED_DTYPES else "float32",
     )
-    text = tokenizer.read(tower, lowercase=layout.lowercase, vocab_size=config["vocab_size"])
+    text = tokenizer.read_tokenizer(
+        tower, lowercase=layout.lowercase, vocab_size=config["vocab_size"]
+    )
     return Outline(source, family, layout, spec, text)
 
 
 def _config(tower: Path) -> dict[str, Any]:
     if (tower / "adapter_config.json").is_file():
         raise UnsupportedModel(f"{tower} is an adapter; merge it into its base model first")
-    hf = heads.read_json(tower / "config.json")
+    hf = heads.read_optional_json(tower / "config.json")
     if not hf:
         raise CheckpointError(f"{tower} is not a model: there is no config.json")
     return hf
@@ -211,14 +213,14 @@ def _layout(
     dense_path: str | None,
 ) -> Layout:
     if use == EMBEDDER:
-        return heads.read(source, config["hidden_size"], dense_path)
+        return heads.read_layout(source, config["hidden_size"], dense_path)
     if dense_path is not None:
         raise CheckpointError(
             f"dense path {dense_path!r} takes the place of a Dense module, and {source} scores "
             "without one; leave it out"
         )
     if use == GENERATOR:
-        return rerankers.layout(source, name, family, hf, config)
+        return rerankers.reranker_layout(source, name, family, hf, config)
     labels = scores.labels_of(hf)
     head = family.classifier(hf, len(labels))
     template = rerankers.template_of(source, name, family) if len(labels) == 1 else None
@@ -228,7 +230,7 @@ def _layout(
             "put to it without a template; most need one, and score near chance without it",
             name,
         )
-    return scores.layout(source, hf, head, labels, template)
+    return scores.scores_layout(source, hf, head, labels, template)
 
 
 def _spec(
@@ -265,7 +267,7 @@ def _plan(made: Outline) -> list[Step]:
         tensors |= weights.within(folder, weights.find(source / folder))
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
     rules = [*family.RULES, *layout.rules]
-    return weights.plan(spec.source, rules, family.IGNORED, tensors, shapes)
+    return weights.plan_steps(spec.source, rules, family.IGNORED, tensors, shapes)
 
 
 def _dtype(steps: Sequence[Step]) -> DType:

@@ -9,7 +9,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from converters.heads import read_json
+from converters.heads import read_optional_json
 from jaxembed.errors import UnsupportedModel
 from jaxembed.spec import PairTemplate
 
@@ -40,7 +40,7 @@ def _source(tower: Path) -> str | None:
     path = tower / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    stored = read_json(tower / "tokenizer_config.json").get("chat_template")
+    stored = read_optional_json(tower / "tokenizer_config.json").get("chat_template")
     return stored if isinstance(stored, str) else None
 
 
@@ -59,7 +59,7 @@ def _render(source: str, *roles: str) -> str:
 
 
 def _special_tokens(tower: Path) -> tuple[str, ...]:
-    added = read_json(tower / "tokenizer.json").get("added_tokens") or ()
+    added = read_optional_json(tower / "tokenizer.json").get("added_tokens") or ()
     return tuple(token["content"] for token in added)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.spec import Activation
 
-ACTIVATIONS: dict[str, Activation] = {  # transformers' names
+HF_ACTIVATIONS: dict[str, Activation] = {  # transformers' names
     "gelu": "gelu",
     "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
@@ -28,7 +28,7 @@ def require(hf: dict[str, Any], keys: Sequence[str]) -> None:
 def activation_of(hf: dict[str, Any], key: str, default: str = "gelu") -> Activation:
     """The activation named there. Raises UnsupportedModel for what we lack."""
     name = hf.get(key, default)
-    if name not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
+    if name not in HF_ACTIVATIONS:
+        known = ", ".join(HF_ACTIVATIONS)
         raise UnsupportedModel(f"{key} {name!r} is not supported; known: {known}")
-    return ACTIVATIONS[name]
+    return HF_ACTIVATIONS[name]

@@ -57,7 +57,7 @@ POOLING_NAMES: dict[str, Pooling] = {
     "lasttoken": "lasttoken",
 }
 
-ACTIVATIONS: dict[str, Activation] = {
+DENSE_ACTIVATIONS: dict[str, Activation] = {
     "torch.nn.modules.linear.Identity": "identity",
     "torch.nn.modules.activation.Tanh": "tanh",
     "torch.nn.modules.activation.ReLU": "relu",
@@ -102,7 +102,7 @@ HUGE = 1_000_000  # transformers writes 1e30 for "no limit"
 
 
 @dataclass(frozen=True)
-class Entry:
+class ModuleEntry:
     """One entry of modules.json."""
 
     kind: str
@@ -128,7 +128,7 @@ class Layout:
     lowercase: bool = False
 
 
-def read(source: Path, hidden_size: int, dense_path: str | None = None) -> Layout:
+def read_layout(source: Path, hidden_size: int, dense_path: str | None = None) -> Layout:
     """Read modules.json and all it names. Without one: mean pooling, as sentence-transformers does.
 
     `dense_path` takes the place of the path of the only Dense module.
@@ -136,7 +136,7 @@ def read(source: Path, hidden_size: int, dense_path: str | None = None) -> Layou
     modules = modules_of(source)
     if modules is None:
         logger.warning("%s has no modules.json: mean pooling, not normalised", source)
-        modules = [Entry("transformer", ""), Entry("pooling", "")]
+        modules = [ModuleEntry("transformer", ""), ModuleEntry("pooling", "")]
         pooling, include_prompt = MEAN, True
     elif not pools(source):
         raise UnsupportedModel(
@@ -200,7 +200,9 @@ def token_limit(tower: Path, positions: int | None) -> int:
     """The most tokens of an input: max_seq_length, else model_max_length, else the table's size."""
     limits = {
         "max_seq_length": transformer_config(tower).get("max_seq_length"),
-        "model_max_length": read_json(tower / "tokenizer_config.json").get("model_max_length"),
+        "model_max_length": read_optional_json(tower / "tokenizer_config.json").get(
+            "model_max_length"
+        ),
         "max_position_embeddings": positions,
     }
     for name, limit in limits.items():
@@ -224,7 +226,7 @@ def transformer_config(tower: Path) -> dict[str, Any]:
     """
     for name in TRANSFORMER_CONFIGS:
         if (tower / name).is_file():
-            config = read_json(tower / name)
+            config = read_optional_json(tower / name)
             _refuse_switches(tower / name, config)
             return config
     return {}
@@ -236,7 +238,7 @@ def modalities(tower: Path) -> set[str]:
     return set(transformer_config(tower).get("modality_config") or ())
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_optional_json(path: Path) -> dict[str, Any]:
     """A JSON object; empty if there is no such file."""
     if not path.is_file():
         return {}
@@ -253,7 +255,7 @@ def _json(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
-def modules_of(source: Path) -> list[Entry] | None:
+def modules_of(source: Path) -> list[ModuleEntry] | None:
     """modules.json in order, its shape checked; None if there is none."""
     path = source / "modules.json"
     if not path.is_file():
@@ -273,16 +275,18 @@ def modules_of(source: Path) -> list[Entry] | None:
     return modules
 
 
-def _module(path: Path, kind: str, folder: str) -> Entry:
+def _module(path: Path, kind: str, folder: str) -> ModuleEntry:
     if kind not in MODULES:
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in MODULES}))
         raise UnsupportedModel(f"{path}: module {kind!r} is not supported; known: {known}")
     if Path(folder).is_absolute() or ".." in Path(folder).parts:
         raise CheckpointError(f"{path}: path {folder!r} leads outside the model")
-    return Entry(MODULES[kind], folder)
+    return ModuleEntry(MODULES[kind], folder)
 
 
-def _with_dense_path(source: Path, modules: list[Entry], dense_path: str | None) -> list[Entry]:
+def _with_dense_path(
+    source: Path, modules: list[ModuleEntry], dense_path: str | None
+) -> list[ModuleEntry]:
     if dense_path is None:
         return modules
     dense = [module for module in modules if module.kind == "dense"]
@@ -296,7 +300,7 @@ def _with_dense_path(source: Path, modules: list[Entry], dense_path: str | None)
 
 
 def _layer(folder: Path, kind: str) -> Module:
-    config = read_json(folder / "config.json")
+    config = read_optional_json(folder / "config.json")
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
             raise UnsupportedModel(
@@ -313,14 +317,14 @@ def _dense(folder: Path, config: dict[str, Any]) -> DenseLayer:
         raise UnsupportedModel(f"{folder}: use_residual is not supported")
     # absent means Tanh to sentence-transformers
     name = config.get("activation_function", "torch.nn.modules.activation.Tanh")
-    if name not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
+    if name not in DENSE_ACTIVATIONS:
+        known = ", ".join(DENSE_ACTIVATIONS)
         raise UnsupportedModel(f"{folder}: activation {name!r} is not supported; known: {known}")
     return DenseLayer(
         in_features=config["in_features"],
         out_features=config["out_features"],
         bias=bool(config.get("bias", True)),
-        activation=ACTIVATIONS[name],
+        activation=DENSE_ACTIVATIONS[name],
     )
 
 
@@ -335,7 +339,7 @@ def _check_widths(layers: tuple[Module, ...], width: int) -> None:
 
 
 def _pooling(folder: Path, hidden_size: int) -> tuple[tuple[Pooling, ...], bool]:
-    config = read_json(folder / "config.json")
+    config = read_optional_json(folder / "config.json")
     if not config:
         raise CheckpointError(f"{folder} has no config.json: wanted a pooling mode")
     widths = {"word_embedding_dimension", "embedding_dimension"}
@@ -366,7 +370,7 @@ def _pooling_modes(folder: Path, config: dict[str, Any]) -> tuple[Pooling, ...]:
 
 def _prompts(source: Path) -> tuple[dict[str, str], str | None]:
     path = source / "config_sentence_transformers.json"
-    config = read_json(path)
+    config = read_optional_json(path)
     kind = config.get("model_type") or "SentenceTransformer"
     if kind != "SentenceTransformer":
         raise UnsupportedModel(f"{path}: a {kind} is not supported; known: SentenceTransformer")

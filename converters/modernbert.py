@@ -57,7 +57,7 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 # transformers 4's names and defaults
 THETAS = {GLOBAL: ("global_rope_theta", 160_000.0), LOCAL: ("local_rope_theta", 10_000.0)}
 
-POOLINGS: dict[str, Pooling] = {"cls": "cls", "mean": "mean"}
+CLASSIFIER_POOLINGS: dict[str, Pooling] = {"cls": "cls", "mean": "mean"}
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
@@ -100,8 +100,8 @@ def classifier(hf: dict[str, Any], labels: int) -> Head:
     """classifier(norm(activation(dense(pooled)))), as in ModernBertForSequenceClassification."""
     width = hf["hidden_size"]
     pooling = hf.get("classifier_pooling", "cls")
-    if pooling not in POOLINGS:
-        known = ", ".join(POOLINGS)
+    if pooling not in CLASSIFIER_POOLINGS:
+        known = ", ".join(CLASSIFIER_POOLINGS)
         raise UnsupportedModel(f"classifier_pooling {pooling!r} is not supported; known: {known}")
     dense = DenseLayer(
         in_features=width,
@@ -121,7 +121,7 @@ def classifier(hf: dict[str, Any], labels: int) -> Head:
         Rule("head.norm.bias", "modules.1.bias"),
         *dense_rules(2, out, "classifier"),
     )
-    return Head((POOLINGS[pooling],), (dense, norm, out), rules)
+    return Head((CLASSIFIER_POOLINGS[pooling],), (dense, norm, out), rules)
 
 
 def _global_layers(hf: dict[str, Any]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from tokenizers import Tokenizer
 
 from converters import chat, heads, scores
-from converters.heads import Layout, read_json
+from converters.heads import Layout, read_optional_json
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.spec import PairTemplate
 
@@ -27,7 +27,7 @@ class Reranker:
     template: PairTemplate
 
 
-def layout(
+def reranker_layout(
     source: Path, name: str, family: ModuleType, hf: dict[str, Any], config: dict[str, Any]
 ) -> Layout:
     """A language model that answers yes or no. Raises UnsupportedModel where none of that is said.
@@ -54,7 +54,7 @@ def layout(
             "in its name"
         )
     head = family.score_head(hf, config, true_id, false_id)
-    return scores.layout(source, hf, head, (LABEL,), template)
+    return scores.scores_layout(source, hf, head, (LABEL,), template)
 
 
 def template_of(source: Path, name: str, family: ModuleType) -> PairTemplate | None:
@@ -89,7 +89,7 @@ def _published(source: Path, name: str, family: ModuleType) -> Reranker | None:
 
 
 def _judged(folder: Path, vocab_size: int) -> tuple[int, int]:
-    config = read_json(folder / "config.json")
+    config = read_optional_json(folder / "config.json")
     true_id, false_id = config.get("true_token_id"), config.get("false_token_id")
     if false_id is None:
         raise UnsupportedModel(

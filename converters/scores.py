@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from converters.heads import Layout, read_json, tower_folder, transformer_config
+from converters.heads import Layout, read_optional_json, tower_folder, transformer_config
 from converters.weights import Rule
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.spec import Module, PairTemplate, Pooling, ScoreFunction
@@ -42,7 +42,7 @@ def labels_of(hf: dict[str, Any]) -> tuple[str, ...]:
     return tuple(by_id[n] for n in range(len(by_id)))
 
 
-def layout(
+def scores_layout(
     source: Path,
     hf: dict[str, Any],
     head: Head,
@@ -69,7 +69,7 @@ def layout(
 def _with_default_prompt(source: Path, template: PairTemplate | None) -> PairTemplate | None:
     """To sentence-transformers a cross-encoder's default prompt is its template's instruction."""
     path = source / "config_sentence_transformers.json"
-    config = read_json(path)
+    config = read_optional_json(path)
     name = config.get("default_prompt_name")
     prompt = name and (config.get("prompts") or {}).get(name)
     if not prompt:
@@ -104,7 +104,7 @@ def _score_function(source: Path, hf: dict[str, Any], labels: int) -> ScoreFunct
             f"{source}: problem_type 'regression' with {labels} labels is not supported: several "
             "values are no scores from 0 to 1; known: one label"
         )
-    said = read_json(source / "config_sentence_transformers.json").get("activation_fn")
+    said = read_optional_json(source / "config_sentence_transformers.json").get("activation_fn")
     said = said or (hf.get("sentence_transformers") or {}).get("activation_fn")
     said = said or hf.get("sbert_ce_default_activation_function")
     if said is not None and said not in SCORE_FUNCTIONS:

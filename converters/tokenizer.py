@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from converters.heads import read_json
+from converters.heads import read_optional_json
 from jaxembed.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ WITH_TYPES = {
 }
 
 
-def read(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
+def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
     """The tokenizer as JSON: the stored file to the byte, unless it must do more than it says.
 
     That is to lower its text, or to end it with a token. Raises CheckpointError if there is no
@@ -54,7 +54,7 @@ def gives_types(folder: Path, hf: dict[str, Any]) -> bool:
 
     It is where model_input_names has them: in tokenizer_config.json, else by the tokenizer's class.
     """
-    config = read_json(folder / "tokenizer_config.json")
+    config = read_optional_json(folder / "tokenizer_config.json")
     names = config.get("model_input_names")
     if names is not None:
         return "token_type_ids" in names
@@ -115,7 +115,7 @@ def _ended(folder: Path, stored: bytes) -> bytes:
 
     gte-Qwen2's does not: the code that it brings with it appends the token.
     """
-    config = read_json(folder / "tokenizer_config.json")
+    config = read_optional_json(folder / "tokenizer_config.json")
     if config.get("add_eos_token") is not True:
         return stored
     token = config.get("eos_token")
@@ -174,7 +174,7 @@ def _load(folder: Path, stored: bytes) -> Tokenizer:
 
 def _compare(folder: Path, tokenizer: dict[str, Any]) -> None:
     """Warn where transformers would lower the text and tokenizer.json does not, or the reverse."""
-    said = read_json(folder / "tokenizer_config.json").get("do_lower_case")
+    said = read_optional_json(folder / "tokenizer_config.json").get("do_lower_case")
     for step in _steps(tokenizer.get("normalizer")):
         if step["type"] == "BertNormalizer" and said is not None and step["lowercase"] != said:
             logger.warning(

@@ -22,14 +22,14 @@ from jaxembed.spec import DType
 
 Shape = tuple[int, ...]
 
-DTYPES: dict[str, Any] = {
+NUMPY_DTYPES: dict[str, Any] = {
     "float32": np.float32,
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
 }
 SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+MAX_SAFETENSORS_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def _nothing() -> None:
@@ -158,7 +158,7 @@ class Step:
         return self.transform.apply(*arrays)
 
 
-def plan(
+def plan_steps(
     model: str,
     rules: Sequence[Rule],
     ignored: Sequence[str],
@@ -224,9 +224,9 @@ def _expand(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> Iterator[Rule
 def _misfits(step: Step) -> list[str]:
     problems = step.transform.misfits(step.sources, step.shape)
     problems += [
-        f"{source.name}: wanted one of {', '.join(DTYPES)}, got {source.dtype}"
+        f"{source.name}: wanted one of {', '.join(NUMPY_DTYPES)}, got {source.dtype}"
         for source in step.sources
-        if source.dtype not in DTYPES
+        if source.dtype not in NUMPY_DTYPES
     ]
     if len({source.dtype for source in step.sources}) > 1:
         kinds = ", ".join(f"{source.name} {source.dtype}" for source in step.sources)
@@ -310,7 +310,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+        if not 2 <= length <= min(size - 8, MAX_SAFETENSORS_HEADER_BYTES):
             raise CheckpointError(f"{path} is not a safetensors file, or was cut short")
         try:
             header = json.loads(file.read(length))
@@ -326,8 +326,8 @@ def _entry(path: Path, name: str, base: int, entry: dict[str, Any]) -> Tensor:
     dtype = SAFETENSORS_DTYPES.get(entry["dtype"], str(entry["dtype"]))
     if not 0 <= begin <= end <= path.stat().st_size - base:
         raise ValueError(f"{name} lies outside the file, which may have been cut short")
-    if dtype in DTYPES:
-        want = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+    if dtype in NUMPY_DTYPES:
+        want = math.prod(shape) * np.dtype(NUMPY_DTYPES[dtype]).itemsize
         if min(shape, default=0) < 0 or end - begin != want:
             raise ValueError(f"{name} of shape {shape} wants {want} bytes, got {end - begin}")
     return Tensor(name, dtype, shape, partial(_read, path, base + begin, dtype, shape))
@@ -335,9 +335,9 @@ def _entry(path: Path, name: str, base: int, entry: dict[str, Any]) -> Tensor:
 
 def _read(path: Path, offset: int, dtype: str, shape: Shape) -> np.ndarray:
     items = math.prod(shape)
-    size = items * np.dtype(DTYPES[dtype]).itemsize
+    size = items * np.dtype(NUMPY_DTYPES[dtype]).itemsize
     raw = np.fromfile(path, np.uint8, count=size, offset=offset)
-    return raw.view(DTYPES[dtype]).reshape(shape)
+    return raw.view(NUMPY_DTYPES[dtype]).reshape(shape)
 
 
 def _torch_file(path: Path) -> dict[str, Tensor]:

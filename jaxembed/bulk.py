@@ -17,11 +17,11 @@ import orjson
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError, InvalidInput
 
-CHUNK = 1024  # texts encoded in one call
+TEXTS_A_CALL = 1024  # texts encoded in one call
 CHUNKS_AHEAD = 3  # one on the device, one being tokenized, one ready
 
 
-def read_texts(path: str, field: str = "text") -> Iterator[str]:
+def read_text_file(path: str, field: str = "text") -> Iterator[str]:
     """The texts of a .txt file (a line each), a .jsonl file (a string or an object with `field`
     each) or standard input (`-`, lines), read as they are asked for.
 
@@ -31,7 +31,7 @@ def read_texts(path: str, field: str = "text") -> Iterator[str]:
     return _texts(_open(path), path, field)
 
 
-def check_output(out: Path) -> None:
+def check_vectors_path(out: Path) -> None:
     """Raises ConfigError unless vectors can be written there."""
     if out.suffix not in WRITERS:
         raise ConfigError(f"--output {out}: wanted a name that ends in {' or '.join(WRITERS)}")
@@ -51,7 +51,7 @@ def embed_file(
 
     `options` are EncodeOptions'. Returns the number of texts. On failure `out` is not touched.
     """
-    check_output(out)
+    check_vectors_path(out)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
         with partial.open("w+b") as file:
@@ -71,7 +71,7 @@ def _encoded(embedder: Embedder, texts: Iterator[str], options: dict) -> Iterato
     at_work: deque[Future[np.ndarray]] = deque()
     with ThreadPoolExecutor(CHUNKS_AHEAD) as pool:
         try:
-            while chunk := list(islice(texts, CHUNK)):
+            while chunk := list(islice(texts, TEXTS_A_CALL)):
                 at_work.append(pool.submit(embedder.encode, chunk, **options))
                 if len(at_work) == CHUNKS_AHEAD:
                     yield at_work.popleft().result()

@@ -16,8 +16,9 @@ import click
 from click.core import ParameterSource
 
 from jaxembed import __version__, memory
-from jaxembed.config import MIB, EngineConfig, ServerConfig, TextConfig
+from jaxembed.config import EngineConfig, ServerConfig, TextConfig
 from jaxembed.errors import ConfigError, JaxembedError, WrongTask
+from jaxembed.memory import MIB
 
 # JAX, the engine and the server are imported inside the commands, so that --help is quick.
 
@@ -232,13 +233,13 @@ def cli() -> None:
     """Embed, rerank and classify texts on JAX: CPU, GPU and TPU."""
 
 
-@cli.command()
+@cli.command("serve")
 @click.argument("model", nargs=-1)
 @SERVER_OPTIONS
 @MODEL_OPTIONS
 @ENGINE_OPTIONS
 @TEXT_OPTIONS
-def serve(
+def serve_command(
     model: tuple[str, ...],
     model_id: tuple[str, ...],
     served_model_name: tuple[str, ...],
@@ -270,11 +271,11 @@ def serve(
     run(Models(_embedders(models, flags), aliases), config, listener)
 
 
-@cli.command()
+@cli.command("convert")
 @click.argument("model")
 @click.argument("out", type=click.Path(path_type=Path))
 @MODEL_OPTIONS
-def convert(model: str, out: Path, **flags: Any) -> None:
+def convert_command(model: str, out: Path, **flags: Any) -> None:
     """Convert MODEL, a Hugging Face directory or a hub id, to the checkpoint directory OUT."""
     configure_logging()
     os.environ["JAX_PLATFORMS"] = "cpu"  # saving starts a backend: not one that others want
@@ -282,12 +283,12 @@ def convert(model: str, out: Path, **flags: Any) -> None:
 
     source = _source(flags)
     del source["cache_dir"]
-    spec = hub.convert(model, out, **source)
+    spec = hub.convert_model(model, out, **source)
     gives = f"{spec.dim} dimensions" if spec.task == "embed" else f"labels {', '.join(spec.labels)}"
     click.echo(f"{out}: {spec.architecture}, {spec.task}, {gives}, {spec.max_input_tokens} tokens")
 
 
-@cli.command()
+@cli.command("embed")
 @click.argument("texts")
 @click.option(
     "--output", "-o", type=click.Path(path_type=Path), required=True, help=".npy or .jsonl."
@@ -299,7 +300,7 @@ def convert(model: str, out: Path, **flags: Any) -> None:
 @MODEL_OPTIONS
 @ENGINE_OPTIONS
 @TEXT_OPTIONS
-def embed(
+def embed_command(
     texts: str,
     output: Path,
     model: str | None,
@@ -312,10 +313,10 @@ def embed(
     configure_logging()
     from tqdm import tqdm
 
-    from jaxembed.bulk import check_output, embed_file, read_texts
+    from jaxembed.bulk import check_vectors_path, embed_file, read_text_file
 
-    lines = read_texts(texts, field)  # a file that isn't there is known before a long load
-    check_output(output)
+    lines = read_text_file(texts, field)  # a file that isn't there is known before a long load
+    check_vectors_path(output)
     embedder = _embedder(_embedding_model(model, flags), flags)
     started_at = time.monotonic()
     with tqdm(unit=" texts", desc="embed", disable=None) as bar:
@@ -332,7 +333,7 @@ def embed(
     logger.info("%d texts to %s in %.1f s, %.0f a second", count, output, seconds, count / seconds)
 
 
-@cli.command()
+@cli.command("tune")
 @click.argument("traffic")
 @click.option(
     "--output",
@@ -372,7 +373,7 @@ def embed(
 @MODEL_OPTIONS
 @ENGINE_OPTIONS
 @TEXT_OPTIONS
-def tune(
+def tune_command(
     traffic: str,
     output: Path,
     picture: Path | None,
@@ -392,13 +393,13 @@ def tune(
     the better of them is written. The device must have nothing else to do meanwhile.
     """
     configure_logging()
-    from jaxembed.bulk import read_texts
+    from jaxembed.bulk import read_text_file
     from jaxembed.tune import lengths, report
-    from jaxembed.tune.model import load
-    from jaxembed.tune.tuning import Budget, check_output
+    from jaxembed.tune.model import load_measured
+    from jaxembed.tune.tuning import Budget, check_grid_path
     from jaxembed.tune.tuning import tune as find
 
-    check_output(output)  # what cannot be read or written is known before a long load
+    check_grid_path(output)  # what cannot be read or written is known before a long load
     if picture is not None:
         report.check_picture(picture)
     texts = known = None
@@ -407,12 +408,14 @@ def tune(
     elif traffic.endswith(".json"):
         known = lengths.of_file(Path(traffic))
     else:
-        texts = read_texts(traffic, field)
+        texts = read_text_file(traffic, field)
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     import jax
 
     jax.config.update("jax_enable_compilation_cache", False)  # compiling is measured, too
-    loaded = load(model, config=_engine_config(flags), text=_text_config(flags), **_source(flags))
+    loaded = load_measured(
+        model, config=_engine_config(flags), text=_text_config(flags), **_source(flags)
+    )
     if texts is not None:
         known = lengths.of_texts(texts, loaded.count_tokens, traffic)
     assert known is not None
@@ -427,10 +430,10 @@ def tune(
     click.echo(f"\nThe grid found {outcome}. Use it: jaxembed serve --buckets {output}")
 
 
-@cli.command()
+@cli.command("info")
 @click.argument("model", required=False)
 @MODEL_OPTIONS
-def info(model: str | None, **flags: Any) -> None:
+def info_command(model: str | None, **flags: Any) -> None:
     """Say what MODEL is: task, outputs, limits, pooling, prompts, size. Converts nothing."""
     configure_logging()
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing here is worth starting another device for
@@ -439,7 +442,7 @@ def info(model: str | None, **flags: Any) -> None:
     from jaxembed import hub
     from jaxembed.summary import summary
 
-    facts = summary(hub.describe(model, **_source(flags)))
+    facts = summary(hub.describe_model(model, **_source(flags)))
     click.echo(msgspec.json.format(msgspec.json.encode(facts)).decode())
 
 
@@ -585,7 +588,7 @@ def _embedding_model(model: str | None, flags: dict[str, Any]) -> str | None:
     from jaxembed import hub
     from jaxembed.tasks import KIND
 
-    task = hub.describe(model, **_source(flags)).task
+    task = hub.describe_model(model, **_source(flags)).task
     if task != "embed":
         raise WrongTask(f"{model} is {KIND[task]}, which gives no vectors; use `jaxembed serve`")
     return model

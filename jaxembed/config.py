@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from jaxembed.memory import MIB
 from jaxembed.spec import DType
-
-MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ import numpy as np
 from jaxembed import checkpoint, hub
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.engine.admission import Admission, Capacity
-from jaxembed.engine.build import build, plan
+from jaxembed.engine.build import build, make_plan
 from jaxembed.engine.compiles import compile_events
 from jaxembed.errors import ConfigError, EmptyInput, InvalidInput
 from jaxembed.inputs import Input, Pair, Text
 from jaxembed.models import program
 from jaxembed.options import Embeddings, EncodeOptions, Label, Ranked, ScoreOptions, Scores
 from jaxembed.processors.text import TextProcessor, TokenPiece
-from jaxembed.runner import Runner
+from jaxembed.runner import RequestRunner
 from jaxembed.spec import ModelSpec, Pooling
 from jaxembed.tasks import KIND, Answer, Request, Tasks
 from jaxembed.telemetry import Telemetry
@@ -91,7 +91,7 @@ class Embedder:
     def _load(self, path: Path, cache_dir: Path, capacity: Capacity | None, on_progress) -> None:
         events = compile_events()
         model = program(self.spec)
-        self.plan = plan(self.spec, model, self.config, cache_dir)
+        self.plan = make_plan(self.spec, model, self.config, cache_dir)
         self.telemetry = Telemetry(self.plan.max_input_tokens)
         self.telemetry.compile_count.set_function(lambda: events.compiles)
         self.telemetry.compile_cache_hits.set_function(lambda: events.cache_hits)
@@ -120,7 +120,7 @@ class Embedder:
             batches * self.plan.max_batch_tokens,
             lambda: self.engine.tokens_per_s,
         )
-        self.runner = Runner(self.processor.executor, self.engine, self.telemetry, self.spec)
+        self.runner = RequestRunner(self.processor.executor, self.engine, self.telemetry, self.spec)
         self.engine.start()
 
     # -- the library ------------------------------------------------------------------------------

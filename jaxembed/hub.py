@@ -33,8 +33,20 @@ RECORD = "source.json"  # beside the manifest: what a cached checkpoint was made
 
 # All that is small. Weights follow once modules.json has said which ones are used.
 DESCRIPTIONS = ["*.json", "*.txt", "*.model", "*.jinja", "README.md"]
-NEVER = ["onnx/*", "openvino/*", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.ot", "*.gguf"]
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # the second only where the first is absent
+NEVER_FETCHED = [
+    "onnx/*",
+    "openvino/*",
+    "*.onnx",
+    "*.onnx_data",
+    "*.h5",
+    "*.msgpack",
+    "*.ot",
+    "*.gguf",
+]
+WEIGHT_FILES = (
+    "model*.safetensors",
+    "pytorch_model*.bin",
+)  # the second only where the first is absent
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,7 @@ def resolve(
     return _cached(source, cache_dir, dense_path)
 
 
-def describe(
+def describe_model(
     model: str | None,
     *,
     revision: str | None = None,
@@ -103,7 +115,7 @@ def describe(
     return _outline(source, dense_path)
 
 
-def convert(
+def convert_model(
     model: str,
     out: Path,
     *,
@@ -209,7 +221,7 @@ def _download(
         started = time.monotonic()
         for inside in _converters().weight_folders(folder, dense_path):
             prefix = f"{inside}/" if inside else ""
-            for pattern in WEIGHTS:
+            for pattern in WEIGHT_FILES:
                 _snapshot(name, commit, offline, token, [prefix + pattern])
                 if any((folder / inside).glob(pattern)):
                     break
@@ -243,7 +255,7 @@ def _snapshot(
             token=token,
             local_files_only=offline,
             allow_patterns=patterns,
-            ignore_patterns=NEVER,
+            ignore_patterns=NEVER_FETCHED,
         )
     except errors.HFValidationError as error:
         raise CheckpointError(

@@ -9,7 +9,7 @@ from jaxembed.errors import ConfigError
 MOST_SHOWN = 60  # characters of a value
 
 
-def read_json(path: Path, name: str, wanted: str) -> Any:
+def read_user_json(path: Path, name: str, wanted: str) -> Any:
     """What the file says. Raises ConfigError, which calls the file `name` and says what was
     wanted of it."""
     try:

@@ -18,7 +18,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # 
 MMAP_THRESHOLD = 32 * MIB  # where glibc's own adapting ends (DEFAULT_MMAP_THRESHOLD_MAX)
 MMAP_MAX = 65536  # glibc's default
 HEAPS_A_CORE, MOST_HEAPS = 8, 64  # glibc's default, and enough; `in_kept_heap` may try them all
-SPARE = 64 * MIB  # of the heap, for whoever allocates while `trim` holds the rest
+SPARE_BYTES = 64 * MIB  # of the heap, for whoever allocates while `trim` holds the rest
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 PROBE = 4 * MIB  # more than is free in what lies below the kept heap; not touched
 
@@ -127,7 +127,7 @@ def trim() -> None:
         libc.malloc_trim(0)
         return
     libc.malloc_trim(len(kept))  # all but the top of the heap, which must stay mapped
-    size = libc.mallinfo2().keepcost - SPARE
+    size = libc.mallinfo2().keepcost - SPARE_BYTES
     top = libc.malloc(size) if size > MMAP_THRESHOLD else None
     if top is not None:
         if top in kept:

@@ -16,16 +16,16 @@ from jaxembed.engine.engine import Engine
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, InvalidInput
 from jaxembed.inputs import Encoding, Text
-from jaxembed.processors.text import CHUNK, Tokenized
-from jaxembed.processors.tokenizer import BRIEF
+from jaxembed.processors.text import INPUTS_A_JOB, Tokenized
+from jaxembed.processors.tokenizer import SHORT_CHARACTERS
 from jaxembed.spec import ModelSpec, Task
 from jaxembed.tasks import Answer, Request, Run, Tokenize
 from jaxembed.telemetry import Telemetry
 
-STAGES = ("tokenization", "queue", "inference")
+ANSWER_STAGES = ("tokenization", "queue", "inference")
 
 
-class Runner:
+class RequestRunner:
     """Runs the requests of one model and counts what is answered, until it is closed.
 
     What takes one job to tokenize is one; else `begin` is, and then each chunk, so that a huge
@@ -37,7 +37,7 @@ class Runner:
         self._engine = engine
         self._telemetry = telemetry
         self._series = _series(telemetry, spec.task)
-        self._stages = [(f"{name}_s", telemetry.stage.labels(name)) for name in STAGES]
+        self._stages = [(f"{name}_s", telemetry.stage.labels(name)) for name in ANSWER_STAGES]
         self._spec = spec
         self._closed = False
 
@@ -88,7 +88,7 @@ class Runner:
     def _tokenize(self, request: Request) -> Tokenized:
         if _is_brief(request.items) and not self._closed:
             return _tokenize_whole(request)
-        if len(request.items) <= CHUNK:
+        if len(request.items) <= INPUTS_A_JOB:
             return self._in_thread(_tokenize_whole, request).result()
         tokenize = self._in_thread(request.begin).result()
         parts = [self._in_thread(*job) for job in _jobs(tokenize, request.items)]
@@ -101,7 +101,7 @@ class Runner:
     async def _tokenize_async(self, request: Request) -> Tokenized:
         if _is_brief(request.items) and not self._closed:
             return _tokenize_whole(request)
-        if len(request.items) <= CHUNK:
+        if len(request.items) <= INPUTS_A_JOB:
             return await self.off_loop(_tokenize_whole, request)
         tokenize = await self.off_loop(request.begin)
         parts = [self.off_loop(*job) for job in _jobs(tokenize, request.items)]
@@ -177,13 +177,13 @@ def _series(telemetry: Telemetry, task: Task) -> tuple:
 
 
 def _jobs(tokenize: Tokenize, items: Sequence) -> Iterator[tuple]:
-    return ((_tokenize_from, tokenize, items, k) for k in range(0, len(items), CHUNK))
+    return ((_tokenize_from, tokenize, items, k) for k in range(0, len(items), INPUTS_A_JOB))
 
 
 def _tokenize_from(tokenize: Tokenize, items: Sequence, first: int) -> Tokenized:
     """The chunk that begins at `first`."""
     try:
-        return tokenize(items[first : first + CHUNK])
+        return tokenize(items[first : first + INPUTS_A_JOB])
     except InvalidInput as error:
         error.index = first + (error.index or 0)
         raise
@@ -191,7 +191,7 @@ def _tokenize_from(tokenize: Tokenize, items: Sequence, first: int) -> Tokenized
 
 def _is_brief(items: Sequence) -> bool:
     """Whether a thread would cost more than the work: 200 us against 15 us for a short query."""
-    return len(items) == 1 and isinstance(items[0], Text) and len(items[0].text) <= BRIEF
+    return len(items) == 1 and isinstance(items[0], Text) and len(items[0].text) <= SHORT_CHARACTERS
 
 
 def _tokenize_whole(request: Request) -> Tokenized:

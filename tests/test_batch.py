@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxembed.engine.batch import BRIEF_LOSS, HOST_MS, Batch, _useful, choose, pack, place
+from jaxembed.engine.batch import BRIEF_LOSS, HOST_MS, Batch, _useful, choose_bucket, pack, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.inputs import Encoding
@@ -35,7 +35,7 @@ def costs(*buckets: tuple[int, int]) -> dict[Bucket, float]:
 def take(waiting: list[Entry], cost: dict[Bucket, float], most: int | None = None) -> Batch:
     """What runs next where there is one lane."""
     waiting = waiting[:most]
-    return place(choose(waiting, cost), waiting[:1], waiting[1:])
+    return place(choose_bucket(waiting, cost), waiting[:1], waiting[1:])
 
 
 def check_placement(batch: Batch) -> None:
@@ -109,7 +109,7 @@ def test_passing_buckets_over_early_changes_no_choice(brief):
         lengths = np.array([entry.length for entry in waiting])
         holding = [b for b in cost if b.length >= lengths[0]]
         rates = {b: (cost[b] + HOST_MS) / _useful(lengths, b) for b in holding}
-        chosen = choose(waiting, cost, brief)
+        chosen = choose_bucket(waiting, cost, brief)
         if brief:
             assert (1 - BRIEF_LOSS) * rates[chosen] <= min(rates.values())
         else:
@@ -118,8 +118,8 @@ def test_passing_buckets_over_early_changes_no_choice(brief):
 
 def test_rows_that_hold_one_sequence_each_are_seen_to_be_half_empty():
     cost = {Bucket(8, 16): 100.0, Bucket(2, 64): 120.0}
-    assert choose(entries_of([16] * 40), cost) == Bucket(8, 16)
-    assert choose(entries_of([9] * 40), cost) == Bucket(2, 64)
+    assert choose_bucket(entries_of([16] * 40), cost) == Bucket(8, 16)
+    assert choose_bucket(entries_of([9] * 40), cost) == Bucket(2, 64)
 
 
 def test_a_row_is_thought_to_hold_no_more_sequences_than_it_has_slots():

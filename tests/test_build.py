@@ -10,7 +10,7 @@ from conftest import tiny_spec
 from jaxembed.config import EngineConfig
 from jaxembed.engine import build as build_module
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.build import build, plan
+from jaxembed.engine.build import build, make_plan
 from jaxembed.engine.calibrate import ACCELERATOR_TOKENS
 from jaxembed.engine.kernels import Choice
 from jaxembed.engine.replica import NullReplica, Replica
@@ -29,7 +29,7 @@ def _planned(tmp_path, monkeypatch):
     def planned(spec=None, **fields):
         spec = spec or tiny_spec()
         config = EngineConfig(**({"devices": 1, "dtype": "float32"} | fields))
-        return plan(spec, program(spec), config, tmp_path)
+        return make_plan(spec, program(spec), config, tmp_path)
 
     return planned
 
@@ -101,17 +101,19 @@ def test_inputs_over_the_measured_budget_have_rows_of_their_own(planned):
     assert max(b.tokens for b in made.grid.buckets if b.rows > 1) == 512
 
 
-def test_with_the_kernels_in_c_a_row_of_the_whole_budget_holds_several_inputs(planned, monkeypatch):
+def test_with_the_native_kernels_a_row_of_the_whole_budget_holds_several_inputs(
+    planned, monkeypatch
+):
     assert planned().grid.max_length == 64
-    in_c = Choice(native=True, joins=True)
-    monkeypatch.setattr(build_module, "kernels_in_c", lambda *arguments: in_c)
+    native_choice = Choice(native=True, joins=True)
+    monkeypatch.setattr(build_module, "choose_native", lambda *arguments: native_choice)
     made = planned()
     assert (made.max_input_tokens, made.max_batch_tokens) == (64, 1024)
     assert made.kernels.native
     longer = [bucket for bucket in made.grid.buckets if bucket.length > 64]
     assert longer == [Bucket(1, 1024)]
     assert planned(max_batch_tokens=128).grid.max_length == 128
-    in_c = Choice(native=True)
+    native_choice = Choice(native=True)
     made = planned()
     assert (made.grid.max_length, made.max_batch_tokens) == (64, 512)
 

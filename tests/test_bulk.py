@@ -10,7 +10,7 @@ import pytest
 from conftest import tiny_spec
 
 from jaxembed import Embedder, bulk
-from jaxembed.bulk import embed_file, read_texts
+from jaxembed.bulk import embed_file, read_text_file
 from jaxembed.errors import ConfigError, EmptyInput, InvalidInput
 
 TEXTS = ["the cat sat", "a dog", "how is the sky", "where is the red train"]
@@ -42,7 +42,7 @@ def written(path) -> np.ndarray:
 
 def test_a_text_file_has_a_text_in_each_line(write):
     path = write("in.txt", "the cat\n  a dog \r\ncaf\u00e9\u2028\u0085 sky\nno newline at the end")
-    assert list(read_texts(path)) == [
+    assert list(read_text_file(path)) == [
         "the cat",
         "  a dog ",
         "caf\u00e9\u2028\u0085 sky",  # only \n ends a line
@@ -52,19 +52,19 @@ def test_a_text_file_has_a_text_in_each_line(write):
 
 def test_a_jsonl_file_has_strings_or_objects(write):
     path = write("in.jsonl", '"a\\nb"\n{"text": "c", "id": 7}\n{"id": 8, "text": "d"}\n')
-    assert list(read_texts(path)) == ["a\nb", "c", "d"]
+    assert list(read_text_file(path)) == ["a\nb", "c", "d"]
     path = write("in.jsonl", '{"text": "no", "body": "yes"}\n')
-    assert list(read_texts(path, field="body")) == ["yes"]
+    assert list(read_text_file(path, field="body")) == ["yes"]
 
 
 def test_standard_input_has_a_text_in_each_line(monkeypatch):
     monkeypatch.setattr("sys.stdin", Stdin("the cat\ncaf\u00e9\n".encode()))
-    assert list(read_texts("-")) == ["the cat", "caf\u00e9"]
+    assert list(read_text_file("-")) == ["the cat", "caf\u00e9"]
 
 
 def test_an_empty_file_has_no_texts(write):
-    assert list(read_texts(write("in.txt", ""))) == []
-    assert list(read_texts(write("in.jsonl", ""))) == []
+    assert list(read_text_file(write("in.txt", ""))) == []
+    assert list(read_text_file(write("in.jsonl", ""))) == []
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_an_empty_file_has_no_texts(write):
 )
 def test_a_bad_line_is_refused_with_its_number(write, name, content, message):
     with pytest.raises(InvalidInput, match=message) as raised:
-        list(read_texts(write(name, content)))
+        list(read_text_file(write(name, content)))
     assert name in str(raised.value)
 
 
 def test_a_line_before_the_bad_one_is_given(write):
-    texts = read_texts(write("in.txt", "cat\n\n"))
+    texts = read_text_file(write("in.txt", "cat\n\n"))
     assert next(texts) == "cat"
     with pytest.raises(InvalidInput):
         next(texts)
@@ -99,20 +99,20 @@ def test_a_line_before_the_bad_one_is_given(write):
 def test_a_file_that_is_not_utf8_is_refused(write, name):
     path = write(name, b'"caf\xe9"\n')
     with pytest.raises(ConfigError, match="is not UTF-8"):
-        list(read_texts(path))
+        list(read_text_file(path))
 
 
 def test_standard_input_that_is_not_utf8_is_refused(monkeypatch):
     monkeypatch.setattr("sys.stdin", Stdin(b"caf\xe9\n"))
     with pytest.raises(ConfigError, match="- is not UTF-8"):
-        list(read_texts("-"))
+        list(read_text_file("-"))
 
 
 def test_a_file_that_is_not_there_or_of_another_kind_is_refused(write, tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*none\.txt: No such file"):
-        list(read_texts(str(tmp_path / "none.txt")))
+        list(read_text_file(str(tmp_path / "none.txt")))
     with pytest.raises(ConfigError, match=r"wanted a \.txt or \.jsonl file, or - for"):
-        list(read_texts(write("in.csv", "cat\n")))
+        list(read_text_file(write("in.csv", "cat\n")))
 
 
 # -- out -------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_refused(write, tmp_path)
 @pytest.mark.parametrize("name", ["out.npy", "out.jsonl"])
 @pytest.mark.parametrize("count", [0, 1, 5, 250])
 def test_rows_are_written_in_the_order_of_the_texts(embedder, tmp_path, monkeypatch, name, count):
-    monkeypatch.setattr(bulk, "CHUNK", 32)  # several chunks at work at once
+    monkeypatch.setattr(bulk, "TEXTS_A_CALL", 32)  # several chunks at work at once
     texts = [TEXTS[k % 4] for k in range(count)]
     out, steps = tmp_path / name, []
     assert embed_file(embedder, iter(texts), out, on_progress=steps.append) == count
@@ -157,7 +157,7 @@ def test_a_name_that_says_no_format_is_refused_and_leaves_nothing(embedder, tmp_
 @pytest.mark.parametrize("name", ["out.npy", "out.jsonl"])
 @pytest.mark.parametrize("existing", [True, False])
 def test_a_failure_leaves_what_was_there(embedder, tmp_path, monkeypatch, name, existing):
-    monkeypatch.setattr(bulk, "CHUNK", 2)
+    monkeypatch.setattr(bulk, "TEXTS_A_CALL", 2)
     out = tmp_path / name
     if existing:
         out.write_text("before")
@@ -194,7 +194,7 @@ class CountingEmbedder(Embedder):
 
 def test_texts_are_read_no_further_ahead_than_a_few_chunks(tmp_path, monkeypatch):
     """What is read and not yet written never exceeds the chunks at work."""
-    monkeypatch.setattr(bulk, "CHUNK", 10)
+    monkeypatch.setattr(bulk, "TEXTS_A_CALL", 10)
     read = most_ahead = finished = 0
 
     def texts() -> Iterator[str]:

@@ -24,8 +24,10 @@ def _measured(monkeypatch) -> dict:
     return machine
 
 
-def budget(cache_dir, dtype="float32", in_c=False) -> int:
-    return batch_tokens(program(tiny_spec()), jax.local_devices()[0], dtype, cache_dir, in_c)
+def budget(cache_dir, dtype="float32", native_layers=False) -> int:
+    return batch_tokens(
+        program(tiny_spec()), jax.local_devices()[0], dtype, cache_dir, native_layers
+    )
 
 
 def flops_per_token() -> float:
@@ -45,12 +47,12 @@ def test_a_cpu_gets_the_power_of_two_that_takes_150_ms_at_a_share_of_the_rate(
     ("of_a_thousand", "without", "wanted"),
     [(0.2, 256, 256), (0.5, 256, 512), (0.9, 256, 1024), (1.5, 512, 1024), (5.0, 2048, 2048)],
 )
-def test_the_kernels_in_c_get_up_to_a_thousand_tokens_where_they_take_about_as_long(
+def test_the_native_kernels_get_up_to_a_thousand_tokens_where_they_take_about_as_long(
     tmp_path, measured, of_a_thousand, without, wanted
 ):
     measured["rate"] = 1024 * of_a_thousand * flops_per_token() / (0.15 * 0.7)
     assert budget(tmp_path) == without
-    assert budget(tmp_path, in_c=True) == wanted
+    assert budget(tmp_path, native_layers=True) == wanted
 
 
 @pytest.mark.parametrize(("rate", "wanted"), [(1.0, 256), (1e30, ACCELERATOR_TOKENS)])

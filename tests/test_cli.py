@@ -32,7 +32,7 @@ def _parsed(monkeypatch):
 
     def parse(line: str, env: dict[str, str] | None = None) -> dict:
         seen: dict = {}
-        monkeypatch.setattr(cli.serve, "callback", lambda **flags: seen.update(flags))
+        monkeypatch.setattr(cli.serve_command, "callback", lambda **flags: seen.update(flags))
         result = CliRunner(env=env).invoke(cli.cli, ["serve", *line.split()])
         assert result.exit_code == 0, result.output
         return seen
@@ -139,7 +139,7 @@ def test_models_come_from_the_line_or_else_from_the_variable(monkeypatch, line, 
     def callback(model, model_id, **_):
         seen.append(cli._models_given(model, model_id))
 
-    monkeypatch.setattr(cli.serve, "callback", callback)
+    monkeypatch.setattr(cli.serve_command, "callback", callback)
     result = CliRunner(env={"MODEL_ID": variable}).invoke(cli.cli, ["serve", *line.split()])
     assert result.exit_code == 0, result.output
     assert seen == [models]

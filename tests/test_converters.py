@@ -142,7 +142,7 @@ def test_two_tensors_of_one_name_are_listed(tmp_path):
 
 def test_a_parameter_without_a_rule_is_our_bug():
     with pytest.raises(ConversionError, match=r"no rule fills b\. This is a bug in jaxembed"):
-        weights.plan("model", [Rule("x", "a")], [], {}, {"a": (1,), "b": (1,)})
+        weights.plan_steps("model", [Rule("x", "a")], [], {}, {"a": (1,), "b": (1,)})
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -578,7 +578,7 @@ def test_a_tokenizer_is_built_from_its_vocabulary(source):
         source / "tokenizer_config.json",
         {"tokenizer_class": "BertTokenizer", "do_lower_case": True},
     )
-    built = tokenizer.read(source, lowercase=False, vocab_size=len(sources.WORDS))
+    built = tokenizer.read_tokenizer(source, lowercase=False, vocab_size=len(sources.WORDS))
     encoding = sources.Tokenizer.from_str(built.decode()).encode("Hello unhappy")
     assert encoding.ids == [2, 4, 6, 7, 3]
 

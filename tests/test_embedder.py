@@ -29,8 +29,8 @@ from jaxembed.errors import (
     WrongTask,
 )
 from jaxembed.inputs import Pair, Text, Tokens
-from jaxembed.processors.text import CHUNK
-from jaxembed.runner import Runner
+from jaxembed.processors.text import INPUTS_A_JOB
+from jaxembed.runner import RequestRunner
 from jaxembed.spec import DenseLayer, PairTemplate
 
 TEXTS = ["the cat sat on the mat", "a dog", "how is the sky", "where is the red train " * 6]
@@ -373,7 +373,9 @@ def test_draining_refuses_and_close_finishes(open_embedder):
     assert not any(thread.is_alive() for thread in embedder.engine._threads)
 
 
-@pytest.mark.parametrize("run", [Runner.run, lambda *args: asyncio.run(Runner.run_async(*args))])
+@pytest.mark.parametrize(
+    "run", [RequestRunner.run, lambda *args: asyncio.run(RequestRunner.run_async(*args))]
+)
 def test_a_close_between_the_steps_of_a_request_is_told_as_one(open_embedder, run):
     embedder = open_embedder()
     request = embedder.tasks.embed([Text("cat")] * 300, EncodeOptions())
@@ -586,16 +588,16 @@ def test_the_query_of_thousands_of_documents_is_tokenized_once(reranker, monkeyp
     answer = asyncio.run(reranker.score_documents(QUERY, documents, ScoreOptions()))
     assert len(answer.logits) == len(ranked) == 1000
     assert [texts for texts in shown if QUERY in texts] == [[QUERY]] * 2  # a request each
-    assert max(map(len, shown)) == CHUNK
+    assert max(map(len, shown)) == INPUTS_A_JOB
 
 
 def test_of_many_inputs_the_one_at_fault_is_named(embedder):
-    texts = ["cat"] * (3 * CHUNK)
-    texts[2 * CHUNK + 7] = "cat " * 500
+    texts = ["cat"] * (3 * INPUTS_A_JOB)
+    texts[2 * INPUTS_A_JOB + 7] = "cat " * 500
     for encode in (embedder.encode, lambda *a, **k: asyncio.run(embedder.encode_async(*a, **k))):
         with pytest.raises(InputTooLong) as raised:
             encode(texts, truncate=False)
-        assert raised.value.index == 2 * CHUNK + 7
+        assert raised.value.index == 2 * INPUTS_A_JOB + 7
 
 
 def test_a_query_keeps_one_tokenizer_thread_busy_and_not_all(reranker, monkeypatch):

@@ -61,7 +61,7 @@ def replica_of(dtype: str, buckets=BUCKETS, native: bool = False, **spec) -> Rep
         jax.local_devices()[:1],
         dtype,
         attention=lambda bucket: attention.by_native if native else attention.by_xla,
-        pack=native,
+        native_layout=native,
     )
     with pytest.MonkeyPatch.context() as patch:  # rows of 64 go by blocks, the last one not full
         patch.setattr(attention, "WHOLE_SCORES", 32)
@@ -84,7 +84,7 @@ def _bfloat16(request) -> Replica:
 
 @pytest.fixture(name="native", scope="module", params=ARCHITECTURES)  # of each, its first tower
 def _native(request, native_kernels) -> Replica:
-    """With the kernels in C, which take heads of 32."""
+    """With the native kernels, which take heads of 32."""
     return replica_of("bfloat16", native=True, **WIDER_TOWERS[request.param])
 
 
@@ -182,7 +182,7 @@ def test_a_text_has_one_vector_wherever_it_lies_in_bfloat16(bfloat16, placement)
 
 @given(placement=placements())
 @settings(max_examples=50, deadline=None)
-def test_a_text_has_one_vector_wherever_it_lies_with_the_kernels_in_c(native, placement):
+def test_a_text_has_one_vector_wherever_it_lies_with_the_native_kernels(native, placement):
     batch = placed(*placement)
     entry = batch.entries[0]
     home = next(bucket for bucket in BUCKETS if bucket.length >= entry.length)
@@ -193,7 +193,7 @@ def test_a_text_has_one_vector_wherever_it_lies_with_the_kernels_in_c(native, pl
 
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=str)
-def test_with_the_kernels_in_c_all_rows_and_neighbours_give_the_same_bits(native, bucket):
+def test_with_the_native_kernels_all_rows_and_neighbours_give_the_same_bits(native, bucket):
     """Only the place in the row moves the order of sums."""
     ids = [7, 8, 9, 10, 11]
     wanted = run(native, alone(bucket, ids))

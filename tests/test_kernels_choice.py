@@ -13,7 +13,14 @@ from conftest import TOWERS, WIDER_TOWERS, WORDS, save_tiny, tiny_spec
 from jaxembed import Embedder, EngineConfig
 from jaxembed.engine import kernels
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.kernels import Choice, Trial, calls, choose, kernels_in_c, packed_segments
+from jaxembed.engine.kernels import (
+    Choice,
+    KernelTrial,
+    calls,
+    choose_kernels,
+    choose_native,
+    packed_segments,
+)
 from jaxembed.errors import ConfigError
 from jaxembed.models import native, program
 from jaxembed.models.attention import EVERYTHING, Sight, by_native, by_xla
@@ -25,7 +32,7 @@ GRID = BucketGrid((Bucket(1, 16), Bucket(1, 128), Bucket(2, 128)))
 @pytest.fixture(autouse=True)
 def _small_probes(monkeypatch):
     monkeypatch.setattr(kernels, "PROBE_TOKENS", 256)
-    monkeypatch.setattr(kernels, "RUNS", 1)
+    monkeypatch.setattr(kernels, "PROBE_RUNS", 1)
 
 
 def right(query, key, value, segments, sight, slots):
@@ -49,19 +56,19 @@ def kernel(attend, name="mine", refuses=lambda call, length: None):
 def _times(monkeypatch) -> dict:
     """Milliseconds by attention, XLA's 2.0: in place of the clock's."""
     found = {by_xla: 2.0}
-    usual = Trial._run
+    usual = KernelTrial._run
 
     def run(self, attend, call):
         mixed, _ = usual(self, attend, call)
         return mixed, found[getattr(attend, "func", attend)]
 
-    monkeypatch.setattr(Trial, "_run", run)
+    monkeypatch.setattr(KernelTrial, "_run", run)
     return found
 
 
 def chosen(known, wanted="auto", tower="bert", dtype="float32") -> Choice:
     model = program(tiny_spec(**TOWERS[tower]))
-    return choose(model, jax.local_devices()[0], dtype, GRID, wanted, known)
+    return choose_kernels(model, jax.local_devices()[0], dtype, GRID, wanted, known)
 
 
 def test_the_calls_of_a_model_are_read_off_its_layers():
@@ -76,7 +83,7 @@ def test_the_calls_of_a_model_are_read_off_its_layers():
 
 
 def test_on_cpu_everything_is_xla_and_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(kernels, "Trial", None)
+    monkeypatch.setattr(kernels, "KernelTrial", None)
     for wanted in ("auto", "xla"):
         choice = chosen(None, wanted)
         assert choice.describe() == {
@@ -151,7 +158,7 @@ def test_rows_that_xla_does_not_manage_stop_nothing(monkeypatch):
     def too_long(self, call):
         raise RuntimeError("RESOURCE_EXHAUSTED")
 
-    monkeypatch.setattr(Trial, "_in_float32", too_long)
+    monkeypatch.setattr(KernelTrial, "_in_float32", too_long)
     choice = chosen(kernel(right))
     assert choice.refused == {"mine": "rows of 128: XLA: RuntimeError: RESOURCE_EXHAUSTED"}
 
@@ -197,36 +204,36 @@ def test_an_embedder_says_what_it_attends_with(embedder):
 
 def chosen_on_cpu(cache_dir, wanted="auto", dtype="bfloat16") -> Choice:
     model, device = program(tiny_spec(**WIDER_TOWERS["bert"])), jax.local_devices()[0]
-    in_c = kernels_in_c(model, device, dtype, wanted, cache_dir)
-    return choose(model, device, dtype, GRID, wanted, in_c=in_c)
+    native_choice = choose_native(model, device, dtype, wanted, cache_dir)
+    return choose_kernels(model, device, dtype, GRID, wanted, native_choice=native_choice)
 
 
 @pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize("wanted", ["auto", "native"])
-def test_on_cpu_the_kernels_in_c_are_taken_in_every_row(wanted, tmp_path):
+def test_on_cpu_the_native_kernels_are_taken_in_every_row(wanted, tmp_path):
     choice = chosen_on_cpu(tmp_path, wanted)
     assert choice.native
     assert choice.describe() == {"used": {"16": "native", "128": "native"}, "not_used": {}}
     assert choice.implementation(Bucket(1, 16)) is by_native
 
 
-def test_the_kernels_in_c_are_not_loaded_where_xla_is_asked_for(monkeypatch, tmp_path):
-    monkeypatch.setattr(native, "load", None)
+def test_the_native_kernels_are_not_loaded_where_xla_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "load_library", None)
     choice = chosen_on_cpu(tmp_path, "xla")
     assert not choice.native
     assert choice.describe() == {"used": {"16": "xla", "128": "xla"}, "not_used": {}}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_the_kernels_in_c_compute_in_bfloat16_only(monkeypatch, tmp_path, dtype):
-    monkeypatch.setattr(native, "load", None)
+def test_the_native_kernels_compute_in_bfloat16_only(monkeypatch, tmp_path, dtype):
+    monkeypatch.setattr(native, "load_library", None)
     reason = f"computes in bfloat16, this model in {dtype}"
     assert chosen_on_cpu(tmp_path, dtype=dtype).describe()["not_used"] == {"native": reason}
     with pytest.raises(ConfigError, match=f"--kernels native can be used nowhere: {reason}"):
         chosen_on_cpu(tmp_path, "native", dtype)
 
 
-def test_without_kernels_in_c_xla_does_it_and_says_why(monkeypatch, tmp_path):
+def test_without_native_kernels_xla_does_it_and_says_why(monkeypatch, tmp_path):
     cpu = tmp_path / "cpuinfo"
     cpu.write_text("flags\t\t: avx512_bf16\n")
     monkeypatch.setattr(native, "CPU", cpu)
@@ -245,20 +252,20 @@ def test_without_kernels_in_c_xla_does_it_and_says_why(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("native_kernels")
-def test_rows_may_be_long_where_all_attention_is_in_c(tmp_path):
+def test_rows_may_be_long_where_all_attention_is_native(tmp_path):
     device = jax.local_devices()[0]
     for tower in ("bert", "modernbert", "qwen3"):
         for sizes, joins in ((WIDER_TOWERS, True), (TOWERS, False)):  # heads of 32, and narrower
             model = program(tiny_spec(**sizes[tower]))
-            in_c = kernels_in_c(model, device, "bfloat16", "auto", tmp_path)
-            assert in_c.native
-            assert in_c.joins == joins, tower
+            native_choice = choose_native(model, device, "bfloat16", "auto", tmp_path)
+            assert native_choice.native
+            assert native_choice.joins == joins, tower
 
 
 @pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize("bucket", [[2, 64], [1, 256]])  # the model takes 64 tokens
 @pytest.mark.parametrize("cached", [2**19, 64 * 32])  # elements of a row, for attention in one call
-def test_an_embedder_with_the_kernels_in_c_gives_what_one_without_gives(
+def test_an_embedder_with_the_native_kernels_gives_what_one_without_gives(
     tmp_path, monkeypatch, bucket, cached
 ):
     monkeypatch.setattr(native, "MOST_OF_A_ROW", cached)

@@ -1,5 +1,5 @@
-"""The kernels in C: products and attention against float32, with AMX's tiles and without, and what
-keeps a machine from having them."""
+"""The native kernels: products and attention against float32, with AMX's tiles and without, and
+what keeps a machine from having them."""
 
 import ctypes
 import threading
@@ -534,7 +534,7 @@ def _instead(compiler, tmp_path):
 
 def assert_unavailable(cache_dir: Path, reason: str) -> None:
     with pytest.raises(native.Unavailable, match=reason) as caught:
-        native.load(cache_dir)
+        native.load_library(cache_dir)
     assert "\n" not in str(caught.value)
     assert not cache_dir.is_dir() or not list(cache_dir.iterdir())
 
@@ -594,7 +594,7 @@ def test_a_library_whose_check_does_not_end(fresh, instead, monkeypatch):
 def test_amx_refused_to_this_process_only(fresh, instead):
     instead("int jaxembed_check(void) { return 0; } int jaxembed_prepare(void) { return 1; }")
     with pytest.raises(native.Unavailable, match="does not let this process use AMX"):
-        native.load(fresh)
+        native.load_library(fresh)
 
 
 def test_a_kept_library_that_cannot_be_loaded(fresh, instead):
@@ -602,7 +602,7 @@ def test_a_kept_library_that_cannot_be_loaded(fresh, instead):
     library = native._compiled(fresh)
     library.write_text("junk")
     with pytest.raises(native.Unavailable, match="cannot load what was compiled: "):
-        native.load(fresh)
+        native.load_library(fresh)
     assert not library.exists()  # the next start makes it anew
 
 
@@ -658,7 +658,7 @@ def test_one_library_serves_the_process_whatever_the_directory(fresh, monkeypatc
 
     def load(number: int) -> None:
         together.wait()
-        native.load(tmp_path / str(number))
+        native.load_library(tmp_path / str(number))
 
     monkeypatch.setattr(native, "_loaded", load_once)
     with ThreadPoolExecutor(4) as pool:

@@ -528,10 +528,10 @@ def test_an_embedder_that_puts_texts_into_a_chat_template_is_refused(tmp_path):
     text = {"method": "forward", "method_output_name": "last_hidden_state"}
     path = source / "sentence_bert_config.json"
     sources.write_json(path, {"modality_config": {"text": text}})
-    assert heads.read(source, HIDDEN).task == "embed"
+    assert heads.read_layout(source, HIDDEN).task == "embed"
     sources.write_json(path, {"modality_config": {"text": text, "message": text}})
     with pytest.raises(UnsupportedModel, match="texts are put into a chat template"):
-        heads.read(source, HIDDEN)
+        heads.read_layout(source, HIDDEN)
 
 
 def test_ids_of_logit_score_are_checked(tmp_path):

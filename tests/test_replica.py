@@ -198,14 +198,14 @@ def test_narrow_dtypes_stay_close_to_float32(replica, dtype, cosine):
     assert np.abs(wide - narrow).max() > 0
 
 
-def replica_with(spec, dtype: str, in_c: bool, devices=1) -> Replica:
+def replica_with(spec, dtype: str, native: bool, devices=1) -> Replica:
     return Replica(
         program(spec),
         random_parameters(spec),
         jax.local_devices()[:devices],
         dtype,
-        attention=lambda bucket: by_native if in_c else by_xla,
-        pack=in_c,
+        attention=lambda bucket: by_native if native else by_xla,
+        native_layout=native,
     )
 
 
@@ -225,7 +225,7 @@ def assert_close(vectors: np.ndarray, wanted: np.ndarray) -> None:
 @pytest.mark.parametrize("tower", WIDER_TOWERS.values(), ids=WIDER_TOWERS)
 def test_packed_parameters_give_what_unpacked_ones_do(tower):
     spec = tiny_spec(**tower)
-    packed, unpacked = (replica_with(spec, "bfloat16", in_c) for in_c in (True, False))
+    packed, unpacked = (replica_with(spec, "bfloat16", native) for native in (True, False))
     wanted = vectors_of(unpacked, Bucket(2, 32))
     # rows that are no multiple of 16: products are the kernels', attention is XLA's
     products = {"jaxembed_linear"} | ({"jaxembed_mlp"} if spec.architecture == "bert" else set())
@@ -242,16 +242,16 @@ def test_packed_parameters_give_what_unpacked_ones_do(tower):
 def test_only_kernels_of_whole_panels_are_packed(hidden, inner, packed):
     sizes = {"hidden_size": hidden, "num_heads": 2, "intermediate_size": inner}
     spec = tiny_spec(config=TOWERS["bert"]["config"] | sizes, hidden_size=hidden)
-    replica = replica_with(spec, "bfloat16", in_c=True)
+    replica = replica_with(spec, "bfloat16", native=True)
     assert sum(native.is_packed(leaf) for leaf in replica._parameters) == packed
-    wanted = vectors_of(replica_with(spec, "float32", in_c=False), BUCKET)
+    wanted = vectors_of(replica_with(spec, "float32", native=False), BUCKET)
     assert_close(vectors_of(replica, BUCKET), wanted)
 
 
 @pytest.mark.usefixtures("native_kernels")
 def test_packed_replicas_run_on_several_devices_and_at_once():
     spec, bucket = tiny_spec(**WIDER_TOWERS["bert"]), Bucket(4, 32)
-    replicas = [replica_with(spec, "bfloat16", in_c=True, devices=n) for n in (1, 2)]
+    replicas = [replica_with(spec, "bfloat16", native=True, devices=n) for n in (1, 2)]
     wanted = [vectors_of(replica, bucket) for replica in replicas]
     np.testing.assert_allclose(wanted[1], wanted[0], atol=1e-6)
     planes = pack(batch_of([2, 7, 8, 9, 3], [2, 11, 12, 3], bucket=bucket))

@@ -8,7 +8,7 @@ from conftest import TOWERS, tiny_spec
 
 from jaxembed.config import EngineConfig
 from jaxembed.engine import build as build_module
-from jaxembed.engine.build import plan
+from jaxembed.engine.build import make_plan
 from jaxembed.engine.replica import Replica
 from jaxembed.models import program, random_parameters
 from jaxembed.spec import DenseLayer, PairTemplate
@@ -60,7 +60,7 @@ def test_the_limit_is_what_a_server_takes_by_default(tmp_path, monkeypatch):
     for positions, limit in (64, 64), (64, 512), (100_000, 32_768):
         config = tiny_spec().config | {"max_positions": positions}
         spec = tiny_spec(config=config, max_input_tokens=limit)
-        made = plan(spec, program(spec), EngineConfig(dtype="float32", devices=1), tmp_path)
+        made = make_plan(spec, program(spec), EngineConfig(dtype="float32", devices=1), tmp_path)
         assert summary(spec)["limits"] == {
             "max_input_tokens": limit,
             "positions": positions,

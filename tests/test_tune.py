@@ -16,7 +16,7 @@ from benchmarks import bench_tune
 from jaxembed import EngineConfig, TextConfig, cli
 from jaxembed.engine.batch import HOST_MS
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid, read_grid
-from jaxembed.engine.build import plan
+from jaxembed.engine.build import make_plan
 from jaxembed.engine.kernels import Choice
 from jaxembed.engine.replica import SEGMENT
 from jaxembed.errors import BackendError, ConfigError, WrongTask
@@ -28,12 +28,12 @@ from jaxembed.tune import traffic as traffic_module
 from jaxembed.tune import tuning as tuning_module
 from jaxembed.tune.cost import Cost, CostTable, probes
 from jaxembed.tune.lengths import Lengths, of_file, of_server, of_texts
-from jaxembed.tune.model import Model, load
+from jaxembed.tune.model import MeasuredModel, load_measured
 from jaxembed.tune.report import LOADS, draw, table
 from jaxembed.tune.search import Search, objective, row_counts
-from jaxembed.tune.traffic import Figures, figures, predict, traffic_of
-from jaxembed.tune.trial import Comparison, Stage, Trial, Turns, compare
-from jaxembed.tune.tuning import Budget, Side, Tuning, _Tuner, tune
+from jaxembed.tune.traffic import Figures, figures, predict_figures, traffic_of
+from jaxembed.tune.trial import Comparison, GridTrial, Stage, Turns, compare
+from jaxembed.tune.tuning import Budget, GridResult, Tuning, _Tuner, tune
 
 
 def mix(*lengths: int) -> Lengths:
@@ -62,7 +62,7 @@ def test_lengths_over_the_limit_are_cut_to_it():
 
 def test_texts_are_counted_in_chunks_and_sampled(monkeypatch):
     monkeypatch.setattr(lengths_module, "SAMPLE", 50)
-    monkeypatch.setattr(lengths_module, "CHUNK", 8)
+    monkeypatch.setattr(lengths_module, "TEXTS_COUNTED_AT_ONCE", 8)
     texts = ["a" * (1 + k // 1000) for k in range(4000)]  # sorted: the first are no sample
     some = of_texts(iter(texts), lambda chunk: [len(text) for text in chunk], "texts")
     assert some.total == 50
@@ -282,16 +282,16 @@ def test_figures_are_of_milliseconds():
 
 def test_a_prediction_adds_up_the_batches_of_the_engine():
     traffic = traffic_of(mix(8), vocab_size=1000, full_tokens=800, seed=0)
-    one_by_one = predict(traffic, {Bucket(1, 8): 2.0, Bucket(10, 8): 5.0}, most=1)
+    one_by_one = predict_figures(traffic, {Bucket(1, 8): 2.0, Bucket(10, 8): 5.0}, most=1)
     assert one_by_one.full_tokens_per_s == pytest.approx(8000 / (2 + HOST_MS))
-    ten_at_a_time = predict(traffic, {Bucket(1, 8): 2.0, Bucket(10, 8): 5.0})
+    ten_at_a_time = predict_figures(traffic, {Bucket(1, 8): 2.0, Bucket(10, 8): 5.0})
     assert ten_at_a_time.full_tokens_per_s == pytest.approx(80_000 / (5 + HOST_MS))
     assert (ten_at_a_time.full_fill, ten_at_a_time.lone_p50_ms) == (1.0, 2.0 + HOST_MS)
 
 
 def test_long_sequences_cost_their_pairs_in_any_bucket():
     traffic = traffic_of(mix(8), vocab_size=1000, full_tokens=800, seed=0)
-    figures = predict(traffic, {Bucket(10, 8): 5.0}, pair_ms=0.01)
+    figures = predict_figures(traffic, {Bucket(10, 8): 5.0}, pair_ms=0.01)
     assert figures.lone_p50_ms == pytest.approx(5 + HOST_MS + 0.64)
     batches = len(traffic.full) / 10
     taken_ms = batches * (5 + HOST_MS) + len(traffic.full) * 0.64
@@ -320,7 +320,7 @@ def searched(lengths: Lengths, most_buckets: int = 8) -> set[Bucket]:
     lattice = [Bucket(r, n) for n in (8, 32, 64) for r in (1, 4, 16, 64) if r * n <= 1024]
     prices = CostTable(costs(physical, lattice))
     traffic = traffic_of(lengths, 1000, 2048, seed=0)
-    before = predict(traffic, {b: prices.ms(b) for b in (Bucket(1, 64), Bucket(16, 64))})
+    before = predict_figures(traffic, {b: prices.ms(b) for b in (Bucket(1, 64), Bucket(16, 64))})
     search = Search(
         prices,
         traffic,
@@ -369,7 +369,9 @@ def _few_texts(monkeypatch):
 @pytest.fixture(name="opened")
 def _opened(tiny_checkpoint, grid_file, tmp_path, few_texts):
     config = EngineConfig(dtype="float32", buckets=grid_file, max_batch_tokens=128)
-    model = load(str(tiny_checkpoint), cache_dir=tmp_path, config=config, text=TextConfig())
+    model = load_measured(
+        str(tiny_checkpoint), cache_dir=tmp_path, config=config, text=TextConfig()
+    )
     yield model
     model.close()
 
@@ -384,7 +386,7 @@ def test_a_tuned_grid_holds_every_input_and_can_be_served(opened, tmp_path):
     assert given.tuned["dtype"] == "float32"
     assert len(given.buckets) <= max(4, len(tuning.before.grid.buckets))
     config = EngineConfig(dtype="float32", devices=1, buckets=path)
-    made = plan(opened.spec, program(opened.spec), config, tmp_path)
+    made = make_plan(opened.spec, program(opened.spec), config, tmp_path)
     assert made.grid.max_length == LIMIT
     assert tuning.after.grid.max_length == LIMIT
     assert {what for what, _, _ in seen} >= {"measuring the grid in use", "searching"}
@@ -417,7 +419,7 @@ def test_the_grid_in_use_is_kept_where_none_is_better(opened, tmp_path, monkeypa
 def test_a_grid_is_better_where_the_rounds_agree(opened, rates, buckets, better):
     def side(count):
         grid = BucketGrid(tuple(Bucket(1, n + 1) for n in range(count)))
-        return Side(grid, {}, rated(1000), rated(1000))
+        return GridResult(grid, {}, rated(1000), rated(1000))
 
     def rated(rate):
         return Figures(float(rate), 0.9, 10.0, 2.0, 2.0, 2.0)
@@ -440,7 +442,7 @@ def test_each_grid_runs_on_its_own_buckets_of_the_one_engine(opened, monkeypatch
     monkeypatch.setattr(opened.workbench, "run", noted)
     with Stage(opened.workbench, (few, more), opened.spec.dim, "cpu") as stage:
         stage.engine.cost = {bucket: float(bucket.tokens) for bucket in more.buckets}
-        trials = {grid: Trial(stage, grid) for grid in (few, more)}
+        trials = {grid: GridTrial(stage, grid) for grid in (few, more)}
         for grid in (few, more, few):
             ran.clear()
             turns = Turns()
@@ -455,7 +457,7 @@ def test_each_grid_runs_on_its_own_buckets_of_the_one_engine(opened, monkeypatch
 def test_two_grids_take_turns_and_each_goes_first_as_often():
     order = []
 
-    class Noted(Trial):
+    class Noted(GridTrial):
         def __init__(self, name, ms):
             self.name, self.ms = name, ms
 
@@ -478,21 +480,21 @@ def test_two_grids_take_turns_and_each_goes_first_as_often():
     assert comparison.after[0].full_fill == pytest.approx(0.8)
 
 
-def test_with_the_kernels_in_c_only_rows_that_they_take_are_looked_at(opened):
+def test_with_the_native_kernels_only_rows_that_they_take_are_looked_at(opened):
     plan = dataclasses.replace(opened.plan, kernels=Choice(native=True))
     model = dataclasses.replace(opened, plan=plan)
     tuner = _Tuner(model, mix(9, 30, 33), WORK, 0.0, lambda *step: None)
     assert [n for n in tuner._lengths() if n % 16] in ([], [LIMIT])
 
 
-def joined(opened, shards=1, **choice) -> Model:
+def joined(opened, shards=1, **choice) -> MeasuredModel:
     """The model with a grid that has a row longer than the limit."""
     grid = default_grid(LIMIT, 4 * LIMIT, join=True)
     plan = dataclasses.replace(opened.plan, kernels=Choice(**choice), grid=grid, shards=shards)
     return dataclasses.replace(opened, plan=plan)
 
 
-def tuner_of(model: Model, *lengths: int) -> _Tuner:
+def tuner_of(model: MeasuredModel, *lengths: int) -> _Tuner:
     return _Tuner(model, mix(*lengths), WORK, 0.0, lambda *step: None)
 
 
@@ -541,7 +543,7 @@ def test_texts_are_counted_as_the_server_would(opened):
 def test_texts_do_not_say_how_long_pairs_are(tmp_path):
     path = save_tiny(tmp_path / "ranker", **RERANKER)
     config = EngineConfig(dtype="float32", max_batch_tokens=64)
-    model = load(str(path), cache_dir=tmp_path, config=config, text=TextConfig())
+    model = load_measured(str(path), cache_dir=tmp_path, config=config, text=TextConfig())
     with pytest.raises(WrongTask, match="do not say how long its pairs are"):
         model.count_tokens(["the cat"])
     model.close()

@@ -32,7 +32,7 @@ def tensors_of(**arrays: np.ndarray) -> dict[str, Tensor]:
 
 
 def planned(rules, shapes, ignored=(), **arrays):
-    return weights.plan("model", rules, ignored, tensors_of(**arrays), shapes)
+    return weights.plan_steps("model", rules, ignored, tensors_of(**arrays), shapes)
 
 
 def test_kernels_of_grouped_heads_become_one():
@@ -113,7 +113,7 @@ def test_a_torch_file_is_freed_as_it_is_read_and_a_tensor_can_have_two_readers(
         Rule("w", "w.kernel", transpose),
     ]
     shapes = {"embedding": (50, 8), "kernel": (8, 1), "w.kernel": (8, 16)}
-    steps = weights.plan("model", rules, ["unused"], weights.find(tmp_path), shapes)
+    steps = weights.plan_steps("model", rules, ["unused"], weights.find(tmp_path), shapes)
     assert set(loaded) == {"table", "w"}  # what has no use is freed at once
     held = []
     for step in steps:

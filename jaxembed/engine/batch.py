@@ -11,7 +11,7 @@ from jaxembed.engine.ticket import Entry
 from jaxembed.models.tokens import PackedTokens
 
 EXPECTED_FILL = 0.97  # of a bucket with enough waiting; 0.94 to 1.00 on real length mixes
-SPARE = 1.25  # times a bucket's tokens are looked at to fill it
+LOOKAHEAD = 1.25  # times a bucket's tokens are looked at to fill it
 HOST_MS = 0.6  # for composing, packing and settling a batch: 0.4 to 0.8 on two cores, two at a time
 BRIEF_MS = 25.0  # a batch that a lone query may have to wait for need be no shorter
 BRIEF_LOSS = 0.25  # of the best rate, at most, to be brief; less, for the estimate fills no gaps
@@ -37,7 +37,9 @@ class Batch:
         return self.useful_tokens / self.bucket.tokens
 
 
-def choose(waiting: Sequence[Entry], cost: Mapping[Bucket, float], brief: bool = False) -> Bucket:
+def choose_bucket(
+    waiting: Sequence[Entry], cost: Mapping[Bucket, float], brief: bool = False
+) -> Bucket:
     """The bucket to run next for the entries that wait, the first of which must be in the batch.
 
     `cost` gives the measured milliseconds of every bucket that may be used, full of short
@@ -114,7 +116,7 @@ def _first(group: Sequence[Entry], bucket: Bucket) -> list[Entry]:
 
 def _enough(lengths: np.ndarray, bucket: Bucket) -> int:
     """How many of the lengths fill a bucket, and a quarter more."""
-    return int(np.searchsorted(np.cumsum(lengths), SPARE * bucket.tokens)) + 1
+    return int(np.searchsorted(np.cumsum(lengths), LOOKAHEAD * bucket.tokens)) + 1
 
 
 class Shelf:

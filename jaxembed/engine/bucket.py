@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxembed.errors import ConfigError
-from jaxembed.json_file import read_json, shown
+from jaxembed.json_file import read_user_json, shown
 
 SHORTEST_ROW = 16  # a lone query of MiniLM takes 2.5 ms in it and 3.4 ms in a row of 32
 LONGEST_DEFAULT_ROW = 8192
 MOST_DEFAULT_BUCKETS = 20
 TPU_TILE = 128  # lanes of a register: shorter rows leave them idle, and splash takes none
 MOST_SLOTS = 128  # in a row: pooling costs slots * length, and short texts have shorter rows
-WANTED = '{"buckets": [[rows, length], ...]}, as `jaxembed tune` writes it'
+GRID_FORM = '{"buckets": [[rows, length], ...]}, as `jaxembed tune` writes it'
 
 
 @dataclass(frozen=True, order=True)
@@ -122,9 +122,9 @@ def read_grid(path: Path) -> GridFile:
 
     Raises ConfigError for a file that can't be read or says something else.
     """
-    said = read_json(path, f"--buckets {path}", WANTED)
+    said = read_user_json(path, f"--buckets {path}", GRID_FORM)
     if problem := next(_malformed(said), None):
-        raise ConfigError(f"--buckets {path}: {problem}; wanted {WANTED}")
+        raise ConfigError(f"--buckets {path}: {problem}; wanted {GRID_FORM}")
     buckets = sorted({Bucket(rows, length) for rows, length in said["buckets"]})
     return GridFile(path, tuple(buckets), said.get("max_batch_tokens"), said.get("tuned", {}))
 

@@ -20,7 +20,7 @@ from jaxembed.engine.bucket import (
 )
 from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, batch_tokens, device_id, native_dtype
 from jaxembed.engine.engine import Engine, Seat
-from jaxembed.engine.kernels import Choice, choose, kernels_in_c
+from jaxembed.engine.kernels import Choice, choose_kernels, choose_native
 from jaxembed.engine.replica import Device, NullReplica, Replica, place_parameters
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.errors import ConfigError
@@ -54,19 +54,19 @@ class Plan:
         return self.devices[0].device_kind if self.devices else "null"
 
 
-def plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Path) -> Plan:
+def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Path) -> Plan:
     """Decide devices, dtype, limits and grid. Raises ConfigError naming the flag at fault."""
     devices = () if config.null_model else _devices(config.devices)
     dtype: DType = config.dtype or (native_dtype(devices[0], cache_dir) if devices else "float32")
     given = read_grid(config.buckets) if config.buckets is not None else None
-    in_c = Choice()
+    native_choice = Choice()
     if devices:
-        in_c = kernels_in_c(program, devices[0], dtype, config.kernels, cache_dir)
+        native_choice = choose_native(program, devices[0], dtype, config.kernels, cache_dir)
     budget = config.max_batch_tokens
     if budget is None and given is not None:
         budget = given.max_batch_tokens
     if budget is None and devices:
-        budget = batch_tokens(program, devices[0], dtype, cache_dir, in_c.joins)
+        budget = batch_tokens(program, devices[0], dtype, cache_dir, native_choice.joins)
     limit = _limit(spec, config)
     if budget is None:
         budget = ACCELERATOR_TOKENS
@@ -81,13 +81,15 @@ def plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Pat
     else:
         on_tpu = bool(devices) and devices[0].platform == "tpu"
         tile = TPU_TILE if on_tpu else 1
-        grid = default_grid(limit, budget, shards, tile, join=in_c.joins)
+        grid = default_grid(limit, budget, shards, tile, join=native_choice.joins)
     full = config.warmup == "full" or (
         config.warmup is None and bool(devices) and devices[0].platform == "gpu"
     )
     kernels = Choice()
     if devices:
-        kernels = choose(program, devices[0], dtype, grid, config.kernels, in_c=in_c)
+        kernels = choose_kernels(
+            program, devices[0], dtype, grid, config.kernels, native_choice=native_choice
+        )
     return Plan(devices, dtype, limit, budget, grid, shards, full, kernels)
 
 

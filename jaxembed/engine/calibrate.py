@@ -24,12 +24,12 @@ ACCELERATOR_TOKENS = 16384  # TEI's default
 LEAST_TOKENS = 256
 BATCH_S = 0.15  # what a batch may take on a CPU: nothing else runs meanwhile
 SHARE_REACHED = 0.3  # of the rate of a single product, by a whole model on long rows
-# The kernels in C reach more: 1024 tokens of BERT-base take as long as planned, not the 256 that
+# The native kernels reach more: 1024 tokens of BERT-base take as long as planned, not the 256 that
 # the above would give it, and abstracts are 15 % faster. More than that gains 0 to 4 %.
 NATIVE_SHARE = 0.7
 NATIVE_TOKENS = 1024
 SHAPE = (1024, 768, 3072)
-RUNS = 30  # the best one counts, for the machine may be busy
+PRODUCT_RUNS = 30  # the best one counts, for the machine may be busy
 MEASURE_S = 0.2  # fewer runs, but three, where a product is slow
 # bfloat16 costs accuracy, so it must be worth it. Measured: 2.0 times as fast with AVX512_BF16,
 # and where a CPU cannot multiply it XLA converts to float32 first, which is slower.
@@ -37,15 +37,15 @@ CLEARLY_FASTER = 1.2
 
 
 def batch_tokens(
-    program: Program, device: Device, dtype: DType, cache_dir: Path, in_c: bool = False
+    program: Program, device: Device, dtype: DType, cache_dir: Path, native_layers: bool = False
 ) -> int:
     """The default token budget of a batch: 16,384 on an accelerator, on a CPU the power of two
-    that takes about 150 ms, but 256 at least. `in_c`: kernels in C do all of a layer."""
+    that takes about 150 ms, but 256 at least. `native_layers`: native kernels do all of a layer."""
     if device.platform != "cpu":
         return ACCELERATOR_TOKENS
     most = max(BATCH_S * _rate(dtype, cache_dir) / _flops_per_token(program), 1.0)
     tokens = 2 ** np.floor(np.log2(SHARE_REACHED * most))
-    if in_c:
+    if native_layers:
         tokens = max(tokens, min(2 ** np.round(np.log2(NATIVE_SHARE * most)), NATIVE_TOKENS))
     return int(np.clip(tokens, LEAST_TOKENS, ACCELERATOR_TOKENS))
 
@@ -126,7 +126,7 @@ def _measure(dtype: DType) -> float:
     product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
     product(a, b).block_until_ready()
     times: list[float] = []
-    while len(times) < 3 or (len(times) < RUNS and sum(times) < MEASURE_S):
+    while len(times) < 3 or (len(times) < PRODUCT_RUNS and sum(times) < MEASURE_S):
         start = time.perf_counter()
         product(a, b).block_until_ready()
         times.append(time.perf_counter() - start)

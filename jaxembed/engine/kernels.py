@@ -1,5 +1,5 @@
 """Which kernels stand in for XLA's own programs. On an accelerator every attention there is tried
-beside XLA's in each row length; on a CPU it is the kernels in C, for products too, or none.
+beside XLA's in each row length; on a CPU it is the native kernels, for products too, or none.
 
 A kernel is used where its numbers are right and it is faster. No failure in here stops the start.
 """
@@ -23,7 +23,7 @@ from jaxembed.engine.replica import FLOAT32, Device, compiler_options
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, kernels, native
 from jaxembed.models.attention import Attend, Sight, by_native, by_xla, using
-from jaxembed.models.kernels import SHORTEST_ROW, Call, Kernel
+from jaxembed.models.kernels import SHORTEST_PROBED_ROW, Call, Kernel
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import DType
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 AUTO, XLA, NATIVE = "auto", "xla", "native"
 PROBE_S = 20.0  # rows whose turn comes later stay with XLA
 PROBE_TOKENS = 16_384  # in a batch that is timed, or one row if it is longer
-RUNS = 10  # one behind the other, timed together
+PROBE_RUNS = 10  # one behind the other, timed together
 
 # What a kernel may differ from float32 attention of the same operands, absolutely and relatively.
 # bfloat16 has 8 bits: the query or the scores, the weights and the result are each rounded to them.
@@ -48,7 +48,7 @@ class Choice:
     lengths: tuple[int, ...] = ()
     taken: Mapping[int, Kernel] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
-    native: bool = False  # the kernels in C, for products too
+    native: bool = False  # the native kernels, for products too
     joins: bool = False  # a sequence costs the same however long its row is
 
     def implementation(self, bucket: Bucket) -> Attend:
@@ -65,19 +65,19 @@ class Choice:
         return {"used": used, "not_used": dict(self.refused)}
 
 
-def choose(
+def choose_kernels(
     program: Program,
     device: Device,
     dtype: DType,
     grid: BucketGrid,
     wanted: str = AUTO,
     known: Kernels | None = None,
-    in_c: Choice = Choice(),
+    native_choice: Choice = Choice(),
 ) -> Choice:
     """Try kernels on what this model asks of attention, each row length of the grid for itself.
 
     `wanted` is "auto", "xla", or the kernel to use wherever it is right, fast or not. `known` are
-    the kernels by name; None: those of the device's platform. `in_c` is what `kernels_in_c` says.
+    the kernels by name; None: those of the device's platform. `native_choice` is `choose_native`'s.
     Raises ConfigError, naming --kernels, where what was wanted can be used nowhere.
     """
     known = _of_platform(device.platform) if known is None else known
@@ -85,27 +85,27 @@ def choose(
     if wanted not in there:
         raise ConfigError(f"--kernels {wanted}: on {device.platform} there are {', '.join(there)}")
     lengths = tuple(sorted({bucket.length for bucket in grid.buckets}))
-    if in_c.native:
-        choice = replace(in_c, lengths=lengths)
+    if native_choice.native:
+        choice = replace(native_choice, lengths=lengths)
     else:
         if wanted != AUTO:
             known = {name: known[name] for name in known if name == wanted}
         taken, refused = {}, {}
         if known:
             taken, refused = _tried(program, device, dtype, lengths, known, wanted == AUTO)
-        choice = Choice(lengths, taken, {**in_c.refused, **refused})
+        choice = Choice(lengths, taken, {**native_choice.refused, **refused})
     if wanted not in (AUTO, XLA) and not choice.taken and not choice.native:
-        reason = choice.refused.get(wanted, f"no row holds {SHORTEST_ROW} tokens")
+        reason = choice.refused.get(wanted, f"no row holds {SHORTEST_PROBED_ROW} tokens")
         raise ConfigError(f"--kernels {wanted} can be used nowhere: {reason}")
     if choice.taken or choice.native or choice.refused:
         logger.info("kernels: used %(used)s, not used %(not_used)s", choice.describe())
     return choice
 
 
-def kernels_in_c(
+def choose_native(
     program: Program, device: Device, dtype: DType, wanted: str, cache_dir: Path
 ) -> Choice:
-    """Whether a CPU runs the kernels in C, or why not. Compiled ones are kept in `cache_dir`.
+    """Whether a CPU runs the native kernels, or why not. Compiled ones are kept in `cache_dir`.
 
     It holds for rows of any length, and so is known before there is a grid.
     """
@@ -114,7 +114,7 @@ def kernels_in_c(
     if dtype != "bfloat16":
         return Choice(refused={NATIVE: f"computes in bfloat16, this model in {dtype}"})
     try:
-        native.load(cache_dir)
+        native.load_library(cache_dir)
     except native.Unavailable as error:
         return Choice(refused={NATIVE: str(error)})
     except Exception as error:  # whatever it is, XLA goes on
@@ -135,7 +135,7 @@ def calls(program: Program, dtype: DType) -> Counter[Call]:
         jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype) if len(leaf.shape) > 1 else leaf.dtype)
         for leaf in program.shapes.values()
     ]
-    planes = jax.ShapeDtypeStruct((PackedTokens.FIELDS, 1, SHORTEST_ROW), jnp.int32)
+    planes = jax.ShapeDtypeStruct((PackedTokens.FIELDS, 1, SHORTEST_PROBED_ROW), jnp.int32)
     with using(note):
         jax.eval_shape(lambda leaves, planes: program.forward(leaves, planes, 1), leaves, planes)
     return noted
@@ -165,9 +165,9 @@ def _tried(
         except Exception as error:  # not installed, or not for this machine
             refused[name] = _line(error)
     taken: dict[int, Kernel] = {}
-    for length in (n for n in lengths if n >= SHORTEST_ROW and there):
+    for length in (n for n in lengths if n >= SHORTEST_PROBED_ROW and there):
         try:
-            trial = Trial(device, dtype, asked, length)
+            trial = KernelTrial(device, dtype, asked, length)
             best = trial.xla_ms if faster else float("inf")
         except Exception as error:  # rows that XLA itself does not manage, here or at all
             refused |= {kernel.name: f"rows of {length}: XLA: {_line(error)}" for kernel in there}
@@ -192,7 +192,7 @@ class NotRight(Exception):
     """A kernel does not take a call, or its numbers are wrong."""
 
 
-class Trial:
+class KernelTrial:
     """The attention of one model in rows of one length. Raises what XLA raises."""
 
     def __init__(self, device: Device, dtype: DType, asked: Counter[Call], length: int):
@@ -235,10 +235,10 @@ class Trial:
         last = run(*self._operands[call])
         mixed = np.asarray(last)
         started_at = time.perf_counter()
-        for _ in range(RUNS):
+        for _ in range(PROBE_RUNS):
             last = run(*self._operands[call])
         jax.block_until_ready(last)
-        return mixed, (time.perf_counter() - started_at) / RUNS * 1000
+        return mixed, (time.perf_counter() - started_at) / PROBE_RUNS * 1000
 
     def _in_float32(self, call: Call) -> np.ndarray:
         *operands, segments = self._operands[call]

@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from jaxembed.engine.batch import Batch, choose, place
+from jaxembed.engine.batch import Batch, choose_bucket, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.ticket import Entry, Key, Ticket
 from jaxembed.inputs import Priority
@@ -268,7 +268,7 @@ class Lanes:
         most: int | None,
     ) -> Batch:
         brief = lead is self._bulk and now - self._interactive_at < ABOUT_S
-        bucket = choose(window, cost, brief)
+        bucket = choose_bucket(window, cost, brief)
         other = self._bulk if lead is self._interactive else self._interactive
         chosen = set(window)
         beside = [e for e in other.look(LOOKED_AT * bucket.tokens) if e not in chosen]

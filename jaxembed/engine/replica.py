@@ -67,25 +67,25 @@ class Replica:
         dtype: DType,
         float32_twin: Bucket | None = None,
         attention: Callable[[Bucket], Attend] = lambda bucket: by_xla,
-        pack: bool = False,
+        native_layout: bool = False,
     ):
         """Raises CheckpointError if the parameters are not those of the program.
 
         What `place_parameters` has put on these devices already stays where it is. `attention`
-        gives what the program of a bucket attends with; the twin takes XLA's. With `pack` the
-        kernels lie as native.linear takes them.
+        gives what the program of a bucket attends with; the twin takes XLA's. With
+        `native_layout` the weights lie as native.linear takes them.
         """
         self.devices = tuple(devices)
         self.dtype: DType = dtype
         self._forward = program.forward
         self._mesh = _mesh(devices)
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
-        self.packs = pack
+        self.native_layout = native_layout
         self._twin = float32_twin
         self._attention = attention
         self._float32: jax.stages.Compiled | None = None
         named = zip(program.shapes, program.order(parameters), strict=True)
-        (placed,) = place_parameters(named, [devices], dtype, pack)
+        (placed,) = place_parameters(named, [devices], dtype, native_layout)
         self._parameters = list(placed.values())
 
     def compile(self, bucket: Bucket) -> None:
@@ -161,15 +161,15 @@ def place_parameters(
     parameters: Iterable[tuple[str, Any]],
     groups: Iterable[Sequence[Device]],
     dtype: DType,
-    pack: bool = False,
+    native_layout: bool = False,
 ) -> list[dict[str, jax.Array]]:
     """The parameters on each group of devices. They may come from a generator: the host holds one
-    at a time. With `pack` kernels are laid as native.linear takes them."""
+    at a time. With `native_layout` weights are laid as native.linear takes them."""
     shardings = [NamedSharding(_mesh(devices), PartitionSpec()) for devices in groups]
     placed: list[dict[str, jax.Array]] = [{} for _ in shardings]
     for name, leaf in parameters:
         cast = _cast(name, leaf, dtype)
-        if pack and native.packable(name, cast.shape, str(cast.dtype)):
+        if native_layout and native.packable(name, cast.shape, str(cast.dtype)):
             cast = native.packed(np.asarray(cast))
         for copies, sharding in zip(placed, shardings, strict=True):
             copies[name] = jax.device_put(cast, sharding)

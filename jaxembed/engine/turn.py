@@ -38,7 +38,7 @@ class DeviceTurn:
     With `permits=2` an accelerator has the next program on its way while one runs. On a CPU two run
     at once: much of a program is too small to be shared out over the cores, and the other one takes
     those that idle. Two of XLA's programs of 1x256 made 26,150 tokens a second on two cores, one
-    after the other 13,990; with the kernels in C both are as fast, but for the host's part
+    after the other 13,990; with the native kernels both are as fast, but for the host's part
     between two, in which one at a time leaves the cores idle (benchmarks/README.md).
     Engines of several models share the turn of a device, so that together they have no more
     programs in flight.

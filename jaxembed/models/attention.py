@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxembed.models import native
+from jaxembed.models.tokens import Segments
 
 # Up to this row length the scores of a row are computed at once, above it this many queries at a
 # time. On CPU, MiniLM: a fifth slower at 128, 7 % faster at 256, a third at 512; blocks of 32 are
@@ -21,7 +22,7 @@ QUERY_BLOCK = 64
 LOCAL_BLOCK = 64  # where a token sees a window only: 12 to 16 % less time than 32, 128 no less
 ACCELERATOR_QUERY_BLOCK = 512  # fewer, larger steps; bounds the scores' memory at long rows
 ACCELERATOR_LOCAL_BLOCK = 128  # larger ones score keys that no query sees
-LANES = 16  # float32 in a vector of AVX-512, two of AVX2
+SIMD_FLOATS = 16  # float32 in a vector of AVX-512, two of AVX2
 MOST_PARTS = 32  # of a row of scores, a power of two: each is a slice in the program
 MASKED = -1e30  # finite, so that a query that sees nothing gets a uniform row and not NaN
 
@@ -29,10 +30,9 @@ Heads = Float[Array, "rows length heads width"]
 Grouped = Float[Array, "rows length groups width"]
 KeyHeads = Float[Array, "rows keys groups width"]
 QueryHeads = Float[Array, "rows queries groups width"]
-Scores = Float[Array, "rows groups queries keys"]
+AttentionScores = Float[Array, "rows groups queries keys"]
 Mixed = Float[Array, "rows groups queries width"]
 Joint = Float[Array, "rows length three heads width"]
-Segments = Int[Array, "rows length"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def using(implementation: Attend) -> Iterator[None]:
 
 
 def is_native() -> bool:
-    """Whether the kernels in C attend in what this thread traces."""
+    """Whether the native kernels attend in what this thread traces."""
     return _IMPLEMENTATION.get() is by_native
 
 
@@ -201,13 +201,13 @@ def _mix(
     return mixed.swapaxes(1, 2)
 
 
-def _softmax_in_reductions(scores: Scores, value: KeyHeads) -> Mixed:
+def _softmax_in_reductions(scores: AttentionScores, value: KeyHeads) -> Mixed:
     """softmax(scores) . value."""
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     return _product(weights, value) / weights.sum(axis=-1, keepdims=True)
 
 
-def _softmax_in_lanes(scores: Scores, value: KeyHeads) -> Mixed:
+def _softmax_in_lanes(scores: AttentionScores, value: KeyHeads) -> Mixed:
     """The same for XLA:CPU, which runs a reduction over the last axis one element at a time.
 
     The largest score comes from elementwise maxima of 16 lanes, the sum of the weights from a
@@ -219,7 +219,7 @@ def _softmax_in_lanes(scores: Scores, value: KeyHeads) -> Mixed:
     return mixed[..., :-1] / mixed[..., -1:]
 
 
-def _product(weights: Scores, value: KeyHeads) -> Mixed:
+def _product(weights: AttentionScores, value: KeyHeads) -> Mixed:
     """The order of the axes matters to XLA:CPU: transposing the values beforehand makes it convert
     both operands to float32, and asking for another order makes it transpose the weights."""
     return jnp.einsum(
@@ -227,10 +227,10 @@ def _product(weights: Scores, value: KeyHeads) -> Mixed:
     )
 
 
-def _largest(scores: Scores) -> Float[Array, "rows groups queries one"]:
+def _largest(scores: AttentionScores) -> Float[Array, "rows groups queries one"]:
     keys = scores.shape[-1]
-    if keys % LANES == 0:
-        parts = jnp.split(scores, gcd(keys // LANES, MOST_PARTS), axis=-1)
+    if keys % SIMD_FLOATS == 0:
+        parts = jnp.split(scores, gcd(keys // SIMD_FLOATS, MOST_PARTS), axis=-1)
         while len(parts) > 1:
             parts = [jnp.maximum(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         scores = parts[0]

@@ -14,9 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxembed.models import native
 from jaxembed.models.attention import attend_joint, is_native
 from jaxembed.models.layers import Embedding, LayerNorm, Linear
-from jaxembed.models.tokens import PackedTokens
-
-Hidden = Float[Array, "rows length dim"]
+from jaxembed.models.tokens import Hidden, PackedTokens
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,8 @@ class Bert(nnx.Module):
         return config.max_positions - (0 if config.pad_id is None else config.pad_id + 1)
 
     def __init__(self, config: BertConfig):
-        self.embeddings = Embeddings(config)
-        self.layers = nnx.List([Layer(config) for _ in range(config.num_layers)])
+        self.embeddings = BertEmbeddings(config)
+        self.layers = nnx.List([BertLayer(config) for _ in range(config.num_layers)])
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
         hidden = self.embeddings(tokens)
@@ -57,7 +55,7 @@ class Bert(nnx.Module):
         return hidden
 
 
-class Embeddings(nnx.Module):
+class BertEmbeddings(nnx.Module):
     def __init__(self, config: BertConfig):
         self.word = Embedding(config.vocab_size, config.hidden_size)
         self.position = Embedding(config.max_positions, config.hidden_size)
@@ -86,9 +84,9 @@ def positions_after_pad(tokens: PackedTokens, pad_id: int) -> Int[Array, "rows l
     return jnp.where(pads == 1, pad_id, pad_id + 1 + tokens.positions - before_in_segment)
 
 
-class Layer(nnx.Module):
+class BertLayer(nnx.Module):
     def __init__(self, config: BertConfig):
-        self.attention = Attention(config)
+        self.attention = BertAttention(config)
         self.attention_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = Mlp(config)
         self.mlp_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
@@ -110,7 +108,7 @@ class Layer(nnx.Module):
         return self.mlp_norm.of_sum(hidden, down, self.mlp(hidden))
 
 
-class Attention(nnx.Module):
+class BertAttention(nnx.Module):
     """Up to the last product, which its norm takes with it."""
 
     def __init__(self, config: BertConfig):

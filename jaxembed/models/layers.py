@@ -38,7 +38,7 @@ class Linear(nnx.Module):
     """x @ kernel + bias. The product is summed in float32 whatever the kernel's dtype.
 
     A float32 kernel means float32, also within a bfloat16 program: the default precision is TF32
-    on GPU and bfloat16 passes on TPU. A kernel in panels is multiplied by the kernels in C.
+    on GPU and bfloat16 passes on TPU. A kernel in panels is multiplied by the native kernels.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True):

@@ -8,13 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flax import nnx
-from jaxtyping import Array, Float
 
 from jaxembed.models.attention import EVERYTHING, Sight, attend
 from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear, Rotation
-from jaxembed.models.tokens import PackedTokens
-
-Hidden = Float[Array, "rows length dim"]
+from jaxembed.models.tokens import Hidden, PackedTokens
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,10 @@ class ModernBert(nnx.Module):
         return config.max_positions
 
     def __init__(self, config: ModernBertConfig):
-        self.embeddings = Embeddings(config)
-        self.layers = nnx.List([Layer(config, number) for number in range(config.num_layers)])
+        self.embeddings = ModernBertEmbeddings(config)
+        self.layers = nnx.List(
+            [ModernBertLayer(config, number) for number in range(config.num_layers)]
+        )
         self.norm = _norm(config)
         self.head_width = config.hidden_size // config.num_heads
         self.global_theta = config.global_theta
@@ -63,7 +62,7 @@ class ModernBert(nnx.Module):
         return self.norm(hidden)
 
 
-class Embeddings(nnx.Module):
+class ModernBertEmbeddings(nnx.Module):
     def __init__(self, config: ModernBertConfig):
         self.word = Embedding(config.vocab_size, config.hidden_size)
         self.norm = _norm(config)
@@ -72,13 +71,13 @@ class Embeddings(nnx.Module):
         return self.norm(self.word(tokens.ids))
 
 
-class Layer(nnx.Module):
+class ModernBertLayer(nnx.Module):
     def __init__(self, config: ModernBertConfig, number: int):
         self.is_local = number not in config.global_layers
         sight = Sight(reach=config.local_reach) if self.is_local else EVERYTHING
         # the first layer's input comes from the norm of the embeddings
         self.attention_norm = _norm(config) if number else None
-        self.attention = Attention(config, sight)
+        self.attention = ModernBertAttention(config, sight)
         self.mlp_norm = _norm(config)
         self.mlp = GatedMlp(
             config.hidden_size,
@@ -93,7 +92,7 @@ class Layer(nnx.Module):
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
-class Attention(nnx.Module):
+class ModernBertAttention(nnx.Module):
     def __init__(self, config: ModernBertConfig, sight: Sight):
         dim = config.hidden_size
         self.num_heads = config.num_heads

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxembed.models.tokens import PackedTokens
+from jaxembed.models.tokens import Hidden, PackedTokens
 
-Hidden = Float[Array, "rows length dim"]
 Pooled = Float[Array, "rows slots dim"]
 Member = Bool[Array, "rows slots length"]
 

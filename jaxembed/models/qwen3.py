@@ -8,13 +8,10 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from jaxembed.models.attention import Sight, attend
 from jaxembed.models.layers import Embedding, GatedMlp, Linear, RMSNorm, Rotation
-from jaxembed.models.tokens import PackedTokens
-
-Hidden = Float[Array, "rows length dim"]
+from jaxembed.models.tokens import Hidden, PackedTokens
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,8 @@ class Qwen3(nnx.Module):
         return config.max_positions
 
     def __init__(self, config: Qwen3Config):
-        self.embeddings = Embeddings(config)
-        self.layers = nnx.List([Layer(config) for _ in range(config.num_layers)])
+        self.embeddings = Qwen3Embeddings(config)
+        self.layers = nnx.List([Qwen3Layer(config) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head_width = config.head_width
         self.rope_theta = config.rope_theta
@@ -61,7 +58,7 @@ class Qwen3(nnx.Module):
         return self.norm(hidden)
 
 
-class Embeddings(nnx.Module):
+class Qwen3Embeddings(nnx.Module):
     def __init__(self, config: Qwen3Config):
         self.word = Embedding(config.vocab_size, config.hidden_size)
 
@@ -69,10 +66,10 @@ class Embeddings(nnx.Module):
         return self.word(tokens.ids)
 
 
-class Layer(nnx.Module):
+class Qwen3Layer(nnx.Module):
     def __init__(self, config: Qwen3Config):
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Qwen3Attention(config)
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp = GatedMlp(
             config.hidden_size, config.intermediate_size, activation=config.activation
@@ -83,7 +80,7 @@ class Layer(nnx.Module):
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
-class Attention(nnx.Module):
+class Qwen3Attention(nnx.Module):
     def __init__(self, config: Qwen3Config):
         self.num_heads = config.num_heads
         self.num_key_heads = config.num_key_heads

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from typing import no_type_check
 
 import jax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
+
+Hidden = Float[Array, "rows length dim"]  # the hidden states of packed rows
+Segments = Int[Array, "rows length"]
 
 
 @no_type_check  # JAX rebuilds it with other leaves (shapes, numpy)

@@ -22,7 +22,7 @@ from jaxembed.processors.pairs import Frame, template_frame, tokenizer_frame
 from jaxembed.processors.tokenizer import CUT_MARGIN, Side, Tokenizer, cut_tokens
 from jaxembed.spec import ModelSpec
 
-CHUNK = 64  # inputs a tokenizer thread is given at once: some 7 ms of texts of 100 tokens
+INPUTS_A_JOB = 64  # inputs a tokenizer thread is given at once: some 7 ms of texts of 100 tokens
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ FIRST_CUT = 16  # characters for each token of the limit that a long text is fir
 # and WordPiece splits words of up to 100 characters. With BPE and Unigram a change may run on
 # through thousands of one character: of 512 such tokens one or two were others.
 CUT_MARGIN = 128
-BRIEF = 512  # characters: at most 0.2 ms
+SHORT_CHARACTERS = 512  # characters: at most 0.2 ms
 
 
 class Tokenizer:
@@ -36,7 +36,7 @@ class Tokenizer:
         encode = self.file.encode_batch_fast if fast else self.file.encode_batch
         try:
             # encode_batch() gives the interpreter lock away, and has to get it back
-            if len(texts) == 1 and len(texts[0]) <= BRIEF:
+            if len(texts) == 1 and len(texts[0]) <= SHORT_CHARACTERS:
                 return [self.file.encode(texts[0], add_special_tokens=special)]
             return encode(list(texts), add_special_tokens=special)
         except Exception as error:  # tokenizers raises bare Exception

@@ -11,9 +11,9 @@ import msgspec
 from quart import request
 from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, UnsupportedMediaType
 
-from jaxembed.config import MIB
 from jaxembed.errors import BatchTooLarge, EmptyInput, InvalidInput
 from jaxembed.inputs import Input, Pair, Priority, Text, Tokens
+from jaxembed.memory import MIB
 from jaxembed.server.errors import BadField, BadJson
 from jaxembed.server.meter import Method, RequestSize, current_meter
 from jaxembed.server.service import current_service
@@ -49,7 +49,7 @@ class RequestTexts(RequestSize):
     items: list[Text | Pair]
 
 
-async def read_json(kind: type[T]) -> T:
+async def read_body_as(kind: type[T]) -> T:
     """The body of the current request as `kind`."""
     data = await read_data()
     with current_meter().time("decode"):
@@ -149,7 +149,9 @@ def read_inputs(raw: str | Sequence[str | int | list[int]], field: str) -> Reque
     return RequestInputs("batch", characters, field, items)
 
 
-def read_texts(groups: Sequence[Sequence[str]], field: str, method: Method) -> RequestTexts:
+def read_texts_and_pairs(
+    groups: Sequence[Sequence[str]], field: str, method: Method
+) -> RequestTexts:
     """Each group is one text, or a pair of texts of which one may be empty."""
     check_batch(len(groups))
     items: list[Text | Pair] = []

@@ -15,8 +15,8 @@ from jaxembed.server.body import (
     RequestTexts,
     empty,
     priority_of,
-    read_json,
-    read_texts,
+    read_body_as,
+    read_texts_and_pairs,
 )
 from jaxembed.server.encoding import json_answer, json_response
 from jaxembed.server.meter import current_meter
@@ -55,7 +55,7 @@ class ClassifyResponse(msgspec.Struct):
 async def classify() -> Response:
     """Every label of each input with its score. A reranker has one label."""
     with current_meter() as meter:
-        body = await read_json(ClassifyRequest)
+        body = await read_body_as(ClassifyRequest)
         embedder = meter.find(body.model, "classify")
         inputs = _read_input(body.input)
         meter.accept(inputs)
@@ -75,8 +75,8 @@ async def classify() -> Response:
 
 def _read_input(raw: str | list[str | list[str]]) -> RequestTexts:
     if isinstance(raw, str):
-        return read_texts([[raw]], "input", "single")
+        return read_texts_and_pairs([[raw]], "input", "single")
     if not raw:
         raise empty("input")
     groups = [[item] if isinstance(item, str) else item for item in raw]
-    return read_texts(groups, "input", "batch")
+    return read_texts_and_pairs(groups, "input", "batch")

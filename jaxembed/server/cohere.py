@@ -3,10 +3,10 @@
 import msgspec
 from quart import Blueprint, Response, g
 
-from jaxembed.server.body import read_json
+from jaxembed.server.body import read_body_as
 from jaxembed.server.encoding import json_answer, json_response
 from jaxembed.server.meter import current_meter
-from jaxembed.server.rerank import DocumentsRequest, Result, rerank
+from jaxembed.server.rerank import DocumentsRequest, Result, rerank_documents
 
 blueprint = Blueprint("cohere", __name__)
 
@@ -33,7 +33,7 @@ class CohereResponse(msgspec.Struct):
 async def rerank_cohere() -> Response:
     """Rank documents by how well they answer a query."""
     with current_meter() as meter:
-        answer, results = await rerank(meter, await read_json(DocumentsRequest))
+        answer, results = await rerank_documents(meter, await read_body_as(DocumentsRequest))
         meta = {
             "api_version": {"version": "2"},
             "billed_units": {"search_units": SEARCH_UNITS},

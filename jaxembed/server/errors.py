@@ -26,7 +26,7 @@ from jaxembed.errors import (
 from jaxembed.server.meter import current_meter
 from jaxembed.server.service import current_service
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Dialect = Literal["tei", "openai", "cohere"]
 
@@ -48,7 +48,7 @@ class Unauthorized(JaxembedError):
 
 
 @dataclass(frozen=True)
-class Rule:
+class Reply:
     """How one class of errors looks on the wire, and under which `err` it is counted.
 
     Cohere's statuses are OpenAI's.
@@ -67,26 +67,27 @@ LONGEST_MESSAGE = 4000  # characters
 _SHAPE_PREFIX = "Failed to deserialize the JSON body into the target type: "
 _JSON_PREFIX = "Failed to parse the request body as JSON: "
 _BAD = "invalid_request_error"
+_FAILED = "server_error"
 
 # fmt: off
-RULES: dict[type[Exception], Rule] = {
-    BadJson:        Rule(400, "Validation", 400, _BAD, "invalid_json", "validation", _JSON_PREFIX),
-    BadField:       Rule(422, "Validation", 400, _BAD, None, "validation", _SHAPE_PREFIX),
-    UnknownModel:   Rule(404, "Validation", 404, _BAD, "model_not_found", "validation"),
-    EmptyInput:     Rule(400, "Empty", 400, _BAD, None, "tokenization"),
-    InputTooLong:   Rule(422, "Validation", 400, _BAD, "context_length_exceeded", "tokenization"),
-    BatchTooLarge:  Rule(422, "Validation", 400, _BAD, None, "batch_size"),
-    InvalidInput:   Rule(422, "Validation", 400, _BAD, None, "validation"),
-    TokenizerError: Rule(422, "Tokenizer", 400, _BAD, None, "tokenization"),
-    WrongTask:      Rule(424, "Backend", 400, _BAD, None, "model_type", "Backend error: "),
-    ShuttingDown:   Rule(503, "Unhealthy", 503, "server_error", "shutting_down", "overloaded"),
-    Overloaded:     Rule(429, "Overloaded", 429, "rate_limit_error", "overloaded", "overloaded"),
-    Unhealthy:      Rule(503, "Unhealthy", 503, "server_error", "unhealthy", None),
-    Unauthorized:   Rule(401, "Unauthorized", 401, _BAD, "invalid_api_key", None),
-    Cancelled:      Rule(503, "Unhealthy", 503, "server_error", "cancelled", "dropped"),
-    BackendError:   Rule(424, "Backend", 503, "server_error", None, "inference", "Backend error: "),
-    JaxembedError:  Rule(424, "Backend", 503, "server_error", None, "inference", "Backend error: "),
-    Exception:      Rule(500, "Backend", 500, "server_error", None, "inference"),
+REPLIES: dict[type[Exception], Reply] = {
+    BadJson:        Reply(400, "Validation", 400, _BAD, "invalid_json", "validation", _JSON_PREFIX),
+    BadField:       Reply(422, "Validation", 400, _BAD, None, "validation", _SHAPE_PREFIX),
+    UnknownModel:   Reply(404, "Validation", 404, _BAD, "model_not_found", "validation"),
+    EmptyInput:     Reply(400, "Empty", 400, _BAD, None, "tokenization"),
+    InputTooLong:   Reply(422, "Validation", 400, _BAD, "context_length_exceeded", "tokenization"),
+    BatchTooLarge:  Reply(422, "Validation", 400, _BAD, None, "batch_size"),
+    InvalidInput:   Reply(422, "Validation", 400, _BAD, None, "validation"),
+    TokenizerError: Reply(422, "Tokenizer", 400, _BAD, None, "tokenization"),
+    WrongTask:      Reply(424, "Backend", 400, _BAD, None, "model_type", "Backend error: "),
+    ShuttingDown:   Reply(503, "Unhealthy", 503, _FAILED, "shutting_down", "overloaded"),
+    Overloaded:     Reply(429, "Overloaded", 429, "rate_limit_error", "overloaded", "overloaded"),
+    Unhealthy:      Reply(503, "Unhealthy", 503, _FAILED, "unhealthy", None),
+    Unauthorized:   Reply(401, "Unauthorized", 401, _BAD, "invalid_api_key", None),
+    Cancelled:      Reply(503, "Unhealthy", 503, _FAILED, "cancelled", "dropped"),
+    BackendError:   Reply(424, "Backend", 503, _FAILED, None, "inference", "Backend error: "),
+    JaxembedError:  Reply(424, "Backend", 503, _FAILED, None, "inference", "Backend error: "),
+    Exception:      Reply(500, "Backend", 500, _FAILED, None, "inference"),
 }
 # fmt: on
 
@@ -110,9 +111,9 @@ def dialect_of(path: str) -> Dialect:
     return "openai" if path.startswith("/v1/") or path in UNPREFIXED else "tei"
 
 
-def rule_of(error: Exception) -> Rule:
+def rule_of(error: Exception) -> Reply:
     """The rule of the error's class, or of its nearest ancestor that has one."""
-    return next(RULES[kind] for kind in type(error).__mro__ if kind in RULES)
+    return next(REPLIES[kind] for kind in type(error).__mro__ if kind in REPLIES)
 
 
 async def refuse(error: Exception) -> Response:
@@ -172,15 +173,15 @@ def _hint(status: int, error: HTTPException) -> str:
     )
 
 
-def _message(error: Exception, rule: Rule) -> str:
+def _message(error: Exception, rule: Reply) -> str:
     """The text for the client: a failure of ours carries the request id and no internals."""
     if rule.err != "inference":
         return _clipped(str(error))
     request_id = g.get("request_id", "-")
     if isinstance(error, JaxembedError):
-        log.error("request %s failed: %s", request_id, error)
+        logger.error("request %s failed: %s", request_id, error)
         return f"{error} (request id {request_id})"
-    log.error("request %s met a bug", request_id, exc_info=error)
+    logger.error("request %s met a bug", request_id, exc_info=error)
     return f"internal error: this is a bug in jaxembed; the log has it as request {request_id}"
 
 

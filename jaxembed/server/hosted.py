@@ -12,7 +12,7 @@ import msgspec
 from quart import Blueprint, Response
 
 from jaxembed.engine.admission import as_one
-from jaxembed.server.body import check_batch, decode, read_data, read_json
+from jaxembed.server.body import check_batch, decode, read_body_as, read_data
 from jaxembed.server.encoding import json_response, wants_octets
 from jaxembed.server.errors import BadField
 from jaxembed.server.jina import answer_jina
@@ -55,7 +55,7 @@ class VertexResponse(msgspec.Struct):
 
 
 @blueprint.post("/rerank")
-async def rerank() -> Response:
+async def rerank_texts() -> Response:
     """The texts in order of their scores; a body with `documents` is answered as /v1/rerank."""
     with current_meter() as meter:
         data = await read_data()
@@ -80,7 +80,7 @@ async def vertex() -> Response:
     """What each instance asks for, all at once; the first failure answers for all."""
     service = current_service()
     with current_meter():
-        body = await read_json(VertexRequest)
+        body = await read_body_as(VertexRequest)
     check_batch(len(body.instances))  # decoding holds the event loop
     requests = [decode_any(raw, service.models) for raw in body.instances]
     check_batch(sum(map(_count, requests)))

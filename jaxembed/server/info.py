@@ -12,7 +12,9 @@ from jaxembed.server.service import Service, current_service
 
 blueprint = Blueprint("info", __name__)
 
-POOLING_NAMES = {"lasttoken": "last_token"}  # the others are spelled as sentence-transformers does
+TEI_POOLING_NAMES = {
+    "lasttoken": "last_token"
+}  # the others are spelled as sentence-transformers does
 MODEL_TYPES = {"rerank": "reranker", "classify": "classifier"}
 
 
@@ -44,10 +46,10 @@ async def info() -> Response:
     service = current_service()
     name = request.args.get("model")
     embedder = service.models[name] if name else service.models.first
-    return json_response(msgspec.json.encode(describe(service, embedder)))
+    return json_response(msgspec.json.encode(model_info(service, embedder)))
 
 
-def describe(service: Service, embedder: Embedder) -> Info:
+def model_info(service: Service, embedder: Embedder) -> Info:
     """The answer of /info about one model."""
     more = embedder.describe()
     if len(service.models) > 1:
@@ -76,7 +78,7 @@ def _model_type(embedder: Embedder) -> dict[str, dict[str, Any]]:
     """TEI's one-key object: how an embedding model pools, or what the other kinds can say."""
     spec = embedder.spec
     if spec.task == "embed":
-        pooling = "+".join(POOLING_NAMES.get(name, name) for name in spec.pooling)
+        pooling = "+".join(TEI_POOLING_NAMES.get(name, name) for name in spec.pooling)
         return {"embedding": {"pooling": pooling}}
     id2label = {str(i): label for i, label in enumerate(spec.labels)}
     label2id = {label: i for i, label in enumerate(spec.labels)}

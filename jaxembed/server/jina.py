@@ -9,10 +9,10 @@ from typing import Literal
 import msgspec
 from quart import Blueprint, Response, g
 
-from jaxembed.server.body import read_json
+from jaxembed.server.body import read_body_as
 from jaxembed.server.encoding import json_answer, json_response
 from jaxembed.server.meter import Meter, current_meter
-from jaxembed.server.rerank import DocumentsRequest, Result, rerank
+from jaxembed.server.rerank import DocumentsRequest, Result, rerank_documents
 from jaxembed.server.usage import Usage, usage_of
 
 blueprint = Blueprint("jina", __name__)
@@ -33,12 +33,12 @@ class JinaResponse(msgspec.Struct):
 async def rerank_jina() -> Response:
     """Rank documents by how well they answer a query."""
     with current_meter() as meter:
-        return await answer_jina(meter, await read_json(DocumentsRequest))
+        return await answer_jina(meter, await read_body_as(DocumentsRequest))
 
 
 async def answer_jina(meter: Meter, body: DocumentsRequest) -> Response:
     """The answer to one body, from wherever it came."""
-    answer, results = await rerank(meter, body)
+    answer, results = await rerank_documents(meter, body)
     rest = {
         "object": "rerank",
         "id": f"rerank-{g.request_id}",

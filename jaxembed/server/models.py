@@ -9,7 +9,7 @@ from jaxembed.spec import Task
 from jaxembed.tasks import DOES, KIND
 from jaxembed.telemetry import exposition
 
-ROUTES: dict[Task, str] = {
+TASK_ROUTES: dict[Task, str] = {
     "embed": "/v1/embeddings, /embed",
     "classify": "/predict, /classify",
     "rerank": "/rerank, /v1/rerank, /v2/rerank",
@@ -113,7 +113,7 @@ class Models:
 
     def _description(self, embedder: Embedder) -> str:
         task = embedder.spec.task
-        return f"`{self.name_of(embedder)}` is {KIND[task]} ({ROUTES[task]})"
+        return f"`{self.name_of(embedder)}` is {KIND[task]} ({TASK_ROUTES[task]})"
 
 
 def served_names(

@@ -12,7 +12,7 @@ from quart import Blueprint, Response
 
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import to_base64
-from jaxembed.server.body import AnyPriority, InputUnion, priority_of, read_inputs, read_json
+from jaxembed.server.body import AnyPriority, InputUnion, priority_of, read_body_as, read_inputs
 from jaxembed.server.encoding import json_items, json_response, octet_response, wants_octets
 from jaxembed.server.meter import current_meter
 from jaxembed.server.usage import Usage, usage_of
@@ -35,7 +35,7 @@ class EmbeddingsRequest(msgspec.Struct):
     priority: AnyPriority | None = None
 
 
-class Embedding(msgspec.Struct):
+class EmbeddingObject(msgspec.Struct):
     """One vector: a list of floats, or base64 of little-endian float32."""
 
     object: Literal["embedding"]
@@ -47,7 +47,7 @@ class EmbeddingsResponse(msgspec.Struct):
     """The embeddings, in the order of the inputs."""
 
     object: Literal["list"]
-    data: list[Embedding]
+    data: list[EmbeddingObject]
     model: str
     usage: Usage
 
@@ -57,7 +57,7 @@ class EmbeddingsResponse(msgspec.Struct):
 async def embeddings() -> Response:
     """The whole way of a request, from JSON to vectors and back."""
     with current_meter() as meter:
-        body = await read_json(EmbeddingsRequest)
+        body = await read_body_as(EmbeddingsRequest)
         embedder = meter.find(body.model, "embed")
         inputs = read_inputs(body.input, field="input")
         meter.accept(inputs)

@@ -24,12 +24,12 @@ from jaxembed.server import (
     tei_scores,
 )
 from jaxembed.server.body import PRIORITY
+from jaxembed.server.encoding import OCTETS
 from jaxembed.server.errors import Dialect, dialect_of
 from jaxembed.server.rerank import DocumentsRequest
 
 JSON = "application/json"
-OCTETS = "application/octet-stream"
-NEVER = "always 424"
+ALWAYS_REFUSED = "always 424"
 
 
 class OpenAIErrorDetail(msgspec.Struct):
@@ -98,13 +98,13 @@ ROUTES = (
     Route("post", "/embeddings", "Embed, as OpenAI", openai.EmbeddingsRequest,
           openai.EmbeddingsResponse, octets=True),
     Route("get", "/v1/models", "The served names", response=ops.ModelList),
-    Route("get", "/v1/models/{name}", "One served name", response=ops.Model),
+    Route("get", "/v1/models/{name}", "One served name", response=ops.ServedModel),
     Route("post", "/embed", "One vector per input", tei.EmbedRequest, VECTORS, octets=True),
     Route("post", "/embed_all", "One vector per token", tei.EmbedAllRequest, list[VECTORS]),
     Route("post", "/similarity", "Cosines", tei.SimilarityRequest, list[float]),
     Route("post", "/tokenize", "Tokens", tei.TokenizeRequest, list[list[tei.Token]]),
     Route("post", "/decode", "Text of token ids", tei.DecodeRequest, list[str]),
-    Route("post", "/embed_sparse", f"Not for this kind of model: {NEVER}"),
+    Route("post", "/embed_sparse", f"Not for this kind of model: {ALWAYS_REFUSED}"),
     Route("post", "/rerank", "Texts by how well they answer a query; also takes Jina's body",
           RERANKS, RANKINGS),
     Route("post", "/predict", "Labels with scores", tei_scores.PredictRequest, LABELS),
@@ -199,7 +199,7 @@ def _operation(route: Route, schemas: dict[str, dict]) -> dict:
             "default": {"description": "Error", "content": {JSON: {"schema": schemas[str(error)]}}}
         },
     }
-    if not route.summary.endswith(NEVER):
+    if not route.summary.endswith(ALWAYS_REFUSED):
         operation["responses"]["200"] = {"description": "OK", **_content(route, schemas)}
     if route.request is not None:
         body = {"required": True, "content": {JSON: {"schema": _schema(route.request, schemas)}}}

@@ -17,7 +17,7 @@ metrics_blueprint = Blueprint("metrics", __name__)
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Model(msgspec.Struct):
+class ServedModel(msgspec.Struct):
     """One served name."""
 
     id: str
@@ -31,7 +31,7 @@ class Model(msgspec.Struct):
 class ModelList(msgspec.Struct):
     """The names this server answers to."""
 
-    data: list[Model]
+    data: list[ServedModel]
     object: Literal["list"] = "list"
 
 
@@ -84,8 +84,8 @@ async def metrics() -> Response:
     return Response(current_service().models.exposition(), content_type=EXPOSITION)
 
 
-def _model(name: str, models: Models) -> Model:
+def _model(name: str, models: Models) -> ServedModel:
     embedder = models[name]
-    return Model(
+    return ServedModel(
         id=name, created=0, max_model_len=embedder.max_input_tokens, task=embedder.spec.task
     )

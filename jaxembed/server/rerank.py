@@ -63,7 +63,7 @@ class Result(msgspec.Struct, omit_defaults=True):
     document: Document | msgspec.UnsetType = msgspec.UNSET
 
 
-async def rerank(meter: Meter, body: DocumentsRequest) -> tuple[Scores, bytes]:
+async def rerank_documents(meter: Meter, body: DocumentsRequest) -> tuple[Scores, bytes]:
     """The model's answer, and the best documents as Results, the inside of a JSON list."""
     _check(body)
     texts = [item if isinstance(item, str) else item.text for item in body.documents]

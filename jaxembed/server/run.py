@@ -25,7 +25,7 @@ from jaxembed.server.app import Server, create_app, create_metrics_app
 from jaxembed.server.connection import Connection
 from jaxembed.server.models import Models
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75.0  # longer than the 60 s of common load balancers, which should close first
 CLOSE_S = 5.0  # for connections to close once the drain is over
@@ -45,7 +45,7 @@ def run(models: Models, config: ServerConfig, listener: socket.socket | None = N
     models.close(timeout_s=CLOSE_S)
     if failures:
         raise failures[0]
-    log.info("stopped")
+    logger.info("stopped")
 
 
 async def serve(
@@ -72,10 +72,12 @@ async def serve(
 
 
 async def _drain(app: Server, timeout_s: float) -> None:
-    log.info("draining %d requests", len(app.unanswered))
+    logger.info("draining %d requests", len(app.unanswered))
     left = await app.answered(timeout_s)
     if left:
-        log.warning("%d requests not answered within %g s; raise --drain-timeout", left, timeout_s)
+        logger.warning(
+            "%d requests not answered within %g s; raise --drain-timeout", left, timeout_s
+        )
         await app.expire(CLOSE_S)
 
 
@@ -115,7 +117,7 @@ def _start(
     # it has no setting for this
     hypercorn.asyncio.run.TCPServer = Connection  # pyright: ignore[reportPrivateImportUsage]
     listener.listen(BACKLOG)
-    log.info("listening on %s%s", url(listener), path)
+    logger.info("listening on %s%s", url(listener), path)
     settings = _settings(listener)
     return asyncio.create_task(
         hypercorn_serve(app, settings, shutdown_trigger=closing.wait, mode="asgi")
@@ -157,7 +159,7 @@ async def _close(servers: list[asyncio.Task]) -> None:
         server.cancel()
     for result in await asyncio.gather(*servers, return_exceptions=True):
         if isinstance(result, Exception):
-            log.error("a server did not close cleanly", exc_info=result)
+            logger.error("a server did not close cleanly", exc_info=result)
 
 
 async def _serve_until_stopped(
@@ -205,7 +207,7 @@ def _arm_watchdog(seconds: float) -> None:
     """End the process by then, whatever still runs: a thread in native code cannot be joined."""
 
     def bite() -> None:
-        log.error("still running %g s after the signal; exiting", seconds)
+        logger.error("still running %g s after the signal; exiting", seconds)
         os._exit(0)
 
     watchdog = threading.Timer(seconds, bite)

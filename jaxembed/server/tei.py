@@ -21,8 +21,8 @@ from jaxembed.server.body import (
     check_batch,
     empty,
     priority_of,
+    read_body_as,
     read_inputs,
-    read_json,
 )
 from jaxembed.server.encoding import (
     json_matrices,
@@ -123,14 +123,14 @@ class DecodeRequest(msgspec.Struct):
 async def embed() -> Response:
     """One vector per input."""
     with current_meter() as meter:
-        return await answer_embed(meter, await read_json(EmbedRequest), octets=wants_octets())
+        return await answer_embed(meter, await read_body_as(EmbedRequest), octets=wants_octets())
 
 
 @blueprint.post("/embed_all")
 async def embed_all() -> Response:
     """One vector per token, special tokens included, before pooling."""
     with current_meter() as meter:
-        body = await read_json(EmbedAllRequest)
+        body = await read_body_as(EmbedAllRequest)
         embedder = meter.find(body.model, "embed")
         inputs = read_inputs(body.inputs, field="inputs")
         meter.accept(inputs)
@@ -152,7 +152,7 @@ async def embed_all() -> Response:
 async def similarities() -> Response:
     """The cosine of the source with each sentence."""
     with current_meter() as meter:
-        body = await read_json(SimilarityRequest)
+        body = await read_body_as(SimilarityRequest)
         embedder = meter.find(body.model, "embed")
         inputs = _texts_to_compare(body.inputs)
         meter.accept(inputs)
@@ -174,7 +174,7 @@ async def similarities() -> Response:
 async def tokenize() -> Response:
     """The tokens of each text, with their places in it. Nothing is truncated."""
     with current_meter() as meter:
-        body = await read_json(TokenizeRequest)
+        body = await read_body_as(TokenizeRequest)
         texts = _texts_to_show(body.inputs)
         tokens = await meter.find(body.model, None).tokenize_async(
             texts, add_special_tokens=body.add_special_tokens, prompt_name=body.prompt_name
@@ -190,7 +190,7 @@ async def tokenize() -> Response:
 async def decode_ids() -> Response:
     """The text of each sequence of token ids."""
     with current_meter() as meter:
-        body = await read_json(DecodeRequest)
+        body = await read_body_as(DecodeRequest)
         if not body.ids or [] in body.ids:
             raise empty("input_ids")
         items = read_inputs(body.ids, field="ids").items

@@ -15,8 +15,8 @@ from jaxembed.server.body import (
     empty,
     mixed,
     priority_of,
-    read_json,
-    read_texts,
+    read_body_as,
+    read_texts_and_pairs,
 )
 from jaxembed.server.encoding import json_response
 from jaxembed.server.meter import Meter, current_meter
@@ -65,7 +65,7 @@ class PredictRequest(msgspec.Struct):
 async def predict() -> Response:
     """Every label of each input with its score, best first. A reranker has one label."""
     with current_meter() as meter:
-        return await answer_predict(meter, await read_json(PredictRequest))
+        return await answer_predict(meter, await read_body_as(PredictRequest))
 
 
 async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
@@ -116,15 +116,15 @@ async def answer_predict(meter: Meter, body: PredictRequest) -> Response:
 def _read_inputs(raw: str | list[str | list[str]]) -> RequestTexts:
     """The forms that PredictRequest lists."""
     if isinstance(raw, str):
-        return read_texts([[raw]], "inputs", "single")
+        return read_texts_and_pairs([[raw]], "inputs", "single")
     if not raw:
         raise empty("inputs")
     flat = [item for item in raw if isinstance(item, str)]
     if len(flat) == len(raw):
-        return read_texts([flat], "inputs", "single")
+        return read_texts_and_pairs([flat], "inputs", "single")
     groups = []
     for i, item in enumerate(raw):
         if isinstance(item, str):
             raise mixed("inputs", i, "a list of one or two texts", item)
         groups.append(item)
-    return read_texts(groups, "inputs", "batch")
+    return read_texts_and_pairs(groups, "inputs", "batch")

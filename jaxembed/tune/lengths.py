@@ -17,15 +17,15 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxembed.errors import ConfigError
-from jaxembed.json_file import read_json, shown
+from jaxembed.json_file import read_user_json, shown
 
 SAMPLE = 20_000  # texts that are tokenized; their lengths' quantiles are known to 1 % by then
-CHUNK = 1024  # texts tokenized in one call
+TEXTS_COUNTED_AT_ONCE = 1024  # texts tokenized in one call
 LONGEST = 2**19  # no model takes more
 SERIES = "jaxembed_input_tokens"
 FETCH_S = 10.0
 MOST_INPUTS = 2**40  # of one length; their sum must be an int64
-WANTED = (
+LENGTHS_FORM = (
     'a list of lengths such as [9, 12, 9], or counts by length such as {"9": 2, "12": 1}; '
     "texts go into a .txt or .jsonl file"
 )
@@ -94,8 +94,8 @@ def of_texts(
 ) -> Lengths:
     """SAMPLE of the texts, each as likely as the others, as `count_tokens` counts them."""
     sample, lengths = _sample(texts), []
-    for first in range(0, len(sample), CHUNK):
-        lengths += count_tokens(sample[first : first + CHUNK])
+    for first in range(0, len(sample), TEXTS_COUNTED_AT_ONCE):
+        lengths += count_tokens(sample[first : first + TEXTS_COUNTED_AT_ONCE])
     return _lengths([(length, 1) for length in lengths], source)
 
 
@@ -112,20 +112,23 @@ def _sample(texts: Iterable[str]) -> list[str]:
 
 def of_file(path: Path) -> Lengths:
     """From JSON: a list of lengths, or an object of counts by length. Raises ConfigError."""
-    said = read_json(path, str(path), WANTED)
+    said = read_user_json(path, str(path), LENGTHS_FORM)
     pairs: list[tuple[Any, Any]]  # of whatever JSON has
     if isinstance(said, dict):
         pairs = [(_number(length), count) for length, count in said.items()]
     elif isinstance(said, list):
         pairs = [(length, 1) for length in said]
     else:
-        raise ConfigError(f"{path}: it holds {shown(said)}; wanted {WANTED}")
+        raise ConfigError(f"{path}: it holds {shown(said)}; wanted {LENGTHS_FORM}")
     for length, count in pairs:
         if type(length) is not int or length < 1:
-            raise ConfigError(f"{path}: {shown(length)} is no length in tokens; wanted {WANTED}")
+            raise ConfigError(
+                f"{path}: {shown(length)} is no length in tokens; wanted {LENGTHS_FORM}"
+            )
         if type(count) is not int or not 0 <= count <= MOST_INPUTS:
             raise ConfigError(
-                f"{path}: {shown(count)} is no count of inputs of {length} tokens; wanted {WANTED}"
+                f"{path}: {shown(count)} is no count of inputs of {length} tokens; "
+                f"wanted {LENGTHS_FORM}"
             )
     return _lengths(pairs, str(path))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxembed import checkpoint, hub
 from jaxembed.config import EngineConfig, TextConfig
-from jaxembed.engine.build import Plan, plan, seats_of
+from jaxembed.engine.build import Plan, make_plan, seats_of
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import ConfigError, WrongTask
 from jaxembed.inputs import Text
@@ -22,7 +22,7 @@ TOKENIZERS = 4
 
 
 @dataclass(frozen=True)
-class Model:
+class MeasuredModel:
     """A model as a server with the same settings would run it, but on one replica: all of them
     have the same grid."""
 
@@ -52,9 +52,9 @@ class Model:
         self.workbench.close()
 
 
-def load(
+def load_measured(
     model: str | None, *, cache_dir: Path, config: EngineConfig, text: TextConfig, **source: Any
-) -> Model:
+) -> MeasuredModel:
     """`source` is as for `hub.resolve`. Raises CheckpointError or ConfigError."""
     if config.null_model:
         raise ConfigError("--null-model runs on no device, so there is nothing to tune")
@@ -63,10 +63,12 @@ def load(
     path = hub.resolve(model, cache_dir=cache_dir, **source)
     spec = checkpoint.load_spec(path)
     forward = program(spec)
-    made = plan(spec, forward, config, cache_dir)
+    made = make_plan(spec, forward, config, cache_dir)
     processor = TextProcessor(
         checkpoint.tokenizer_path(path), spec, made.max_input_tokens, text, TOKENIZERS
     )
     seat = seats_of(made, forward, checkpoint.stream_params(path, spec, forward.order))[0]
     assert isinstance(seat.runner, Replica)
-    return Model(model or hub.DEFAULT_MODEL, spec, made, config, Workbench(seat.runner), processor)
+    return MeasuredModel(
+        model or hub.DEFAULT_MODEL, spec, made, config, Workbench(seat.runner), processor
+    )

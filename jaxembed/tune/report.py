@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxembed.errors import ConfigError
-from jaxembed.tune.tuning import Side, Tuning
+from jaxembed.tune.tuning import GridResult, Tuning
 
-ROWS: dict[str, Callable[[Side], float]] = {
+ROWS: dict[str, Callable[[GridResult], float]] = {
     "buckets": lambda side: len(side.grid.buckets),
     "tokens of the largest": lambda side: side.max_batch_tokens,
     "ms of the slowest": lambda side: side.slowest_ms,

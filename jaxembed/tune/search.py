@@ -9,9 +9,9 @@ import numpy as np
 
 from jaxembed.engine.bucket import Bucket
 from jaxembed.tune.cost import CostTable
-from jaxembed.tune.traffic import Figures, Traffic, predict
+from jaxembed.tune.traffic import Figures, Traffic, predict_figures
 
-WEIGHTS = (0.5, 0.25, 0.25)  # of full load, requests of several texts, a lone text
+LOAD_WEIGHTS = (0.5, 0.25, 0.25)  # of full load, requests of several texts, a lone text
 SLACK = 1.01  # no load may take longer than this against the grid before
 PENALTY = 5.0  # for each e-fold beyond
 WORTH = 0.003  # a bucket that gains less is not worth compiling
@@ -22,7 +22,7 @@ def objective(figures: Figures, before: Figures, slack: float = SLACK) -> float:
     shall take `slack` times as long."""
     logs = np.log(figures.ratios(before))
     beyond = np.maximum(logs - np.log(slack), 0.0)
-    return float(logs @ WEIGHTS + PENALTY * beyond.sum())
+    return float(logs @ LOAD_WEIGHTS + PENALTY * beyond.sum())
 
 
 def row_counts(most: int) -> list[int]:
@@ -61,7 +61,7 @@ class Search:
     def score(self, buckets: frozenset[Bucket]) -> float:
         if buckets not in self._scores:
             cost = {bucket: self.table.ms(bucket) for bucket in sorted(buckets)}
-            figures = predict(self.traffic, cost, self.most, self.pair_ms)
+            figures = predict_figures(self.traffic, cost, self.most, self.pair_ms)
             self._scores[buckets] = objective(figures, self.before)
         return self._scores[buckets]
 

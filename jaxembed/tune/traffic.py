@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxembed.engine.batch import HOST_MS, choose, place
+from jaxembed.engine.batch import HOST_MS, choose_bucket, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.lanes import LOOKED_AT
 from jaxembed.engine.ticket import Entry, Ticket
@@ -98,7 +98,7 @@ def figures(
     )
 
 
-def predict(
+def predict_figures(
     traffic: Traffic,
     cost: Mapping[Bucket, float],
     most: int | None = None,
@@ -124,7 +124,7 @@ def _drain(
     ms, padded = pair_ms * sum(entry.length**2 for entry in waiting), 0
     while waiting:
         window = _window(waiting, enough)[:most]
-        bucket = choose(window, cost)
+        bucket = choose_bucket(window, cost)
         batch = place(bucket, window[:1], window[1:], most=most)
         ms += cost[bucket] + HOST_MS
         padded += bucket.tokens

@@ -56,7 +56,7 @@ class Stage:
         self.engine.close()
 
 
-class Trial:
+class GridTrial:
     """One grid on a stage."""
 
     def __init__(self, stage: Stage, grid: BucketGrid):
@@ -125,9 +125,9 @@ class Comparison:
         return np.array([after.ratios(before) for after, before in rounds])
 
 
-def compare(before: Trial, after: Trial, traffic: Traffic, rounds: int) -> Comparison:
+def compare(before: GridTrial, after: GridTrial, traffic: Traffic, rounds: int) -> Comparison:
     """In each round both take several turns, and the one that goes first changes."""
-    runs: dict[Trial, list[Figures]] = {before: [], after: []}
+    runs: dict[GridTrial, list[Figures]] = {before: [], after: []}
     for trial in runs:
         trial.run(traffic, Turns())
     for _ in range(rounds):

@@ -22,10 +22,10 @@ from jaxembed.models import native
 from jaxembed.telemetry import row_lengths
 from jaxembed.tune.cost import Cost, CostTable, probes
 from jaxembed.tune.lengths import Lengths
-from jaxembed.tune.model import Model
+from jaxembed.tune.model import MeasuredModel
 from jaxembed.tune.search import WORTH, Search, objective, row_counts
-from jaxembed.tune.traffic import Figures, Traffic, predict, traffic_of
-from jaxembed.tune.trial import Comparison, Stage, Trial, compare, median
+from jaxembed.tune.traffic import Figures, Traffic, predict_figures, traffic_of
+from jaxembed.tune.trial import Comparison, GridTrial, Stage, compare, median
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ NOISE = 1.05  # that a load may take longer in a round
 PACKAGES = ("jaxembed", "jax", "jaxlib")
 
 
-Progress = Callable[[str, int, int], object]  # what, how many of it, of how many
+TuningProgress = Callable[[str, int, int], object]  # what, how many of it, of how many
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Side:
+class GridResult:
     """A grid, what it costs to compile, and what it makes of the traffic."""
 
     grid: BucketGrid
@@ -110,10 +110,10 @@ class Side:
 class Tuning:
     """The grid in use and the one found, tried against each other."""
 
-    model: Model
+    model: MeasuredModel
     lengths: Lengths
-    before: Side
-    after: Side
+    before: GridResult
+    after: GridResult
     comparison: Comparison
     seconds: float
 
@@ -160,10 +160,10 @@ class Tuning:
 
 
 def tune(
-    model: Model,
+    model: MeasuredModel,
     lengths: Lengths,
     budget: Budget,
-    on_progress: Progress = lambda what, done, total: None,
+    on_progress: TuningProgress = lambda what, done, total: None,
 ) -> Tuning:
     """Find the buckets of least cost for these lengths, and try them against `model.plan.grid`.
 
@@ -179,7 +179,7 @@ def tune(
     return Tuning(model, lengths, before, after, comparison, time.monotonic() - started_at)
 
 
-def check_output(path: Path) -> None:
+def check_grid_path(path: Path) -> None:
     """Raises ConfigError unless a grid can be written there."""
     if path.suffix != ".json":
         raise ConfigError(f"--output {path}: wanted a name that ends in .json")
@@ -190,11 +190,11 @@ def check_output(path: Path) -> None:
 class _Tuner:
     def __init__(
         self,
-        model: Model,
+        model: MeasuredModel,
         lengths: Lengths,
         budget: Budget,
         started_at: float,
-        on_progress: Progress,
+        on_progress: TuningProgress,
     ):
         self.model, self.lengths, self.budget = model, lengths, budget
         self.workbench, self.grid = model.workbench, model.plan.grid
@@ -235,17 +235,17 @@ class _Tuner:
         chosen = self._search(self._allowed(self.workbench.costs))
         return BucketGrid(tuple(sorted(chosen)))
 
-    def tried(self, found: BucketGrid) -> tuple[Side, Side, Comparison]:
+    def tried(self, found: BucketGrid) -> tuple[GridResult, GridResult, Comparison]:
         """Both grids on the engine, with texts that the search has not seen."""
         self.on_progress("trying the grid found beside the one in use", 1, 1)
         traffic = self._traffic(BATCHES * self.most_tokens, seed=1)
         plan = self.model.plan
         grids = (self.grid, found)
         with Stage(self.workbench, grids, self.model.spec.dim, plan.platform, self.most) as stage:
-            before, after = (Trial(stage, grid) for grid in grids)
+            before, after = (GridTrial(stage, grid) for grid in grids)
             comparison = compare(before, after, traffic, self.budget.rounds)
         sides = [
-            Side(grid, self.workbench.costs, self._predicted(grid, traffic), median(runs))
+            GridResult(grid, self.workbench.costs, self._predicted(grid, traffic), median(runs))
             for grid, runs in ((self.grid, comparison.before), (found, comparison.after))
         ]
         return sides[0], sides[1], comparison
@@ -263,7 +263,7 @@ class _Tuner:
 
     def _predicted(self, grid: BucketGrid, traffic: Traffic) -> Figures:
         cost = {bucket: self.workbench.costs[bucket].ms for bucket in grid.buckets}
-        return predict(traffic, cost, self.most, self.pair_ms)
+        return predict_figures(traffic, cost, self.most, self.pair_ms)
 
     @property
     def _shards(self) -> int:

@@ -19,7 +19,7 @@ KERNELS = {
     "tpu": {"splash": "jaxembed.models.kernels.splash:KERNEL"},
 }
 
-SHORTEST_ROW = 128  # below it XLA computes the scores of a row at once, and they are few
+SHORTEST_PROBED_ROW = 128  # below it XLA computes the scores of a row at once, and they are few
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,20 @@ import jax.numpy as jnp
 from dew_flash_attn import flash_mha_varlen  # pyright: ignore[reportMissingImports]
 from jaxtyping import Array, Int
 
-from jaxembed.models.attention import Grouped, Heads, Segments, Sight
+from jaxembed.models.attention import Grouped, Heads, Sight
 from jaxembed.models.kernels import Call, Kernel
 from jaxembed.models.kernels.segments import starts, without_padding
+from jaxembed.models.tokens import Segments
 
-WIDEST_HEAD = 256
+FLASH_WIDEST_HEAD = 256
 
 
 def refuses(call: Call, length: int) -> str | None:
     """Why it does not take this call in rows of this length."""
     if call.dtype not in ("bfloat16", "float16"):
         return f"{call.dtype} is not bfloat16 or float16"
-    if call.width > WIDEST_HEAD:
-        return f"heads of {call.width} are wider than {WIDEST_HEAD}"
+    if call.width > FLASH_WIDEST_HEAD:
+        return f"heads of {call.width} are wider than {FLASH_WIDEST_HEAD}"
     return None
 
 

@@ -9,20 +9,21 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jaxtyping import Array, Float
 
-from jaxembed.models.attention import Grouped, Heads, Segments, Sight
+from jaxembed.models.attention import Grouped, Heads, Sight
 from jaxembed.models.kernels import Call, Kernel
 from jaxembed.models.kernels.segments import without_padding
+from jaxembed.models.tokens import Segments
 
-LANES = 128  # of a vector register: blocks of a row are multiples of it
-NARROWEST_HEAD = 64  # narrower ones are filled up with zeros
+TPU_LANES = 128  # of a vector register: blocks of a row are multiples of it
+SPLASH_NARROWEST_HEAD = 64  # narrower ones are filled up with zeros
 BLOCKS = (1024, 512, 256, 128)  # on v6e 1024 beat 512, 1.28 to 1.81 ms (Qwen3-0.6B, third party)
-LOCAL_BLOCK = 256  # larger ones hold keys that no query of theirs sees
+SPLASH_LOCAL_BLOCK = 256  # larger ones hold keys that no query of theirs sees
 
 
 def refuses(call: Call, length: int) -> str | None:
     """Why it does not take this call in rows of this length."""
-    if length % LANES:
-        return f"{length} tokens are no multiple of {LANES}"
+    if length % TPU_LANES:
+        return f"{length} tokens are no multiple of {TPU_LANES}"
     if call.dtype not in ("bfloat16", "float32"):
         return f"{call.dtype} has no products on TPU"
     return None
@@ -58,7 +59,7 @@ def _row(run: Any, query, key, value, segments):
 
 def block_sizes(length: int, sight: Sight) -> splash.BlockSizes:
     """The largest blocks that divide the row."""
-    most = LOCAL_BLOCK if sight.reach is not None else BLOCKS[0]
+    most = SPLASH_LOCAL_BLOCK if sight.reach is not None else BLOCKS[0]
     size = next(size for size in BLOCKS if size <= most and length % size == 0)
     return splash.BlockSizes(block_q=size, block_kv=size, block_kv_compute=min(size, 512))
 
@@ -73,7 +74,10 @@ def _mask(length: int, sight: Sight) -> masks.Mask:
 
 def _filled(x: Heads) -> Float[Array, "rows length heads filled"]:
     width = x.shape[3]
-    wanted = max(NARROWEST_HEAD, width if width <= NARROWEST_HEAD else -(-width // LANES) * LANES)
+    wanted = max(
+        SPLASH_NARROWEST_HEAD,
+        width if width <= SPLASH_NARROWEST_HEAD else -(-width // TPU_LANES) * TPU_LANES,
+    )
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wanted - width)))
 
 

@@ -13,13 +13,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Int
 
-from jaxembed.models.attention import MASKED, Grouped, Heads, Segments, Sight
+from jaxembed.models.attention import MASKED, Grouped, Heads, Sight
 from jaxembed.models.kernels import Call, Kernel
 from jaxembed.models.kernels.segments import spans, without_padding
+from jaxembed.models.tokens import Segments
 
 LOG2_E = 1.4426950408889634
-NARROWEST_HEAD = 16  # of Triton's products
-WIDEST_HEAD = 256
+TRITON_NARROWEST_HEAD = 16  # of Triton's products
+TRITON_WIDEST_HEAD = 256
 WIDE_HEAD = 64  # above it fewer queries and more warps: registers and shared memory are full
 QUERY_BLOCK, WIDE_QUERY_BLOCK = 128, 64
 KEY_BLOCK = 64
@@ -33,8 +34,8 @@ def refuses(call: Call, length: int) -> str | None:
     """
     if call.dtype not in ("bfloat16", "float16"):
         return f"{call.dtype} products are not the tensor cores'"
-    if call.width > WIDEST_HEAD:
-        return f"heads of {call.width} are wider than {WIDEST_HEAD}"
+    if call.width > TRITON_WIDEST_HEAD:
+        return f"heads of {call.width} are wider than {TRITON_WIDEST_HEAD}"
     return None
 
 
@@ -56,7 +57,7 @@ def attend(
     query_block = query_block or (WIDE_QUERY_BLOCK if wide else QUERY_BLOCK)
     scale = width**-0.5 * LOG2_E
     value = without_padding(value, segments)
-    filled = max(NARROWEST_HEAD, pl.next_power_of_2(width)) - width
+    filled = max(TRITON_NARROWEST_HEAD, pl.next_power_of_2(width)) - width
     tail = -length % max(query_block, key_block)
     around = ((0, 0), (0, tail), (0, 0), (0, filled))
     query, key, value = (jnp.pad(x, around) for x in (query, key, value))

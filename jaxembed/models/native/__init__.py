@@ -20,7 +20,9 @@ from uuid import uuid4
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, BFloat16, Float, Int
+from jaxtyping import Array, BFloat16, Float
+
+from jaxembed.models.tokens import Segments
 
 SOURCE = Path(__file__).with_name("native.c")
 CPU = Path("/proc/cpuinfo")
@@ -39,11 +41,10 @@ MOST_OF_A_ROW = 2**19  # elements: each item of `self_attention` holds a row, in
 TILE = 16  # lines of a tile: tokens, or neighbouring pairs of features
 PANEL = 32  # columns that lie together
 
-Heads = BFloat16[Array, "rows length heads width"]
-Grouped = BFloat16[Array, "rows length groups width"]
-Joint = BFloat16[Array, "rows length three heads width"]
+RoundedHeads = BFloat16[Array, "rows length heads width"]
+RoundedGrouped = BFloat16[Array, "rows length groups width"]
+RoundedJoint = BFloat16[Array, "rows length three heads width"]
 Panels = BFloat16[Array, "columns steps two pairs lanes both"]
-Segments = Int[Array, "rows length"]
 
 
 class Unavailable(Exception):
@@ -54,7 +55,7 @@ _loading = threading.Lock()
 _library: ctypes.CDLL | None = None
 
 
-def load(cache_dir: Path) -> None:
+def load_library(cache_dir: Path) -> None:
     """Let XLA call the kernels, which are compiled and tried once and then kept in `cache_dir`.
 
     The first ones serve the whole process: XLA refuses others of the same name. Raises Unavailable.
@@ -123,14 +124,21 @@ def takes(length: int, width: int, dtype: str) -> bool:
 
 
 def attention(
-    query: Heads, key: Grouped, value: Grouped, segments: Segments, causal: bool, reach: int | None
-) -> Heads:
+    query: RoundedHeads,
+    key: RoundedGrouped,
+    value: RoundedGrouped,
+    segments: Segments,
+    causal: bool,
+    reach: int | None,
+) -> RoundedHeads:
     """As models.attention.attend; zeros in padding. Keys of other segments cost nothing."""
     call = jax.ffi.ffi_call("jaxembed_attention", jax.ShapeDtypeStruct(query.shape, query.dtype))
     return call(query, key, value, segments, **_sight(causal, reach))
 
 
-def joint_attention(joint: Joint, segments: Segments, causal: bool, reach: int | None) -> Heads:
+def joint_attention(
+    joint: RoundedJoint, segments: Segments, causal: bool, reach: int | None
+) -> RoundedHeads:
     """The same for query, key and value side by side, as one product makes them."""
     rows, length, _, heads, width = joint.shape
     shape = jax.ShapeDtypeStruct((rows, length, heads, width), joint.dtype)
