@@ -18,7 +18,7 @@ from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.engine.admission import Admission, Capacity
 from jaxembed.engine.build import build, make_plan
 from jaxembed.engine.compiles import compile_events
-from jaxembed.errors import ConfigError, EmptyInput, InvalidInput
+from jaxembed.errors import ConfigError, InvalidInput, NoInputs
 from jaxembed.inputs import Input, Pair, Text
 from jaxembed.models import program
 from jaxembed.options import Embeddings, EncodeOptions, Label, Ranked, ScoreOptions, Scores
@@ -236,7 +236,7 @@ class Embedder:
 
     async def _admitted(self, request: Request[Answer], inputs: Sequence[Input]) -> Answer:
         if not inputs:
-            raise EmptyInput("Input validation error: `inputs` cannot be empty")
+            raise NoInputs()
         with self.admission.admit(len(inputs), self.processor.estimate(inputs)) as permit:
             return await self.runner.run_async(request, permit.correct)
 
@@ -248,9 +248,8 @@ class Embedder:
         characters = sum(map(len, texts))
         if characters > MOST_SHOWN_CHARACTERS:
             raise InvalidInput(
-                f"`inputs` may hold {MOST_SHOWN_CHARACTERS} characters in all, because every token "
-                f"is shown. Given: {characters}. Send fewer texts at a time",
-                field="inputs",
+                f"the texts may hold {MOST_SHOWN_CHARACTERS} characters in all, because every "
+                f"token is shown. Given: {characters}. Send fewer texts at a time"
             )
         call = partial(self.processor.pieces, texts, special=add_special_tokens, prompt=prompt)
         with self.admission.admit(len(texts), characters // 4):

@@ -6,8 +6,10 @@ JaxembedError
       - UnsupportedModel    an architecture, module or activation we have no code for
       - ConversionError     tensors missing, unused or wrongly shaped, all listed at once
   * InvalidInput            the request is at fault
-      - EmptyInput
+      - EmptyInput          a text, a query or a list of token ids with nothing in it
+          - NoInputs        a request with nothing to do
       - InputTooLong        more tokens than the limit, and truncation is off
+      - UnknownPrompt       a prompt name that the checkpoint lacks
       - BatchTooLarge       more inputs than one request may carry
       - UnknownModel        a model that is not served here
   * WrongTask               a task this kind of model cannot do
@@ -18,6 +20,8 @@ JaxembedError
       - NotFinite           a result holds NaN or infinity even when run alone
   * Cancelled               whoever waited for the result has gone
 """
+
+from collections.abc import Sequence
 
 
 class JaxembedError(Exception):
@@ -46,8 +50,8 @@ class ConversionError(CheckpointError):
 
 
 class InvalidInput(JaxembedError):
-    """The request is at fault. `field` names the part of it that is, where one can be named, and
-    `index` the input of several."""
+    """The request is at fault. `field` names the part of it that is, None the inputs themselves,
+    and `index` says which of several inputs it is."""
 
     def __init__(self, message: str, field: str | None = None, index: int | None = None):
         super().__init__(message)
@@ -56,11 +60,35 @@ class InvalidInput(JaxembedError):
 
 
 class EmptyInput(InvalidInput):
-    """An empty text, an empty list of token ids, or no input at all."""
+    """A text, a query or a list of token ids with nothing in it."""
+
+    def __init__(self, field: str | None = None, index: int | None = None):
+        super().__init__(f"the {field or 'input'} is empty", field, index)
+
+
+class NoInputs(EmptyInput):
+    """A request with nothing to do: `field` should hold inputs and holds none."""
 
 
 class InputTooLong(InvalidInput):
-    """An input with more tokens than the limit while truncation is off."""
+    """An input of `got` tokens, where `limit` is the most, while truncation is off."""
+
+    def __init__(self, limit: int, got: int, index: int | None = None):
+        super().__init__(
+            f"the input has {got} tokens, the limit is {limit}; truncate=True cuts it", None, index
+        )
+        self.limit = limit
+        self.got = got
+
+
+class UnknownPrompt(InvalidInput):
+    """The prompt `name` is not one of the `available` ones, which may be none."""
+
+    def __init__(self, name: str, available: Sequence[str]):
+        known = ", ".join(available) or "it has none"
+        super().__init__(f"the checkpoint has no prompt {name!r}: {known}", "prompt_name")
+        self.name = name
+        self.available = tuple(available)
 
 
 class BatchTooLarge(InvalidInput):

@@ -160,7 +160,7 @@ def check_dimensions(spec: ModelSpec, dimensions: int | None) -> None:
 def check_query(query: str) -> None:
     """Raises EmptyInput for a query that asks nothing."""
     if not query:
-        raise EmptyInput("Input validation error: `query` cannot be empty", field="query")
+        raise EmptyInput("query")
 
 
 def _mean(seconds: np.ndarray) -> float:

@@ -141,11 +141,7 @@ class FakeEmbedder(Embedder):
         truncate = self.text.truncate if options.truncate is None else options.truncate
         lengths = np.array([length(item) for item in inputs])
         if lengths.max() > MAX_TOKENS and not truncate:
-            raise InputTooLong(
-                f"Input validation error: `inputs` must have less than {MAX_TOKENS} tokens. "
-                f"Given: {lengths.max()}",
-                index=int(lengths.argmax()),
-            )
+            raise InputTooLong(MAX_TOKENS, int(lengths.max()), int(lengths.argmax()))
         return lengths
 
     async def _weather(self) -> None:

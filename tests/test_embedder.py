@@ -193,7 +193,7 @@ def test_bad_texts_are_refused(embedder, text, error):
 def test_a_long_text_is_cut_or_refused(embedder):
     long = "cat " * 100
     np.testing.assert_allclose(embedder.encode(long), embedder.encode("cat " * 62), atol=1e-5)
-    with pytest.raises(InputTooLong, match=r"less than 64 tokens\. Given: 102"):
+    with pytest.raises(InputTooLong, match="102 tokens, the limit is 64"):
         embedder.encode(long, truncate=False)
     ends = embedder.encode("dog " * 50 + "cat " * 62, truncation_side="left")
     np.testing.assert_allclose(ends, embedder.encode("cat " * 62), atol=1e-5)
@@ -566,7 +566,7 @@ def test_scores_tell_their_figures_and_no_prompt_is_added(reranker):
 def test_long_documents_are_cut_or_refused(reranker):
     cut = logits_of(reranker, [Pair(QUERY, "cat " * 500), Pair(QUERY, "cat " * (LIMIT - 8))])
     np.testing.assert_allclose(cut[0], cut[1], atol=1e-5)
-    with pytest.raises(InputTooLong, match=r"less than 64 tokens\. Given: 508"):
+    with pytest.raises(InputTooLong, match="508 tokens, the limit is 64"):
         reranker.rerank(QUERY, ["cat " * 500], truncate=False)
     short = reranker.rerank(QUERY, ["cat " * 500, "cat cat"], max_document_tokens=2)
     np.testing.assert_allclose(short[0].score, short[1].score, atol=1e-5)
@@ -633,7 +633,7 @@ def test_a_query_keeps_one_tokenizer_thread_busy_and_not_all(reranker, monkeypat
 
 def test_an_empty_query_is_refused_and_an_empty_document_is_not(reranker):
     """As in TEI: one side of a pair may be empty. Rerankers meet empty chunks."""
-    with pytest.raises(EmptyInput, match="`query` cannot be empty") as raised:
+    with pytest.raises(EmptyInput, match="the query is empty") as raised:
         reranker.rerank("", ["cat"])
     assert raised.value.field == "query"
     with pytest.raises(EmptyInput):

@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxembed", "converters")
 
@@ -57,3 +59,11 @@ def test_no_two_files_define_the_same_public_name():
     shared = {n: files for n, files in found.items() if len(files) > 1 and n not in allowed}
     assert not shared
     assert all(len(found[name]) > 1 for name in allowed)  # or it needs no exception
+
+
+@pytest.mark.parametrize("words", ["Input validation error", "--auto-truncate"])
+def test_what_clients_read_is_worded_in_the_server_alone(words):
+    """A user of the library reads the library's words."""
+    outside = [p for p in (ROOT / "jaxembed").rglob("*.py") if "server" not in p.parts]
+    found = [str(p) for p in outside if p.name != "cli.py" and words in p.read_text()]
+    assert not found

@@ -163,8 +163,8 @@ def test_an_unknown_model_is_told_the_known_ones():
         (b'{"input": ["a", null]}', "input[1]", "at `$.input[1]`"),
         (b'{"input": ""}', "input", "`input` cannot be empty"),
         (b'{"input": []}', "input", "`input` cannot be empty"),
-        (b'{"input": ["a", ""]}', "input[1]", "`input` cannot be empty"),
-        (b'{"input": [[1], []]}', "input[1]", "`input` cannot be empty"),
+        (b'{"input": ["a", ""]}', "input[1]", "`input[1]` cannot be empty"),
+        (b'{"input": [[1], []]}', "input[1]", "`input[1]` cannot be empty"),
     ],
 )
 def test_a_bad_request_is_a_400_naming_the_field(raw, param, message):

@@ -197,7 +197,8 @@ EMPTY = "Input validation error: `inputs` cannot be empty"
             {"inputs": " ".join("x" * 20), "truncate": False},
             422,
             "Validation",
-            "Input validation error: `inputs` must have less than 16 tokens. Given: 20",
+            "Input validation error: `inputs` must have less than 16 tokens. Given: 20. "
+            "Send `truncate: true` or start the server with --auto-truncate true",
         ),
         ("/embed_sparse", {}, 424, "Backend", "Backend error: Model is not an embedding model with "
          "SPLADE pooling"),
@@ -252,7 +253,7 @@ FAILING = [
         (Overloaded("Model is overloaded"), 429, "Overloaded", "Model is overloaded"),
         (ShuttingDown("shutting down"), 503, "Unhealthy", "shutting down"),
         (BackendError("the batch failed"), 424, "Backend", "Backend error: the batch failed"),
-        (TokenizerError("tokenizer error odd text"), 422, "Tokenizer", "tokenizer error odd text"),
+        (TokenizerError("odd text"), 422, "Tokenizer", "tokenizer error odd text"),
         (InvalidInput("no such prompt"), 422, "Validation", "no such prompt"),
         (ZeroDivisionError("secret"), 500, "Backend", "internal error"),
     ],

@@ -153,12 +153,9 @@ class Engine:
         lengths = [len(encoding.ids) for encoding in encodings]
         longest = max(lengths)
         if min(lengths) == 0:
-            raise EmptyInput("Input validation error: `inputs` cannot be empty")
+            raise EmptyInput(index=lengths.index(0))
         if longest > self.grid.max_length:
-            raise InputTooLong(
-                f"a sequence of {longest} tokens does not fit the longest bucket, "
-                f"{self.grid.max_length} tokens"
-            )
+            raise InputTooLong(self.grid.max_length, longest, lengths.index(longest))
         ticket = Ticket(encodings, self._dim, outputs, wake)
         with self._lock:
             if self._closing:

@@ -15,6 +15,7 @@ from jaxembed.errors import (
     EmptyInput,
     InputTooLong,
     InvalidInput,
+    UnknownPrompt,
     UnsupportedModel,
 )
 from jaxembed.inputs import Encoding, Input, Pair, Text, Tokens
@@ -127,7 +128,7 @@ class TextProcessor:
         """The text of each list of ids. Raises EmptyInput or InvalidInput."""
         for one in ids:
             if not one:
-                raise EmptyInput("Input validation error: `input_ids` cannot be empty")
+                raise EmptyInput()
             self._check_ids(one)
         return self._tokenizer.file.decode_batch(
             [list(one) for one in ids], skip_special_tokens=skip_special_tokens
@@ -185,15 +186,7 @@ class TextProcessor:
         prompts = self._spec.prompts
         if name in prompts:
             return prompts[name]
-        message = f"Input validation error: `default-prompt-name` is set to `{name}` but "
-        if not prompts:
-            message += "no prompts were found in the Sentence Transformers configuration"
-        else:
-            message += (
-                "it was not found in the Sentence Transformers prompts. "
-                f"Available prompts: [{', '.join(sorted(prompts))}]"
-            )
-        raise InvalidInput(message, field="prompt_name")
+        raise UnknownPrompt(name, sorted(prompts))
 
     def _count_prompt(self, prompt: str) -> int:
         """Tokens of a prompt, a trailing special one not counted, as sentence-transformers does."""
@@ -215,9 +208,9 @@ class TextProcessor:
     def _finish(self, encoding, rules: Rules) -> tuple[Encoding, bool]:
         """The encoding of a text, cut to the limit."""
         if not len(encoding):
-            raise _empty()  # a tokenizer without special tokens makes nothing of blanks
+            raise EmptyInput()  # a tokenizer without special tokens makes nothing of blanks
         if len(encoding) > self.limit and not rules.truncate:
-            raise self._too_long(len(encoding))
+            raise InputTooLong(self.limit, len(encoding))
         ids = self._within_limit(np.array(encoding.ids, np.int32), rules.side)
         types = None
         if self._has_types:
@@ -261,20 +254,20 @@ class TextProcessor:
             asked = cut_tokens(second, rules.max_second_tokens, side)
         length = len(first) + len(asked)
         if length > room and (not rules.truncate or room < 0):
-            raise self._too_long(length + frame.length)
+            raise InputTooLong(self.limit, length + frame.length)
         kept = cut_tokens(first, room, side)
         ids, types = frame.join(kept, cut_tokens(asked, room - len(kept), side))
         if not len(ids):
-            raise _empty()
+            raise EmptyInput()
         return Encoding(ids, types), length > room or len(asked) < len(second)
 
     def _encode_ids(self, tokens: Tokens, rules: Rules) -> tuple[Encoding, bool]:
         """Ids as they are: nothing is decoded, nothing added."""
         if not len(tokens.ids):
-            raise _empty()
+            raise EmptyInput()
         ids = self._check_ids(tokens.ids)
         if len(ids) > self.limit and not rules.truncate:
-            raise self._too_long(len(ids))
+            raise InputTooLong(self.limit, len(ids))
         return Encoding(cut_tokens(ids, self.limit, rules.side)), len(ids) > self.limit
 
     def _check_ids(self, ids: Sequence[int]) -> np.ndarray:
@@ -285,12 +278,6 @@ class TextProcessor:
                 "ids of another tokenizer (such as tiktoken) must be sent as text"
             )
         return np.array(ids, np.int32)
-
-    def _too_long(self, length: int) -> InputTooLong:
-        return InputTooLong(
-            f"Input validation error: `inputs` must have less than {self.limit} tokens. "
-            f"Given: {length}. Send `truncate: true` or start the server with --auto-truncate true"
-        )
 
 
 def _around_text(encoding) -> tuple[int, int]:
@@ -315,12 +302,8 @@ def _tokenized(parts: Iterable[tuple[Encoding, bool]]) -> Tokenized:
 
 def _not_empty(text: str) -> str:
     if not text:
-        raise _empty()
+        raise EmptyInput()
     return text
-
-
-def _empty() -> EmptyInput:
-    return EmptyInput("Input validation error: `inputs` cannot be empty")
 
 
 def _size(one: Input) -> int:

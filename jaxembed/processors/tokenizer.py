@@ -40,7 +40,7 @@ class Tokenizer:
                 return [self.file.encode(texts[0], add_special_tokens=special)]
             return encode(list(texts), add_special_tokens=special)
         except Exception as error:  # tokenizers raises bare Exception
-            raise TokenizerError(f"tokenizer error {_reason(texts, error)}") from error
+            raise TokenizerError(_reason(texts, error)) from error
 
     def encode_enough(
         self, texts: Sequence[str], most: int | None, side: Side, *, special: bool = True

@@ -133,7 +133,7 @@ def read_inputs(raw: str | Sequence[str | int | list[int]], field: str) -> Reque
     `[1, 2, 3]` is one sequence. `field` is the name the client gave the value.
     """
     if isinstance(raw, str):
-        return RequestInputs("single", len(raw), field, [_text(raw, field, field)])
+        return RequestInputs("single", len(raw), field, [_text(raw, field)])
     if not raw or isinstance(raw[0], int):
         ids = _sequence(raw, field)
         return RequestInputs("single", len(ids), field, [Tokens(ids)])
@@ -143,8 +143,8 @@ def read_inputs(raw: str | Sequence[str | int | list[int]], field: str) -> Reque
     for i, item in enumerate(raw):
         if isinstance(item, int):
             raise mixed(field, i, "a text or a list of token ids", item)
-        place = f"{field}[{i}]"
-        items.append(_text(item, field, place) if isinstance(item, str) else _ids(item, field, i))
+        one = _text(item, field, i) if isinstance(item, str) else _ids(item, field, i)
+        items.append(one)
         characters += len(item)
     return RequestInputs("batch", characters, field, items)
 
@@ -158,7 +158,7 @@ def read_texts_and_pairs(
     for i, group in enumerate(groups):
         place = field if method == "single" else f"{field}[{i}]"
         if not any(group):
-            raise empty(field, place)
+            raise EmptyInput(field, None if method == "single" else i)
         if len(group) > 2:
             raise BadField(
                 f"Expected one text or a pair, got {len(group)} texts - at `$.{place}`", field=place
@@ -195,26 +195,21 @@ def check_batch(count: int) -> None:
         )
 
 
-def empty(field: str, place: str | None = None) -> EmptyInput:
-    """TEI's words for an empty input; `place` says which one it is."""
-    return EmptyInput(f"Input validation error: `{field}` cannot be empty", field=place or field)
-
-
-def _text(text: str, field: str, place: str) -> Text:
+def _text(text: str, field: str, index: int | None = None) -> Text:
     if not text:
-        raise empty(field, place)
+        raise EmptyInput(field, index)
     return Text(text)
 
 
-def _ids(ids: list[int], field: str, i: int) -> Tokens:
+def _ids(ids: list[int], field: str, index: int) -> Tokens:
     if not ids:
-        raise empty(field, f"{field}[{i}]")
+        raise EmptyInput(field, index)
     return Tokens(ids)
 
 
 def _sequence(raw: Sequence[str | int | list[int]], field: str) -> list[int]:
     if not raw:
-        raise empty(field)
+        raise EmptyInput(field)
     ids = []
     for i, item in enumerate(raw):
         if not isinstance(item, int):

@@ -9,11 +9,11 @@ from typing import Literal
 import msgspec
 from quart import Blueprint, Response, g
 
+from jaxembed.errors import EmptyInput
 from jaxembed.options import ScoreOptions
 from jaxembed.server.body import (
     AnyPriority,
     RequestTexts,
-    empty,
     priority_of,
     read_body_as,
     read_texts_and_pairs,
@@ -77,6 +77,6 @@ def _read_input(raw: str | list[str | list[str]]) -> RequestTexts:
     if isinstance(raw, str):
         return read_texts_and_pairs([[raw]], "input", "single")
     if not raw:
-        raise empty("input")
+        raise EmptyInput("input")
     groups = [[item] if isinstance(item, str) else item for item in raw]
     return read_texts_and_pairs(groups, "input", "batch")

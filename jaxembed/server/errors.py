@@ -17,10 +17,12 @@ from jaxembed.errors import (
     InputTooLong,
     InvalidInput,
     JaxembedError,
+    NoInputs,
     Overloaded,
     ShuttingDown,
     TokenizerError,
     UnknownModel,
+    UnknownPrompt,
     WrongTask,
 )
 from jaxembed.server.meter import current_meter
@@ -121,15 +123,12 @@ async def refuse(error: Exception) -> Response:
     rule = rule_of(error)
     if rule.err is not None:
         current_meter().telemetry.request_failure.labels(rule.err).inc()
-    message = _message(error, rule)
     dialect = dialect_of(request.path)
-    field = getattr(error, "field", None)
-    if dialect != "tei" and (place := _place(error)) is not None:
-        field = place
-        message = message.replace("`inputs`", f"`{place}`")  # TEI's name of the field
+    field, place = _places(error)
+    message = _message(error, rule, field if dialect == "tei" else place)
     match dialect:
         case "openai":
-            response = _openai(rule.openai_status, message, rule.openai_type, field, rule.code)
+            response = _openai(rule.openai_status, message, rule.openai_type, place, rule.code)
         case "cohere":
             response = _json(rule.openai_status, {"message": message})
         case "tei":
@@ -155,11 +154,15 @@ async def refuse_http(error: HTTPException) -> Response:
     return response
 
 
-def _place(error: Exception) -> str | None:
-    """The path of the input at fault, where the model found one that is."""
+def _places(error: Exception) -> tuple[str | None, str | None]:
+    """The field at fault, and the path of the input in it where that is known."""
+    field, index = getattr(error, "field", None), getattr(error, "index", None)
     size = getattr(current_meter(), "size", None)
-    index = getattr(error, "index", None)
-    return None if size is None or index is None else size.place(index)
+    if field is not None:
+        return field, field if index is None else f"{field}[{index}]"
+    if size is not None and index is not None:
+        return size.field, size.place(index)
+    return None, None
 
 
 def _hint(status: int, error: HTTPException) -> str:
@@ -173,16 +176,39 @@ def _hint(status: int, error: HTTPException) -> str:
     )
 
 
-def _message(error: Exception, rule: Reply) -> str:
+def _message(error: Exception, rule: Reply, field: str | None) -> str:
     """The text for the client: a failure of ours carries the request id and no internals."""
     if rule.err != "inference":
-        return _clipped(str(error))
+        return _clipped(_words(error, field or "inputs"))
     request_id = g.get("request_id", "-")
     if isinstance(error, JaxembedError):
         logger.error("request %s failed: %s", request_id, error)
         return f"{error} (request id {request_id})"
     logger.error("request %s met a bug", request_id, exc_info=error)
     return f"internal error: this is a bug in jaxembed; the log has it as request {request_id}"
+
+
+def _words(error: Exception, field: str) -> str:
+    """TEI's words where it has some for the error, else the error's own."""
+    match error:
+        case NoInputs():
+            return f"`{field}` cannot be empty"
+        case EmptyInput():
+            return f"Input validation error: `{field}` cannot be empty"
+        case InputTooLong(limit=limit, got=got):
+            return (
+                f"Input validation error: `{field}` must have less than {limit} tokens. Given: "
+                f"{got}. Send `truncate: true` or start the server with --auto-truncate true"
+            )
+        case UnknownPrompt(name=name, available=available):
+            prompts = f"Available prompts: [{', '.join(available)}]"
+            reason = f"it was not found in the Sentence Transformers prompts. {prompts}"
+            if not available:
+                reason = "no prompts were found in the Sentence Transformers configuration"
+            return f"Input validation error: `default-prompt-name` is set to `{name}` but {reason}"
+        case TokenizerError():
+            return f"tokenizer error {error}"
+    return str(error)
 
 
 def _clipped(message: str) -> str:

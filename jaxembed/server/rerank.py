@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxembed.errors import EmptyInput, InvalidInput
+from jaxembed.errors import InvalidInput, NoInputs
 from jaxembed.options import ScoreOptions, Scores
 from jaxembed.server.body import AnyPriority, priority_of
 from jaxembed.server.meter import Meter
@@ -94,7 +94,7 @@ async def rerank_documents(meter: Meter, body: DocumentsRequest) -> tuple[Scores
 def _check(body: DocumentsRequest) -> None:
     """Raises InvalidInput for what is empty, out of range, or not supported."""
     if not body.documents:
-        raise EmptyInput("`documents` cannot be empty", field="documents")
+        raise NoInputs("documents")
     for field in ("top_n", "max_tokens_per_doc"):
         value = getattr(body, field)
         if value is not None and value < 0:

@@ -10,7 +10,7 @@ import msgspec
 import orjson
 from quart import Blueprint, Response
 
-from jaxembed.errors import EmptyInput, InvalidInput, WrongTask
+from jaxembed.errors import EmptyInput, InvalidInput, NoInputs, WrongTask
 from jaxembed.inputs import Priority, Tokens
 from jaxembed.options import EncodeOptions
 from jaxembed.postprocess import similarity
@@ -19,7 +19,6 @@ from jaxembed.server.body import (
     RequestInputs,
     TokenId,
     check_batch,
-    empty,
     priority_of,
     read_body_as,
     read_inputs,
@@ -192,7 +191,7 @@ async def decode_ids() -> Response:
     with current_meter() as meter:
         body = await read_body_as(DecodeRequest)
         if not body.ids or [] in body.ids:
-            raise empty("input_ids")
+            raise EmptyInput("input_ids")
         items = read_inputs(body.ids, field="ids").items
         texts = await meter.find(body.model, None).decode_async(
             [item.ids for item in items if isinstance(item, Tokens)],
@@ -247,15 +246,15 @@ def _check_dimensions(dimensions: int | None, largest: int) -> int | None:
 def _texts_to_show(inputs: str | list[str]) -> list[str]:
     texts = [inputs] if isinstance(inputs, str) else inputs
     if not texts:
-        raise EmptyInput("`inputs` cannot be empty", field="inputs")
+        raise NoInputs("inputs")
     check_batch(len(texts))
     if "" in texts:
-        raise empty("inputs", f"inputs[{texts.index('')}]")
+        raise EmptyInput("inputs", texts.index(""))
     return texts
 
 
 def _texts_to_compare(wanted: SimilarityInputs) -> RequestInputs:
     """The source and its sentences in one batch: the limit counts the source too, as TEI's."""
     if not wanted.sentences:
-        raise EmptyInput("`inputs.sentences` cannot be empty", field="inputs.sentences")
+        raise NoInputs("inputs.sentences")
     return read_inputs([wanted.source_sentence, *wanted.sentences], field="inputs")

@@ -7,12 +7,11 @@ import msgspec
 import numpy as np
 from quart import Blueprint, Response
 
-from jaxembed.errors import EmptyInput
+from jaxembed.errors import EmptyInput, NoInputs
 from jaxembed.inputs import Priority
 from jaxembed.options import ScoreOptions
 from jaxembed.server.body import (
     RequestTexts,
-    empty,
     mixed,
     priority_of,
     read_body_as,
@@ -72,7 +71,7 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
     """The texts in order of their scores; of equal ones the last first, as in TEI."""
     texts = body.texts
     if not texts:
-        raise EmptyInput("`texts` cannot be empty", field="texts")
+        raise NoInputs("texts")
     options = ScoreOptions(
         truncate=body.truncate,
         truncation_side=SIDES[body.truncation_direction],
@@ -118,7 +117,7 @@ def _read_inputs(raw: str | list[str | list[str]]) -> RequestTexts:
     if isinstance(raw, str):
         return read_texts_and_pairs([[raw]], "inputs", "single")
     if not raw:
-        raise empty("inputs")
+        raise EmptyInput("inputs")
     flat = [item for item in raw if isinstance(item, str)]
     if len(flat) == len(raw):
         return read_texts_and_pairs([flat], "inputs", "single")
