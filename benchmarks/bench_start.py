@@ -1,4 +1,5 @@
-"""How long a server takes from its command to its first answer, cold and warm, and on what.
+"""How long a server takes from its command to its first answer, cold and warm, on what, and what a
+lone query takes in the seconds after that.
 
 Cold: an empty cache folder, so the checkpoint is converted and every bucket compiled. Warm: the
 same folder again, where nothing should compile. Times are from the start of the process:
@@ -9,6 +10,10 @@ same folder again, where nothing should compile. Times are from the start of the
     embeddings  a /v1/embeddings request, sent as soon as there is a port, is answered
     all         every bucket is compiled
 
+From the moment /ready says 200 lone queries are sent at random times, `--per-s` of them a second:
+`after` has their p50 and p99 second by second, and as multiples of the steady p50, which is taken
+later, in seconds in which nothing was compiled and no bucket timed.
+
 Then the same steps one by one in a process of their own, without a server (`stages`), and what the
 server logged, with times. `compiled` is jaxembed_compile_count once all is done: 0 when warm.
 
@@ -16,6 +21,7 @@ server logged, with times. `compiled` is jaxembed_compile_count once all is done
     python -m benchmarks.bench_start --repeat 3 MODEL -- --max-batch-tokens 2048
 """
 
+import asyncio
 import json
 import os
 import socket
@@ -24,21 +30,21 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import report
+from benchmarks import load, report, workloads
+from benchmarks.bench_http import Texts
+from benchmarks.load import Open, Target
+from benchmarks.servers import COMPILED, SERVED, Watch, free_port, running
 
-POLL_S = 0.01
-SERVED = "benchmark"
-METRICS = ("jaxembed_compile_count", "jaxembed_compile_cache_hits", "jaxembed_compile_seconds")
+CONNECT_S = 1.0
+STEADY_S = 5.0
+STEADY_TRIES = 6
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
@@ -49,6 +55,10 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--repeat", type=int, default=1, help="cold starts, and as many warm ones")
     parser.add_argument("--timeout-s", type=float, default=240)
     parser.add_argument("--no-stages", action="store_true", help="only the server")
+    parser.add_argument("--after-s", type=float, default=30.0, help="of lone queries once ready")
+    parser.add_argument("--per-s", type=float, default=20.0, help="lone queries a second")
+    parser.add_argument("--texts", type=int, default=2048, help="different queries")
+    workloads.add_arguments(parser)
     report.add_arguments(parser)
     args = parser.parse_args(arguments[:at])
     args.flags = arguments[at + 1 :]
@@ -58,10 +68,12 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     starts = [start for _ in range(args.repeat) for start in cold_and_warm(args)]
-    keys = dict.fromkeys(key for start in starts for key in start if key not in ("log", "stages"))
+    hidden = ("log", "stages", "after")
+    keys = dict.fromkeys(key for start in starts for key in start if key not in hidden)
     report.show([{key: start.get(key) for key in keys} for start in starts], "starts, seconds")
     for kind in ("cold", "warm"):
         of_kind = [start for start in starts if start["start"] == kind]
+        report.show(after_rows(of_kind), f"a lone query after ready, {kind}, median of starts")
         report.show(stage_rows(of_kind), f"stages without a server, {kind}, seconds")
         print(f"\nlog of the last {kind} start")
         for at, line in of_kind[-1]["log"]:
@@ -75,6 +87,18 @@ def stage_rows(starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {"stage": name, "median_s": float(np.median([s["stages"][name] for s in starts]))}
         for name in names
+    ]
+
+
+def after_rows(starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The seconds after ready, each the median over the starts."""
+    seconds = min(len(start["after"]) for start in starts)
+    return [
+        {
+            name: float(np.median([start["after"][k][name] for start in starts]))
+            for name in starts[0]["after"][k]
+        }
+        for k in range(seconds)
     ]
 
 
@@ -94,8 +118,10 @@ def serve_once(args: Namespace, cache_dir: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "jaxembed.cli", "serve", *([args.model] if args.model else [])]
     command += ["--port", str(port), "--cache-dir", str(cache_dir)]
     command += ["--served-model-name", SERVED, *args.flags]
+    texts = Texts(args)
     with running(command) as (process, started_at, log):
-        watch = Watch(f"http://127.0.0.1:{port}", process, started_at, args.timeout_s, log)
+        url = f"http://127.0.0.1:{port}"
+        watch = Watch(url, process, started_at, args.timeout_s, log)
         first = {}
         port_s = watch.until(lambda: connects(port))
         asking = threading.Thread(
@@ -104,108 +130,73 @@ def serve_once(args: Namespace, cache_dir: Path) -> dict[str, Any]:
         asking.start()
         http_s = watch.until(lambda: watch.status("/livez") is not None)
         ready_s = watch.until(lambda: watch.status("/ready") == 200)
+        target = Target(url + "/v1/embeddings", SERVED)
+        queries = lone(target, texts, args.per_s, args.after_s)
         asking.join(args.timeout_s)
-        all_s = watch.until(lambda: any("buckets compiled in" in line for _, line in log))
+        watch.until(lambda: any(COMPILED in line for _, line in log))
+        steady_ms = steady(watch, target, texts, args)
         metrics = watch.metrics()
+    after = by_second(queries, steady_ms)
     return {
         "port_s": port_s,
         "http_s": http_s,
         "ready_s": ready_s,
         "embeddings_s": first.get("s"),
-        "all_s": all_s,
+        "all_s": next(at for at, line in log if COMPILED in line),
+        "steady_p50_ms": steady_ms,
+        "worst_second": max((row["times_steady"] for row in after), default=None),
         "compiled": metrics.get("jaxembed_compile_count"),
         "cache_hits": metrics.get("jaxembed_compile_cache_hits"),
         "compile_s": metrics.get("jaxembed_compile_seconds"),
+        "timings": metrics.get("jaxembed_bucket_timings"),
+        "after": after,
         "log": list(log),
     }
 
 
-class Watch:
-    """Asks a server that is starting."""
-
-    def __init__(
-        self, url: str, process: subprocess.Popen, started_at: float, timeout_s: float, log: list
-    ):
-        self._url = url
-        self._process = process
-        self._started_at = started_at
-        self._timeout_s = timeout_s
-        self._log = log
-
-    def until(self, happened: Callable[[], bool]) -> float:
-        """Seconds from the start of the process to when it happened."""
-        while not happened():
-            elapsed = time.monotonic() - self._started_at
-            if elapsed > self._timeout_s or self._process.poll() is not None:
-                lines = "\n".join(line for _, line in self._log[-20:])
-                raise TimeoutError(f"the server did not come up in {elapsed:.0f} s:\n{lines}")
-            time.sleep(POLL_S)
-        return time.monotonic() - self._started_at
-
-    def status(self, path: str, body: bytes | None = None) -> int | None:
-        """The status of a request; None if there is no answer."""
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._url + path, body, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                answer.read()
-                return answer.status
-        except urllib.error.HTTPError as error:
-            return error.code
-        except OSError:
-            return None
-
-    def embeds(self) -> bool:
-        body = json.dumps({"model": SERVED, "input": "how long does a start take?"}).encode()
-        return self.status("/v1/embeddings", body) == 200
-
-    def metrics(self) -> dict[str, float]:
-        with urllib.request.urlopen(self._url + "/metrics", timeout=self._timeout_s) as answer:
-            lines = [line.split() for line in answer.read().decode().splitlines()]
-        return {line[0]: float(line[1]) for line in lines if line and line[0] in METRICS}
+def lone(target: Target, texts: Texts, per_s: float, seconds: float) -> load.Sample:
+    """Single queries at random times, one connection each while another waits."""
+    query = Open("query", 1, per_s)
+    requests = texts.requests(target, 1, "base64")
+    return asyncio.run(load.run(target, [(query, requests)], seconds))[0]
 
 
-@contextmanager
-def running(
-    command: Sequence[str],
-) -> Iterator[tuple[subprocess.Popen, float, list[tuple[float, str]]]]:
-    """A process, when it started, and the lines it writes, with the seconds at which each came.
-    Ends it after."""
-    started_at = time.monotonic()
-    process = subprocess.Popen(
-        command, cwd=report.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    log: list[tuple[float, str]] = []
-
-    def read() -> None:
-        for line in process.stdout or ():
-            log.append((time.monotonic() - started_at, line.rstrip()))
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        yield process, started_at, log
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        reader.join()
-        if process.stdout is not None:
-            process.stdout.close()
+def steady(watch: Watch, target: Target, texts: Texts, args: Namespace) -> float:
+    """The p50 of a lone query in seconds in which nothing was compiled and no bucket timed; the
+    last of several tries where some bucket was timed in each."""
+    p50_ms = float("nan")
+    for _ in range(STEADY_TRIES):
+        before = watch.metrics()
+        seconds = min(STEADY_S, args.after_s)
+        p50_ms = lone(target, texts, args.per_s, seconds).row()["p50_ms"]
+        if watch.metrics() == before:
+            break
+    return p50_ms
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def by_second(sample: load.Sample, steady_ms: float) -> list[dict[str, Any]]:
+    """p50, p99 and the number of queries due in each second, and the p50 over the steady one."""
+    due, ms = np.array(sample.due_s), np.array(sample.latencies_s) * 1000
+    rows = []
+    for second in range(int(due.max()) + 1 if len(due) else 0):
+        own = ms[(due >= second) & (due < second + 1)]
+        if len(own):
+            p50, p99 = np.percentile(own, [50, 99])
+            rows.append(
+                {
+                    "second": second,
+                    "queries": len(own),
+                    "p50_ms": float(p50),
+                    "p99_ms": float(p99),
+                    "times_steady": float(p50 / steady_ms),
+                }
+            )
+    return rows
 
 
 def connects(port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), 1).close()
+        socket.create_connection(("127.0.0.1", port), CONNECT_S).close()
     except OSError:
         return False
     return True

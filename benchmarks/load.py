@@ -115,6 +115,7 @@ class Sample:
     """What one kind of client saw."""
 
     load: Load
+    due_s: list[float]  # when each request was due, from the start
     latencies_s: list[float]
     elapsed_s: float  # to the last answer
 
@@ -148,38 +149,42 @@ async def run(
 async def _closed(
     target: Target, load: Closed, requests: Iterator[bytes], seconds: float, _: int
 ) -> Sample:
+    dues: list[float] = []
     latencies: list[float] = []
 
     async def client(connection: Connection, start: float) -> None:
         while (due := time.perf_counter()) < start + seconds:
             await connection.ask(next(requests))
+            dues.append(due - start)
             latencies.append(time.perf_counter() - due)
 
     async with Connections(target) as connections:
         ready = [await connections.open() for _ in range(load.connections)]
         start = time.perf_counter()
         await asyncio.gather(*(client(connection, start) for connection in ready))
-        return Sample(load, latencies, time.perf_counter() - start)
+        return Sample(load, dues, latencies, time.perf_counter() - start)
 
 
 async def _open(
     target: Target, load: Open, requests: Iterator[bytes], seconds: float, seed: int
 ) -> Sample:
     idle: list[Connection] = []
+    dues: list[float] = []
     latencies: list[float] = []
 
-    async def one(due: float, connections: Connections) -> None:
+    async def one(due: float, start: float, connections: Connections) -> None:
         await asyncio.sleep(due - time.perf_counter())
         connection = idle.pop() if idle else await connections.open()
         await connection.ask(next(requests))
+        dues.append(due - start)
         latencies.append(time.perf_counter() - due)
         idle.append(connection)
 
     async with Connections(target) as connections:
         start = time.perf_counter()
         times = start + arrivals(load.per_s, seconds, seed)
-        await asyncio.gather(*(one(due, connections) for due in times))
-        return Sample(load, latencies, time.perf_counter() - start)
+        await asyncio.gather(*(one(due, start, connections) for due in times))
+        return Sample(load, dues, latencies, time.perf_counter() - start)
 
 
 def arrivals(per_s: float, seconds: float, seed: int = 0) -> np.ndarray:

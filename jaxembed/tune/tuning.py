@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ import numpy as np
 from jaxembed.engine.bucket import MOST_DEFAULT_BUCKETS, SHORTEST_ROW, Bucket, BucketGrid
 from jaxembed.engine.build import tuned_for
 from jaxembed.errors import ConfigError
+from jaxembed.files import replacing
 from jaxembed.inputs import Encoding
 from jaxembed.models import native
 from jaxembed.telemetry import row_lengths
@@ -151,10 +151,9 @@ class Tuning:
             },
         }
         text = re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", json.dumps(file, indent=1))
-        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
         try:
-            partial.write_text(text + "\n")
-            partial.replace(path)
+            with replacing(path) as partial:
+                partial.write_text(text + "\n")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 

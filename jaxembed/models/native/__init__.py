@@ -15,13 +15,13 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16, Float
 
+from jaxembed.files import replacing
 from jaxembed.models.tokens import Segments
 
 SOURCE = Path(__file__).with_name("native.c")
@@ -256,17 +256,13 @@ def _compiled(cache_dir: Path) -> Path:
     if library.exists():
         return library
     compiler = _compiler()
-    partial = library.with_name(f".{library.name}.{uuid4().hex}")  # containers share process ids
     try:
         cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _compile(compiler, partial)
-        _check(partial)
-        partial.replace(library)
+        with replacing(library) as partial:
+            _compile(compiler, partial)
+            _check(partial)
     except OSError as error:
         raise Unavailable(f"cannot compile in {cache_dir}: {error.strerror}") from error
-    finally:
-        with suppress(OSError):  # such as there being no directory
-            partial.unlink()
     return library
 
 

@@ -1,0 +1,39 @@
+"""A file is replaced as a whole, or not at all."""
+
+import pytest
+
+from jaxembed.files import replacing
+
+
+def test_the_new_file_takes_the_place_of_the_old_one_at_the_end(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with replacing(path) as partial:
+        partial.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failure_keeps_the_old_file_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+
+    def write() -> None:
+        with replacing(path) as partial:
+            partial.write_text("ne")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_that_write_at_once_do_not_meet(tmp_path):
+    path = tmp_path / "a.json"
+    with replacing(path) as first, replacing(path) as second:
+        assert first != second
+        first.write_text("1")
+        second.write_text("2")
+    assert path.read_text() == "1"  # the block that ended last
