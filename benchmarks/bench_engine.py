@@ -41,9 +41,11 @@ from benchmarks.subject import Subject, load
 from benchmarks.workloads import MIXES, Workload
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
+from jaxembed.engine.costs import BucketCosts
 from jaxembed.engine.engine import Engine, Seat
-from jaxembed.engine.replica import NullReplica, Runner, milliseconds
+from jaxembed.engine.replica import NullReplica, Runner
 from jaxembed.engine.ticket import Entry, Ticket
+from jaxembed.engine.timing import milliseconds
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.inputs import Encoding
 from jaxembed.models.output import OutputName
@@ -219,7 +221,9 @@ def measure(
         for engine in engines.values():
             embed_all(engine, mix.encodings[: TICKET * 4])
         entries = Ticket(mix.encodings, 1).entries
-        holding = {b for e in engines.values() for b in e.cost if b.length >= mix.lengths.max()}
+        holding = {
+            b for e in engines.values() for b in e.grid.buckets if b.length >= mix.lengths.max()
+        }
         for _ in range(repeat):
             best = {bucket: _useful_rate(recorder.runner, bucket, entries) for bucket in holding}
             for key, engine in engines.items():
@@ -234,12 +238,11 @@ def measure(
 
 
 def started(runner: Runner, grid: BucketGrid, model: Subject, platform: str) -> Engine:
-    """An engine of one seat with every bucket compiled."""
+    """An engine of one seat with every bucket compiled and timed."""
     seats = [Seat(runner, DeviceTurn.for_platform(platform))]
-    engine = Engine(seats, grid, model.spec.dim, Telemetry(), full_warmup=True)
+    engine = Engine(seats, grid, model.spec.dim, Telemetry(), BucketCosts(1e-3), full_warmup=True)
     engine.start()
-    for thread in engine.warmup.threads:  # until every bucket is timed, too
-        thread.join()
+    engine.wait_timed()
     return engine
 
 

@@ -13,7 +13,6 @@ programs that began while one of the other model ran: two are in flight at most,
 
 import asyncio
 import tempfile
-import threading
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Awaitable, Callable, Sequence
@@ -54,7 +53,7 @@ class Watch:
 
     def over(self, name: str, embedder: Embedder) -> None:
         """Note every run of the embedder's runners from now on."""
-        for seat in embedder.engine._seats:
+        for seat in embedder.engine.seats:
             seat.runner.run = self._noting(name, seat.runner.run)
 
     def overlaps(self) -> int:
@@ -158,9 +157,8 @@ def _random_reranker(path: Path, folder: Path) -> Path:
 
 def _wait_for_timings(embedders: Sequence[Embedder]) -> None:
     """Until every bucket is compiled and timed."""
-    threads: list[threading.Thread] = [t for e in embedders for t in e.engine.warmup.threads]
-    for thread in threads:
-        thread.join()
+    for embedder in embedders:
+        embedder.engine.wait_timed()
 
 
 def _loads(embedder: Embedder, reranker: Embedder, args: Namespace) -> list[Load]:

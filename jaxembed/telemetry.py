@@ -199,6 +199,9 @@ class Telemetry:
             "jaxembed_compile_cache_hits", "Programs found in the persistent cache"
         )
         self.compile_seconds = self._counter("jaxembed_compile_seconds", "Seconds spent compiling")
+        self.bucket_timings = self._counter(
+            "jaxembed_bucket_timings", "Times that a bucket was timed while nothing waited"
+        )
         self.truncated_inputs = self._counter(
             "jaxembed_truncated_inputs", "Inputs cut to the limit"
         )

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import pytest
 import tokenizers
+from fakes import SMALL_GRID, WAIT_S, EngineUnderTest
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from jaxembed import Embedder, EngineConfig, checkpoint
-from jaxembed.engine import engine as engine_module
+from jaxembed.engine import costs, timing
 from jaxembed.models import native, random_parameters
 from jaxembed.spec import ModelSpec, NormalizeLayer
 
@@ -21,7 +22,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
-engine_module.ROUNDS = 1  # a test that holds a runner would hold one that is timed still
+# Nothing runs beside other tests: beartype draws random numbers, which Hypothesis notices.
+timing.AGAIN_S = 3600.0
 
 LIMIT = 64  # tokens
 _SENTENCE = "the a of cat dog sat on mat runs red blue sky how what is where train tiny"
@@ -182,6 +184,27 @@ def _embedder(tiny_checkpoint, grid_file, tmp_path_factory) -> Iterator[Embedder
         dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128, warmup="full"
     )
     cache = tmp_path_factory.mktemp("cache")
-    embedder = Embedder(str(tiny_checkpoint), cache_dir=cache, config=config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "TIMINGS", 1)
+        embedder = Embedder(str(tiny_checkpoint), cache_dir=cache, config=config)
+        embedder.engine.wait_timed(60.0)
     yield embedder
     embedder.close()
+
+
+@pytest.fixture(name="start")
+def _start():
+    """Start engines that are closed at the end."""
+    engines: list[EngineUnderTest] = []
+
+    def start(*runners, ready=True, **options) -> EngineUnderTest:
+        engine = EngineUnderTest(runners, options.pop("grid", SMALL_GRID), **options)
+        engines.append(engine)
+        engine.start()
+        if ready:
+            engine.warmup.wait(WAIT_S)
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.close(WAIT_S)

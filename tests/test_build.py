@@ -162,7 +162,7 @@ def test_the_null_model_has_no_devices_and_loads_no_parameters(planned):
 
     spec = tiny_spec()
     engine = build(made, program(spec), load, spec, EngineConfig(null_model=True), Telemetry())
-    assert [type(seat.runner) for seat in engine._seats] == [NullReplica]
+    assert [type(seat.runner) for seat in engine.seats] == [NullReplica]
 
 
 @pytest.mark.parametrize(
@@ -174,11 +174,11 @@ def test_a_replica_for_each_device_or_one_over_all(planned, parallel, groups):
     engine = build(
         made, program(spec), lambda: random_parameters(spec).items(), spec, config, Telemetry()
     )
-    runners = [seat.runner for seat in engine._seats]
+    runners = [seat.runner for seat in engine.seats]
     assert all(isinstance(runner, Replica) for runner in runners)
     local = jax.local_devices()
     assert [list(r.devices) for r in runners] == [[local[i] for i in group] for group in groups]
-    assert len({id(seat.turn) for seat in engine._seats}) == len(groups)
+    assert len({id(seat.turn) for seat in engine.seats}) == len(groups)
 
 
 def test_only_float16_keeps_a_float32_program_of_the_longest_bucket(planned):

@@ -1,6 +1,7 @@
 """The default token budget: measured once on a CPU, fixed elsewhere."""
 
 import json
+import os
 
 import jax
 import pytest
@@ -14,11 +15,11 @@ from jaxembed.models import program
 @pytest.fixture(name="measured")
 def _measured(monkeypatch) -> dict:
     """A machine of a given rate; counts how often it is measured."""
-    machine = {"rate": 1e12, "times": 0}
+    machine = {"rate": 1e12, "times": 0, "spread": 1.1}
 
     def measure(dtype):
         machine["times"] += 1
-        return machine["rate"]
+        return machine["rate"], machine["spread"]
 
     monkeypatch.setattr(calibrate, "_measure", measure)
     return machine
@@ -78,12 +79,27 @@ def test_what_is_remembered_decides_even_if_the_machine_is_faster_today(tmp_path
     assert budget(tmp_path) == 256
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"another machine": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", "null", '{"another machine": 1}', "KEY 0", "KEY -1", "KEY NaN",
+             'KEY "fast"', "KEY null", "KEY [1]", "KEY Infinity", "KEY true"]
+)  # fmt: skip
 def test_a_file_that_says_nothing_of_this_machine_is_measured_anew(tmp_path, measured, text):
+    key = f"{calibrate.host_id()}/{os.cpu_count()}/float32"
+    text = f'{{"{key}": {text[4:]}}}' if text.startswith("KEY") else text
     (tmp_path / "cpu-rates.json").write_text(text)
     budget(tmp_path)
     budget(tmp_path)
     assert measured["times"] == 1
+
+
+def test_a_rate_of_a_busy_machine_is_noticed_and_not_kept(tmp_path, measured, caplog):
+    measured["spread"] = 2.0
+    budget(tmp_path)
+    assert "something else uses this machine" in caplog.text
+    measured["spread"] = 1.0
+    budget(tmp_path)
+    budget(tmp_path)
+    assert measured["times"] == 2
 
 
 def test_the_rates_of_other_machines_are_kept(tmp_path, measured):
@@ -116,7 +132,7 @@ def test_a_cpu_multiplies_bfloat16_where_that_is_clearly_faster(
     tmp_path, monkeypatch, bfloat16, wanted
 ):
     rates = {"bfloat16": bfloat16 * 1e11, "float32": 1e11}
-    monkeypatch.setattr(calibrate, "_measure", lambda dtype: rates[dtype])
+    monkeypatch.setattr(calibrate, "_measure", lambda dtype: (rates[dtype], 1.0))
     device = jax.local_devices()[0]
     assert native_dtype(device) == wanted  # with nowhere to remember it
     assert native_dtype(device, tmp_path) == wanted
@@ -146,4 +162,6 @@ def test_an_accelerator_is_asked_what_it_is_and_not_measured(measured):
 
 def test_a_product_is_measured_for_real(monkeypatch):
     monkeypatch.setattr(calibrate, "SHAPE", (64, 64, 64))
-    assert 1e5 < calibrate._measure("float32") < 1e15
+    rate, spread = calibrate._measure("float32")
+    assert 1e5 < rate < 1e15
+    assert 1.0 <= spread < 1e3

@@ -217,7 +217,7 @@ def test_a_cache_directory_that_cannot_be_is_refused_by_its_flag(tmp_path):
         (("./nowhere",), "./nowhere does not exist"),
         (("CHECKPOINT", "--max-input-length", "65"), "65 is more than the 64 positions"),
         (("CHECKPOINT", "--max-batch-tokens", "32", "--max-input-length", "64"), "--max-batch-"),
-        (("CHECKPOINT", "--default-prompt-name", "no"), "Available prompts: [passage, query]"),
+        (("CHECKPOINT", "--default-prompt-name", "no"), "has no prompt 'no': passage, query"),
         (("CHECKPOINT", "--default-prompt", "a", "--default-prompt-name", "b"), "not both"),
         (("CHECKPOINT", "--buckets", "nowhere.json"), "--buckets nowhere.json"),
     ],

@@ -1,6 +1,8 @@
 """Embedder: the library's face, and what the server asks of it."""
 
 import asyncio
+import math
+import re
 import subprocess
 import sys
 import threading
@@ -91,7 +93,8 @@ def series(embedder) -> dict[str, float]:
 
 
 def queue_of(embedder) -> tuple[int, int]:
-    return embedder.engine._lanes.inputs, embedder.engine._lanes.tokens
+    state = embedder.engine.snapshot()
+    return state.waiting_inputs, state.waiting_tokens
 
 
 # -- the library -----------------------------------------------------------------------------------
@@ -370,7 +373,7 @@ def test_draining_refuses_and_close_finishes(open_embedder):
         embedder.encode("cat")
     with pytest.raises(BackendError, match="this Embedder is closed"):
         asyncio.run(embedder.encode_async("cat"))
-    assert not any(thread.is_alive() for thread in embedder.engine._threads)
+    assert embedder.engine.snapshot().threads == 0
 
 
 @pytest.mark.parametrize(
@@ -856,3 +859,19 @@ assert not xla_bridge.backends_are_initialized(), "a device was started"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_second_start_finds_what_buckets_cost_and_times_nothing(
+    tiny_checkpoint, grid_file, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("jaxembed.engine.costs.TIMINGS", 2)
+    monkeypatch.setattr("jaxembed.engine.cost_file.BUSY_SPREAD", math.inf)
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
+    counts = []
+    for _ in range(2):
+        with Embedder(str(tiny_checkpoint), cache_dir=tmp_path, config=config) as embedder:
+            embedder.engine.wait_timed(60.0)
+            embedder.encode(["the cat"])
+            text = embedder.telemetry.exposition().decode()
+            counts.append(float(re.search(r"^jaxembed_bucket_timings (\S+)$", text, re.M)[1]))
+    assert counts == [6.0, 0.0]  # two of each of three buckets, then none

@@ -1,91 +1,39 @@
 """The queue and its threads, with runners that are plain Python."""
 
 import gc
-import itertools
 import logging
 import math
 import threading
-import time
 import weakref
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fakes import (
+    SMALL_GRID,
+    WAIT_S,
+    EngineUnderTest,
+    SumRunner,
+    count_of,
+    encoding,
+    entered,
+    sums,
+    timed_costs,
+    until,
+)
 
-from jaxembed.engine import engine as engine_module
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.engine import Engine, Seat
+from jaxembed.engine.costs import BucketCosts
+from jaxembed.engine.engine import FAILURES_TO_SICK, Engine, Seat
 from jaxembed.engine.lanes import MOST_LOOKED_AT
 from jaxembed.engine.replica import NullReplica
-from jaxembed.engine.turn import DeviceTurn
+from jaxembed.engine.turn import DeviceTurn, Share
 from jaxembed.errors import BackendError, Cancelled, EmptyInput, InputTooLong
-from jaxembed.inputs import Encoding
 from jaxembed.telemetry import Telemetry
 
-SHORT, WIDE, LONG = Bucket(1, 16), Bucket(8, 16), Bucket(1, 64)
-GRID = BucketGrid((SHORT, WIDE, LONG))
-WAIT_S = 30.0  # for what must happen: reached only when it doesn't
-
-
-class SumRunner:
-    """Answers each sequence with the sum of its ids. `gate` holds runs back, `broken` fails them,
-    `slow_to_compile` waits for its event; `seen` are the first ids that ran."""
-
-    def __init__(self):
-        self.gate = threading.Event()
-        self.gate.set()
-        self.entered = threading.Semaphore(0)  # released by each run of real work
-        self.broken = False
-        self.slow_to_compile: dict[Bucket, threading.Event] = {}
-        self.cannot_compile: set[Bucket] = set()
-        self.compiled: list[Bucket] = []
-        self.seen: list[int] = []
-        self.buckets: list[Bucket] = []
-        self.inside = 0
-        self.most_inside = 0
-
-    def compile(self, bucket):
-        if bucket in self.slow_to_compile:
-            assert self.slow_to_compile[bucket].wait(WAIT_S)
-        if bucket in self.cannot_compile:
-            raise RuntimeError(f"XLA cannot compile {bucket}")
-        self.compiled.append(bucket)
-
-    def run(self, bucket, planes, outputs):
-        ids, segments, positions = planes[0], planes[2], planes[1]
-        warm_up = (ids == 1).all()
-        if not warm_up:
-            self.inside += 1
-            self.most_inside = max(self.most_inside, self.inside)
-            self.entered.release()
-            assert self.gate.wait(WAIT_S)
-            self.inside -= 1
-            self.seen += ids[(segments > 0) & (positions == 0)].tolist()
-            self.buckets.append(bucket)
-        if self.broken:
-            raise RuntimeError("INTERNAL: broken")
-        member = segments[:, None, :] == np.arange(1, bucket.slots + 1)[None, :, None]
-        dense = np.where(member, ids[:, None, :], 0).sum(axis=2)[:, :, None]
-        return {"dense": dense.astype(np.float32)}
-
-    def run_in_float32(self, planes, outputs):
-        return None
-
-
-class EngineUnderTest(Engine):
-    """An Engine of SumRunners that is closed by its fixture."""
-
-    def __init__(self, runners, grid=GRID, turns=None, **options):
-        self.telemetry = Telemetry()
-        turns = turns or [DeviceTurn() for _ in runners]
-        seats = [Seat(runner, turn) for runner, turn in zip(runners, turns, strict=True)]
-        super().__init__(seats, grid, 1, self.telemetry, **options)
-
-    @property
-    def waiting(self) -> tuple[int, int]:
-        return self._lanes.inputs, self._lanes.tokens
+GRID = SMALL_GRID
+SHORT, WIDE, LONG = GRID.buckets
 
 
 @pytest.fixture(name="runner")
@@ -93,51 +41,12 @@ def _runner() -> SumRunner:
     return SumRunner()
 
 
-@pytest.fixture(name="start")
-def _start():
-    """Start engines that are closed at the end."""
-    engines: list[Engine] = []
-
-    def start(*runners, ready=True, **options) -> EngineUnderTest:
-        engine = EngineUnderTest(runners, **options)
-        engines.append(engine)
-        engine.start()
-        if ready:
-            engine.warmup.wait(WAIT_S)
-        return engine
-
-    yield start
-    for engine in engines:
-        engine.close(WAIT_S)
-
-
-def encoding(*ids: int) -> Encoding:
-    return Encoding(np.array(ids, np.int32))
-
-
-def sums(ticket) -> list[float]:
-    return ticket.result(WAIT_S).dense[:, 0].tolist()
-
-
-def entered(runner: SumRunner) -> None:
-    """Wait until the runner is inside a run of real work."""
-    assert runner.entered.acquire(timeout=WAIT_S)
-
-
-def timed(engine: Engine) -> Engine:
-    """Wait until nothing of the warm-up is in line for the device any more."""
+def compiled(engine: Engine) -> Engine:
+    """Wait until nothing of the warm-up is left to do."""
     for thread in engine.warmup.threads:
         thread.join(WAIT_S)
         assert not thread.is_alive()
     return engine
-
-
-def until(condition) -> None:
-    """Wait for what nothing tells of, such as a thread that is in line."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def blocked(engine: Engine, runner: SumRunner):
@@ -204,7 +113,7 @@ def test_what_waits_while_the_device_is_busy_runs_together_and_oldest_first(star
     assert sums(first) == [10.0]
     assert [sums(ticket) for ticket in tickets] == [[20.0 + k] for k in range(5)]
     assert runner.seen[0] == 10
-    assert len(runner.buckets) <= 3
+    assert len(runner.ran) <= 3
     assert 20 in runner.seen[1:5]  # the oldest was in the next batch of a row's four slots
 
 
@@ -215,7 +124,7 @@ def test_no_batch_holds_more_than_max_batch_requests(start, runner):
     runner.gate.set()
     assert sums(ticket) == [30.0 + k for k in range(7)]
     assert sums(first) == [10.0]
-    assert len(runner.buckets) == 5  # the first one and four of at most two
+    assert len(runner.ran) == 5  # the first one and four of at most two
 
 
 def test_cancelled_work_leaves_the_queue_and_never_runs(start, runner):
@@ -235,7 +144,7 @@ def test_cancelled_work_leaves_the_queue_and_never_runs(start, runner):
     assert engine.waiting == (0, 0)
     with pytest.raises(Cancelled):
         ticket.result(0.0)
-    assert engine.telemetry.cancelled_requests._value.get() == 1
+    assert count_of(engine.telemetry.cancelled_requests) == 1
 
 
 def test_a_request_behind_very_many_cancelled_ones_still_runs(start, runner):
@@ -266,7 +175,7 @@ def test_cancelling_an_answered_request_changes_nothing(start, runner):
     sums(ticket)
     engine.cancel(ticket)
     assert sums(ticket) == [5.0]
-    assert engine.telemetry.cancelled_requests._value.get() == 0
+    assert count_of(engine.telemetry.cancelled_requests) == 0
 
 
 def test_what_is_alike_runs_once_and_everybody_gets_the_answer(start, runner):
@@ -303,7 +212,9 @@ def test_all_who_asked_for_what_fails_are_told_and_each_by_its_own_place(start, 
 
 
 def test_token_vectors_are_given_to_those_who_asked_for_them_and_to_each_its_own():
-    engine = Engine([Seat(NullReplica(3, 5), DeviceTurn())], GRID, 3, Telemetry())
+    engine = Engine(
+        [Seat(NullReplica(3, 5), DeviceTurn())], GRID, 3, Telemetry(), BucketCosts(0.01)
+    )
     both = frozenset({"dense", "tokens"})
     tickets = [engine.submit([encoding(5, 6)] * 2, outputs) for outputs in (both, both)]
     plain = engine.submit([encoding(5, 6)])
@@ -397,32 +308,19 @@ def test_one_failed_batch_fails_its_request_and_the_next_one_is_served(start, ru
     assert sums(engine.submit([encoding(5)])) == [5.0]
 
 
-def test_three_failures_in_a_row_make_it_unhealthy_until_a_probe_succeeds(
-    start, runner, monkeypatch
-):
-    monkeypatch.setattr(engine_module, "PROBE_EVERY_S", 0.001)
-    engine = start(runner)
-    healthy_again = threading.Event()
-    usual = engine._note
-
-    def noted(*arguments) -> None:
-        usual(*arguments)
-        if engine.healthy:
-            healthy_again.set()
-
-    monkeypatch.setattr(engine, "_note", noted)
+def test_three_failures_in_a_row_make_it_unhealthy_until_a_probe_succeeds(start, runner):
+    engine = start(runner, probe_every_s=0.001)
     runner.broken = True
     for k in range(3):
         assert engine.healthy, k
         with pytest.raises(BackendError):
             sums(engine.submit([encoding(5)]))
         if k < 2:  # an answer reaches its waiter after it is counted, so this can't be early
-            assert engine._seats[0].failures == k + 1
+            assert engine.snapshot().failures == (k + 1,)
     assert not engine.healthy
     assert not engine.ready
-    healthy_again.clear()
     runner.broken = False
-    assert healthy_again.wait(WAIT_S)  # nobody asks anything: it probes by itself
+    until(lambda: engine.healthy)  # nobody asks anything: it probes by itself
     assert engine.ready
     assert sums(engine.submit([encoding(6)])) == [6.0]
 
@@ -450,7 +348,7 @@ def test_close_finishes_the_queue_and_stops_the_threads(start, runner):
     closer.join(WAIT_S)
     assert sums(first) == [10.0]
     assert [sums(ticket) for ticket in tickets] == [[40.0 + k] * 9 for k in range(4)]
-    assert not any(thread.is_alive() for thread in engine._threads)
+    assert engine.snapshot().threads == 0
     with pytest.raises(BackendError, match="closed"):
         engine.submit([encoding(5)])
 
@@ -469,12 +367,12 @@ def test_close_fails_what_waits_for_a_bucket_that_is_not_compiled(start, runner)
 
 
 def test_an_engine_that_never_started_can_be_closed(runner):
-    EngineUnderTest([runner]).close(WAIT_S)
+    EngineUnderTest([runner], GRID).close(WAIT_S)
 
 
 def test_the_null_runner_answers_ones():
-    telemetry = Telemetry()
-    engine = Engine([Seat(NullReplica(3, 5), DeviceTurn())], GRID, 3, telemetry)
+    seats = [Seat(NullReplica(3, 5), DeviceTurn())]
+    engine = Engine(seats, GRID, 3, Telemetry(), BucketCosts(0.01))
     engine.start()
     outputs = frozenset({"dense", "tokens"})
     ticket = engine.submit([encoding(5, 6), encoding(7)], outputs).result(WAIT_S)
@@ -483,170 +381,22 @@ def test_the_null_runner_answers_ones():
     engine.close(WAIT_S)
 
 
-def test_a_bucket_too_slow_to_be_timed_gets_its_cost_from_its_first_batch(start, monkeypatch):
-    """Timing 8,192 tokens of a large model on a CPU would hold up everything for half a minute."""
-    monkeypatch.setattr(engine_module, "UNTIMED_MS", 0.0)  # whatever is not the first is too slow
-    runs = []
-
-    class TimedRunner(SumRunner):
-        def run(self, bucket, planes, outputs):
-            if (planes[0] == 1).all():
-                runs.append(bucket)
-            return super().run(bucket, planes, outputs)
-
-    engine = start(TimedRunner(), compile_workers=1)
-    assert set(runs) == {SHORT}
-    assert engine.cost[LONG] > 0
-    engine.cost[LONG] = 0.0  # a guess below what it takes
-    engine.submit([encoding(*[2] * 40)]).result(WAIT_S)
-    engine.close(WAIT_S)
-    assert engine.cost[LONG] > 0
-
-
-def test_what_was_guessed_beside_a_compiler_is_timed_when_it_is_done(start, monkeypatch):
-    """Of the smallest bucket, timed at a tenth of its speed, the largest looks too slow to time."""
-    takes_ms = {SHORT: 200.0, WIDE: 500.0, LONG: 300.0}
-    monkeypatch.setattr(engine_module, "milliseconds", lambda _, bucket, together: takes_ms[bucket])
-
-    def on_progress(done: int, total: int) -> None:
-        if done == total:
-            takes_ms.update({SHORT: 2.0, WIDE: 5.0, LONG: 3.0})
-
-    engine = timed(start(SumRunner(), compile_workers=1, on_progress=on_progress))
-    assert engine.cost == takes_ms
-    assert not engine._guessed
-
-
-def test_a_bucket_costs_what_it_usually_takes(start, monkeypatch):
-    """The best of its timings would flatter the one that happened to run in a quiet moment."""
-    monkeypatch.setattr(engine_module, "ROUNDS", 9)
-    takes_ms = {bucket: itertools.cycle([7.0, 1.0, 5.0, 9.0, 5.0]) for bucket in GRID.buckets}
-    monkeypatch.setattr(engine_module, "milliseconds", lambda _, bucket, n: next(takes_ms[bucket]))
-    engine = timed(start(SumRunner(), compile_workers=1))
-    assert set(engine.cost.values()) == {5.0}
-    sums(engine.submit([encoding(5, 6)]))  # a batch of a few microseconds
-    engine.close(WAIT_S)
-    assert set(engine.cost.values()) == {5.0}
-
-
-def test_a_slow_bucket_is_timed_less_often(start, monkeypatch):
-    times = []
-
-    def milliseconds(_, bucket, together):
-        times.append(bucket)
-        return 10.0 if bucket == SHORT else engine_module.TIMED_MS + 1.0
-
-    monkeypatch.setattr(engine_module, "milliseconds", milliseconds)
-    monkeypatch.setattr(engine_module, "ROUNDS", 9)
-    timed(start(SumRunner(), compile_workers=1))
-    assert times.count(SHORT) == 1 + 9
-    assert times.count(LONG) == 2
-
-
-@pytest.mark.parametrize(("lull_s", "first"), [(0.0, "timing"), (math.inf, "work")])
-def test_a_bucket_is_timed_when_it_has_waited_long_for_a_lull(start, monkeypatch, lull_s, first):
-    turn, order = DeviceTurn(), []
-    engine = timed(start(SumRunner(), turns=[turn], compile_workers=1))
-    monkeypatch.setattr(engine_module, "LULL_S", lull_s)
-    monkeypatch.setattr(engine_module, "milliseconds", lambda *_: order.append("timing"))
-
-    def work():
-        with turn.hold(lambda: 0.0):
-            order.append("work")
-
-    threads = [threading.Thread(target=work), threading.Thread(target=engine._time, args=(SHORT,))]
-    with turn.hold(lambda: 0.0):
-        for waiting, thread in enumerate(threads, start=1):
-            thread.start()
-            deadline = time.monotonic() + WAIT_S
-            while len(turn._waiting) < waiting and time.monotonic() < deadline:
-                time.sleep(0.001)
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert order[0] == first
-    assert len(order) == 2
-
-
-@pytest.mark.parametrize("permits", [1, 2])
-def test_nothing_runs_out_of_turn_not_even_to_time_a_bucket(start, permits):
-    turn, in_turn, lock = DeviceTurn(permits), [], threading.Lock()
-    inside = 0
-
-    class AskingRunner(SumRunner):
-        def run(self, bucket, planes, outputs):
-            nonlocal inside
-            with lock:
-                inside += 1
-                in_turn.append(inside <= sum(claim.permits for claim in turn._holding) <= permits)
-            try:
-                return super().run(bucket, planes, outputs)
-            finally:
-                with lock:
-                    inside -= 1
-
-    engine = timed(start(AskingRunner(), turns=[turn], full_warmup=True))
-    timings = len(in_turn)
-    assert sums(engine.submit([encoding(5)])) == [5.0]
-    assert 0 < timings < len(in_turn)
-    assert all(in_turn)
-
-
-def test_two_engines_that_time_their_buckets_at_once_wait_for_one_another_and_end(start):
-    turn, lock = DeviceTurn(2), threading.Lock()
-    inside, most = 0, 0
-
-    class CountingRunner(SumRunner):
-        def run(self, bucket, planes, outputs):
-            nonlocal inside, most
-            with lock:
-                inside += 1
-                most = max(most, inside)
-            try:
-                return super().run(bucket, planes, outputs)
-            finally:
-                with lock:
-                    inside -= 1
-
-    engines = [start(CountingRunner(), turns=[turn], ready=False) for _ in range(2)]
-    tickets = [engine.submit([encoding(5 + k)] * 40) for k, engine in enumerate(engines)]
-    for k, engine in enumerate(engines):
-        timed(engine)
-        assert sums(tickets[k]) == [5.0 + k] * 40
-        assert set(engine.cost) == set(GRID.buckets)
-    assert 0 < most <= 2
-
-
-def test_a_bucket_compiled_while_the_engine_closes_is_not_timed(start, runner):
-    runner.slow_to_compile[SHORT] = compiles = threading.Event()
-    runs = []
-    runner.run = lambda *arguments: runs.append(arguments)
-    engine = start(runner, ready=False, grid=BucketGrid((SHORT,)))
-    closer = threading.Thread(target=engine.close, args=(WAIT_S,))
-    closer.start()
-    until(lambda: engine._closing)
-    compiles.set()
-    closer.join(WAIT_S)
-    assert not any(thread.is_alive() for thread in engine.warmup.threads)
-    assert runs == []
-
-
 def test_two_engines_on_one_device_never_overlap_and_both_progress(start):
     turn, lock = DeviceTurn(), threading.Lock()
     inside, most = 0, 0
 
-    class SharedRunner(SumRunner):
-        def run(self, bucket, planes, outputs):
-            nonlocal inside, most
-            with lock:
-                inside += 1
-                most = max(most, inside)
-            try:
-                return super().run(bucket, planes, outputs)
-            finally:
-                with lock:
-                    inside -= 1
+    def overlap(bucket, planes):
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        with lock:
+            inside -= 1
 
-    engines = [start(SharedRunner(), turns=[turn]) for _ in range(2)]
+    runners = [SumRunner(), SumRunner()]
+    for runner in runners:
+        runner.on_run = overlap
+    engines = [start(runner, turns=[turn]) for runner in runners]
     barrier = threading.Barrier(2)
 
     def load(k: int) -> None:
@@ -664,23 +414,23 @@ def test_two_engines_on_one_device_never_overlap_and_both_progress(start):
     assert most == 1
 
 
+def noting(order: list[int]) -> SumRunner:
+    """A runner that adds the largest id of each batch to `order`."""
+    runner = SumRunner()
+    runner.on_run = lambda bucket, planes: order.append(int(planes[0].max()))
+    return runner
+
+
 def test_a_flood_on_one_model_holds_the_other_up_for_one_batch(start):
     turn = DeviceTurn()
     order: list[int] = []
-
-    class NotingRunner(SumRunner):
-        def run(self, bucket, planes, outputs):
-            if not (planes[0] == 1).all():
-                order.append(int(planes[0].max()))
-            return super().run(bucket, planes, outputs)
-
-    flooded, calm = NotingRunner(), NotingRunner()
-    busy, other = (timed(start(runner, turns=[turn])) for runner in (flooded, calm))
+    flooded, calm = noting(order), noting(order)
+    busy, other = (compiled(start(runner, turns=[turn])) for runner in (flooded, calm))
     flooded.gate.clear()
     tickets = [busy.submit([encoding(*[12] * n) for n in range(17, 60)])]
     entered(flooded)
     tickets.append(other.submit([encoding(11)]))
-    until(lambda: len(turn._waiting) == 2)  # a thread of each engine
+    until(lambda: turn.waiting == 2)  # a thread of each engine
     flooded.gate.set()
     for ticket in tickets:
         ticket.result(WAIT_S)
@@ -688,25 +438,20 @@ def test_a_flood_on_one_model_holds_the_other_up_for_one_batch(start):
 
 
 def test_a_query_waits_for_one_batch_also_where_its_model_has_bulk_and_another_one_too(start):
-    turn, order = DeviceTurn(), []
-
-    class NotingRunner(SumRunner):
-        def run(self, bucket, planes, outputs):
-            if not (planes[0] == 1).all():
-                order.append(int(planes[0].max()))
-            return super().run(bucket, planes, outputs)
-
-    runners = [NotingRunner(), NotingRunner()]
-    mine, other = engines = [timed(start(runner, turns=[turn])) for runner in runners]
-    for engine in engines:
-        engine.cost[LONG] = 100.0
+    turn = DeviceTurn()
+    order: list[int] = []
+    runners = [noting(order), noting(order)]
+    costs = {SHORT: 1.6, WIDE: 12.8, LONG: 100.0}
+    mine, other = (
+        compiled(start(runner, turns=[turn], costs=timed_costs(costs))) for runner in runners
+    )
     for runner in runners:
         runner.gate.clear()
     tickets = [mine.submit([encoding(*[11] * n) for n in range(17, 60)])]
     entered(runners[0])
     tickets.append(other.submit([encoding(*[12] * n) for n in range(17, 60)]))
     tickets.append(mine.submit([encoding(*[13] * 40)], priority="interactive"))
-    until(lambda: len(turn._waiting) == 3)  # a thread of the busy engine and two of the other
+    until(lambda: turn.waiting == 3)  # a thread of the busy engine and two of the other
     for runner in runners:
         runner.gate.set()
     for ticket in tickets:
@@ -715,20 +460,13 @@ def test_a_query_waits_for_one_batch_also_where_its_model_has_bulk_and_another_o
 
 
 def test_models_share_the_time_of_their_device_and_rest_earns_no_credit(start):
-    turn, order = DeviceTurn(), []
-
-    class NotingRunner(SumRunner):
-        def run(self, bucket, planes, outputs):
-            if not (planes[0] == 1).all():
-                order.append(int(planes[0].max()))
-            return super().run(bucket, planes, outputs)
-
-    engines = [timed(start(NotingRunner(), turns=[turn])) for _ in range(2)]
-    greedy, modest = (engine._seats[0].share for engine in engines)
-    greedy.end, modest.end = 500.0, 100.0  # seconds of the device they have had
+    turn = DeviceTurn()
+    order: list[int] = []
+    shares = greedy, modest = Share(end=500.0), Share(end=100.0)  # seconds they have had
+    engines = [compiled(start(noting(order), turns=[turn], shares=[share])) for share in shares]
     with turn.hold(lambda: 0.0):
         tickets = [engine.submit([encoding(k + 11)]) for k, engine in enumerate(engines)]
-        until(lambda: len(turn._waiting) == 2)  # a thread of each
+        until(lambda: turn.waiting == 2)  # a thread of each
     for ticket in tickets:
         ticket.result(WAIT_S)
     assert order == [12, 11]
@@ -743,49 +481,40 @@ class SerialDevice:
     """Runs one program at a time, on a clock of its own: `now`, in seconds. A program ends when
     every other thread is in line again, so that the turn alone decides on the order, `ran`."""
 
-    def __init__(self, turn: DeviceTurn, threads: int):
+    def __init__(self, permits: int, threads: int):
         self.now = 0.0
         self.ran: list[str] = []
         self.over = threading.Event()  # from here on nobody waits for those in line
-        self._turn = turn
-        self._in_line = threads - turn.permits
+        self.turn = DeviceTurn(permits, now=lambda: self.now)
+        self._in_line = threads - permits
         self._lock = threading.Lock()
 
     def run(self, model: str, seconds: float) -> None:
-        until(lambda: self.over.is_set() or len(self._turn._waiting) == self._in_line)
+        until(lambda: self.over.is_set() or self.turn.waiting == self._in_line)
         with self._lock:
             self.now += seconds
             self.ran.append(model)
 
 
 @pytest.mark.parametrize("permits", [1, 2])
-def test_models_of_long_and_of_short_programs_get_equal_time(start, monkeypatch, permits):
-    turn, takes_s = DeviceTurn(permits), {"short": 0.004, "long": 0.1}
+def test_models_of_long_and_of_short_programs_get_equal_time(start, permits):
+    takes_s = {"short": 0.004, "long": 0.1}
     threads = 2 * (permits + 1)
-    device = SerialDevice(turn, threads)
-
-    class TimedRunner(SumRunner):
-        def __init__(self, model: str):
-            super().__init__()
-            self.model = model
-
-        def run(self, bucket, planes, outputs):
-            if not (planes[0] == 1).all():
-                device.run(self.model, takes_s[self.model])
-            return super().run(bucket, planes, outputs)
-
+    device = SerialDevice(permits, threads)
+    turn = device.turn
     engines = []
     for model, seconds in takes_s.items():
-        engines.append(timed(start(TimedRunner(model), grid=BucketGrid((LONG,)), turns=[turn])))
-        engines[-1].cost[LONG] = seconds * 1000  # timed on the device it would be this
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: device.now))
+        runner = SumRunner()
+        runner.on_run = lambda bucket, planes, model=model: device.run(model, takes_s[model])
+        costs = timed_costs({LONG: seconds * 1000})
+        engines.append(compiled(start(runner, grid=BucketGrid((LONG,)), turns=[turn], costs=costs)))
     with ExitStack() as before:
         for _ in range(permits):
             before.enter_context(turn.hold(lambda: math.inf))
         tickets = [
             engine.submit([encoding(*[5] * 59, k) for k in range(400)]) for engine in engines
         ]
-        until(lambda: len(turn._waiting) == threads)
+        until(lambda: turn.waiting == threads)
     until(lambda: len(device.ran) >= 300)
     device.over.set()
     short, long = (device.ran[:300].count(model) * takes_s[model] for model in takes_s)
@@ -797,7 +526,7 @@ def test_models_of_long_and_of_short_programs_get_equal_time(start, monkeypatch,
 @contextmanager
 def rival(turn: DeviceTurn, urgency: float):
     """A program of another model: it is in line, and keeps the device until the block ends."""
-    done, in_line = threading.Event(), len(turn._waiting)
+    done, in_line = threading.Event(), turn.waiting
 
     def work() -> None:
         with turn.hold(lambda: urgency):
@@ -805,7 +534,7 @@ def rival(turn: DeviceTurn, urgency: float):
 
     thread = threading.Thread(target=work)
     thread.start()
-    until(lambda: len(turn._waiting) > in_line)
+    until(lambda: turn.waiting > in_line)
     try:
         yield
     finally:
@@ -813,10 +542,9 @@ def rival(turn: DeviceTurn, urgency: float):
         thread.join(WAIT_S)
 
 
-def test_a_sick_model_probes_in_its_turn_beside_a_busy_one(start, runner, monkeypatch):
-    monkeypatch.setattr(engine_module, "PROBE_EVERY_S", 0.001)
+def test_a_sick_model_probes_in_its_turn_beside_a_busy_one(start, runner):
     turn = DeviceTurn()
-    engine = timed(start(runner, turns=[turn]))
+    engine = compiled(start(runner, turns=[turn], probe_every_s=0.001))
     runner.broken = True
     while engine.healthy:
         with pytest.raises(BackendError):
@@ -824,7 +552,7 @@ def test_a_sick_model_probes_in_its_turn_beside_a_busy_one(start, runner, monkey
     with ExitStack() as device:
         device.enter_context(turn.hold(lambda: math.inf))
         runner.broken = False
-        until(lambda: turn._waiting)
+        until(lambda: turn.waiting)
         with rival(turn, urgency=-1e6):  # it has had far more time
             device.close()
             until(lambda: engine.healthy)
@@ -832,69 +560,47 @@ def test_a_sick_model_probes_in_its_turn_beside_a_busy_one(start, runner, monkey
 
 def test_an_engine_that_has_nothing_to_do_closes_beside_a_busy_one(start, runner):
     turn = DeviceTurn()
-    engine = timed(start(runner, turns=[turn]))
+    engine = compiled(start(runner, turns=[turn]))
     closer = threading.Thread(target=engine.close, args=(WAIT_S,))
     with ExitStack() as device:
         device.enter_context(turn.hold(lambda: math.inf))
         ticket = engine.submit([encoding(5)])
-        until(lambda: len(turn._waiting) == 1)
+        until(lambda: turn.waiting == 1)
         engine.cancel(ticket)  # its thread is in line for nothing
         closer.start()
-        until(lambda: engine._closing)
+        until(lambda: engine.snapshot().closing)
         with rival(turn, urgency=1e6):
             device.close()
             closer.join(WAIT_S)
-            assert not any(thread.is_alive() for thread in engine._threads)
+            assert engine.snapshot().threads == 0
     assert runner.seen == []
 
 
 def test_a_sick_engine_closes_without_another_probe(start, runner):
-    turn, runs = DeviceTurn(), []
-    engine = timed(start(runner, turns=[turn]))
+    turn = DeviceTurn()
+    engine = compiled(start(runner, turns=[turn], probe_every_s=3600.0))
+    runner.broken = True
+    while engine.healthy:
+        with pytest.raises(BackendError):
+            sums(engine.submit([encoding(5)]))
+    before = len(runner.timed)
     with turn.hold(lambda: math.inf):
-        engine._seats[0].failures = engine_module.FAILURES_TO_SICK
         ticket = engine.submit([encoding(5)])
-        until(lambda: len(turn._waiting) == 1)
+        until(lambda: turn.waiting == 1)
         engine.cancel(ticket)
-        usual = runner.run
-        runner.run = lambda *arguments: runs.append(1) or usual(*arguments)
-        engine._closing = True
-    engine.close(WAIT_S)
-    assert not any(thread.is_alive() for thread in engine._threads)
-    assert runs == []
-
-
-def test_buckets_are_not_timed_again_when_the_engine_closes(start, runner):
-    turn, compiled, go_on, runs = DeviceTurn(), threading.Event(), threading.Event(), []
-
-    def on_progress(done: int, total: int) -> None:
-        if done == total:
-            compiled.set()
-            assert go_on.wait(WAIT_S)
-
-    engine = start(runner, turns=[turn], on_progress=on_progress)
-    assert compiled.wait(WAIT_S)
-    closer = threading.Thread(target=engine.close, args=(WAIT_S,))
-    with ExitStack() as device:
-        device.enter_context(turn.hold(lambda: math.inf))
-        go_on.set()
-        until(lambda: len(turn._waiting) == 1)
-        usual = runner.run
-        runner.run = lambda *arguments: runs.append(1) or usual(*arguments)
+        closer = threading.Thread(target=engine.close, args=(WAIT_S,))
         closer.start()
-        until(lambda: engine._closing)
-        with rival(turn, urgency=1e6):
-            device.close()
-            closer.join(WAIT_S)
-            assert not any(thread.is_alive() for thread in engine.warmup.threads)
-    assert runs == []
+        until(lambda: engine.snapshot().closing)
+    closer.join(WAIT_S)
+    assert engine.snapshot().threads == 0
+    assert len(runner.timed) == before
 
 
 def test_the_log_of_the_warm_up_names_the_model(start, runner, caplog):
     between = Bucket(4, 16)  # the others cover every request
     runner.cannot_compile.add(between)
     with caplog.at_level(logging.DEBUG):
-        timed(start(runner, grid=BucketGrid((*GRID.buckets, between)), name="a/model"))
+        compiled(start(runner, grid=BucketGrid((*GRID.buckets, between)), name="a/model"))
     lines = [r.getMessage() for r in caplog.records if r.name.endswith("warmup")]
     assert all(line.startswith("a/model: ") for line in lines)
     assert any("ready: 3 of 4 buckets in" in line for line in lines)
@@ -924,22 +630,21 @@ def test_the_figures_of_a_batch_reach_telemetry(start, runner):
     assert "te_queue_size 0.0" in text
 
 
-def test_a_seat_that_fails_leaves_the_work_to_one_that_is_well(start, monkeypatch):
-    monkeypatch.setattr(engine_module, "PROBE_EVERY_S", 3600)
+def test_a_seat_that_fails_leaves_the_work_to_one_that_is_well(start):
     well, sick = SumRunner(), SumRunner()
-    engine = start(well, sick)
+    engine = start(well, sick, probe_every_s=3600.0)
     well.gate.clear()
     sick.broken = True
     held = engine.submit([encoding(5)])  # on either seat; the well one keeps what it gets
     failed = 0
-    while not engine._seats[1].sick:
+    while engine.snapshot().failures[1] < FAILURES_TO_SICK:
         try:
             engine.submit([encoding(6)]).result(0.05)
         except BackendError:
             failed += 1
         except TimeoutError:
             continue
-    assert failed <= engine_module.FAILURES_TO_SICK
+    assert failed <= FAILURES_TO_SICK
     well.gate.set()
     assert engine.healthy
     for n in range(7, 27):
@@ -948,13 +653,12 @@ def test_a_seat_that_fails_leaves_the_work_to_one_that_is_well(start, monkeypatc
 
 
 def test_a_device_that_answers_only_nan_is_sick(start, runner, monkeypatch):
-    monkeypatch.setattr(engine_module, "PROBE_EVERY_S", 3600)
-    engine = start(runner)
+    engine = start(runner, probe_every_s=3600.0)
     usual = runner.run
     monkeypatch.setattr(
         runner, "run", lambda *a: {"dense": np.full_like(usual(*a)["dense"], np.nan)}
     )
-    for _ in range(engine_module.FAILURES_TO_SICK):
+    for _ in range(FAILURES_TO_SICK):
         with pytest.raises(BackendError, match="not finite"):
             sums(engine.submit([encoding(5)]))
     assert not engine.healthy

@@ -1,9 +1,6 @@
 """Parameters on a device and a compiled program for each bucket."""
 
-import itertools
 import re
-import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,8 +19,6 @@ from jaxembed.engine.replica import (
     Replica,
     Runner,
     compiler_options,
-    full_planes,
-    milliseconds,
     place_parameters,
 )
 from jaxembed.engine.ticket import Ticket
@@ -323,66 +318,3 @@ def test_the_null_replica_answers_ones_of_the_right_shapes():
     assert output["tokens"].shape == (2, 16, 5)
     assert all((values == 1).all() for values in output.values())
     assert null.run_in_float32(planes, {"dense"}) is None
-
-
-def test_two_runs_at_once_are_timed_as_two(monkeypatch):
-    both = threading.Barrier(2, timeout=10)
-
-    class Meeting(NullReplica):
-        def run(self, bucket, planes, outputs):
-            both.wait()  # passes only while the other one runs
-            return super().run(bucket, planes, outputs)
-
-    monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)  # a second a look
-    # both look when they begin and when they end, and have two seconds each, or one and three
-    assert milliseconds(Meeting(3, 5), BUCKET, together=2) in (1000.0, 750.0)
-
-
-def test_what_fails_beside_another_is_raised():
-    class Failing(NullReplica):
-        def run(self, bucket, planes, outputs):
-            raise MemoryError
-
-    with pytest.raises(MemoryError):
-        milliseconds(Failing(3, 5), BUCKET, together=2)
-
-
-class Noting(NullReplica):
-    """Keeps the planes it was given."""
-
-    def __init__(self, dim, width):
-        super().__init__(dim, width)
-        self.runs: list[np.ndarray] = []
-
-    def run(self, bucket, planes, outputs):
-        self.runs.append(planes)
-        return super().run(bucket, planes, outputs)
-
-
-def test_a_bucket_is_timed_full_of_tokens():
-    noting = Noting(3, 5)
-    assert 0 < milliseconds(noting, BUCKET) < float("inf")
-    assert len(noting.runs) > 1  # quick as it is
-    assert (noting.runs[0][2] == 1).all()  # one segment in each row, no padding
-    np.testing.assert_array_equal(noting.runs[0][1], np.tile(np.arange(16), (2, 1)))
-
-
-def test_a_bucket_is_timed_with_the_planes_given():
-    noting = Noting(3, 5)
-    planes = pack(batch_of([2, 3]))
-    assert milliseconds(noting, BUCKET, seconds=0.0, planes=planes) > 0
-    assert len(noting.runs) == 1
-    assert noting.runs[0] is planes
-
-
-def test_a_full_bucket_holds_short_sequences_and_no_padding():
-    ids, positions, segments, types, pooled = full_planes(Bucket(2, 80), 32)
-    assert (ids == 1).all()
-    assert not types.any()
-    np.testing.assert_array_equal(
-        segments, np.repeat([[1, 2, 3]], [32, 32, 16], axis=1).repeat(2, 0)
-    )
-    np.testing.assert_array_equal(pooled, segments)
-    np.testing.assert_array_equal(positions[0], [*range(32), *range(32), *range(16)])
-    many = Bucket(1, 8192)
-    assert full_planes(many, 32)[2].max() <= many.slots

@@ -305,7 +305,7 @@ def test_two_models_together_have_no_more_programs_in_flight_than_one(pair, monk
         return call
 
     for name in ran:
-        runner = pair[name].engine._seats[0].runner
+        runner = pair[name].engine.seats[0].runner
         monkeypatch.setattr(runner, "run", watched(name, runner.run))
 
     async def flood():
@@ -324,7 +324,7 @@ def test_two_models_together_have_no_more_programs_in_flight_than_one(pair, monk
         return [response.status_code for response in responses]
 
     assert asyncio.run(flood()) == [200] * 5
-    assert most <= pair["e"].engine._seats[0].turn.permits
+    assert most <= pair["e"].engine.seats[0].turn.permits
     assert ran["e"] > 10
     assert ran["r"] > 10
 

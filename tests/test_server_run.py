@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 from fake_embedder import FakeEmbedder
+from fakes import count_of
 from openai import AsyncOpenAI
 
 from jaxembed.config import ServerConfig
@@ -45,7 +46,7 @@ async def serving(embedder, config=None):
 
 
 def failures(embedder, err):
-    return embedder.telemetry.request_failure.labels(err)._value.get()
+    return count_of(embedder.telemetry.request_failure.labels(err))
 
 
 def test_a_request_comes_back_over_a_real_socket():

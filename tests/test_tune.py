@@ -18,7 +18,7 @@ from jaxembed.engine.batch import HOST_MS
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid, read_grid
 from jaxembed.engine.build import make_plan
 from jaxembed.engine.kernels import Choice
-from jaxembed.engine.replica import SEGMENT
+from jaxembed.engine.timing import SEGMENT
 from jaxembed.errors import BackendError, ConfigError, WrongTask
 from jaxembed.models import program
 from jaxembed.spec import DenseLayer
@@ -388,6 +388,7 @@ def test_a_tuned_grid_holds_every_input_and_can_be_served(opened, tmp_path):
     config = EngineConfig(dtype="float32", devices=1, buckets=path)
     made = make_plan(opened.spec, program(opened.spec), config, tmp_path)
     assert made.grid.max_length == LIMIT
+    assert set(made.timings) == set(made.grid.buckets)  # so that a server times nothing
     assert tuning.after.grid.max_length == LIMIT
     assert {what for what, _, _ in seen} >= {"measuring the grid in use", "searching"}
     draw(tuning, tmp_path / "found.svg")
@@ -440,8 +441,11 @@ def test_each_grid_runs_on_its_own_buckets_of_the_one_engine(opened, monkeypatch
         return run(bucket, *arguments)
 
     monkeypatch.setattr(opened.workbench, "run", noted)
+    for bucket in more.buckets:
+        opened.workbench.compile(bucket)
+        cost = dataclasses.replace(opened.workbench.costs[bucket], ms=float(bucket.tokens))
+        opened.workbench.costs[bucket] = cost
     with Stage(opened.workbench, (few, more), opened.spec.dim, "cpu") as stage:
-        stage.engine.cost = {bucket: float(bucket.tokens) for bucket in more.buckets}
         trials = {grid: GridTrial(stage, grid) for grid in (few, more)}
         for grid in (few, more, few):
             ran.clear()

@@ -13,7 +13,7 @@ from jaxembed.engine.turn import DeviceTurn, Share
 def in_line(turn: DeviceTurn, count: int) -> None:
     """Wait until so many are in line: nothing tells of them but the line itself."""
     deadline = time.monotonic() + 30
-    while len(turn._waiting) != count:
+    while turn.waiting != count:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -28,7 +28,7 @@ class Waiters:
 
     def add(self, name: str, urgency, whole: bool = False) -> None:
         """Start one and return when it is in line."""
-        asked = len(self.turn._waiting) + 1
+        asked = self.turn.waiting + 1
 
         def work() -> None:
             with self.turn.hold(urgency, whole=whole):
@@ -182,40 +182,89 @@ def test_who_is_idle_and_waits_for_the_whole_turn_holds_nobody_up():
     assert waiters.join() == ["whole"]
 
 
+class Clock:
+    """A clock that a test moves, and turns that look at it."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def turn(self, permits: int = 1) -> DeviceTurn:
+        return DeviceTurn(permits, now=lambda: self.now)
+
+
 def test_a_program_is_counted_from_its_start_and_corrected_when_it_ends():
-    turn, share = DeviceTurn(), Share()
+    clock, share = Clock(), Share()
+    turn = clock.turn()
     with turn.hold(lambda: 0.0, share) as claim:
         turn.charge(claim, 5.0)
         assert turn.begin(share) == 5.0  # where the next one of this model would begin
-        turn.correct(claim, 7.0)
+        clock.now += 7.0
+    assert claim.took_s == 7.0
     assert (turn.clock, turn.begin(share)) == (0.0, 7.0)
 
 
-def test_beside_another_program_the_wait_for_it_is_not_counted():
-    turn = DeviceTurn(2)
-    long, short, quick = Share(), Share(), Share()
+def test_beside_a_program_of_another_model_the_wait_for_it_is_not_counted():
+    clock, long, short, quick = Clock(), Share(), Share(), Share()
+    turn = clock.turn(2)
     with turn.hold(lambda: 0.0, long) as first:
         turn.charge(first, 100.0)
         with turn.hold(lambda: 0.0, short) as second:
             turn.charge(second, 4.0)
-            turn.correct(second, 104.0)
+            clock.now += 104.0
         with turn.hold(lambda: 0.0, quick) as third:
             turn.charge(third, 4.0)
-            turn.correct(third, 1.0)  # it may fail at once
-        turn.correct(first, 108.0)
+            clock.now += 1.0  # it may fail at once
+        clock.now += 3.0
+    assert first.mixed
+    assert second.mixed
     assert (long.end, short.end, quick.end) == (100.0, 4.0, 1.0)
     with turn.hold(lambda: 0.0, long) as alone:
         turn.charge(alone, 100.0)
-        turn.correct(alone, 108.0)
+        clock.now += 108.0
+    assert not alone.mixed
     assert long.end == 208.0
 
 
+def test_programs_of_one_model_that_run_at_once_share_the_device_equally():
+    clock, share = Clock(), Share()
+    turn = clock.turn(2)
+    with turn.hold(lambda: 0.0, share) as first:
+        turn.charge(first, 5.0)
+        clock.now += 1.0
+        with turn.hold(lambda: 0.0, share) as second:
+            turn.charge(second, 5.0)
+            clock.now += 6.0
+        clock.now += 2.0
+    assert (first.took_s, second.took_s) == (1.0 + 3.0 + 2.0, 3.0)
+    assert not first.mixed
+    assert share.end == 9.0  # all the seconds in which something ran
+
+
+def test_a_device_is_idle_from_the_end_of_its_last_program_on():
+    clock, share = Clock(), Share()
+    turn = clock.turn(2)
+    clock.now += 3.0
+    assert turn.idle_s == 3.0
+    with turn.hold(lambda: 0.0, share) as claim:
+        turn.charge(claim, 1.0)
+        clock.now += 5.0
+        assert turn.idle_s == 0.0
+    assert turn.idle_s == 0.0
+    clock.now += 2.0
+    assert turn.idle_s == 2.0
+    with turn.hold(lambda: -math.inf, whole=True):  # a bucket is timed
+        clock.now += 1.0
+    assert turn.idle_s == 3.0
+
+
 def test_the_clock_never_steps_back_and_who_rested_begins_now():
-    turn, ahead, rested = DeviceTurn(2), Share(end=50.0), Share()
+    clock, ahead, rested = Clock(), Share(end=50.0), Share()
+    turn = clock.turn(2)
     for share, end in ((ahead, 60.0), (rested, 60.0), (rested, 70.0), (ahead, 70.0)):
         before = turn.clock
         with turn.hold(lambda: 0.0, share) as claim:
             turn.charge(claim, 10.0)
+            clock.now += 10.0
         assert share.end == end
         assert turn.clock >= before >= 0
     assert turn.clock == 60.0
@@ -247,16 +296,19 @@ def test_the_next_is_chosen_when_the_program_of_the_last_is_charged():
 
 
 def test_who_leaves_without_a_program_is_not_charged_and_lets_the_next_in():
-    turn, share = DeviceTurn(2), Share()
+    clock, share = Clock(), Share()
+    turn = clock.turn(2)
     with turn.hold(lambda: 0.0, share):
-        pass
+        clock.now += 1.0
     with turn.hold(lambda: 0.0, share) as claim:
         turn.charge(claim, 1.0)
+        clock.now += 1.0
     assert (turn.clock, share.end) == (0.0, 1.0)
 
 
 def test_who_borrows_goes_ahead_but_gets_no_more_in_the_long_run():
-    turn, shares, had = DeviceTurn(), {"hasty": Share(), "patient": Share()}, []
+    clock, shares, had = Clock(), {"hasty": Share(), "patient": Share()}, []
+    turn = clock.turn()
     ahead = {"hasty": 25.0, "patient": 0.0}
     stop = threading.Event()
 
@@ -268,8 +320,9 @@ def test_who_borrows_goes_ahead_but_gets_no_more_in_the_long_run():
                 if len(had) == 100:
                     stop.set()
                 turn.charge(claim, 10.0)
-                while not stop.is_set() and len(turn._waiting) < 3:
+                while not stop.is_set() and turn.waiting < 3:
                     time.sleep(0.0001)
+                clock.now += 10.0
 
     threads = [threading.Thread(target=work, args=(model,)) for model in [*shares, *shares]]
     with turn.hold(lambda: 0.0):

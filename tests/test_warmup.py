@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from jaxembed.engine import warmup as warmup_module
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.warmup import CompilePlan, Warmup
 from jaxembed.errors import BackendError
@@ -216,3 +217,65 @@ def test_stopping_before_ready_tells_those_who_wait():
         warmup.wait(30.0)
     for gate in compiler.gates.values():
         gate.set()
+
+
+class Device:
+    """What is idle for as long as a test says; counts how often it was asked."""
+
+    def __init__(self, idle_s: float):
+        self.value = idle_s
+        self.asked = 0
+
+    def idle_s(self) -> float:
+        self.asked += 1
+        return self.value
+
+
+def test_once_ready_and_in_use_one_thread_goes_on_with_pauses(monkeypatch):
+    monkeypatch.setattr(warmup_module, "LONGEST_WAIT_S", 0.02)
+    monkeypatch.setattr(warmup_module, "LOOK_S", 0.001)
+    compiler, device = Compiler(), Device(idle_s=0.0)
+    names: list[str] = []
+
+    def compile_bucket(bucket):
+        names.append(threading.current_thread().name)
+        compiler(bucket)
+
+    warmup = warmup_of(compile_bucket, workers=2, idle_s=device.idle_s)
+    warmup.start()
+    warmup.wait(30.0)
+    for thread in warmup.threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert set(warmup.compiled) == set(GRID.buckets)
+    late = names[-(len(GRID.buckets) - len(COVERING) - 1) :]  # one may be begun before it is ready
+    assert set(late) == {"compile-0"}
+    assert device.asked > 3
+
+
+def test_once_ready_and_not_in_use_all_threads_go_on():
+    both = threading.Barrier(2, timeout=30)
+    compiler = Compiler()
+
+    def compile_bucket(bucket):
+        if bucket in (REST[0], REST[1]):
+            both.wait()  # passes only if both are compiled at once
+        compiler(bucket)
+
+    warmup = warmup_of(compile_bucket, workers=2, idle_s=lambda: 1e9)
+    warmup.start()
+    for thread in warmup.threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert set(warmup.compiled) == set(GRID.buckets)
+
+
+def test_a_pause_ends_when_the_warm_up_stops(monkeypatch):
+    monkeypatch.setattr(warmup_module, "LONGEST_WAIT_S", 3600.0)
+    warmup = warmup_of(Compiler(), workers=2, idle_s=lambda: 0.0)
+    warmup.start()
+    warmup.wait(30.0)
+    warmup.stop()
+    for thread in warmup.threads:
+        thread.join(30)
+        assert not thread.is_alive()

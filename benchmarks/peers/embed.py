@@ -38,8 +38,7 @@ class Jaxembed:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         chosen: Any = None if dtype == "default" else dtype
         self._embedder = Embedder(model, config=EngineConfig(dtype=chosen, warmup="full"))
-        for thread in self._embedder.engine.warmup.threads:  # until every bucket is timed, too
-            thread.join()
+        self._embedder.engine.wait_timed()
 
     def embed(self, texts: list[str], batch: int) -> np.ndarray:
         """The engine makes its own batches."""

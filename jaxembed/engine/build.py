@@ -1,9 +1,14 @@
 """From a spec and the settings to an engine: devices, limits, grid, replicas."""
 
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,17 +23,27 @@ from jaxembed.engine.bucket import (
     default_grid,
     read_grid,
 )
-from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, batch_tokens, device_id, native_dtype
+from jaxembed.engine.calibrate import (
+    ACCELERATOR_TOKENS,
+    batch_tokens,
+    device_id,
+    native_dtype,
+    token_ms,
+)
+from jaxembed.engine.cost_file import CostFile
+from jaxembed.engine.costs import BucketCosts, Timings, often_enough
 from jaxembed.engine.engine import Engine, Seat
 from jaxembed.engine.kernels import Choice, choose_kernels, choose_native
 from jaxembed.engine.replica import Device, NullReplica, Replica, place_parameters
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.errors import ConfigError
-from jaxembed.models import Program, position_limit
+from jaxembed.models import Program, native, position_limit
 from jaxembed.spec import DType, ModelSpec
 from jaxembed.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
+
+NULL_TOKEN_MS = 1e-5  # constants cost next to nothing
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,9 @@ class Plan:
     shards: int  # devices that share each batch
     full_warmup: bool
     kernels: Choice
+    token_ms: float  # roughly, of a token in a full bucket: until buckets are timed
+    cost_file: CostFile | None  # None for the null model, whose buckets cost nothing
+    timings: Timings  # of buckets, by an earlier run
 
     @property
     def platform(self) -> str:
@@ -85,12 +103,19 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     full = config.warmup == "full" or (
         config.warmup is None and bool(devices) and devices[0].platform == "gpu"
     )
-    kernels = Choice()
-    if devices:
-        kernels = choose_kernels(
-            program, devices[0], dtype, grid, config.kernels, native_choice=native_choice
-        )
-    return Plan(devices, dtype, limit, budget, grid, shards, full, kernels)
+    if not devices:
+        nothing = (Choice(), NULL_TOKEN_MS, None, {})
+        return Plan(devices, dtype, limit, budget, grid, shards, full, *nothing)
+    kernels = choose_kernels(
+        program, devices[0], dtype, grid, config.kernels, native_choice=native_choice
+    )
+    per_token = token_ms(program, devices[0], dtype, cache_dir, native_choice.joins)
+    identity = cost_identity(spec, devices, dtype, shards)
+    file = CostFile(cache_dir, identity, lambda bucket: kernels.name_of(bucket.length))
+    timings = file.load() | (_tuned_timings(given, file) if given is not None else {})
+    return Plan(
+        devices, dtype, limit, budget, grid, shards, full, kernels, per_token, file, timings
+    )
 
 
 def build(
@@ -114,11 +139,45 @@ def build(
         plan.grid,
         spec.dim,
         telemetry,
+        BucketCosts(plan.token_ms, plan.timings),
         name=name,
         max_batch_requests=config.max_batch_requests,
         full_warmup=plan.full_warmup,
         on_progress=on_progress,
+        keep_costs=partial(_keep, plan.cost_file),
     )
+
+
+def _keep(file: CostFile | None, costs: BucketCosts) -> None:
+    if file is not None and costs.timings:
+        file.save(costs.timings, costs.spread)
+
+
+def cost_identity(
+    spec: ModelSpec, devices: Sequence[Device], dtype: DType, shards: int
+) -> dict[str, Any]:
+    """All that the costs of buckets depend on, but for the kernel that each one runs with."""
+    threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return {
+        **tuned_for(spec, devices, dtype),
+        "devices": len(devices),
+        "shards": shards,
+        "threads": threads,
+        "native": native.source_digest(),
+        "versions": {name: metadata.version(name) for name in ("jaxembed", "jax", "jaxlib")},
+    }
+
+
+def _tuned_timings(given: GridFile, file: CostFile) -> Timings:
+    """Those that `jaxembed tune` wrote beside a grid, if they are of the same identity."""
+    costs = given.tuned.get("costs")
+    if not isinstance(costs, dict) or costs.get("identity") != file.identity:
+        return {}
+    try:
+        return {b: often_enough(ms) for b, ms in file.decode(costs["timings"]).items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("--buckets %s: the costs in it are ignored: %s", given.path, error)
+        return {}
 
 
 def _devices(count: int | None) -> tuple[Device, ...]:

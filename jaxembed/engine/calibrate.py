@@ -4,6 +4,7 @@ machine, then remembered."""
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import time
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxembed.engine.compiles import compile_lowered
 from jaxembed.engine.replica import Device
 from jaxembed.files import replacing
 from jaxembed.models import Program
@@ -21,6 +23,7 @@ from jaxembed.spec import DType
 logger = logging.getLogger(__name__)
 
 ACCELERATOR_TOKENS = 16384  # TEI's default
+ACCELERATOR_TOKEN_MS = 0.001  # a million tokens a second: only ratios count before a timing
 LEAST_TOKENS = 256
 BATCH_S = 0.15  # what a batch may take on a CPU: nothing else runs meanwhile
 SHARE_REACHED = 0.3  # of the rate of a single product, by a whole model on long rows
@@ -34,6 +37,7 @@ MEASURE_S = 0.2  # fewer runs, but three, where a product is slow
 # bfloat16 costs accuracy, so it must be worth it. Measured: 2.0 times as fast with AVX512_BF16,
 # and where a CPU cannot multiply it XLA converts to float32 first, which is slower.
 CLEARLY_FASTER = 1.2
+BUSY_SPREAD = 1.5  # of the runs: a quiet machine has 1.02 to 1.2
 
 
 def batch_tokens(
@@ -48,6 +52,16 @@ def batch_tokens(
     if native_layers:
         tokens = max(tokens, min(2 ** np.round(np.log2(NATIVE_SHARE * most)), NATIVE_TOKENS))
     return int(np.clip(tokens, LEAST_TOKENS, ACCELERATOR_TOKENS))
+
+
+def token_ms(
+    program: Program, device: Device, dtype: DType, cache_dir: Path, native_layers: bool = False
+) -> float:
+    """Milliseconds that a token of a full bucket takes, roughly: until buckets are timed."""
+    if device.platform != "cpu":
+        return ACCELERATOR_TOKEN_MS
+    share = NATIVE_SHARE if native_layers else SHARE_REACHED
+    return float(1000 * _flops_per_token(program) / (share * _rate(dtype, cache_dir)))
 
 
 def native_dtype(device: Device, cache_dir: Path | None = None) -> DType:
@@ -96,18 +110,38 @@ def _rate(dtype: DType, cache_dir: Path | None) -> float:
     """FLOP/s of a product on this machine. Kept in a file: a figure that moved from start to start
     would choose other buckets, and compile them anew."""
     if cache_dir is None:
-        return _measure(dtype)
+        return _measure(dtype)[0]
     key = f"{host_id()}/{os.cpu_count()}/{dtype}"
     file = cache_dir / "cpu-rates.json"
+    rates = _kept(file)
+    if key in rates:
+        return rates[key]
+    rate, spread = _measure(dtype)
+    logger.info("this CPU multiplies %s at %.0f GFLOP/s", dtype, rate / 1e9)
+    if spread > BUSY_SPREAD:
+        logger.warning(
+            "its products differ by a factor of %.2f: something else uses this machine. The rate "
+            "is not kept, and is measured anew at the next start",
+            spread,
+        )
+    else:
+        _keep(rates | {key: rate}, file)
+    return rate
+
+
+def _kept(file: Path) -> dict[str, float]:
+    """The rates in the file; what is no rate is left out."""
     try:
         rates = json.loads(file.read_text())
     except (OSError, ValueError):
-        rates = {}
-    if not isinstance(rates, dict) or key not in rates:
-        rates = (rates if isinstance(rates, dict) else {}) | {key: _measure(dtype)}
-        _keep(rates, file)
-        logger.info("this CPU multiplies %s at %.0f GFLOP/s", dtype, rates[key] / 1e9)
-    return float(rates[key])
+        return {}
+    if not isinstance(rates, dict):
+        return {}
+    return {
+        key: float(rate)
+        for key, rate in rates.items()
+        if type(rate) in (int, float) and 0 < rate < math.inf
+    }
 
 
 def _keep(rates: dict, file: Path) -> None:
@@ -119,14 +153,17 @@ def _keep(rates: dict, file: Path) -> None:
         logger.warning("cannot keep this CPU's rate in %s: %s", file, error.strerror)
 
 
-def _measure(dtype: DType) -> float:
+def _measure(dtype: DType) -> tuple[float, float]:
+    """The rate of a product by its best run, and the third quartile of the runs over the first."""
     m, k, n = SHAPE
-    a, b = jnp.ones((m, k), dtype), jnp.ones((k, n), dtype)
+    a, b = (jax.device_put(np.ones(shape, jnp.dtype(dtype))) for shape in ((m, k), (k, n)))
     product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
+    product = compile_lowered(product.lower(a, b), {})
     product(a, b).block_until_ready()
     times: list[float] = []
     while len(times) < 3 or (len(times) < PRODUCT_RUNS and sum(times) < MEASURE_S):
         start = time.perf_counter()
         product(a, b).block_until_ready()
         times.append(time.perf_counter() - start)
-    return 2.0 * m * k * n / min(times)
+    first, third = np.percentile(times, [25, 75])
+    return 2.0 * m * k * n / min(times), float(third / first)

@@ -1,8 +1,47 @@
-"""Counts what this process compiles, told by JAX itself."""
+"""Compiles in threads that give way to those that serve, and counts what is compiled."""
 
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
+import jax
 import jax.monitoring
+
+WORKERS = 2
+NICENESS = 10  # a ninth of the weight of a thread that serves, where both want a core
+STACK_BYTES = 64 * 1024 * 1024  # XLA overflows the 8 MiB a thread gets on large models
+
+
+def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
+    """Compile it, or find it in the persistent cache. Raises what XLA raises.
+
+    On Linux it runs in a thread of low priority. XLA:CPU makes its own threads for compiling at the
+    first compilation, and they inherit the priority of the thread that asked for it.
+    """
+    return _threads().submit(lowered.compile, compiler_options=options).result()
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        threads = ThreadPoolExecutor(WORKERS, "compile-xla", initializer=_give_way)
+        for started in [threads.submit(_meet.wait) for _ in range(WORKERS)]:
+            started.result()  # now, for the stack's size holds for every thread that starts
+    finally:
+        threading.stack_size(usual)
+    return threads
+
+
+_meet = threading.Barrier(WORKERS)
+
+
+def _give_way() -> None:
+    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 class CompileEvents:

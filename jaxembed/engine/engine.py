@@ -13,19 +13,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from typing import get_args
 
 import numpy as np
 
 from jaxembed import memory
-from jaxembed.engine.batch import Batch, place
+from jaxembed.engine.batch import HOST_MS, Batch, place
 from jaxembed.engine.bucket import Bucket, BucketGrid
+from jaxembed.engine.costs import BucketCosts
 from jaxembed.engine.lanes import Lanes
 from jaxembed.engine.recovery import Answers, Recovery
-from jaxembed.engine.replica import Runner, milliseconds
+from jaxembed.engine.replica import Runner
 from jaxembed.engine.ticket import Entry, Ticket
-from jaxembed.engine.turn import DeviceTurn, Share
+from jaxembed.engine.timing import BucketTimer
+from jaxembed.engine.turn import Claim, DeviceTurn, Share
 from jaxembed.engine.warmup import Warmup
 from jaxembed.errors import BackendError, EmptyInput, InputTooLong, NotFinite
 from jaxembed.inputs import Encoding, Priority
@@ -39,10 +40,6 @@ EXIT_S = 5.0  # for the threads of an engine nobody closed, when the interpreter
 PROBE_EVERY_S = 1.0
 RATE_OVER = 10  # batches, about
 BORROWED_S = 0.3  # of device time, by a model with interactive work: two batches of a CPU
-UNTIMED_MS = 1000.0  # a bucket that would take longer is not run to time it: traffic would wait
-ROUNDS = 25  # of timing every bucket, when all are compiled: a slow moment hits all of them alike
-TIMED_MS = 1000.0  # of a bucket, after which it is timed no more: the longer, the less they differ
-LULL_S = 5.0  # a bucket is timed when nothing waits, or after so long all the same
 
 
 @dataclass(eq=False)
@@ -59,6 +56,19 @@ class Seat:
         return self.failures >= FAILURES_TO_SICK
 
 
+@dataclass(frozen=True)
+class EngineState:
+    """What an engine holds and does at one moment."""
+
+    waiting_inputs: int  # what is the same counts as often as it was asked for
+    waiting_tokens: int
+    failures: tuple[int, ...]  # batches that failed in a row, of each seat
+    shares: tuple[float, ...]  # seconds on the device's clock that each seat has had
+    costs: dict[Bucket, float]  # milliseconds of a run of each bucket that may be used
+    closing: bool
+    threads: int  # alive
+
+
 class Engine:
     """Batches sequences and runs them on every seat.
 
@@ -72,21 +82,27 @@ class Engine:
         grid: BucketGrid,
         dim: int,
         telemetry: Telemetry,
+        costs: BucketCosts,
         *,
         name: str = "model",
         max_batch_requests: int | None = None,
         full_warmup: bool = False,
         compile_workers: int = 2,
+        probe_every_s: float = PROBE_EVERY_S,
         on_progress: Callable[[int, int], None] | None = None,
+        keep_costs: Callable[[BucketCosts], object] = lambda costs: None,
     ):
+        """`keep_costs` is called when every bucket was timed often enough, and when the engine
+        closes."""
         self.grid = grid
         self.name = name  # of the model, for the log
-        self.cost: dict[Bucket, float] = {}  # milliseconds of each that is compiled, see `choose`
-        self._guessed: set[Bucket] = set()  # those of `cost` that were never timed alone
-        self._seats = seats
+        self._costs = costs
+        self._keep_costs = partial(keep_costs, costs)
+        self.seats = tuple(seats)
         self._dim = dim
         self._telemetry = telemetry
         self._most = max_batch_requests
+        self._probe_every_s = probe_every_s
         self._lanes = Lanes(max(bucket.tokens for bucket in grid.buckets))
         self._ran_tokens = self._ran_s = 0.0  # of late, useful tokens and seconds of batches
         self._closing = False
@@ -99,9 +115,21 @@ class Engine:
             name=name,
             full=full_warmup,
             workers=compile_workers,
+            idle_s=lambda: min(seat.turn.idle_s for seat in seats),
             on_progress=on_progress,
             on_failure=lambda error: self._fail_waiting("the model could not be compiled"),
-            on_finish=self._time_again,
+            on_finish=lambda: self._timer.start(),
+        )
+        first = seats[0]
+        self._timer = BucketTimer(
+            first.runner,
+            first.turn,
+            costs,
+            self._lock,
+            telemetry,
+            name=name,
+            is_bulk_alone=self._is_bulk_alone,
+            on_timed=self._keep_costs,
         )
         # one thread more than programs in flight: it settles answers while the others run
         self._threads = [
@@ -123,13 +151,32 @@ class Engine:
     @property
     def healthy(self) -> bool:
         """Whether some seat answers: one that fails batch after batch only probes meanwhile."""
-        return not all(seat.sick for seat in self._seats)
+        return not all(seat.sick for seat in self.seats)
 
     @property
     def tokens_per_s(self) -> float:
-        """Useful tokens, of late: of long batches more than of short ones; 0 before the first."""
-        in_flight = sum(seat.turn.permits for seat in self._seats)  # as many run at a time
-        return in_flight * self._ran_tokens / max(self._ran_s, 1e-6)
+        """Useful tokens of the latest batches over the seconds that they took of their devices, of
+        all devices together; 0 before the first batch."""
+        return len(self.seats) * self._ran_tokens / max(self._ran_s, 1e-6)
+
+    def restrict(self, buckets: Iterable[Bucket]) -> None:
+        """Let batches use only these of the compiled buckets, from now on."""
+        with self._lock:
+            self._costs.restrict(buckets)
+            self._lanes.lengthen(max(bucket.length for bucket in self._costs.usable))
+
+    def snapshot(self) -> "EngineState":
+        """What the engine holds and does at this moment."""
+        with self._lock:
+            return EngineState(
+                waiting_inputs=self._lanes.inputs,
+                waiting_tokens=self._lanes.tokens,
+                failures=tuple(seat.failures for seat in self.seats),
+                shares=tuple(seat.share.end for seat in self.seats),
+                costs=self._costs.usable,
+                closing=self._closing,
+                threads=sum(thread.is_alive() for thread in self._all_threads),
+            )
 
     def start(self) -> None:
         """Start compiling and serving."""
@@ -167,6 +214,12 @@ class Engine:
                 idle.notify(self._lanes.inputs)  # more threads would only be in its way
         return ticket
 
+    def wait_timed(self, timeout_s: float | None = None) -> None:
+        """Block until every bucket was timed. Needs times in which nothing runs. Raises
+        TimeoutError."""
+        if not self._timer.timed.wait(timeout_s):
+            raise TimeoutError(f"not every bucket was timed within {timeout_s} s")
+
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits for the ticket: what is queued of it will not run."""
         with self._lock:
@@ -178,15 +231,22 @@ class Engine:
     def close(self, timeout_s: float = 20.0) -> None:
         """Finish the queue, stop the threads. What waits for a bucket not compiled yet fails."""
         self.warmup.stop()
+        self._timer.stop()
         with self._lock:
-            self._closing = True
+            was_open, self._closing = not self._closing, True
             self._wake_all()
         deadline = time.monotonic() + timeout_s
         _join(self._threads, deadline)
         self._fail_waiting("the engine is closed")
-        _join(self.warmup.threads, deadline)
+        _join([*self.warmup.threads, self._timer.thread], deadline)
+        if was_open:
+            self._keep_costs()
         if not any(thread.is_alive() for thread in self.warmup.threads):
             atexit.unregister(self._leave)
+
+    @property
+    def _all_threads(self) -> list[threading.Thread]:
+        return [*self._threads, *self.warmup.threads, self._timer.thread]
 
     def _leave(self) -> None:
         """The interpreter ends: a thread that were still inside XLA then would abort it."""
@@ -199,7 +259,7 @@ class Engine:
 
     def _serve(self, seat: Seat) -> None:
         """A thread's life: wait, take the device's turn, take a batch, run it, settle it."""
-        recovery = Recovery(seat.runner, lambda: self.cost, self._telemetry)
+        recovery = Recovery(seat.runner, lambda: self._costs.usable, self._telemetry)
         while self._wait_for_work(seat):
             try:
                 self._serve_batch(seat, recovery)
@@ -213,13 +273,12 @@ class Engine:
             batch = batch or self._probe(seat)
             if batch is None:
                 return
-            seat.turn.charge(claim, self.cost[batch.bucket] / 1000)
+            seat.turn.charge(claim, (self._costs.usable[batch.bucket] + HOST_MS) / 1000)
             started_at = time.monotonic()
             results = recovery.run(batch)
             seconds = time.monotonic() - started_at
-            seat.turn.correct(claim, seconds)
         try:
-            self._note(seat, batch, results, seconds, claim.alone)
+            self._note(seat, batch, results, claim)
             for answers in results:
                 _settle(answers, started_at, seconds)
         except Exception:
@@ -237,7 +296,7 @@ class Engine:
             return self._lanes.runnable and not self._is_out(seat)
 
         with self._lock:
-            timeout_s = PROBE_EVERY_S if seat.sick else None
+            timeout_s = self._probe_every_s if seat.sick else None
             self._idle[seat].wait_for(lambda: self._closing or has_work(), timeout_s)
             return not self._closing or has_work()
 
@@ -263,95 +322,45 @@ class Engine:
     def _take(self) -> Batch | None:
         """Take the next batch out of the lanes. None if nothing waits that a bucket holds."""
         with self._lock:
-            return self._lanes.take(self.cost, time.monotonic(), self._most)
+            return self._lanes.take(self._costs.usable, time.monotonic(), self._most)
 
     def _probe(self, seat: Seat) -> Batch | None:
         """One token on the smallest bucket when batches have failed in a row, to see whether the
         device is well again."""
-        if not seat.sick or not self.cost or self._closing:
+        usable = self._costs.usable
+        if not seat.sick or not usable or self._closing:
             return None
         ticket = Ticket([Encoding(np.ones(1, np.int32))], self._dim)
-        return place(min(self.cost, key=lambda bucket: bucket.tokens), ticket.entries)
+        return place(min(usable, key=lambda bucket: bucket.tokens), ticket.entries)
 
-    def _note(
-        self, seat: Seat, batch: Batch, results: Sequence[Answers], seconds: float, alone: bool
-    ) -> None:
-        """Keep the figures of a batch, that had the device alone or not."""
+    def _note(self, seat: Seat, batch: Batch, results: Sequence[Answers], claim: Claim) -> None:
+        """Count a batch that was run, and what it took of the device."""
         answered = [answers for answers in results if answers.error is None and answers.entries]
         with self._lock:
             seat.failures = 0 if answered else seat.failures + 1
             if [answers.entries for answers in answered] == [batch.entries]:  # as it was placed
-                if batch.bucket in self._guessed:
-                    known = math.inf if alone else self.cost[batch.bucket]
-                    self.cost[batch.bucket] = min(known, seconds * 1000)
-                    if alone:
-                        self._guessed.discard(batch.bucket)
+                if not claim.mixed and batch.bucket in self._costs.usable:
+                    self._costs.observe(batch.bucket, 1000 * claim.took_s)
                 kept = 1 - 1 / RATE_OVER
                 self._ran_tokens = kept * self._ran_tokens + batch.useful_tokens
-                self._ran_s = kept * self._ran_s + seconds
+                self._ran_s = kept * self._ran_s + claim.took_s
         self._telemetry.batch_size.observe(len(batch.entries))
         self._telemetry.batch_tokens.observe(batch.useful_tokens)
         self._telemetry.batch_fill.observe(batch.fill)
 
     def _compile(self, bucket: Bucket) -> None:
-        """Compile a bucket on every seat, time it, and only then let batches use it."""
-        guess = self._guess(bucket)
-        cost = guess or math.inf
-        for seat in self._seats:
+        """Compile a bucket on every seat, and only then let batches use it."""
+        for seat in self.seats:
             seat.runner.compile(bucket)
-            if guess is None:
-                with seat.turn.hold(lambda: math.inf, whole=True):
-                    if self._closing:  # no batch will use it, and no thread starts at exit
-                        return
-                    cost = min(cost, milliseconds(seat.runner, bucket, seat.turn.permits))
         with self._lock:
-            if guess is not None:
-                self._guessed.add(bucket)
-            self.cost = {**self.cost, bucket: cost}
-            self._lanes.lengthen(max(bucket.length for bucket in self.cost))
+            self._costs.add(bucket)
+            self._lanes.lengthen(max(bucket.length for bucket in self._costs.usable))
             self._wake_all()
 
-    def _guess(self, bucket: Bucket) -> float | None:
-        """Milliseconds of a bucket too slow to be timed, else None: its tokens at the rate of the
-        others, twice over, for attention takes longer in longer rows."""
+    def _is_bulk_alone(self) -> bool:
+        """Whether bulk work waits and nothing else has for a while."""
         with self._lock:
-            rates = [cost / b.tokens for b, cost in self.cost.items() if b not in self._guessed]
-        guess = 2 * bucket.tokens * min(rates, default=0.0)
-        return guess if guess > UNTIMED_MS else None
-
-    def _time_again(self) -> None:
-        """Time every bucket anew when nothing compiles beside it: one that looked slow would never
-        be chosen, and so never be found to be fast. The smallest first, and what was guessed from
-        the slow ones is guessed from them anew."""
-        times: dict[Bucket, list[float]] = {bucket: [] for bucket in self.cost}
-        for _ in range(ROUNDS):
-            for bucket in sorted(times, key=lambda bucket: bucket.tokens):
-                guess = self._guess(bucket) if bucket in self._guessed else None
-                enough = sum(times[bucket]) > TIMED_MS
-                if guess is None and not enough and (ms := self._time(bucket)) is not None:
-                    times[bucket].append(ms)
-                if self._closing:
-                    return
-                with self._lock:
-                    if guess is not None:
-                        self.cost[bucket] = min(self.cost[bucket], guess)
-                    elif times[bucket]:
-                        self.cost[bucket] = median(times[bucket])
-                        self._guessed.discard(bucket)
-
-    def _time(self, bucket: Bucket) -> float | None:
-        """Milliseconds of a bucket when nothing waits, or has waited for long; None if it fails."""
-        late = time.monotonic() + LULL_S
-        try:
-            seat = self._seats[0]
-            with seat.turn.hold(
-                lambda: self._idle_urgency() if time.monotonic() < late else math.inf, whole=True
-            ):
-                if not self._closing:
-                    return milliseconds(seat.runner, bucket, seat.turn.permits)
-        except Exception:  # batches on it will say so to those who wait
-            logger.warning("%s: bucket %s could not be timed", self.name, bucket, exc_info=True)
-        return None
+            return self._lanes.is_bulk_alone(time.monotonic())
 
     def _fail_waiting(self, reason: str) -> None:
         """Nothing that waits will be answered: tell those who wait."""

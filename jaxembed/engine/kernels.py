@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxembed.engine.bucket import Bucket, BucketGrid
+from jaxembed.engine.compiles import compile_lowered
 from jaxembed.engine.replica import FLOAT32, Device, compiler_options
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, kernels, native
@@ -58,10 +59,15 @@ class Choice:
         kernel = self.taken.get(bucket.length)
         return partial(kernel.attend, slots=bucket.slots) if kernel else by_xla
 
+    def name_of(self, length: int) -> str:
+        """The name of the kernel that rows of a length use."""
+        if length in self.taken:
+            return self.taken[length].name
+        return NATIVE if self.native else XLA
+
     def describe(self) -> dict[str, dict[str, str]]:
         """What rows of each length use, and the last reason why a kernel is not used in some."""
-        default = NATIVE if self.native else XLA
-        used = {str(n): self.taken[n].name if n in self.taken else default for n in self.lengths}
+        used = {str(length): self.name_of(length) for length in self.lengths}
         return {"used": used, "not_used": dict(self.refused)}
 
 
@@ -231,7 +237,7 @@ class KernelTrial:
         jitted = jax.jit(lambda q, k, v, segments: attend(q, k, v, segments, call.sight))
         with jax.default_matmul_precision(precision):
             lowered = jitted.lower(*self._operands[call])
-        run = lowered.compile(compiler_options=compiler_options(self._device.platform))
+        run = compile_lowered(lowered, compiler_options(self._device.platform))
         last = run(*self._operands[call])
         mixed = np.asarray(last)
         started_at = time.perf_counter()
@@ -245,7 +251,7 @@ class KernelTrial:
         wide = [x.astype(jnp.float32) for x in operands]
         with jax.default_matmul_precision("highest"):
             lowered = jax.jit(partial(by_xla, sight=call.sight)).lower(*wide, segments)
-        run = lowered.compile(compiler_options=compiler_options(self._device.platform))
+        run = compile_lowered(lowered, compiler_options(self._device.platform))
         return np.asarray(run(*wide, segments))
 
     def _drawn(self, call: Call) -> list[jax.Array]:

@@ -176,6 +176,10 @@ class Lanes:
         """Whether some of that is interactive."""
         return bool(self._interactive.order)
 
+    def is_bulk_alone(self, now: float) -> bool:
+        """Whether something waits, and nothing interactive has come of late."""
+        return self.runnable and not self.is_asked and now - self._interactive_at > ABOUT_S
+
     @property
     def needed_length(self) -> int | None:
         """The length of the oldest sequence that no compiled bucket holds."""

@@ -4,11 +4,9 @@ Knows nothing of requests: packed tokens in, outputs out.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from threading import Barrier, Thread
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -18,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxembed import memory
 from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.compiles import compile_lowered
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, native
 from jaxembed.models.attention import Attend, by_xla, using
@@ -32,9 +31,6 @@ Device = Any  # a jax.Device, which JAX exports as a variable and no checker tak
 Outputs = dict[OutputName, np.ndarray]
 
 FLOAT32: DType = "float32"
-
-TIMING_S = 0.03  # at least, of timing a bucket
-SEGMENT = 20  # tokens of a sequence in a timed bucket: across tiles of 16, as real ones lie
 
 # XLA:CPU of jaxlib 0.10.2 gives wrong sums where it fuses a product and a reduction
 # (github.com/jax-ml/jax/issues/39103). With single products as the only fusions it does not.
@@ -154,7 +150,7 @@ class Replica:
         attend = self._attention(bucket) if dtype == self.dtype else by_xla
         with exact, using(attend):
             lowered = jax.jit(mapped).lower(self._parameters, planes)
-        return lowered.compile(compiler_options=compiler_options(self.devices[0].platform))
+        return compile_lowered(lowered, compiler_options(self.devices[0].platform))
 
 
 def place_parameters(
@@ -210,68 +206,13 @@ def compiler_options(platform: str) -> dict[str, str | bool]:
     if platform != "cpu":
         return {}
     try:
-        jax.jit(lambda x: x + 1).lower(np.float32(0)).compile(compiler_options=dict(SAFE_FUSION))
+        compile_lowered(jax.jit(lambda x: x + 1).lower(np.float32(0)), SAFE_FUSION)
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):
             raise
         logger.info("this XLA has no YNNPACK fusions to restrict: %s", error)
         return {}
     return SAFE_FUSION
-
-
-def milliseconds(
-    runner: Runner,
-    bucket: Bucket,
-    together: int = 1,
-    seconds: float = TIMING_S,
-    planes: np.ndarray | None = None,
-) -> float:
-    """Of a bucket on the device, copies to and from it included: `together` threads run it again
-    and again for so many seconds, and what each made in its time adds up.
-
-    It holds `planes`, or short sequences: kernels that skip what lies in other sequences take
-    longer for long ones, but as much longer in any bucket. Small buckets run several times: beside
-    a compiler on the same cores a single run of 2 ms may look like 20. Large ones run once: traffic
-    waits meanwhile. Raises what the runner raises.
-    """
-    if planes is None:
-        planes = full_planes(bucket, SEGMENT)
-    begin = Barrier(together)  # a thread takes its time to start
-    per_s: list[float] = []
-    errors: list[Exception] = []
-
-    def work() -> None:
-        count, took = 0, 0.0
-        begin.wait()
-        start = time.perf_counter()
-        try:
-            while not errors and (not count or took < seconds):
-                runner.run(bucket, planes, ("dense",))
-                count, took = count + 1, time.perf_counter() - start
-        except Exception as error:
-            errors.append(error)
-        per_s.append(count / max(took, 1e-9))
-
-    threads = [Thread(target=memory.in_kept_heap, args=(work,)) for _ in range(together)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return 1000 / sum(per_s)
-
-
-def full_planes(bucket: Bucket, segment: int) -> np.ndarray:
-    """A full bucket as `run` takes it: every row sequences of so many tokens, one after the other,
-    the last one cut."""
-    segment = max(segment, -(-bucket.length // bucket.slots))
-    planes = np.zeros((PackedTokens.FIELDS, bucket.rows, bucket.length), np.int32)
-    ids, positions, segments, _, pooled = planes
-    place = np.arange(bucket.length)
-    ids[:], positions[:] = 1, place % segment
-    segments[:] = pooled[:] = place // segment + 1
-    return planes
 
 
 def _cast(name: str, leaf: Any, dtype: DType) -> Any:

@@ -3,6 +3,7 @@
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,14 +22,15 @@ class Claim:
 
     urgency: Callable[[], float]
     share: Share | None  # who pays for the program
-    permits: int = 1  # as many programs as it runs at a time
+    permits: int = 1  # programs it runs at a time
     granted: threading.Event = field(default_factory=threading.Event)
-    alone: bool = True  # nobody else has held the device meanwhile
+    mixed: bool = False  # a program of another model has held the device meanwhile
     expected_s: float | None = None  # None until it is charged
+    took_s: float = 0.0  # of the device, once the turn is given back
 
     @property
     def idle(self) -> bool:
-        """In line for nothing."""
+        """Whether the thread has nothing to run, and takes the turn only if nobody else does."""
         return self.urgency() == -math.inf
 
 
@@ -50,9 +52,12 @@ class DeviceTurn:
     1999): it pays back before it can borrow more.
     """
 
-    def __init__(self, permits: int = 1):
+    def __init__(self, permits: int = 1, now: Callable[[], float] = time.monotonic):
         self.permits = permits  # programs in flight at most
         self.clock = 0.0  # where the program begins that began first of all that wait or start
+        self._now = now
+        self._shared_s = 0.0  # seconds that each program has had of the device if all shared it
+        self._changed_at = self._served_at = now()
         self._waiting: list[Claim] = []
         self._holding: list[Claim] = []
         self._lock = threading.Lock()
@@ -74,12 +79,38 @@ class DeviceTurn:
             self._waiting.append(claim)
             self._grant()
         claim.granted.wait()
+        granted_at = self._now()
         try:
             yield claim
         finally:
             with self._lock:
+                now = self._advance()
+                claim.took_s += self._shared_s
                 self._holding.remove(claim)
+                if claim.share is not None and claim.expected_s is not None:
+                    self._served_at = now
+                    if claim.mixed:  # its seconds hold the wait for other models' programs
+                        claim.took_s = min(now - granted_at, claim.expected_s)
+                    claim.share.end += claim.took_s - claim.expected_s
                 self._grant()
+
+    @property
+    def waiting(self) -> int:
+        """The number of threads in line."""
+        return len(self._waiting)
+
+    @property
+    def held(self) -> int:
+        """The number of permits in use."""
+        return self.permits - self._free
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since a program last ran, of any model; 0 while one runs or waits."""
+        with self._lock:
+            busy = any(c.share is not None for c in self._holding)
+            busy = busy or any(not c.idle for c in self._waiting)
+            return 0.0 if busy else self._now() - self._served_at
 
     def begin(self, share: Share) -> float:
         """Where the next program of a share begins on the clock."""
@@ -98,15 +129,6 @@ class DeviceTurn:
             claim.expected_s = expected_s
             self._grant()
 
-    def correct(self, claim: Claim, seconds: float) -> None:
-        """The program has ended. Beside another one its seconds hold the wait for that one too:
-        then they count only if they are less than expected."""
-        assert claim.share is not None
-        assert claim.expected_s is not None
-        with self._lock:
-            took_s = seconds if claim.alone else min(seconds, claim.expected_s)
-            claim.share.end += took_s - claim.expected_s
-
     def _grant(self) -> None:
         """Hand out what is free. Decided here, once: urgencies move with time, and waiters who each
         looked for themselves could all see another one first, and all wait on. Who waits for more
@@ -117,12 +139,22 @@ class DeviceTurn:
             claim = max(ready, key=lambda claim: claim.urgency(), default=None)
             if claim is None or claim.permits > free:
                 return
+            self._advance()
             self._waiting.remove(claim)
             self._holding.append(claim)
-            if len(self._holding) > 1:
+            claim.took_s = -self._shared_s
+            if any(holder.share is not claim.share for holder in self._holding):
                 for holder in self._holding:
-                    holder.alone = False
+                    holder.mixed = True
             claim.granted.set()
+
+    def _advance(self) -> float:
+        """Programs that run at once get equal parts of the device. Returns what time it is."""
+        now = self._now()
+        if self._holding:
+            self._shared_s += (now - self._changed_at) / len(self._holding)
+        self._changed_at = now
+        return now
 
     @property
     def _free(self) -> int:

@@ -1,6 +1,7 @@
 """Compiles the buckets: what covers every request first, the rest behind traffic."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,10 @@ from jaxembed.errors import BackendError
 
 logger = logging.getLogger(__name__)
 
-STACK_BYTES = 64 * 1024 * 1024  # XLA overflows the 8 MiB a thread gets on large models
+QUIET_S = 5.0  # a device that has been idle for so long is not in use
+PAUSE = 2.0  # times as long as a bucket took is the pause after it, while the device is in use
+LULL_S, LOOK_S = 0.1, 0.02  # the next one begins when the device has been idle for so long,
+LONGEST_WAIT_S = 1.0  # or after so long all the same
 
 
 class CompilePlan:
@@ -19,6 +23,11 @@ class CompilePlan:
     def __init__(self, grid: BucketGrid):
         self._pending = list(grid.by_use)
         self._lock = threading.Lock()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every bucket is taken."""
+        return not self._pending
 
     def next(self, needed_length: int | None) -> Bucket | None:
         """The next bucket, or None when all are taken. `needed_length` is the length of the oldest
@@ -44,16 +53,20 @@ class Warmup:
         name: str = "model",
         full: bool,
         workers: int,
+        idle_s: Callable[[], float] = lambda: math.inf,
         on_progress: Callable[[int, int], None] | None = None,
         on_failure: Callable[[Exception], None] = lambda error: None,
         on_finish: Callable[[], None] = lambda: None,
     ):
+        """`idle_s` says for how long the device has had nothing to do. Once ready and in use, one
+        thread goes on, with pauses."""
         self.error: Exception | None = None
         self.compiled: list[Bucket] = []
         self._name = name
         self._done = 0  # compiled or left out
         self._compile_bucket = compile_bucket
         self._needed_length = needed_length
+        self._idle_s = idle_s
         self._on_progress = on_progress or (lambda done, total: None)
         self._on_failed = on_failure
         self._on_finish = on_finish
@@ -63,7 +76,7 @@ class Warmup:
         self._stop = threading.Event()
         self._started_at = time.monotonic()
         self.threads = [
-            threading.Thread(target=self._work, name=f"compile-{k}", daemon=True)
+            threading.Thread(target=self._work, args=(k == 0,), name=f"compile-{k}", daemon=True)
             for k in range(workers)
         ]
         self._total = len(grid.buckets)
@@ -76,10 +89,8 @@ class Warmup:
 
     def start(self) -> None:
         """Begin; the threads end when every bucket is taken."""
-        usual = threading.stack_size(STACK_BYTES)
         for thread in self.threads:
             thread.start()
-        threading.stack_size(usual)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until ready. Raises what the compiler raised on a bucket that is required."""
@@ -96,18 +107,36 @@ class Warmup:
                 self.error = BackendError("closed before the model was ready")
                 self._ready.set()
 
-    def _work(self) -> None:
+    def _work(self, goes_on: bool) -> None:
+        took_s = 0.0
         while not self._stop.is_set():
+            if self._ready.is_set():
+                self._pause(took_s, goes_on)
             bucket = self._plan.next(self._needed_length())
             if bucket is None:
                 return
+            started_at = time.monotonic()
             try:
                 self._compile_bucket(bucket)
             except Exception as error:
                 self._on_failure(bucket, error)
             else:
                 self._on_success(bucket)
+            took_s = time.monotonic() - started_at
             self._count()
+
+    def _pause(self, took_s: float, goes_on: bool) -> None:
+        """While the device is in use, take a third of the time at most, and begin while it is idle.
+        Only one thread goes on."""
+        if self._plan.is_done:
+            return
+        if self._idle_s() < QUIET_S and goes_on:
+            self._stop.wait(PAUSE * took_s)
+        until = time.monotonic() + (LONGEST_WAIT_S if goes_on else math.inf)
+        lull_s = LULL_S if goes_on else QUIET_S
+        while self._idle_s() < lull_s and time.monotonic() < until:
+            if self._plan.is_done or self._stop.wait(LOOK_S):
+                return
 
     def _on_success(self, bucket: Bucket) -> None:
         with self._lock:

@@ -1,19 +1,17 @@
 """What buckets cost on this device: some are measured, the others read between them."""
 
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
 
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.replica import SEGMENT, Outputs, Replica, full_planes, milliseconds
+from jaxembed.engine.replica import Outputs, Replica
+from jaxembed.engine.timing import SEGMENT, full_planes, milliseconds
 from jaxembed.engine.turn import DeviceTurn
-from jaxembed.engine.warmup import STACK_BYTES
 from jaxembed.models.output import OutputName
 
 PAIRS = 7  # of timings with long sequences and with short ones
@@ -37,22 +35,15 @@ class Workbench:
 
     def __init__(self, replica: Replica):
         self.costs: dict[Bucket, Cost] = {}
-        self._times: dict[Bucket, list[float]] = {}
+        self.timings: dict[Bucket, list[float]] = {}  # milliseconds each
         self.tokens_run = 0  # padding counted
         self.run_in_float32 = replica.run_in_float32
         self._replica = replica
-        usual = threading.stack_size(STACK_BYTES)  # the main thread's is too small for XLA
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="measure")
-        self._thread.submit(int).result()
-        threading.stack_size(usual)
-
-    def close(self) -> None:
-        self._thread.shutdown()
 
     def compile(self, bucket: Bucket) -> None:
         """Compile and time a bucket, unless that is done. Raises what XLA raises."""
         if bucket not in self.costs:
-            self._thread.submit(self._measure, bucket).result()
+            self._measure(bucket)
 
     def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
         self.tokens_run += bucket.tokens
@@ -83,7 +74,7 @@ class Workbench:
         return max(median(times), 0.0) / pairs
 
     def _time(self, bucket: Bucket) -> float:
-        times = self._times.setdefault(bucket, [])
+        times = self.timings.setdefault(bucket, [])
         times.append(milliseconds(self, bucket, self._permits))
         return median(times)
 

@@ -49,7 +49,6 @@ class MeasuredModel:
 
     def close(self) -> None:
         self.processor.executor.shutdown()
-        self.workbench.close()
 
 
 def load_measured(

@@ -1,12 +1,13 @@
 """Two grids on the real engine, in turns: what disturbs the machine for a while disturbs both."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxembed.engine.bucket import BucketGrid
+from jaxembed.engine.costs import BucketCosts, often_enough
 from jaxembed.engine.engine import Engine, Seat
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.inputs import Encoding
@@ -21,33 +22,34 @@ TURNS = 4  # of each grid in a round: a machine that others use changes from sec
 class Stage:
     """An engine with the buckets of all grids that are tried, each compiled and timed.
 
-    They share it, for two engines are never the same: their threads' memory lies elsewhere, and
-    their timings of one bucket differ by some percent, which decides what bucket is chosen.
+    They share it, for two engines are never the same: their threads' memory lies elsewhere. Buckets
+    cost what the workbench has measured; none is timed again.
     """
 
     def __init__(
         self,
         workbench: Workbench,
-        grids: Iterable[BucketGrid],
+        grids: Sequence[BucketGrid],
         dim: int,
         platform: str,
         max_batch_requests: int | None = None,
     ):
         self.workbench = workbench
+        for bucket in {bucket for grid in grids for bucket in grid.buckets}:
+            workbench.compile(bucket)
         every = BucketGrid(tuple({bucket for grid in grids for bucket in grid.buckets}))
         self.engine = Engine(
             [Seat(workbench, DeviceTurn.for_platform(platform))],
             every,
             dim,
             Telemetry(every.max_length),
+            BucketCosts(1.0, {b: often_enough([c.ms]) for b, c in workbench.costs.items()}),
             name="the grids tried",
             max_batch_requests=max_batch_requests,
             full_warmup=True,
         )
         self.engine.start()
         self.engine.warmup.wait()
-        for thread in self.engine.warmup.threads:  # they time every bucket again at the end
-            thread.join()
 
     def __enter__(self) -> "Stage":
         return self
@@ -61,11 +63,11 @@ class GridTrial:
 
     def __init__(self, stage: Stage, grid: BucketGrid):
         self._workbench, self._engine = stage.workbench, stage.engine
-        self._cost = {bucket: stage.engine.cost[bucket] for bucket in grid.buckets}
+        self._grid = grid
 
     def run(self, traffic: Traffic, turns: "Turns") -> None:
         """Once through each load."""
-        self._engine.cost = self._cost  # what may be used: nothing waits or runs now
+        self._engine.restrict(self._grid.buckets)
         turns.lone += [self._ms([one]) for one in traffic.lone]
         turns.requests += [self._ms(request) for request in traffic.requests]
         padded = self._workbench.tokens_run

@@ -36,7 +36,7 @@ REPEATS = 4  # searches at most, each followed by measuring what it found
 PROBING = 0.35  # of the time given, for buckets that tell about others;
 MEASURING = 0.6  # by then what the search chose is measured too, and the rest is for trying
 SEARCH_S = 15.0
-TIMINGS = 3  # more of every bucket at least, before the last search
+LAST_TIMINGS = 3  # more of every bucket at least, before the last search
 QUICK_MS = 500.0  # a bucket may take to tell what long sequences cost
 MOST_TOKENS = 4  # times the token budget in use: buckets no larger than this are looked at
 ROOM = 4  # usual inputs in the longest row looked at
@@ -143,6 +143,7 @@ class Tuning:
             "tuned": {
                 "model": self.model.name,
                 **tuned_for(self.model.spec, plan.devices, plan.dtype),
+                "costs": self._costs(side),
                 "versions": {name: metadata.version(name) for name in PACKAGES},
                 "max_input_tokens": plan.max_input_tokens,
                 "lengths": self.lengths.describe(),
@@ -150,12 +151,23 @@ class Tuning:
                 "after": side.measured.describe(),
             },
         }
-        text = re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", json.dumps(file, indent=1))
+        text = re.sub(r"\[\s+([\d., \s]+?)\s+\]", _on_one_line, json.dumps(file, indent=1))
         try:
             with replacing(path) as partial:
                 partial.write_text(text + "\n")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+    def _costs(self, side: GridResult) -> dict[str, Any] | None:
+        """The timings of a grid's buckets, so that a server need not take them again."""
+        file = self.model.plan.cost_file
+        assert file is not None  # there is no tuning of the null model
+        timings = {bucket: self.model.workbench.timings[bucket] for bucket in side.grid.buckets}
+        return {"identity": file.identity, "timings": file.encode(timings)}
+
+
+def _on_one_line(numbers: re.Match) -> str:
+    return f"[{' '.join(numbers[1].split())}]"
 
 
 def tune(
@@ -227,9 +239,9 @@ class _Tuner:
                 break
             self._measure(sorted(unknown), "what the search chose", self.deadline)
         timings = 0
-        while timings < TIMINGS or time.monotonic() < self.deadline:
+        while timings < LAST_TIMINGS or time.monotonic() < self.deadline:
             timings += 1
-            self.on_progress("timing every bucket again", timings, max(timings, TIMINGS))
+            self.on_progress("timing every bucket again", timings, max(timings, LAST_TIMINGS))
             self.workbench.time_again(self.workbench.costs)
         chosen = self._search(self._allowed(self.workbench.costs))
         return BucketGrid(tuple(sorted(chosen)))

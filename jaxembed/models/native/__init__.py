@@ -66,6 +66,13 @@ def load_library(cache_dir: Path) -> None:
             _library = _loaded(cache_dir)
 
 
+def source_digest() -> str:
+    """Names the source that the kernels are compiled from, and the flags."""
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest.update(" ".join(FLAGS).encode())
+    return digest.hexdigest()[:16]
+
+
 def packable(name: str, shape: tuple[int, ...], dtype: str) -> bool:
     """Whether a parameter is the kernel of a product that `linear` takes."""
     matrix = name.endswith(".kernel") and len(shape) == 2 and dtype == "bfloat16"

@@ -1,0 +1,167 @@
+"""Stand-ins for what the engine runs on, and what tests of several files ask of an engine."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+from prometheus_client.registry import Collector
+
+from jaxembed.engine.bucket import Bucket, BucketGrid
+from jaxembed.engine.costs import BucketCosts, often_enough
+from jaxembed.engine.engine import Engine, Seat
+from jaxembed.engine.replica import Runner
+from jaxembed.engine.turn import DeviceTurn, Share
+from jaxembed.inputs import Encoding
+from jaxembed.models.output import OutputName
+from jaxembed.telemetry import Telemetry
+
+SMALL_GRID = BucketGrid((Bucket(1, 16), Bucket(8, 16), Bucket(1, 64)))
+WAIT_S = 30.0  # for what must happen: reached only when it doesn't
+
+
+class SumRunner(Runner):
+    """Answers each sequence with the sum of its ids, so that an answer shows whose it is.
+
+    `gate` holds runs back, `broken` and `error` fail them, more than `most_tokens` do not fit the
+    memory. The id BAD makes its sequence infinite, or with `poison` its whole row; WORSE does so in
+    float32 too, which only a runner with `float32` has. What is timed or probed, sequences of the
+    id 1 alone, passes the gate and is noted in `timed` instead of `ran`.
+    """
+
+    BAD, WORSE = 666, 667
+
+    def __init__(
+        self,
+        most_tokens: int = 10**9,
+        poison: bool = False,
+        float32: bool = False,
+        error: Exception | None = None,
+    ):
+        self.most_tokens = most_tokens
+        self.poison = poison
+        self.float32 = float32
+        self.error = error
+        self.broken = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Semaphore(0)  # released by each run of real work
+        self.on_run: Callable[[Bucket, np.ndarray], None] = lambda bucket, planes: None
+        self.slow_to_compile: dict[Bucket, threading.Event] = {}
+        self.cannot_compile: set[Bucket] = set()
+        self.compiled: list[Bucket] = []
+        self.ran: list[Bucket] = []
+        self.timed: list[Bucket] = []
+        self.wide_runs = 0
+        self.seen: list[int] = []  # first ids of the sequences that ran
+        self.inside = self.most_inside = 0
+        self._lock = threading.Lock()
+
+    def compile(self, bucket: Bucket) -> None:
+        if bucket in self.slow_to_compile:
+            assert self.slow_to_compile[bucket].wait(WAIT_S)
+        if bucket in self.cannot_compile:
+            raise RuntimeError(f"XLA cannot compile {bucket}")
+        self.compiled.append(bucket)
+
+    def run(
+        self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
+    ) -> dict[OutputName, np.ndarray]:
+        ids, positions, segments = planes[:3]
+        is_work = bool((ids[segments > 0] != 1).any())
+        with self._lock:
+            self.inside += 1
+            self.most_inside = max(self.most_inside, self.inside)
+            (self.ran if is_work else self.timed).append(bucket)
+        try:
+            if is_work:
+                self.entered.release()
+                assert self.gate.wait(WAIT_S)
+                self.seen += ids[(segments > 0) & (positions == 0)].tolist()
+            self.on_run(bucket, planes)
+        finally:
+            with self._lock:
+                self.inside -= 1
+        if self.error is not None:
+            raise self.error
+        if self.broken:
+            raise RuntimeError("INTERNAL: broken")
+        if bucket.tokens > self.most_tokens:
+            raise RuntimeError(f"RESOURCE_EXHAUSTED: out of memory at 0xdead, {bucket.tokens}")
+        return self._sums(planes, bucket.slots, outputs, guilty=(self.BAD, self.WORSE))
+
+    def run_in_float32(
+        self, planes: np.ndarray, outputs: Iterable[OutputName]
+    ) -> dict[OutputName, np.ndarray] | None:
+        self.wide_runs += 1
+        if not self.float32:
+            return None
+        return self._sums(planes, planes.shape[2] // 4, outputs, guilty=(self.WORSE,))
+
+    def _sums(self, planes, slots, outputs, guilty) -> dict[OutputName, np.ndarray]:
+        ids, segments = planes[0].astype(np.float32), planes[2]
+        for row in range(len(ids)):
+            bad = np.isin(ids[row], guilty)
+            if bad.any():
+                of_bad = np.isin(segments[row], segments[row][bad])
+                ids[row, ... if self.poison else of_bad] = np.inf
+        member = segments[:, None, :] == np.arange(1, slots + 1)[None, :, None]
+        dense = np.where(member, ids[:, None, :], 0.0).sum(axis=2)[:, :, None]
+        everything = {"dense": dense.astype(np.float32), "tokens": ids[:, :, None]}
+        return {name: everything[name] for name in outputs}
+
+
+def timed_costs(costs: Mapping[Bucket, float]) -> BucketCosts:
+    """Costs that were timed already, in milliseconds: an engine that has them times nothing."""
+    return BucketCosts(1.0, {bucket: often_enough([ms]) for bucket, ms in costs.items()})
+
+
+class EngineUnderTest(Engine):
+    """An engine of runners of ours; every bucket costs a tenth of a millisecond a token unless
+    `costs` says otherwise."""
+
+    def __init__(self, runners: Iterable[Runner], grid: BucketGrid, turns=None, **options):
+        self.telemetry = Telemetry()
+        runners = list(runners)
+        turns = turns or [DeviceTurn() for _ in runners]
+        shares = options.pop("shares", None) or [Share() for _ in runners]
+        seats = [
+            Seat(runner, turn, share=share)
+            for runner, turn, share in zip(runners, turns, shares, strict=True)
+        ]
+        costs = options.pop("costs", None) or timed_costs({b: b.tokens / 10 for b in grid.buckets})
+        super().__init__(seats, grid, 1, self.telemetry, costs, **options)
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Inputs and tokens."""
+        state = self.snapshot()
+        return state.waiting_inputs, state.waiting_tokens
+
+
+def encoding(*ids: int) -> Encoding:
+    return Encoding(np.array(ids, np.int32))
+
+
+def sums(ticket) -> list[float]:
+    """The answer of a SumRunner's engine."""
+    return ticket.result(WAIT_S).dense[:, 0].tolist()
+
+
+def entered(runner: SumRunner) -> None:
+    """Wait until the runner is inside a run of real work."""
+    assert runner.entered.acquire(timeout=WAIT_S)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for what nothing tells of, such as a thread that is in line."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def count_of(metric: Collector) -> float:
+    """The value of a counter or gauge."""
+    (family,) = metric.collect()
+    return sum(sample.value for sample in family.samples)

@@ -1,0 +1,46 @@
+"""Programs are compiled in threads that give way, and every compile is counted."""
+
+import os
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from jaxembed.engine.compiles import NICENESS, compile_events, compile_lowered
+
+
+class Lowered:
+    """Notes in which thread it is compiled, and how that thread is scheduled."""
+
+    def compile(self, compiler_options):
+        self.options = compiler_options
+        self.thread = threading.current_thread()
+        if sys.platform == "linux":
+            self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        return self
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority")
+def test_a_compile_runs_in_a_thread_that_gives_way():
+    unchecked = getattr(compile_lowered, "__wrapped__", compile_lowered)  # no jax.stages.Lowered
+    lowered = unchecked(Lowered(), {"a": "b"})
+    assert lowered.options == {"a": "b"}
+    assert lowered.thread is not threading.current_thread()
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert lowered.niceness == min(own + NICENESS, 19) or lowered.niceness == NICENESS
+
+
+def test_what_the_compiler_raises_is_raised():
+    lowered = jax.jit(lambda x: x + 1).lower(np.float32(0))
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        compile_lowered(lowered, {"xla_no_such_option": "1"})
+
+
+def test_compiles_are_counted():
+    events = compile_events()
+    before = events.compiles + events.cache_hits
+    program = compile_lowered(jax.jit(lambda x: x * 3 + 0.125).lower(np.float32(2)), {})
+    assert float(program(np.float32(2))) == 6.125
+    assert events.compiles + events.cache_hits == before + 1

@@ -1,0 +1,120 @@
+"""What buckets cost: the median of their timings, an estimate, and one factor for all."""
+
+import pytest
+
+from jaxembed.engine.batch import HOST_MS
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.costs import (
+    LONG_RUN_MS,
+    MOST_DRIFT,
+    TIMED_MS,
+    TIMINGS,
+    BucketCosts,
+    often_enough,
+)
+
+SHORT, WIDE, LONG, HUGE = Bucket(1, 16), Bucket(8, 16), Bucket(1, 64), Bucket(8, 8192)
+
+
+def costs_of(*buckets: Bucket, default_ms: float = 0.1, timings=None) -> BucketCosts:
+    costs = BucketCosts(default_ms, timings)
+    for bucket in buckets:
+        costs.add(bucket)
+    return costs
+
+
+def test_before_a_timing_a_bucket_costs_its_tokens_at_the_default_rate():
+    assert costs_of(SHORT, LONG).usable == pytest.approx({SHORT: 1.6, LONG: 6.4})
+
+
+def test_a_bucket_costs_the_median_of_its_latest_timings():
+    """The best of them would flatter the one that happened to run in a quiet moment."""
+    costs = costs_of(SHORT)
+    for ms in (7.0, 1.0, 5.0, 9.0, 5.0):
+        costs.record(SHORT, ms)
+    assert costs.usable == {SHORT: 5.0}
+    for _ in range(TIMINGS):
+        costs.record(SHORT, 8.0)
+    assert costs.usable == {SHORT: 8.0}
+    assert costs.timings == {SHORT: [8.0] * TIMINGS}
+
+
+def test_what_was_not_timed_is_estimated_from_those_of_its_length_first():
+    costs = costs_of(SHORT, WIDE, LONG)
+    costs.record(LONG, 64.0)
+    assert costs.usable == pytest.approx({SHORT: 16.0, WIDE: 128.0, LONG: 64.0})
+    costs.record(SHORT, 3.2)
+    assert costs.usable == pytest.approx({SHORT: 3.2, WIDE: 25.6, LONG: 64.0})
+
+
+def test_a_bucket_that_would_run_long_is_estimated_for_good():
+    """Timing 65,536 tokens of a large model on a CPU would hold up everything for minutes."""
+    costs = costs_of(SHORT, HUGE, timings={SHORT: often_enough([1.6])})
+    assert costs.usable[HUGE] == pytest.approx(2 * 0.1 * HUGE.tokens)
+    assert costs.usable[HUGE] > LONG_RUN_MS
+    assert costs.untimed() is None
+
+
+def test_the_bucket_with_the_fewest_timings_is_next_and_of_these_the_smallest():
+    costs, order = costs_of(WIDE, SHORT, LONG), []
+    for _ in range(5):
+        order.append(costs.untimed())
+        costs.record(order[-1], 1.0)
+    assert order == [SHORT, LONG, WIDE, SHORT, LONG]
+
+
+def test_a_slow_bucket_is_timed_less_often():
+    costs = costs_of(SHORT, WIDE)
+    while (bucket := costs.untimed()) is not None:
+        costs.record(bucket, 1.0 if bucket == SHORT else TIMED_MS / 4)
+    assert {bucket: len(ms) for bucket, ms in costs.timings.items()} == {SHORT: TIMINGS, WIDE: 4}
+
+
+def test_timings_of_an_earlier_run_are_enough():
+    costs = costs_of(SHORT, LONG, timings={SHORT: often_enough([2.0, 3.0, 4.0])})
+    assert costs.usable[SHORT] == 3.0
+    assert costs.untimed() == LONG
+    half = costs_of(SHORT, timings={SHORT: [2.0] * 5})
+    assert half.untimed() == SHORT
+
+
+def test_batches_give_one_factor_for_all_and_none_for_a_bucket():
+    costs = costs_of(SHORT, LONG, timings={SHORT: [2.0], LONG: [8.0]})
+    for _ in range(200):
+        costs.observe(SHORT, 6.0 + HOST_MS)
+    assert costs.drift == pytest.approx(3.0, rel=0.03)
+    assert costs.usable == pytest.approx({SHORT: 6.0, LONG: 24.0}, rel=0.03)
+    for _ in range(200):
+        costs.observe(LONG, 8.0 + HOST_MS)
+    assert costs.usable == pytest.approx({SHORT: 2.0, LONG: 8.0}, rel=0.03)
+    assert costs.timings == {SHORT: [2.0], LONG: [8.0]}
+
+
+def test_one_odd_batch_at_the_start_does_not_count_for_all():
+    costs = costs_of(SHORT, timings={SHORT: [2.0]})
+    costs.observe(SHORT, 20.0 + HOST_MS)
+    assert 1.0 < costs.drift < 2.0
+
+
+@pytest.mark.parametrize(("took_ms", "factor"), [(1e6, MOST_DRIFT), (0.0, 1 / MOST_DRIFT)])
+def test_the_factor_stays_within_its_bounds(took_ms, factor):
+    costs = costs_of(SHORT, timings={SHORT: [2.0]})
+    for _ in range(500):
+        costs.observe(SHORT, took_ms)
+    assert costs.drift == pytest.approx(factor, rel=0.03)
+
+
+def test_only_some_buckets_may_be_used():
+    costs = costs_of(SHORT, WIDE, LONG)
+    before = costs.usable
+    costs.restrict([LONG])
+    assert set(costs.usable) == {LONG}
+    assert set(before) == {SHORT, WIDE, LONG}  # whoever looks at it is not disturbed
+
+
+def test_the_spread_is_that_of_the_usual_bucket():
+    assert costs_of(SHORT).spread == 1.0
+    calm, busy = [1.0, 1.0, 1.1, 1.1], [1.0, 1.0, 2.0, 2.0]
+    timings = {SHORT: calm, WIDE: busy, LONG: busy, HUGE: [1.0]}
+    assert costs_of(timings=timings).spread == pytest.approx(2.0)
+    assert costs_of(timings={SHORT: calm}).spread == pytest.approx(1.1)

@@ -1,0 +1,307 @@
+"""Buckets are timed while nothing waits, one run at a time, and what a timing is."""
+
+import itertools
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+from fakes import WAIT_S, SumRunner, encoding, sums, timed_costs, until
+
+from jaxembed.engine import costs as costs_module
+from jaxembed.engine import timing as timing_module
+from jaxembed.engine.batch import pack, place
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.costs import BucketCosts
+from jaxembed.engine.replica import NullReplica
+from jaxembed.engine.ticket import Ticket
+from jaxembed.engine.timing import BucketTimer, Together, full_planes, milliseconds
+from jaxembed.engine.turn import DeviceTurn, Share
+from jaxembed.telemetry import Telemetry
+
+BUCKET = Bucket(2, 16)
+SMALL, LARGE = Bucket(1, 16), Bucket(8, 16)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """Two timings of a bucket, of two runs each, and looks all the time."""
+    monkeypatch.setattr(costs_module, "TIMINGS", 2)
+    monkeypatch.setattr(timing_module, "MOST_RUNS", 2)
+    monkeypatch.setattr(timing_module, "SHORTEST_LULL_S", 0.0)
+    monkeypatch.setattr(timing_module, "LOOK_S", 0.0005)
+
+
+class Bench:
+    """A timer of two buckets on a runner."""
+
+    def __init__(self, runner, permits: int = 1, is_bulk_alone=lambda: False):
+        self.turn = DeviceTurn(permits)
+        self.costs = BucketCosts(1e-6)
+        self.costs.add(SMALL)
+        self.costs.add(LARGE)
+        self.telemetry = Telemetry()
+        self.done: list[int] = []
+        self.timer = BucketTimer(
+            runner,
+            self.turn,
+            self.costs,
+            threading.RLock(),
+            self.telemetry,
+            name="m",
+            is_bulk_alone=is_bulk_alone,
+            on_timed=lambda: self.done.append(1),
+        )
+
+    def __enter__(self) -> "Bench":
+        self.timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.timer.stop()
+        self.timer.thread.join(WAIT_S)
+        assert not self.timer.thread.is_alive()
+
+
+@pytest.mark.parametrize("permits", [1, 2])
+def test_every_bucket_is_timed_as_often_as_wanted_and_then_no_more(permits):
+    runner = SumRunner()
+    with Bench(runner, permits) as bench:
+        assert bench.timer.timed.wait(WAIT_S)
+        assert {b: len(ms) for b, ms in bench.costs.timings.items()} == {SMALL: 2, LARGE: 2}
+        assert bench.done == [1]
+        assert all(0 < ms < 1000 for ms in bench.costs.usable.values())
+        assert "jaxembed_bucket_timings 4.0" in bench.telemetry.exposition().decode()
+        # two timings of two runs, by as many threads as there are permits; small ones first
+        assert runner.timed.count(SMALL) == runner.timed.count(LARGE) == 2 * 2 * permits
+        assert runner.timed[: 2 * permits] == [SMALL] * 2 * permits
+        assert runner.most_inside <= permits
+
+
+def test_a_bucket_that_was_timed_is_timed_again_now_and_then(monkeypatch):
+    monkeypatch.setattr(timing_module, "AGAIN_S", 0.001)
+    runner = SumRunner()
+    with Bench(runner) as bench:
+        assert bench.timer.timed.wait(WAIT_S)
+        before = len(runner.timed)
+        until(lambda: {SMALL, LARGE} <= set(runner.timed[before:]))
+        assert bench.done == [1]
+
+
+def test_what_comes_waits_for_one_run_at_most():
+    """A run that is under way cannot be stopped; the next one is not begun."""
+    runner, inside, go_on = SumRunner(), threading.Semaphore(0), threading.Semaphore(0)
+
+    def hold(bucket, planes):
+        inside.release()
+        assert go_on.acquire(timeout=WAIT_S)
+
+    runner.on_run = hold
+    with Bench(runner) as bench:
+        assert inside.acquire(timeout=WAIT_S)
+        order: list[str] = []
+
+        def work() -> None:
+            with bench.turn.hold(lambda: 0.0, Share()) as claim:
+                bench.turn.charge(claim, 1.0)
+                order.append("work")
+                runner.on_run = lambda bucket, planes: order.append("timing")
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        until(lambda: bench.turn.waiting == 1)
+        go_on.release()
+        worker.join(WAIT_S)
+        assert bench.timer.timed.wait(WAIT_S)
+    assert order[0] == "work"
+
+
+def test_nothing_is_timed_while_something_runs_or_has_just_run(monkeypatch):
+    monkeypatch.setattr(timing_module, "SHORTEST_LULL_S", math.inf)
+    runner = SumRunner()
+    with Bench(runner) as bench:
+        with bench.turn.hold(lambda: 0.0, Share()) as claim:
+            bench.turn.charge(claim, 1.0)
+            assert bench.turn.idle_s == 0.0
+        time.sleep(0.05)  # some dozen looks
+        assert runner.timed == []
+        monkeypatch.setattr(timing_module, "SHORTEST_LULL_S", 0.0)
+        assert bench.timer.timed.wait(WAIT_S)
+
+
+def test_bulk_work_that_never_ends_shares_a_little_of_the_time():
+    runner, bulk = SumRunner(), threading.Event()
+    bulk.set()
+    with Bench(runner, is_bulk_alone=bulk.is_set) as bench:
+
+        def work() -> None:
+            share = Share()
+            while bulk.is_set():
+                with bench.turn.hold(lambda: 0.0, share) as claim:
+                    bench.turn.charge(claim, 1e-4)
+                    time.sleep(1e-4)
+
+        workers = [threading.Thread(target=work) for _ in range(2)]
+        for worker in workers:
+            worker.start()
+        until(lambda: bench.turn.waiting)
+        before = len(runner.timed)
+        until(lambda: len(runner.timed) > before)
+        bulk.clear()
+        for worker in workers:
+            worker.join(WAIT_S)
+
+
+def test_a_bucket_that_fails_is_told_of_and_the_others_are_timed_later(monkeypatch, caplog):
+    monkeypatch.setattr(timing_module, "AGAIN_S", 0.001)
+    runner = SumRunner(error=RuntimeError("INTERNAL: broken"))
+    with Bench(runner) as bench:
+        until(lambda: "m: bucket 1x16 could not be timed" in caplog.text)
+        runner.error = None
+        assert bench.timer.timed.wait(WAIT_S)
+    assert "INTERNAL: broken" in caplog.text
+
+
+def test_a_device_error_while_a_bucket_is_timed_does_not_end_the_model(start):
+    """Timing was part of compiling once: what failed there left the model without a bucket."""
+    runner = SumRunner()
+
+    def fail(bucket, planes):
+        if (planes[0][planes[2] > 0] == 1).all():
+            raise RuntimeError("INTERNAL: the device hiccuped")
+
+    runner.on_run = fail
+    engine = start(runner, costs=BucketCosts(1e-6))
+    until(lambda: runner.timed)
+    assert engine.ready
+    assert sums(engine.submit([encoding(5, 6)])) == [11.0]
+
+
+def test_an_engine_that_closes_times_nothing_more(start):
+    runner = SumRunner()
+    engine = start(runner, costs=BucketCosts(1e-6))
+    engine.wait_timed(WAIT_S)
+    engine.close(WAIT_S)
+    assert engine.snapshot().threads == 0
+
+
+def test_costs_are_kept_when_all_are_timed_and_when_the_engine_closes(start):
+    kept = []
+    engine = start(
+        SumRunner(),
+        costs=BucketCosts(1e-6),
+        keep_costs=lambda costs: kept.append({b: len(ms) for b, ms in costs.timings.items()}),
+    )
+    engine.wait_timed(WAIT_S)
+    engine.close(WAIT_S)
+    engine.close(WAIT_S)
+    assert kept == [dict.fromkeys(engine.grid.buckets, 2)] * 2
+
+
+def test_an_engine_whose_costs_are_known_times_nothing(start):
+    runner = SumRunner()
+    engine = start(runner)
+    engine.wait_timed(WAIT_S)
+    assert runner.timed == []
+
+
+def test_waiting_for_timings_that_do_not_come_ends(start):
+    runner = SumRunner()
+    engine = start(runner, costs=BucketCosts(1e-6), compile_workers=1, ready=False)
+    runner.gate.clear()
+    with pytest.raises(TimeoutError, match="not every bucket was timed"):
+        engine.wait_timed(0.0)
+    runner.gate.set()
+
+
+def test_batches_longer_than_expected_make_every_bucket_dearer(start):
+    runner = SumRunner()
+    costs = timed_costs({SMALL: 0.01, LARGE: 0.02, Bucket(1, 64): 0.02})
+    engine = start(runner, costs=costs)
+    runner.on_run = lambda bucket, planes: time.sleep(0.005)
+    before = engine.snapshot().costs
+    for k in range(30):
+        sums(engine.submit([encoding(5 + k)]))
+    after = engine.snapshot().costs
+    factors = {after[bucket] / before[bucket] for bucket in before}
+    assert min(factors) > 1.5
+    assert max(factors) == pytest.approx(min(factors))
+
+
+def batch_of(*ids: list[int], bucket: Bucket = BUCKET):
+    ticket = Ticket([encoding(*one) for one in ids], 1)
+    return place(bucket, ticket.entries)
+
+
+def test_two_runs_at_once_are_timed_as_two(monkeypatch):
+    both = threading.Barrier(2, timeout=10)
+
+    class Meeting(NullReplica):
+        def run(self, bucket, planes, outputs):
+            both.wait()  # passes only while the other one runs
+            return super().run(bucket, planes, outputs)
+
+    monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)  # a second a look
+    # both look when they begin and when they end, and have two seconds each, or one and three
+    assert milliseconds(Meeting(3, 5), BUCKET, together=2) in (1000.0, 750.0)
+
+
+def test_what_fails_beside_another_is_raised():
+    class Failing(NullReplica):
+        def run(self, bucket, planes, outputs):
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        milliseconds(Failing(3, 5), BUCKET, together=2)
+
+
+class Noting(NullReplica):
+    """Keeps the planes it was given."""
+
+    def __init__(self, dim, width):
+        super().__init__(dim, width)
+        self.runs: list[np.ndarray] = []
+
+    def run(self, bucket, planes, outputs):
+        self.runs.append(planes)
+        return super().run(bucket, planes, outputs)
+
+
+def test_a_bucket_is_timed_full_of_tokens():
+    noting = Noting(3, 5)
+    assert 0 < milliseconds(noting, BUCKET) < float("inf")
+    assert len(noting.runs) > 1  # quick as it is
+    assert (noting.runs[0][2] == 1).all()  # one segment in each row, no padding
+    np.testing.assert_array_equal(noting.runs[0][1], np.tile(np.arange(16), (2, 1)))
+
+
+def test_a_bucket_is_timed_with_the_planes_given():
+    noting = Noting(3, 5)
+    planes = pack(batch_of([2, 3]))
+    assert milliseconds(noting, BUCKET, seconds=0.0, planes=planes) > 0
+    assert len(noting.runs) == 1
+    assert noting.runs[0] is planes
+
+
+def test_a_full_bucket_holds_short_sequences_and_no_padding():
+    ids, positions, segments, types, pooled = full_planes(Bucket(2, 80), 32)
+    assert (ids == 1).all()
+    assert not types.any()
+    np.testing.assert_array_equal(
+        segments, np.repeat([[1, 2, 3]], [32, 32, 16], axis=1).repeat(2, 0)
+    )
+    np.testing.assert_array_equal(pooled, segments)
+    np.testing.assert_array_equal(positions[0], [*range(32), *range(32), *range(16)])
+    many = Bucket(1, 8192)
+    assert full_planes(many, 32)[2].max() <= many.slots
+
+
+def test_threads_that_time_end_when_they_are_told():
+    before = set(threading.enumerate())
+    pair = Together(2)
+    started = set(threading.enumerate()) - before
+    assert len(started) >= 2
+    assert pair.run(NullReplica(3, 5), BUCKET, full_planes(BUCKET, 20)) > 0
+    pair.close()
+    until(lambda: not any(thread.is_alive() for thread in started))
