@@ -37,7 +37,7 @@ MEASURE_S = 0.2  # fewer runs, but three, where a product is slow
 # bfloat16 costs accuracy, so it must be worth it. Measured: 2.0 times as fast with AVX512_BF16,
 # and where a CPU cannot multiply it XLA converts to float32 first, which is slower.
 CLEARLY_FASTER = 1.2
-BUSY_SPREAD = 1.5  # of the runs: a quiet machine has 1.02 to 1.2
+BUSY_PRODUCT_SPREAD = 1.5  # of the runs: a quiet machine has 1.02 to 1.2
 
 
 def batch_tokens(
@@ -118,7 +118,7 @@ def _rate(dtype: DType, cache_dir: Path | None) -> float:
         return rates[key]
     rate, spread = _measure(dtype)
     logger.info("this CPU multiplies %s at %.0f GFLOP/s", dtype, rate / 1e9)
-    if spread > BUSY_SPREAD:
+    if spread > BUSY_PRODUCT_SPREAD:
         logger.warning(
             "its products differ by a factor of %.2f: something else uses this machine. The rate "
             "is not kept, and is measured anew at the next start",
