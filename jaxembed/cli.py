@@ -178,6 +178,13 @@ SERVER_OPTIONS = _options(
         help="Inputs admitted and not yet answered.",
     ),
     click.option(
+        "--max-queue-bytes",
+        type=click.IntRange(MIB),
+        default=EngineConfig.max_queue_bytes,
+        show_default=True,
+        help="Memory that requests hold until they are answered.",
+    ),
+    click.option(
         "--max-queue-tokens", type=click.IntRange(1), help="Tokens admitted and not yet answered."
     ),
     _option(
@@ -565,10 +572,10 @@ def _aliases(names: Sequence[str], models: Sequence[str]) -> dict[str, list[str]
 
 def _embedders(models: Sequence[str], flags: dict[str, Any]) -> list:
     """The models, loaded one after the other, while those loaded compile."""
-    from jaxembed.engine.admission import Capacity
+    from jaxembed.engine.admission import capacity_of
 
     config = _engine_config(flags)
-    capacity = Capacity(config.max_concurrent_requests, config.max_queue_tokens)
+    capacity = capacity_of(config)
     loaded: list = []
     for model in models:
         try:
@@ -625,7 +632,7 @@ def _source(flags: dict[str, Any]) -> dict[str, Any]:
 def _engine_config(flags: dict[str, Any]) -> EngineConfig:
     admission = {
         name: flags[name]
-        for name in ("max_concurrent_requests", "max_queue_tokens")
+        for name in ("max_concurrent_requests", "max_queue_tokens", "max_queue_bytes")
         if flags.get(name) is not None
     }
     return EngineConfig(

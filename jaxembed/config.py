@@ -23,6 +23,7 @@ class EngineConfig:
     max_input_tokens: int | None = None  # None: what the checkpoint says
     max_concurrent_requests: int = 8192  # inputs admitted and not yet answered
     max_queue_tokens: int | None = None  # None: 64 batches' worth for each device and model
+    max_queue_bytes: int = 1024 * MIB  # of memory, held by requests until they are answered
     null_model: bool = False  # answer with constants, run no device: measures the host
 
 

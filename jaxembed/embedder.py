@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxembed import checkpoint, hub
 from jaxembed.config import EngineConfig, TextConfig
-from jaxembed.engine.admission import Admission, Capacity
+from jaxembed.engine.admission import Admission, Capacity, capacity_of
 from jaxembed.engine.build import build, make_plan
 from jaxembed.engine.compiles import compile_events
 from jaxembed.errors import ConfigError, InvalidInput, NoInputs
@@ -29,6 +29,9 @@ from jaxembed.tasks import KIND, Answer, Request, Tasks
 from jaxembed.telemetry import Telemetry
 
 QUEUED_BATCHES = 64  # of waiting work a device may have before requests are refused
+INPUT_BYTES = 1024  # of memory an input takes beside its text and its tokens: measured 0.8 KB
+TOKEN_BYTES = 8  # a token takes: its id, twice while a batch is packed
+FLOAT_BYTES = 4
 MOST_SHOWN_CHARACTERS = 1_000_000  # in a /tokenize request: an answer takes 900 bytes a token
 QUERY_PROMPTS = ("query",)  # names sentence-transformers looks for, in this order
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
@@ -116,7 +119,7 @@ class Embedder:
         )
         batches = QUEUED_BATCHES * max(len(self.plan.devices), 1)
         self.admission = Admission(
-            capacity or Capacity(self.config.max_concurrent_requests, self.config.max_queue_tokens),
+            capacity or capacity_of(self.config),
             batches * self.plan.max_batch_tokens,
             lambda: self.engine.tokens_per_s,
         )
@@ -237,7 +240,13 @@ class Embedder:
     async def _admitted(self, request: Request[Answer], inputs: Sequence[Input]) -> Answer:
         if not inputs:
             raise NoInputs()
-        with self.admission.admit(len(inputs), self.processor.estimate(inputs)) as permit:
+        shows_tokens = "tokens" in request.outputs
+        with self.admission.admit(
+            len(inputs),
+            self.processor.estimate(inputs),
+            input_bytes=INPUT_BYTES + 2 * FLOAT_BYTES * self.spec.dim,
+            token_bytes=TOKEN_BYTES + shows_tokens * FLOAT_BYTES * self.spec.hidden_size,
+        ) as permit:
             return await self.runner.run_async(request, permit.correct)
 
     async def tokenize_async(
@@ -313,6 +322,7 @@ class Embedder:
             "buckets": [str(bucket) for bucket in self.plan.grid.buckets],
             "compiled_buckets": [str(bucket) for bucket in self.engine.warmup.compiled],
             "max_queue_tokens": self.admission.capacity.max_tokens,
+            "max_queue_bytes": self.admission.capacity.max_bytes,
             "content_hash": self.spec.content_hash,
         }
 

@@ -11,6 +11,7 @@ JaxembedError
       - InputTooLong        more tokens than the limit, and truncation is off
       - UnknownPrompt       a prompt name that the checkpoint lacks
       - BatchTooLarge       more inputs than one request may carry
+      - RequestTooLarge     more tokens or bytes than one request may bring
       - UnknownModel        a model that is not served here
   * WrongTask               a task this kind of model cannot do
   * TokenizerError          the tokenizer refused the text
@@ -93,6 +94,10 @@ class UnknownPrompt(InvalidInput):
 
 class BatchTooLarge(InvalidInput):
     """More inputs than one request may carry."""
+
+
+class RequestTooLarge(InvalidInput):
+    """More tokens or bytes than one request may bring: it could never be admitted."""
 
 
 class UnknownModel(InvalidInput):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+KIB = 1024
 MIB = 1024 * 1024
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
 MMAP_THRESHOLD = 32 * MIB  # where glibc's own adapting ends (DEFAULT_MMAP_THRESHOLD_MAX)

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.embedder import Embedder
+from jaxembed.engine.admission import Admission, Capacity
 from jaxembed.errors import InputTooLong, ShuttingDown
 from jaxembed.inputs import Input, Pair, Text, Tokens
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
@@ -61,6 +62,7 @@ class FakeEmbedder(Embedder):
 
     def __init__(self, failure: Exception | None = None, spec: ModelSpec = SPEC):
         self.spec = spec
+        self.admission = Admission(Capacity(1000, 100_000), 0, lambda: 0.0)
         self.telemetry = Telemetry()
         self.failure = failure
         self.gate: asyncio.Event | None = None

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxembed import Embedder, EngineConfig
-from jaxembed.engine.admission import LONGEST_RETRY_S, Admission, Capacity, as_one
-from jaxembed.errors import Overloaded, ShuttingDown
+from jaxembed.engine.admission import LARGEST, LONGEST_RETRY_S, Admission, Capacity
+from jaxembed.errors import Overloaded, RequestTooLarge, ShuttingDown
 
 
 def admission(inputs=10, tokens=100, rate=0.0) -> Admission:
@@ -18,8 +18,8 @@ def admission(inputs=10, tokens=100, rate=0.0) -> Admission:
 
 def test_a_request_enters_below_the_limits_even_if_it_alone_overshoots_them():
     door = admission(inputs=2, tokens=100)
-    with door.admit(1, 10), door.admit(50, 5000):
-        assert (door.inputs, door.tokens) == (51, 5010)
+    with door.admit(1, 10), door.admit(50, 1600):
+        assert (door.inputs, door.tokens) == (51, 1610)
         with pytest.raises(Overloaded):
             door.admit(1, 1)
 
@@ -46,16 +46,105 @@ def test_a_refused_request_leaves_nothing_behind():
 
 def test_the_parts_of_one_request_enter_together_or_not_at_all():
     door = admission(inputs=2)
-    with as_one():
+    with door.capacity.request():
         first, *others = [door.admit(2, 2) for _ in range(3)]
     assert door.inputs == 6
-    with as_one(), pytest.raises(Overloaded):
+    with door.capacity.request(), pytest.raises(Overloaded):
         door.admit(1, 1)
     for permit in (first, *others):
         permit.release()
     door.admit(2, 2)
     with pytest.raises(Overloaded):  # what came in as one request is over
         door.admit(1, 1)
+
+
+def test_a_request_that_could_never_end_in_time_is_refused_for_good():
+    door = admission(tokens=100)
+    door.admit(1, 100 * LARGEST).release()
+    with pytest.raises(RequestTooLarge, match=r"1601 tokens.*1600.*--max-queue-tokens"):
+        door.admit(1, 100 * LARGEST + 1)
+    assert (door.inputs, door.tokens, door.capacity.bytes) == (0, 0, 0)
+
+
+def test_small_requests_enter_a_full_server_until_their_reserve_is_full():
+    door = admission(inputs=640, tokens=6400)
+    door.admit(10, 100_000)
+    with pytest.raises(Overloaded):
+        door.admit(1, 101)  # more than a 64th
+    small = [door.admit(1, 100) for _ in range(8)]  # an eighth
+    with pytest.raises(Overloaded):
+        door.admit(1, 1)
+    small[0].release()
+    door.admit(1, 100)
+
+
+@pytest.mark.parametrize("large", [(640, 1), (1, 6400)])
+def test_a_flood_of_large_requests_never_takes_the_reserve(large):
+    door = admission(inputs=640, tokens=6400)
+    door.admit(*large)
+    with pytest.raises(Overloaded):
+        door.admit(*large)
+    assert door.admit(1, 1)
+
+
+def test_bytes_are_held_until_the_request_is_answered_and_never_pass_their_limit():
+    capacity = Capacity(10, 1000, max_bytes=8000)
+    door = Admission(capacity, 0, lambda: 0.0)
+    with capacity.request() as held:
+        held.charge(1000)
+        with door.admit(2, 100, input_bytes=50, token_bytes=10) as permit:
+            assert capacity.bytes == held.bytes == 2100
+            permit.correct(80)
+            assert capacity.bytes == 1900
+        assert capacity.bytes == 1900  # its answer is not sent yet
+        held.cover(1500)
+        assert capacity.bytes == 1900
+        held.cover(2000)
+        assert capacity.bytes == 2000
+    assert capacity.bytes == 0
+
+
+def test_a_part_that_is_a_request_by_itself_gives_its_bytes_back():
+    capacity = Capacity(10, 1000, max_bytes=8000)
+    door = Admission(capacity, 0, lambda: 0.0)
+    with door.admit(1, 10, input_bytes=7, token_bytes=1):
+        assert capacity.bytes == 17
+    assert capacity.bytes == 0
+
+
+def test_what_finds_no_room_for_its_bytes_is_refused_and_leaves_nothing():
+    capacity = Capacity(10, 1000, max_bytes=8000)
+    door = Admission(capacity, 0, lambda: 0.0)
+    with capacity.request() as one, capacity.request() as other:
+        one.charge(6900)
+        with pytest.raises(Overloaded, match=r"hold 6900 bytes.*8000 .--max-queue-bytes"):
+            other.charge(200)
+        with pytest.raises(Overloaded):
+            door.admit(1, 20, token_bytes=10)
+        assert (capacity.bytes, door.inputs, door.tokens) == (6900, 0, 0)
+        with capacity.request() as small:
+            small.charge(125)  # a 64th: the last part is for such
+
+
+def test_what_could_never_be_held_is_refused_for_good():
+    capacity = Capacity(10, 1000, max_bytes=8000)
+    with capacity.request() as held:
+        held.charge(7000)
+        with pytest.raises(RequestTooLarge, match=r"take 7001 bytes.*7000.*--max-queue-bytes"):
+            held.charge(1)
+        assert capacity.bytes == 7000
+
+
+def test_a_guess_that_was_too_low_is_refused_once_it_is_known():
+    capacity = Capacity(10, 1000, max_bytes=8000)
+    door = Admission(capacity, 0, lambda: 0.0)
+    with door.admit(1, 10, token_bytes=100) as permit, pytest.raises(RequestTooLarge):
+        permit.correct(100)
+    assert (capacity.bytes, door.tokens, door.inputs) == (0, 0, 0)
+
+
+def test_the_limit_of_bytes_is_a_gibibyte_unless_it_is_given():
+    assert Capacity(1).max_bytes == EngineConfig().max_queue_bytes == 2**30
 
 
 def test_release_makes_room():
@@ -150,11 +239,11 @@ def test_a_flood_of_one_model_leaves_the_other_its_share(max_tokens, room):
         doors = [Admission(capacity, share, lambda: 0.0) for share in (80, 20)]
         doors[flooded].admit(5, 100)
         with pytest.raises(Overloaded):
-            doors[flooded].admit(1, 1)
+            doors[flooded].admit(2, 2)  # too large for the reserve
         doors[calm].admit(1, room[calm] - 1)
         doors[calm].admit(1, 1)
         with pytest.raises(Overloaded, match="--max-queue-tokens"):
-            doors[calm].admit(1, 1)
+            doors[calm].admit(2, 2)
 
 
 def test_a_flood_of_inputs_leaves_the_other_model_an_equal_part():

@@ -139,7 +139,7 @@ def different(count: int, words: int) -> list[str]:
 
 
 def test_a_client_that_goes_away_takes_its_queued_work_along(start_server):
-    server = start_server("--max-client-batch-size", "0")
+    server = start_server("--max-client-batch-size", "0", "--max-queue-tokens", "1000000")
     texts = different(20_000, words=60)
 
     async def vanish() -> None:

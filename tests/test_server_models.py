@@ -283,7 +283,7 @@ def test_models_share_their_limits(pair):
     assert capacity is r.admission.capacity
     assert capacity.max_tokens == 2 * 64 * 128  # what each would have alone
     with r.admission.admit(1000, 10), e.admission.admit(500, 10), pytest.raises(Overloaded):
-        e.admission.admit(1, 1)  # past the limit it has had its half
+        e.admission.admit(17, 1)  # past the limit it has had its half, and is not small
 
 
 def test_two_models_together_have_no_more_programs_in_flight_than_one(pair, monkeypatch):

@@ -12,7 +12,13 @@ from jaxembed.config import ServerConfig
 from jaxembed.errors import BackendError, NotFinite, Overloaded, ShuttingDown
 from jaxembed.inputs import Text, Tokens
 from jaxembed.server.app import create_app
-from jaxembed.server.encoding import SLICE_FLOATS, json_items, json_matrix
+from jaxembed.server.encoding import (
+    MOST_JOINED,
+    SLICE_FLOATS,
+    json_items,
+    json_matrix,
+    json_stream,
+)
 from jaxembed.server.models import Models
 
 
@@ -250,10 +256,14 @@ def test_a_request_is_counted_and_timed():
         assert line in text
 
 
+async def joined(parts) -> bytes:
+    return b"".join([part async for part in parts])
+
+
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 64])
 def test_slices_join_to_the_whole(count):
     rows = np.random.default_rng(0).normal(size=(count, SLICE_FLOATS // 8)).astype(np.float32)
-    got = json.loads(asyncio.run(json_matrix(rows)))
+    got = json.loads(asyncio.run(joined(json_matrix(rows))))
     np.testing.assert_array_equal(np.array(got, np.float32).reshape(rows.shape), rows)
 
 
@@ -262,7 +272,7 @@ def test_the_loop_gets_a_turn_between_slices():
 
     async def go():
         ticking = asyncio.create_task(tick())
-        await json_items(4, SLICE_FLOATS, lambda start, stop: [0])
+        await joined(json_items(4, SLICE_FLOATS, lambda start, stop: [0]))
         ticking.cancel()
 
     async def tick():
@@ -276,7 +286,27 @@ def test_the_loop_gets_a_turn_between_slices():
 
 def test_floats_are_as_short_as_float32_allows():
     rows = np.array([[0.1, 1 / 3]], np.float32)
-    assert asyncio.run(json_matrix(rows)) == b"[[0.1,0.33333334]]"
+    assert asyncio.run(joined(json_matrix(rows))) == b"[[0.1,0.33333334]]"
+
+
+def test_a_large_answer_leaves_as_it_is_made_and_a_small_one_as_a_whole():
+    made = []
+
+    async def parts(count):
+        for k in range(count):
+            made.append(k)
+            yield bytes(MOST_JOINED // 4)
+
+    async def go():
+        small = await json_stream(parts(3))
+        assert small.content_length == len(await small.get_data(as_text=False))
+        made.clear()
+        large = await json_stream(parts(40))
+        assert large.content_length is None
+        assert len(made) == 4  # the others wait for the client
+        assert len(await large.get_data(as_text=False)) == 10 * MOST_JOINED
+
+    asyncio.run(go())
 
 
 def test_a_value_that_is_not_allowed_is_told_those_that_are():

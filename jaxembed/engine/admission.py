@@ -1,4 +1,4 @@
-"""What may enter: whole requests, by inputs and by tokens, refused at once when full."""
+"""What may enter: whole requests, by inputs, by tokens and by bytes, refused at once when full."""
 
 import math
 import threading
@@ -6,29 +6,64 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from jaxembed.errors import Overloaded, ShuttingDown
+from jaxembed.config import EngineConfig
+from jaxembed.errors import Overloaded, RequestTooLarge, ShuttingDown
 
 LONGEST_RETRY_S = 60
+LARGEST = 16  # times the limit of tokens that one request may bring
+SMALL = 64  # a small request brings at most this part of each limit
+RESERVE = 8  # beyond the limits, this part of each is for small requests
 
-_whole: ContextVar["Whole | None"] = ContextVar("whole", default=None)
+_held: ContextVar["Held | None"] = ContextVar("held", default=None)
 
 
-class Whole:
-    """A request of several parts, each admitted by itself; `entered` once one of them was."""
+class Held:
+    """What one request makes the process hold, in bytes, until it is released: its body, its texts
+    and tokens, its answer until that is sent. `entered` once a model has admitted some part of it.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: "Capacity"):
+        self.bytes = 0
         self.entered = False
+        self._capacity = capacity
 
+    def charge(self, count: int) -> None:
+        """Count more bytes, before they are held; fewer where `count` is negative.
 
-@contextmanager
-def as_one() -> Iterator[None]:
-    """What is admitted in here, in tasks started here too, is one request: after its first part has
-    entered none is refused for want of room."""
-    before = _whole.set(Whole())
-    try:
-        yield
-    finally:
-        _whole.reset(before)
+        Raises Overloaded where there is no room, RequestTooLarge where there never will be, and
+        counts nothing then.
+        """
+        with self._capacity.lock:
+            self._charge(count)
+
+    def _charge(self, count: int) -> None:
+        capacity, wanted = self._capacity, self.bytes + count
+        if count > 0:
+            # the last part is for small requests
+            open_to_all = capacity.max_bytes - capacity.max_bytes // RESERVE
+            if wanted > open_to_all:
+                raise RequestTooLarge(
+                    f"the request and its answer take {wanted} bytes of memory, a request may take "
+                    f"{open_to_all}; send less at a time or raise --max-queue-bytes"
+                )
+            is_small = wanted <= capacity.max_bytes // SMALL
+            if capacity.bytes + count > (capacity.max_bytes if is_small else open_to_all):
+                raise Overloaded(
+                    f"Server is overloaded: requests hold {capacity.bytes} bytes of memory, the "
+                    f"limit is {capacity.max_bytes} (--max-queue-bytes)",
+                    _retry_after_s(capacity),
+                )
+        self.bytes = wanted
+        capacity.bytes += count
+
+    def cover(self, count: int) -> None:
+        """`charge` what is missing to this many bytes."""
+        if count > self.bytes:
+            self.charge(count - self.bytes)
+
+    def release(self) -> None:
+        """The request is answered, or nobody waits for it."""
+        self.charge(-self.bytes)
 
 
 class Capacity:
@@ -36,11 +71,19 @@ class Capacity:
 
     Without `max_tokens` the limit is the sum of what the models bring. A model may go past the
     limits up to its own share of them: its turn of the device comes however long the others' work
-    is, so their flood must not keep it out.
+    is, so their flood must not keep it out. What requests hold in `bytes` never passes `max_bytes`.
     """
 
-    def __init__(self, max_inputs: int, max_tokens: int | None = None):
+    def __init__(
+        self,
+        max_inputs: int,
+        max_tokens: int | None = None,
+        max_bytes: int = EngineConfig.max_queue_bytes,
+    ):
         self.max_inputs = max_inputs
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        self.small_inputs = self.small_tokens = 0  # of small requests
         self.doors: list[Admission] = []
         self.lock = threading.Lock()
         self._max_tokens = max_tokens
@@ -48,6 +91,29 @@ class Capacity:
     @property
     def max_tokens(self) -> int:
         return self._max_tokens or sum(door.share for door in self.doors)
+
+    @contextmanager
+    def request(self) -> Iterator[Held]:
+        """What is admitted in here, in tasks started here too, is one request: after its first part
+        has entered none is refused for want of inputs or tokens, and its bytes are held to the end.
+        """
+        held = Held(self)
+        before = _held.set(held)
+        try:
+            yield held
+        finally:
+            _held.reset(before)
+            held.release()
+
+    def has_reserve(self, inputs: int, tokens: int) -> bool:
+        """Whether a request is small and the others leave it room: a flood of large ones must not
+        keep it out."""
+        is_small = inputs * SMALL <= self.max_inputs and tokens * SMALL <= self.max_tokens
+        return (
+            is_small
+            and (self.small_inputs + inputs) * RESERVE <= self.max_inputs
+            and (self.small_tokens + tokens) * RESERVE <= self.max_tokens
+        )
 
     def is_full_for(self, door: "Admission") -> bool:
         """Whether a count has reached its limit, and the model its share of that limit: what it
@@ -73,14 +139,20 @@ class Capacity:
         return sum((tokens / rate for tokens, rate in rates if rate > 0), 0.0)
 
 
+def capacity_of(config: EngineConfig) -> Capacity:
+    """The limits that the settings ask for."""
+    return Capacity(config.max_concurrent_requests, config.max_queue_tokens, config.max_queue_bytes)
+
+
 class Admission:
     """Counts what is admitted to one model and not yet answered.
 
     A request enters while each count is below the capacity's limit or below the model's share of
-    it, even if it alone overshoots them, so that no size starves. So all models together hold at
-    most the limit, the shares of all but one, and one request each: less than twice the limit and
-    the requests that overshoot. Before tokenizing a request's tokens are a guess; `Permit.correct`
-    mends it. `share` is what the model adds to a capacity without `max_tokens`.
+    it, even if it alone overshoots them, so that no size starves; small requests have a reserve
+    beyond the limits. So all models together hold at most the limit, the shares of all but one, the
+    reserve, and one request each, which brings at most LARGEST times the limit of tokens. Before
+    tokenizing a request's tokens are a guess; `Permit.correct` mends it. `share` is what the model
+    adds to a capacity without `max_tokens`.
     """
 
     def __init__(self, capacity: Capacity, share: int, tokens_per_s: Callable[[], float]):
@@ -94,20 +166,30 @@ class Admission:
         with capacity.lock:
             capacity.doors.append(self)
 
-    def admit(self, inputs: int, tokens: int) -> "Permit":
-        """Let a request in. Raises Overloaded or ShuttingDown and keeps nothing of it."""
-        capacity = self.capacity
+    def admit(
+        self, inputs: int, tokens: int, *, input_bytes: int = 0, token_bytes: int = 0
+    ) -> "Permit":
+        """Let a request in that will hold so many bytes for each input and each token.
+
+        Raises Overloaded, ShuttingDown, or RequestTooLarge where it could never enter, and keeps
+        nothing of it.
+        """
+        capacity, held = self.capacity, _held.get()
+        permit = Permit(self, held or Held(capacity), inputs, token_bytes, is_own=held is None)
         with capacity.lock:
             if self.draining:
                 raise ShuttingDown("the server is shutting down", retry_after_s=5)
-            whole = _whole.get()
-            if capacity.is_full_for(self) and not (whole and whole.entered):
+            if tokens > LARGEST * capacity.max_tokens:
+                raise RequestTooLarge(
+                    f"the request holds about {tokens} tokens, a request may hold "
+                    f"{LARGEST * capacity.max_tokens}; send less at a time or raise "
+                    "--max-queue-tokens"
+                )
+            is_in = permit.held.entered or not capacity.is_full_for(self)
+            if not is_in and not capacity.has_reserve(inputs, tokens):
                 raise Overloaded(_reason(capacity), _retry_after_s(capacity))
-            if whole:
-                whole.entered = True
-            self.inputs += inputs
-            self.tokens += tokens
-        return Permit(self, inputs, tokens)
+            permit.enter(tokens, inputs * input_bytes)
+        return permit
 
     def drain(self) -> None:
         """Admit nothing more to this model."""
@@ -120,34 +202,57 @@ class Admission:
             self.draining = self._closed = True
             self._leave_if_done()
 
-    def _count(self, inputs: int, tokens: int) -> None:
-        with self.capacity.lock:
-            self.inputs += inputs
-            self.tokens += tokens
-            self._leave_if_done()
-
     def _leave_if_done(self) -> None:
         if self._closed and not self.inputs and not self.tokens and self in self.capacity.doors:
             self.capacity.doors.remove(self)
 
 
 class Permit:
-    """The place one request holds until it is released."""
+    """The place that one request, or one part of it, has in a model until it is released."""
 
-    def __init__(self, admission: Admission, inputs: int, tokens: int):
+    def __init__(
+        self, admission: Admission, held: Held, inputs: int, token_bytes: int, *, is_own: bool
+    ):
+        """`is_own` says that the request is this part alone, and its bytes are released with it."""
+        self.held = held
         self._admission = admission
         self._inputs = inputs
-        self._tokens = tokens
+        self._tokens = 0
+        self._token_bytes = token_bytes
+        self._is_own = is_own
+        self._in_reserve = False
+
+    def enter(self, tokens: int, count: int) -> None:
+        """Count the request in, with `count` bytes; called once, under the capacity's lock."""
+        self.held._charge(count + tokens * self._token_bytes)
+        self.held.entered = True
+        capacity = self._admission.capacity
+        self._in_reserve = capacity.has_reserve(self._inputs, tokens)
+        self._count(self._inputs, tokens)
 
     def correct(self, tokens: int) -> None:
-        """The request turned out to hold this many tokens."""
-        self._admission._count(0, tokens - self._tokens)
-        self._tokens = tokens
+        """The request turned out to hold this many tokens. Raises as `Held.charge`."""
+        with self._admission.capacity.lock:
+            more = tokens - self._tokens
+            self.held._charge(more * self._token_bytes)
+            self._count(0, more)
 
     def release(self) -> None:
         """The request is answered, or nobody waits for it."""
-        self._admission._count(-self._inputs, -self._tokens)
-        self._inputs = self._tokens = 0
+        with self._admission.capacity.lock:
+            self._count(-self._inputs, -self._tokens)
+            self._inputs = 0
+            if self._is_own:
+                self.held._charge(-self.held.bytes)
+
+    def _count(self, inputs: int, tokens: int) -> None:
+        self._admission.inputs += inputs
+        self._admission.tokens += tokens
+        self._tokens += tokens
+        if self._in_reserve:
+            self._admission.capacity.small_inputs += inputs
+            self._admission.capacity.small_tokens += tokens
+        self._admission._leave_if_done()
 
     def __enter__(self) -> "Permit":
         return self

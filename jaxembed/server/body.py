@@ -5,7 +5,7 @@ import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar, get_args, get_type_hints
+from typing import Annotated, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 from quart import request
@@ -13,7 +13,7 @@ from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, Unsupport
 
 from jaxembed.errors import BatchTooLarge, EmptyInput, InvalidInput
 from jaxembed.inputs import Input, Pair, Priority, Text, Tokens
-from jaxembed.memory import MIB
+from jaxembed.server.connection import BoundedBody
 from jaxembed.server.errors import BadField, BadJson
 from jaxembed.server.meter import Method, RequestSize, current_meter
 from jaxembed.server.service import current_service
@@ -32,7 +32,6 @@ T = TypeVar("T")
 
 BODY_S = 60.0  # to send a body in
 DISCARD_S = 10.0
-DISCARD_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ async def read_body_as(kind: type[T]) -> T:
         return decode(data, kind)
 
 
-async def read_data() -> bytes:
+async def read_data() -> bytearray:
     """The body of the current request, which says that it is JSON."""
     mimetype = request.mimetype
     suffixed = mimetype.startswith("application/") and mimetype.endswith("+json")
@@ -67,36 +66,33 @@ async def read_data() -> bytes:
     return await read_body()
 
 
-async def read_body() -> bytes:
+async def read_body() -> bytearray:
     """The bytes of the body, if they are no more than the limit and arrive in time."""
     limit = current_service().config.payload_limit
     if (request.content_length or 0) > limit:
         raise RequestEntityTooLarge
-    parts, size = [], 0
+    body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.body:
-                size += len(part)
-                if size > limit:
+                if len(body) + len(part) > limit:
                     raise RequestEntityTooLarge
-                parts.append(part)
+                body += part
     except TimeoutError as error:
         raise RequestTimeout from error
-    return b"".join(parts)
+    return body
 
 
 async def discard_body() -> None:
     """Let a refused client finish sending: one whose connection is reset never reads why."""
-    size = 0
+    body = cast(BoundedBody, request.body)
+    body.discard()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_S):
-            async for part in request.body:
-                size += len(part)
-                if size > DISCARD_BYTES:
-                    return
+            await body.end()
 
 
-def decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
+def decode(data: bytes | bytearray | msgspec.Raw, kind: type[T]) -> T:
     """JSON as `kind`; a bad field answers with its path, such as `$.dimensions`."""
     try:
         return msgspec.json.decode(data, type=kind)

@@ -18,7 +18,7 @@ from jaxembed.server.body import (
     read_body_as,
     read_texts_and_pairs,
 )
-from jaxembed.server.encoding import json_answer, json_response
+from jaxembed.server.encoding import json_answer, json_stream
 from jaxembed.server.meter import current_meter
 from jaxembed.server.scoring import Prediction, json_predictions
 from jaxembed.server.usage import Usage, usage_of
@@ -69,8 +69,9 @@ async def classify() -> Response:
             "usage": usage_of(answer),
         }
         with meter.time("encode"):
-            data = await json_predictions(answer, raw_scores=bool(body.raw_scores), ties="first")
-        return meter.stamp(json_response(json_answer("data", data, rest)), answer)
+            data = json_predictions(answer, raw_scores=bool(body.raw_scores), ties="first")
+            response = await json_stream(json_answer("data", data, rest))
+        return meter.stamp(response, answer)
 
 
 def _read_input(raw: str | list[str | list[str]]) -> RequestTexts:

@@ -4,7 +4,7 @@ import msgspec
 from quart import Blueprint, Response, g
 
 from jaxembed.server.body import read_body_as
-from jaxembed.server.encoding import json_answer, json_response
+from jaxembed.server.encoding import json_answer, json_stream
 from jaxembed.server.meter import current_meter
 from jaxembed.server.rerank import DocumentsRequest, Result, rerank_documents
 
@@ -40,4 +40,6 @@ async def rerank_cohere() -> Response:
             "tokens": {"input_tokens": int(answer.num_tokens.sum()), "output_tokens": 0},
         }
         rest = {"id": g.request_id, "meta": meta}
-        return meter.stamp(json_response(json_answer("results", results, rest)), answer)
+        with meter.time("encode"):
+            response = await json_stream(json_answer("results", results, rest))
+        return meter.stamp(response, answer)

@@ -8,6 +8,7 @@ two pieces. Here it is two tasks and one piece.
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any
 
 from hypercorn.asyncio.tcp_server import TCPServer
@@ -16,11 +17,23 @@ from quart import Response
 from quart.asgi import ASGIHTTPConnection
 from quart.typing import ResponseTypes
 from quart.utils import encode_headers
+from quart.wrappers.request import Body
 from quart.wrappers.response import DataBody
 
-SEND_TIMEOUT_S = 600  # Quart's minute cuts a large answer to a slow reader
+from jaxembed.engine.admission import Held
+from jaxembed.errors import InvalidInput, Overloaded
+from jaxembed.memory import KIB, MIB
+
+COPIES = 2  # of a body: as it came, and what is decoded of it
+MOST_UNREAD = 64 * KIB  # bytes of a body that wait for its reader
+MOST_DISCARDED = 256 * MIB  # bytes of a body that nobody reads, until its client is not read either
+MOST_SENT = 256 * KIB  # bytes of an answer that are sent at once
+SEND_S = 60  # for a client to take as much
+SEND_TIMEOUT_S = 600  # to take all of an answer
 CLOSE_TIMEOUT_S = 60  # for what is written already to reach a client, after the last answer
-MOST_HELD = 64 * 1024  # bytes of an answer that wait for the rest of it
+MOST_HELD = 64 * KIB  # bytes of an answer that wait for the rest of it
+
+_connection: ContextVar["Connection | None"] = ContextVar("connection", default=None)
 
 
 class Connection(TCPServer):
@@ -39,6 +52,7 @@ class Connection(TCPServer):
         self._bytes_held = 0
 
     async def run(self) -> None:
+        _connection.set(self)
         watch = self.loop.create_task(self._close_at_shutdown())
         try:
             await super().run()
@@ -84,7 +98,11 @@ class Connection(TCPServer):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await super()._close()
-        self.writer.transport.abort()  # a client that does not read would hold it for good
+        self.abort()  # a client that does not read would hold it for good
+
+    def abort(self) -> None:
+        """Close it now, whatever waits to be sent."""
+        self.writer.transport.abort()
 
     async def _read_data(self) -> None:
         await super()._read_data()
@@ -132,36 +150,128 @@ class IdleTimer:
             self._timer.cancel()
 
 
+class BoundedBody(Body):
+    """The body of a request as it arrives: the sender waits while much of it is unread.
+
+    What it will take is charged to the request before it is kept. `discard` throws away what is
+    unread and all that follows.
+    """
+
+    def __init__(self, held: Held):
+        super().__init__(None, None)
+        self._held = held
+        self._has_room = asyncio.Event()
+        self._discarded: int | None = None  # bytes, once nobody will read them
+
+    async def put(self, data: bytes) -> None:
+        """Keep a piece; wait while too many of them are unread."""
+        if self._discarded is None:
+            self._keep(data)
+        while self._discarded is None and len(self._data) >= MOST_UNREAD:
+            self._has_room.clear()
+            await self._has_room.wait()
+        if self._discarded is not None:
+            self._discarded += len(data)
+            if self._discarded > MOST_DISCARDED:
+                self.set_complete()
+                await asyncio.Event().wait()  # until the answer is sent and the connection closed
+
+    def _keep(self, data: bytes) -> None:
+        try:
+            self._held.charge(COPIES * len(data))
+        except (Overloaded, InvalidInput) as error:
+            self._must_raise = error
+            self.discard()
+            self._has_data.set()
+        else:
+            self.append(data)
+
+    async def __anext__(self) -> bytes:
+        if not self._complete.is_set():
+            await self._has_data.wait()
+        data = await super().__anext__()
+        self._has_room.set()
+        return data
+
+    def discard(self) -> None:
+        """Nobody will read the rest."""
+        if self._discarded is None:
+            self._discarded = 0
+            self._held.charge(-COPIES * len(self._data))
+            self.clear()
+            self._has_room.set()
+
+    async def end(self) -> None:
+        """Wait until its client has sent all of it, or more than will be discarded."""
+        await self._complete.wait()
+
+
 class Exchange(ASGIHTTPConnection):
-    """A request and its answer. The task that Hypercorn started handles it, and a second one waits
-    for the client to go away, which cancels the first."""
+    """A request and its answer, and the memory they hold. The task that Hypercorn started handles
+    it, and a second one waits for the client to go away, which cancels the first."""
+
+    _body: BoundedBody
+    _held: Held
 
     async def __call__(self, receive: Any, send: Any) -> None:
         task = asyncio.current_task()
         assert task is not None
-        request = self._create_request_from_scope(send)
-        watch = asyncio.create_task(self.handle_messages(request, receive))
-        watch.add_done_callback(lambda done: done.cancelled() or task.cancel())
-        try:
-            await self.handle_request(request, send)
-        except asyncio.CancelledError:
-            if not watch.done() or watch.cancelled():
-                raise
-            task.uncancel()
-            watch.result()
-        finally:
-            watch.cancel()
+        with self.app.capacity.request() as self._held:  # pyright: ignore[reportAttributeAccessIssue]
+            request = self._create_request_from_scope(send)
+            request.body = self._body = BoundedBody(self._held)
+            watch = asyncio.create_task(self._receive(receive))
+            watch.add_done_callback(lambda done: done.cancelled() or task.cancel())
+            try:
+                await self.handle_request(request, send)
+            except asyncio.CancelledError:
+                if not watch.done() or watch.cancelled():
+                    raise
+                task.uncancel()
+                watch.result()
+            finally:
+                watch.cancel()
+
+    async def _receive(self, receive: Any) -> None:
+        """Put the body where it can be read; return when the client is gone."""
+        while (message := await receive())["type"] == "http.request":
+            if data := message.get("body"):
+                await self._body.put(data)
+            if not message.get("more_body"):
+                self._body.set_complete()
 
     async def _send_response(self, send: Any, response: ResponseTypes) -> None:
-        with contextlib.suppress(TimeoutError):
+        """Send it as fast as its client reads; close the connection of one that does not."""
+        self._body.discard()
+        assert isinstance(response, Response)
+        try:
             async with asyncio.timeout(SEND_TIMEOUT_S):
-                if isinstance(response, Response) and isinstance(response.response, DataBody):
-                    await _send_whole(send, response, response.response.data)
-                else:
-                    await super()._send_response(send, response)
+                await self._send(send, response)
+        except TimeoutError:
+            if connection := _connection.get():
+                connection.abort()
+
+    async def _send(self, send: Any, response: Response) -> None:
+        status, headers = response.status_code, encode_headers(response.headers)
+        body, whole = response.response, b""
+        if isinstance(body, DataBody):
+            whole = body.data
+            try:
+                self._held.cover(len(whole))
+            except (Overloaded, InvalidInput):  # no room even for an answer
+                status, whole = 503, b""
+                headers = [(b"content-length", b"0"), (b"retry-after", b"1")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        if not isinstance(body, DataBody):
+            async with body as parts:
+                async for part in parts:
+                    await _send_part(send, part)
+        first = 0
+        while len(whole) - first > MOST_SENT:
+            await _send_part(send, whole[first : first + MOST_SENT])
+            first += MOST_SENT
+        await _send_part(send, whole[first:], more=False)
 
 
-async def _send_whole(send: Any, response: Response, body: bytes) -> None:
-    headers = encode_headers(response.headers)
-    await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+async def _send_part(send: Any, part: bytes, *, more: bool = True) -> None:
+    async with asyncio.timeout(SEND_S):
+        await send({"type": "http.response.body", "body": part, "more_body": more})

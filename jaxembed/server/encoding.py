@@ -1,39 +1,43 @@
 """Turns vectors into response bodies, a slice at a time. Knows no route and no model.
 
 orjson and base64 hold the GIL, so a thread would not help: the event loop is given a turn between
-slices instead.
+slices instead. A large answer leaves slice by slice, as fast as its client reads: it is never there
+as a whole.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 import orjson
 from quart import Response, request
 
+from jaxembed.memory import MIB
 from jaxembed.postprocess import to_bytes
 
 OCTETS = "application/octet-stream"
 SLICE_FLOATS = 32 * 1024  # about 0.7 ms of orjson
+MOST_JOINED = MIB  # bytes of an answer that leaves as a whole, with its length
 OBJECT_WIDTH = 8  # floats that take as long as an object of two fields
 
 
-async def json_items(count: int, width: int, items: Callable[[int, int], object]) -> bytes:
-    """The inside of a JSON list of `count` items of about `width` floats each.
+async def json_items(
+    count: int, width: int, items: Callable[[int, int], object]
+) -> AsyncIterator[bytes]:
+    """The inside of a JSON list of `count` items of about `width` floats each, in slices.
 
     `items(start, stop)` gives some of them, as a list or an array; orjson writes float32 in its
     shortest form and NaN as null.
     """
     step = max(1, SLICE_FLOATS // max(1, width))
-    parts = []
     for start in range(0, count, step):
         if start:
             await asyncio.sleep(0)
+            yield b","
         part = orjson.dumps(
             items(start, min(start + step, count)), option=orjson.OPT_SERIALIZE_NUMPY
         )
-        parts.append(part[1:-1])
-    return b",".join(parts)
+        yield part[1:-1]
 
 
 def object_width(texts: Sequence[str]) -> int:
@@ -42,24 +46,39 @@ def object_width(texts: Sequence[str]) -> int:
     return OBJECT_WIDTH + sum(map(len, texts)) // max(1, 8 * len(texts))
 
 
-async def json_matrix(rows: np.ndarray) -> bytes:
-    """`[[...], ...]` of a C-contiguous float32 matrix."""
-    inside = await json_items(len(rows), rows.shape[1], lambda start, stop: rows[start:stop])
-    return b"[" + inside + b"]"
+async def json_list(items: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """`[<items>]`, in slices."""
+    yield b"["
+    async for part in items:
+        yield part
+    yield b"]"
 
 
-async def json_matrices(matrices: Sequence[np.ndarray]) -> bytes:
-    """`[[[...], ...], ...]`, one matrix per input."""
-    parts = []
+def json_matrix(rows: np.ndarray) -> AsyncIterator[bytes]:
+    """`[[...], ...]` of a C-contiguous float32 matrix, in slices."""
+    return json_list(json_items(len(rows), rows.shape[1], lambda start, stop: rows[start:stop]))
+
+
+async def json_matrices(matrices: Sequence[np.ndarray]) -> AsyncIterator[bytes]:
+    """`[[[...], ...], ...]`, one matrix per input, in slices."""
+    before = b"["
     for rows in matrices:
-        parts.append(await json_matrix(np.ascontiguousarray(rows, dtype=np.float32)))
+        yield before
+        async for part in json_matrix(np.ascontiguousarray(rows, dtype=np.float32)):
+            yield part
         await asyncio.sleep(0)
-    return b"[" + b",".join(parts) + b"]"
+        before = b","
+    yield b"]"
 
 
-def json_answer(name: str, items: bytes, rest: dict) -> bytes:
-    """`{"<name>": [<items>], ...}`, the rest of the fields after the items."""
-    return b'{"' + name.encode() + b'":[' + items + b"]," + orjson.dumps(rest)[1:]
+async def json_answer(
+    name: str, items: AsyncIterator[bytes], rest: dict, *, first: bytes = b"{"
+) -> AsyncIterator[bytes]:
+    """`{"<name>": [<items>], ...}`, the rest of the fields after the items, in slices."""
+    yield first + b'"' + name.encode() + b'":['
+    async for part in items:
+        yield part
+    yield b"]," + orjson.dumps(rest)[1:]
 
 
 def wants_octets() -> bool:
@@ -71,6 +90,23 @@ def wants_octets() -> bool:
 
 def json_response(body: bytes) -> Response:
     return Response(body, content_type="application/json")
+
+
+async def json_stream(parts: AsyncIterator[bytes]) -> Response:
+    """The parts as one body where they are few; else they are made as the client reads them."""
+    first, size = [], 0
+    async for part in parts:
+        first.append(part)
+        size += len(part)
+        if size >= MOST_JOINED:
+            return Response(_rest(b"".join(first), parts), content_type="application/json")
+    return json_response(b"".join(first))
+
+
+async def _rest(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for part in parts:
+        yield part
 
 
 def octet_response(vectors: np.ndarray) -> Response:

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 from quart import Blueprint, Response
 
-from jaxembed.engine.admission import as_one
 from jaxembed.server.body import check_batch, decode, read_body_as, read_data
 from jaxembed.server.encoding import json_response, wants_octets
 from jaxembed.server.errors import BadField
@@ -85,8 +84,7 @@ async def vertex() -> Response:
     requests = [decode_any(raw, service.models) for raw in body.instances]
     check_batch(sum(map(_count, requests)))
     meters = [Meter(service) for _ in requests]
-    with as_one():
-        results = await asyncio.gather(*map(_instance, meters, requests), return_exceptions=True)
+    results = await asyncio.gather(*map(_instance, meters, requests), return_exceptions=True)
     parts = []
     for meter, result in zip(meters, results, strict=True):
         if isinstance(result, BaseException):
@@ -96,7 +94,7 @@ async def vertex() -> Response:
     return json_response(b'{"predictions":[' + b",".join(parts) + b"]}")
 
 
-def decode_rerank(data: bytes | msgspec.Raw) -> RerankRequest | DocumentsRequest:
+def decode_rerank(data: bytes | bytearray | msgspec.Raw) -> RerankRequest | DocumentsRequest:
     """TEI's body, or Jina's: clients send both to /rerank."""
     keys = decode(data, Keys)
     if keys.texts is not msgspec.UNSET:
@@ -108,7 +106,7 @@ def decode_rerank(data: bytes | msgspec.Raw) -> RerankRequest | DocumentsRequest
     )
 
 
-def decode_any(data: bytes | msgspec.Raw, models: Models) -> AnyRequest:
+def decode_any(data: bytes | bytearray | msgspec.Raw, models: Models) -> AnyRequest:
     """The body of one of the routes with a task."""
     asked = decode(data, Asked)
     if asked.query is not msgspec.UNSET:

@@ -10,7 +10,7 @@ import msgspec
 from quart import Blueprint, Response, g
 
 from jaxembed.server.body import read_body_as
-from jaxembed.server.encoding import json_answer, json_response
+from jaxembed.server.encoding import json_answer, json_stream
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.rerank import DocumentsRequest, Result, rerank_documents
 from jaxembed.server.usage import Usage, usage_of
@@ -46,4 +46,6 @@ async def answer_jina(meter: Meter, body: DocumentsRequest) -> Response:
         "model": meter.served_name,
         "usage": usage_of(answer),
     }
-    return meter.stamp(json_response(json_answer("results", results, rest)), answer)
+    with meter.time("encode"):
+        response = await json_stream(json_answer("results", results, rest))
+    return meter.stamp(response, answer)

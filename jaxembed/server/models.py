@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxembed.embedder import Embedder
+from jaxembed.engine.admission import Capacity
 from jaxembed.errors import ConfigError, InvalidInput, UnknownModel, WrongTask
 from jaxembed.spec import Task
 from jaxembed.tasks import DOES, KIND
@@ -41,6 +42,11 @@ class Models:
 
     def __iter__(self) -> Iterator[Embedder]:
         return iter(self._embedders)
+
+    @property
+    def capacity(self) -> Capacity:
+        """The limits that the models share."""
+        return self.first.admission.capacity
 
     def __len__(self) -> int:
         return len(self._embedders)

@@ -7,13 +7,18 @@ from typing import Literal
 
 import msgspec
 import numpy as np
-import orjson
 from quart import Blueprint, Response
 
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import to_base64
 from jaxembed.server.body import AnyPriority, InputUnion, priority_of, read_body_as, read_inputs
-from jaxembed.server.encoding import json_items, json_response, octet_response, wants_octets
+from jaxembed.server.encoding import (
+    json_answer,
+    json_items,
+    json_stream,
+    octet_response,
+    wants_octets,
+)
 from jaxembed.server.meter import current_meter
 from jaxembed.server.usage import Usage, usage_of
 
@@ -91,9 +96,8 @@ async def respond(answer: Embeddings, encoding_format: Format | None, model: str
         ]
 
     count, width = answer.dense.shape
-    data = await json_items(count, width, items)
-    rest = orjson.dumps({"model": model, "usage": usage_of(answer)})
-    return json_response(b'{"object":"list","data":[' + data + b"]," + rest[1:])
+    data, rest = json_items(count, width, items), {"model": model, "usage": usage_of(answer)}
+    return await json_stream(json_answer("data", data, rest, first=b'{"object":"list",'))
 
 
 def _as_is(row: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Reranks a body with `documents`. Jina and Cohere take the same body, and give the same results
 in different answers."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -63,7 +64,9 @@ class Result(msgspec.Struct, omit_defaults=True):
     document: Document | msgspec.UnsetType = msgspec.UNSET
 
 
-async def rerank_documents(meter: Meter, body: DocumentsRequest) -> tuple[Scores, bytes]:
+async def rerank_documents(
+    meter: Meter, body: DocumentsRequest
+) -> tuple[Scores, AsyncIterator[bytes]]:
     """The model's answer, and the best documents as Results, the inside of a JSON list."""
     _check(body)
     texts = [item if isinstance(item, str) else item.text for item in body.documents]
@@ -79,15 +82,14 @@ async def rerank_documents(meter: Meter, body: DocumentsRequest) -> tuple[Scores
         found = {"index": i, "relevance_score": score}
         return found | {"document": {"text": texts[i]}} if body.return_documents else found
 
-    with meter.time("encode"):
-        results = await json_ranks(
-            answer,
-            result,
-            texts if body.return_documents else None,
-            raw_scores=bool(body.raw_scores),
-            ties="first",
-            top_n=body.top_n or None,
-        )
+    results = json_ranks(
+        answer,
+        result,
+        texts if body.return_documents else None,
+        raw_scores=bool(body.raw_scores),
+        ties="first",
+        top_n=body.top_n or None,
+    )
     return answer, results
 
 

@@ -132,6 +132,7 @@ def _settings(listener: socket.socket) -> Config:
     settings.keep_alive_timeout = KEEP_ALIVE_S
     settings.keep_alive_max_requests = sys.maxsize
     settings.graceful_timeout = CLOSE_S / 2  # `serve` has waited for the requests by then
+    settings.max_app_queue_size = 2  # pieces of a body, beside those that `BoundedBody` keeps
     settings.h11_max_incomplete_size = MAX_HEADER_BYTES
     settings.accesslog = None
     settings.errorlog = logging.getLogger("hypercorn.error")

@@ -1,6 +1,6 @@
 """What the routes of rerankers and classifiers have in common. Knows no dialect."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -37,7 +37,7 @@ async def score_documents(
     return await embedder.score_documents(query, documents, options)
 
 
-async def json_ranks(
+def json_ranks(
     answer: Scores,
     item: Callable[[int, Any], dict],
     texts: Sequence[str] | None = None,
@@ -45,7 +45,7 @@ async def json_ranks(
     raw_scores: bool,
     ties: Ties,
     top_n: int | None = None,
-) -> bytes:
+) -> AsyncIterator[bytes]:
     """The inside of a JSON list: best first, `item` makes an object of a place and its score, a
     numpy.float32. `texts` are the documents, if the objects hold them."""
     found = answer.shown(raw_scores)[:, 0]
@@ -54,10 +54,10 @@ async def json_ranks(
     def items(start: int, stop: int) -> list[dict]:
         return [item(i, found[i]) for i in order[start:stop]]
 
-    return await json_items(len(order), object_width(texts or ()), items)
+    return json_items(len(order), object_width(texts or ()), items)
 
 
-async def json_predictions(answer: Scores, *, raw_scores: bool, ties: Ties) -> bytes:
+def json_predictions(answer: Scores, *, raw_scores: bool, ties: Ties) -> AsyncIterator[bytes]:
     """The inside of a JSON list: for each input the list of its labels, best first."""
     found, labels = answer.shown(raw_scores), answer.labels
 
@@ -67,4 +67,4 @@ async def json_predictions(answer: Scores, *, raw_scores: bool, ties: Ties) -> b
             for i in range(start, stop)
         ]
 
-    return await json_items(len(found), OBJECT_WIDTH * len(labels), items)
+    return json_items(len(found), OBJECT_WIDTH * len(labels), items)

@@ -27,6 +27,7 @@ from jaxembed.server.encoding import (
     json_matrices,
     json_matrix,
     json_response,
+    json_stream,
     octet_response,
     wants_octets,
 )
@@ -143,7 +144,7 @@ async def embed_all() -> Response:
         )
         answer = await embedder.answer(inputs.items, options)
         with meter.time("encode"):
-            response = json_response(await json_matrices(answer.tokens or []))
+            response = await json_stream(json_matrices(answer.tokens or []))
         return meter.stamp(response, answer)
 
 
@@ -224,7 +225,7 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Res
         if octets:
             response = octet_response(answer.dense)
         else:
-            response = json_response(await json_matrix(answer.dense))
+            response = await json_stream(json_matrix(answer.dense))
     return meter.stamp(response, answer)
 
 

@@ -17,7 +17,7 @@ from jaxembed.server.body import (
     read_body_as,
     read_texts_and_pairs,
 )
-from jaxembed.server.encoding import json_response
+from jaxembed.server.encoding import json_list, json_stream
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.scoring import json_predictions, json_ranks, score_documents
 from jaxembed.server.tei import SIDES, Direction
@@ -85,14 +85,15 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
         return {"index": i, **text, "score": score}
 
     with meter.time("encode"):
-        inside = await json_ranks(
+        inside = json_ranks(
             answer,
             shown,
             texts if body.return_text else None,
             raw_scores=body.raw_scores,
             ties="last",
         )
-    return meter.stamp(json_response(b"[" + inside + b"]"), answer)
+        response = await json_stream(json_list(inside))
+    return meter.stamp(response, answer)
 
 
 async def answer_predict(meter: Meter, body: PredictRequest) -> Response:
@@ -107,8 +108,8 @@ async def answer_predict(meter: Meter, body: PredictRequest) -> Response:
     )
     answer = await embedder.score(inputs.items, options)
     with meter.time("encode"):
-        inside = await json_predictions(answer, raw_scores=body.raw_scores, ties="last")
-    response = json_response(inside if inputs.method == "single" else b"[" + inside + b"]")
+        inside = json_predictions(answer, raw_scores=body.raw_scores, ties="last")
+        response = await json_stream(inside if inputs.method == "single" else json_list(inside))
     return meter.stamp(response, answer)
 
 

@@ -1,0 +1,232 @@
+"""The body of a request as it arrives, and its answer as it leaves: what is kept of them."""
+
+import asyncio
+import contextlib
+
+import pytest
+from fake_embedder import FakeEmbedder
+
+from jaxembed.config import ServerConfig
+from jaxembed.engine.admission import Admission, Capacity
+from jaxembed.errors import Overloaded
+from jaxembed.memory import KIB, MIB
+from jaxembed.server import connection
+from jaxembed.server.app import Server, create_app
+from jaxembed.server.connection import COPIES, MOST_UNREAD, BoundedBody
+from jaxembed.server.models import Models
+
+PIECE = bytes(64 * KIB)
+
+
+class Client:
+    """One request as an ASGI server hands it over: a body without an end, or the one given."""
+
+    def __init__(self, app: Server, method: str, path: str, body: bytes | None = None):
+        self.app = app
+        self.scope = {
+            "type": "http",
+            "http_version": "2",
+            "asgi": {"spec_version": "2.1", "version": "3.0"},
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json")],
+            "extensions": {},
+        }
+        self.sent: list[dict] = []
+        self.received = 0  # bytes of the body that the server took
+        self.most_held = 0
+        self.reads = asyncio.Event()  # whether the client reads the answer
+        self.reads.set()
+        self._body = body
+
+    async def ask(self) -> int:
+        """The status of the answer."""
+        await self.app(self.scope, self._receive, self._send)
+        return self.sent[0]["status"]
+
+    async def _receive(self) -> dict:
+        await asyncio.sleep(0)
+        self.most_held = max(self.most_held, self.app.capacity.bytes)
+        if self._body is None:
+            self.received += len(PIECE)
+            return {"type": "http.request", "body": PIECE, "more_body": True}
+        if self.received:
+            await asyncio.Event().wait()  # connected, and done
+        self.received += len(self._body)
+        return {"type": "http.request", "body": self._body, "more_body": False}
+
+    async def _send(self, message: dict) -> None:
+        await self.reads.wait()
+        self.sent.append(message)
+
+
+@pytest.fixture(name="app")
+def app_fixture() -> Server:
+    embedder = FakeEmbedder()
+    embedder.admission = Admission(Capacity(1000, 100_000, 16 * MIB), 0, lambda: 0.0)
+    return create_app(Models([embedder]), ServerConfig())
+
+
+@contextlib.asynccontextmanager
+async def running(coroutine):
+    task = asyncio.create_task(coroutine)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def turns(count: int = 5000) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/metrics"), ("GET", "/info")])
+def test_a_body_that_nobody_reads_is_not_kept(app, monkeypatch, method, path):
+    monkeypatch.setattr(connection, "MOST_DISCARDED", 8 * MIB)
+
+    async def scenario():
+        client = Client(app, method, path)
+        client.reads.clear()  # nor does the answer get away
+        async with running(client.ask()) as asking:
+            await turns()
+            assert not asking.done()
+            assert client.received <= 8 * MIB + 4 * len(PIECE)  # nor is it read for ever
+            assert client.most_held <= COPIES * (MOST_UNREAD + len(PIECE))
+            client.reads.set()
+            await asyncio.wait_for(asking, 5)
+        return client
+
+    client = asyncio.run(scenario())
+    assert client.sent[0]["status"] == 200
+    assert app.capacity.bytes == 0
+
+
+def test_a_refused_request_is_answered_though_its_body_never_ends(app, monkeypatch):
+    monkeypatch.setattr(connection, "MOST_DISCARDED", 8 * MIB)
+    client = Client(app, "POST", "/nowhere")
+    assert asyncio.run(client.ask()) == 404
+    assert client.received <= 8 * MIB + 4 * len(PIECE)
+    assert app.capacity.bytes == 0
+
+
+def test_a_body_without_room_is_refused_and_nothing_of_it_is_kept(app):
+    async def scenario():
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(2):
+                held = stack.enter_context(app.capacity.request())
+                held.charge(7 * MIB)
+            client = Client(app, "POST", "/embed", b'{"inputs": "%s"}' % bytes(MIB).hex().encode())
+            status = await client.ask()
+            return status, app.capacity.bytes, client.sent
+
+    status, left, sent = asyncio.run(scenario())
+    assert status == 429
+    assert b"--max-queue-bytes" in sent[1]["body"]
+    assert left == 14 * MIB
+
+
+def test_a_body_larger_than_a_request_may_ever_hold_is_refused_for_good(app):
+    client = Client(app, "POST", "/embed", b'{"inputs": "%s"}' % bytes(4 * MIB).hex().encode())
+    assert asyncio.run(client.ask()) == 422
+    assert b"--max-queue-bytes" in client.sent[1]["body"]
+    assert app.capacity.bytes == 0
+
+
+def test_an_answer_without_room_is_503_and_says_when_to_come_back(app):
+    async def scenario():
+        with app.capacity.request() as one, app.capacity.request() as other:
+            one.charge(14 * MIB)
+            for count in (2**20, 2**10, 1):  # up to the last byte, in small requests
+                with contextlib.suppress(Overloaded):
+                    while other.bytes + count <= 16 * MIB // 64:
+                        other.charge(count)
+            with contextlib.ExitStack() as stack:
+                while app.capacity.bytes < 16 * MIB:
+                    stack.enter_context(app.capacity.request()).charge(
+                        min(256 * KIB, 16 * MIB - app.capacity.bytes)
+                    )
+                client = Client(app, "GET", "/info", b"")
+                return await client.ask(), dict(client.sent[0]["headers"])
+
+    status, headers = asyncio.run(scenario())
+    assert status == 503
+    assert headers[b"retry-after"] == b"1"
+    assert app.capacity.bytes == 0
+
+
+def test_the_bytes_of_a_request_are_held_until_its_answer_is_sent(app):
+    async def scenario():
+        body = b'{"inputs": "%s"}' % bytes(50 * KIB).hex().encode()
+        client = Client(app, "POST", "/embed", body)
+        client.reads.clear()
+        async with running(client.ask()) as asking:
+            await turns()
+            held = app.capacity.bytes
+            client.reads.set()
+            await asyncio.wait_for(asking, 5)
+        return held
+
+    assert asyncio.run(scenario()) >= COPIES * 100 * KIB
+    assert app.capacity.bytes == 0
+
+
+def test_a_client_that_does_not_read_its_answer_loses_its_connection(app, monkeypatch):
+    monkeypatch.setattr(connection, "SEND_S", 0.02)
+    closed = []
+
+    class Watched:
+        def abort(self):
+            closed.append(True)
+
+    async def scenario():
+        connection._connection.set(Watched())
+        client = Client(app, "GET", "/info", b"")
+
+        async def never(message):
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        client._send = never
+        await asyncio.wait_for(app(client.scope, client._receive, client._send), 5)
+
+    asyncio.run(scenario())
+    assert closed == [True]
+    assert app.capacity.bytes == 0
+
+
+def test_a_sender_waits_while_much_is_unread_and_goes_on_when_it_is_read():
+    async def scenario():
+        with Capacity(1).request() as held:
+            body = BoundedBody(held)
+            async with running(body.put(PIECE)) as putting:
+                await turns(10)
+                assert not putting.done()
+                assert await anext(body) == PIECE
+                await asyncio.wait_for(putting, 5)
+            await body.put(b"x")  # there is room
+            body.set_complete()
+            assert [part async for part in body] == [b"x"]
+
+    asyncio.run(scenario())
+
+
+def test_a_sender_that_waits_goes_on_when_nobody_will_read():
+    async def scenario():
+        with Capacity(1).request() as held:
+            body = BoundedBody(held)
+            async with running(body.put(PIECE)) as putting:
+                await turns(10)
+                body.discard()
+                await asyncio.wait_for(putting, 5)
+            assert held.bytes == 0
+            body.discard()  # a second time changes nothing
+            body.set_complete()
+            await asyncio.wait_for(body.end(), 5)
+
+    asyncio.run(scenario())
