@@ -261,8 +261,7 @@ def serve_command(
     models = _models_given(model, model_id)
     if len(models) > 1:
         _refuse_flags_of_one_model(flags, models)
-    if "" in flags["api_key"]:
-        raise click.UsageError("--api-key is empty: nobody could send it")
+    _refuse_blank_keys(flags["api_key"])
     if flags["otlp_endpoint"]:
         raise click.UsageError("--otlp-endpoint: traces are not exported; use /metrics")
     configure_logging(json_output)
@@ -275,6 +274,7 @@ def serve_command(
     served_names(models, aliases)  # two of one name are known before a long load, and
     config = _server_config(flags)
     listener = listen(config.host, config.port)  # so is a port in use
+    logger.info(_access(config.api_keys))
     run(Models(_embedders(models, flags), aliases), config, listener)
 
 
@@ -542,6 +542,29 @@ def _models_given(model: tuple[str, ...], model_id: tuple[str, ...]) -> tuple[st
     if model and source is ParameterSource.ENVIRONMENT:
         return tuple(dict.fromkeys(model))
     return tuple(dict.fromkeys(model + model_id))
+
+
+def _refuse_blank_keys(keys: tuple[str, ...]) -> None:
+    """A blank variable is none to click, so that the server would be open to everybody."""
+    blank = [key for key in keys if not key.strip()]
+    if blank:
+        raise ConfigError(
+            f"--api-key is blank ({blank[0]!r}); give a key that clients can send, or leave the "
+            "flag out and unset API_KEY to serve without one"
+        )
+    variable = os.environ.get("API_KEY")
+    if not keys and variable is not None:
+        raise ConfigError(
+            f"API_KEY is set but blank ({variable!r}); give it a key that clients must send, or "
+            "unset it to serve without one"
+        )
+
+
+def _access(keys: tuple[str, ...]) -> str:
+    """Whether requests need a key, for the log."""
+    if not keys:
+        return "no API key is required; set --api-key (API_KEY) to require one"
+    return f"requests need {'the API key' if len(keys) == 1 else f'one of {len(keys)} API keys'}"
 
 
 def _refuse_flags_of_one_model(flags: dict[str, Any], models: Sequence[str]) -> None:

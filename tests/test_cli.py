@@ -194,13 +194,43 @@ def test_a_model_that_cannot_be_loaded_is_named_and_ends_the_others(tiny_checkpo
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"), [("--otlp-endpoint", "x"), ("--api-key", ""), ("--port", "99999")]
-)
+@pytest.mark.parametrize(("flag", "value"), [("--otlp-endpoint", "x"), ("--port", "99999")])
 def test_a_flag_that_cannot_be_honoured_is_refused(flag, value):
     done = run("serve", flag, value)
     assert done.returncode == 2
     assert flag in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        ((), {"API_KEY": ""}, "API_KEY is set but blank (''); "),
+        ((), {"API_KEY": " "}, "API_KEY is set but blank (' '); "),
+        (("--api-key", ""), {}, "--api-key is blank (''); "),
+        (("--api-key", "a", "--api-key", " "), {}, "--api-key is blank (' '); "),
+        (("--api-key", ""), {"API_KEY": "a"}, "--api-key is blank (''); "),
+    ],
+)
+def test_a_blank_api_key_is_refused_in_one_line(flags, environment, message):
+    done = run("serve", "./nowhere", *flags, **environment)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"jaxembed: {message}")
+    assert "unset" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        ((), {}, "no API key is required; set --api-key"),
+        ((), {"API_KEY": "a b"}, "requests need one of 2 API keys"),
+        (("--api-key", "a"), {"API_KEY": ""}, "requests need the API key"),
+    ],
+)
+def test_the_log_says_whether_a_key_is_required(flags, environment, message, tmp_path):
+    place = ("--port", "0", "--cache-dir", str(tmp_path))
+    done = run("serve", "./nowhere", *place, *flags, **environment)
+    assert message in done.stderr.splitlines()[0]
 
 
 def test_a_cache_directory_that_cannot_be_is_refused_by_its_flag(tmp_path):
