@@ -591,6 +591,26 @@ def test_a_library_whose_check_does_not_end(fresh, instead, monkeypatch):
     assert_unavailable(fresh, "took more than 0 s")
 
 
+def test_the_check_runs_nothing_of_the_working_directory(fresh, instead, monkeypatch, tmp_path):
+    instead("int jaxembed_check(void) { return 0; }")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for module in ("ctypes", "numpy", "jaxembed", "sitecustomize", "usercustomize"):
+        Path(f"{module}.py").write_text(f"open({module!r}, 'w'); import os; os._exit(0)\n")
+    monkeypatch.setenv("PYTHONPATH", ".")
+    assert native._compiled(fresh).exists()
+    assert not [path for path in Path().iterdir() if path.suffix != ".py"]
+
+
+def test_a_relative_cache_directory_is_that_of_the_working_directory(
+    fresh, instead, monkeypatch, tmp_path
+):
+    instead("int jaxembed_check(void) { return 0; } int jaxembed_prepare(void) { return 1; }")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(native.Unavailable, match="does not let this process use AMX"):
+        native.load_library(Path())  # loaded, and then asked
+
+
 def test_amx_refused_to_this_process_only(fresh, instead):
     instead("int jaxembed_check(void) { return 0; } int jaxembed_prepare(void) { return 1; }")
     with pytest.raises(native.Unavailable, match="does not let this process use AMX"):

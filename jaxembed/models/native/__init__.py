@@ -259,7 +259,7 @@ def _compiled(cache_dir: Path) -> Path:
     except OSError as error:
         raise Unavailable(f"cannot read {error.filename}: {error.strerror}") from error
     key = hashlib.sha256(b"\0".join([*parts, _abilities()])).hexdigest()[:16]
-    library = cache_dir / f"native-{key}.so"
+    library = cache_dir.absolute() / f"native-{key}.so"  # a bare name is looked up elsewhere
     if library.exists():
         return library
     compiler = _compiler()
@@ -296,9 +296,13 @@ def _compile(compiler: str, library: Path) -> None:
 
 
 def _check(library: Path) -> None:
-    """In a process of its own: what crashes there does not take the server with it."""
+    """In a process of its own: what crashes there does not take the server with it.
+
+    It is isolated (-I): Python would import a ctypes.py of the working directory, and run it. It
+    needs the standard library alone, which is found without any path of ours.
+    """
     code = f"import ctypes, sys; sys.exit(ctypes.CDLL({str(library)!r}).jaxembed_check())"
-    status = _run([sys.executable, "-c", code], CHECK_S).returncode
+    status = _run([sys.executable, "-I", "-c", code], CHECK_S).returncode
     if status:
         crash = f"what was compiled does not run on this machine: exit status {status}"
         raise Unavailable(FAULTS.get(status, crash))
