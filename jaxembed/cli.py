@@ -16,6 +16,7 @@ import click
 from click.core import ParameterSource
 
 from jaxembed import __version__, memory
+from jaxembed.cache_folder import make_private, refuse_shared
 from jaxembed.config import EngineConfig, ServerConfig, TextConfig
 from jaxembed.errors import ConfigError, JaxembedError, WrongTask
 from jaxembed.memory import MIB
@@ -61,7 +62,7 @@ MODEL_OPTIONS = _options(
         type=click.Path(path_type=Path),
         default=lambda: Path.home() / ".cache" / "jaxembed",
         show_default="~/.cache/jaxembed",
-        help="Converted models and compiled programs. Keep it private.",
+        help="Converted models and compiled programs. Refused where others can write.",
     ),
     _option(
         "--huggingface-hub-cache",
@@ -522,8 +523,8 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
     programs = cache_dir / "programs" / host_id()
     try:
         for folder in (cache_dir, programs.parent, programs):
-            # for this user alone: whoever can write here can run code in this process
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(folder)
+            refuse_shared(folder)
     except OSError as error:
         raise ConfigError(
             f"--cache-dir {cache_dir} (JAXEMBED_CACHE) cannot be used: {error.strerror}"

@@ -21,6 +21,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from jaxembed import checkpoint
+from jaxembed.cache_folder import make_private, refuse_shared
 from jaxembed.errors import CheckpointError
 from jaxembed.files import replacing
 from jaxembed.spec import FORMAT_VERSION, ModelSpec
@@ -86,8 +87,9 @@ def resolve(
     """The checkpoint of a model: a checkpoint itself, a Hugging Face directory or a hub id.
 
     The first use of either of the latter converts it into `cache_dir`. None is DEFAULT_MODEL.
-    Raises CheckpointError.
+    Raises CheckpointError, and ConfigError for a cache that others can write.
     """
+    refuse_shared(cache_dir)  # also for those who look there for something else than models
     if _is_converted(model):
         return _as_it_is(_local(model), revision, dense_path)
     source = _source(model, revision, offline, token, dense_path)
@@ -105,12 +107,12 @@ def describe_model(
 ) -> ModelSpec:
     """What `resolve` would give, as a spec: nothing is converted, and no weights are downloaded.
 
-    Of a model that is not converted yet the spec has no content hash. Raises CheckpointError.
+    Of a model that is not converted yet the spec has no content hash. Raises as `resolve`.
     """
     if _is_converted(model):
         return checkpoint.load_spec(_as_it_is(_local(model), revision, dense_path))
     source = _source(model, revision, offline, token, dense_path)
-    entry = cache_dir / "models" / source.key
+    entry = _place(source, cache_dir)
     if _is_current(entry, source):
         return checkpoint.load_spec(entry)
     return _outline(source, dense_path)
@@ -282,11 +284,11 @@ def _snapshot(
 
 def _cached(source: Source, cache_dir: Path, dense_path: str | None) -> Path:
     """The cache's checkpoint of this source, converted by whichever process comes first."""
-    entry = cache_dir / "models" / source.key
+    entry = _place(source, cache_dir)
     if _is_current(entry, source):
         logger.debug("%s is converted already: %s", source.name, entry)
         return entry
-    _private(entry.parent)
+    _make_cache(entry.parent)
     with _locked(entry, source.name):
         if not _is_current(entry, source):  # another process may have been quicker
             _convert(source, entry, dense_path)
@@ -305,6 +307,7 @@ def _convert(source: Source, entry: Path, dense_path: str | None) -> None:
     converters.convert(
         source.folder, entry, name=source.name, revision=source.revision, dense_path=dense_path
     )
+    entry.chmod(0o700)  # whatever the umask is, else `_place` could refuse it
     record = Record(source.name, source.fingerprint, _sizes(entry))
     # Last, and in one step: an entry without it, or with other files, is made anew.
     with replacing(entry / RECORD) as partial:
@@ -329,11 +332,17 @@ def _sizes(entry: Path) -> dict[str, int]:
     }
 
 
-def _private(folder: Path) -> None:
-    """Make the cache, for this user alone: what lies there is loaded unseen."""
+def _place(source: Source, cache_dir: Path) -> Path:
+    """The entry of a source in the cache, there or not. Raises ConfigError where others can write:
+    what lies there is loaded unseen."""
+    entry = cache_dir / "models" / source.key
+    refuse_shared(cache_dir, entry.parent, entry)
+    return entry
+
+
+def _make_cache(folder: Path) -> None:
     try:
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        make_private(folder)
     except OSError as error:
         raise CheckpointError(
             f"cannot make the cache {folder}: {error.strerror}; name another one or convert the "

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 
@@ -238,6 +239,22 @@ def test_a_cache_directory_that_cannot_be_is_refused_by_its_flag(tmp_path):
     done = run("serve", "--port", "0", "--cache-dir", str(tmp_path / "file" / "x"))
     assert done.returncode == 2
     assert "--cache-dir" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no modes on Windows")
+@pytest.mark.parametrize("inside", ["", "programs"])
+@pytest.mark.parametrize("command", ["serve", "embed"])
+def test_a_cache_directory_that_others_can_write_is_refused_in_one_line(tmp_path, command, inside):
+    folder = tmp_path / "cache"
+    (folder / inside).mkdir(parents=True)
+    (folder / inside).chmod(0o777)
+    (tmp_path / "in.txt").write_text("the cat\n")
+    arguments = {"serve": ["--port", "0"], "embed": [str(tmp_path / "in.txt"), "-o", "out.npy"]}
+    done = run(command, *arguments[command], "--cache-dir", str(folder))
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"jaxembed: the cache directory {folder / inside} belongs to user ")
     assert "Traceback" not in done.stderr
 
 

@@ -68,7 +68,7 @@ def test_the_dockerfiles_are_the_same_below_their_environment():
     for name, extra in DOCKERFILES.items():
         text = (ROOT / name).read_text()
         assert extra in text
-        steps.add(text[text.index("# Whoever can write") :].replace(extra, ""))
+        steps.add(text[text.index("# Volumes take over") :].replace(extra, ""))
     assert len(steps) == 1
 
 
@@ -89,6 +89,12 @@ def test_an_image_sets_variables_that_are_read(name):
     names = set(re.findall(r"(\w+)=", " ".join(blocks)))
     assert {"PORT", "JAXEMBED_CACHE", "HUGGINGFACE_HUB_CACHE"} <= names
     assert names <= variables() | NOT_OURS
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_makes_its_cache_below_a_volume_whose_root_others_may_write(name):
+    (cache,) = re.findall(r"JAXEMBED_CACHE=(\S+)", instruction(name, "ENV"))
+    assert str(Path(cache).parent) in json.loads(instruction(name, "VOLUME"))
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
@@ -185,6 +191,8 @@ def test_every_directory_the_server_writes_is_a_volume(pod, container):
     written = json.loads(instruction("Dockerfile.cpu", "VOLUME"))
     assert {*written, "/tmp"} == set(mounts)
     assert [volume["name"] for volume in pod["volumes"]] == list(mounts.values())
+    # Always: the group could write to everything below at the second mount
+    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
     (user,) = re.findall(r"useradd --uid (\d+)", (ROOT / "Dockerfile.cpu").read_text())
     assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == int(user)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxembed.cache_folder import make_private
 from jaxembed.engine.compiles import compile_lowered
 from jaxembed.engine.replica import Device
 from jaxembed.files import replacing
@@ -146,7 +147,7 @@ def _kept(file: Path) -> dict[str, float]:
 
 def _keep(rates: dict, file: Path) -> None:
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(file.parent)
         with replacing(file) as partial:
             partial.write_text(json.dumps(rates))
     except OSError as error:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxembed.cache_folder import make_private
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.costs import Timings
 from jaxembed.files import replacing
@@ -57,7 +58,7 @@ class CostFile:
             return
         kept = {"identity": self.identity, "timings": self.encode(timings)}
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self._path.parent)
             with replacing(self._path) as partial:
                 partial.write_text(json.dumps(kept, indent=1))
         except OSError as error:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16, Float
 
+from jaxembed.cache_folder import make_private
 from jaxembed.files import replacing
 from jaxembed.models.tokens import Segments
 
@@ -264,7 +265,7 @@ def _compiled(cache_dir: Path) -> Path:
         return library
     compiler = _compiler()
     try:
-        cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(cache_dir)
         with replacing(library) as partial:
             _compile(compiler, partial)
             _check(partial)

@@ -1,0 +1,77 @@
+"""A cache that others can write is refused, before anything in it is loaded or run."""
+
+import os
+import stat
+
+import pytest
+import sources
+
+from jaxembed import Embedder, cache_folder, hub
+from jaxembed.cache_folder import make_private, refuse_shared
+from jaxembed.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="no owners and modes on Windows")
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path):
+    path = tmp_path / "cache"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture(name="lax_umask")
+def _lax_umask():
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def test_what_is_made_is_for_this_user_alone(tmp_path, lax_umask):
+    make_private(tmp_path / "a" / "b")
+    make_private(tmp_path / "a" / "b")  # there already
+    for path in (tmp_path / "a", tmp_path / "a" / "b"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o2750])
+def test_what_others_can_only_read_is_taken(folder, mode):
+    folder.chmod(mode)
+    refuse_shared(folder, folder / "not there")
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
+def test_what_others_can_write_is_refused_with_its_mode_and_the_remedy(folder, mode):
+    folder.chmod(mode)
+    with pytest.raises(
+        ConfigError, match=rf"{folder} belongs to user .*, mode {mode:04o}"
+    ) as error:
+        refuse_shared(folder)
+    assert f"`chmod go-w {folder}`" in str(error.value)
+    assert "--cache-dir" in str(error.value)
+
+
+def test_what_belongs_to_another_user_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(cache_folder.os, "geteuid", lambda: 4711)
+    with pytest.raises(ConfigError, match=r"belongs to user \d+, mode 0700, .* as user 4711: "):
+        refuse_shared(folder)
+
+
+@pytest.mark.parametrize("inside", ["", "models"])
+def test_the_library_refuses_it_too(folder, tiny_checkpoint, monkeypatch, inside):
+    monkeypatch.setattr("jaxembed.embedder.checkpoint.load_spec", lambda _: pytest.fail("loaded"))
+    (folder / inside).mkdir(exist_ok=True)
+    (folder / inside).chmod(0o777)
+    model = None if inside else str(tiny_checkpoint)
+    with pytest.raises(ConfigError, match="others can write to it"):
+        Embedder(model, cache_dir=folder)
+
+
+def test_an_entry_is_refused_where_it_is_read(folder, lax_umask, tmp_path):
+    model = str(sources.write_sentence_bert(tmp_path / "source"))
+    first = hub.resolve(model, cache_dir=folder)
+    assert hub.resolve(model, cache_dir=folder) == first  # made private, whatever the umask
+    first.chmod(0o777)
+    for find in (hub.resolve, hub.describe_model):
+        with pytest.raises(ConfigError, match=f"{first} .*others can write"):
+            find(model, cache_dir=folder)
