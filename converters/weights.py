@@ -5,6 +5,7 @@ Strict both ways: every parameter is filled, every tensor is used or named in `i
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -28,6 +29,8 @@ NUMPY_DTYPES: dict[str, Any] = {
     "bfloat16": ml_dtypes.bfloat16,
 }
 SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+LEAST_TORCH = (2, 6)  # before it weights_only let a pickle run code: CVE-2025-32434
 
 MAX_SAFETENSORS_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
@@ -348,6 +351,7 @@ def _torch_file(path: Path) -> dict[str, Tensor]:
             f"{path} is a torch file and torch is not installed; install it for the conversion "
             "(pip install torch) or use a model with model.safetensors"
         ) from error
+    _refuse_old_torch(path, str(torch.__version__))
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (UnpicklingError, RuntimeError, EOFError) as error:
@@ -366,6 +370,17 @@ def _torch_file(path: Path) -> dict[str, Tensor]:
         )
         for name in list(state)
     }
+
+
+def _refuse_old_torch(path: Path, installed: str) -> None:
+    version = re.match(r"(\d+)\.(\d+)", installed)
+    if version is None or tuple(map(int, version.groups())) < LEAST_TORCH:
+        wanted = ".".join(map(str, LEAST_TORCH))
+        raise CheckpointError(
+            f"{path} is a pickle, which torch {installed} can be made to run code by "
+            f"(CVE-2025-32434); install torch {wanted} or newer for the conversion, or use a model "
+            "with model.safetensors"
+        )
 
 
 def _torch_tensor(torch: Any, state: Mapping[str, Any], name: str) -> np.ndarray:

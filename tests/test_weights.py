@@ -17,7 +17,7 @@ from converters.weights import (
     identity,
     transpose,
 )
-from jaxembed.errors import ConversionError
+from jaxembed.errors import CheckpointError, ConversionError
 
 DRAW = np.random.default_rng(0)
 Q, K, V = (DRAW.standard_normal((rows, 8), np.float32) for rows in (16, 4, 4))
@@ -98,7 +98,31 @@ def _torch_of(state: dict[str, np.ndarray]):
 
     loaded = {name: tensor(array) for name, array in state.items()}
     load = lambda *_, **__: loaded  # noqa: E731
-    return SimpleNamespace(load=load, bfloat16="torch.bfloat16"), loaded
+    version = "2.6.0+cpu"
+    return SimpleNamespace(load=load, bfloat16="torch.bfloat16", __version__=version), loaded
+
+
+@pytest.mark.parametrize("installed", ["2.5.1+cu124", "1.13.1", "unknown"])
+def test_a_torch_that_a_pickle_can_run_code_with_is_refused(tmp_path, monkeypatch, installed):
+    torch, _ = _torch_of({"w": Q})
+    torch.__version__ = installed
+    torch.load = lambda *_, **__: pytest.fail("the pickle was loaded")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="CVE-2025-32434") as error:
+        weights.find(tmp_path)
+    for said in (f"torch {installed} ", "torch 2.6 or newer", "model.safetensors"):
+        assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("installed", ["2.6.0", "2.10.0a0+git1", "3.0"])
+def test_a_torch_that_runs_no_code_of_a_pickle_is_taken(tmp_path, monkeypatch, installed):
+    torch, _ = _torch_of({"w": Q})
+    torch.__version__ = installed
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert set(weights.find(tmp_path)) == {"w"}
 
 
 def test_a_torch_file_is_freed_as_it_is_read_and_a_tensor_can_have_two_readers(
