@@ -3,9 +3,11 @@
 manifest.json      the ModelSpec
 tokenizer.json     as Hugging Face's tokenizers reads it
 params/part-000/   Orbax, flat dotted names, in the dtype they came in; more parts if large
+SHA256SUMS         of each of these files, as `sha256sum` writes and checks it
 """
 
 import hashlib
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +26,8 @@ from jaxembed.spec import FORMAT_VERSION, ModelSpec
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 PARAMETERS = "params"
+DIGESTS = "SHA256SUMS"
+DIGEST_LINE = re.compile(r"([0-9a-f]{64})  ([^\r\n]+)\n")
 
 # Orbax holds about two copies of what it saves at once. Parts keep that from being two copies of
 # the model: a 2 GB one took 6 GB in one piece.
@@ -108,6 +112,35 @@ def stream_params(
         memory.trim()
 
 
+def verify(path: Path) -> int:
+    """Compare every file with its digest, and say how many there are.
+
+    Raises CheckpointError, with a line for each file that is damaged, missing or not in the
+    digests, and if there are no digests: earlier versions wrote none.
+    """
+    try:
+        text = (path / DIGESTS).read_bytes().decode("ascii", "replace")
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} has no {DIGESTS}, so there are no digests to verify; convert the model again"
+        ) from error
+    wanted = {name: digest for digest, name in DIGEST_LINE.findall(text)}
+    found = _file_digests(path)
+    problems = [
+        f"{name}: {_difference(found.get(name), wanted.get(name))}"
+        for name in sorted(found.keys() | wanted.keys())
+        if found.get(name) != wanted.get(name)
+    ]
+    if _digest_lines(wanted) != text:
+        problems.append(f"{DIGESTS}: not a list of digests in order, as it was written")
+    if problems:
+        lines = "\n  ".join(problems)
+        raise CheckpointError(
+            f"{path} is damaged: {len(problems)} problem(s); convert the model again\n  {lines}"
+        )
+    return len(found)
+
+
 def tokenizer_path(path: Path) -> Path:
     return path / TOKENIZER
 
@@ -149,16 +182,53 @@ def _write(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) ->
     for number, part in enumerate(_parts(pairs)):  # pyright: ignore[reportArgumentType]
         digests |= {name: _digest(name, array) for name, array in part.items()}
         _save_part(path / PARAMETERS / f"part-{number:03d}", part)
-        part.clear()  # or it would lie beside the next
+        names = list(part)
+        part.clear()  # or it would lie beside what is read back, and beside the next
+        memory.trim()
+        _check_part(path / PARAMETERS / f"part-{number:03d}", {n: digests[n] for n in names})
         memory.trim()
     total = hashlib.sha256(tokenizer)
     for name in sorted(digests):  # sorted: the order of reading does not name another model
         total.update(digests[name].encode())
     spec = msgspec.structs.replace(spec, content_hash=total.hexdigest())
     (path / TOKENIZER).write_bytes(tokenizer)
-    # last: a directory without a manifest is no checkpoint
     (path / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
+    (path / DIGESTS).write_text(_digest_lines(_file_digests(path)))
+    verify(path)
     return spec
+
+
+def _check_part(part: Path, digests: Mapping[str, str]) -> None:
+    """Read a part back. Raises CheckpointError unless it holds the arrays of these digests."""
+    with _restoring(part):
+        arrays = _restore_part(part, digests)
+    wrong = [name for name, array in arrays.items() if _digest(name, array) != digests[name]]
+    if wrong:
+        raise CheckpointError(
+            f"{part} reads back other values of {', '.join(wrong)} than were written; check the "
+            "disk and the memory of this machine"
+        )
+
+
+def _file_digests(path: Path) -> dict[str, str]:
+    """SHA-256 of the files that `save` writes, by their path within the checkpoint."""
+    files = [path / TOKENIZER, path / MANIFEST, *(path / PARAMETERS).rglob("*")]
+    digests = {}
+    for file in sorted(file for file in files if file.is_file()):
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        digests[file.relative_to(path).as_posix()] = digest
+    return digests
+
+
+def _digest_lines(digests: Mapping[str, str]) -> str:
+    return "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+
+
+def _difference(found: str | None, wanted: str | None) -> str:
+    if found is None:
+        return "is missing"
+    return f"is not in {DIGESTS}" if wanted is None else f"its SHA-256 is {found}, not {wanted}"
 
 
 def _parts(pairs: Iterable[tuple[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:

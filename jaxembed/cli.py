@@ -440,8 +440,11 @@ def tune_command(
 
 @cli.command("info")
 @click.argument("model", required=False)
+@click.option(
+    "--verify", is_flag=True, help="Compare the files of a converted model with their digests."
+)
 @MODEL_OPTIONS
-def info_command(model: str | None, **flags: Any) -> None:
+def info_command(model: str | None, verify: bool, **flags: Any) -> None:
     """Say what MODEL is: task, outputs, limits, pooling, prompts, size. Converts nothing."""
     configure_logging()
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing here is worth starting another device for
@@ -450,7 +453,10 @@ def info_command(model: str | None, **flags: Any) -> None:
     from jaxembed import hub
     from jaxembed.summary import summary
 
-    facts = summary(hub.describe_model(model, **_source(flags)))
+    source = _source(flags)
+    if verify:  # first: a damaged manifest says nothing
+        click.echo(f"{hub.verify_model(model, **source)} files verified", err=True)
+    facts = summary(hub.describe_model(model, **source))
     click.echo(msgspec.json.format(msgspec.json.encode(facts)).decode())
 
 

@@ -118,6 +118,28 @@ def describe_model(
     return _outline(source, dense_path)
 
 
+def verify_model(
+    model: str | None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    cache_dir: Path,
+    token: str | None = None,
+    dense_path: str | None = None,
+) -> int:
+    """Compare the files of a converted model with their digests, and say how many there are.
+
+    Raises CheckpointError, also for a model that is not converted yet.
+    """
+    if _is_converted(model):
+        return checkpoint.verify(_local(model))
+    source = _source(model, revision, offline, token, dense_path)
+    entry = _place(source, cache_dir)
+    if not checkpoint.is_checkpoint(entry):
+        raise CheckpointError(f"{source.name} is not converted yet: there is nothing to verify")
+    return checkpoint.verify(entry)
+
+
 def convert_model(
     model: str,
     out: Path,

@@ -1,6 +1,8 @@
 """The checkpoint directory: what is saved comes back, to the bit, or is refused."""
 
 import json
+import shutil
+import subprocess
 import weakref
 
 import ml_dtypes
@@ -193,3 +195,73 @@ def test_parameters_of_another_dtype_are_refused(tmp_path, spec):
     checkpoint.save(tmp_path / "out", spec, params, TOKENIZER)
     with pytest.raises(CheckpointError, match="says float32, the parameters are float16"):
         checkpoint.load_params(tmp_path / "out", spec)
+
+
+@pytest.fixture(name="saved")
+def _saved(tmp_path, spec):
+    checkpoint.save(tmp_path / "out", spec, random_params(), TOKENIZER)
+    return tmp_path / "out"
+
+
+def files_of(path):
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def test_every_file_is_verified(saved):
+    files = files_of(saved)
+    assert checkpoint.verify(saved) == len(files) - 1  # SHA256SUMS itself
+    (saved / "source.json").write_text("the cache's own record")
+    assert checkpoint.verify(saved) == len(files) - 1
+    checksums = shutil.which("sha256sum")
+    if checksums is not None:
+        subprocess.run(
+            [checksums, "--check", "--strict", checkpoint.DIGESTS], cwd=saved, check=True
+        )
+
+
+def test_a_flipped_bit_is_found_in_whatever_file(saved):
+    for file in files_of(saved):
+        whole = file.read_bytes()
+        for place in {0, len(whole) // 2, len(whole) - 1} if whole else ():
+            for bit in (1, 2, 16, 32, 128):
+                file.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+                with pytest.raises(CheckpointError) as error:
+                    checkpoint.verify(saved)
+                # a digest that is damaged looks like damage of its file
+                named = "" if file.name == checkpoint.DIGESTS else f"{file.relative_to(saved)}: "
+                assert f"\n  {named}" in str(error.value)
+        file.write_bytes(whole)
+    checkpoint.verify(saved)
+
+
+def test_every_file_that_is_not_as_it_was_has_a_line(saved):
+    (saved / "tokenizer.json").unlink()
+    (saved / "manifest.json").write_text("{}")
+    (saved / "params" / "part-001").write_text("more")
+    with pytest.raises(CheckpointError, match=r"damaged: 3 problem\(s\)") as error:
+        checkpoint.verify(saved)
+    manifest, more, tokenizer = str(error.value).splitlines()[1:]
+    assert manifest.startswith("  manifest.json: its SHA-256 is ")
+    assert more == "  params/part-001: is not in SHA256SUMS"
+    assert tokenizer == "  tokenizer.json: is missing"
+
+
+def test_a_checkpoint_without_digests_loads_and_says_that_there_are_none(saved):
+    (saved / checkpoint.DIGESTS).unlink()
+    assert checkpoint.load_params(saved, checkpoint.load_spec(saved))
+    with pytest.raises(CheckpointError, match="no digests to verify"):
+        checkpoint.verify(saved)
+
+
+def test_what_is_written_is_read_back_at_once(tmp_path, spec, monkeypatch):
+    save = checkpoint._save_part
+
+    def save_another(path, part):
+        save(path, part | {"scalar": np.array(2.25, np.float32)})
+
+    monkeypatch.setattr(checkpoint, "_save_part", save_another)
+    with pytest.raises(
+        CheckpointError, match="reads back other values of scalar than were written"
+    ):
+        checkpoint.save(tmp_path / "out", spec, random_params(), TOKENIZER)
+    assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ import sources
 from click.testing import CliRunner
 from conftest import save_tiny
 
-from jaxembed import cli
+from jaxembed import cli, hub
 from jaxembed.config import EngineConfig, ServerConfig
 from jaxembed.spec import DenseLayer
 
@@ -288,6 +289,24 @@ def test_info_says_what_a_checkpoint_is(tiny_checkpoint, tmp_path):
     assert facts["dimensions"] == 32
     assert facts["converted"] is True
     assert facts["parameter_bytes"]["float32"] == 4 * facts["parameters"]
+
+
+def test_info_verifies_the_files_of_a_converted_model(tmp_path):
+    source = sources.write_sentence_bert(tmp_path / "source")
+    ask = ("info", str(source), "--verify", "--cache-dir", str(tmp_path / "cache"))
+    done = run(*ask)
+    assert done.returncode == 2
+    assert "is not converted yet" in done.stderr
+    entry = hub.resolve(str(source), cache_dir=tmp_path / "cache")
+    done = run(*ask)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\d+ files verified\n", done.stderr)
+    assert json.loads(done.stdout)["converted"] is True
+    text = (entry / "manifest.json").read_bytes()
+    (entry / "manifest.json").write_bytes(b"[" + text[1:])
+    done = run(*ask)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "manifest.json: its SHA-256 is " in done.stderr.splitlines()[-1]
 
 
 def test_info_converts_nothing_and_reads_no_weights(tmp_path):
