@@ -6,7 +6,9 @@ params/part-000/   Orbax, flat dotted names, in the dtype they came in; more par
 SHA256SUMS         of each of these files, as `sha256sum` writes and checks it
 """
 
+import errno
 import hashlib
+import os
 import re
 import secrets
 import shutil
@@ -29,9 +31,12 @@ PARAMETERS = "params"
 DIGESTS = "SHA256SUMS"
 DIGEST_LINE = re.compile(r"([0-9a-f]{64})  ([^\r\n]+)\n")
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 # Orbax holds about two copies of what it saves at once. Parts keep that from being two copies of
 # the model: a 2 GB one took 6 GB in one piece.
 PART_BYTES = 256 * 1024 * 1024
+METADATA_BYTES = 1024 * 1024  # what Orbax adds to a part, at most about
 
 Parameters = Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]]
 
@@ -50,7 +55,7 @@ def save(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> M
         spec = _write(partial, spec, params, tokenizer)
         partial.rename(path)
     except OSError as error:
-        raise CheckpointError(f"cannot make {path}: {error}") from error
+        raise unwritable(path, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already if all went well
     return spec
@@ -158,6 +163,16 @@ def refuse_occupied(path: Path) -> None:
         raise CheckpointError(f"{path} exists already; name another directory or remove it")
 
 
+def unwritable(path: Path, error: OSError) -> CheckpointError:
+    """What to raise where the checkpoint `path` cannot be written."""
+    if error.errno in DISK_FULL:
+        return CheckpointError(
+            f"cannot write the converted checkpoint in {path.parent}: {error.strerror}; free some "
+            "or set --cache-dir (of `jaxembed convert`, OUT) to another disk"
+        )
+    return CheckpointError(f"cannot make {path}: {error}")
+
+
 def discard_partial(path: Path) -> None:
     """Remove what a killed `save(path, ...)` left behind. For whoever holds a lock on `path`."""
     for partial in path.parent.glob(f"{_partial_prefix(path)}*"):
@@ -262,8 +277,27 @@ def _checkpointer() -> Any:
 def _save_part(path: Path, part: dict[str, np.ndarray]) -> None:
     import orbax.checkpoint as ocp  # here for the reason in _checkpointer
 
-    with _checkpointer() as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave(part))
+    _require_space(path, sum(array.nbytes for array in part.values()))
+    try:
+        with _checkpointer() as checkpointer:
+            checkpointer.save(path, args=ocp.args.PyTreeSave(part))
+    except ValueError as error:  # TensorStore's, which has the system's words in it
+        for number in DISK_FULL:
+            if os.strerror(number) in str(error):
+                raise OSError(number, os.strerror(number)) from error
+        raise
+
+
+def _require_space(path: Path, size: int) -> None:
+    """Raises OSError unless a file of that size can be had at `path`, by making one for a moment.
+
+    Orbax would write on in threads of its own after the first error, and print what they run into.
+    """
+    if not hasattr(os, "posix_fallocate"):
+        return
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size + METADATA_BYTES)
+    path.unlink()
 
 
 @contextmanager

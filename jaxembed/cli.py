@@ -486,7 +486,8 @@ def configure_logging(json_output: bool = False) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if json_output else logging.Formatter(LINE))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells a story of each file
+    # Orbax tells a story of each file, and prints tracebacks of errors that it raises as well
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     level = os.environ.get("LOG_LEVEL", "info").upper()
     known = logging.getLevelNamesMapping()
     for name in ("jaxembed", "converters"):

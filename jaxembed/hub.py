@@ -332,8 +332,12 @@ def _convert(source: Source, entry: Path, dense_path: str | None) -> None:
     entry.chmod(0o700)  # whatever the umask is, else `_place` could refuse it
     record = Record(source.name, source.fingerprint, _sizes(entry))
     # Last, and in one step: an entry without it, or with other files, is made anew.
-    with replacing(entry / RECORD) as partial:
-        partial.write_bytes(msgspec.json.encode(record))
+    try:
+        with replacing(entry / RECORD) as partial:
+            partial.write_bytes(msgspec.json.encode(record))
+    except OSError as error:
+        shutil.rmtree(entry, ignore_errors=True)
+        raise checkpoint.unwritable(entry, error) from error
     logger.info("converted %s in %.1f s: %s", source.name, time.monotonic() - started, entry)
 
 
@@ -386,6 +390,8 @@ def _locked(entry: Path, name: str) -> Iterator[None]:
     except Timeout:
         logger.info("another process converts %s; waiting for it", name)
         lock.acquire()
+    except OSError as error:
+        raise checkpoint.unwritable(entry, error) from error
     try:
         yield
     finally:

@@ -1,6 +1,8 @@
 """The checkpoint directory: what is saved comes back, to the bit, or is refused."""
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import weakref
@@ -264,4 +266,41 @@ def test_what_is_written_is_read_back_at_once(tmp_path, spec, monkeypatch):
         CheckpointError, match="reads back other values of scalar than were written"
     ):
         checkpoint.save(tmp_path / "out", spec, random_params(), TOKENIZER)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the space cannot be asked for")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_known_before_a_part_is_written(tmp_path, spec, monkeypatch, number):
+    def full(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(checkpoint, "_checkpointer", lambda: pytest.fail("Orbax was asked"))
+    assert_full(tmp_path, spec, os.strerror(number))
+
+
+def test_a_disk_that_fills_up_while_a_part_is_written(tmp_path, spec, monkeypatch):
+    class Full:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def save(self, path, args):
+            path.mkdir()
+            raise ValueError("RESOURCE_EXHAUSTED: Failed writing: No space left on device [...]")
+
+    monkeypatch.setattr(checkpoint, "_checkpointer", Full)
+    assert_full(tmp_path, spec, "No space left on device")
+
+
+def assert_full(tmp_path, spec, reason):
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.save(tmp_path / "out", spec, random_params(), TOKENIZER)
+    said = (
+        f"cannot write the converted checkpoint in {tmp_path}: {reason}; free some or set --cache"
+    )
+    assert str(error.value).startswith(said)
     assert list(tmp_path.iterdir()) == []

@@ -340,6 +340,38 @@ def test_convert_says_what_came_of_it(tmp_path):
         assert done.stdout == f"{out}: bert, {said} tokens\n"
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the space cannot be asked for")
+@pytest.mark.parametrize("command", ["convert", "serve"])
+def test_what_cannot_be_written_ends_a_conversion_in_one_line(tmp_path, command):
+    """The system's own error: files may have 10 kB here."""
+    source = sources.write_sentence_bert(tmp_path / "source")
+    folder = tmp_path / "full"
+    arguments = {
+        "convert": ["convert", str(source), str(folder / "out")],
+        "serve": ["serve", str(source), "--port", "0", "--cache-dir", str(folder)],
+    }
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
+        "from jaxembed.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments[command]],
+        capture_output=True,
+        text=True,
+        check=False,
+        # compiled modules would be cut to that length as well, and stay so
+        env={"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"},
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if " INFO " not in line]
+    parent = folder / "models" if command == "serve" else folder
+    (line,) = lines
+    wanted = f"jaxembed: cannot write the converted checkpoint in {parent}: File too large; "
+    assert line.startswith(wanted)
+    assert not [path for path in folder.rglob("*") if "out" in path.name or "partial" in path.name]
+
+
 def test_embed_writes_one_vector_a_line(tiny_checkpoint, grid_file, embedder, tmp_path):
     texts = ["the cat sat", "a dog runs"]
     (tmp_path / "in.txt").write_text("\n".join(texts) + "\n")

@@ -1,5 +1,7 @@
 """From what the user names to a checkpoint, without a network: the hub is a folder here."""
 
+import contextlib
+import errno
 import importlib.util
 import logging
 import os
@@ -195,6 +197,18 @@ def test_a_cache_that_cannot_be_written_is_named(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot make the cache"):
         hub.resolve(str(source), cache_dir=tmp_path / "file")
+
+
+def test_a_disk_that_is_full_at_the_last_file_leaves_no_entry(source, cache, monkeypatch):
+    @contextlib.contextmanager
+    def full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield
+
+    monkeypatch.setattr(hub, "replacing", full)
+    with pytest.raises(CheckpointError, match=r"cannot write .*models: No space left on device; "):
+        hub.resolve(str(source), cache_dir=cache)
+    assert [path.suffix for path in (cache / "models").iterdir()] in ([".lock"], [])
 
 
 def test_a_hub_model_is_fetched_and_converted(cache, downloads, conversions):
