@@ -20,6 +20,7 @@ from jaxembed.cache_folder import make_private, refuse_shared
 from jaxembed.config import EngineConfig, ServerConfig, TextConfig
 from jaxembed.errors import ConfigError, JaxembedError, WrongTask
 from jaxembed.memory import MIB
+from jaxembed.signals import end_at_signals
 
 # JAX, the engine and the server are imported inside the commands, so that --help is quick.
 
@@ -266,6 +267,7 @@ def serve_command(
     if flags["otlp_endpoint"]:
         raise click.UsageError("--otlp-endpoint: traces are not exported; use /metrics")
     configure_logging(json_output)
+    end_at_signals()
     from jaxembed.hub import DEFAULT_MODEL
     from jaxembed.server.models import Models, served_names
     from jaxembed.server.run import listen, run

@@ -24,6 +24,7 @@ from jaxembed.errors import BackendError, ConfigError
 from jaxembed.server.app import Server, create_app, create_metrics_app
 from jaxembed.server.connection import Connection
 from jaxembed.server.models import Models
+from jaxembed.signals import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
@@ -169,15 +170,16 @@ async def _serve_until_stopped(
     """Serve until a signal, or until a bucket that is needed fails to compile: which and why."""
     shutdown = asyncio.Event()
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
     def stop() -> None:
         shutdown.set()
         _arm_watchdog(config.drain_timeout_s + WATCHDOG_S)
-        for number in signals:
-            loop.remove_signal_handler(number)  # a second signal ends the process at once
+        for number, handler in before.items():  # a second signal ends the process at once
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler or signal.SIG_DFL)
 
-    for number in signals:
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop)
     failures = _watch_readiness(models, lambda: loop.call_soon_threadsafe(shutdown.set))
     await serve(app, models, config, shutdown, listener)

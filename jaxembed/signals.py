@@ -1,0 +1,36 @@
+"""What SIGTERM and SIGINT do until a server handles them: they end the process at once."""
+
+import logging
+import os
+import signal
+import socket
+import threading
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def end_at_signals() -> None:
+    """Let a signal end the process with 128 and its number, as shells say of a signal that kills.
+
+    To process 1, as in a container, a signal without a handler does nothing. A thread ends the
+    process, for Python runs handlers in the main thread, which may be in XLA for minutes.
+    """
+    ending, waking = socket.socketpair()
+    waking.setblocking(False)
+
+    def wake(number: int, _: object) -> None:  # where an event loop has the wake-up descriptor
+        waking.send(bytes([number]))
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, wake)
+    signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_end, args=(ending, waking), name="signals", daemon=True).start()
+
+
+def _end(ending: socket.socket, waking: socket.socket) -> None:
+    """Wait for a signal; `waking` is held so that nothing closes it."""
+    number = ending.recv(1)[0]
+    logger.info("%s: exiting at once", signal.Signals(number).name)
+    os._exit(128 + number)

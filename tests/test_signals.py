@@ -1,0 +1,96 @@
+"""A signal ends the server while it loads, also where the system's default is to ignore it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="no SIGTERM on Windows")
+
+LOADING = """
+import hashlib, sys, threading
+from jaxembed import cli, embedder
+
+class Loading:
+    def __init__(self, *_, **__):
+        print("loading", flush=True)
+        {wait}
+
+embedder.Embedder = Loading
+sys.argv = ["jaxembed", "serve", "--port", "0", "--cache-dir", sys.argv[1]]
+cli.main()
+"""
+WAITS = {
+    "in Python": "threading.Event().wait()",
+    "in C": "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**40)",  # no signal interrupts it
+}
+
+SERVING = """
+import logging, sys
+from fake_embedder import FakeEmbedder
+from jaxembed.config import ServerConfig
+from jaxembed.server.models import Models
+from jaxembed.server.run import run
+from jaxembed.signals import end_at_signals
+
+class Slow(FakeEmbedder):
+    def drain(self):
+        print("draining", flush=True)
+        import signal
+        signal.raise_signal(signal.SIGTERM)
+        super().drain()
+
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+end_at_signals()
+run(Models([Slow()]), ServerConfig(port=0))
+"""
+
+
+def ignore_signals():
+    """As for process 1, to which signals without a handler do nothing."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def start(program, *arguments):
+    here = Path(__file__).parent
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=ignore_signals,
+    )
+
+
+def wait_for_line(process, word):
+    while word not in (line := process.stdout.readline()):
+        assert line, "the process ended early"
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_server_that_loads(tmp_path, wait, number, status):
+    with start(LOADING.format(wait=wait), str(tmp_path / "cache")) as process:
+        try:
+            wait_for_line(process, "loading")
+            process.send_signal(number)
+            assert process.wait(10) == status
+            assert f"{number.name}: exiting at once\n" in process.stdout.read()
+        finally:
+            process.kill()
+
+
+def test_a_second_signal_ends_a_server_that_drains():
+    with start(SERVING) as process:
+        try:
+            wait_for_line(process, "listening on")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 143
+            assert "SIGTERM: exiting at once\n" in process.stdout.read()
+        finally:
+            process.kill()
