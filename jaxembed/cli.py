@@ -171,7 +171,11 @@ SERVER_OPTIONS = _options(
         help="0 is any free port.",
     ),
     _option("--api-key", multiple=True, help="Key that clients must send; repeat for several."),
-    _option("--cors-allow-origin", multiple=True, help="Repeat for several. Default: any."),
+    _option(
+        "--cors-allow-origin",
+        multiple=True,
+        help="Repeat for several. Default: any (*) with --api-key, else none.",
+    ),
     _option(
         "--max-concurrent-requests",
         type=click.IntRange(1),

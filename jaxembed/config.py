@@ -44,7 +44,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8080
     api_keys: tuple[str, ...] = ()
-    cors_allow_origins: tuple[str, ...] = ()  # empty: any
+    cors_allow_origins: tuple[str, ...] = ()  # empty: any if there are API keys, else none
     max_client_batch_size: int = 2048  # 0: unlimited
     payload_limit: int = 32 * MIB
     drain_timeout_s: float = 20.0

@@ -98,10 +98,25 @@ def test_preflight_is_answered_before_the_key_is_asked_for():
     assert "authorization" in response.headers["access-control-allow-headers"].lower()
 
 
+@pytest.mark.parametrize(("path", "method"), [("/embed", "OPTIONS"), ("/health", "GET")])
+def test_without_a_key_no_page_is_allowed_unless_one_is_asked_for(path, method):
+    response, _ = fetch(path, method, headers=PREFLIGHT)
+    assert not [name for name, _ in response.headers if name.lower().startswith("access-control")]
+    config = ServerConfig(cors_allow_origins=("*",))
+    response, _ = fetch(path, method, config=config, headers=PREFLIGHT)
+    assert response.headers["access-control-allow-origin"] == "*"
+
+
+def test_with_a_key_every_page_is_allowed():
+    response, _ = fetch("/embed", "POST", config=KEYS, headers={"origin": "https://a.example"})
+    assert (response.status_code, response.headers["access-control-allow-origin"]) == (401, "*")
+
+
 @pytest.mark.parametrize(
     ("allowed", "origin", "answer"),
     [
-        ((), "https://a.example", "*"),
+        ((), "https://a.example", None),
+        (("*",), "https://a.example", "*"),
         (("https://b.example", "*"), "https://a.example", "*"),
         (("https://a.example",), "https://a.example", "https://a.example"),
         (("https://a.example",), "https://b.example", None),

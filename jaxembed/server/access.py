@@ -6,6 +6,7 @@ import re
 
 from quart import Response, g, request
 
+from jaxembed.config import ServerConfig
 from jaxembed.server.body import discard_body
 from jaxembed.server.errors import Unauthorized
 from jaxembed.server.service import current_service
@@ -32,7 +33,8 @@ async def name_request() -> None:
 
 async def answer_preflight() -> Response | None:
     """A browser asks before it sends a key, so this comes before `check_key`."""
-    if request.method == "OPTIONS" and "access-control-request-method" in request.headers:
+    asked = request.method == "OPTIONS" and "access-control-request-method" in request.headers
+    if asked and _allowed_origins(current_service().config):
         headers = {
             "Access-Control-Allow-Methods": "GET, POST",
             "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Priority, X-Request-Id",
@@ -60,7 +62,7 @@ async def finish(response: Response) -> Response:
     if response.status_code >= 400:
         await discard_body()
     response.headers.add("x-request-id", g.get("request_id", "-"))
-    _allow_origin(response, service.config.cors_allow_origins)
+    _allow_origin(response, _allowed_origins(service.config))
     if service.models.draining and request.http_version.startswith("1"):
         response.headers["Connection"] = "close"  # the next request should find another server
     return response
@@ -72,8 +74,16 @@ def _is_open() -> bool:
     return request.path in OPEN_ROUTES or request.path.startswith("/docs/")
 
 
+def _allowed_origins(config: ServerConfig) -> tuple[str, ...]:
+    """Those asked for, else all of them if requests need a key: without one any page that a user
+    opens could use the server on the user's machine."""
+    return config.cors_allow_origins or (("*",) if config.api_keys else ())
+
+
 def _allow_origin(response: Response, allowed: tuple[str, ...]) -> None:
-    if not allowed or "*" in allowed:
+    if not allowed:
+        return
+    if "*" in allowed:
         response.headers.add("Access-Control-Allow-Origin", "*")
     else:
         response.headers["Vary"] = "Origin"
