@@ -306,6 +306,11 @@ class Embedder:
         return self.engine.healthy
 
     @property
+    def waiting(self) -> int:
+        """Inputs that wait for a batch."""
+        return self.engine.snapshot().waiting_inputs
+
+    @property
     def draining(self) -> bool:
         return self.admission.draining
 

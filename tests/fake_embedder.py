@@ -59,6 +59,7 @@ class FakeEmbedder(Embedder):
     ready = True
     healthy = True
     draining = False
+    waiting = 0
 
     def __init__(self, failure: Exception | None = None, spec: ModelSpec = SPEC):
         self.spec = spec

@@ -753,6 +753,7 @@ def test_describe_tells_what_serves(embedder):
     assert described["prompts"] == ["passage", "query"]
     assert embedder.ready
     assert embedder.healthy
+    assert embedder.waiting == 0
     assert (embedder.max_input_tokens, embedder.max_batch_tokens) == (64, 128)
     assert (embedder.device, embedder.dtype) == ("cpu", "float32")
 

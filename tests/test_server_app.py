@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 
 import pytest
 from fake_embedder import FakeEmbedder
@@ -11,6 +12,7 @@ from test_server_openai import ask
 
 from jaxembed.config import ServerConfig
 from jaxembed.server.app import create_app
+from jaxembed.server.errors import UNPREFIXED
 from jaxembed.server.models import Models
 
 KEYS = ServerConfig(api_keys=("first-key", "second-kéy"))
@@ -28,6 +30,7 @@ OPEN = (
 )
 CLOSED = (
     ("GET", "/info"),
+    ("GET", "/models"),
     ("GET", "/v1/models"),
     ("POST", "/"),
     ("POST", "/embed"),
@@ -55,7 +58,7 @@ def fetch_json(path, method="GET", **options):
 
 
 def is_error(path, body):
-    if path.startswith("/v1/") or path == "/embeddings":
+    if path.startswith("/v1/") or path in UNPREFIXED:
         return set(body["error"]) == {"message", "type", "param", "code"}
     return set(body) == {"error", "error_type"}
 
@@ -190,14 +193,24 @@ def test_head_works_where_get_does():
 
 def test_health_follows_the_embedder():
     embedder = FakeEmbedder()
-    for path in ("/", "/health", "/ping"):
+    for path in ("/", "/ping"):
         response, body = fetch(path, embedder=embedder)
         assert (response.status_code, body) == (200, b"")
+    assert fetch("/health", embedder=embedder)[0].status_code == 200
     embedder.healthy = False
+    for path in ("/", "/ping"):
+        assert fetch(path, embedder=embedder)[0].status_code == 503
     response, body = fetch_json("/health", embedder=embedder)
     assert response.status_code == 503
     assert body == {"error": "unhealthy", "error_type": "Unhealthy"}
     assert fetch("/livez", embedder=embedder)[0].status_code == 200
+
+
+def test_health_tells_the_time_as_infinity_does():
+    before = time.time()
+    _, body = fetch_json("/health")
+    assert list(body) == ["unix"]
+    assert before <= body["unix"] <= time.time()
 
 
 @pytest.mark.parametrize(
@@ -245,6 +258,18 @@ def test_models_lists_the_served_names():
     response, error = fetch_json("/v1/models/other", models=models)
     assert response.status_code == 404
     assert error["error"]["code"] == "model_not_found"
+
+
+def test_models_are_also_listed_as_infinitys_client_reads_them():
+    embedder = FakeEmbedder()
+    embedder.waiting = 2048
+    _, body = fetch_json("/models", embedder=embedder)
+    (one,) = body["data"]
+    assert one["stats"] == {"queue_absolute": 2048, "queue_fraction": 0.25}
+    assert one["capabilities"] == ["embed"]
+    assert "owned_by" not in one  # the client fails on an owner that is not `infinity`
+    _, prefixed = fetch_json("/v1/models", embedder=embedder)
+    assert prefixed["data"] == [one | {"owned_by": "jaxembed"}]
 
 
 def test_an_error_does_not_echo_a_value_of_any_size():

@@ -1,5 +1,6 @@
 """Health, metrics, the list of models: what operators and probes ask. Never waits for a device."""
 
+import time
 from typing import Literal
 
 import msgspec
@@ -10,11 +11,19 @@ from jaxembed.server.errors import Unhealthy
 from jaxembed.server.models import Models
 from jaxembed.server.service import current_service
 from jaxembed.spec import Task
+from jaxembed.tasks import DOES
 
 blueprint = Blueprint("ops", __name__)
 metrics_blueprint = Blueprint("metrics", __name__)
 
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class QueueStats(msgspec.Struct):
+    """The work that waits for one model, as Infinity's clients read it."""
+
+    queue_absolute: int  # inputs that wait for a batch
+    queue_fraction: float  # of the most that may be admitted
 
 
 class ServedModel(msgspec.Struct):
@@ -24,8 +33,10 @@ class ServedModel(msgspec.Struct):
     created: int
     max_model_len: int
     task: Task
+    capabilities: tuple[Task, ...]
+    stats: QueueStats
     object: Literal["model"] = "model"
-    owned_by: str = "jaxembed"
+    owned_by: str | msgspec.UnsetType = "jaxembed"
 
 
 class ModelList(msgspec.Struct):
@@ -35,14 +46,25 @@ class ModelList(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
+class Health(msgspec.Struct):
+    """The time on the server's clock, which Infinity's client reads."""
+
+    unix: float  # seconds since 1970
+
+
 @blueprint.get("/")
-@blueprint.get("/health")
 @blueprint.get("/ping")
-async def health() -> Response:
+async def probe() -> Response:
     """200 while every model answers."""
-    if not current_service().models.healthy:
-        raise Unhealthy("unhealthy")
+    _check_health()
     return Response(b"")
+
+
+@blueprint.get("/health")
+async def health() -> Response:
+    """200 while every model answers, with a body for Infinity's client."""
+    _check_health()
+    return json_response(msgspec.json.encode(Health(time.time())))
 
 
 @blueprint.get("/livez")
@@ -72,6 +94,16 @@ async def list_models() -> Response:
     return json_response(msgspec.json.encode(listed))
 
 
+@blueprint.get("/models")
+async def list_models_unprefixed() -> Response:
+    """As /v1/models without `owned_by`: Infinity's client fails on an owner other than its own."""
+    models = current_service().models
+    listed = [_model(name, models) for name in models.names]
+    for one in listed:
+        one.owned_by = msgspec.UNSET
+    return json_response(msgspec.json.encode(ModelList(listed)))
+
+
 @blueprint.get("/v1/models/<path:name>")
 async def model(name: str) -> Response:
     """One served name."""
@@ -84,8 +116,19 @@ async def metrics() -> Response:
     return Response(current_service().models.exposition(), content_type=EXPOSITION)
 
 
+def _check_health() -> None:
+    if not current_service().models.healthy:
+        raise Unhealthy("unhealthy")
+
+
 def _model(name: str, models: Models) -> ServedModel:
     embedder = models[name]
+    waiting = embedder.waiting
     return ServedModel(
-        id=name, created=0, max_model_len=embedder.max_input_tokens, task=embedder.spec.task
+        id=name,
+        created=0,
+        max_model_len=embedder.max_input_tokens,
+        task=embedder.spec.task,
+        capabilities=DOES[embedder.spec.task],
+        stats=QueueStats(waiting, waiting / embedder.config.max_concurrent_requests),
     )
