@@ -59,7 +59,8 @@ def fetch_json(path, method="GET", **options):
 
 def is_error(path, body):
     if path.startswith("/v1/") or path in UNPREFIXED:
-        return set(body["error"]) == {"message", "type", "param", "code"}
+        told = body["error"]["message"] == body["detail"]
+        return told and set(body["error"]) == {"message", "type", "param", "code"}
     return set(body) == {"error", "error_type"}
 
 

@@ -46,6 +46,10 @@ SPECS = {  # of the routes that an embedding model does not answer
     "/v1/rerank": RERANKER,
     "/v2/rerank": RERANKER,
 }
+OPENAI_ERROR = {
+    "error": {"message": "", "type": "", "param": None, "code": None},
+    "detail": "",
+}
 OPERATIONS = [(path, method) for path, item in DOCUMENT["paths"].items() for method in item]
 
 
@@ -132,8 +136,8 @@ def test_a_route_without_a_task_takes_the_bodies_of_all(path, body):
     [
         ("/rerank", {"error": "", "error_type": ""}),
         ("/v2/rerank", {"message": ""}),
-        ("/v1/rerank", {"error": {"message": "", "type": "", "param": None, "code": None}}),
-        ("/classify", {"error": {"message": "", "type": "", "param": None, "code": None}}),
+        ("/v1/rerank", OPENAI_ERROR),
+        ("/classify", OPENAI_ERROR),
     ],
 )
 def test_errors_are_described_in_the_dialect_of_the_route(path, error):

@@ -220,8 +220,9 @@ def _clipped(message: str) -> str:
 
 
 def _openai(status: int, message: str, kind: str, param: str | None, code: str | None) -> Response:
+    """`detail` is the message again, where clients of Voyage, Jina and Infinity look for it."""
     error = {"message": message, "type": kind, "param": param, "code": code}
-    return _json(status, {"error": error})
+    return _json(status, {"error": error, "detail": message})
 
 
 def _tei(status: int, message: str, kind: str) -> Response:

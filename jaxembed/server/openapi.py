@@ -42,9 +42,10 @@ class OpenAIErrorDetail(msgspec.Struct):
 
 
 class OpenAIError(msgspec.Struct):
-    """The body of every error under /v1."""
+    """The body of every error under /v1; `detail` is the message again."""
 
     error: OpenAIErrorDetail
+    detail: str
 
 
 class TeiError(msgspec.Struct):
