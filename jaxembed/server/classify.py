@@ -21,12 +21,13 @@ from jaxembed.server.body import (
 from jaxembed.server.encoding import json_answer, json_stream
 from jaxembed.server.meter import current_meter
 from jaxembed.server.scoring import Prediction, json_predictions
+from jaxembed.server.unsupported import ModelRequest
 from jaxembed.server.usage import Usage, usage_of
 
 blueprint = Blueprint("classify", __name__)
 
 
-class ClassifyRequest(msgspec.Struct):
+class ClassifyRequest(ModelRequest, kw_only=True):
     """A text, or a list of texts; an item of the list may be a pair, as a list of two.
 
     Unlike in /predict, `["a", "b"]` are two texts.

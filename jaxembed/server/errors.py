@@ -95,7 +95,11 @@ REPLIES: dict[type[Exception], Reply] = {
 }
 # fmt: on
 
-UNPREFIXED = ("/embeddings", "/classify", "/models")  # Infinity has them here, its errors like OpenAI's
+UNPREFIXED = (
+    "/embeddings",
+    "/classify",
+    "/models",
+)  # Infinity has them here, its errors like OpenAI's
 
 HINTS = {
     404: "no such route; GET /docs lists them",

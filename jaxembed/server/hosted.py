@@ -111,8 +111,7 @@ def decode_any(data: bytes | bytearray | msgspec.Raw, models: Models) -> AnyRequ
     asked = decode(data, Asked)
     if asked.query is not msgspec.UNSET:
         return decode_rerank(data)
-    meant = [models[asked.model]] if asked.model else models
-    embeds = any(embedder.spec.task == "embed" for embedder in meant)
+    embeds = any(embedder.spec.task == "embed" for embedder in models.meant(asked.model))
     return decode(data, EmbedRequest) if embeds else decode(data, PredictRequest)
 
 

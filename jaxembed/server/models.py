@@ -15,6 +15,7 @@ TASK_ROUTES: dict[Task, str] = {
     "classify": "/predict, /classify",
     "rerank": "/rerank, /v1/rerank, /v2/rerank",
 }
+UNSPECIFIED = "default/not-specified"  # the name that Infinity's client sends for none
 REFUSAL: dict[Task, str] = {  # TEI's words
     "embed": "Model is not an embedding model",
     "classify": "Model is not a classifier model",
@@ -74,13 +75,17 @@ class Models:
         """The name that the model's answers carry: the first of its own."""
         return next(name for name, served in self._by_name.items() if served is embedder)
 
+    def meant(self, name: str | None) -> list[Embedder]:
+        """The model of that name or, where none is named, all of them. Raises UnknownModel."""
+        return [self[name]] if name and name != UNSPECIFIED else list(self)
+
     def find(self, name: str | None, task: Task | None) -> Embedder:
         """The model of that name or, without one, the only model that does the task.
 
         A task of None is what every model does. A reranker also classifies, where no classifier
         is. Raises UnknownModel, WrongTask, or InvalidInput when several models could be meant.
         """
-        asked = [self[name]] if name else list(self)
+        asked = self.meant(name)
         able = [e for e in asked if task is None or task in DOES[e.spec.task]]
         if task is not None and not able:
             raise WrongTask(f"{REFUSAL[task]}: {', '.join(map(self._description, asked))}")

@@ -20,6 +20,7 @@ from jaxembed.server.encoding import (
     wants_octets,
 )
 from jaxembed.server.meter import current_meter
+from jaxembed.server.unsupported import ModelRequest, agreed
 from jaxembed.server.usage import Usage, usage_of
 
 blueprint = Blueprint("openai", __name__)
@@ -27,16 +28,21 @@ blueprint = Blueprint("openai", __name__)
 Format = Literal["float", "base64"]
 
 
-class EmbeddingsRequest(msgspec.Struct):
-    """OpenAI's fields, and three of ours: `truncate`, `prompt_name` and `priority`."""
+class EmbeddingsRequest(ModelRequest, kw_only=True):
+    """OpenAI's fields, `truncate`, `prompt_name`, `normalize` and `priority`; and what Voyage, Jina
+    and LiteLLM call three of these: `truncation`, `normalized`, `output_dimension`."""
 
     input: InputUnion
     model: str | None = None
     encoding_format: Format | None = None
     dimensions: int | None = None
+    output_dimension: int | None = None
     user: str | None = None
     truncate: bool | None = None
+    truncation: bool | None = None
     prompt_name: str | None = None
+    normalize: bool | None = None
+    normalized: bool | None = None
     priority: AnyPriority | None = None
 
 
@@ -73,12 +79,12 @@ async def embeddings() -> Response:
 
 
 def options(body: EmbeddingsRequest) -> EncodeOptions:
-    """What to ask of the Embedder. This route always normalises, as OpenAI does."""
+    """What to ask of the Embedder. This route normalises unless asked not to, as OpenAI does."""
     return EncodeOptions(
         prompt_name=body.prompt_name,
-        truncate=body.truncate,
-        dimensions=body.dimensions or None,  # clients send 0 for unset
-        normalize=True,
+        truncate=agreed(body, "truncate", "truncation"),
+        dimensions=agreed(body, "dimensions", "output_dimension", unset=(None, 0)),
+        normalize=agreed(body, "normalize", "normalized") is not False,
         priority=priority_of(body.priority),
     )
 

@@ -27,6 +27,7 @@ from jaxembed.server.body import PRIORITY
 from jaxembed.server.encoding import OCTETS
 from jaxembed.server.errors import Dialect, dialect_of
 from jaxembed.server.rerank import DocumentsRequest
+from jaxembed.server.unsupported import ModelRequest, unserved
 
 JSON = "application/json"
 ALWAYS_REFUSED = "always 424"
@@ -148,6 +149,8 @@ def document() -> dict:
     shapes, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
+    for name, schema in components.items():
+        components[name] = _of_served(schema)
     schemas = {str(kind): shape for kind, shape in zip(kinds, shapes, strict=True)}
     paths: dict[str, dict] = {}
     for route in ROUTES:
@@ -179,6 +182,14 @@ def as_openapi_3_0(schema: Any) -> Any:
     if len(rest) == 1 and "$ref" not in rest[0]:
         return {**rest[0], **schema, "nullable": True}
     return {**schema, "anyOf": rest, "nullable": True}
+
+
+def _of_served(schema: dict) -> dict:
+    """The schema of a body without the fields that may only ask for nothing."""
+    fields = unserved(ModelRequest)
+    properties = schema.get("properties", {}).items()
+    served = {n: field for n, field in properties if n not in fields or field != {"default": None}}
+    return schema | {"properties": served} if properties else schema
 
 
 def _kinds(body: Any) -> tuple:

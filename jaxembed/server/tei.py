@@ -32,6 +32,7 @@ from jaxembed.server.encoding import (
     wants_octets,
 )
 from jaxembed.server.meter import Meter, current_meter
+from jaxembed.server.unsupported import ModelRequest
 
 blueprint = Blueprint("tei", __name__)
 
@@ -44,7 +45,7 @@ SIDES: dict[str, Literal["left", "right"]] = {
 }
 
 
-class EmbedRequest(msgspec.Struct):
+class EmbedRequest(ModelRequest, kw_only=True):
     """One input or a list of them; a list of integers is one input of token ids."""
 
     inputs: InputUnion
@@ -57,7 +58,7 @@ class EmbedRequest(msgspec.Struct):
     priority: Priority | None = None
 
 
-class EmbedAllRequest(msgspec.Struct):
+class EmbedAllRequest(ModelRequest, kw_only=True):
     """As /embed; each token's vector comes back as it is, unnormalised."""
 
     inputs: InputUnion
@@ -75,7 +76,7 @@ class SimilarityInputs(msgspec.Struct):
     sentences: list[str]
 
 
-class SimilarityParameters(msgspec.Struct):
+class SimilarityParameters(ModelRequest, kw_only=True):
     """How the texts are tokenized."""
 
     truncate: bool | None = None
@@ -83,7 +84,7 @@ class SimilarityParameters(msgspec.Struct):
     prompt_name: str | None = None
 
 
-class SimilarityRequest(msgspec.Struct):
+class SimilarityRequest(ModelRequest, kw_only=True):
     """The cosine of the source with each sentence is asked for."""
 
     inputs: SimilarityInputs

@@ -21,11 +21,12 @@ from jaxembed.server.encoding import json_list, json_stream
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.scoring import json_predictions, json_ranks, score_documents
 from jaxembed.server.tei import SIDES, Direction
+from jaxembed.server.unsupported import ModelRequest
 
 blueprint = Blueprint("tei_scores", __name__)
 
 
-class RerankRequest(msgspec.Struct):
+class RerankRequest(ModelRequest, kw_only=True):
     """A query, and the texts to rank by how well they answer it. TEI has no `model`,
     `instruction` or `priority`."""
 
@@ -48,7 +49,7 @@ class Rank(msgspec.Struct, omit_defaults=True):
     text: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class PredictRequest(msgspec.Struct):
+class PredictRequest(ModelRequest, kw_only=True):
     """`"a"` and `["a"]` are one text, `["a", "b"]` is one pair, and `[["a"], ["b", "c"]]` a batch
     of a text and a pair. An empty list is refused as an empty input."""
 
@@ -75,7 +76,7 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
     options = ScoreOptions(
         truncate=body.truncate,
         truncation_side=SIDES[body.truncation_direction],
-        instruction=body.instruction,
+        instruction=body.instruction or None,
         priority=priority_of(body.priority),
     )
     answer = await score_documents(meter, body.model, body.query, texts, options, field="texts")

@@ -1,0 +1,120 @@
+"""Refuses what is not served by the value of the field that asks for it. Knows no route.
+
+To ignore such a field would give a vector or a score that looks right and is wrong. Fields that are
+not listed here are ignored: clients send many that change nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+
+from jaxembed.errors import InvalidInput
+
+NOTHING = (None, "", [], {})  # what asks for nothing in every field
+
+
+@dataclass(frozen=True)
+class Unserved:
+    """Why a field is not served, and the values besides NOTHING that ask for nothing more than what
+    is served."""
+
+    reason: str
+    harmless: tuple = ()
+
+
+_TEXTS = Unserved("this server takes texts alone", ("text",))
+_SINGLE = Unserved("each input has one vector, of all its tokens", (False,))
+_FLOAT = Unserved("vectors are float32; `encoding_format` may be base64", ("float", ["float"]))
+_RIGHT = Unserved("texts are cut on the right", ("right", "Right"))
+_CUT = "a long document is cut at the limit, not split; `max_tokens_per_doc` sets a lower one"
+_OTHERS = "only /v1/embeddings and /embeddings take it"
+
+
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """The base of all bodies that a model runs: fields that may only ask for nothing.
+
+    A route that serves one of them declares it anew. Raises InvalidInput while it is decoded.
+    """
+
+    modality: Annotated[Any, _TEXTS] = None
+    images: Annotated[Any, _TEXTS] = None
+    messages: Annotated[Any, _TEXTS] = None
+    late_chunking: Annotated[Any, _SINGLE] = None
+    chunks: Annotated[Any, _SINGLE] = None
+    return_multivector: Annotated[Any, _SINGLE] = None
+    embedding_type: Annotated[Any, _FLOAT] = None
+    embedding_types: Annotated[Any, _FLOAT] = None
+    encoding_type: Annotated[Any, _FLOAT] = None
+    output_dtype: Annotated[Any, _FLOAT] = None
+    embed_dtype: Annotated[Any, Unserved("vectors are float32", ("float32",))] = None
+    endianness: Annotated[Any, Unserved("base64 is little-endian", ("little", "native"))] = None
+    encoding_format: Annotated[Any, Unserved(_OTHERS, ("float",))] = None
+    output_dimension: Annotated[Any, Unserved(_OTHERS, (0,))] = None
+    dimensions: Annotated[Any, Unserved("only /embed and /v1/embeddings cut", (0,))] = None
+    prompt_name: Annotated[Any, Unserved("only routes that embed take it")] = None
+    instruction: Annotated[Any, Unserved("it is for reranking; see `prompt_name`")] = None
+    add_special_tokens: Annotated[Any, Unserved("they are always added", (True,))] = None
+    truncation: Annotated[Any, Unserved("send `truncate`", (True,))] = None
+    truncation_side: Annotated[Any, _RIGHT] = None
+    truncation_direction: Annotated[Any, _RIGHT] = None
+    truncate_prompt_tokens: Annotated[Any, Unserved("the limit is the model's", (-1,))] = None
+    use_activation: Annotated[Any, Unserved("`raw_scores` asks for logits", (True,))] = None
+    labels: Annotated[Any, Unserved("a classifier's labels are its own")] = None
+    rank_fields: Annotated[Any, Unserved("documents are ranked by `text`", (["text"],))] = None
+    max_chunks_per_doc: Annotated[Any, Unserved(_CUT, (1,))] = None
+    overlap_tokens: Annotated[Any, Unserved(_CUT, (0,))] = None
+    max_tokens_per_query: Annotated[Any, Unserved("documents are cut first", (0,))] = None
+    relevant_spans: Annotated[Any, Unserved("a document is one", ({"mode": "disabled"},))] = None
+
+    def __post_init__(self) -> None:
+        fields, values = _unserved_of(type(self))
+        given = values(self)
+        if given.count(None) == len(given):
+            return
+        for (name, rule), value in zip(fields.items(), given, strict=True):
+            if value not in NOTHING and value not in rule.harmless:
+                raise InvalidInput(
+                    f"`{name}` of {_shown(value)} is not supported: {rule.reason}", field=name
+                )
+
+
+def unserved(kind: type) -> dict[str, Unserved]:
+    """The fields of a body that may only ask for nothing."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        name: rule
+        for name, hint in hints.items()
+        for rule in getattr(hint, "__metadata__", ())
+        if isinstance(rule, Unserved)
+    }
+
+
+@lru_cache
+def _unserved_of(kind: type[ModelRequest]) -> tuple[dict[str, Unserved], Callable[[Any], tuple]]:
+    """These fields, and what reads them from a body all at once: about 1 us."""
+    fields = unserved(kind)
+    return fields, attrgetter(*fields)
+
+
+def _shown(value: object) -> str:
+    """The value as JSON, if it is short."""
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def agreed(body: ModelRequest, *fields: str, unset: tuple = (None,)) -> Any:
+    """The one value of fields that mean the same to different clients; None where all are unset.
+
+    Raises InvalidInput if they differ.
+    """
+    given = {name: value for name in fields if (value := getattr(body, name)) not in unset}
+    if any(value != next(iter(given.values())) for value in given.values()):
+        shown = " and ".join(f"`{name}` of {_shown(value)}" for name, value in given.items())
+        raise InvalidInput(
+            f"{shown} contradict each other; send one of them", field=next(iter(given))
+        )
+    return next(iter(given.values()), None)
