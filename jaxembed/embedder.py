@@ -22,6 +22,7 @@ from jaxembed.errors import ConfigError, InvalidInput, NoInputs
 from jaxembed.inputs import Input, Pair, Text
 from jaxembed.models import program
 from jaxembed.options import Embeddings, EncodeOptions, Label, Ranked, ScoreOptions, Scores
+from jaxembed.processors.prompts import Role, prompt_of_role
 from jaxembed.processors.text import TextProcessor, TokenPiece
 from jaxembed.runner import RequestRunner
 from jaxembed.spec import ModelSpec, Pooling
@@ -33,8 +34,6 @@ INPUT_BYTES = 1024  # of memory an input takes beside its text and its tokens: m
 TOKEN_BYTES = 8  # a token takes: its id, twice while a batch is packed
 FLOAT_BYTES = 4
 MOST_SHOWN_CHARACTERS = 1_000_000  # in a /tokenize request: an answer takes 900 bytes a token
-QUERY_PROMPTS = ("query",)  # names sentence-transformers looks for, in this order
-DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
 class Embedder:
@@ -144,19 +143,19 @@ class Embedder:
 
     def encode_query(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode` with the checkpoint's prompt for queries, where it has one."""
-        return self.encode(texts, **self._with_prompt(QUERY_PROMPTS, options))
+        return self.encode(texts, **self._with_prompt("query", options))
 
     async def encode_query_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode_query` without blocking the event loop."""
-        return await self.encode_async(texts, **self._with_prompt(QUERY_PROMPTS, options))
+        return await self.encode_async(texts, **self._with_prompt("query", options))
 
     def encode_document(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode` with the checkpoint's prompt for documents, where it has one."""
-        return self.encode(texts, **self._with_prompt(DOCUMENT_PROMPTS, options))
+        return self.encode(texts, **self._with_prompt("document", options))
 
     async def encode_document_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode_document` without blocking the event loop."""
-        return await self.encode_async(texts, **self._with_prompt(DOCUMENT_PROMPTS, options))
+        return await self.encode_async(texts, **self._with_prompt("document", options))
 
     def rerank(
         self,
@@ -208,13 +207,13 @@ class Embedder:
         request = self.tasks.score(_texts_and_pairs(inputs), ScoreOptions(**options))
         return (await self.runner.run_async(request)).labelled(raw_scores)
 
-    def _with_prompt(self, names: Sequence[str], options: dict) -> dict:
-        """The options with the first of these prompts that the checkpoint has, or with none: its
-        default prompt is for neither queries nor documents, as in sentence-transformers."""
+    def _with_prompt(self, role: Role, options: dict) -> dict:
+        """The options with the checkpoint's prompt for the role, or with none: its default prompt
+        is for neither queries nor documents, as in sentence-transformers."""
         if "prompt" in options or "prompt_name" in options:
             return options
-        prompt = next((self.spec.prompts[name] for name in names if name in self.spec.prompts), "")
-        return {**options, "prompt": prompt}
+        name = prompt_of_role(role, self.spec.prompts)
+        return {**options, "prompt": "" if name is None else self.spec.prompts[name]}
 
     # -- the server -------------------------------------------------------------------------------
 

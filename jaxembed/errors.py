@@ -10,6 +10,7 @@ JaxembedError
           - NoInputs        a request with nothing to do
       - InputTooLong        more tokens than the limit, and truncation is off
       - UnknownPrompt       a prompt name that the checkpoint lacks
+      - UnknownPurpose      a purpose of the texts that no prompt could be for
       - BatchTooLarge       more inputs than one request may carry
       - RequestTooLarge     more tokens or bytes than one request may bring
       - UnknownModel        a model that is not served here
@@ -90,6 +91,15 @@ class UnknownPrompt(InvalidInput):
         super().__init__(f"the checkpoint has no prompt {name!r}: {known}", "prompt_name")
         self.name = name
         self.available = tuple(available)
+
+
+class UnknownPurpose(InvalidInput):
+    """Texts for `purpose`, which is not one of the `known` ones."""
+
+    def __init__(self, purpose: str, known: Sequence[str]):
+        super().__init__(f"unknown purpose {purpose!r}; wanted one of {', '.join(known)}")
+        self.purpose = purpose
+        self.known = tuple(known)
 
 
 class BatchTooLarge(InvalidInput):

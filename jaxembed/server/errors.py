@@ -24,6 +24,7 @@ from jaxembed.errors import (
     TokenizerError,
     UnknownModel,
     UnknownPrompt,
+    UnknownPurpose,
     WrongTask,
 )
 from jaxembed.server.meter import current_meter
@@ -212,6 +213,8 @@ def _words(error: Exception, field: str) -> str:
             if not available:
                 reason = "no prompts were found in the Sentence Transformers configuration"
             return f"Input validation error: `default-prompt-name` is set to `{name}` but {reason}"
+        case UnknownPurpose(purpose=purpose, known=known):
+            return f"`{field}` of {purpose!r} is unknown; wanted one of {', '.join(known)}"
         case TokenizerError():
             return f"tokenizer error {error}"
     return str(error)

@@ -3,14 +3,17 @@
 A request becomes `Input`s, the Embedder turns those into vectors, and these become the answer.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 import numpy as np
 from quart import Blueprint, Response
 
+from jaxembed.errors import InvalidInput, UnknownPurpose
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import to_base64
+from jaxembed.processors.prompts import Role, prompt_for, role_of
 from jaxembed.server.body import AnyPriority, InputUnion, priority_of, read_body_as, read_inputs
 from jaxembed.server.encoding import (
     json_answer,
@@ -25,12 +28,15 @@ from jaxembed.server.usage import Usage, usage_of
 
 blueprint = Blueprint("openai", __name__)
 
+PROMPT = "x-prompt-name"  # the header that says which prompt a request has chosen
+
 Format = Literal["float", "base64"]
 
 
 class EmbeddingsRequest(ModelRequest, kw_only=True):
     """OpenAI's fields, `truncate`, `prompt_name`, `normalize` and `priority`; and what Voyage, Jina
-    and LiteLLM call three of these: `truncation`, `normalized`, `output_dimension`."""
+    and LiteLLM call three of these: `truncation`, `normalized`, `output_dimension`. `input_type`
+    (Cohere, Voyage, NVIDIA) and `task` (Jina) choose a prompt by what the texts are for."""
 
     input: InputUnion
     model: str | None = None
@@ -41,6 +47,8 @@ class EmbeddingsRequest(ModelRequest, kw_only=True):
     truncate: bool | None = None
     truncation: bool | None = None
     prompt_name: str | None = None
+    input_type: str | None = None
+    task: str | None = None
     normalize: bool | None = None
     normalized: bool | None = None
     priority: AnyPriority | None = None
@@ -72,21 +80,57 @@ async def embeddings() -> Response:
         embedder = meter.find(body.model, "embed")
         inputs = read_inputs(body.input, field="input")
         meter.accept(inputs)
-        answer = await embedder.answer(inputs.items, options(body))
+        asked = options(body, embedder.spec.prompts)
+        answer = await embedder.answer(inputs.items, asked)
         with meter.time("encode"):
             response = await respond(answer, body.encoding_format, meter.served_name)
+        if asked.prompt is not None or asked.prompt_name is not None:
+            response.headers.add(PROMPT, asked.prompt_name or "")
         return meter.stamp(response, answer)
 
 
-def options(body: EmbeddingsRequest) -> EncodeOptions:
-    """What to ask of the Embedder. This route normalises unless asked not to, as OpenAI does."""
+def options(body: EmbeddingsRequest, prompts: Mapping[str, str]) -> EncodeOptions:
+    """What to ask of an Embedder with these prompts. This route normalises unless asked not to, as
+    OpenAI does."""
+    prompt, prompt_name = chosen_prompt(body, prompts)
     return EncodeOptions(
-        prompt_name=body.prompt_name,
+        prompt=prompt,
+        prompt_name=prompt_name,
         truncate=agreed(body, "truncate", "truncation"),
         dimensions=agreed(body, "dimensions", "output_dimension", unset=(None, 0)),
         normalize=agreed(body, "normalize", "normalized") is not False,
         priority=priority_of(body.priority),
     )
+
+
+def chosen_prompt(
+    body: EmbeddingsRequest, prompts: Mapping[str, str]
+) -> tuple[str | None, str | None]:
+    """The text and the name of the prompt that the body asks for: no text and no name leave it to
+    the server, and an empty text is for a purpose that the checkpoint has no prompt for.
+
+    Raises InvalidInput for an unknown purpose, and for fields that contradict each other.
+    """
+    found: dict[str, tuple[Role | None, str | None]] = {}
+    for field in ("input_type", "task"):
+        if purpose := getattr(body, field):
+            try:
+                found[field] = role_of(purpose), prompt_for(purpose, prompts)
+            except UnknownPurpose as error:
+                error.field = field
+                raise
+    if not found:
+        return None, body.prompt_name
+    if body.prompt_name is not None:
+        found["prompt_name"] = role_of(body.prompt_name), body.prompt_name
+    for values in zip(*found.values(), strict=True):
+        if len({value for value in values if value is not None}) > 1:
+            shown = " and ".join(f"`{field}` of {getattr(body, field)!r}" for field in found)
+            raise InvalidInput(
+                f"{shown} ask for different prompts; send one of them", field=next(iter(found))
+            )
+    name = next((name for _, name in found.values() if name is not None), None)
+    return ("" if name is None else None), name
 
 
 async def respond(answer: Embeddings, encoding_format: Format | None, model: str) -> Response:
