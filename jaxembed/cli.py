@@ -208,6 +208,11 @@ SERVER_OPTIONS = _options(
         help="Bytes in one request.",
     ),
     click.option(
+        "--accept-bare-token-ids",
+        is_flag=True,
+        help="Run token ids on /v1/embeddings that lack the tokenizer's special tokens.",
+    ),
+    click.option(
         "--drain-timeout",
         type=FiniteRange(0),
         default=ServerConfig.drain_timeout_s,
@@ -704,6 +709,7 @@ def _server_config(flags: dict[str, Any]) -> ServerConfig:
         cors_allow_origins=flags["cors_allow_origin"],
         max_client_batch_size=flags["max_client_batch_size"],
         payload_limit=flags["payload_limit"],
+        accept_bare_token_ids=flags["accept_bare_token_ids"],
         drain_timeout_s=flags["drain_timeout"],
         prometheus_port=flags["prometheus_port"],
     )

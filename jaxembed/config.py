@@ -47,5 +47,6 @@ class ServerConfig:
     cors_allow_origins: tuple[str, ...] = ()  # empty: any if there are API keys, else none
     max_client_batch_size: int = 2048  # 0: unlimited
     payload_limit: int = 32 * MIB
+    accept_bare_token_ids: bool = False  # on OpenAI's routes, without special tokens around them
     drain_timeout_s: float = 20.0
     prometheus_port: int | None = None

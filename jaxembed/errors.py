@@ -9,6 +9,7 @@ JaxembedError
       - EmptyInput          a text, a query or a list of token ids with nothing in it
           - NoInputs        a request with nothing to do
       - InputTooLong        more tokens than the limit, and truncation is off
+      - BareTokenIds        token ids that lack the tokenizer's special tokens
       - UnknownPrompt       a prompt name that the checkpoint lacks
       - UnknownPurpose      a purpose of the texts that no prompt could be for
       - BatchTooLarge       more inputs than one request may carry
@@ -81,6 +82,19 @@ class InputTooLong(InvalidInput):
         )
         self.limit = limit
         self.got = got
+
+
+class BareTokenIds(InvalidInput):
+    """Token ids without those that the model's tokenizer puts `before` and `after` every text: they
+    may be another tokenizer's."""
+
+    def __init__(self, before: Sequence[int], after: Sequence[int]):
+        around = f"{list(before)} before and {list(after)} after"
+        super().__init__(
+            f"the token ids lack the special tokens of this model's tokenizer: {around}"
+        )
+        self.before = tuple(before)
+        self.after = tuple(after)
 
 
 class UnknownPrompt(InvalidInput):

@@ -23,6 +23,7 @@ class EncodeOptions:
     dimensions: int | None = None
     normalize: bool | None = None
     priority: Priority | None = None  # None: interactive where the request is small
+    bare_ids: bool = True  # whether token ids may lack the tokenizer's special tokens
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,9 @@ class Tasks:
         check_task(self._name, self._spec, "embed")
         check_dimensions(self._spec, options.dimensions)
         prompt = self._processor.prompt(options.prompt, options.prompt_name)
-        rules = Rules(prompt, self._truncate(options), options.truncation_side)
+        rules = Rules(
+            prompt, self._truncate(options), options.truncation_side, bare_ids=options.bare_ids
+        )
         answer = partial(self._embeddings, options=options)
         return Request(inputs, self._encoding(rules), options.outputs, answer, options.priority)
 

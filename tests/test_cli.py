@@ -85,6 +85,11 @@ def test_a_tei_command_line_is_understood(parsed):
     assert flags["auto_truncate"] is True
 
 
+def test_bare_token_ids_are_accepted_only_on_request(parsed):
+    assert not cli._server_config(parsed("")).accept_bare_token_ids
+    assert cli._server_config(parsed("--accept-bare-token-ids")).accept_bare_token_ids
+
+
 def test_every_flag_of_tei_has_its_environment_variable(parsed):
     flags = parsed(
         "",

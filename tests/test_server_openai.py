@@ -11,6 +11,7 @@ from fake_embedder import DIM, FakeEmbedder, vector
 from jaxembed.config import ServerConfig
 from jaxembed.errors import BackendError, NotFinite, Overloaded, ShuttingDown
 from jaxembed.inputs import Text, Tokens
+from jaxembed.processors.text import Rules
 from jaxembed.server.app import create_app
 from jaxembed.server.encoding import (
     MOST_JOINED,
@@ -327,3 +328,34 @@ def test_a_body_that_is_not_what_it_seems_is_told_why(raw, headers, message):
     response, answer = ask(None, raw=raw, headers=headers)
     assert response.status_code == 400
     assert message in answer["error"]["message"]
+
+
+TIKTOKEN = [7, 8, 9]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings"])
+@pytest.mark.parametrize("given", [TIKTOKEN, [[2, 7, 3], TIKTOKEN]])
+def test_token_ids_of_another_tokenizer_are_refused_with_both_ways_out(embedder, path, given):
+    response, answer = ask({"input": given}, path=path, models=Models([embedder]))
+    assert response.status_code == 400
+    assert answer["error"]["param"] == ("input" if given is TIKTOKEN else "input[1]")
+    assert "check_embedding_ctx_length=False" in answer["detail"]
+    assert "--accept-bare-token-ids" in answer["detail"]
+    assert "[2] before and [3] after" in answer["detail"]
+
+
+def test_token_ids_of_the_models_own_tokenizer_give_the_vector_of_the_text(embedder):
+    ids = embedder.processor.encode([Text("the cat")], Rules("", True, "right")).encodings[0].ids
+    _, answer = ask({"input": ["the cat", ids.tolist()]}, models=Models([embedder]))
+    assert answer["data"][0]["embedding"] == answer["data"][1]["embedding"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "accepts"), [("/v1/embeddings", "input", True), ("/embed", "inputs", False)]
+)
+def test_bare_token_ids_run_where_a_flag_allows_them_and_on_routes_of_tei(
+    embedder, path, field, accepts
+):
+    config = ServerConfig(accept_bare_token_ids=accepts)
+    response, _ = ask({field: [TIKTOKEN]}, path=path, models=Models([embedder]), config=config)
+    assert response.status_code == 200

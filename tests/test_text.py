@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from jaxembed.config import TextConfig
-from jaxembed.errors import ConfigError, EmptyInput, InputTooLong, InvalidInput, TokenizerError
+from jaxembed.errors import (
+    BareTokenIds,
+    ConfigError,
+    EmptyInput,
+    InputTooLong,
+    InvalidInput,
+    TokenizerError,
+)
 from jaxembed.inputs import Pair, Text, Tokens
 from jaxembed.processors.text import Rules, TextProcessor
 from jaxembed.processors.tokenizer import FIRST_CUT
@@ -244,6 +251,35 @@ def test_decode_gives_the_text_of_ids(processor):
 
 
 # -- odd texts -------------------------------------------------------------------------------------
+
+
+WHOLE = Rules("", truncate=True, side="right", bare_ids=False)
+
+
+@pytest.mark.parametrize(
+    "ids", [[7], [7, 8], [CLS, 7], [7, SEP], [SEP, 7, CLS], [CLS], [7, CLS, 8, SEP, 9]]
+)
+def test_token_ids_without_special_tokens_are_refused_where_they_must_be_whole(processor, ids):
+    with pytest.raises(BareTokenIds, match=r"\[2\] before and \[3\] after") as refusal:
+        processor.encode([Text("cat"), Tokens(ids)], WHOLE)
+    assert refusal.value.index == 1
+    assert ids_of(processor, Tokens(ids)) == ids
+
+
+def test_whole_token_ids_run_as_they_are_and_are_cut_as_texts(processor):
+    assert ids_of(processor, Tokens([CLS, 7, SEP]), WHOLE) == [CLS, 7, SEP]
+    assert ids_of(processor, Tokens([CLS, SEP]), WHOLE) == [CLS, SEP]
+    long = Tokens([CLS, *range(5, 15), SEP])
+    assert ids_of(processor, long, WHOLE) == [CLS, *range(5, 11), SEP]
+
+
+def test_token_ids_of_a_tokenizer_without_special_tokens_are_never_known_to_be_its_own(make):
+    plain = word_tokenizer()
+    plain.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B")
+    processor = make(tokenizer=plain)
+    with pytest.raises(BareTokenIds):
+        processor.encode([Tokens([7, 8])], WHOLE)
+    assert ids_of(processor, Tokens([7, 8])) == [7, 8]
 
 
 @pytest.mark.parametrize("one", [Text(""), Tokens([])])

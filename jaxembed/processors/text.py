@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxembed.config import TextConfig
 from jaxembed.errors import (
+    BareTokenIds,
     ConfigError,
     EmptyInput,
     InputTooLong,
@@ -48,13 +49,15 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class Rules:
-    """How one request wants its inputs tokenized. The last two are for pairs."""
+    """How one request wants its inputs tokenized. `instruction` and `max_second_tokens` are for
+    pairs, `bare_ids` is for token ids."""
 
     prompt: str
     truncate: bool
     side: Side
     instruction: str | None = None
     max_second_tokens: int | None = None
+    bare_ids: bool = True
 
 
 class TextProcessor:
@@ -67,7 +70,8 @@ class TextProcessor:
         self._config = config
         self._tokenizer = Tokenizer(path)
         sample = self._tokenizer.encode(["a"], fast=False)[0]
-        self._around = _around_text(sample)
+        self._around = before, after = _around_text(sample)
+        self._ids_around = sample.ids[:before], sample.ids[len(sample) - after :]
         # XLM-R's tokenizer and others give types to pairs whose tower knows only one
         has_types = spec.token_types and spec.config.get("type_vocab_size", 0) > 1
         self._has_types = has_types and any(sample.type_ids)
@@ -262,13 +266,27 @@ class TextProcessor:
         return Encoding(ids, types), length > room or len(asked) < len(second)
 
     def _encode_ids(self, tokens: Tokens, rules: Rules) -> tuple[Encoding, bool]:
-        """Ids as they are: nothing is decoded, nothing added."""
+        """Ids as they are: nothing is decoded, nothing added. Those with the special tokens around
+        them keep these when they are cut, as texts do."""
         if not len(tokens.ids):
             raise EmptyInput()
         ids = self._check_ids(tokens.ids)
+        if not rules.bare_ids and not self._is_whole(tokens.ids):
+            raise BareTokenIds(*self._ids_around)
         if len(ids) > self.limit and not rules.truncate:
             raise InputTooLong(self.limit, len(ids))
-        return Encoding(cut_tokens(ids, self.limit, rules.side)), len(ids) > self.limit
+        cut = cut_tokens(ids, self.limit, rules.side)
+        if not rules.bare_ids:
+            cut = self._within_limit(ids, rules.side)
+        return Encoding(cut), len(ids) > self.limit
+
+    def _is_whole(self, ids: Sequence[int]) -> bool:
+        """Whether the tokenizer's special tokens stand around the ids. If it adds none, there is no
+        telling, and they count as another tokenizer's."""
+        before, after = self._ids_around
+        inner = len(ids) - len(after)
+        is_framed = list(ids[: len(before)]) == before and list(ids[inner:]) == after
+        return sum(self._around) > 0 and inner >= len(before) and is_framed
 
     def _check_ids(self, ids: Sequence[int]) -> np.ndarray:
         if min(ids) < 0 or max(ids) >= self.vocab_size:  # before numpy: they may exceed 64 bits

@@ -1,6 +1,7 @@
 """The one place where an error becomes a status and a body, in the dialect of the route asked."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Literal
@@ -11,6 +12,7 @@ from werkzeug.exceptions import HTTPException
 
 from jaxembed.errors import (
     BackendError,
+    BareTokenIds,
     BatchTooLarge,
     Cancelled,
     EmptyInput,
@@ -207,6 +209,8 @@ def _words(error: Exception, field: str) -> str:
                 f"Input validation error: `{field}` must have less than {limit} tokens. Given: "
                 f"{got}. Send `truncate: true` or start the server with --auto-truncate true"
             )
+        case BareTokenIds(before=before, after=after):
+            return _about_bare_ids(field, before, after)
         case UnknownPrompt(name=name, available=available):
             prompts = f"Available prompts: [{', '.join(available)}]"
             reason = f"it was not found in the Sentence Transformers prompts. {prompts}"
@@ -218,6 +222,19 @@ def _words(error: Exception, field: str) -> str:
         case TokenizerError():
             return f"tokenizer error {error}"
     return str(error)
+
+
+def _about_bare_ids(field: str, before: Sequence[int], after: Sequence[int]) -> str:
+    """What is wrong with token ids, and the two ways out."""
+    reason = "which adds no special tokens to tell them by"
+    if before or after:
+        around = f"{list(before)} before and {list(after)} after"
+        reason = f"which puts special tokens around a text: {around}"
+    return (
+        f"`{field}` holds token ids that are not known to be of this model's tokenizer, {reason}. "
+        "Send texts (LangChain's OpenAIEmbeddings: check_embedding_ctx_length=False), or start "
+        "the server with --accept-bare-token-ids to run the ids as they are"
+    )
 
 
 def _clipped(message: str) -> str:

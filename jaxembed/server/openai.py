@@ -23,6 +23,7 @@ from jaxembed.server.encoding import (
     wants_octets,
 )
 from jaxembed.server.meter import current_meter
+from jaxembed.server.service import current_service
 from jaxembed.server.unsupported import ModelRequest, agreed
 from jaxembed.server.usage import Usage, usage_of
 
@@ -100,6 +101,7 @@ def options(body: EmbeddingsRequest, prompts: Mapping[str, str]) -> EncodeOption
         dimensions=agreed(body, "dimensions", "output_dimension", unset=(None, 0)),
         normalize=agreed(body, "normalize", "normalized") is not False,
         priority=priority_of(body.priority),
+        bare_ids=current_service().config.accept_bare_token_ids,
     )
 
 
