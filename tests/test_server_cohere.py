@@ -51,6 +51,13 @@ def test_the_answer_of_jina():
     assert body["usage"] == {"prompt_tokens": 23, "total_tokens": 23}  # 5 queries of 3, 8 words
 
 
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank"])
+def test_clients_of_voyage_find_the_results_where_they_look(path):
+    _, body = rerank(path, top_k=2, truncation=True, return_documents=True)
+    assert body["data"] == body["results"]
+    assert len(body["data"]) == 2
+
+
 def test_the_answer_of_cohere():
     response, body = rerank("/v2/rerank")
     assert set(body) == {"id", "results", "meta"}

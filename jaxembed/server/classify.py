@@ -71,7 +71,7 @@ async def classify() -> Response:
         }
         with meter.time("encode"):
             data = json_predictions(answer, raw_scores=bool(body.raw_scores), ties="first")
-            response = await json_stream(json_answer("data", data, rest))
+            response = await json_stream(json_answer({"data": data}, rest))
         return meter.stamp(response, answer)
 
 

@@ -41,5 +41,5 @@ async def rerank_cohere() -> Response:
         }
         rest = {"id": g.request_id, "meta": meta}
         with meter.time("encode"):
-            response = await json_stream(json_answer("results", results, rest))
+            response = await json_stream(json_answer({"results": results()}, rest))
         return meter.stamp(response, answer)

@@ -6,7 +6,7 @@ as a whole.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import numpy as np
 import orjson
@@ -72,13 +72,16 @@ async def json_matrices(matrices: Sequence[np.ndarray]) -> AsyncIterator[bytes]:
 
 
 async def json_answer(
-    name: str, items: AsyncIterator[bytes], rest: dict, *, first: bytes = b"{"
+    lists: Mapping[str, AsyncIterator[bytes]], rest: dict, *, first: bytes = b"{"
 ) -> AsyncIterator[bytes]:
-    """`{"<name>": [<items>], ...}`, the rest of the fields after the items, in slices."""
-    yield first + b'"' + name.encode() + b'":['
-    async for part in items:
-        yield part
-    yield b"]," + orjson.dumps(rest)[1:]
+    """`{"<name>": [<items>], ...}`, the rest of the fields after the lists, in slices."""
+    yield first
+    for name, items in lists.items():
+        yield b'"' + name.encode() + b'":['
+        async for part in items:
+            yield part
+        yield b"],"
+    yield orjson.dumps(rest)[1:]
 
 
 def wants_octets() -> bool:

@@ -1,6 +1,7 @@
 """POST /v1/rerank in the words of Jina. Knows JSON and the Embedder.
 
-Infinity, vLLM and Cohere's own client for its first version speak this dialect, more or less.
+Infinity, vLLM and Cohere's own client for its first version speak this dialect, more or less. Those
+of Voyage do too, but for the name of the list of results: the answer has it under both.
 """
 
 import time
@@ -19,9 +20,11 @@ blueprint = Blueprint("jina", __name__)
 
 
 class JinaResponse(msgspec.Struct):
-    """The best documents, best first; equal ones in the order they came."""
+    """The best documents, best first; equal ones in the order they came. `data` is `results` again,
+    where clients of Voyage look for them."""
 
     results: list[Result]
+    data: list[Result]
     object: Literal["rerank"]
     id: str
     created: int
@@ -47,5 +50,6 @@ async def answer_jina(meter: Meter, body: DocumentsRequest) -> Response:
         "usage": usage_of(answer),
     }
     with meter.time("encode"):
-        response = await json_stream(json_answer("results", results, rest))
+        parts = json_answer({"results": results(), "data": results()}, rest)
+        response = await json_stream(parts)
     return meter.stamp(response, answer)

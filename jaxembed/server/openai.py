@@ -149,7 +149,7 @@ async def respond(answer: Embeddings, encoding_format: Format | None, model: str
 
     count, width = answer.dense.shape
     data, rest = json_items(count, width, items), {"model": model, "usage": usage_of(answer)}
-    return await json_stream(json_answer("data", data, rest, first=b'{"object":"list",'))
+    return await json_stream(json_answer({"data": data}, rest, first=b'{"object":"list",'))
 
 
 def _as_is(row: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Reranks a body with `documents`. Jina and Cohere take the same body, and give the same results
 in different answers."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -53,8 +54,9 @@ class Result(msgspec.Struct, omit_defaults=True):
 
 async def rerank_documents(
     meter: Meter, body: DocumentsRequest
-) -> tuple[Scores, AsyncIterator[bytes]]:
-    """The model's answer, and the best documents as Results, the inside of a JSON list."""
+) -> tuple[Scores, Callable[[], AsyncIterator[bytes]]]:
+    """The model's answer, and what gives the best documents as Results: the inside of a JSON list, in
+    slices, anew at each call."""
     _check(body)
     texts = [item if isinstance(item, str) else item.text for item in body.documents]
     options = ScoreOptions(
@@ -69,7 +71,8 @@ async def rerank_documents(
         found = {"index": i, "relevance_score": score}
         return found | {"document": {"text": texts[i]}} if body.return_documents else found
 
-    results = json_ranks(
+    results = partial(
+        json_ranks,
         answer,
         result,
         texts if body.return_documents else None,
