@@ -270,9 +270,9 @@ class TextProcessor:
         them keep these when they are cut, as texts do."""
         if not len(tokens.ids):
             raise EmptyInput()
-        ids = self._check_ids(tokens.ids)
         if not rules.bare_ids and not self._is_whole(tokens.ids):
             raise BareTokenIds(*self._ids_around)
+        ids = self._check_ids(tokens.ids)
         if len(ids) > self.limit and not rules.truncate:
             raise InputTooLong(self.limit, len(ids))
         cut = cut_tokens(ids, self.limit, rules.side)

@@ -1,0 +1,117 @@
+"""The requests that well-known clients send by default, replayed: each is answered with the fields
+that its client reads, or refused in words that say why.
+
+`clients/requests.json` was recorded from the real clients against a stub. `reads` are the places in
+the answer without which the client fails, or gives its user less; `*` stands for every item.
+"""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
+from test_server_app import fetch
+
+from jaxembed.server.models import UNSPECIFIED, Models
+
+WIDTH = 1024  # of the vectors: langchain-jina asks for that many dimensions
+EMBEDDER = msgspec.structs.replace(
+    SPEC, hidden_size=WIDTH, prompts={"query": "query: ", "passage": "passage: "}
+)
+SPECS = {"rerank": RERANKER, "classify": CLASSIFIER}  # by the end of the route
+RECORDED = json.loads((Path(__file__).parent / "clients" / "requests.json").read_text())
+
+# Routes that this server does not have yet.
+ABSENT = ("/v1/embed", "/v2/embed", "/v1/contextualizedembeddings")
+
+# What is refused because it is not served, and what the client is told.
+REFUSED = {
+    "lc_openai_default": (400, "check_embedding_ctx_length=False"),  # ids of tiktoken
+    "lc_openai_default_query": (400, "check_embedding_ctx_length=False"),
+    "lc_langchain_jina": (400, "`late_chunking` of true is not supported"),
+    "ll_cohere": (422, "missing required field `inputs`"),  # a Cohere body, sent to /
+    "hs_hf_sparse": (424, "SPLADE"),
+}
+
+# LiteLLM reads a string here for Infinity and an object for vLLM, from the same request.
+OBJECT_FOR_A_STRING = ("ll_infinity_rerank", "ll_infinity_rerank_v1")
+
+
+def replay(one, embedder=None):
+    """The answer to one recorded request, by a model that is served under the name it asks for."""
+    method, path = one["request"].split()
+    name = (one.get("body") or {}).get("model") or UNSPECIFIED
+    spec = SPECS.get(path.rsplit("/", 1)[-1], EMBEDDER)
+    embedder = embedder or FakeEmbedder(spec=spec)
+    aliases = {} if name == UNSPECIFIED else {embedder.name: (name,)}
+    body = {"json": one["body"]} if "body" in one else {}
+    headers = {"accept": one["accept"]}
+    return fetch(path, method, models=Models([embedder], aliases), headers=headers, **body)
+
+
+def found(answer, place):
+    """All values at a place such as `data.*.embedding`. Raises KeyError where there is none."""
+    values = [answer]
+    for key in place.split("."):
+        values = [item for v in values for item in (v if key == "*" else [v[key]])]
+    assert values
+    return values
+
+
+def by_name(one):
+    return f"{one['client'].split()[0]}-{one['call']}"
+
+
+def is_served(one):
+    return one["request"].split()[1] not in ABSENT and one["call"] not in REFUSED
+
+
+@pytest.mark.parametrize("one", list(filter(is_served, RECORDED)), ids=by_name)
+def test_the_client_gets_what_it_reads(one, monkeypatch):
+    monkeypatch.setattr("fake_embedder.DIM", WIDTH)
+    response, data = replay(one)
+    assert response.status_code == 200, data
+    answer = None if response.mimetype == "text/plain" else json.loads(data)
+    for place in one.get("reads", ()):
+        values = found(answer, place)
+        if place == "data.*.embedding":
+            coded = one["body"].get("encoding_format") == "base64"
+            assert all(isinstance(value, str if coded else list) for value in values)
+        if place.endswith(".document"):
+            assert one["call"] in (*OBJECT_FOR_A_STRING, "infinity_rerank_docs")
+            assert all(list(value) == ["text"] for value in values)
+
+
+@pytest.mark.parametrize("one", [one for one in RECORDED if one["call"] in REFUSED], ids=by_name)
+def test_the_client_is_told_why_it_is_refused(one, embedder):
+    status, words = REFUSED[one["call"]]
+    response, data = replay(one, embedder if "openai" in one["call"] else None)
+    assert response.status_code == status
+    assert words in data.decode()
+
+
+@pytest.mark.parametrize("path", ABSENT)
+def test_a_route_that_is_not_served_yet_is_a_404(path):
+    requests = [one for one in RECORDED if one["request"].endswith(f" {path}")]
+    assert requests
+    for one in requests:
+        response, data = replay(one)
+        assert response.status_code == 404
+        assert b"no such route" in data
+
+
+def test_every_exception_is_about_a_recorded_request():
+    calls = {one["call"] for one in RECORDED}
+    assert calls >= {*REFUSED, *OBJECT_FOR_A_STRING}
+
+
+def test_the_prompt_follows_what_the_client_says_its_texts_are_for():
+    for one in RECORDED:
+        purpose = (one.get("body") or {}).get("input_type") or (one.get("body") or {}).get("task")
+        if purpose and is_served(one) and one["request"].endswith("embeddings"):
+            embedder = FakeEmbedder(spec=msgspec.structs.replace(EMBEDDER, hidden_size=8))
+            body = {**one, "body": one["body"] | {"dimensions": 0}}
+            response, _ = replay(body, embedder)
+            wanted = {"query": "query", "retrieval.query": "query", "document": "passage"}
+            assert response.headers["x-prompt-name"] == wanted.get(purpose, "")
