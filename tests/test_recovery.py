@@ -175,3 +175,58 @@ def test_a_half_that_fails_otherwise_leaves_the_other_half_answered(telemetry):
     assert [type(answer) for answer in answers].count(BackendError) == 2
     assert isinstance(answers[2], BackendError)
     assert answers[0] == 176.0
+
+
+@pytest.mark.parametrize("wrong", [BAD, 5])
+def test_a_lone_sequence_that_must_run_in_smaller_buckets_keeps_its_answer(telemetry, wrong):
+    """The smaller bucket is compiled meanwhile; there it is not finite either, or all is well."""
+    (entry,) = entries = entries_of([wrong, 2])
+    runner = SumRunner()
+    compiled = iter([[Bucket(1, 32)], BUCKETS, BUCKETS])
+
+    def fail_the_second(bucket, planes):
+        if len(runner.ran) == 2:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    runner.on_run, usual = fail_the_second, runner._sums
+
+    def not_finite_at_first(*arguments, **options):
+        answer = usual(*arguments, **options)
+        return {"dense": answer["dense"] * (np.nan if len(runner.ran) == 1 else 1)}
+
+    runner._sums = not_finite_at_first
+    results = Recovery(runner, lambda: next(compiled), telemetry).run(place(Bucket(1, 32), [entry]))
+    (answer,) = by_entry(results, entries)
+    assert isinstance(answer, NotFinite) if wrong == BAD else answer == 7.0
+
+
+@pytest.mark.parametrize("error", [KeyError("1x16"), MemoryError()])
+def test_an_error_in_the_recovery_itself_goes_to_those_who_wait(telemetry, error):
+    def broken() -> list[Bucket]:
+        raise error
+
+    entries = entries_of([1, 2], [3, BAD])
+    runner = SumRunner()
+    answers = Recovery(runner, broken, telemetry).run(place(Bucket(1, 16), entries))
+    assert all(isinstance(one, BackendError) for one in by_entry(answers, entries))
+    assert count_of(telemetry.failed_batches) == 1
+
+
+def test_an_error_in_the_recovery_of_one_half_leaves_the_other_half_answered(telemetry):
+    entries = entries_of([11] * 16, [12] * 16, [13] * 16, [BAD] * 16)
+    calls = []
+
+    def compiled() -> list[Bucket]:
+        calls.append(1)
+        if len(calls) > 1:  # that which looks where to run the guilty one
+            raise MemoryError
+        return BUCKETS
+
+    batch = place(Bucket(4, 16), entries)
+    answers = by_entry(Recovery(SumRunner(32), compiled, telemetry).run(batch), entries)
+    assert sorted(type(answer).__name__ for answer in answers) == [
+        "BackendError",
+        "BackendError",
+        "float",
+        "float",
+    ]

@@ -44,14 +44,23 @@ class Recovery:
     def run(self, batch: Batch) -> list[Answers]:
         """Every entry of the batch, answered or failed. Raises nothing."""
         try:
+            return self._run(batch)
+        except Exception as error:  # whatever it is goes to those who wait
+            return [self._failed(batch, error)]
+
+    def _run(self, batch: Batch) -> list[Answers]:
+        try:
             answers = self._attempt(batch)
-        except Exception as error:  # whatever the device says goes to those who wait
+        except Exception as error:
             return self._after_failure(batch, error)
         finite = _finite(answers)
         if finite.all():
             return [answers]
         suspects = [e for e, good in zip(answers.entries, finite, strict=True) if not good]
-        return [_subset(answers, finite), *(self._alone(entry, batch) for entry in suspects)]
+        results = [_subset(answers, finite)] if finite.any() else []
+        for entry in suspects:
+            results += self._alone(entry, batch)
+        return results
 
     def _attempt(self, batch: Batch) -> Answers:
         names = _outputs(batch.entries)
@@ -65,6 +74,9 @@ class Recovery:
                 "batch %s does not fit the device's memory, running it in halves", batch.bucket
             )
             return [answers for half in smaller for answers in self.run(half)]
+        return [self._failed(batch, error)]
+
+    def _failed(self, batch: Batch, error: Exception) -> Answers:
         reference = uuid.uuid4().hex[:12]
         lengths = sorted((entry.length for entry in batch.entries), reverse=True)[:8]
         logger.error(
@@ -73,7 +85,7 @@ class Recovery:
         )  # fmt: skip
         self._telemetry.failed_batches.inc()
         failure = BackendError(f"the device failed on this batch (reference {reference})")
-        return [Answers(batch.entries, error=failure)]
+        return Answers(batch.entries, error=failure)
 
     def _smaller(self, batch: Batch) -> list[Batch] | None:
         """The batch on buckets of half its tokens at most; None where there are none."""
@@ -92,7 +104,7 @@ class Recovery:
             left = [entry for entry in left if entry not in placed]
         return parts
 
-    def _alone(self, entry: Entry, batch: Batch) -> Answers:
+    def _alone(self, entry: Entry, batch: Batch) -> list[Answers]:
         """The sequence by itself, then in float32 where the model is float16."""
         self._telemetry.not_finite.inc()
         fitting = [b for b in self._buckets() if b.length >= entry.length]
@@ -101,14 +113,14 @@ class Recovery:
         try:
             answers = self._attempt(alone)
             if _finite(answers).all():
-                return answers
+                return [answers]
             wide = self._runner.run_in_float32(pack(alone), _outputs([entry]))
             if wide is not None and _finite(answers := _gather(alone, wide)).all():
-                return answers
+                return [answers]
         except Exception as error:
-            return self._after_failure(alone, error)[0]
+            return self._after_failure(alone, error)
         how = "alone" if wide is None else "alone and in float32"
-        return Answers([entry], error=NotFinite(f"the result is not finite, run {how}"))
+        return [Answers([entry], error=NotFinite(f"the result is not finite, run {how}"))]
 
 
 def _outputs(entries: Iterable[Entry]) -> set[OutputName]:
