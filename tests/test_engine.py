@@ -5,7 +5,7 @@ import logging
 import math
 import threading
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 
 import numpy as np
@@ -26,7 +26,7 @@ from fakes import (
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.costs import BucketCosts
 from jaxembed.engine.engine import FAILURES_TO_SICK, Engine, Seat
-from jaxembed.engine.lanes import MOST_LOOKED_AT
+from jaxembed.engine.lanes import MOST_LOOKED_AT, Lane
 from jaxembed.engine.replica import NullReplica
 from jaxembed.engine.turn import DeviceTurn, Share
 from jaxembed.errors import BackendError, Cancelled, EmptyInput, InputTooLong
@@ -565,7 +565,7 @@ def test_an_engine_that_has_nothing_to_do_closes_beside_a_busy_one(start, runner
     with ExitStack() as device:
         device.enter_context(turn.hold(lambda: math.inf))
         ticket = engine.submit([encoding(5)])
-        until(lambda: turn.waiting == 1)
+        until(lambda: turn.waiting)
         engine.cancel(ticket)  # its thread is in line for nothing
         closer.start()
         until(lambda: engine.snapshot().closing)
@@ -673,6 +673,49 @@ def test_an_answer_of_the_wrong_width_fails_its_request_and_no_other(start, runn
             sums(engine.submit([encoding(5)]))
     runner.run = usual
     assert sums(engine.submit([encoding(6)])) == [6.0]
+
+
+def raising(error: BaseException):
+    def call(*arguments, **options):
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [
+        (lambda engine: (Lane, "settle"), MemoryError()),
+        (lambda engine: (engine.seats[0].turn, "charge"), KeyError("1x16")),
+        (lambda engine: (engine.seats[0].runner, "run"), SystemExit()),
+        (lambda engine: (engine, "_note"), RuntimeError()),
+    ],
+)
+def test_a_batch_that_is_taken_is_settled_whatever_is_raised(
+    start, runner, monkeypatch, part, error
+):
+    engine = start(runner)
+    first = blocked(engine, runner)
+    tickets = [engine.submit([encoding(5), encoding(6)]), engine.submit([encoding(*[7] * 40)])]
+    with monkeypatch.context() as patch:
+        patch.setattr(*part(engine), raising(error))
+        runner.gate.set()
+        for ticket in tickets:
+            with pytest.raises(BackendError, match="internal error"):
+                ticket.result(WAIT_S)
+    with suppress(BackendError):
+        first.result(WAIT_S)
+    assert sums(engine.submit([encoding(6)])) == [6.0]
+    assert engine.snapshot().threads == 2 + 1  # two of the seat, one that times
+
+
+def test_a_waiter_that_cannot_be_woken_holds_up_no_other_of_its_batch(start, runner):
+    engine = start(runner)
+    first = blocked(engine, runner)
+    one = engine.submit([encoding(5)], wake=raising(RuntimeError("the loop is closed")))
+    two = engine.submit([encoding(6)])
+    runner.gate.set()
+    assert [sums(ticket) for ticket in (first, one, two)] == [[10.0], [5.0], [6.0]]
 
 
 def test_a_sequence_of_no_tokens_is_refused_where_it_comes_in(start, runner):

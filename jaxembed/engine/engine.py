@@ -268,22 +268,27 @@ class Engine:
                 self._fail_waiting("an internal error, see the server's log")
 
     def _serve_batch(self, seat: Seat, recovery: Recovery) -> None:
-        with seat.turn.hold(lambda: self._urgency(seat), seat.share) as claim:
-            batch = None if self._is_out(seat) else self._take()
-            batch = batch or self._probe(seat)
-            if batch is None:
-                return
-            seat.turn.charge(claim, (self._costs.usable[batch.bucket] + HOST_MS) / 1000)
-            started_at = time.monotonic()
-            results = recovery.run(batch)
-            seconds = time.monotonic() - started_at
+        """Take a batch in the device's turn and settle it: each of its entries is answered or
+        failed, whatever is raised."""
+        batch = None
         try:
+            with seat.turn.hold(lambda: self._urgency(seat), seat.share) as claim:
+                batch = None if self._is_out(seat) else self._take()
+                batch = batch or self._probe(seat)
+                if batch is None:
+                    return
+                seat.turn.charge(claim, (self._costs.usable[batch.bucket] + HOST_MS) / 1000)
+                started_at = time.monotonic()
+                results = recovery.run(batch)
+                seconds = time.monotonic() - started_at
             self._note(seat, batch, results, claim)
             for answers in results:
                 _settle(answers, started_at, seconds)
-        except Exception:
-            logger.exception("a batch could not be settled. This is a bug in jaxembed")
-            _fail(batch.entries, BackendError("an internal error"))
+        except BaseException:  # a thread must not take its batch with it
+            if batch is None:
+                raise
+            logger.exception("a batch could not be run or settled. This is a bug in jaxembed")
+            _fail(batch.entries, BackendError("an internal error, see the server's log"))
 
     def _is_out(self, seat: Seat) -> bool:
         """Whether a seat fails while another is well: failing fast, it would take most batches."""

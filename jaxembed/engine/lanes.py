@@ -284,7 +284,6 @@ class Lanes:
         had: dict[Flow, int] = {}
         for entry in batch.entries:
             entry.taken = True
-            del self._waiting[entry.key]
             for ticket, index in entry.claims.items():
                 flow, count = self._flows[ticket], len(index)
                 flow.inputs -= count
@@ -297,6 +296,8 @@ class Lanes:
         for flow in had:
             if not flow.inputs:
                 del self._flows[flow.ticket]
+        for entry in batch.entries:  # at the end: `clear` still finds them if anything fails here
+            del self._waiting[entry.key]
 
     def _joined(self, ticket: Ticket, entry: Entry) -> Entry:
         """The entry, or the one that waits already for the same answer."""

@@ -1,5 +1,6 @@
 """One request in the engine: its answer, filled sequence by sequence, and who waits for it."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,8 @@ import numpy as np
 from jaxembed.errors import Cancelled
 from jaxembed.inputs import Encoding
 from jaxembed.models.output import OutputName
+
+logger = logging.getLogger(__name__)
 
 KEPT_TWICE = 32  # tokens: to look at them takes a tenth of the time of a digest
 
@@ -86,8 +89,14 @@ class Ticket:
             last = were_open and not self._open.any() and not self.cancelled
         if last:
             self._done.set()
-            if self._wake is not None:
+            self._call_wake()
+
+    def _call_wake(self) -> None:
+        if self._wake is not None:
+            try:
                 self._wake()
+            except Exception:  # other tickets of the batch are not settled yet
+                logger.exception("a waiter could not be woken")
 
     def result(self, timeout_s: float | None = None) -> "Ticket":
         """Wait for the answer. Raises its error, Cancelled, or TimeoutError."""
