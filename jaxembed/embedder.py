@@ -310,6 +310,11 @@ class Embedder:
         return self.engine.snapshot().waiting_inputs
 
     @property
+    def stuck(self) -> bool:
+        """Whether no device returns from the call it is in: only ending the process helps."""
+        return self.engine.stuck
+
+    @property
     def draining(self) -> bool:
         return self.admission.draining
 

@@ -21,6 +21,7 @@ JaxembedError
       - ShuttingDown        the server drains and admits nothing more
   * BackendError            the device failed on this request
       - NotFinite           a result holds NaN or infinity even when run alone
+      - DeviceStuck         no device of the model returns from the call it is in
   * Cancelled               whoever waited for the result has gone
 """
 
@@ -154,6 +155,16 @@ class BackendError(JaxembedError):
 
 class NotFinite(BackendError):
     """A result holds NaN or infinity even when its sequence is run alone."""
+
+
+class DeviceStuck(BackendError):
+    """No device of the model returns from the call it is in: nothing can run until one does."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the device does not return from a call; nothing runs until it does, or the process is "
+            "started again"
+        )
 
 
 class Cancelled(JaxembedError):

@@ -217,6 +217,9 @@ class Telemetry:
         self.failed_batches = self._counter(
             "jaxembed_failed_batches", "Batches that failed for good"
         )
+        self.stuck_seats = self._gauge(
+            "jaxembed_stuck_seats", "Devices that do not return from a call, and are not used"
+        )
         self.stage = self._histogram(
             "jaxembed_stage_seconds", "Seconds in a stage of a request", DURATION_BUCKETS, "stage"
         )

@@ -58,6 +58,7 @@ class FakeEmbedder(Embedder):
     attention = "none"
     ready = True
     healthy = True
+    stuck = False
     draining = False
     waiting = 0
 

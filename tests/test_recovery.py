@@ -177,6 +177,17 @@ def test_a_half_that_fails_otherwise_leaves_the_other_half_answered(telemetry):
     assert answers[0] == 176.0
 
 
+def test_each_call_of_the_runner_is_announced_with_its_bucket(telemetry):
+    """A watchdog counts from there: many sequences that run alone are not one call that hangs."""
+    calls: list[Bucket] = []
+    runner = SumRunner(most_tokens=32, float32=True)
+    batch = place(Bucket(4, 16), entries_of([1] * 16, [2] * 16, [3] * 16, [BAD] * 16))
+    Recovery(runner, lambda: BUCKETS, telemetry, calls.append).run(batch)
+    assert calls[:-1] == runner.ran
+    assert calls[-1] == Bucket(1, 16)
+    assert runner.wide_runs == 1
+
+
 @pytest.mark.parametrize("wrong", [BAD, 5])
 def test_a_lone_sequence_that_must_run_in_smaller_buckets_keeps_its_answer(telemetry, wrong):
     """The smaller bucket is compiled meanwhile; there it is not finite either, or all is well."""

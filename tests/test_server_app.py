@@ -214,6 +214,14 @@ def test_health_tells_the_time_as_infinity_does():
     assert before <= body["unix"] <= time.time()
 
 
+def test_livez_fails_when_a_model_is_stuck_for_then_only_a_new_process_helps():
+    embedder = FakeEmbedder()
+    embedder.stuck = True
+    response, body = fetch_json("/livez", embedder=embedder)
+    assert response.status_code == 503
+    assert "end this process" in body["error"]
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [({"ready": False}, "warming"), ({"draining": True}, "shutting"), ({"healthy": False}, "unh")],

@@ -9,7 +9,7 @@ import pytest
 from fake_embedder import DIM, FakeEmbedder, vector
 
 from jaxembed.config import ServerConfig
-from jaxembed.errors import BackendError, NotFinite, Overloaded, ShuttingDown
+from jaxembed.errors import BackendError, DeviceStuck, NotFinite, Overloaded, ShuttingDown
 from jaxembed.inputs import Text, Tokens
 from jaxembed.processors.text import Rules
 from jaxembed.server.app import create_app
@@ -205,6 +205,7 @@ def test_zero_means_any_number_of_inputs():
     [
         (Overloaded("Model is overloaded", retry_after_s=3), 429, "overloaded", "overloaded"),
         (ShuttingDown("shutting down", retry_after_s=3), 503, "shutting_down", "overloaded"),
+        (DeviceStuck(), 503, "device_stuck", "inference"),
         (BackendError("the batch failed"), 503, None, "inference"),
         (NotFinite("input 0 is not finite"), 503, None, "inference"),
         (ZeroDivisionError("secret"), 500, None, "inference"),

@@ -8,6 +8,7 @@ from test_server_openai import ask, unit
 from jaxembed.config import ServerConfig
 from jaxembed.errors import (
     BackendError,
+    DeviceStuck,
     InvalidInput,
     Overloaded,
     ShuttingDown,
@@ -252,6 +253,7 @@ FAILING = [
     [
         (Overloaded("Model is overloaded"), 429, "Overloaded", "Model is overloaded"),
         (ShuttingDown("shutting down"), 503, "Unhealthy", "shutting down"),
+        (DeviceStuck(), 503, "Unhealthy", "the device does not return from a call"),
         (BackendError("the batch failed"), 424, "Backend", "Backend error: the batch failed"),
         (TokenizerError("odd text"), 422, "Tokenizer", "tokenizer error odd text"),
         (InvalidInput("no such prompt"), 422, "Validation", "no such prompt"),

@@ -22,13 +22,14 @@ from jaxembed.engine.batch import HOST_MS, Batch, place
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.costs import BucketCosts
 from jaxembed.engine.lanes import Lanes
-from jaxembed.engine.recovery import Answers, Recovery
+from jaxembed.engine.recovery import Answers, Recovery, reference_to
 from jaxembed.engine.replica import Runner
 from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.engine.timing import BucketTimer
 from jaxembed.engine.turn import Claim, DeviceTurn, Share
 from jaxembed.engine.warmup import Warmup
-from jaxembed.errors import BackendError, EmptyInput, InputTooLong, NotFinite
+from jaxembed.engine.watchdog import OVERDUE_S, Watchdog, WatchedCall
+from jaxembed.errors import BackendError, DeviceStuck, EmptyInput, InputTooLong, NotFinite
 from jaxembed.inputs import Encoding, Priority
 from jaxembed.models.output import OutputName
 from jaxembed.telemetry import Telemetry
@@ -39,6 +40,8 @@ FAILURES_TO_SICK = 3
 EXIT_S = 5.0  # for the threads of an engine nobody closed, when the interpreter ends
 PROBE_EVERY_S = 1.0
 RATE_OVER = 10  # batches, about
+INTERNAL = "an internal error, see the server's log"
+NOT_COMPILED = "the model could not be compiled"
 BORROWED_S = 0.3  # of device time, by a model with interactive work: two batches of a CPU
 
 
@@ -54,6 +57,12 @@ class Seat:
     @property
     def sick(self) -> bool:
         return self.failures >= FAILURES_TO_SICK
+
+    @property
+    def stuck(self) -> bool:
+        """Whether its device does not return from a call: of this model or of one that shares it.
+        It takes no work until then."""
+        return self.turn.stuck
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,7 @@ class Engine:
         full_warmup: bool = False,
         compile_workers: int = 2,
         probe_every_s: float = PROBE_EVERY_S,
+        overdue_s: float = OVERDUE_S,
         on_progress: Callable[[int, int], None] | None = None,
         keep_costs: Callable[[BucketCosts], object] = lambda costs: None,
     ):
@@ -117,8 +127,14 @@ class Engine:
             workers=compile_workers,
             idle_s=lambda: min(seat.turn.idle_s for seat in seats),
             on_progress=on_progress,
-            on_failure=lambda error: self._fail_waiting("the model could not be compiled"),
+            on_failure=lambda error: self._fail_waiting(BackendError(NOT_COMPILED)),
             on_finish=lambda: self._timer.start(),
+        )
+        self._watchdog = Watchdog(
+            lambda bucket: self._costs.usable.get(bucket, 0.0) / 1000,
+            self._fail_overdue,
+            self._look,
+            overdue_s,
         )
         first = seats[0]
         self._timer = BucketTimer(
@@ -130,6 +146,7 @@ class Engine:
             name=name,
             is_bulk_alone=self._is_bulk_alone,
             on_timed=self._keep_costs,
+            watch=self._watchdog.watch,
         )
         # one thread more than programs in flight: it settles answers while the others run
         self._threads = [
@@ -139,6 +156,7 @@ class Engine:
         ]
         telemetry.queue_size.set_function(lambda: self._lanes.inputs)
         telemetry.queue_tokens.set_function(lambda: self._lanes.tokens)
+        telemetry.stuck_seats.set_function(lambda: sum(seat.stuck for seat in seats))
         for priority in get_args(Priority):
             size = partial(self._lanes.inputs_of, priority)
             telemetry.lane_size.labels(priority).set_function(size)
@@ -150,8 +168,15 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        """Whether some seat answers: one that fails batch after batch only probes meanwhile."""
-        return not all(seat.sick for seat in self.seats)
+        """Whether some seat answers: one that fails batch after batch only probes meanwhile, and
+        one that is stuck does nothing."""
+        return not all(seat.sick or seat.stuck for seat in self.seats)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether no seat returns from the call it is in. What waits fails and what comes is
+        refused; if a call does return after all, its seat is in use again."""
+        return all(seat.stuck for seat in self.seats)
 
     @property
     def tokens_per_s(self) -> float:
@@ -182,6 +207,7 @@ class Engine:
         """Start compiling and serving."""
         atexit.register(self._leave)
         self.warmup.start()
+        self._watchdog.start()
         for thread in self._threads:
             thread.start()
 
@@ -192,7 +218,8 @@ class Engine:
         wake: Callable[[], object] | None = None,
         priority: Priority | None = None,
     ) -> Ticket:
-        """Queue the sequences of one request. Raises InputTooLong if one fits no bucket.
+        """Queue the sequences of one request. Raises InputTooLong if one fits no bucket, and
+        DeviceStuck.
 
         Without a priority a small request is interactive and a large one bulk. A sequence that
         waits already, for this request or another, is computed once for all.
@@ -208,7 +235,9 @@ class Engine:
             if self._closing:
                 raise BackendError("the engine is closed")
             if self.warmup.error is not None:
-                raise BackendError("the model could not be compiled")
+                raise BackendError(NOT_COMPILED)
+            if self.stuck:
+                raise DeviceStuck
             self._lanes.add(ticket, priority)
             for idle in self._idle.values():
                 idle.notify(self._lanes.inputs)  # more threads would only be in its way
@@ -229,7 +258,8 @@ class Engine:
         self._telemetry.cancelled_requests.inc()
 
     def close(self, timeout_s: float = 20.0) -> None:
-        """Finish the queue, stop the threads. What waits for a bucket not compiled yet fails."""
+        """Finish the queue, stop the threads. What waits for a bucket not compiled yet fails, and
+        what is not answered when the time is up."""
         self.warmup.stop()
         self._timer.stop()
         with self._lock:
@@ -237,8 +267,12 @@ class Engine:
             self._wake_all()
         deadline = time.monotonic() + timeout_s
         _join(self._threads, deadline)
-        self._fail_waiting("the engine is closed")
-        _join([*self.warmup.threads, self._timer.thread], deadline)
+        closed = BackendError("the engine is closed")
+        self._fail_waiting(closed)
+        self._watchdog.stop()
+        for call in self._watchdog.calls:  # its thread did not end in time
+            _fail(call.batch.entries if call.batch else [], closed)
+        _join([*self.warmup.threads, self._timer.thread, self._watchdog.thread], deadline)
         if was_open:
             self._keep_costs()
         if not any(thread.is_alive() for thread in self.warmup.threads):
@@ -246,7 +280,8 @@ class Engine:
 
     @property
     def _all_threads(self) -> list[threading.Thread]:
-        return [*self._threads, *self.warmup.threads, self._timer.thread]
+        others = [self._timer.thread, self._watchdog.thread]
+        return [*self._threads, *self.warmup.threads, *others]
 
     def _leave(self) -> None:
         """The interpreter ends: a thread that were still inside XLA then would abort it."""
@@ -259,15 +294,14 @@ class Engine:
 
     def _serve(self, seat: Seat) -> None:
         """A thread's life: wait, take the device's turn, take a batch, run it, settle it."""
-        recovery = Recovery(seat.runner, lambda: self._costs.usable, self._telemetry)
         while self._wait_for_work(seat):
             try:
-                self._serve_batch(seat, recovery)
+                self._serve_batch(seat)
             except Exception:
                 logger.exception("no batch could be composed. This is a bug in jaxembed")
-                self._fail_waiting("an internal error, see the server's log")
+                self._fail_waiting(BackendError(INTERNAL))
 
-    def _serve_batch(self, seat: Seat, recovery: Recovery) -> None:
+    def _serve_batch(self, seat: Seat) -> None:
         """Take a batch in the device's turn and settle it: each of its entries is answered or
         failed, whatever is raised."""
         batch = None
@@ -279,8 +313,12 @@ class Engine:
                     return
                 seat.turn.charge(claim, (self._costs.usable[batch.bucket] + HOST_MS) / 1000)
                 started_at = time.monotonic()
-                results = recovery.run(batch)
+                with self._watchdog.watch(claim, batch.bucket, batch) as call:
+                    results = self._recovery(seat, call).run(batch)
                 seconds = time.monotonic() - started_at
+            if claim.overdue:
+                logger.warning("%s: the device returned after %.0f s", self.name, seconds)
+                return  # those who waited were told
             self._note(seat, batch, results, claim)
             for answers in results:
                 _settle(answers, started_at, seconds)
@@ -288,11 +326,15 @@ class Engine:
             if batch is None:
                 raise
             logger.exception("a batch could not be run or settled. This is a bug in jaxembed")
-            _fail(batch.entries, BackendError("an internal error, see the server's log"))
+            _fail(batch.entries, BackendError(INTERNAL))
+
+    def _recovery(self, seat: Seat, call: WatchedCall) -> Recovery:
+        return Recovery(seat.runner, lambda: self._costs.usable, self._telemetry, call.begin)
 
     def _is_out(self, seat: Seat) -> bool:
-        """Whether a seat fails while another is well: failing fast, it would take most batches."""
-        return seat.sick and self.healthy
+        """Whether a seat is stuck, or fails while another is well: failing fast, it would take most
+        batches."""
+        return seat.stuck or (seat.sick and self.healthy)
 
     def _wait_for_work(self, seat: Seat) -> bool:
         """Wait for something to run; False when the engine is closed and the queue empty."""
@@ -333,7 +375,7 @@ class Engine:
         """One token on the smallest bucket when batches have failed in a row, to see whether the
         device is well again."""
         usable = self._costs.usable
-        if not seat.sick or not usable or self._closing:
+        if not seat.sick or seat.stuck or not usable or self._closing:
             return None
         ticket = Ticket([Encoding(np.ones(1, np.int32))], self._dim)
         return place(min(usable, key=lambda bucket: bucket.tokens), ticket.entries)
@@ -367,11 +409,33 @@ class Engine:
         with self._lock:
             return self._lanes.is_bulk_alone(time.monotonic())
 
-    def _fail_waiting(self, reason: str) -> None:
+    def _fail_waiting(self, error: Exception) -> None:
         """Nothing that waits will be answered: tell those who wait."""
         with self._lock:
             waiting = self._lanes.clear()
-        _fail(waiting, BackendError(reason))
+        _fail(waiting, error)
+
+    def _fail_overdue(self, call: WatchedCall) -> None:
+        """A device does not return from a call: tell those who wait for it."""
+        text = "%s: %s is overdue: nothing more runs on its device until it returns"
+        if call.batch is None:
+            logger.error(text, self.name, f"the timing of bucket {call.bucket}")
+            return
+        reference, words = reference_to(call.batch)
+        logger.error(text, self.name, words)
+        self._telemetry.failed_batches.inc()
+        failure = f"the device did not return in time from this batch (reference {reference})"
+        _fail(call.batch.entries, BackendError(failure))
+
+    def _look(self) -> None:
+        """Once a second: fail what came to wait before the last device got stuck, and wake threads
+        that went to sleep while theirs was."""
+        if self.stuck:
+            self._fail_waiting(DeviceStuck())
+            return
+        with self._lock:
+            if self._lanes.runnable:
+                self._wake_all()
 
     def _needed_length(self) -> int | None:
         """The length of the oldest sequence that no compiled bucket holds."""

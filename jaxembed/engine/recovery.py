@@ -31,15 +31,30 @@ class Answers:
     error: Exception | None = None
 
 
+def reference_to(batch: Batch) -> tuple[str, str]:
+    """A reference for those who wait, and the words by which the log names the batch with it."""
+    reference = uuid.uuid4().hex[:12]
+    lengths = sorted((entry.length for entry in batch.entries), reverse=True)[:8]
+    count = len(batch.entries)
+    words = f"batch {batch.bucket} of {count} sequences (reference {reference}, longest {lengths})"
+    return reference, words
+
+
 class Recovery:
-    """Runs batches on a runner; `buckets()` are those compiled so far."""
+    """Runs batches on a runner; `buckets()` are those compiled so far. `on_call` is called before
+    each call of the runner."""
 
     def __init__(
-        self, runner: Runner, buckets: Callable[[], Iterable[Bucket]], telemetry: Telemetry
+        self,
+        runner: Runner,
+        buckets: Callable[[], Iterable[Bucket]],
+        telemetry: Telemetry,
+        on_call: Callable[[Bucket], object] = lambda bucket: None,
     ):
         self._runner = runner
         self._buckets = buckets
         self._telemetry = telemetry
+        self._on_call = on_call
 
     def run(self, batch: Batch) -> list[Answers]:
         """Every entry of the batch, answered or failed. Raises nothing."""
@@ -64,6 +79,7 @@ class Recovery:
 
     def _attempt(self, batch: Batch) -> Answers:
         names = _outputs(batch.entries)
+        self._on_call(batch.bucket)
         return _gather(batch, self._runner.run(batch.bucket, pack(batch), names))
 
     def _after_failure(self, batch: Batch, error: Exception) -> list[Answers]:
@@ -77,12 +93,8 @@ class Recovery:
         return [self._failed(batch, error)]
 
     def _failed(self, batch: Batch, error: Exception) -> Answers:
-        reference = uuid.uuid4().hex[:12]
-        lengths = sorted((entry.length for entry in batch.entries), reverse=True)[:8]
-        logger.error(
-            "batch %s of %d sequences failed (reference %s, longest %s)",
-            batch.bucket, len(batch.entries), reference, lengths, exc_info=error,
-        )  # fmt: skip
+        reference, words = reference_to(batch)
+        logger.error("%s failed", words, exc_info=error)
         self._telemetry.failed_batches.inc()
         failure = BackendError(f"the device failed on this batch (reference {reference})")
         return Answers(batch.entries, error=failure)
@@ -114,6 +126,7 @@ class Recovery:
             answers = self._attempt(alone)
             if _finite(answers).all():
                 return [answers]
+            self._on_call(bucket)
             wide = self._runner.run_in_float32(pack(alone), _outputs([entry]))
             if wide is not None and _finite(answers := _gather(alone, wide)).all():
                 return [answers]

@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from threading import Barrier, Thread
 
 import numpy as np
@@ -13,7 +14,7 @@ from jaxembed import memory
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.costs import BucketCosts
 from jaxembed.engine.replica import Runner
-from jaxembed.engine.turn import DeviceTurn
+from jaxembed.engine.turn import Claim, DeviceTurn
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.telemetry import Telemetry
 
@@ -39,7 +40,7 @@ class BucketTimer:
     anything: beside that alone, which `is_bulk_alone` tells, it takes a hundredth of the time.
 
     `on_timed` is called once every bucket was timed often enough, and `timed` is set; after that
-    one bucket is timed again now and then.
+    one bucket is timed again now and then. A run is inside `watch`.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class BucketTimer:
         name: str,
         is_bulk_alone: Callable[[], bool],
         on_timed: Callable[[], object] = lambda: None,
+        watch: Callable[[Claim, Bucket], AbstractContextManager] = lambda *run: nullcontext(),
     ):
         self._runner = runner
         self._turn = turn
@@ -62,6 +64,7 @@ class BucketTimer:
         self._name = name
         self._is_bulk_alone = is_bulk_alone
         self._on_timed = on_timed
+        self._watch = watch
         self._beside_bulk_at = 0.0  # time.monotonic() from which on a run may be
         self._stop = threading.Event()
         self.timed = threading.Event()
@@ -117,10 +120,11 @@ class BucketTimer:
             if urgency is None:
                 self._stop.wait(LOOK_S)
                 return
-            with self._turn.hold(lambda urgency=urgency: urgency, whole=True):
+            with self._turn.hold(lambda urgency=urgency: urgency, whole=True) as claim:
                 if self._stop.is_set():
                     return
-                runs.append(pair.run(self._runner, bucket, planes))
+                with self._watch(claim, bucket):
+                    runs.append(pair.run(self._runner, bucket, planes))
             if urgency == BESIDE_BULK:
                 runs = runs[-1:]
                 self._beside_bulk_at = time.monotonic() + runs[0] * self._turn.permits / BULK_SHARE

@@ -25,6 +25,7 @@ class Claim:
     permits: int = 1  # programs it runs at a time
     granted: threading.Event = field(default_factory=threading.Event)
     mixed: bool = False  # a program of another model has held the device meanwhile
+    overdue: bool = False  # its program should have ended long ago: a watchdog says so
     expected_s: float | None = None  # None until it is charged
     took_s: float = 0.0  # of the device, once the turn is given back
 
@@ -89,7 +90,8 @@ class DeviceTurn:
                 self._holding.remove(claim)
                 if claim.share is not None and claim.expected_s is not None:
                     self._served_at = now
-                    if claim.mixed:  # its seconds hold the wait for other models' programs
+                    # its seconds hold the wait for other models' programs, or nobody's work
+                    if claim.mixed or claim.overdue:
                         claim.took_s = min(now - granted_at, claim.expected_s)
                     claim.share.end += claim.took_s - claim.expected_s
                 self._grant()
@@ -103,6 +105,12 @@ class DeviceTurn:
     def held(self) -> int:
         """The number of permits in use."""
         return self.permits - self._free
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a program that has the turn is overdue. Nothing should start on the device until
+        it ends."""
+        return any(claim.overdue for claim in self._holding)
 
     @property
     def idle_s(self) -> float:

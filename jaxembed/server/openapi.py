@@ -126,7 +126,7 @@ ROUTES = (
     Route("get", "/", "Health"),
     Route("get", "/health", "Whether the model answers", response=ops.Health),
     Route("get", "/ping", "Health, for SageMaker"),
-    Route("get", "/livez", "Whether the process lives"),
+    Route("get", "/livez", "Whether the process can go on"),
     Route("get", "/ready", "Whether traffic should come here"),
     Route("get", "/metrics", "Prometheus metrics", response="text/plain"),
     Route("get", "/docs", "This page", response="text/html"),

@@ -69,7 +69,11 @@ async def health() -> Response:
 
 @blueprint.get("/livez")
 async def livez() -> Response:
-    """200 while the process lives."""
+    """200 while the process can do work, or will. 503 when no device of a model returns from its
+    call: a thread in native code cannot be stopped, so whoever supervises the process must end it.
+    """
+    if any(embedder.stuck for embedder in current_service().models):
+        raise Unhealthy("stuck in a device call that does not return: end this process")
     return Response(b"")
 
 

@@ -55,7 +55,7 @@ class Result(msgspec.Struct, omit_defaults=True):
 async def rerank_documents(
     meter: Meter, body: DocumentsRequest
 ) -> tuple[Scores, Callable[[], AsyncIterator[bytes]]]:
-    """The model's answer, and what gives the best documents as Results: the inside of a JSON list, in
+    """The model's answer, and what gives the best documents as Results: a JSON list inside, in
     slices, anew at each call."""
     _check(body)
     texts = [item if isinstance(item, str) else item.text for item in body.documents]
