@@ -122,6 +122,8 @@ class Embedder:
             batches * self.plan.max_batch_tokens,
             lambda: self.engine.tokens_per_s,
         )
+        self.telemetry.admitted_inputs.set_function(lambda: self.admission.inputs)
+        self.telemetry.admitted_tokens.set_function(lambda: self.admission.tokens)
         self.runner = RequestRunner(self.processor.executor, self.engine, self.telemetry, self.spec)
         self.engine.start()
 

@@ -186,6 +186,12 @@ class Telemetry:
 
     def _add_our_series(self) -> None:
         self.queue_tokens = self._gauge("jaxembed_queue_tokens", "Tokens waiting for a batch")
+        self.admitted_inputs = self._gauge(
+            "jaxembed_admitted_inputs", "Inputs admitted and not answered"
+        )
+        self.admitted_tokens = self._gauge(
+            "jaxembed_admitted_tokens", "Tokens of these, roughly until they are tokenized"
+        )
         self.lane_size = self._gauge(
             "jaxembed_lane_size", "Inputs waiting for a batch, by lane", "lane"
         )

@@ -298,6 +298,8 @@ def test_cancelling_a_call_takes_its_queued_work_along(embedder, held):
         while queue_of(embedder)[0] != 300:  # the queue is what there is to wait on
             await asyncio.sleep(0)
         assert embedder.admission.inputs == 300
+        assert series(embedder)["jaxembed_admitted_inputs"] == 300
+        assert series(embedder)["jaxembed_admitted_tokens"] == embedder.admission.tokens > 0
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
