@@ -32,6 +32,7 @@ REFUSED = {
     "lc_langchain_jina": (400, "`late_chunking` of true is not supported"),
     "ll_cohere": (422, "missing required field `inputs`"),  # a Cohere body, sent to /
     "hs_hf_sparse": (424, "SPLADE"),
+    "ll_voyage": (415, "Content-Type: application/json"),  # it says nothing of what it sends
 }
 
 # LiteLLM reads a string here for Infinity and an object for vLLM, from the same request.
@@ -45,9 +46,9 @@ def replay(one, embedder=None):
     spec = SPECS.get(path.rsplit("/", 1)[-1], EMBEDDER)
     embedder = embedder or FakeEmbedder(spec=spec)
     aliases = {} if name == UNSPECIFIED else {embedder.name: (name,)}
-    body = {"json": one["body"]} if "body" in one else {}
-    headers = {"accept": one["accept"]}
-    return fetch(path, method, models=Models([embedder], aliases), headers=headers, **body)
+    body = {"data": json.dumps(one["body"])} if "body" in one else {}
+    models = Models([embedder], aliases)
+    return fetch(path, method, models=models, headers=one["headers"], **body)
 
 
 def found(answer, place):
