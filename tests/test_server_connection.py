@@ -3,6 +3,9 @@
 import asyncio
 import contextlib
 
+import h2.config
+import h2.connection
+import h2.events
 import pytest
 from fake_embedder import FakeEmbedder
 
@@ -174,3 +177,29 @@ def test_many_small_pieces_are_not_held_until_there_are_no_more():
         return writer.written
 
     assert [len(piece) for piece in asyncio.run(scenario())] == [MOST_HELD] * 10
+
+
+def h2_client() -> h2.connection.H2Connection:
+    client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+    client.initiate_connection()
+    return client
+
+
+def test_a_body_that_goes_on_after_its_answer_ends_the_connection_quietly(caplog):
+    head = [(":method", "GET"), (":path", "/health"), (":scheme", "http"), (":authority", "x")]
+
+    async def go():
+        async with serving() as address, connected(address) as (reader, writer):
+            client, ended = h2_client(), False
+            client.send_headers(1, head)  # and no end: a body is to come
+            writer.write(client.data_to_send())
+            while not ended:
+                events = client.receive_data(await asyncio.wait_for(reader.read(65536), 5))
+                ended = any(isinstance(event, h2.events.StreamEnded) for event in events)
+            client.send_data(1, b"late")
+            writer.write(client.data_to_send())
+            while await asyncio.wait_for(reader.read(65536), 5):
+                pass
+
+    asyncio.run(go())
+    assert not [record for record in caplog.records if record.exc_info]

@@ -105,7 +105,10 @@ class Connection(TCPServer):
         self.writer.transport.abort()
 
     async def _read_data(self) -> None:
-        await super()._read_data()
+        try:
+            await super()._read_data()
+        except KeyError:  # Hypercorn's HTTP/2, of a body that goes on after its answer was sent
+            await self.protocol.handle(Closed())
         self.idle.end()
 
     async def _idle_timeout(self) -> None:
