@@ -15,7 +15,7 @@ from jaxembed.server.app import create_app
 from jaxembed.server.connection import MOST_HELD, Connection
 from jaxembed.server.models import Models
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @contextlib.asynccontextmanager
@@ -103,7 +103,7 @@ def test_a_large_answer_comes_whole(written):
 def test_requests_sent_ahead_are_answered_in_order(written):
     async def go():
         async with serving() as address, connected(address) as (reader, writer):
-            writer.write(HEALTH * 3)
+            writer.write(PING * 3)
             for _ in range(3):
                 assert await answer(reader) == b""
 
@@ -115,7 +115,7 @@ def test_an_idle_connection_is_closed_in_time(monkeypatch):
 
     async def go():
         async with serving() as address, connected(address) as (reader, writer):
-            writer.write(HEALTH)
+            writer.write(PING)
             await answer(reader)
             assert await asyncio.wait_for(reader.read(), 5) == b""
 
