@@ -1,6 +1,7 @@
 """Text to token ids: truncation, prompts, pairs, offsets."""
 
 import threading
+from array import array
 
 import numpy as np
 import pytest
@@ -232,6 +233,25 @@ def test_token_ids_run_verbatim(processor):
     assert ids_of(processor, Tokens([CLS, CLS, 0, 48])) == [CLS, CLS, 0, 48]
     assert ids_of(processor, Tokens(range(5, 15))) == list(range(5, 13))
     assert ids_of(processor, Tokens(range(5, 15)), rules(side="left")) == list(range(7, 15))
+
+
+def test_token_ids_may_be_an_array(processor):
+    ids = array("I", [CLS, 7, 48])
+    assert ids_of(processor, Tokens(ids)) == [CLS, 7, 48]
+    assert processor.decode([ids], skip_special_tokens=False)
+    assert processor.estimate([Tokens(ids)]) == processor.estimate([Tokens(ids.tolist())])
+    with pytest.raises(InvalidInput, match="token id 49 is out of range"):
+        processor.encode([Tokens(array("I", [5, 49, 6]))], rules())
+    with pytest.raises(EmptyInput):
+        processor.encode([Tokens(array("I"))], rules())
+
+
+def test_the_range_of_an_array_is_found_without_a_python_int_for_each_id(processor):
+    class Unread(array):
+        def __iter__(self):
+            raise AssertionError("read one by one")
+
+    assert len(ids_of(processor, Tokens(Unread("I", [7] * 1000)))) == 8
 
 
 @pytest.mark.parametrize("bad", [-1, 49, 2**31, 2**40, 2**70, -(2**70)])

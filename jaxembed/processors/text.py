@@ -1,5 +1,6 @@
 """Text to token ids: prompts, special tokens, pairs, truncation. Knows no HTTP and no batches."""
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -289,13 +290,22 @@ class TextProcessor:
         return sum(self._around) > 0 and inner >= len(before) and is_framed
 
     def _check_ids(self, ids: Sequence[int]) -> np.ndarray:
-        if min(ids) < 0 or max(ids) >= self.vocab_size:  # before numpy: they may exceed 64 bits
-            bad = next(one for one in ids if not 0 <= one < self.vocab_size)
+        least, most = _range(ids)
+        if least < 0 or most >= self.vocab_size:  # before int32: they may exceed 64 bits
+            bad = least if least < 0 else most
             raise InvalidInput(
                 f"token id {bad} is out of range: this model's ids are 0 to {self.vocab_size - 1}; "
                 "ids of another tokenizer (such as tiktoken) must be sent as text"
             )
         return np.array(ids, np.int32)
+
+
+def _range(ids: Sequence[int]) -> tuple[int, int]:
+    """The least and the greatest id; of an array without a Python int for each."""
+    if isinstance(ids, array):
+        values = np.asarray(ids)
+        return int(values.min()), int(values.max())
+    return min(ids), max(ids)
 
 
 def _around_text(encoding) -> tuple[int, int]:
