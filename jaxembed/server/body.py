@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import re
-from collections.abc import Sequence
+from array import array
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar, cast, get_args, get_type_hints
+from typing import TypeVar, cast, get_args
 
 import msgspec
 from quart import request
@@ -13,12 +13,12 @@ from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, Unsupport
 
 from jaxembed.errors import BatchTooLarge, EmptyInput, InvalidInput
 from jaxembed.inputs import Input, Pair, Priority, Text, Tokens
+from jaxembed.server import decoding
 from jaxembed.server.connection import BoundedBody
+from jaxembed.server.decoding import TokenId, mixed
 from jaxembed.server.errors import BadField, BadJson
 from jaxembed.server.meter import Method, RequestSize, current_meter
 from jaxembed.server.service import current_service
-
-TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 # msgspec refuses list[str] | list[int] in one union: `read_inputs` checks what this lets through.
 InputUnion = str | list[str | TokenId | list[TokenId]]
@@ -52,7 +52,7 @@ async def read_body_as(kind: type[T]) -> T:
     """The body of the current request as `kind`."""
     data = await read_data()
     with current_meter().time("decode"):
-        return decode(data, kind)
+        return await decode_body(data, kind)
 
 
 async def read_data() -> bytearray:
@@ -92,38 +92,24 @@ async def discard_body() -> None:
             await body.end()
 
 
-def decode(data: bytes | bytearray | msgspec.Raw, kind: type[T]) -> T:
-    """JSON as `kind`; a bad field answers with its path, such as `$.dimensions`."""
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        path = re.search(r"at `\$\.?([^`]*)`$", str(error))
-        field = path.group(1) if path else None
-        raise BadField(f"{error}{_allowed(kind, field, str(error))}", field=field) from error
-    except UnicodeDecodeError as error:
-        raise BadJson("the body is not valid UTF-8") from error
-    except RecursionError as error:
-        raise BadJson("the body nests too deeply") from error
-    except msgspec.DecodeError as error:
-        # msgspec says so of half a surrogate pair, too
-        cut = "truncated" in str(error)
-        raise BadJson(
-            "it ends too early, or holds a lone surrogate" if cut else str(error)
-        ) from error
+def decode_body(
+    data: bytes | bytearray | msgspec.Raw, kind: type[T], at_once: int = decoding.AT_ONCE
+) -> Awaitable[T]:
+    """JSON as `kind`, with no more inputs than one request may have."""
+    return decoding.decode(data, kind, _check_count, at_once)
 
 
-def _allowed(kind: type, field: str | None, message: str) -> str:
-    """The names a field takes, where it takes only some: msgspec says that this one is not among
-    them, or that it is no text."""
-    if field is None or not message.startswith(("Invalid enum value", "Expected")):
-        return ""
-    hints = get_args(get_type_hints(kind).get(field))
-    values = [value for hint in hints for value in (get_args(hint) or [hint])]
-    names = ", ".join(repr(value) for value in values if isinstance(value, str))
-    return f"; wanted one of {names}" if names else ""
+def _check_count(place: str, count: int) -> None:
+    """Raises InvalidInput for a list with at least `count` items that is too long."""
+    if not place.endswith("]"):
+        check_batch(count)
+    elif count > 2:
+        raise BadField(
+            f"Expected one text or a pair, got more than two texts - at `$.{place}`", field=place
+        )
 
 
-def read_inputs(raw: str | Sequence[str | int | list[int]], field: str) -> RequestInputs:
+def read_inputs(raw: str | Sequence[str | int | Sequence[int]], field: str) -> RequestInputs:
     """One text, one sequence of token ids, or a list in which each item is either.
 
     `[1, 2, 3]` is one sequence. `field` is the name the client gave the value.
@@ -138,7 +124,7 @@ def read_inputs(raw: str | Sequence[str | int | list[int]], field: str) -> Reque
     characters = 0
     for i, item in enumerate(raw):
         if isinstance(item, int):
-            raise mixed(field, i, "a text or a list of token ids", item)
+            raise mixed(field, i, "a text or a list of token ids", "int")
         one = _text(item, field, i) if isinstance(item, str) else _ids(item, field, i)
         items.append(one)
         characters += len(item)
@@ -197,24 +183,21 @@ def _text(text: str, field: str, index: int | None = None) -> Text:
     return Text(text)
 
 
-def _ids(ids: list[int], field: str, index: int) -> Tokens:
+def _ids(ids: Sequence[int], field: str, index: int) -> Tokens:
     if not ids:
         raise EmptyInput(field, index)
     return Tokens(ids)
 
 
-def _sequence(raw: Sequence[str | int | list[int]], field: str) -> list[int]:
+def _sequence(raw: Sequence[str | int | Sequence[int]], field: str) -> Sequence[int]:
+    if isinstance(raw, array):
+        return raw
     if not raw:
         raise EmptyInput(field)
     ids = []
     for i, item in enumerate(raw):
         if not isinstance(item, int):
-            raise mixed(field, i, "a token id, as the items before it", item)
+            got = "str" if isinstance(item, str) else "array"
+            raise mixed(field, i, "a token id, as the items before it", got)
         ids.append(item)
     return ids
-
-
-def mixed(field: str, i: int, wanted: str, item: str | int | list) -> BadField:
-    """An item of another kind than those before it."""
-    kind = {str: "str", int: "int"}.get(type(item), "array")
-    return BadField(f"Expected {wanted}, got `{kind}` - at `$.{field}[{i}]`", field=f"{field}[{i}]")

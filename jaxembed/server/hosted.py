@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 from quart import Blueprint, Response
 
-from jaxembed.server.body import check_batch, decode, read_body_as, read_data
+from jaxembed.server.body import check_batch, decode_body, read_body_as, read_data
+from jaxembed.server.decoding import AT_ONCE
 from jaxembed.server.encoding import json_response, wants_octets
 from jaxembed.server.errors import BadField
 from jaxembed.server.jina import answer_jina
@@ -28,15 +29,10 @@ AnyRequest = EmbedRequest | RerankRequest | DocumentsRequest | PredictRequest
 
 
 class Asked(msgspec.Struct):
-    """As much of a body as says what it asks for."""
+    """As much of a body as says what it asks for; `texts` are TEI's, `documents` Jina's."""
 
     model: str | None = None
     query: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-class Keys(msgspec.Struct):
-    """As much of a body for /rerank as tells TEI's from Jina's."""
-
     texts: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     documents: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
@@ -59,7 +55,7 @@ async def rerank_texts() -> Response:
     with current_meter() as meter:
         data = await read_data()
         with meter.time("decode"):
-            body = decode_rerank(data)
+            body = await _decode_rerank(data, await decode_body(data, Asked))
         return await answer_any(meter, body, octets=False)
 
 
@@ -70,7 +66,7 @@ async def invocations() -> Response:
     with current_meter() as meter:
         data = await read_data()
         with meter.time("decode"):
-            body = decode_any(data, meter.service.models)
+            body = await decode_any(data, meter.service.models)
         return await answer_any(meter, body, octets=wants_octets())
 
 
@@ -80,9 +76,7 @@ async def vertex() -> Response:
     service = current_service()
     with current_meter():
         body = await read_body_as(VertexRequest)
-    check_batch(len(body.instances))  # decoding holds the event loop
-    requests = [decode_any(raw, service.models) for raw in body.instances]
-    check_batch(sum(map(_count, requests)))
+    requests = await _decode_instances(body.instances, service.models)
     meters = [Meter(service) for _ in requests]
     results = await asyncio.gather(*map(_instance, meters, requests), return_exceptions=True)
     parts = []
@@ -94,25 +88,42 @@ async def vertex() -> Response:
     return json_response(b'{"predictions":[' + b",".join(parts) + b"]}")
 
 
-def decode_rerank(data: bytes | bytearray | msgspec.Raw) -> RerankRequest | DocumentsRequest:
+async def decode_any(
+    data: bytes | bytearray | msgspec.Raw, models: Models, at_once: int = AT_ONCE
+) -> AnyRequest:
+    """The body of one of the routes with a task."""
+    asked = await decode_body(data, Asked, at_once)
+    if asked.query is not msgspec.UNSET:
+        return await _decode_rerank(data, asked, at_once)
+    if any(embedder.spec.task == "embed" for embedder in models.meant(asked.model)):
+        return await decode_body(data, EmbedRequest, at_once)
+    return await decode_body(data, PredictRequest, at_once)
+
+
+async def _decode_rerank(
+    data: bytes | bytearray | msgspec.Raw, asked: Asked, at_once: int = AT_ONCE
+) -> RerankRequest | DocumentsRequest:
     """TEI's body, or Jina's: clients send both to /rerank."""
-    keys = decode(data, Keys)
-    if keys.texts is not msgspec.UNSET:
-        return decode(data, RerankRequest)
-    if keys.documents is not msgspec.UNSET:
-        return decode(data, DocumentsRequest)
+    if asked.texts is not msgspec.UNSET:
+        return await decode_body(data, RerankRequest, at_once)
+    if asked.documents is not msgspec.UNSET:
+        return await decode_body(data, DocumentsRequest, at_once)
     raise BadField(
         "Object missing required field `texts` (or `documents`, in Jina's form)", field="texts"
     )
 
 
-def decode_any(data: bytes | bytearray | msgspec.Raw, models: Models) -> AnyRequest:
-    """The body of one of the routes with a task."""
-    asked = decode(data, Asked)
-    if asked.query is not msgspec.UNSET:
-        return decode_rerank(data)
-    embeds = any(embedder.spec.task == "embed" for embedder in models.meant(asked.model))
-    return decode(data, EmbedRequest) if embeds else decode(data, PredictRequest)
+async def _decode_instances(instances: list[msgspec.Raw], models: Models) -> list[AnyRequest]:
+    """The bodies in a /vertex request, as many as one request may have inputs."""
+    check_batch(len(instances))
+    requests = []
+    count = 0
+    for instance in instances:
+        # as much at once as of one body, all instances together
+        requests.append(await decode_any(instance, models, AT_ONCE // len(instances)))
+        count += _count(requests[-1])
+        check_batch(count)
+    return requests
 
 
 async def answer_any(meter: Meter, body: AnyRequest, *, octets: bool) -> Response:

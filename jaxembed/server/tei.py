@@ -17,12 +17,12 @@ from jaxembed.postprocess import similarity
 from jaxembed.server.body import (
     InputUnion,
     RequestInputs,
-    TokenId,
     check_batch,
     priority_of,
     read_body_as,
     read_inputs,
 )
+from jaxembed.server.decoding import TokenId
 from jaxembed.server.encoding import (
     json_matrices,
     json_matrix,
@@ -192,7 +192,7 @@ async def decode_ids() -> Response:
     """The text of each sequence of token ids."""
     with current_meter() as meter:
         body = await read_body_as(DecodeRequest)
-        if not body.ids or [] in body.ids:
+        if not body.ids or (isinstance(body.ids, list) and [] in body.ids):
             raise EmptyInput("input_ids")
         items = read_inputs(body.ids, field="ids").items
         texts = await meter.find(body.model, None).decode_async(

@@ -12,11 +12,11 @@ from jaxembed.inputs import Priority
 from jaxembed.options import ScoreOptions
 from jaxembed.server.body import (
     RequestTexts,
-    mixed,
     priority_of,
     read_body_as,
     read_texts_and_pairs,
 )
+from jaxembed.server.decoding import mixed
 from jaxembed.server.encoding import json_list, json_stream
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.scoring import json_predictions, json_ranks, score_documents
@@ -126,6 +126,6 @@ def _read_inputs(raw: str | list[str | list[str]]) -> RequestTexts:
     groups = []
     for i, item in enumerate(raw):
         if isinstance(item, str):
-            raise mixed("inputs", i, "a list of one or two texts", item)
+            raise mixed("inputs", i, "a list of one or two texts", "str")
         groups.append(item)
     return read_texts_and_pairs(groups, "inputs", "batch")

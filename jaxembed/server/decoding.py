@@ -1,0 +1,323 @@
+"""Decodes JSON into Structs without holding the event loop for long. Knows no route and no fields.
+
+msgspec decodes in one call, which holds the interpreter lock, builds all it reads before it checks
+how much that is, and wakes the cyclic collector often: 32 MiB of `[],` took 3 s and 900 MB. A
+body of more than AT_ONCE bytes is therefore read in two steps. A skim checks that it is JSON and
+finds its fields, whose lists and objects it leaves as they came. Then each list is cut into slices
+of whole items, each slice is decoded by itself, and the loop has a turn between slices.
+"""
+
+import asyncio
+import gc
+import re
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import numpy as np
+from msgspec.structs import asdict, fields
+
+from jaxembed.server.errors import BadField, BadJson
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+
+AT_ONCE = 64 * 1024  # a body of this size takes 2 ms at worst
+WINDOW = 32 * 1024  # a slice is at most twice as long, unless it is one item
+LONG_IDS = 256  # token ids in an item of a list: more become an array, of 4 bytes each
+
+# Raises InvalidInput if a list has too many items: its place, such as `inputs`, and how many it has
+# at least. A list of token ids is one input, and not counted.
+CheckCount = Callable[[str, int], None]
+
+_Kind = TypeVar("_Kind")
+
+_COMMA, _QUOTE = b',"'
+_STRUCTURAL = bytes(byte in b'"[]{},' for byte in range(256))
+_STEPS = np.array([(byte in b"[{") - (byte in b"]}") for byte in range(256)], np.int8)
+_OPENER = re.compile(rb"[ \t\r\n]*+(.?)", re.DOTALL)
+
+
+async def decode(
+    data: bytes | bytearray | msgspec.Raw, kind: type[_Kind], check: CheckCount, at_once: int = AT_ONCE
+) -> _Kind:
+    """JSON as `kind`, a Struct; a bad field answers with its path, such as `$.dimensions`.
+
+    Of a body of more than `at_once` bytes a list of token ids comes as an `array`.
+    """
+    if len(data) <= at_once:
+        return _decode_at_once(data, kind, named=kind)
+    return await _decode_part(memoryview(data), kind, "$", check)
+
+
+def mixed(field: str, i: int, wanted: str, got: str) -> BadField:
+    """An item of another kind than those before it; `got` is msgspec's word for its kind."""
+    return BadField(f"Expected {wanted}, got `{got}` - at `$.{field}[{i}]`", field=f"{field}[{i}]")
+
+
+@dataclass(frozen=True)
+class _Forms:
+    """What a type takes besides scalars."""
+
+    struct: type[msgspec.Struct] | None = None
+    item: Any = None  # the type of the items, if it takes a list
+    free: bool = False  # it takes JSON of no certain shape
+
+
+@cache
+def _forms(kind: Any) -> _Forms:
+    struct = item = None
+    free = False
+    for member in _members(kind):
+        origin = get_origin(member) or member
+        if origin is list:
+            (item,) = get_args(member) or (Any,)
+        elif origin is dict or origin is Any:
+            free = True
+        elif isinstance(origin, type) and issubclass(origin, msgspec.Struct):
+            struct = origin
+    return _Forms(struct, item, free)
+
+
+@cache
+def _members(kind: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    if get_origin(kind) in (Union, UnionType):
+        return tuple(one for member in get_args(kind) for one in _members(member))
+    if get_origin(kind) is Annotated and kind != TokenId:
+        return _members(get_args(kind)[0])
+    return (kind,)
+
+
+@cache
+def _skim(kind: type[msgspec.Struct]) -> tuple[type[msgspec.Struct], dict[str, Any]]:
+    """`kind` with its lists and objects left as JSON, and the types of the fields left so."""
+    left = {field.name: field.type for field in fields(kind) if _forms(field.type) != _Forms()}
+    skimmed = []
+    for field in fields(kind):
+        form = msgspec.Raw if field.name in left else field.type
+        unset = (Union[form, msgspec.UnsetType], msgspec.UNSET)  # noqa: UP007, not for Literal
+        skimmed.append((field.name, form) if field.required else (field.name, *unset))
+    return msgspec.defstruct(kind.__name__, skimmed, kw_only=True), left
+
+
+async def _decode_part(part: memoryview, kind: Any, place: str, check: CheckCount) -> Any:
+    """One value of a large body; `place` is its path."""
+    await asyncio.sleep(0)
+    forms = _forms(kind)
+    opener = _OPENER.match(part)
+    assert opener is not None
+    match opener[1]:
+        case b"[" if forms.item is not None:
+            return await _decode_list(part[opener.start(1) :], forms.item, place, check)
+        case b"{" if forms.struct is not None:
+            return await _decode_struct(part, forms.struct, place, check)
+        case b"[" | b"{" if forms.free and len(part) > AT_ONCE:
+            raise BadField(
+                f"Expected at most {AT_ONCE} bytes of JSON, got {len(part)} - at `{place}`",
+                field=_field(place),
+            )
+    return _decode_slice(part, kind, place)
+
+
+async def _decode_struct(
+    part: memoryview, kind: type[msgspec.Struct], place: str, check: CheckCount
+) -> msgspec.Struct:
+    skim, left = _skim(kind)
+    values = {}
+    for name, value in asdict(_decode_slice(part, skim, place, named=kind)).items():
+        if value is msgspec.UNSET:
+            continue
+        if name in left:
+            value = await _decode_part(memoryview(value), left[name], f"{place}.{name}", check)
+        values[name] = value
+    return kind(**values)
+
+
+async def _decode_list(
+    part: memoryview, item: Any, place: str, check: CheckCount
+) -> list[Any] | array:
+    opener = _OPENER.match(part, 1)
+    assert opener is not None
+    if opener[1] == b"]":
+        return []
+    if TokenId in _members(item) and opener[1] in b"-0123456789":
+        return await _decode_ids(part, item, place)
+    items = []
+    for piece, count in _slices(part):
+        await asyncio.sleep(0)
+        if count:
+            check(_field(place), len(items) + count)
+        if count == 1 and len(piece) > WINDOW:
+            items.append(await _decode_part(piece, item, f"{place}[{len(items)}]", check))
+        elif count:
+            items += _decode_items(piece, item, place, len(items))
+    return items
+
+
+async def _decode_ids(part: memoryview, item: Any, place: str) -> array:
+    """A list whose first item is a number: each must be a token id."""
+    ids = array("I")
+    for piece, count in _slices(part):
+        await asyncio.sleep(0)
+        if count:
+            ids.fromlist(_decode_token_ids(piece, item, place, len(ids)))
+    return ids
+
+
+def _slices(part: memoryview) -> Iterator[tuple[memoryview, int]]:
+    """Slices of whole items of a list, which is known to be JSON, and how many items each has.
+
+    An item longer than WINDOW is a slice by itself. For a window in which no item ends there is an
+    empty slice, so that whoever iterates may pause.
+    """
+    start = 0  # of the window
+    begin = 1  # of the slice
+    depth, quoted = 0, False
+    while start < len(part):
+        window = bytes(part[start : start + WINDOW])
+        window = window.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
+        window = window.removesuffix(b"\\")  # with what it escapes in the next one
+        ends, depth, quoted = _item_ends(window, depth, quoted)
+        ends += start
+        start += len(window)
+        if len(ends) and ends[0] - begin > WINDOW:
+            yield part[begin : ends[0]], 1
+            begin, ends = ends[0] + 1, ends[1:]
+        if len(ends):
+            yield part[begin : ends[-1]], len(ends)
+            begin = ends[-1] + 1
+        else:
+            yield part[:0], 0
+
+
+def _item_ends(window: bytes, depth: int, quoted: bool) -> tuple[np.ndarray, int, bool]:
+    """Where the items of a list end, each at a comma or at the list's own bracket.
+
+    `depth` is how many brackets are open, `quoted` whether a string is, before the window and, in
+    what comes back, after it. No quote in the window is escaped.
+    """
+    places = np.flatnonzero(np.frombuffer(window.translate(_STRUCTURAL), bool))
+    if not len(places):
+        return places, depth, quoted
+    marks = np.frombuffer(window, np.uint8)[places]
+    inside = np.logical_xor.accumulate(marks == _QUOTE) ^ quoted
+    depths = np.cumsum(_STEPS.take(marks) * ~inside, dtype=np.int32) + np.int32(depth)
+    ends = ~inside & (((marks == _COMMA) & (depths == 1)) | (depths == 0))
+    return places[ends], int(depths[-1]), bool(inside[-1])
+
+
+def _decode_items(piece: memoryview, item: Any, place: str, first: int) -> list[Any]:
+    """Some items of a list, of which the first has the index `first`."""
+    items = _decode_slice(_bracketed(piece), list[item], place, first=first)
+    if _forms(item).item == TokenId:
+        for i, one in enumerate(items):
+            if isinstance(one, list) and len(one) > LONG_IDS:
+                items[i] = array("I", one)
+    return items
+
+
+def _decode_token_ids(piece: memoryview, item: Any, place: str, first: int) -> list[int]:
+    """Some items of a list that began with a token id."""
+    data = _bracketed(piece)
+    try:
+        with _collector_paused():
+            return msgspec.json.decode(data, type=list[TokenId])
+    except msgspec.ValidationError as error:
+        other = re.search(r"got `(str|array)` - at `\$\[(\d+)\]`$", str(error))
+        is_taken = {"str": str in _members(item), "array": _forms(item).item is not None}
+        if other and is_taken[other[1]]:
+            i, wanted = first + int(other[2]), "a token id, as the items before it"
+            raise mixed(_field(place), i, wanted, other[1]) from error
+    return _decode_slice(data, list[item], place, first=first)  # raises, naming all that it takes
+
+
+def _bracketed(piece: memoryview) -> bytes:
+    return b"".join((b"[", piece, b"]"))
+
+
+def _decode_slice(
+    data: bytes | memoryview,
+    kind: Any,
+    place: str,
+    *,
+    first: int = 0,
+    named: type | None = None,
+) -> Any:
+    """As `_decode_at_once`, without the cyclic collector."""
+    with _collector_paused():
+        return _decode_at_once(data, kind, place, first=first, named=named)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """The cyclic collector walks what is being built again and again: half of the time or more."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _decode_at_once(
+    data: bytes | memoryview | msgspec.Raw,
+    kind: Any,
+    place: str = "$",
+    *,
+    first: int = 0,
+    named: type | None = None,
+) -> Any:
+    """The value at `place`, or the items of the list at `place` from the index `first` on.
+
+    Errors list the names that a field takes, if `named` is the Struct with the field.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _bad_field(str(error), named, place, first) from error
+    except UnicodeDecodeError as error:
+        raise BadJson("the body is not valid UTF-8") from error
+    except RecursionError as error:
+        raise BadJson("the body nests too deeply") from error
+    except msgspec.DecodeError as error:
+        # msgspec says so of half a surrogate pair, too
+        cut = "truncated" in str(error)
+        raise BadJson(
+            "it ends too early, or holds a lone surrogate" if cut else str(error)
+        ) from error
+
+
+def _bad_field(message: str, named: type | None, place: str, first: int) -> BadField:
+    """msgspec's error with the path from the top of the body."""
+    words, path = message, ""
+    if found := re.search(r" - at `\$([^`]*)`$", message):
+        words, path = message[: found.start()], found[1]
+    if first:
+        path = re.sub(r"^\[(\d+)\]", lambda index: f"[{first + int(index[1])}]", path)
+    place += path
+    if place == "$":
+        return BadField(words)
+    field = _field(place)
+    allowed = _allowed(named, field, words) if named else ""
+    return BadField(f"{words} - at `{place}`{allowed}", field=field)
+
+
+def _field(place: str) -> str:
+    return place.removeprefix("$").removeprefix(".")
+
+
+def _allowed(kind: type, field: str, message: str) -> str:
+    """The names a field takes, where it takes only some: msgspec says that this one is not among
+    them, or that it is no text."""
+    if not message.startswith(("Invalid enum value", "Expected")):
+        return ""
+    hints = get_args(get_type_hints(kind).get(field))
+    values = [value for hint in hints for value in (get_args(hint) or [hint])]
+    names = ", ".join(repr(value) for value in values if isinstance(value, str))
+    return f"; wanted one of {names}" if names else ""

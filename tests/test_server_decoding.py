@@ -1,0 +1,499 @@
+"""Large bodies are decoded in slices, to what msgspec makes of them in one call."""
+
+import asyncio
+import gc
+import json
+import tracemalloc
+from array import array
+
+import msgspec
+import numpy as np
+import pytest
+from fake_embedder import CLASSIFIER, RERANKER, FakeEmbedder
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_server_hosted import three
+from test_server_openai import ask, unit
+
+from jaxembed.config import ServerConfig
+from jaxembed.errors import InvalidInput
+from jaxembed.inputs import Tokens
+from jaxembed.server import decoding
+from jaxembed.server.classify import ClassifyRequest
+from jaxembed.server.decoding import AT_ONCE, WINDOW, decode
+from jaxembed.server.errors import BadField, BadJson
+from jaxembed.server.hosted import Asked, VertexRequest
+from jaxembed.server.openai import EmbeddingsRequest
+from jaxembed.server.rerank import DocumentsRequest
+from jaxembed.server.tei import (
+    DecodeRequest,
+    EmbedAllRequest,
+    EmbedRequest,
+    SimilarityRequest,
+    TokenizeRequest,
+)
+from jaxembed.server.tei_scores import PredictRequest, RerankRequest
+
+KINDS = [
+    EmbeddingsRequest,
+    ClassifyRequest,
+    EmbedRequest,
+    EmbedAllRequest,
+    SimilarityRequest,
+    TokenizeRequest,
+    DecodeRequest,
+    PredictRequest,
+    RerankRequest,
+    DocumentsRequest,
+    VertexRequest,
+    Asked,
+]
+MIB = 1024 * 1024
+
+
+def any_count(place, count):
+    """No list is too long."""
+
+
+def run(data, kind, check=any_count, at_once=0, decode=decode):
+    bodies = []  # not what the task returns: asyncio would make a text of it
+
+    async def go():
+        bodies.append(await decode(data, kind, check, at_once))
+
+    asyncio.run(go())
+    return bodies[0]
+
+
+def encoded(body):
+    """The body as JSON again, in which an array of token ids is a list."""
+    return msgspec.json.encode(body, enc_hook=list)
+
+
+def filled(unit, opening, closing):
+    """A body of 8 MiB."""
+    return opening + unit * (8 * MIB // len(unit)) + closing
+
+
+text = st.text(max_size=12) | st.sampled_from(["", "\\", '"', '\\"', "],[", "ä\ud7ff😀", "\n"])
+ids = st.integers(0, 2**32 - 1)
+wrong = st.none() | st.booleans() | st.floats(-9, 9) | st.integers(-3, 2**70)
+item = st.one_of(
+    text,
+    ids,
+    st.lists(ids, max_size=6),
+    st.lists(text, max_size=6),
+    st.fixed_dictionaries({"text": text}, optional={"x": st.lists(st.lists(wrong))}),
+)
+value = st.one_of(
+    text,
+    st.lists(text),
+    st.lists(ids),
+    st.lists(st.lists(ids)),
+    st.lists(st.lists(text)),
+    st.lists(item),
+    st.lists(item | wrong),
+    wrong,
+    st.fixed_dictionaries({"source_sentence": text, "sentences": st.lists(text)}),
+    st.dictionaries(text, item | wrong, max_size=3),
+)
+layout = st.sampled_from([{}, {"indent": 3}, {"separators": (",", ":")}, {"ensure_ascii": False}])
+
+
+@st.composite
+def bodies(draw, kind):
+    names = [field.name for field in msgspec.structs.fields(kind)]
+    required = {field.name: value for field in msgspec.structs.fields(kind) if field.required}
+    others = {name: value for name in [*names, "other"] if name not in required}
+    body = draw(st.fixed_dictionaries(required, optional=others))
+    return json.dumps(body, **draw(layout)).encode()
+
+
+def outcome(make):
+    """What `make` returns, as JSON, or the class of its error; JSON may also be of another shape
+    where it breaks."""
+    try:
+        return encoded(make())
+    except InvalidInput as error:
+        return type(error)
+
+
+def at_once(data, kind):
+    """What msgspec makes of it in one call. A list that starts with an id may hold ids only, which
+    routes find out afterwards."""
+    body = run(data, kind, at_once=len(data))
+    for field in msgspec.structs.fields(kind):
+        items = getattr(body, field.name)
+        kinds = [type(one) for one in items] if isinstance(items, list) else []
+        if kinds[:1] == [int] and set(kinds) != {int}:
+            raise BadField("mixed")
+    return body
+
+
+@pytest.fixture(name="tiny")
+def tiny_slices(monkeypatch):
+    """Cut what is longer than a few bytes."""
+    monkeypatch.setattr(decoding, "WINDOW", 7)
+    monkeypatch.setattr(decoding, "LONG_IDS", 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30
+)
+@given(data=st.data())
+def test_slices_make_what_one_call_makes(tiny, kind, data):
+    body = data.draw(bodies(kind))
+    assert outcome(lambda: run(body, kind)) == outcome(lambda: at_once(body, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30
+)
+@given(data=st.data())
+def test_slices_refuse_what_one_call_refuses(tiny, kind, data):
+    """Which of two faults is told may differ."""
+    body = data.draw(bodies(kind))
+    i = data.draw(st.integers(0, len(body)))
+    part = data.draw(
+        st.sampled_from([b"", b",", b'"', b"\\", b"]", b"}", b"[", b"\xff", b" ", b"0"])
+    )
+    body = body[:i] + part + body[i + 1 :]
+    found, expected = outcome(lambda: run(body, kind)), outcome(lambda: at_once(body, kind))
+    if isinstance(expected, type):
+        assert isinstance(found, type)
+    else:
+        assert found == expected
+
+
+def test_token_ids_come_as_arrays_if_they_are_many():
+    body = run(b'{"inputs": [1, 2, 4294967295]}', EmbedRequest)
+    assert body.inputs == array("I", [1, 2, 2**32 - 1])
+    many = [7] * 300
+    body = run(json.dumps({"inputs": [[1], many, "a"]}).encode(), EmbedRequest)
+    assert body.inputs == [[1], array("I", many), "a"]
+
+
+def test_the_last_of_two_equal_keys_counts():
+    data = b'{"inputs": ["a"], "truncate": false, "inputs": ["b"]}'
+    assert run(data, EmbedRequest) == run(data, EmbedRequest, at_once=AT_ONCE)
+    assert run(data, EmbedRequest).inputs == ["b"]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("data", [b'{"inputs": [["a"], ["b"]]}', b'{"inputs": [1, {}]}'])
+def test_the_collector_is_left_as_it_was(data, enabled):
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        outcome(lambda: run(data, PredictRequest))
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+
+FAULTS = [
+    (EmbedRequest, '"inputs": 3'),
+    (EmbedRequest, '"inputs": {}'),
+    (EmbedRequest, '"inputs": null'),
+    (EmbedRequest, '"inputs": [%s, null]'),
+    (EmbedRequest, '"inputs": [%s, 1.5]'),
+    (EmbedRequest, '"inputs": [%s, {}]'),
+    (EmbedRequest, '"inputs": [%s, -1]'),
+    (EmbedRequest, '"inputs": [%s, [1, 4294967296]]'),
+    (EmbedRequest, '"inputs": [%s, [1, "a"]]'),
+    (EmbedRequest, '"inputs": [%s, [1, [2]]]'),
+    (EmbedRequest, '"inputs": [%s], "truncate": 3'),
+    (EmbedRequest, '"inputs": [%s], "truncation_direction": "up"'),
+    (EmbedRequest, '"inputs": [%s], "priority": 3'),
+    (EmbedRequest, '"inputs": [%s], "dimensions": -1'),
+    (EmbedRequest, '"truncate": true'),
+    (EmbeddingsRequest, '"input": [%s], "encoding_format": "hex"'),
+    (SimilarityRequest, '"inputs": [%s]'),
+    (SimilarityRequest, '"inputs": {"sentences": [%s]}'),
+    (SimilarityRequest, '"inputs": {"source_sentence": "a", "sentences": [%s, 3]}'),
+    (
+        SimilarityRequest,
+        '"inputs": {"source_sentence": "a", "sentences": [%s]},'
+        '"parameters": {"truncation_direction": "up"}',
+    ),
+    (TokenizeRequest, '"inputs": [%s, 3]'),
+    (DecodeRequest, '"ids": ["a"]'),
+    (DecodeRequest, '"ids": [1, true]'),
+    (DecodeRequest, '"ids": [1, 4294967296]'),
+    (PredictRequest, '"inputs": [%s, ["a", 3]]'),
+    (PredictRequest, '"inputs": [%s, 3]'),
+    (RerankRequest, '"query": "a", "texts": [%s, ["a"]]'),
+    (RerankRequest, '"texts": [%s]'),
+    (DocumentsRequest, '"query": "a", "documents": [%s, {"x": 3}]'),
+    (DocumentsRequest, '"query": "a", "documents": [%s, {"text": 3}]'),
+    (DocumentsRequest, '"query": "a", "documents": [%s], "rank_fields": [3]'),
+    (DocumentsRequest, '"query": "a", "documents": [%s], "relevant_spans": []'),
+    (VertexRequest, '"instances": {}'),
+]
+
+
+@pytest.mark.parametrize(("kind", "fault"), FAULTS)
+def test_a_bad_field_has_the_same_words_in_a_large_body(kind, fault):
+    """Large because of a long item before it, because of many, and because of blanks."""
+
+    def refusal(items, blanks=""):
+        body = "{" + fault.replace("%s", items) + blanks + "}"
+        with pytest.raises(BadField) as caught:
+            run(body.encode(), kind, at_once=AT_ONCE)
+        return str(caught.value), caught.value.field
+
+    message, field = refusal('"a"')
+    assert refusal('"' + "a" * AT_ONCE + '"', " " * AT_ONCE) == (message, field)
+    many, _ = refusal(",".join(['"a"'] * AT_ONCE), " " * AT_ONCE)
+    assert many == message.replace("[1]", f"[{AT_ONCE}]", "%s" in fault)
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "model"),
+    [
+        ({"inputs": [1, 2, "a"]}, "/embed", None),
+        ({"inputs": [1, 2, [3]]}, "/embed", None),
+        ({"inputs": ["a", 2]}, "/embed", None),
+        ({"inputs": ["a", ""]}, "/embed", None),
+        ({"inputs": ["a", []]}, "/embed", None),
+        ({"inputs": []}, "/embed", None),
+        ({"ids": [1, [2]]}, "/decode", None),
+        ({"ids": [[1], []]}, "/decode", None),
+        ({"ids": []}, "/decode", None),
+        ({"inputs": ["a", ["b"]]}, "/predict", CLASSIFIER),
+        ({"inputs": [["a"], ["b", "c", "d"]]}, "/predict", CLASSIFIER),
+        ({"inputs": [["a"], ["", ""]]}, "/predict", CLASSIFIER),
+        ({"query": "a", "texts": []}, "/rerank", RERANKER),
+        ({"query": "a"}, "/rerank", RERANKER),
+    ],
+)
+def test_a_route_answers_a_large_body_as_a_small_one(body, path, model):
+    spec = {"spec": model} if model else {}
+    small = ask(body, path=path, embedder=FakeEmbedder(**spec))
+    raw = json.dumps(body).encode() + b" " * AT_ONCE
+    large = ask(None, path=path, embedder=FakeEmbedder(**spec), raw=raw)
+    assert small[0].status_code == large[0].status_code >= 400
+    assert small[1] == large[1]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"inputs": ["a" "b"]}',
+        b'{"inputs": ["a",]}',
+        b'{"inputs": ["a"}',
+        b'{"inputs": ["a"]',
+        b'{"inputs": ["a"]} x',
+        b'{"inputs": ["\xff"]}',
+        b'{"inputs": ["\\ud800"]}',
+        b'{"inputs": ["\\x"]}',
+        b'{"inputs": [01]}',
+        b'{"inputs": ["a"], "other": [nul]}',
+        b'{"inputs": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    ],
+)
+def test_broken_json_is_told_so_in_a_large_body(data):
+    with pytest.raises(BadJson) as large:
+        run(b" " * AT_ONCE + data, EmbedRequest, at_once=AT_ONCE)
+    if b"[[" not in data:  # at once the third bracket is too many
+        with pytest.raises(BadJson) as small:
+            run(data, EmbedRequest, at_once=AT_ONCE)
+        words = [str(error.value).partition(" (byte")[0] for error in (large, small)]
+        assert words[0].replace("escaped character", "escape character in string") == words[1]
+
+
+def test_a_free_form_field_is_bounded():
+    spans = b'"relevant_spans": {"a": [' + b"[]," * AT_ONCE + b"1]}"
+    with pytest.raises(BadField, match=f"at most {AT_ONCE} bytes of JSON, got") as caught:
+        run(b'{"query": "a", "documents": ["b"], %s}' % spans, DocumentsRequest, at_once=AT_ONCE)
+    assert caught.value.field == "relevant_spans"
+
+
+HOSTILE = [
+    pytest.param(kind, filled(unit, *ends), id=f"{kind.__name__} {unit.decode()}")
+    for kind, unit, ends in [
+        (EmbedRequest, b"[],", (b'{"inputs": [', b"[]]}")),
+        (EmbedRequest, b'"",', (b'{"inputs": [', b'""]}')),
+        (EmbedRequest, b"[1],", (b'{"inputs": ["a", ', b"[1]]}")),
+        (EmbedRequest, b"[", (b'{"inputs": ', b"}")),
+        (EmbedRequest, b"[1,[", (b'{"inputs": ', b"}")),
+        (SimilarityRequest, b'"",', (b'{"inputs":{"source_sentence":"","sentences":[', b'""]}}')),
+        (PredictRequest, b'"",', (b'{"inputs": [[', b'""]]}')),
+        (ClassifyRequest, b'"",', (b'{"input": ["a", [', b'""]]}')),
+        (RerankRequest, b'"",', (b'{"query": "", "texts": [', b'""]}')),
+        (DocumentsRequest, b'{"text":""},', (b'{"query": "", "documents": [', b'""]}')),
+        (DocumentsRequest, b"[],", (b'{"query":"","documents":[],"relevant_spans":{"":[', b"1]}}")),
+        (DocumentsRequest, b'"",', (b'{"query":"","documents":[],"rank_fields":[', b'""]}')),
+        (DecodeRequest, b"[1],", (b'{"ids": [', b"[1]]}")),
+        (VertexRequest, b"{},", (b'{"instances": [', b"{}]}")),
+    ]
+]
+
+
+class Loop:
+    """Decodes beside a task that counts the turns of the loop, and notes what msgspec builds."""
+
+    def __init__(self, monkeypatch):
+        self.turns = 0
+        self.slices: list[int] = []
+        decode_once = msgspec.json.decode
+
+        def decode_noted(data, *, type):
+            if not getattr(type, "__struct_fields__", ()):  # a skim builds no lists
+                self.slices.append(memoryview(data).nbytes)
+            return decode_once(data, type=type)
+
+        monkeypatch.setattr(msgspec.json, "decode", decode_noted)
+
+    def run(self, data, kind, check):
+        async def checked_decode(*args):
+            ticker = asyncio.create_task(self._count())
+            try:
+                return await decode(*args)
+            finally:
+                ticker.cancel()
+
+        return run(data, kind, check, decode=checked_decode)
+
+    async def _count(self):
+        while True:
+            self.turns += 1
+            await asyncio.sleep(0)
+
+
+@pytest.fixture(name="loop")
+def counted_loop(monkeypatch):
+    return Loop(monkeypatch)
+
+
+def few(place, count):
+    """At most 2048 items."""
+    if count > 2048:
+        raise InvalidInput("too many")
+
+
+@pytest.mark.parametrize(("kind", "data"), HOSTILE)
+def test_what_is_refused_is_not_built(loop, kind, data):
+    """At once 8 MiB of `[],` are 2,800,000 lists."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInput):
+            loop.run(data, kind, few)
+        assert tracemalloc.get_traced_memory()[1] < 1 * MIB
+    finally:
+        tracemalloc.stop()
+    assert sum(loop.slices) < 4 * WINDOW
+
+
+def test_a_list_among_token_ids_is_not_built():
+    data = filled(b"[],", b'{"inputs": [1, [', b"1]]}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadField, match="a token id, as the items before it, got `array`"):
+            run(data, EmbedRequest)
+        assert tracemalloc.get_traced_memory()[1] < len(data) + 1 * MIB  # one copy of the JSON
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("unit", [b"[],", b'"",', b"1,", b"[1,2],", b'"a\\"b",'])
+def test_what_is_accepted_is_built_in_slices_with_turns_of_the_loop_between(loop, unit):
+    data = filled(unit, b'{"inputs": [', unit.removesuffix(b",") + b"]}")
+    body = loop.run(data, EmbedRequest, any_count)
+    assert len(body.inputs) == data.count(unit) + 1
+    assert max(loop.slices) <= 2 * WINDOW + 2
+    assert loop.turns >= len(loop.slices) >= len(data) // (2 * WINDOW)
+
+
+def test_token_ids_take_four_bytes_each_while_they_are_read():
+    data = filled(b"1,", b'{"inputs": [', b"1]}")
+    tracemalloc.start()
+    try:
+        body = run(data, EmbedRequest)
+        assert tracemalloc.get_traced_memory()[1] < 20 * MIB  # a list would take 32
+    finally:
+        tracemalloc.stop()
+    assert len(body.inputs) == 4 * MIB + 1
+
+
+def test_a_pair_of_millions_of_texts_is_refused_by_its_place():
+    raw = filled(b'"",', b'{"inputs": [["a"], [', b'""]]}')
+    for limit in (2048, 0):
+        config = ServerConfig(max_client_batch_size=limit)
+        embedder = FakeEmbedder(spec=CLASSIFIER)
+        response, body = ask(None, path="/predict", embedder=embedder, raw=raw, config=config)
+        assert response.status_code == 422
+        assert "one text or a pair, got more than two texts - at `$.inputs[1]`" in body["error"]
+
+
+def test_too_many_inputs_in_a_large_body_name_the_flag():
+    raw = filled(b'"a",', b'{"inputs": [', b'"a"]}')
+    response, body = ask(None, path="/embed", raw=raw)
+    assert response.status_code == 422
+    assert "> maximum allowed batch size 2048" in body["error"]
+    assert "--max-client-batch-size" in body["error"]
+
+
+def test_zero_means_any_number_of_inputs_in_a_large_body():
+    config = ServerConfig(max_client_batch_size=0)
+    _, body = ask({"inputs": ["a" * 40] * 3000}, path="/embed", config=config)
+    assert len(body) == 3000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed", {"inputs": ["a b", [1, 2, 3], "c"]}),
+        ("/embed", {"inputs": [[5] * 400, [6] * 300]}),
+        ("/embed", {"inputs": [1, 2, 3]}),
+        ("/embed_all", {"inputs": "a b"}),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b", "a c"]}}),
+        ("/tokenize", {"inputs": ["a b", "c"], "model": "e"}),
+        ("/decode", {"ids": [1, 2, 3], "model": "e"}),
+        ("/decode", {"ids": [[1] * 300, [3]], "model": "e"}),
+        ("/rerank", {"query": "a b", "texts": ["c", "a", "a b"]}),
+        ("/rerank", {"query": "a b", "documents": ["c", {"text": "a b"}]}),
+        ("/v2/rerank", {"query": "a b", "documents": ["c", {"text": "a b"}]}),
+        ("/classify", {"input": ["a", ["b", "c"]], "model": "c"}),
+        ("/predict", {"inputs": [["a"], ["b", "c"]], "model": "c"}),
+        ("/", {"inputs": ["a b"]}),
+        ("/invocations", {"query": "a b", "texts": ["c", "a b"]}),
+        ("/vertex", {"instances": [{"inputs": "a"}, {"inputs": [1, 2]}, {"inputs": ["a", "b"]}]}),
+    ],
+)
+def test_a_large_body_is_answered_as_a_small_one(path, body):
+    raw = json.dumps(body).encode() + b" " * AT_ONCE
+    small, large = (
+        ask(body, path=path, models=three()),
+        ask(None, path=path, models=three(), raw=raw),
+    )
+    assert large[0].status_code == small[0].status_code == 200
+    for answer in (small[1], large[1]):
+        if isinstance(answer, dict):
+            for name in ("id", "created"):
+                answer.pop(name, None)
+    assert large[1] == small[1]
+
+
+def test_vertex_counts_sequences_of_ids_that_came_as_arrays():
+    instances = [{"inputs": [[7] * 300] * 1500}] * 2
+    response, answer = ask({"instances": instances}, path="/vertex", models=three())
+    assert response.status_code == 422
+    assert "batch size 3000 > maximum allowed batch size 2048" in answer["error"]
+
+
+def test_vertex_stops_at_the_instance_with_an_input_too_many():
+    instance = {"inputs": ["a"] * 2000}
+    response, answer = ask({"instances": [instance] * 20}, path="/vertex", models=three())
+    assert response.status_code == 422
+    assert "batch size 4000 > maximum allowed batch size 2048" in answer["error"]
+
+
+def test_ids_of_a_large_body_are_the_ids_of_a_small_one():
+    ids = list(range(1, 20001))
+    raw = json.dumps({"inputs": ids}).encode()
+    assert len(raw) > AT_ONCE
+    _, body = ask(None, path="/embed", raw=raw)
+    np.testing.assert_allclose(body, [unit(Tokens(ids))], rtol=1e-6)
