@@ -43,7 +43,10 @@ _OPENER = re.compile(rb"[ \t\r\n]*+(.?)", re.DOTALL)
 
 
 async def decode(
-    data: bytes | bytearray | msgspec.Raw, kind: type[_Kind], check: CheckCount, at_once: int = AT_ONCE
+    data: bytes | bytearray | msgspec.Raw,
+    kind: type[_Kind],
+    check: CheckCount,
+    at_once: int = AT_ONCE,
 ) -> _Kind:
     """JSON as `kind`, a Struct; a bad field answers with its path, such as `$.dimensions`.
 
@@ -241,7 +244,7 @@ def _bracketed(piece: memoryview) -> bytes:
 
 
 def _decode_slice(
-    data: bytes | memoryview,
+    data: bytes | bytearray | memoryview,
     kind: Any,
     place: str,
     *,
@@ -266,7 +269,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _decode_at_once(
-    data: bytes | memoryview | msgspec.Raw,
+    data: bytes | bytearray | memoryview | msgspec.Raw,
     kind: Any,
     place: str = "$",
     *,
