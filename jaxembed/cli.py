@@ -26,6 +26,7 @@ from jaxembed.signals import end_at_signals
 
 logger = logging.getLogger("jaxembed")
 
+EXIT_AGREES, EXIT_DISAGREES = 0, 1  # of `verify`
 EXIT_REFUSED = 2
 
 
@@ -447,6 +448,52 @@ def tune_command(
     loaded.close()
     outcome = "is better" if tuning.is_better else "is not better: the one before was kept"
     click.echo(f"\nThe grid found {outcome}. Use it: jaxembed serve --buckets {output}")
+
+
+@cli.command("verify")
+@click.argument("model", required=False)
+@click.option(
+    "--against",
+    type=click.Choice(["sentence-transformers"]),
+    default="sentence-transformers",
+    show_default=True,
+    help="The reference; it must be installed.",
+)
+@click.option("--texts", help="Compare these too: a .txt file (a line each), .jsonl, or - (lines).")
+@click.option("--field", default="text", show_default=True, help="Of objects in a .jsonl file.")
+@MODEL_OPTIONS
+@ENGINE_OPTIONS
+def verify_command(
+    model: str | None, against: str, texts: str | None, field: str, **flags: Any
+) -> None:
+    """Compare MODEL with a reference, in float32 and in the dtype that would be served.
+
+    Token ids and vectors, or logits, of a fixed list of texts, with each prompt of the checkpoint.
+    Of a long-context model inputs are cut at 2048 tokens unless --max-input-length says otherwise.
+    Ends with a row for the table of verified models. Exit status: 0 if all is within the bounds,
+    1 if not, 2 if it could not be compared.
+    """
+    for flag in ("pooling", "dense_path"):
+        if flags[flag] is not None:
+            name = "--" + flag.replace("_", "-")
+            raise click.UsageError(f"{name}: {against} computes what the checkpoint says")
+    configure_logging()
+    from jaxembed.bulk import read_text_file
+    from jaxembed.verify.report import HEADER, markdown_row, report_lines
+    from jaxembed.verify.verification import verify_model
+
+    more = list(read_text_file(texts, field)) if texts is not None else []
+    configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
+    found = verify_model(
+        model,
+        more,
+        source=_source(flags),
+        config=_engine_config(flags),
+        on_progress=_compile_bar(),
+    )
+    click.echo("\n".join(report_lines(found)))
+    click.echo(f"\n{HEADER}\n{markdown_row(found)}")
+    click.get_current_context().exit(EXIT_AGREES if found.agrees else EXIT_DISAGREES)
 
 
 @cli.command("info")

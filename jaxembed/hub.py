@@ -164,6 +164,28 @@ def convert_model(
     )
 
 
+def fetch_source(
+    model: str | None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    token: str | None = None,
+) -> Source:
+    """The Hugging Face directory that a model is converted from, with its weights.
+
+    Raises CheckpointError, also for a model that is converted already: its source is not known.
+    """
+    if _is_converted(model):
+        made_from = checkpoint.load_spec(_local(model)).source
+        raise CheckpointError(
+            f"{model} is a converted checkpoint, which other libraries cannot read; give what it "
+            f"was made from, {made_from}"
+        )
+    source = _source(model, revision, offline, token, None)
+    source.prepare()
+    return source
+
+
 def _source(
     model: str | None,
     revision: str | None,

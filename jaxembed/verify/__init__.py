@@ -1,0 +1,1 @@
+"""Compares a model with a reference implementation. Only the command line uses it."""
