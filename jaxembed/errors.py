@@ -75,14 +75,21 @@ class NoInputs(EmptyInput):
 
 
 class InputTooLong(InvalidInput):
-    """An input of `got` tokens, where `limit` is the most, while truncation is off."""
+    """An input of `got` tokens, where `limit` is the most, while truncation is off.
 
-    def __init__(self, limit: int, got: int, index: int | None = None):
+    Not `exact` means that it was not read to its end: it has at least `got` tokens.
+    """
+
+    def __init__(self, limit: int, got: int, index: int | None = None, *, exact: bool = True):
+        count = got if exact else f"at least {got}"
         super().__init__(
-            f"the input has {got} tokens, the limit is {limit}; truncate=True cuts it", None, index
+            f"the input has {count} tokens, the limit is {limit}; truncate=True cuts it",
+            None,
+            index,
         )
         self.limit = limit
         self.got = got
+        self.exact = exact
 
 
 class BareTokenIds(InvalidInput):

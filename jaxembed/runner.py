@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future
-from itertools import chain
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
+from itertools import chain, islice
 
 import numpy as np
 
@@ -16,8 +16,8 @@ from jaxembed.engine.engine import Engine
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, InvalidInput
 from jaxembed.inputs import Encoding, Text
-from jaxembed.processors.text import INPUTS_A_JOB, Tokenized
-from jaxembed.processors.tokenizer import SHORT_CHARACTERS
+from jaxembed.processors.text import Tokenized, characters
+from jaxembed.processors.tokenizer import SHORT_CHARACTERS, chunks
 from jaxembed.spec import ModelSpec, Task
 from jaxembed.tasks import Answer, Request, Run, Tokenize
 from jaxembed.telemetry import Telemetry
@@ -29,7 +29,8 @@ class RequestRunner:
     """Runs the requests of one model and counts what is answered, until it is closed.
 
     What takes one job to tokenize is one; else `begin` is, and then each chunk, so that a huge
-    query keeps one tokenizer thread busy and not all of them.
+    query keeps one tokenizer thread busy and not all of them. Jobs are small: one that has begun is
+    finished, those that have not are dropped with the request.
     """
 
     def __init__(self, executor: Executor, engine: Engine, telemetry: Telemetry, spec: ModelSpec):
@@ -88,11 +89,15 @@ class RequestRunner:
     def _tokenize(self, request: Request) -> Tokenized:
         if _is_brief(request.items) and not self._closed:
             return _tokenize_whole(request)
-        if len(request.items) <= INPUTS_A_JOB:
+        if _is_one_job(request.items):
             return self._in_thread(_tokenize_whole, request).result()
         tokenize = self._in_thread(request.begin).result()
-        parts = [self._in_thread(*job) for job in _jobs(tokenize, request.items)]
+        parts: list[Future] = []
         try:
+            for first, chunk in _jobs(request.items):
+                parts.append(self._in_thread(_tokenize_chunk, tokenize, chunk, first))
+            for part in wait(parts, return_when=FIRST_EXCEPTION).done:
+                part.result()  # raises what one failed with, while others may wait
             return _join([part.result() for part in parts])
         except BaseException:
             _cancel(parts)
@@ -101,11 +106,13 @@ class RequestRunner:
     async def _tokenize_async(self, request: Request) -> Tokenized:
         if _is_brief(request.items) and not self._closed:
             return _tokenize_whole(request)
-        if len(request.items) <= INPUTS_A_JOB:
+        if _is_one_job(request.items):
             return await self.off_loop(_tokenize_whole, request)
         tokenize = await self.off_loop(request.begin)
-        parts = [self.off_loop(*job) for job in _jobs(tokenize, request.items)]
+        parts: list[asyncio.Future] = []
         try:
+            for first, chunk in _jobs(request.items):
+                parts.append(self.off_loop(_tokenize_chunk, tokenize, chunk, first))
             return _join(await asyncio.gather(*parts))
         except BaseException:
             _cancel(parts)
@@ -176,14 +183,21 @@ def _series(telemetry: Telemetry, task: Task) -> tuple:
     )
 
 
-def _jobs(tokenize: Tokenize, items: Sequence) -> Iterator[tuple]:
-    return ((_tokenize_from, tokenize, items, k) for k in range(0, len(items), INPUTS_A_JOB))
+def _is_one_job(items: Sequence) -> bool:
+    return len(items) == 1 or len(list(islice(_jobs(items), 2))) == 1
 
 
-def _tokenize_from(tokenize: Tokenize, items: Sequence, first: int) -> Tokenized:
-    """The chunk that begins at `first`."""
+def _jobs(items: Sequence) -> Iterator[tuple[int, list]]:
+    """What each job is to tokenize, and which of the items is its first."""
+    first = 0
+    for chunk in chunks(items, characters):
+        yield first, chunk
+        first += len(chunk)
+
+
+def _tokenize_chunk(tokenize: Tokenize, chunk: Sequence, first: int) -> Tokenized:
     try:
-        return tokenize(items[first : first + INPUTS_A_JOB])
+        return tokenize(chunk)
     except InvalidInput as error:
         error.index = first + (error.index or 0)
         raise

@@ -9,6 +9,7 @@ from jaxembed.config import ServerConfig
 from jaxembed.errors import (
     BackendError,
     DeviceStuck,
+    InputTooLong,
     InvalidInput,
     Overloaded,
     ShuttingDown,
@@ -209,6 +210,14 @@ def test_errors_have_the_status_type_and_words_of_tei(path, body, status, kind, 
     response, answer = ask(body, path=path)
     assert response.status_code == status
     assert answer == {"error": message, "error_type": kind}
+
+
+def test_of_an_input_that_was_not_read_to_its_end_the_count_is_a_lower_bound():
+    embedder = FakeEmbedder(InputTooLong(16, 40, exact=False))
+    _, answer = ask({"inputs": "a", "truncate": False}, path="/embed", embedder=embedder)
+    assert answer["error"].startswith(
+        "Input validation error: `inputs` must have less than 16 tokens. Given: at least 40. Send"
+    )
 
 
 @pytest.mark.parametrize(

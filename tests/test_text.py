@@ -1,7 +1,10 @@
 """Text to token ids: truncation, prompts, pairs, offsets."""
 
+import subprocess
+import sys
 import threading
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ import tokenizers
 from conftest import LIMIT, WORDS, tiny_spec, word_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import models, pre_tokenizers, processors
 
 from jaxembed.config import TextConfig
 from jaxembed.errors import (
@@ -22,7 +25,16 @@ from jaxembed.errors import (
 )
 from jaxembed.inputs import Pair, Text, Tokens
 from jaxembed.processors.text import Rules, TextProcessor
-from jaxembed.processors.tokenizer import FIRST_CUT
+from jaxembed.processors.tokenizer import (
+    CUT_MARGIN,
+    FIRST_CUT,
+    INPUTS_A_JOB,
+    JOB_CHARACTERS,
+    MOST_READ,
+    Tokenizer,
+    chunks,
+    cut_tokens,
+)
 
 CLS, SEP = 2, 3
 ID = {word: 5 + k for k, word in enumerate(WORDS)}
@@ -68,6 +80,22 @@ def words(text: str) -> list[int]:
     return [ID[word] for word in text.split()]
 
 
+FAR_OVER = "cat " * 1_000_000
+
+
+def shown_lengths(processor: TextProcessor, monkeypatch) -> list[int]:
+    """The characters of each text that the tokenizer is given from now on."""
+    shown: list[int] = []
+    usual = processor._tokenizer.encode
+
+    def encode(texts, **options):
+        shown.extend(map(len, texts))
+        return usual(texts, **options)
+
+    monkeypatch.setattr(processor._tokenizer, "encode", encode)
+    return shown
+
+
 def test_padding_and_truncation_stored_with_the_tokenizer_are_switched_off(wide):
     """The fixture's tokenizer stores both at 16, as all-MiniLM-L6-v2 does at 128."""
     assert word_tokenizer().padding is not None
@@ -111,7 +139,7 @@ def test_a_text_of_exactly_the_limit_is_not_cut(processor):
     ("one", "count"),
     [
         (Text("cat " * 7), 9),
-        (Text("cat " * 10_000), 10_002),
+        (Text("cat " * 100), 102),
         (Pair("cat " * 4, "dog " * 3), 10),
         (Tokens([7] * 9), 9),
     ],
@@ -122,7 +150,55 @@ def test_without_truncation_a_long_input_is_refused_with_count_limit_and_setting
     with pytest.raises(InputTooLong, match=f"{count} tokens, the limit is 8") as raised:
         processor.encode([Text("cat"), one], rules(truncate=False))
     assert "truncate" in str(raised.value)
-    assert (raised.value.limit, raised.value.got) == (8, count)
+    assert (raised.value.limit, raised.value.got, raised.value.exact) == (8, count, True)
+
+
+@pytest.mark.parametrize("one", [Text(FAR_OVER), Pair("a cat", FAR_OVER), Pair(FAR_OVER, "a cat")])
+def test_an_input_far_over_the_limit_is_refused_by_its_beginning(processor, one, monkeypatch):
+    shown = shown_lengths(processor, monkeypatch)
+    with pytest.raises(InputTooLong, match=r"at least \d+ tokens, the limit is 8") as raised:
+        processor.encode([one], rules(truncate=False))
+    assert 8 < raised.value.got < 1_000_000
+    assert not raised.value.exact
+    assert sum(shown) < 10_000
+
+
+def test_the_inputs_after_one_that_is_refused_are_not_read(processor, monkeypatch):
+    shown = shown_lengths(processor, monkeypatch)
+    with pytest.raises(InputTooLong):
+        processor.encode([Text("cat " * JOB_CHARACTERS)] * 100, rules(truncate=False))
+    assert len(shown) == 1
+
+
+# A process of its own: the most memory that it ever had is the figure.
+MEMORY_PROGRAM = """
+import sys
+from pathlib import Path
+import numpy, tokenizers
+from jaxembed.processors.tokenizer import Tokenizer
+
+def most():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+tokenizer = Tokenizer(Path(sys.argv[1]))
+text = "a," * 4_000_000
+list(tokenizer.encode_enough([text[:2000]], 512, "right"))
+before = most()
+((encoding, whole),) = tokenizer.encode_enough([text], 512, "right")
+assert len(encoding) > 512 and not whole
+print(most() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells the peak")
+def test_megabytes_of_tokens_take_no_more_memory_than_the_limit_needs(tmp_path):
+    """It was 4.5 GB: 500 bytes for each of the tokens of the whole text."""
+    path = tmp_path / "tokenizer.json"
+    word_tokenizer().save(str(path))
+    command = [sys.executable, "-c", MEMORY_PROGRAM, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) < 20 * 2**20
 
 
 def test_inputs_of_all_kinds_keep_their_order(processor):
@@ -314,7 +390,7 @@ def test_texts_of_spaces_and_nul_are_texts(processor, text):
     assert ids_of(processor, Text(text)) == [CLS, *words(text.strip("\0 \n\t")), SEP]
 
 
-@pytest.mark.parametrize("text", ["\ud800", "cat \udfff dog", "cat " * 5000 + "\ud800"])
+@pytest.mark.parametrize("text", ["\ud800", "cat \udfff dog", "\ud800" + "cat " * 5000])
 def test_a_lone_surrogate_is_refused(processor, text):
     with pytest.raises(TokenizerError, match="lone surrogate"):
         processor.encode([Text(text)], rules(truncate=False))
@@ -366,7 +442,7 @@ def test_a_long_text_cut_before_tokenizing_gives_the_tokens_of_the_whole(wide, p
 def test_a_word_that_straddles_the_first_cut_is_not_split(wide, plain, side):
     """Part of a word gives up to 100 pieces where the whole word is one unknown token."""
     for inside in range(60, 110):
-        spaces = " " * (FIRST_CUT * LIMIT - 4 * 40 - inside)
+        spaces = " " * (FIRST_CUT * (LIMIT + CUT_MARGIN) - 4 * 40 - inside)
         text = "cat " * 40 + spaces + "cat" + "z" * 300
         if side == "left":
             text = "cat" + "z" * 300 + spaces + " cat" * 40
@@ -382,20 +458,70 @@ def test_megabytes_of_text_are_embedded_by_their_first_or_last_tokens(
     """The tokenizer is never shown more of ordinary text than the cut; a single word or spaces
     must be read to their end."""
     text = unit * (2_500_000 if unit == "cat " else 500_000)
-    shown: list[int] = []
-    usual = processor._tokenizer.encode
-
-    def encode(texts, **options):
-        shown.extend(len(text) for text in texts)
-        return usual(texts, **options)
-
-    monkeypatch.setattr(processor._tokenizer, "encode", encode)
+    shown = shown_lengths(processor, monkeypatch)
     tokenized = processor.encode([Text(text)], rules(side=side))
     wanted = {"cat ": words("cat") * 6, "z": [1], " ": []}[unit]
     assert tokenized.encodings[0].ids.tolist() == [CLS, *wanted, SEP]
     assert tokenized.truncated == (unit == "cat ")
     if unit == "cat ":
         assert sum(shown) < 10_000
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_a_text_of_too_many_characters_for_few_tokens_is_refused(processor, truncate):
+    """Not even its tokens are known before it is read to its end, and that takes 300 MB."""
+    assert ids_of(processor, Text("z" * MOST_READ), rules(truncate=truncate)) == [CLS, 1, SEP]
+    with pytest.raises(InvalidInput, match="524289 characters and only 3 tokens") as raised:
+        processor.encode([Text("cat"), Text("z" * (MOST_READ + 1))], rules(truncate=truncate))
+    assert raised.value.index == 1
+
+
+def model_of(kind: str) -> tokenizers.Tokenizer:
+    """A small tokenizer of another kind, as those of GPT-2 and XLM-R are made."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if kind == "BPE":
+        merges = [("c", "a"), ("ca", "t"), ("\u0120", "cat"), ("z", "z"), ("zz", "zz")]
+        names = [*letters, *("".join(merge) for merge in merges)]
+        vocabulary = {name: k for k, name in enumerate(names)}
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return tokenizer
+    scores = {"<unk>": -20.0, "\u2581": -3.0, "\u2581cat": -4.0, "cat": -5.0, "zz": -4.0}
+    scores |= {letter: -6.0 for letter in "acdghtoez,"}
+    tokenizer = tokenizers.Tokenizer(models.Unigram(list(scores.items()), unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    return tokenizer
+
+
+@pytest.fixture(name="kinds", scope="module")
+def _kinds(tmp_path_factory, plain) -> dict[str, Tokenizer]:
+    """Tokenizers as they are served; `file` is what others make of the same file."""
+    opened = {}
+    tokenizers_of_all_kinds = {kind: model_of(kind) for kind in ("BPE", "Unigram")}
+    for kind, tokenizer in {"WordPiece": plain, **tokenizers_of_all_kinds}.items():
+        path = tmp_path_factory.mktemp("kind") / "tokenizer.json"
+        tokenizer.save(str(path))
+        opened[kind] = Tokenizer(path)
+    return opened
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "BPE", "Unigram"])
+@given(
+    text=st.lists(pieces_of_text, min_size=1, max_size=40).map("".join).filter(bool),
+    most=st.sampled_from([1, 8, 64, 512]),
+    side=st.sampled_from(["left", "right"]),
+)
+@settings(max_examples=100, deadline=None)
+def test_enough_of_a_text_has_the_ids_of_the_whole(kinds, kind, text, most, side):
+    tokenizer = kinds[kind]
+    wanted = np.array(tokenizer.file.encode(text, add_special_tokens=False).ids)
+    ((ids, whole),) = tokenizer.rows([text], most, side)
+    if whole:
+        assert ids.tolist() == wanted.tolist()
+    else:
+        assert len(wanted) > most
+        assert len(wanted) >= len(ids) - CUT_MARGIN
+        assert cut_tokens(ids, most, side).tolist() == cut_tokens(wanted, most, side).tolist()
 
 
 # -- /tokenize -------------------------------------------------------------------------------------
@@ -475,3 +601,12 @@ def test_an_error_says_which_input_it_is_about(processor, wrong, place):
     with pytest.raises(InvalidInput) as raised:
         processor.encode([*inputs[:place], wrong, *inputs[place:]], rules(truncate=False))
     assert raised.value.index == place
+
+
+@given(sizes=st.lists(st.integers(0, 2 * JOB_CHARACTERS), max_size=200))
+@settings(deadline=None)
+def test_chunks_are_bounded_in_number_and_characters_and_keep_all_in_order(sizes):
+    parts = list(chunks(sizes, lambda size: size))
+    assert [size for part in parts for size in part] == sizes
+    assert all(len(part) == 1 or sum(part) <= JOB_CHARACTERS for part in parts)
+    assert all(0 < len(part) <= INPUTS_A_JOB for part in parts)

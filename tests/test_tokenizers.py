@@ -20,6 +20,7 @@ from jaxembed.errors import EmptyInput
 from jaxembed.hub import DEFAULT_MODEL_PACKAGE
 from jaxembed.inputs import Pair, Text
 from jaxembed.processors.text import Rules, TextProcessor
+from jaxembed.processors.tokenizer import CUT_MARGIN
 from jaxembed.spec import PairTemplate
 
 FOLDER = Path(__file__).parents[2] / "shared" / "tokenizers"
@@ -146,6 +147,33 @@ def test_real_pairs_have_the_ids_that_the_tokenizer_gives_them(open_processor, n
         processor.beside(first, rules(truncate=False))([second]),
     ):
         assert encoded.encodings[0].ids.tolist() == wanted
+
+
+runs = st.tuples(
+    st.sampled_from(
+        ["a,", " the cat", "\u5317\u4eac", "\U0001f600", "\ufdfa", "\ud55c ", " ", "z"]
+    ),
+    st.sampled_from([1, 30, 101, 800]),
+).map(lambda run: run[0] * run[1])
+
+
+@pytest.mark.parametrize("name", ["bert-base-uncased", "modernbert", "qwen3", XLM_R])
+@given(
+    text=st.lists(texts | runs, min_size=1, max_size=8).map("".join).filter(bool),
+    most=st.sampled_from([8, 64, 512]),
+    side=st.sampled_from(["left", "right"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_read_to_its_end_has_all_ids_and_what_is_not_has_too_many(
+    open_processor, name, text, most, side
+):
+    tokenizer = open_processor(name)._tokenizer
+    wanted = tokenizer.file.encode(text, add_special_tokens=False).ids
+    ((ids, whole),) = tokenizer.rows([text], most, side)
+    if whole:
+        assert ids.tolist() == wanted
+    else:
+        assert len(wanted) >= len(ids) - CUT_MARGIN > most
 
 
 def test_pairs_of_xlm_roberta_and_modernbert_stand_between_their_own_tokens(open_processor):

@@ -25,7 +25,7 @@ from jaxembed.processors.pairs import Frame, template_frame, tokenizer_frame
 from jaxembed.processors.tokenizer import CUT_MARGIN, Side, Tokenizer, cut_tokens
 from jaxembed.spec import ModelSpec
 
-INPUTS_A_JOB = 64  # inputs a tokenizer thread is given at once: some 7 ms of texts of 100 tokens
+Row = tuple[np.ndarray, bool]  # ids of a text, and whether they are those of all of it
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,7 @@ class TextProcessor:
         documents, otherwise as `encode`; several threads may call it.
         """
         first = self._frame.first(query, rules.instruction)
-        most = self.limit if rules.truncate else None
-        (row,) = self._tokenizer.rows([first], most, rules.side)
+        (row,) = self._tokenizer.rows([first], self.limit, rules.side)
 
         def encode(documents: Sequence[str]) -> Tokenized:
             seconds = self._second_rows(documents, rules)
@@ -195,27 +194,26 @@ class TextProcessor:
 
     def _count_prompt(self, prompt: str) -> int:
         """Tokens of a prompt, a trailing special one not counted, as sentence-transformers does."""
-        encoding = self._tokenizer.encode([prompt])[0]
-        return len(encoding.ids) - encoding.special_tokens_mask[-1]
+        ((encoding, _),) = self._tokenizer.encode_enough([prompt], self.limit, "right")
+        return len(encoding) - encoding.special_tokens_mask[-1]
 
     # -- one kind of input each ------------------------------------------------------------------
 
     def _encode_texts(self, texts: Sequence[Text], rules: Rules) -> Iterator[tuple[Encoding, bool]]:
         if texts and self._spec.template is not None:
             raise InvalidInput("this model scores pairs, such as a query and a document, not texts")
-        prompted = [rules.prompt + one.text for one in texts]
-        most = self.limit if rules.truncate else None
-        encodings = self._tokenizer.encode_enough(prompted, most, rules.side)
-        for one, encoding in zip(texts, encodings, strict=True):
+        prompted = (rules.prompt + one.text for one in texts)
+        encodings = self._tokenizer.encode_enough(prompted, self.limit, rules.side)
+        for one, (encoding, whole) in zip(texts, encodings, strict=True):
             _not_empty(one.text)
-            yield self._finish(encoding, rules)
+            yield self._finish(encoding, whole, rules)
 
-    def _finish(self, encoding, rules: Rules) -> tuple[Encoding, bool]:
+    def _finish(self, encoding, whole: bool, rules: Rules) -> tuple[Encoding, bool]:
         """The encoding of a text, cut to the limit."""
         if not len(encoding):
             raise EmptyInput()  # a tokenizer without special tokens makes nothing of blanks
         if len(encoding) > self.limit and not rules.truncate:
-            raise InputTooLong(self.limit, len(encoding))
+            raise self._too_long(len(encoding), 0 if whole else 1)
         ids = self._within_limit(np.array(encoding.ids, np.int32), rules.side)
         types = None
         if self._has_types:
@@ -224,6 +222,10 @@ class TextProcessor:
         if rules.prompt and not self._spec.include_prompt:
             unpooled = min(self._prompt_length(rules.prompt), len(ids) - 1)
         return Encoding(ids, types, unpooled), len(encoding) > self.limit
+
+    def _too_long(self, got: int, unread: int) -> InputTooLong:
+        """The error for so many tokens, of texts of which `unread` were not read to their end."""
+        return InputTooLong(self.limit, got - unread * CUT_MARGIN, exact=not unread)
 
     def _within_limit(self, row: np.ndarray, side: Side) -> np.ndarray:
         """Drop tokens from one side of the text, never the special ones around it."""
@@ -235,31 +237,29 @@ class TextProcessor:
 
     def _encode_pairs(self, pairs: Sequence[Pair], rules: Rules) -> Iterator[tuple[Encoding, bool]]:
         """Both texts in one sequence. Prompts belong to single texts and are not added."""
-        most = self.limit if rules.truncate else None
-        firsts = [self._frame.first(pair.first, rules.instruction) for pair in pairs]
-        seconds = self._second_rows([pair.second for pair in pairs], rules)
-        rows = self._tokenizer.rows(firsts, most, rules.side)
+        firsts = (self._frame.first(pair.first, rules.instruction) for pair in pairs)
+        seconds = self._second_rows((pair.second for pair in pairs), rules)
+        rows = self._tokenizer.rows(firsts, self.limit, rules.side)
         for pair, first, second in zip(pairs, rows, seconds, strict=True):
             _not_empty(pair.first or pair.second)
             yield self._pair(first, second, rules)
 
-    def _second_rows(self, texts: Sequence[str], rules: Rules) -> list[np.ndarray]:
-        limits = [self.limit] if rules.truncate else []
-        if rules.max_second_tokens is not None:
-            limits.append(max(rules.max_second_tokens, CUT_MARGIN))
-        seconds = [self._frame.second(text) for text in texts]
-        return self._tokenizer.rows(seconds, min(limits, default=None), rules.side)
+    def _second_rows(self, texts: Iterable[str], rules: Rules) -> Iterator[Row]:
+        most = min(self.limit, rules.max_second_tokens or self.limit)
+        return self._tokenizer.rows(map(self._frame.second, texts), most, rules.side)
 
-    def _pair(self, first: np.ndarray, second: np.ndarray, rules: Rules) -> tuple[Encoding, bool]:
+    def _pair(self, first_row: Row, second_row: Row, rules: Rules) -> tuple[Encoding, bool]:
         """The second text is cut first, the first only when it alone is over the limit."""
         frame, side = self._frame, rules.side
+        (first, first_whole), (second, second_whole) = first_row, second_row
         room = self.limit - frame.length
         asked = second
         if rules.max_second_tokens is not None:
             asked = cut_tokens(second, rules.max_second_tokens, side)
         length = len(first) + len(asked)
         if length > room and (not rules.truncate or room < 0):
-            raise InputTooLong(self.limit, length + frame.length)
+            counted = second_whole or len(asked) < len(second)
+            raise self._too_long(length + frame.length, (not first_whole) + (not counted))
         kept = cut_tokens(first, room, side)
         ids, types = frame.join(kept, cut_tokens(asked, room - len(kept), side))
         if not len(ids):
@@ -306,6 +306,11 @@ def _range(ids: Sequence[int]) -> tuple[int, int]:
         values = np.asarray(ids)
         return int(values.min()), int(values.max())
     return min(ids), max(ids)
+
+
+def characters(item: Input | str) -> int:
+    """What tokenizing one item of a request may have to read, four for a token id."""
+    return len(item) if isinstance(item, str) else _size(item)
 
 
 def _around_text(encoding) -> tuple[int, int]:

@@ -206,10 +206,11 @@ def _words(error: Exception, field: str) -> str:
             return f"`{field}` cannot be empty"
         case EmptyInput():
             return f"Input validation error: `{field}` cannot be empty"
-        case InputTooLong(limit=limit, got=got):
+        case InputTooLong(limit=limit, got=got, exact=exact):
+            count = got if exact else f"at least {got}"
             return (
                 f"Input validation error: `{field}` must have less than {limit} tokens. Given: "
-                f"{got}. Send `truncate: true` or start the server with --auto-truncate true"
+                f"{count}. Send `truncate: true` or start the server with --auto-truncate true"
             )
         case BareTokenIds(before=before, after=after):
             return _about_bare_ids(field, before, after)

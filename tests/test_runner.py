@@ -1,0 +1,107 @@
+"""Jobs of a request in tokenizer threads: small ones, dropped where nobody wants them any more."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from fakes import WAIT_S
+
+from jaxembed.errors import InputTooLong
+from jaxembed.inputs import Encoding, Text
+from jaxembed.processors.text import Tokenized
+from jaxembed.processors.tokenizer import JOB_CHARACTERS
+from jaxembed.runner import RequestRunner
+from jaxembed.tasks import Request
+
+LONG = Text("x" * JOB_CHARACTERS)  # a job by itself
+OUTPUTS = frozenset({"dense"})
+
+
+class OneWorker:
+    """A runner with one tokenizer thread, in which `tokenize` says what is done."""
+
+    def __init__(self, embedder):
+        self.executor = ThreadPoolExecutor(1)
+        self.runner = RequestRunner(
+            self.executor, embedder.engine, embedder.telemetry, embedder.spec
+        )
+        self.begun: list[int] = []  # inputs of each job
+        self.entered, self.gate = threading.Event(), threading.Event()
+
+    def request(self, items: Sequence[Text]) -> Request:
+        return Request(items, lambda: self.tokenize, OUTPUTS, lambda run: run.tokenized)
+
+    def tokenize(self, chunk: Sequence[Text]) -> Tokenized:
+        self.begun.append(len(chunk))
+        self.entered.set()
+        assert self.gate.wait(WAIT_S)
+        return Tokenized([Encoding(np.array([5, 6], np.int32)) for _ in chunk], 0)
+
+    def finish(self) -> list[int]:
+        """The jobs that were begun, when there is nothing left to do."""
+        self.gate.set()
+        self.executor.shutdown()
+        return self.begun
+
+
+def answer(worker: OneWorker, way: str, request: Request):
+    run = getattr(worker.runner, way)
+    return asyncio.run(run(request)) if way == "run_async" else run(request)
+
+
+@pytest.fixture(name="worker")
+def _worker(embedder):
+    worker = OneWorker(embedder)
+    yield worker
+    worker.finish()
+
+
+@pytest.mark.parametrize("way", ["run", "run_async"])
+def test_inputs_of_many_characters_are_several_jobs(worker, way):
+    short = Text("x" * (JOB_CHARACTERS // 4))
+    worker.gate.set()
+    assert len(answer(worker, way, worker.request([LONG, short, short, LONG])).encodings) == 4
+    assert worker.finish() == [1, 2, 1]
+
+
+def test_of_a_cancelled_request_only_the_job_that_has_begun_is_finished(worker):
+    async def scenario() -> None:
+        task = asyncio.create_task(worker.runner.run_async(worker.request([LONG] * 9)))
+        assert await asyncio.to_thread(worker.entered.wait, WAIT_S)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    assert worker.finish() == [1]
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_a_request_that_is_cancelled_before_its_turn_does_nothing(worker, count):
+    async def scenario() -> None:
+        worker.executor.submit(worker.gate.wait, WAIT_S)
+        task = asyncio.create_task(worker.runner.run_async(worker.request([LONG] * count)))
+        await asyncio.sleep(0)  # its first job is queued
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    assert worker.finish() == []
+
+
+@pytest.mark.parametrize("way", ["run", "run_async"])
+def test_a_job_that_fails_takes_along_those_that_have_not_begun(worker, way):
+    def fail_first(chunk: Sequence[Text]) -> Tokenized:
+        if not worker.begun:
+            worker.begun.append(len(chunk))
+            raise InputTooLong(8, 9)
+        return worker.tokenize(chunk)
+
+    request = Request([LONG] * 9, lambda: fail_first, OUTPUTS, lambda run: run)
+    with pytest.raises(InputTooLong):
+        answer(worker, way, request)
+    assert len(worker.finish()) <= 2  # the second may have begun by then
