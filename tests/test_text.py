@@ -556,6 +556,12 @@ def test_pieces_of_an_empty_text_are_refused(processor):
         processor.pieces(["cat", ""], special=True, prompt="")
 
 
+def test_offsets_are_bytes_of_their_own_text_where_there_are_many(processor):
+    texts = ["\u00e9\u6f22\U0001f600" * k + " cat" for k in range(INPUTS_A_JOB + 2)]
+    for text, pieces in zip(texts, processor.pieces(texts, special=False, prompt=""), strict=True):
+        assert (pieces[-1].start, pieces[-1].stop) == (len(text.encode()) - 3, len(text.encode()))
+
+
 # -- the rest --------------------------------------------------------------------------------------
 
 
