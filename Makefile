@@ -11,7 +11,7 @@ CONSTRAINTS := $(wildcard constraints/python-$(VERSION).txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=--constraint %)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format parity golden eval bench bench-peers bench-gpu plots constraints clean
+.PHONY: help serve test check format parity golden chaos eval bench bench-peers bench-gpu plots constraints clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -37,6 +37,9 @@ parity: $(VENV)-parity/stamp  ## compare with transformers and sentence-transfor
 
 golden: $(VENV)-parity/stamp  ## make tests/golden anew (needs torch)
 	$(VENV)-parity/bin/python tests/golden/make.py $(ARGS)
+
+chaos: $(VENV)/dev.stamp  ## a storm of faults on a real server: ARGS="--seconds 3600 --seed 7"
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 eval: $(VENV)/dev.stamp  ## STS-B of the default model
 	$(BIN)/python -m benchmarks.eval_sts $(ARGS)

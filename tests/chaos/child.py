@@ -1,0 +1,145 @@
+"""A server as `jaxembed serve` starts it, with faults put into what it runs on.
+
+python tests/chaos/child.py '{"seed": "7/0", "armed": PATH, ...}' serve ...
+
+The n-th call of a runner or tokenizer draws its fault from the seed and n, while the file `armed`
+is there. Each fault is a line of JSON on standard output, which outlives this process.
+"""
+
+import json
+import os
+import resource
+import sys
+import threading
+import time
+from random import Random
+
+import numpy as np
+
+RUNNER_FAULTS = {"no_memory": 3, "internal": 3, "memory_error": 1, "nan": 4, "slow": 4, "hang": 0.5}
+TOKENIZER_FAULTS = {"tokenizer_error": 3, "tokenizer_slow": 2}
+SLOW_S, TOKENIZER_SLOW_S = 0.2, 0.05
+OVER_OVERDUE_S = 1.0  # that a hang is longer than a watchdog's patience
+
+
+class Faults:
+    """Which call fails how: a share `rate` of all, by kind as the weights say."""
+
+    def __init__(self, seed: str, armed: str, rate: float, overdue_s: float):
+        self.lasts_s = {
+            "slow": SLOW_S,
+            "tokenizer_slow": TOKENIZER_SLOW_S,
+            "hang": overdue_s + OVER_OVERDUE_S,
+        }
+        self._seed = seed
+        self._armed = armed
+        self._rate = rate
+        self._calls: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def draw(self, part: str, weights: dict[str, float]) -> str | None:
+        """The fault of this call, if it is to have one; it is told before it happens."""
+        if not os.path.exists(self._armed):
+            return None
+        with self._lock:
+            n = self._calls[part] = self._calls.get(part, 0) + 1
+            chance = Random(f"{self._seed}/{part}/{n}")
+            if chance.random() >= self._rate:
+                return None
+            (kind,) = chance.choices(list(weights), list(weights.values()))
+            now = time.monotonic()
+            told = {"kind": kind, "n": n, "from": now, "until": now + self.lasts_s.get(kind, 0.0)}
+            print(json.dumps(told), flush=True)
+        return kind
+
+    def wait(self, kind: str) -> None:
+        """What is slow or hangs takes its time."""
+        if kind in self.lasts_s:
+            time.sleep(self.lasts_s[kind])
+
+
+class FaultyRunner:
+    """A runner of the engine that fails as devices do."""
+
+    def __init__(self, runner, faults: Faults):
+        self._runner = runner
+        self._faults = faults
+
+    def __getattr__(self, name: str):
+        return getattr(self._runner, name)
+
+    def run(self, bucket, planes, outputs):
+        kind = self._faults.draw("runner", RUNNER_FAULTS)
+        if kind == "no_memory":
+            raise RuntimeError(f"RESOURCE_EXHAUSTED: Out of memory while trying {bucket}")
+        if kind == "internal":
+            raise RuntimeError("INTERNAL: the stream did not block host until done")
+        if kind == "memory_error":
+            raise MemoryError
+        if kind is not None:
+            self._faults.wait(kind)
+        answer = self._runner.run(bucket, planes, outputs)
+        if kind != "nan":
+            return answer
+        spoilt = {name: np.array(values) for name, values in answer.items()}
+        for values in spoilt.values():
+            values[0] = np.nan  # a row: of all buckets the first is the fullest
+        return spoilt
+
+
+class FaultyTokenizer:
+    """A tokenizer file's tokenizer that raises, or takes its time."""
+
+    def __init__(self, tokenizer, faults: Faults):
+        self._tokenizer = tokenizer
+        self._faults = faults
+
+    def __getattr__(self, name: str):
+        found = getattr(self._tokenizer, name)
+        if name not in ("encode", "encode_batch", "encode_batch_fast"):
+            return found
+
+        def call(*arguments, **options):
+            kind = self._faults.draw("tokenizer", TOKENIZER_FAULTS)
+            if kind == "tokenizer_error":
+                raise Exception("chaos: the tokenizer fails")
+            if kind is not None:
+                self._faults.wait(kind)
+            return found(*arguments, **options)
+
+        return call
+
+
+def spoil(models, faults: Faults, overdue_s: float) -> None:
+    """Put the faults beneath every model."""
+    for embedder in models:
+        for seat in embedder.engine.seats:
+            seat.runner = FaultyRunner(seat.runner, faults)
+        tokenizer = embedder.processor._tokenizer
+        tokenizer.file = FaultyTokenizer(tokenizer.file, faults)
+        watchdog = embedder.engine._watchdog
+        watchdog._overdue_s, watchdog._look_s = overdue_s, overdue_s / 5
+
+
+def main() -> None:
+    """The command line, whose server gets its faults once its models are built."""
+    plan = json.loads(sys.argv[1])
+    if plan["disk"] == "full":  # no regular file can grow; Python ignores the signal
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    from jaxembed import cli
+    from jaxembed.server import run as server
+
+    faults = Faults(plan["seed"], plan["armed"], plan["rate"], plan["overdue_s"])
+    run = server.run
+
+    def run_spoilt(models, *arguments):
+        spoil(models, faults, plan["overdue_s"])
+        run(models, *arguments)
+
+    server.run = run_spoilt
+    sys.argv = ["jaxembed", *sys.argv[2:]]
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Clients of a storm: decent ones, and those that break off, dawdle or talk nonsense."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from random import Random
+
+from .corpus import Ask, Corpus
+from .ledger import Entry, Ledger
+from .wire import Http1, Http2, Lost, Message
+
+PATIENCE_S = 60.0  # for an answer
+HUGE_HEADER_BYTES = 200_000
+DAWDLE_S = 0.01
+
+
+class Client:
+    """One client, whose n-th action depends on its seed and n alone."""
+
+    def __init__(self, seed: str, port: int, corpus: Corpus, ledger: Ledger):
+        self._random = Random(seed)
+        self._port = port
+        self._corpus = corpus
+        self._ledger = ledger
+        self._kept: Http1 | None = None
+        self._opened: list[Http1] = []  # in this action
+        self._actions: dict[Callable, float] = {
+            self._ask_in_turn: 12,
+            self._pipeline: 3,
+            self._multiplex: 4,
+            self._vanish_in_body: 1,
+            self._vanish_before_answer: 2,
+            self._vanish_in_answer: 1,
+            self._half_close: 1,
+            self._dawdle: 1,
+            self._say_garbage: 1,
+            self._say_too_little: 1,
+            self._promise_too_much: 1,
+            self._send_huge_header: 1,
+            self._break_http2: 1,
+        }
+
+    async def act(self) -> None:
+        """The next action."""
+        (action,) = self._random.choices(list(self._actions), list(self._actions.values()))
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await action()
+        except TimeoutError:
+            self._ledger.violate(None, f"{action.__name__} had no end within {PATIENCE_S} s")
+        except Lost as lost:  # before anything was asked
+            if self._ledger.signalled_at is None:
+                self._ledger.violate(None, f"{action.__name__}: {lost}")
+        finally:
+            for wire in self._opened:
+                if wire is not self._kept:
+                    await wire.close()
+            self._opened.clear()
+
+    async def close(self) -> None:
+        if self._kept is not None:
+            await self._kept.close()
+            self._kept = None
+
+    def _draw(self) -> Ask:
+        return self._corpus.draw(self._random)
+
+    async def _open(self) -> Http1:
+        wire = await Http1.open(self._port)
+        self._opened.append(wire)
+        return wire
+
+    async def _ask_in_turn(self) -> None:
+        """One after the other, on a connection that is kept."""
+        for _ in range(self._random.randint(1, 4)):
+            if self._kept is None:
+                self._kept = await self._open()
+            entry = self._ledger.sent(self._draw())
+            if not await self._finish(entry, self._kept, entry.ask.message.http1()):
+                await self.close()
+
+    async def _pipeline(self) -> None:
+        """Several at once on one connection of HTTP/1.1; answers come in their order."""
+        wire = await self._open()
+        asks = [self._draw() for _ in range(self._random.randint(2, 5))]
+        asks = [ask for ask in asks if ask.refused != 413]  # whose connection may be closed
+        entries = [self._ledger.sent(ask) for ask in asks]
+        with suppress(Lost):  # the answers say the same
+            await wire.send(b"".join(ask.message.http1() for ask in asks))
+        for entry in entries:
+            await self._finish(entry, wire)
+
+    async def _multiplex(self) -> None:
+        """Several at once on one connection of HTTP/2; the client gives up on some."""
+        wire = Http2(await self._open())
+        streams = []
+        try:
+            for _ in range(self._random.randint(1, 6)):
+                entry = self._ledger.sent(self._draw())
+                try:
+                    streams.append((entry, *await wire.ask(entry.ask.message)))
+                except Lost as lost:
+                    self._ledger.lost(entry, lost)
+            for entry, stream, reply in streams:
+                if self._random.random() < 0.2 and not reply.done():
+                    self._ledger.vanished(entry)
+                    await wire.reset(stream)
+                    continue
+                try:
+                    self._ledger.answered(entry, await reply)
+                except Lost as lost:
+                    self._ledger.lost(entry, lost)
+        finally:
+            await wire.close()
+
+    async def _vanish_in_body(self) -> None:
+        message = self._corpus.draw(self._random).message
+        data = message.http1()
+        await self._vanish_after(data[: len(data) - len(message.body or b"") // 2 - 1])
+
+    async def _vanish_before_answer(self) -> None:
+        await self._vanish_after(self._draw().message.http1())
+
+    async def _vanish_in_answer(self) -> None:
+        wire = await self._open()
+        ask = self._draw()
+        entry = self._ledger.sent(ask)
+        try:
+            await wire.send(ask.message.http1())
+            await wire.reader.read(10)
+        except (Lost, OSError):
+            pass
+        wire.abort()
+        self._ledger.vanished(entry)
+
+    async def _half_close(self) -> None:
+        """All is said, and the answer still wanted; the server may take that for good-bye."""
+        wire = await self._open()
+        ask = self._draw()
+        entry = self._ledger.sent(ask)
+        try:
+            await wire.send(ask.message.http1())
+            wire.half_close()
+            self._ledger.answered(entry, await wire.reply())
+        except (Lost, OSError):
+            self._ledger.vanished(entry)
+
+    async def _dawdle(self) -> None:
+        """A sender that is slow, and gets its answer all the same."""
+        wire = await self._open()
+        ask = self._draw()
+        entry = self._ledger.sent(ask)
+        data = ask.message.http1()
+        step = max(len(data) // 20, 1)
+        try:
+            for at in range(0, len(data), step):
+                await wire.send(data[at : at + step])
+                await asyncio.sleep(DAWDLE_S)
+        except Lost:
+            pass  # 413 comes early
+        await self._finish(entry, wire)
+
+    async def _say_garbage(self) -> None:
+        """What is no HTTP is refused with a 4xx, or closed without a word."""
+        garbage = self._random.randbytes(self._random.randint(1, 2000)) + b"\r\n\r\n"
+        await self._expect_refusal(garbage)
+
+    async def _say_too_little(self) -> None:
+        """A body that is longer than its length says is a broken one, then garbage."""
+        message = Message("/embed", b'{"inputs": "a cat", "model": "e"}')
+        data = message.http1(length=len(message.body or b"") - 5)
+        wire = await self._open()
+        entry = self._ledger.sent(Ask("short length", message, refused=400, err="validation"))
+        await self._finish(entry, wire, data)
+        await wire.rest()
+
+    async def _promise_too_much(self) -> None:
+        """The server waits for the rest of the body, until the client goes."""
+        message = self._corpus.plain().message
+        await self._vanish_after(message.http1(length=len(message.body or b"") + 100))
+
+    async def _send_huge_header(self) -> None:
+        message = self._corpus.plain().message
+        extra = {"x-huge": "a" * HUGE_HEADER_BYTES}
+        await self._expect_refusal(message.http1(**extra))
+
+    async def _break_http2(self) -> None:
+        """A preface, then nonsense."""
+        frames = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + self._random.randbytes(200)
+        wire = await self._open()
+        try:
+            await wire.send(frames)
+            wire.half_close()
+        except (Lost, OSError):
+            pass
+        await wire.rest()
+        self._ledger.outcomes["nonsense closed"] += 1
+
+    async def _expect_refusal(self, data: bytes) -> None:
+        wire = await self._open()
+        try:
+            await wire.send(data)
+            wire.half_close()
+        except (Lost, OSError):
+            pass
+        said = await wire.rest()
+        if said and not said.startswith(b"HTTP/1.1 4"):
+            self._ledger.violate(None, f"nonsense was answered with {said[:100]!r}")
+        self._ledger.outcomes["nonsense refused" if said else "nonsense closed"] += 1
+
+    async def _vanish_after(self, data: bytes) -> None:
+        """Send this much, wait a moment, and go."""
+        wire = await self._open()
+        entry = self._ledger.sent(Ask("vanishing", Message("/")))
+        try:
+            await wire.send(data)
+            await asyncio.sleep(self._random.choice([0.0, 0.0, 0.002, 0.02]))
+        except Lost:
+            pass
+        wire.abort()
+        self._ledger.vanished(entry)
+
+    async def _finish(self, entry: Entry, wire: Http1, data: bytes = b"") -> bool:
+        """Send what is left of a request and read its answer; whether the connection can go on."""
+        try:
+            await wire.send(data)
+            reply = await wire.reply()
+        except Lost as lost:
+            self._ledger.lost(entry, lost)
+            return False
+        self._ledger.answered(entry, reply)
+        return reply.headers.get("connection", "").lower() != "close"

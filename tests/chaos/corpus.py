@@ -1,0 +1,289 @@
+"""What is asked in a storm, and which answer to each request is right."""
+
+import base64
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+
+from .wire import Message, Reply
+
+WORDS = ["the", "a", "of", "cat", "dog", "sat", "on", "mat", "runs", "red", "blue", "sky", "train"]
+ODD_TEXTS = [
+    "naïve café",
+    "猫が座った",
+    "🙂 smile 🙂",
+    "x" * 200,
+    "[CLS] the [SEP]",
+    "a\tb\nc",
+    "  cat  ",
+]
+FIRST_ID, LAST_ID = 5, 30  # of tokens that every vocabulary here has
+MOST_INPUTS = 64  # in a request, as the server is told
+PAYLOAD_LIMIT = 256 * 1024
+EMBEDDER, RERANKER = "e", "r"  # served names
+
+Input = str | list[int]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request, and which answer is the right one: `right` says so of a 200, `refused` is the
+    status of a request that is at fault."""
+
+    kind: str
+    message: Message
+    right: Callable[[Reply], bool] = lambda reply: False
+    refused: int | None = None
+    err: str | None = None  # under which te_request_failure counts the refusal
+    stamped: bool = False  # counted by te_request_success
+
+
+class Corpus:
+    """Inputs, and the undisturbed answer to each, which `learn` asks for."""
+
+    def __init__(self, seed: int, reranks: bool):
+        random = Random(f"{seed}/corpus")
+        self.reranks = reranks
+        self.exact = True  # float32 is compared by value, other dtypes by cosine
+        self.inputs: list[Input] = list(ODD_TEXTS)
+        for most, count in ((4, 20), (30, 12), (400, 6)):
+            self.inputs += [_text(random, random.randint(1, most)) for _ in range(count)]
+        for _ in range(6):
+            self.inputs.append(
+                [random.randint(FIRST_ID, LAST_ID) for _ in range(random.randint(1, 40))]
+            )
+        self.queries = [_text(random, 4) for _ in range(3)]
+        self._vectors: dict[int, np.ndarray] = {}
+        self._hidden: dict[int, np.ndarray] = {}
+        self._pieces: dict[int, list] = {}
+        self._scores: dict[tuple[int, int], float] = {}
+        self._texts = [k for k, one in enumerate(self.inputs) if isinstance(one, str)]
+
+    async def learn(self, ask: Callable[[Message], Awaitable[Reply]]) -> None:
+        """Ask for each input alone."""
+        info = (await ask(Message(f"/info?model={EMBEDDER}"))).json()
+        self.exact = info["model_dtype"] == "float32"
+        for k, one in enumerate(self.inputs):
+            self._vectors[k] = _matrix(await ask(_embed([one])))[0]
+            hidden = await ask(_message("/embed_all", inputs=[one], model=EMBEDDER))
+            self._hidden[k] = np.array(hidden.json()[0], np.float32)
+        for k in self._texts:
+            body = {"inputs": [self.inputs[k]], "model": EMBEDDER}
+            self._pieces[k] = (await ask(_message("/tokenize", **body))).json()[0]
+        for q in range(len(self.queries) if self.reranks else 0):
+            for k in self._texts:
+                (rank,) = (await ask(self._rerank(q, [k]))).json()
+                self._scores[q, k] = rank["score"]
+
+    def calm(self) -> list[Ask]:
+        """A request for each input and each kind of answer."""
+        asks = [self._ask_embed([k], {}) for k in range(len(self.inputs))]
+        return [
+            *asks,
+            self._ask_openai([0, 1], "base64"),
+            self._ask_hidden([2]),
+            self._ask_pieces([0]),
+        ]
+
+    def draw(self, random: Random) -> Ask:
+        """Some request."""
+        kinds = {
+            self._draw_embed: 8,
+            self._draw_openai: 6,
+            self._draw_hidden: 2,
+            self._draw_pieces: 2,
+        }
+        kinds |= {self._draw_bad: 4, self._draw_probe: 2}
+        if self.reranks:
+            kinds[self._draw_ranks] = 4
+        (kind,) = random.choices(list(kinds), list(kinds.values()))
+        return kind(random)
+
+    def plain(self) -> Ask:
+        """The simplest request."""
+        return self._ask_embed([7], {})
+
+    # a draw of each kind
+
+    def _draw_embed(self, random: Random) -> Ask:
+        options = (
+            {"priority": random.choice(["interactive", "bulk"])} if random.random() < 0.4 else {}
+        )
+        if random.random() < 0.3:
+            options["dimensions"] = random.randint(1, 8)
+        return self._ask_embed(self._some(random, 24), options, octets=random.random() < 0.2)
+
+    def _draw_openai(self, random: Random) -> Ask:
+        return self._ask_openai(self._some(random, 24), random.choice(["float", "base64"]))
+
+    def _draw_hidden(self, random: Random) -> Ask:
+        return self._ask_hidden(self._some(random, 4))
+
+    def _draw_pieces(self, random: Random) -> Ask:
+        return self._ask_pieces(random.choices(self._texts, k=random.randint(1, 4)))
+
+    def _draw_ranks(self, random: Random) -> Ask:
+        q, texts = random.randrange(len(self.queries)), random.choices(self._texts, k=12)
+        wanted = [self._scores[q, k] for k in texts]
+
+        def right(reply: Reply) -> bool:
+            scores = {rank["index"]: rank["score"] for rank in reply.json()}
+            return len(scores) == len(wanted) and bool(
+                np.allclose([scores[k] for k in range(len(wanted))], wanted, atol=self._score_atol)
+            )
+
+        return Ask("rerank", self._rerank(q, texts), right, stamped=True)
+
+    def _draw_bad(self, random: Random) -> Ask:
+        name, path, body, status, err = random.choice(BAD)
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return Ask(f"bad {name}", Message(path, data), refused=status, err=err)
+
+    def _draw_probe(self, random: Random) -> Ask:
+        path = random.choice(["/health", "/ready", "/livez", "/metrics", "/v1/models"])
+        return Ask(f"probe {path}", Message(path), lambda reply: True)
+
+    # requests whose answer is known
+
+    def _ask_embed(self, places: Sequence[int], options: dict, octets: bool = False) -> Ask:
+        wanted = np.stack([self._vectors[k] for k in places])
+        if dimensions := options.get("dimensions"):
+            wanted = wanted[:, :dimensions]
+            wanted = wanted / np.linalg.norm(wanted, axis=1, keepdims=True)
+        message = _embed([self.inputs[k] for k in places], **options)
+        if octets:
+            message.headers["accept"] = "application/octet-stream"
+
+        def right(reply: Reply) -> bool:
+            got = _octets(reply) if octets else _matrix(reply)
+            return self._same(got, wanted)
+
+        return Ask("embed", message, right, stamped=True)
+
+    def _ask_openai(self, places: Sequence[int], form: str) -> Ask:
+        wanted = np.stack([self._vectors[k] for k in places])
+        body = {
+            "input": [self.inputs[k] for k in places],
+            "encoding_format": form,
+            "model": EMBEDDER,
+        }
+
+        def right(reply: Reply) -> bool:
+            data = sorted(reply.json()["data"], key=lambda one: one["index"])
+            rows = [one["embedding"] for one in data]
+            if form == "base64":
+                rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
+            return self._same(np.array(rows, np.float32), wanted)
+
+        return Ask(f"openai {form}", _message("/v1/embeddings", **body), right, stamped=True)
+
+    def _ask_hidden(self, places: Sequence[int]) -> Ask:
+        inputs = [self.inputs[k] for k in places]
+
+        def right(reply: Reply) -> bool:
+            found = [np.array(rows, np.float32) for rows in reply.json()]
+            return len(found) == len(places) and all(
+                self._same(rows, self._hidden[k]) for rows, k in zip(found, places, strict=True)
+            )
+
+        message = _message("/embed_all", inputs=inputs, model=EMBEDDER)
+        return Ask("embed_all", message, right, stamped=True)
+
+    def _ask_pieces(self, places: Sequence[int]) -> Ask:
+        wanted = [self._pieces[k] for k in places]
+        body = {"inputs": [self.inputs[k] for k in places], "model": EMBEDDER}
+        return Ask("tokenize", _message("/tokenize", **body), lambda reply: reply.json() == wanted)
+
+    def _rerank(self, query: int, places: Sequence[int]) -> Message:
+        texts = [self.inputs[k] for k in places]
+        return _message("/rerank", query=self.queries[query], texts=texts, model=RERANKER)
+
+    def _some(self, random: Random, most: int) -> list[int]:
+        """Places of inputs; the same one may come twice."""
+        count = 1 if random.random() < 0.4 else random.randint(1, most)
+        return random.choices(range(len(self.inputs)), k=count)
+
+    @property
+    def _score_atol(self) -> float:
+        return 1e-5 if self.exact else 2e-2  # bfloat16 rounds a logit of 4 to 0.016
+
+    def _same(self, got: np.ndarray, wanted: np.ndarray) -> bool:
+        """As tests/test_invariance.py has it: other company in a batch changes the order of sums,
+        and what bfloat16 rounds."""
+        if got.shape != wanted.shape or not np.isfinite(got).all():
+            return False
+        if self.exact:
+            return bool(np.allclose(got, wanted, rtol=1e-5, atol=1e-5))
+        norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(wanted, axis=-1)
+        return bool(((got * wanted).sum(axis=-1) > 0.9999 * norms).all())
+
+
+BAD = [
+    ("JSON", "/embed", b'{"inputs":', 400, "validation"),
+    ("JSON", "/v1/embeddings", b"\xff\xfe", 400, "validation"),
+    ("nesting", "/embed", b'{"inputs":' + b"[" * 5000, 422, "validation"),
+    ("field", "/embed", {}, 422, "validation"),
+    ("type", "/v1/embeddings", {"input": {"a": 1}}, 400, "validation"),
+    ("mixture", "/embed", {"inputs": ["a", 1], "model": EMBEDDER}, 422, "validation"),
+    ("emptiness", "/embed", {"inputs": "", "model": EMBEDDER}, 400, "tokenization"),
+    ("emptiness", "/v1/embeddings", {"input": [], "model": EMBEDDER}, 400, "tokenization"),
+    (
+        "count",
+        "/embed",
+        {"inputs": ["a"] * (MOST_INPUTS + 1), "model": EMBEDDER},
+        422,
+        "batch_size",
+    ),
+    ("token id", "/embed", {"inputs": [10**9], "model": EMBEDDER}, 422, "validation"),
+    ("model", "/v1/embeddings", {"input": "a", "model": "nobody"}, 404, "validation"),
+    ("priority", "/embed", {"inputs": "a", "priority": "first"}, 422, "validation"),
+    (
+        "dimensions",
+        "/embed",
+        {"inputs": "a", "dimensions": 0, "model": EMBEDDER},
+        422,
+        "validation",
+    ),
+    (
+        "prompt",
+        "/embed",
+        {"inputs": "a", "prompt_name": "no", "model": EMBEDDER},
+        422,
+        "validation",
+    ),
+    (
+        "length",
+        "/embed",
+        {"inputs": ["a", "cat " * 9000], "truncate": False, "model": EMBEDDER},
+        422,
+        "tokenization",
+    ),
+    ("task", "/predict", {"inputs": "a", "model": EMBEDDER}, 424, "model_type"),
+    ("size", "/embed", {"inputs": "a" * PAYLOAD_LIMIT}, 413, None),
+    ("route", "/nowhere", {"inputs": "a"}, 404, None),
+    ("method", "/health", {"inputs": "a"}, 405, None),
+]
+
+
+def _text(random: Random, words: int) -> str:
+    return " ".join(random.choices(WORDS, k=words))
+
+
+def _message(path: str, **body) -> Message:
+    return Message(path, json.dumps(body).encode())
+
+
+def _embed(inputs: Sequence[Input], **options) -> Message:
+    return _message("/embed", inputs=list(inputs), model=EMBEDDER, **options)
+
+
+def _matrix(reply: Reply) -> np.ndarray:
+    return np.array(reply.json(), np.float32)
+
+
+def _octets(reply: Reply) -> np.ndarray:
+    shape = [int(side) for side in reply.headers["x-embedding-shape"].split(",")]
+    return np.frombuffer(reply.body, "<f4").reshape(shape)

@@ -1,0 +1,168 @@
+"""What came of every request, and whether that was allowed."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from .corpus import Ask
+from .wire import Reply
+
+SLACK_S = 2.0  # that a fault's effect may outlast the fault: it is noticed, logged, answered
+SICK_S = 15.0  # that probes may be red after a fault: a sick seat is tried once a second
+DEVICE = ("no_memory", "internal", "memory_error", "nan", "hang")
+MOST_SHOWN = 20  # violations
+SHOWN_BYTES = 300  # of an answer
+
+
+@dataclass
+class Fault:
+    """One that was injected, on the clock of `time.monotonic`, which all processes share."""
+
+    kind: str
+    begin: float
+    end: float
+
+
+@dataclass
+class Entry:
+    """A request that was sent."""
+
+    ask: Ask
+    sent_at: float
+    life: int
+
+
+@dataclass
+class Excuse:
+    """An outcome that is allowed if one of these faults happened just then."""
+
+    entry: Entry
+    kinds: tuple[str, ...]
+    begin: float
+    end: float
+    what: str
+
+
+class Ledger:
+    """Each request has exactly one outcome: right, refused as expected, overloaded (429), failed by
+    a fault that was injected just then, or lost with a client or server that was ended."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.kinds: Counter[str] = Counter()
+        self.faults: list[Fault] = []
+        self.violations: list[str] = []
+        self.life = 0
+        self.signalled_at: float | None = None  # in this life of the server
+        self.counted: Counter[str] = Counter()  # in this life, as its metrics count
+        self._open: dict[int, Entry] = {}
+        self._excuses: list[Excuse] = []
+
+    def begin_life(self) -> None:
+        """Another process serves from here on."""
+        self.life += 1
+        self.signalled_at = None
+        self.counted.clear()
+
+    def sent(self, ask: Ask) -> Entry:
+        """A request is on its way."""
+        self.kinds[ask.kind] += 1
+        entry = Entry(ask, time.monotonic(), self.life)
+        self._open[id(entry)] = entry
+        return entry
+
+    def answered(self, entry: Entry, reply: Reply) -> None:
+        """Judge an answer."""
+        self._settle(entry)
+        ask, text = entry.ask, reply.body.decode(errors="replace")
+        status, err = reply.status, None
+        if status == 200:
+            self._judge_right(entry, reply)
+        elif status == ask.refused:
+            self.outcomes["refused"] += 1
+            err = ask.err
+        elif ask.kind.startswith("probe") and status == 503:
+            self._excuse(entry, DEVICE, "red probe", SICK_S)
+        elif status == 429 and "retry-after" in reply.headers:
+            self.outcomes["overloaded"] += 1
+            err = "overloaded"
+        elif status in (400, 422) and "tokenizer error" in text:
+            self._excuse(entry, ("tokenizer_error",), "tokenizer fault")
+            err = "tokenization"
+        elif status == 503 and ("shutting down" in text or "shut down" in text):
+            self._lost_to_signal(entry, "drained", text)
+            err = "overloaded"
+        elif status in (424, 503):
+            self._excuse(entry, DEVICE, "device fault")
+            err = "inference"
+        else:
+            self.violate(entry, f"status {status}: {text[:SHOWN_BYTES]}")
+        if err is not None:
+            self.counted[err] += 1
+
+    def lost(self, entry: Entry, why: object) -> None:
+        """The connection ended, and not by the client."""
+        self._settle(entry)
+        self.counted["lost"] += 1
+        self._lost_to_signal(entry, "lost with the server", str(why))
+
+    def vanished(self, entry: Entry) -> None:
+        """The client went away by itself."""
+        self._settle(entry)
+        self.outcomes["lost with the client"] += 1
+        self.counted["lost"] += 1
+
+    def violate(self, entry: Entry | None, what: str) -> None:
+        """Something that must not be."""
+        self.outcomes["VIOLATION"] += 1
+        if len(self.violations) < MOST_SHOWN:
+            of = "" if entry is None else f"{entry.ask.kind} (life {entry.life}): "
+            body = b"" if entry is None else (entry.ask.message.body or b"")[:SHOWN_BYTES]
+            self.violations.append(f"{of}{what} {body.decode(errors='replace')}".strip())
+
+    def close(self) -> None:
+        """No request is on its way and every fault is known: judge what was put off."""
+        for entry in self._open.values():
+            self.violate(entry, "no outcome")
+        self._open.clear()
+        for excuse in self._excuses:
+            if any(
+                fault.kind in excuse.kinds
+                and fault.begin <= excuse.end
+                and fault.end >= excuse.begin
+                for fault in self.faults
+            ):
+                self.outcomes[excuse.what] += 1
+            else:
+                self.violate(excuse.entry, f"{excuse.what}, but none was injected then")
+        self._excuses.clear()
+
+    def _judge_right(self, entry: Entry, reply: Reply) -> None:
+        self.counted["success"] += entry.ask.stamped
+        try:
+            is_right = entry.ask.right(reply)
+        except Exception as error:
+            self.violate(entry, f"an answer that cannot be read: {error!r}")
+            return
+        if is_right:
+            self.outcomes["right"] += 1
+        else:
+            self.violate(entry, f"a wrong answer: {reply.body[:SHOWN_BYTES]!r}")
+
+    def _excuse(self, entry: Entry, kinds: tuple[str, ...], what: str, slack_s=SLACK_S) -> None:
+        if self.signalled_at is not None and what == "red probe":
+            self.outcomes["drained"] += 1
+            return
+        begin = entry.sent_at - slack_s
+        self._excuses.append(Excuse(entry, kinds, begin, time.monotonic(), what))
+
+    def _lost_to_signal(self, entry: Entry, outcome: str, why: str) -> None:
+        if self.signalled_at is None:
+            self.violate(entry, f"{outcome}, but nobody ended the server: {why[:SHOWN_BYTES]}")
+        else:
+            self.outcomes[outcome] += 1
+
+    def _settle(self, entry: Entry) -> None:
+        if id(entry) not in self._open:
+            self.violate(entry, "a second outcome")
+        self._open.pop(id(entry), None)

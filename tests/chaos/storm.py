@@ -1,0 +1,361 @@
+"""A storm: lives of a server, waves of clients in each, and what must be as before after a wave."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from .clients import Client
+from .corpus import EMBEDDER, MOST_INPUTS, PAYLOAD_LIMIT, RERANKER, Ask, Corpus
+from .ledger import Fault, Ledger
+from .wire import HOST, Http1, Lost, Message, Reply
+
+Disk = Literal["fine", "full", "no costs", "damaged"]
+End = Literal["quiet", "SIGTERM", "SIGKILL"]
+
+CHILD = Path(__file__).with_name("child.py")
+START_S, STOP_S, QUIET_S = 300.0, 60.0, 30.0
+OVERDUE_S = 2.0  # a watchdog's patience in a storm
+MOST_ADMITTED = 40  # inputs: eight clients go past it now and then
+MOST_GROWTH = 0.35  # of resident memory after the first wave of a life: buckets not used before
+DRAIN_S = 5.0
+TOKENIZER_THREADS = 2  # of each model
+NEW_THREADS = TOKENIZER_THREADS + 3  # that a model starts when first wanted; three time buckets
+LOG_LINES = 400
+GAUGES = (
+    "te_queue_size",
+    "jaxembed_queue_tokens",
+    "jaxembed_lane_size",
+    "jaxembed_admitted_inputs",
+    "jaxembed_admitted_tokens",
+    "jaxembed_stuck_seats",
+)
+REFUSALS = ("overloaded", "inference", "tokenization", "validation", "batch_size", "model_type")
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Clients that act so often each; faults may be armed, and the end may be violent."""
+
+    actions: int
+    armed: bool
+    end: End = "quiet"
+
+
+@dataclass(frozen=True)
+class Life:
+    """One process that serves."""
+
+    waves: tuple[Wave, ...]
+    disk: Disk = "fine"
+
+
+@dataclass(frozen=True)
+class Weather:
+    """All that a storm depends on, but for the threads' luck."""
+
+    seed: int
+    embedder: str
+    cache_dir: Path
+    reranker: str | None = None
+    clients: int = 8
+    fault_rate: float = 0.02  # of the calls of runners and tokenizers
+    flags: tuple[str, ...] = ()
+
+
+@dataclass
+class Server:
+    """A child process, and what it says."""
+
+    process: asyncio.subprocess.Process
+    ledger: Ledger
+    log: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES))
+    readers: list[asyncio.Task] = field(default_factory=list)
+
+    @classmethod
+    async def start(cls, weather: Weather, life: Life, number: int, port: int, ledger: Ledger):
+        plan = {
+            "seed": f"{weather.seed}/{number}",
+            "armed": str(weather.cache_dir / "armed"),
+            "rate": weather.fault_rate,
+            "overdue_s": OVERDUE_S,
+            "disk": life.disk,
+        }
+        named = [f"{EMBEDDER}={weather.embedder}"]
+        named += [f"{RERANKER}={weather.reranker}"] if weather.reranker else []
+        models = [weather.embedder, *([weather.reranker] if weather.reranker else [])]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(CHILD), json.dumps(plan), "serve", *models,
+            *(flag for name in named for flag in ("--served-model-name", name)),
+            "--port", str(port), "--cache-dir", str(weather.cache_dir), "--offline",
+            "--max-client-batch-size", str(MOST_INPUTS), "--payload-limit", str(PAYLOAD_LIMIT),
+            "--max-concurrent-requests", str(MOST_ADMITTED),
+            "--tokenization-workers", str(TOKENIZER_THREADS), "--drain-timeout", str(DRAIN_S),
+            *weather.flags,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        server = cls(process, ledger)
+        server.readers = [
+            asyncio.create_task(server._read_faults()),
+            asyncio.create_task(server._read_log()),
+        ]
+        return server
+
+    async def wait(self) -> int:
+        """Until the process has ended and all it said is read; its status, or the signal below
+        zero. One that does not end is killed, and that is a violation."""
+        try:
+            async with asyncio.timeout(STOP_S):
+                status = await self.process.wait()
+        except TimeoutError:
+            self.ledger.violate(None, f"the server did not end within {STOP_S} s")
+            self.process.kill()
+            status = await self.process.wait()
+        await asyncio.gather(*self.readers)
+        return status
+
+    async def _read_faults(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            told = json.loads(line)
+            self.ledger.faults.append(Fault(told["kind"], told["from"], told["until"]))
+
+    async def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            self.log.append(line.decode(errors="replace").rstrip())
+
+
+class Storm:
+    """Runs lives one after the other; `sums()` says what came of it."""
+
+    def __init__(self, weather: Weather):
+        self.weather = weather
+        self.ledger = Ledger()
+        self.corpus = Corpus(weather.seed, weather.reranker is not None)
+        self.levels: list[dict[str, int]] = []  # of each quiet moment
+        self.wrong_logs: list[str] = []
+        self._armed = weather.cache_dir / "armed"
+        self._port = _free_port()
+        self._lives = 0
+        self._waves = 0
+        self._started_at = time.monotonic()
+
+    async def live(self, life: Life) -> None:
+        """Start a server, let its waves pass, end it."""
+        self._lives += 1
+        self.ledger.begin_life()
+        self._spoil_disk(life.disk)
+        self._armed.unlink(missing_ok=True)
+        server = await Server.start(self.weather, life, self._lives, self._port, self.ledger)
+        try:
+            await self._ready(server)
+            await self._calm()
+            before = await self._level(server, first=True)
+            for wave in life.waves:
+                await self._wave(server, wave)
+                if wave.end != "quiet":
+                    break
+                await self._be_quiet(server, before)
+            await self._end(server, life.waves[-1].end)
+        finally:
+            if server.process.returncode is None:
+                server.process.kill()
+                await server.wait()
+            if self.ledger.violations and not self.wrong_logs:
+                self.wrong_logs = list(server.log)
+
+    def sums(self) -> dict:
+        """What came of it, as JSON takes it."""
+        ledger = self.ledger
+        return {
+            "seed": self.weather.seed,
+            "seconds": round(time.monotonic() - self._started_at, 1),
+            "lives": self._lives,
+            "waves": self._waves,
+            "requests": sum(ledger.kinds.values()),
+            "by_kind": dict(sorted(ledger.kinds.items())),
+            "by_outcome": dict(sorted(ledger.outcomes.items())),
+            "faults": dict(sorted(Counter(fault.kind for fault in ledger.faults).items())),
+            "levels": self.levels,
+            "violations": ledger.violations,
+        }
+
+    async def _wave(self, server: Server, wave: Wave) -> None:
+        """All clients at once; a violent end comes in the middle."""
+        self._waves += 1
+        random = Random(f"{self.weather.seed}/{self._waves}/signal")
+        total = self.weather.clients * wave.actions
+        end_at = random.randint(total // 3, 2 * total // 3) if wave.end != "quiet" else None
+        acted = 0
+        if wave.armed:
+            self._armed.touch()
+
+        async def run(number: int) -> None:
+            nonlocal acted
+            seed = f"{self.weather.seed}/{self._waves}/{number}"
+            client = Client(seed, self._port, self.corpus, self.ledger)
+            for _ in range(wave.actions):
+                if self.ledger.signalled_at is not None:
+                    break
+                acted += 1
+                if acted == end_at:
+                    self.ledger.signalled_at = time.monotonic()
+                    server.process.send_signal(getattr(signal, wave.end))
+                await client.act()
+            await client.close()
+
+        await asyncio.gather(*(run(number) for number in range(self.weather.clients)))
+        self._armed.unlink(missing_ok=True)
+        if wave.end == "quiet":
+            await asyncio.sleep(OVERDUE_S / 10)  # for the last lines of the pipe
+            self.ledger.close()
+
+    async def _end(self, server: Server, end: End) -> None:
+        if self.ledger.signalled_at is None:
+            self.ledger.signalled_at = time.monotonic()
+            server.process.terminate()
+        status = await server.wait()
+        wanted = -signal.SIGKILL if end == "SIGKILL" else 0
+        if status != wanted:
+            self.ledger.violate(None, f"the server ended with {status} instead of {wanted}")
+        self.ledger.close()
+
+    async def _ready(self, server: Server) -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and server.process.returncode is None:
+            with contextlib.suppress(Lost):
+                if (await self._ask(Message("/ready"))).status == 200:
+                    return
+            await asyncio.sleep(0.1)
+        raise RuntimeError("the server does not become ready:\n" + "\n".join(server.log))
+
+    async def _calm(self) -> None:
+        """Undisturbed: learn the answers, or see that another process gives the same."""
+        if self._lives == 1:
+            await self.corpus.learn(self._ask)
+            self.ledger.begin_life()
+            self._unledgered = await self._metrics()
+        else:
+            self._unledgered = {}
+        for ask in self.corpus.calm():
+            await self._ask_one(ask)
+
+    async def _ask_one(self, ask: Ask) -> None:
+        entry = self.ledger.sent(ask)
+        try:
+            self.ledger.answered(entry, await self._ask(ask.message))
+        except Lost as lost:
+            self.ledger.lost(entry, lost)
+
+    async def _ask(self, message: Message) -> Reply:
+        wire = await Http1.open(self._port)
+        try:
+            return await wire.ask(message)
+        finally:
+            await wire.close()
+
+    async def _metrics(self) -> dict[str, float]:
+        """Sums over the models: of a gauge, or of a counter by its first label."""
+        text = (await self._ask(Message("/metrics"))).body.decode()
+        found: Counter[str] = Counter()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found[sample.name.removesuffix("_total")] += sample.value
+                if "err" in sample.labels:
+                    found[sample.labels["err"]] += sample.value
+        return found
+
+    async def _level(self, server: Server, first: bool = False) -> dict[str, int]:
+        process = psutil.Process(server.process.pid)
+        level = {
+            "life": self._lives,
+            "rss_mib": process.memory_info().rss >> 20,
+            "threads": process.num_threads(),
+            "fds": process.num_fds(),
+        }
+        self.levels.append({"first": int(first), **level})
+        return level
+
+    async def _be_quiet(self, server: Server, before: dict[str, int]) -> None:
+        """After a wave nothing is held, all is counted, and a plain request is answered."""
+        models = 2 if self.weather.reranker else 1
+        most_threads = before["threads"] + models * NEW_THREADS
+        process = psutil.Process(server.process.pid)
+        deadline = time.monotonic() + QUIET_S
+        while True:
+            metrics = await self._metrics()
+            probes = [
+                (await self._ask(Message(path))).status for path in ("/ready", "/health", "/livez")
+            ]
+            held = {name: metrics[name] for name in GAUGES if metrics[name]}
+            held |= (
+                {"threads": process.num_threads()} if process.num_threads() > most_threads else {}
+            )
+            held |= {"fds": process.num_fds()} if process.num_fds() > before["fds"] else {}
+            held |= {"probes": probes} if probes != [200, 200, 200] else {}
+            if not held:
+                break
+            if time.monotonic() > deadline:
+                self.ledger.violate(None, f"still held after a wave: {held}, before it {before}")
+                break
+            await asyncio.sleep(0.1)
+        self._check_counts(metrics)
+        level = await self._level(server)
+        first = next(one for one in self.levels if one["life"] == self._lives and not one["first"])
+        if level["rss_mib"] > (1 + MOST_GROWTH) * first["rss_mib"]:
+            self.ledger.violate(None, f"memory grows from wave to wave: {first}, now {level}")
+        await self._ask_one(self.corpus.plain())
+
+    def _check_counts(self, metrics: dict[str, float]) -> None:
+        """Each answer is counted once; what was lost with a client may be counted or not."""
+        counted, lost = self.ledger.counted, self.ledger.counted["lost"]
+        pairs = {"success": "te_request_success", **{err: err for err in REFUSALS}}
+        for ours, theirs in pairs.items():
+            found = metrics[theirs] - self._unledgered.get(theirs, 0)
+            if not counted[ours] <= found <= counted[ours] + lost:
+                self.ledger.violate(
+                    None, f"{ours}: {counted[ours]} seen, {lost} lost, the server counts {found}"
+                )
+        accepted, answered = metrics["te_request_count"], metrics["te_request_success"]
+        if not answered <= accepted <= answered + metrics["te_request_failure"]:
+            self.ledger.violate(None, f"of {accepted} requests {answered} were answered: {metrics}")
+
+    def _spoil_disk(self, disk: Disk) -> None:
+        costs = self.weather.cache_dir / "costs"
+        if costs.is_file():
+            costs.unlink()
+        if disk == "no costs":
+            if costs.is_dir():
+                costs.rename(costs.with_name(f"costs-{self._lives}"))
+            costs.write_text("this is no directory")
+        if disk == "damaged":
+            files = [*costs.glob("*"), *self.weather.cache_dir.glob("programs/*/*")]
+            for file in sorted(file for file in files if file.is_file())[::2]:
+                file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        return listener.getsockname()[1]
+
+
+def draw_life(random: Random, actions: int) -> Life:
+    """A life of a long storm: some waves, of which about one in three has no faults beneath."""
+    waves = [Wave(actions, random.random() < 0.7) for _ in range(random.randint(2, 9))]
+    end = random.choices(["quiet", "SIGTERM", "SIGKILL"], [1, 2, 2])[0]
+    waves.append(Wave(actions, random.random() < 0.7, end))
+    disk = random.choices(["fine", "full", "no costs", "damaged"], [3, 1, 1, 1])[0]
+    return Life(tuple(waves), disk)
