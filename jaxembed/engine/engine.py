@@ -298,7 +298,7 @@ class Engine:
             try:
                 self._serve_batch(seat)
             except Exception:
-                logger.exception("no batch could be composed. This is a bug in jaxembed")
+                logger.exception("the turn could not be had. This is a bug in jaxembed")
                 self._fail_waiting(BackendError(INTERNAL))
 
     def _serve_batch(self, seat: Seat) -> None:
@@ -369,7 +369,13 @@ class Engine:
     def _take(self) -> Batch | None:
         """Take the next batch out of the lanes. None if nothing waits that a bucket holds."""
         with self._lock:
-            return self._lanes.take(self._costs.usable, time.monotonic(), self._most)
+            try:
+                return self._lanes.take(self._costs.usable, time.monotonic(), self._most)
+            except Exception:
+                logger.exception("no batch could be composed. This is a bug in jaxembed")
+                waiting = self._lanes.clear()  # before anybody sees lanes that are half changed
+        _fail(waiting, BackendError(INTERNAL))
+        return None
 
     def _probe(self, seat: Seat) -> Batch | None:
         """One token on the smallest bucket when batches have failed in a row, to see whether the

@@ -237,7 +237,7 @@ class Lanes:
         waiting = self._waiting.values()
         self._flows, self._waiting = {}, {}
         for lane in self._lanes.values():
-            lane.inputs = lane.tokens = 0
+            lane.inputs = lane.tokens = lane._looked_at = 0
             lane.order = []
         return waiting
 
