@@ -17,7 +17,7 @@ from random import Random
 import numpy as np
 
 RUNNER_FAULTS = {"no_memory": 3, "internal": 3, "memory_error": 1, "nan": 4, "slow": 4, "hang": 0.5}
-TOKENIZER_FAULTS = {"tokenizer_error": 3, "tokenizer_slow": 2}
+TOKENIZER_FAULTS = {"tokenizer_error": 3.0, "tokenizer_slow": 2.0}
 SLOW_S, TOKENIZER_SLOW_S = 0.2, 0.05
 OVER_OVERDUE_S = 1.0  # that a hang is longer than a watchdog's patience
 

@@ -181,8 +181,8 @@ class Client:
 
     async def _send_huge_header(self) -> None:
         message = self._corpus.plain().message
-        extra = {"x-huge": "a" * HUGE_HEADER_BYTES}
-        await self._expect_refusal(message.http1(**extra))
+        message.headers["x-huge"] = "a" * HUGE_HEADER_BYTES
+        await self._expect_refusal(message.http1())
 
     async def _break_http2(self) -> None:
         """A preface, then nonsense."""

@@ -109,7 +109,7 @@ class Corpus:
     # a draw of each kind
 
     def _draw_embed(self, random: Random) -> Ask:
-        options = (
+        options: dict = (
             {"priority": random.choice(["interactive", "bulk"])} if random.random() < 0.4 else {}
         )
         if random.random() < 0.3:

@@ -33,9 +33,9 @@ class Message:
         if self.body is not None:
             self.headers = {"content-type": "application/json", **self.headers}
 
-    def http1(self, length: int | None = None, **extra: str) -> bytes:
+    def http1(self, length: int | None = None) -> bytes:
         """As bytes; `length` is what it says of its body where that is not the truth."""
-        headers = {"host": HOST, **self.headers, **extra}
+        headers = {"host": HOST, **self.headers}
         if self.body is not None:
             headers["content-length"] = str(len(self.body) if length is None else length)
         lines = [f"{self.method} {self.path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
