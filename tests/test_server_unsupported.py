@@ -1,5 +1,6 @@
 """What is asked for and not served is refused by its value; what asks for nothing is taken."""
 
+import asyncio
 import json
 from functools import partial
 
@@ -9,7 +10,7 @@ from test_server_openai import ask
 
 from jaxembed.errors import InvalidInput
 from jaxembed.server import classify, openai, rerank, tei, tei_scores
-from jaxembed.server.body import decode
+from jaxembed.server.body import decode_body
 from jaxembed.server.models import UNSPECIFIED
 from jaxembed.server.unsupported import NOTHING, unserved
 
@@ -62,7 +63,7 @@ def test_every_field_that_is_not_served_is_refused_by_its_name(kind):
     assert len(fields) > 20
     for name, rule in fields.items():
         with pytest.raises(InvalidInput) as refusal:
-            decode(body_of(kind, **{name: SOMETHING}), kind)
+            asyncio.run(decode_body(body_of(kind, **{name: SOMETHING}), kind))
         assert refusal.value.field == name
         assert str(refusal.value) == (
             f'`{name}` of {{"anything":["else"]}} is not supported: {rule.reason}'
@@ -73,7 +74,7 @@ def test_every_field_that_is_not_served_is_refused_by_its_name(kind):
 def test_what_asks_for_nothing_is_taken(kind):
     for name, rule in unserved(kind).items():
         for value in (*NOTHING, *rule.harmless):
-            decode(body_of(kind, **{name: value}), kind)
+            asyncio.run(decode_body(body_of(kind, **{name: value}), kind))
 
 
 @cases()

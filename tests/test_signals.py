@@ -49,21 +49,18 @@ run(Models([Slow()]), ServerConfig(port=0))
 """
 
 
-def ignore_signals():
-    """As for process 1, to which signals without a handler do nothing."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+# As for process 1, to which signals without a handler do nothing.
+IGNORING_SIGNALS = ["sh", "-c", 'trap "" TERM INT; exec "$@"', "sh"]
 
 
 def start(program, *arguments):
     here = Path(__file__).parent
     return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
+        [*IGNORING_SIGNALS, sys.executable, "-c", program, *arguments],
         env={**os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=ignore_signals,
     )
 
 

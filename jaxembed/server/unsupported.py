@@ -17,7 +17,7 @@ from jaxembed.errors import InvalidInput
 NOTHING = (None, "", [], {})  # what asks for nothing in every field
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity: `harmless` may hold lists
 class Unserved:
     """Why a field is not served, and the values besides NOTHING that ask for nothing more than what
     is served."""
