@@ -513,7 +513,7 @@ def info_command(model: str | None, verify: bool, **flags: Any) -> None:
 
     source = _source(flags)
     if verify:  # first: a damaged manifest says nothing
-        click.echo(f"{hub.verify_model(model, **source)} files verified", err=True)
+        click.echo(f"{hub.verify_files(model, **source)} files verified", err=True)
     facts = summary(hub.describe_model(model, **source))
     click.echo(msgspec.json.format(msgspec.json.encode(facts)).decode())
 

@@ -23,7 +23,7 @@ from jaxembed.inputs import Input, Pair, Text
 from jaxembed.models import program
 from jaxembed.options import Embeddings, EncodeOptions, Label, Ranked, ScoreOptions, Scores
 from jaxembed.processors.prompts import Role, prompt_of_role
-from jaxembed.processors.text import TextProcessor, TokenPiece
+from jaxembed.processors.text import DECODED_BYTES, PIECE_BYTES, TextProcessor, TokenPiece
 from jaxembed.runner import RequestRunner
 from jaxembed.spec import ModelSpec, Pooling
 from jaxembed.tasks import KIND, Answer, Request, Tasks
@@ -33,7 +33,6 @@ QUEUED_BATCHES = 64  # of waiting work a device may have before requests are ref
 INPUT_BYTES = 1024  # of memory an input takes beside its text and its tokens: measured 0.8 KB
 TOKEN_BYTES = 8  # a token takes: its id, twice while a batch is packed
 FLOAT_BYTES = 4
-MOST_SHOWN_CHARACTERS = 1_000_000  # in a /tokenize request: an answer takes 900 bytes a token
 
 
 class Embedder:
@@ -122,6 +121,7 @@ class Embedder:
             batches * self.plan.max_batch_tokens,
             lambda: self.engine.tokens_per_s,
         )
+        self.telemetry.held_bytes.set_function(lambda: self.admission.capacity.bytes)
         self.telemetry.admitted_inputs.set_function(lambda: self.admission.inputs)
         self.telemetry.admitted_tokens.set_function(lambda: self.admission.tokens)
         self.runner = RequestRunner(self.processor.executor, self.engine, self.telemetry, self.spec)
@@ -253,16 +253,12 @@ class Embedder:
     async def tokenize_async(
         self, texts: Sequence[str], *, add_special_tokens: bool, prompt_name: str | None
     ) -> list[list[TokenPiece]]:
-        """The tokens of each text with their byte offsets; nothing is cut."""
+        """The tokens of each text with their byte offsets; nothing is cut. A character counts as a
+        token."""
         prompt = self.processor.prompt(None, prompt_name)
         characters = sum(map(len, texts))
-        if characters > MOST_SHOWN_CHARACTERS:
-            raise InvalidInput(
-                f"the texts may hold {MOST_SHOWN_CHARACTERS} characters in all, because every "
-                f"token is shown. Given: {characters}. Send fewer texts at a time"
-            )
         call = partial(self.processor.pieces, texts, special=add_special_tokens, prompt=prompt)
-        with self.admission.admit(len(texts), characters // 4):
+        with self.admission.admit(len(texts), characters, token_bytes=PIECE_BYTES):
             return await self.runner.off_loop(call)
 
     async def decode_async(
@@ -270,7 +266,7 @@ class Embedder:
     ) -> list[str]:
         """The text of each list of ids."""
         call = partial(self.processor.decode, ids, skip_special_tokens=skip_special_tokens)
-        with self.admission.admit(len(ids), sum(map(len, ids))):
+        with self.admission.admit(len(ids), sum(map(len, ids)), token_bytes=DECODED_BYTES):
             return await self.runner.off_loop(call)
 
     # -- state ------------------------------------------------------------------------------------
@@ -288,6 +284,11 @@ class Embedder:
     def tokenization_workers(self) -> int:
         """TEI's rule, and four at least: one huge text must not hold up everybody's."""
         return self.text.workers or min(max((os.cpu_count() or 2) - 1, 4), 64)
+
+    @property
+    def tokenizing_bytes(self) -> int:
+        """Memory that tokenizing takes at most, all threads together."""
+        return self.tokenization_workers * self.processor.job_bytes
 
     @property
     def device(self) -> str:
@@ -334,6 +335,7 @@ class Embedder:
             "compiled_buckets": [str(bucket) for bucket in self.engine.warmup.compiled],
             "max_queue_tokens": self.admission.capacity.max_tokens,
             "max_queue_bytes": self.admission.capacity.max_bytes,
+            "tokenizing_bytes": self.tokenizing_bytes,
             "content_hash": self.spec.content_hash,
         }
 

@@ -120,7 +120,7 @@ def describe_model(
     return _outline(source, dense_path)
 
 
-def verify_model(
+def verify_files(
     model: str | None,
     *,
     revision: str | None = None,

@@ -192,6 +192,9 @@ class Telemetry:
         self.admitted_tokens = self._gauge(
             "jaxembed_admitted_tokens", "Tokens of these, roughly until they are tokenized"
         )
+        self.held_bytes = self._gauge(
+            "jaxembed_held_bytes", "Memory that the requests of all models hold"
+        )
         self.lane_size = self._gauge(
             "jaxembed_lane_size", "Inputs waiting for a batch, by lane", "lane"
         )

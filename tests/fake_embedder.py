@@ -53,6 +53,7 @@ class FakeEmbedder(Embedder):
     max_input_tokens = MAX_TOKENS
     max_batch_tokens = 1024
     tokenization_workers = 2
+    tokenizing_bytes = 1000
     device = "cpu"
     dtype = "float32"
     attention = "none"

@@ -21,7 +21,15 @@ from jaxembed.errors import (
 )
 from jaxembed.inputs import Encoding, Input, Pair, Text, Tokens
 from jaxembed.processors.pairs import Frame, template_frame, tokenizer_frame
-from jaxembed.processors.tokenizer import CUT_MARGIN, Side, Tokenizer, chunks, cut_tokens
+from jaxembed.processors.tokenizer import (
+    CHARACTER_BYTES,
+    CUT_MARGIN,
+    Side,
+    Tokenizer,
+    chunks,
+    cut_tokens,
+    most_read,
+)
 from jaxembed.spec import ModelSpec
 
 # Memory for a character of /tokenize, at most: measured 1719 for one text of emojis in byte-level
@@ -127,6 +135,11 @@ class TextProcessor:
     def estimate(self, inputs: Sequence[Input]) -> int:
         """About how many tokens the inputs hold, before tokenizing: four characters a token."""
         return sum(min(_size(one) // 4 + 2, self.limit) for one in inputs)
+
+    @property
+    def job_bytes(self) -> int:
+        """Memory that a thread takes at most while it tokenizes what `encode` is given."""
+        return CHARACTER_BYTES * most_read(self.limit)
 
     def pieces(self, texts: Sequence[str], *, special: bool, prompt: str) -> list[list[TokenPiece]]:
         """The tokens of each text, uncut."""

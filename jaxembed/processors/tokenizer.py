@@ -8,6 +8,7 @@ import numpy as np
 import tokenizers
 
 from jaxembed.errors import InvalidInput, TokenizerError
+from jaxembed.memory import KIB
 
 Side = Literal["left", "right"]
 
@@ -20,8 +21,8 @@ FIRST_CUT = 7
 CUT_MARGIN = 128
 SHORT_CHARACTERS = 512  # characters: at most 0.2 ms
 INPUTS_A_JOB = 64  # inputs a tokenizer thread is given at once: some 7 ms of texts of 100 tokens
-JOB_CHARACTERS = 32 * 1024  # that these have in all: 10 to 20 ms of prose, at worst 60 ms
-MOST_READ = 512 * 1024  # characters of a text that are read in search of enough tokens
+JOB_CHARACTERS = 32 * KIB  # that these have in all: 10 to 20 ms of prose, at worst 60 ms
+MOST_READ = 512 * KIB  # characters of a text that are read in search of enough tokens
 # Memory while a character is tokenized, at most: measured 439 to 581 with WordPiece and byte-level
 # BPE, 304 with Unigram. A ligature that XLM-R takes apart (U+FDFA) needs 2018, and 20 us. A thread
 # so needs 20 MB for a job, 35 MB for a text at limit 8192, and 300 MB for one without tokens.
@@ -60,7 +61,7 @@ class Tokenizer:
 
         A long text is read until it has over `most` + CUT_MARGIN tokens: `most` of them are those
         of the whole text, and it has more than `most`. `side` is the one that tokens are cut from.
-        Raises InvalidInput for one that has so few tokens that MOST_READ characters don't suffice.
+        Raises InvalidInput for one with so few tokens that `most_read` characters don't suffice.
         """
         first_cut = FIRST_CUT * (most + CUT_MARGIN)
         for chunk in chunks(texts, len):
@@ -85,14 +86,19 @@ class Tokenizer:
         enough = most + CUT_MARGIN
         cut = FIRST_CUT * enough
         while cut < len(text) and len(encoding) <= enough:
-            if cut >= MOST_READ:
+            if cut >= most_read(most):
                 raise InvalidInput(
                     f"the text has {len(text)} characters and only {len(encoding)} tokens in "
                     f"{cut} of them, more than are read; send it in parts"
                 )
-            cut = min(2 * cut, MOST_READ)
+            cut = min(2 * cut, most_read(most))
             encoding = self.encode([_cut(text, cut, side)], special=special)[0]
         return encoding, cut >= len(text)
+
+
+def most_read(most: int) -> int:
+    """Characters of a text that are read at most to find `most` tokens."""
+    return max(MOST_READ, 2 * FIRST_CUT * (most + CUT_MARGIN))
 
 
 def chunks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:

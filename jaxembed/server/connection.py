@@ -27,6 +27,9 @@ from jaxembed.memory import KIB, MIB
 COPIES = 2  # of a body: as it came, and what is decoded of it
 MOST_UNREAD = 64 * KIB  # bytes of a body that wait for its reader
 MOST_DISCARDED = 256 * MIB  # bytes of a body that nobody reads, until its client is not read either
+# Memory of an open connection beside what its requests are charged for, at most: the buffers of
+# asyncio, h11 and Hypercorn, and with HTTP/2 those of a hundred streams.
+CONNECTION_BYTES = 4 * MIB
 MOST_SENT = 256 * KIB  # bytes of an answer that are sent at once
 SEND_S = 60  # for a client to take as much
 SEND_TIMEOUT_S = 600  # to take all of an answer

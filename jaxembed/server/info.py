@@ -7,6 +7,7 @@ from quart import Blueprint, Response, request
 
 from jaxembed import __version__
 from jaxembed.embedder import Embedder
+from jaxembed.server.connection import CONNECTION_BYTES
 from jaxembed.server.encoding import json_response
 from jaxembed.server.service import Service, current_service
 
@@ -52,6 +53,8 @@ async def info() -> Response:
 def model_info(service: Service, embedder: Embedder) -> Info:
     """The answer of /info about one model."""
     more = embedder.describe()
+    more["accounted_bytes"] = accounted_bytes(service)
+    more["connection_bytes"] = CONNECTION_BYTES
     if len(service.models) > 1:
         more["models"] = [_summary(service, other) for other in service.models]
     return Info(
@@ -72,6 +75,13 @@ def model_info(service: Service, embedder: Embedder) -> Info:
         docker_label=None,
         jaxembed=more,
     )
+
+
+def accounted_bytes(service: Service) -> int:
+    """Memory that clients can make the process take, connections not counted: what requests hold,
+    and what tokenizing takes beside it."""
+    tokenizing = sum(embedder.tokenizing_bytes for embedder in service.models)
+    return service.models.capacity.max_bytes + tokenizing
 
 
 def _model_type(embedder: Embedder) -> dict[str, dict[str, Any]]:
