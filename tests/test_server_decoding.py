@@ -228,8 +228,6 @@ FAULTS = [
     (RerankRequest, '"texts": [%s]'),
     (DocumentsRequest, '"query": "a", "documents": [%s, {"x": 3}]'),
     (DocumentsRequest, '"query": "a", "documents": [%s, {"text": 3}]'),
-    (DocumentsRequest, '"query": "a", "documents": [%s], "rank_fields": [3]'),
-    (DocumentsRequest, '"query": "a", "documents": [%s], "relevant_spans": []'),
     (VertexRequest, '"instances": {}'),
 ]
 
