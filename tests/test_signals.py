@@ -76,7 +76,7 @@ def test_a_signal_ends_a_server_that_loads(tmp_path, wait, number, status):
         try:
             wait_for_line(process, "loading")
             process.send_signal(number)
-            assert process.wait(10) == status
+            assert process.wait(60) == status
             assert f"{number.name}: exiting at once\n" in process.stdout.read()
         finally:
             process.kill()
@@ -87,7 +87,7 @@ def test_a_second_signal_ends_a_server_that_drains():
         try:
             wait_for_line(process, "listening on")
             process.send_signal(signal.SIGTERM)
-            assert process.wait(10) == 143
+            assert process.wait(60) == 143
             assert "SIGTERM: exiting at once\n" in process.stdout.read()
         finally:
             process.kill()
