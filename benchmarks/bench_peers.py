@@ -45,12 +45,8 @@ def scenarios(texts: int, per_s: float) -> dict[str, list[Load]]:
     }
 
 
-def parse(argv: Sequence[str] | None) -> Namespace:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--infinity", type=Path, default=report.ROOT / ".venv-peers")
-    parser.add_argument("--infinity-dtype", default="auto", help="float32 with auto, on a CPU")
+def add_arguments(parser: ArgumentParser) -> None:
+    """Those of the texts, the loads and the rounds."""
     workloads.add_arguments(parser)
     report.add_arguments(parser)
     parser.add_argument("--texts", type=int, default=8192, help="different ones in bulk")
@@ -58,6 +54,15 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--per-s", type=float, default=10.0, help="queries under bulk")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", default="3,4,8", help="lone, bulk, and under bulk")
+
+
+def parse(argv: Sequence[str] | None) -> Namespace:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--infinity", type=Path, default=report.ROOT / ".venv-peers")
+    parser.add_argument("--infinity-dtype", default="auto", help="float32 with auto, on a CPU")
+    add_arguments(parser)
     args = parser.parse_args(arguments[:at])
     args.flags = arguments[at + 1 :]
     return args
@@ -71,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         servers.jaxembed(None, args.flags) as ours,
     ):
         rows, idle = measure({OURS: ours, PEER: peer}, args)
-    table, ratios = summary(rows), ratios_of(rows)
+    table, ratios = summary(rows), ratios_of(rows, OURS, PEER)
     report.show(table, f"all-MiniLM-L6-v2, {report.device_name()}, medians of rounds")
     report.show(ratios, "times better than Infinity")
     facts = {
@@ -88,24 +93,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(
-    both: dict[str, Server], args: Namespace
+    running: dict[str, Server], args: Namespace
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """A row for each round, server, scenario and load; and what an idle server takes."""
     texts = Texts(args)
     known = scenarios(args.bulk, args.per_s)
     seconds = dict(zip(known, map(float, args.seconds.split(",")), strict=True))
-    for server in both.values():
+    for server in running.values():
         for loads in known.values():
             run(server.target, texts, loads, "base64", 1.0)
-    idle = {name: server.idle_share() for name, server in both.items()}
+    idle = {name: server.idle_share() for name, server in running.items()}
     rows = []
     for number in range(args.rounds):
-        order = list(both) if number % 2 else list(reversed(both))
+        order = list(running) if number % 2 else list(reversed(running))
         for scenario, loads in known.items():
             for name in order:
                 about = {"round": number, "server": name, "scenario": scenario}
                 found = run(
-                    both[name].target, texts, loads, "base64", seconds[scenario], seed=number
+                    running[name].target, texts, loads, "base64", seconds[scenario], seed=number
                 )
                 rows += [about | row for row in found]
                 print(".", end="", flush=True)
@@ -128,8 +133,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return table
 
 
-def ratios_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How many times better ours is in each round: the median, the worst and the best."""
+def ratios_of(rows: Sequence[dict[str, Any]], one: str, other: str) -> list[dict[str, Any]]:
+    """How many times better one server is than another in each round: the median, the worst and
+    the best."""
     table = []
     for title, (scenario, load, figure, more_is_better) in RATIOS.items():
         found = {
@@ -138,7 +144,7 @@ def ratios_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             if (r["scenario"], r["load"]) == (scenario, load)
         }
         rounds = sorted({number for number, _ in found})
-        ratios = np.array([found[n, OURS] / found[n, PEER] for n in rounds])
+        ratios = np.array([found[n, one] / found[n, other] for n in rounds])
         ratios = ratios if more_is_better else 1 / ratios
         about = {"figure": title, "rounds": len(rounds), "median": float(np.median(ratios))}
         table.append(about | {"least": float(ratios.min()), "most": float(ratios.max())})

@@ -145,9 +145,9 @@ def versions_in(environment: Path, packages: Sequence[str]) -> dict[str, str]:
     return {name: found[name] for name in packages if name in found}
 
 
-def commit() -> str | None:
-    """The commit of the working tree, with "+" where files differ; None outside a repository."""
-    git = ["git", "-C", str(ROOT)]
+def commit(checkout: Path = ROOT) -> str | None:
+    """The commit of a working tree, with "+" where files differ; None outside a repository."""
+    git = ["git", "-C", str(checkout)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
         status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)

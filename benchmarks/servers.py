@@ -53,14 +53,20 @@ class Server:
 
 
 @contextmanager
-def jaxembed(model: str | None, flags: Sequence[str] = ()) -> Iterator[Server]:
-    """Our server with every bucket compiled and timed. Raises TimeoutError with its last lines."""
+def jaxembed(
+    model: str | None,
+    flags: Sequence[str] = (),
+    checkout: Path = report.ROOT,
+    until: str = TIMED,
+) -> Iterator[Server]:
+    """Our server, from a checkout, when its log has said `until`: by then every bucket is compiled
+    and timed. Raises TimeoutError with its last lines."""
     port = free_port()
     command = [sys.executable, "-m", "jaxembed.cli", "serve", *([model] if model else [])]
     command += ["--port", str(port), "--served-model-name", SERVED, *flags]
-    with running(command) as (process, started_at, log):
+    with running(command, checkout) as (process, started_at, log):
         watch = Watch(f"http://127.0.0.1:{port}", process, started_at, START_S, log)
-        watch.until(lambda: any(TIMED in line for _, line in log))
+        watch.until(lambda: any(until in line for _, line in log))
         watch.until(lambda: watch.status("/ready") == 200)
         target = Target(f"http://127.0.0.1:{port}/v1/embeddings", SERVED)
         yield Server(target, psutil.Process(process.pid), watch.metrics)
@@ -139,13 +145,13 @@ class Watch:
 
 @contextmanager
 def running(
-    command: Sequence[str],
+    command: Sequence[str], folder: Path = report.ROOT
 ) -> Iterator[tuple[subprocess.Popen, float, list[tuple[float, str]]]]:
     """A process, when it started, and the lines it writes, with the seconds at which each came.
     Ends it after."""
     started_at = time.monotonic()
     process = subprocess.Popen(
-        command, cwd=report.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     log: list[tuple[float, str]] = []
 

@@ -1,23 +1,27 @@
 """The load generator, comparisons with peers, pictures: tiny runs, and their arithmetic."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import orjson
 import pytest
 
 from benchmarks import (
+    bench_before,
     bench_gpu,
     bench_http,
     bench_libraries,
     bench_peers,
     load,
     plots,
+    report,
     subject,
     workloads,
 )
@@ -199,12 +203,33 @@ def test_ratios_are_taken_within_a_round():
     for number, slow in enumerate((1.0, 10.0, 1.0)):  # the machine is slow in the second
         rows += _round(number, "jaxembed", 600 / slow, 2 * slow, 10 * slow)
         rows += _round(number, "infinity", 100 / slow, 10 * slow, 500 * slow)
-    ratios = {row["figure"]: row for row in bench_peers.ratios_of(rows)}
+    ratios = {row["figure"]: row for row in bench_peers.ratios_of(rows, "jaxembed", "infinity")}
     assert ratios["bulk texts/s"]["median"] == pytest.approx(6)
     assert ratios["lone query p50"]["median"] == pytest.approx(5)
     assert ratios["query p99 under bulk"]["least"] == pytest.approx(50)
     lone = [row for row in bench_peers.summary(rows) if row["scenario"] == "lone"]
     assert [(row["server"], row["p50_ms"]) for row in lone] == [("jaxembed", 2), ("infinity", 10)]
+
+
+def test_an_older_commit_is_compared_with_itself_too(tmp_path, monkeypatch, capsys):
+    started = []
+
+    @contextlib.contextmanager
+    def server(model, flags, checkout, until):
+        started.append(checkout)
+        yield SimpleNamespace(idle_share=lambda: 0.0)
+
+    def measure(running, args):
+        rows = [_round(n, name, 100.0, 2.0, 10.0) for n in range(3) for name in running]
+        return [row for some in rows for row in some], {}
+
+    monkeypatch.setattr(bench_before.servers, "jaxembed", server)
+    monkeypatch.setattr(bench_before.bench_peers, "measure", measure)
+    bench_before.main([str(tmp_path)])
+    assert started == [report.ROOT, tmp_path, tmp_path]
+    ratios = last_line(capsys)["ratios"]
+    assert {row["server"] for row in ratios} == {"now", "before, again"}
+    assert all(row["median"] == 1.0 for row in ratios)
 
 
 ECHO = """
