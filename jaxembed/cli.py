@@ -28,6 +28,7 @@ logger = logging.getLogger("jaxembed")
 
 EXIT_AGREES, EXIT_DISAGREES = 0, 1  # of `verify`
 EXIT_REFUSED = 2
+IN_XLA = ("compile-", "seat-", "time-buckets", "timing-")  # names of threads
 
 
 class FiniteRange(click.FloatRange):
@@ -530,9 +531,9 @@ def main() -> None:
 
 
 def _exit(status: int) -> NoReturn:
-    """Leave, without the interpreter's clean-up if a bucket still compiles: a thread inside XLA
-    cannot be stopped, and unwinding it aborts the process."""
-    if any(thread.name.startswith("compile-") for thread in threading.enumerate()):
+    """Leave, without the interpreter's clean-up if a thread is still inside XLA, compiling or in a
+    call that hangs: it cannot be stopped, and unwinding it aborts the process."""
+    if any(thread.name.startswith(IN_XLA) for thread in threading.enumerate()):
         logging.shutdown()
         sys.stdout.flush()
         os._exit(status)
