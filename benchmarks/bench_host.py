@@ -38,6 +38,7 @@ from benchmarks.bench_http import Texts
 from benchmarks.load import Closed, Load, Open, Target
 from benchmarks.servers import Server
 
+FLAGS = ("--null-model", "--accept-bare-token-ids")
 WARM_S = 1.0
 PROBES_PER_S = 100.0
 TRIES = 4  # of a row, until nothing was compiled or timed meanwhile
@@ -102,7 +103,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     known = scenarios(Texts(args))
-    with servers.jaxembed(args.model, ["--null-model", *args.flags]) as server:
+    with servers.jaxembed(args.model, [*FLAGS, *args.flags]) as server:
         idle_ms = lag(server, args.seconds)
         rows = [
             undisturbed(

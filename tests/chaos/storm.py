@@ -100,7 +100,7 @@ class Server:
             *(flag for name in named for flag in ("--served-model-name", name)),
             "--port", str(port), "--cache-dir", str(weather.cache_dir), "--offline",
             "--max-client-batch-size", str(MOST_INPUTS), "--payload-limit", str(PAYLOAD_LIMIT),
-            "--max-concurrent-requests", str(MOST_ADMITTED),
+            "--max-concurrent-requests", str(MOST_ADMITTED), "--accept-bare-token-ids",
             "--tokenization-workers", str(TOKENIZER_THREADS), "--drain-timeout", str(DRAIN_S),
             *weather.flags,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
