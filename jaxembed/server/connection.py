@@ -1,8 +1,12 @@
 """A client's connection and a request on it: Hypercorn's and Quart's, with less work for each
-request. Knows no route.
+request, and with bounds on what a client makes it hold. Knows no route.
 
 On Python 3.11 Hypercorn 0.18 and Quart 0.22 start seven tasks for a request and write its answer in
-two pieces. Here it is two tasks and one piece.
+two pieces. Here it is two tasks and one piece. Of the processor time of a `/ping` one piece spares
+5 %, the timer 8 %, two tasks 7 %, each give or take 5 %. This overrides what neither documents, so
+pyproject.toml admits only the versions that it was tried with. It could go when Hypercorn takes a
+class of connections as a setting, closes what its client has closed and expects data after an
+answer, and when Quart lets the sender of a body wait.
 """
 
 import asyncio

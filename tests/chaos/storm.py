@@ -39,6 +39,7 @@ GAUGES = (
     "jaxembed_lane_size",
     "jaxembed_admitted_inputs",
     "jaxembed_admitted_tokens",
+    "jaxembed_held_bytes",
     "jaxembed_stuck_seats",
 )
 REFUSALS = ("overloaded", "inference", "tokenization", "validation", "batch_size", "model_type")
