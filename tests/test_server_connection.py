@@ -10,6 +10,7 @@ import pytest
 from fake_embedder import FakeEmbedder
 
 from jaxembed.config import ServerConfig
+from jaxembed.memory import KIB
 from jaxembed.server import run
 from jaxembed.server.app import create_app
 from jaxembed.server.connection import MOST_HELD, Connection
@@ -177,6 +178,30 @@ def test_many_small_pieces_are_not_held_until_there_are_no_more():
         return writer.written
 
     assert [len(piece) for piece in asyncio.run(scenario())] == [MOST_HELD] * 10
+
+
+def test_a_connection_ends_though_more_of_a_body_comes_than_is_discarded(monkeypatch):
+    monkeypatch.setattr("jaxembed.server.connection.MOST_DISCARDED", 256 * KIB)
+    run_connection = Connection.run
+
+    async def go():
+        ended = asyncio.Event()
+
+        async def watched(one):
+            await run_connection(one)
+            ended.set()
+
+        monkeypatch.setattr(Connection, "run", watched)
+        async with serving() as address, connected(address) as (_, writer):
+            writer.write(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\n")
+            with contextlib.suppress(OSError):
+                while not ended.is_set():
+                    writer.write(bytes(64 * KIB))
+                    await writer.drain()
+            await asyncio.wait_for(ended.wait(), 5)
+            assert not [one for one in asyncio.all_tasks() if "_receive" in repr(one.get_coro())]
+
+    asyncio.run(go())
 
 
 def h2_client() -> h2.connection.H2Connection:

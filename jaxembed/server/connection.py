@@ -172,6 +172,7 @@ class BoundedBody(Body):
         self._held = held
         self._has_room = asyncio.Event()
         self._discarded: int | None = None  # bytes, once nobody will read them
+        self._is_answered = asyncio.Event()
 
     async def put(self, data: bytes) -> None:
         """Keep a piece; wait while too many of them are unread."""
@@ -184,7 +185,7 @@ class BoundedBody(Body):
             self._discarded += len(data)
             if self._discarded > MOST_DISCARDED:
                 self.set_complete()
-                await asyncio.Event().wait()  # until the answer is sent and the connection closed
+                await self._is_answered.wait()
 
     def _keep(self, data: bytes) -> None:
         try:
@@ -211,6 +212,12 @@ class BoundedBody(Body):
             self.clear()
             self._has_room.set()
 
+    def end_answer(self) -> None:
+        """Discard at once what still comes, however much: Hypercorn queues the end of the
+        connection behind it."""
+        self.discard()
+        self._is_answered.set()
+
     async def end(self) -> None:
         """Wait until its client has sent all of it, or more than will be discarded."""
         await self._complete.wait()
@@ -222,6 +229,7 @@ class Exchange(ASGIHTTPConnection):
 
     _body: BoundedBody
     _held: Held
+    _is_received = False  # all of the body
 
     async def __call__(self, receive: Any, send: Any) -> None:
         task = asyncio.current_task()
@@ -230,7 +238,12 @@ class Exchange(ASGIHTTPConnection):
             request = self._create_request_from_scope(send)
             request.body = self._body = BoundedBody(self._held)
             watch = asyncio.create_task(self._receive(receive))
-            watch.add_done_callback(lambda done: done.cancelled() or task.cancel())
+
+            def give_up(done: asyncio.Task) -> None:
+                if not done.cancelled():
+                    task.cancel()
+
+            watch.add_done_callback(give_up)
             try:
                 await self.handle_request(request, send)
             except asyncio.CancelledError:
@@ -239,7 +252,10 @@ class Exchange(ASGIHTTPConnection):
                 task.uncancel()
                 watch.result()
             finally:
-                watch.cancel()
+                watch.remove_done_callback(give_up)
+                self._body.end_answer()
+                if self._is_received:  # else Hypercorn's reader waits until the rest is taken
+                    watch.cancel()
 
     async def _receive(self, receive: Any) -> None:
         """Put the body where it can be read; return when the client is gone."""
@@ -247,6 +263,7 @@ class Exchange(ASGIHTTPConnection):
             if data := message.get("body"):
                 await self._body.put(data)
             if not message.get("more_body"):
+                self._is_received = True
                 self._body.set_complete()
 
     async def _send_response(self, send: Any, response: ResponseTypes) -> None:
@@ -279,6 +296,7 @@ class Exchange(ASGIHTTPConnection):
         while len(whole) - first > MOST_SENT:
             await _send_part(send, whole[first : first + MOST_SENT])
             first += MOST_SENT
+        self._body.end_answer()
         await _send_part(send, whole[first:], more=False)
 
 
