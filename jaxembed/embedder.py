@@ -254,9 +254,9 @@ class Embedder:
         self, texts: Sequence[str], *, add_special_tokens: bool, prompt_name: str | None
     ) -> list[list[TokenPiece]]:
         """The tokens of each text with their byte offsets; nothing is cut. A character counts as a
-        token."""
+        token, those of the prompt once for each text."""
         prompt = self.processor.prompt(None, prompt_name)
-        characters = sum(map(len, texts))
+        characters = sum(map(len, texts)) + len(texts) * len(prompt)
         call = partial(self.processor.pieces, texts, special=add_special_tokens, prompt=prompt)
         with self.admission.admit(len(texts), characters, token_bytes=PIECE_BYTES):
             return await self.runner.off_loop(call)

@@ -31,6 +31,7 @@ from jaxembed.errors import (
     WrongTask,
 )
 from jaxembed.inputs import Pair, Text, Tokens
+from jaxembed.processors.text import PIECE_BYTES
 from jaxembed.processors.tokenizer import INPUTS_A_JOB
 from jaxembed.runner import RequestRunner
 from jaxembed.spec import DenseLayer, PairTemplate
@@ -404,6 +405,15 @@ def test_tokenize_and_decode_run_off_the_loop(embedder):
     pieces, texts = asyncio.run(both())
     assert texts == ["what is the cat"]
     assert (pieces[0][-1].start, pieces[0][-1].stop) == (12, 15)
+
+
+def test_the_prompt_of_each_text_counts_among_the_memory_of_its_tokens(embedder):
+    async def held_bytes():
+        with embedder.admission.capacity.request() as held:
+            await embedder.tokenize_async(["a"] * 5, add_special_tokens=True, prompt_name="query")
+            return held.bytes
+
+    assert asyncio.run(held_bytes()) == 5 * len("what is a") * PIECE_BYTES
 
 
 def test_every_input_is_counted(embedder):
