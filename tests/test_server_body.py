@@ -7,8 +7,7 @@ import pytest
 from fake_embedder import FakeEmbedder
 
 from jaxembed.config import ServerConfig
-from jaxembed.engine.admission import Admission, Capacity
-from jaxembed.errors import Overloaded
+from jaxembed.engine.admission import RESERVE, SMALL, Admission, Capacity
 from jaxembed.memory import KIB, MIB
 from jaxembed.server import connection
 from jaxembed.server.app import Server, create_app
@@ -138,25 +137,46 @@ def test_a_body_larger_than_a_request_may_ever_hold_is_refused_for_good(app):
     assert app.capacity.bytes == 0
 
 
-def test_an_answer_without_room_is_503_and_says_when_to_come_back(app):
+@contextlib.contextmanager
+def full(capacity: Capacity):
+    """All of it held, to the last byte: by one request and many small ones."""
+    small = capacity.max_bytes // SMALL
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(capacity.request()).charge(
+            capacity.max_bytes // RESERVE * (RESERVE - 1)
+        )
+        while left := capacity.max_bytes - capacity.bytes:
+            stack.enter_context(capacity.request()).charge(min(small, left))
+        yield
+
+
+def test_a_large_answer_without_room_is_503_and_says_when_to_come_back(app, monkeypatch):
+    monkeypatch.setattr(connection, "SMALL_ANSWER", 10)
+
     async def scenario():
-        with app.capacity.request() as one, app.capacity.request() as other:
-            one.charge(14 * MIB)
-            for count in (2**20, 2**10, 1):  # up to the last byte, in small requests
-                with contextlib.suppress(Overloaded):
-                    while other.bytes + count <= 16 * MIB // 64:
-                        other.charge(count)
-            with contextlib.ExitStack() as stack:
-                while app.capacity.bytes < 16 * MIB:
-                    stack.enter_context(app.capacity.request()).charge(
-                        min(256 * KIB, 16 * MIB - app.capacity.bytes)
-                    )
-                client = Client(app, "GET", "/info", b"")
-                return await client.ask(), dict(client.sent[0]["headers"])
+        with full(app.capacity):
+            client = Client(app, "GET", "/info", b"")
+            return await client.ask(), dict(client.sent[0]["headers"])
 
     status, headers = asyncio.run(scenario())
     assert status == 503
     assert headers[b"retry-after"] == b"1"
+    assert app.capacity.bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [("GET", "/health", b"", 200), ("POST", "/embed", b'{"inputs": "a"}', 429)],
+)
+def test_a_full_server_answers_probes_and_says_why_it_refuses(app, method, path, body, status):
+    async def scenario():
+        with full(app.capacity):
+            client = Client(app, method, path, body)
+            return await client.ask(), b"".join(message.get("body", b"") for message in client.sent)
+
+    answered, text = asyncio.run(scenario())
+    assert answered == status
+    assert text
     assert app.capacity.bytes == 0
 
 

@@ -32,8 +32,9 @@ COPIES = 2  # of a body: as it came, and what is decoded of it
 MOST_UNREAD = 64 * KIB  # bytes of a body that wait for its reader
 MOST_DISCARDED = 256 * MIB  # bytes of a body that nobody reads, until its client is not read either
 # Memory of an open connection beside what its requests are charged for, at most: the buffers of
-# asyncio, h11 and Hypercorn, and with HTTP/2 those of a hundred streams.
+# asyncio, h11 and Hypercorn, and with HTTP/2 those of a hundred streams, with small answers.
 CONNECTION_BYTES = 4 * MIB
+SMALL_ANSWER = 8 * KIB  # bytes that need no room: probes and refusals are answered by a full server
 MOST_SENT = 256 * KIB  # bytes of an answer that are sent at once
 SEND_S = 60  # for a client to take as much
 SEND_TIMEOUT_S = 600  # to take all of an answer
@@ -283,7 +284,7 @@ class Exchange(ASGIHTTPConnection):
         if isinstance(body, DataBody):
             whole = body.data
             try:
-                self._held.cover(len(whole))
+                self._held.cover(len(whole) if len(whole) > SMALL_ANSWER else 0)
             except (Overloaded, InvalidInput):  # no room even for an answer
                 status, whole = 503, b""
                 headers = [(b"content-length", b"0"), (b"retry-after", b"1")]
