@@ -1,6 +1,7 @@
 """Programs are compiled in threads that give way, and every compile is counted."""
 
 import os
+import subprocess
 import sys
 import threading
 
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxembed.engine.compiles import NICENESS, compile_events, compile_lowered
+from jaxembed.engine.compiles import NICENESS, _give_way, compile_events, compile_lowered
 
 
 class Lowered:
@@ -30,6 +31,50 @@ def test_a_compile_runs_in_a_thread_that_gives_way():
     assert lowered.thread is not threading.current_thread()
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert lowered.niceness == min(own + NICENESS, 19) or lowered.niceness == NICENESS
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority")
+def test_in_a_process_of_lower_priority_threads_keep_that():
+    """Only root may raise it: for others no program was compiled."""
+    found = []
+
+    def work() -> None:
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, 19)
+        _give_way()
+        found.append(os.getpriority(os.PRIO_PROCESS, own))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [19]
+
+
+IN_A_PROCESS = """
+import atexit, threading
+from jaxembed.engine.compiles import compile_lowered
+
+class Lowered:
+    def compile(self, compiler_options):
+        return threading.current_thread().name
+
+names = set()
+def ask(): names.add(compile_lowered(Lowered(), {}))
+asking = [threading.Thread(target=ask) for _ in range(8)]
+for thread in asking: thread.start()
+for thread in asking: thread.join()
+threads = sum(thread.name.startswith("compile-xla") for thread in threading.enumerate())
+print(threads, threading.stack_size())
+atexit.register(lambda: print("at the end", bool(compile_lowered(Lowered(), {}))))
+"""
+
+
+def test_threads_are_started_once_and_compile_until_the_interpreter_has_ended():
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PROCESS], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["2 0", "at the end True"]
 
 
 def test_what_the_compiler_raises_is_raised():

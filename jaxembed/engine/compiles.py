@@ -3,8 +3,10 @@
 import os
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
+from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -14,6 +16,8 @@ WORKERS = 2
 NICENESS = 10  # a ninth of the weight of a thread that serves, where both want a core
 STACK_BYTES = 64 * 1024 * 1024  # XLA overflows the 8 MiB a thread gets on large models
 
+_starting = threading.Lock()
+
 
 def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
     """Compile it, or find it in the persistent cache. Raises what XLA raises.
@@ -21,27 +25,45 @@ def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax
     On Linux it runs in a thread of low priority. XLA:CPU makes its own threads for compiling at the
     first compilation, and they inherit the priority of the thread that asked for it.
     """
-    return _threads().submit(lowered.compile, compiler_options=options).result()
+    with _starting:
+        queue = _queue()
+    compiled: Future[jax.stages.Compiled] = Future()
+    queue.put((compiled, lowered, options))
+    return compiled.result()
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
+def _queue() -> SimpleQueue:
+    """What waits for the threads. They are no executor's, which takes nothing more once the
+    interpreter ends: an engine's threads may still compile then."""
+    queue: SimpleQueue = SimpleQueue()
     usual = threading.stack_size(STACK_BYTES)
     try:
-        threads = ThreadPoolExecutor(WORKERS, "compile-xla", initializer=_give_way)
-        for started in [threads.submit(_meet.wait) for _ in range(WORKERS)]:
-            started.result()  # now, for the stack's size holds for every thread that starts
+        for k in range(WORKERS):
+            name = f"compile-xla-{k}"
+            threading.Thread(target=_work, args=(queue,), name=name, daemon=True).start()
     finally:
         threading.stack_size(usual)
-    return threads
+    return queue
 
 
-_meet = threading.Barrier(WORKERS)
+def _work(queue: SimpleQueue) -> None:
+    _give_way()
+    while True:
+        compiled, lowered, options = queue.get()
+        try:
+            compiled.set_result(lowered.compile(compiler_options=options))
+        except BaseException as error:  # whatever it is goes to the one who waits
+            compiled.set_exception(error)
+        del compiled, lowered  # else a program would stay until the next one is compiled
 
 
 def _give_way() -> None:
     if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        thread = threading.get_native_id()
+        niceness = max(os.getpriority(os.PRIO_PROCESS, thread), NICENESS)
+        with suppress(OSError):  # a sandbox may forbid it
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 class CompileEvents:
