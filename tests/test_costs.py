@@ -7,6 +7,7 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.costs import (
     LONG_RUN_MS,
     MOST_DRIFT,
+    MOST_FAILURES,
     TIMED_MS,
     TIMINGS,
     BucketCosts,
@@ -53,6 +54,19 @@ def test_a_bucket_that_would_run_long_is_estimated_for_good():
     assert costs.usable[HUGE] == pytest.approx(2 * 0.1 * HUGE.tokens)
     assert costs.usable[HUGE] > LONG_RUN_MS
     assert costs.untimed() is None
+
+
+def test_a_bucket_that_fails_comes_after_the_others_and_is_given_up_in_the_end():
+    costs = costs_of(SHORT, LONG)
+    costs.fail(SHORT)
+    for _ in range(TIMINGS):
+        assert costs.untimed() == LONG
+        costs.record(LONG, 12.8)
+    for _ in range(MOST_FAILURES - 1):
+        assert costs.untimed() == SHORT
+        costs.fail(SHORT)
+    assert costs.untimed() is None
+    assert costs.usable == pytest.approx({SHORT: 3.2, LONG: 12.8})
 
 
 def test_the_bucket_with_the_fewest_timings_is_next_and_of_these_the_smallest():

@@ -3,6 +3,7 @@
 Pure data: it starts no threads and asks no clock. Whoever shares it holds a lock.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from statistics import median
 
@@ -12,6 +13,7 @@ from jaxembed.engine.bucket import Bucket
 TIMINGS = 25  # of a bucket, whose median counts: a slow moment hits few of them
 TIMED_MS = 1000.0  # of one bucket in all, after which it counts as timed: the longer a run takes,
 # the less its timings differ
+MOST_FAILURES = 3  # of a bucket, after which it is not timed
 LONG_RUN_MS = 1000.0  # a bucket that would run longer is never timed: traffic would wait
 LONG_RUN_FACTOR = 2.0  # such a bucket has long rows, in which attention takes longer
 DRIFT_BATCHES = 50  # that the factor of drift looks back on, about
@@ -45,6 +47,7 @@ class BucketCosts:
         self.drift = 1.0
         self._default_ms = default_ms
         self._timings: Timings = {b: [*ms][-TIMINGS:] for b, ms in (timings or {}).items()}
+        self._failures: Counter[Bucket] = Counter()
         self._buckets: list[Bucket] = []
         self._took_ms = self._expected_ms = 0.0  # of the latest batches, the older the less
 
@@ -65,6 +68,11 @@ class BucketCosts:
         del timings[:-TIMINGS]
         self._update()
 
+    def fail(self, bucket: Bucket) -> None:
+        """A bucket could not be timed: the others come before it, and after a few times it keeps
+        what is estimated."""
+        self._failures[bucket] += 1
+
     def observe(self, bucket: Bucket, took_ms: float) -> None:
         """A batch took so long of the device."""
         kept = 1 - 1 / DRIFT_BATCHES
@@ -81,9 +89,9 @@ class BucketCosts:
 
     def untimed(self) -> Bucket | None:
         """The bucket to time next: the one with the fewest timings, of these the smallest. None if
-        every bucket that may be used was timed often enough."""
+        every bucket that may be used was timed often enough, or failed too often."""
         lacking = [b for b in self._buckets if not self._is_timed(b)]
-        return min(lacking, key=lambda b: (len(self._timings.get(b, ())), b.tokens), default=None)
+        return min(lacking, key=self._place_in_line, default=None)
 
     @property
     def timings(self) -> Timings:
@@ -97,7 +105,12 @@ class BucketCosts:
         ratios = [_quartile_ratio(ms) for ms in self._timings.values() if len(ms) >= 4]
         return median(ratios) if ratios else 1.0
 
+    def _place_in_line(self, bucket: Bucket) -> tuple[int, int, int]:
+        return self._failures[bucket], len(self._timings.get(bucket, ())), bucket.tokens
+
     def _is_timed(self, bucket: Bucket) -> bool:
+        if self._failures[bucket] >= MOST_FAILURES:
+            return True
         timings = self._timings.get(bucket, [])
         if not timings:
             return self._estimate(bucket) > LONG_RUN_MS

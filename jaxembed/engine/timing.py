@@ -36,7 +36,7 @@ class BucketTimer:
 
     It runs a bucket once at a time and gives the turn back in between, so that what comes waits for
     one run at most; and it begins only after the device has been idle for several times as long. A
-    timing that is interrupted is dropped. Bulk work that never ends would keep it from ever timing
+    timing that is interrupted or hangs is dropped. Bulk work that never ends would keep it from ever timing
     anything: beside that alone, which `is_bulk_alone` tells, it takes a hundredth of the time.
 
     `on_timed` is called once every bucket was timed often enough, and `timed` is set; after that
@@ -89,6 +89,8 @@ class BucketTimer:
                 try:
                     self._time(bucket, pair)
                 except Exception:  # batches on it will say so to those who wait
+                    with self._lock:
+                        self._costs.fail(bucket)
                     logger.warning(
                         "%s: bucket %s could not be timed", self._name, bucket, exc_info=True
                     )
@@ -125,6 +127,8 @@ class BucketTimer:
                     return
                 with self._watch(claim, bucket):
                     runs.append(pair.run(self._runner, bucket, planes))
+            if claim.overdue:  # how long it hung says nothing of the bucket
+                raise TimeoutError("the run was overdue")
             if urgency == BESIDE_BULK:
                 runs = runs[-1:]
                 self._beside_bulk_at = time.monotonic() + runs[0] * self._turn.permits / BULK_SHARE
