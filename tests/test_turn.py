@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxembed.engine.turn import DeviceTurn, Share
+from jaxembed.engine.turn import Claim, DeviceTurn, Share
 
 
 def in_line(turn: DeviceTurn, count: int) -> None:
@@ -94,6 +94,22 @@ def test_a_failure_gives_the_turn_back():
     for _ in range(3):
         with pytest.raises(ValueError, match="inside"), turn.hold(lambda: 0.0):
             raise ValueError("inside")
+
+
+def test_a_device_stays_stuck_while_another_program_on_it_ends():
+    turn = DeviceTurn(2)
+
+    class Ending:
+        """Gives the turn back just when it is looked at."""
+
+        @property
+        def overdue(self) -> bool:
+            holding.remove(self)
+            return False
+
+    holding: list = turn._holding
+    holding += [Ending(), Claim(lambda: 0.0, None, overdue=True)]
+    assert turn.stuck
 
 
 @pytest.mark.parametrize("permits", [1, 2, 3])

@@ -110,7 +110,8 @@ class DeviceTurn:
     def stuck(self) -> bool:
         """Whether a program that has the turn is overdue. Nothing should start on the device until
         it ends."""
-        return any(claim.overdue for claim in self._holding)
+        holding = tuple(self._holding)  # asked without the lock, while others come and go
+        return any(claim.overdue for claim in holding)
 
     @property
     def idle_s(self) -> float:
