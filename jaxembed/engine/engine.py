@@ -136,30 +136,14 @@ class Engine:
             self._look,
             overdue_s,
         )
-        first = seats[0]
-        self._timer = BucketTimer(
-            first.runner,
-            first.turn,
-            costs,
-            self._lock,
-            telemetry,
-            name=name,
-            is_bulk_alone=self._is_bulk_alone,
-            on_timed=self._keep_costs,
-            watch=self._watchdog.watch,
-        )
+        self._timer = self._timer_of(seats[0])
         # one thread more than programs in flight: it settles answers while the others run
         self._threads = [
             self._thread(seat, f"seat-{n}-{k}")
             for n, seat in enumerate(seats)
             for k in range(seat.turn.permits + 1)
         ]
-        telemetry.queue_size.set_function(lambda: self._lanes.inputs)
-        telemetry.queue_tokens.set_function(lambda: self._lanes.tokens)
-        telemetry.stuck_seats.set_function(lambda: sum(seat.stuck for seat in seats))
-        for priority in get_args(Priority):
-            size = partial(self._lanes.inputs_of, priority)
-            telemetry.lane_size.labels(priority).set_function(size)
+        self._show_gauges()
 
     @property
     def ready(self) -> bool:
@@ -284,9 +268,31 @@ class Engine:
         return [*self._threads, *self.warmup.threads, *others]
 
     def _leave(self) -> None:
-        """The interpreter ends: a thread that were still inside XLA then would abort it."""
+        """The interpreter ends: a thread that is still inside XLA then aborts it."""
         self.close(EXIT_S)
         _join(self.warmup.threads, math.inf)
+
+    def _timer_of(self, seat: Seat) -> BucketTimer:
+        return BucketTimer(
+            seat.runner,
+            seat.turn,
+            self._costs,
+            self._lock,
+            self._telemetry,
+            name=self.name,
+            is_bulk_alone=self._is_bulk_alone,
+            on_timed=self._keep_costs,
+            watch=self._watchdog.watch,
+        )
+
+    def _show_gauges(self) -> None:
+        telemetry = self._telemetry
+        telemetry.queue_size.set_function(lambda: self._lanes.inputs)
+        telemetry.queue_tokens.set_function(lambda: self._lanes.tokens)
+        telemetry.stuck_seats.set_function(lambda: sum(seat.stuck for seat in self.seats))
+        for priority in get_args(Priority):
+            size = partial(self._lanes.inputs_of, priority)
+            telemetry.lane_size.labels(priority).set_function(size)
 
     def _thread(self, seat: Seat, name: str) -> threading.Thread:
         serve = partial(self._serve, seat)
