@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxembed.errors import ConfigError
 
+ROOT = 0  # it can write anywhere; a cache in an image may be its own
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -20,8 +21,8 @@ def make_private(folder: Path) -> None:
 
 
 def refuse_shared(*folders: Path) -> None:
-    """Raises ConfigError if one of those that exist belongs to another user, or if others can
-    write to it. Windows has no such owners and modes."""
+    """Raises ConfigError if one of those that exist belongs to another user than this one or root,
+    or if others can write to it. Windows has no such owners and modes."""
     if os.name == "nt":
         return
     for folder in folders:
@@ -31,7 +32,7 @@ def refuse_shared(*folders: Path) -> None:
             continue
         of = f"belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}"
         danger = "whoever can write there can run code in this process"
-        if status.st_uid != os.geteuid():
+        if status.st_uid not in (os.geteuid(), ROOT):
             raise ConfigError(
                 f"the cache directory {folder} {of}, and this process runs as user "
                 f"{os.geteuid()}: {danger}; set --cache-dir to a directory of its own"
@@ -39,6 +40,6 @@ def refuse_shared(*folders: Path) -> None:
         if status.st_mode & OTHERS_WRITE:
             raise ConfigError(
                 f"the cache directory {folder} {of}, and others can write to it: {danger}; run "
-                f"`chmod go-w {folder}` if nobody else has written there, or set --cache-dir to "
+                f"`chmod -R go-w {folder}` if nobody else has written there, or set --cache-dir to "
                 "another directory"
             )

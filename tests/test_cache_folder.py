@@ -2,6 +2,7 @@
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 import sources
@@ -47,11 +48,37 @@ def test_what_others_can_write_is_refused_with_its_mode_and_the_remedy(folder, m
         ConfigError, match=rf"{folder} belongs to user .*, mode {mode:04o}"
     ) as error:
         refuse_shared(folder)
-    assert f"`chmod go-w {folder}`" in str(error.value)
+    assert f"`chmod -R go-w {folder}`" in str(error.value)
     assert "--cache-dir" in str(error.value)
 
 
-def test_what_belongs_to_another_user_is_refused(folder, monkeypatch):
+@pytest.fixture(name="owned_by")
+def _owned_by(folder, monkeypatch):
+    """Give the folder to another user, as far as can be seen."""
+    stat_of = Path.stat
+
+    def give(owner: int) -> None:
+        def stat_with_owner(path, **options):
+            status = stat_of(path, **options)
+            return os.stat_result([*status[:4], owner, *status[5:]])
+
+        monkeypatch.setattr(Path, "stat", stat_with_owner)
+
+    return give
+
+
+def test_what_belongs_to_root_is_taken_unless_others_can_write(folder, owned_by, monkeypatch):
+    """As in an image that brings its cache along."""
+    owned_by(0)
+    monkeypatch.setattr(cache_folder.os, "geteuid", lambda: 4711)
+    refuse_shared(folder)
+    folder.chmod(0o770)
+    with pytest.raises(ConfigError, match="belongs to user 0, mode 0770, and others can write"):
+        refuse_shared(folder)
+
+
+def test_what_belongs_to_another_user_is_refused(folder, owned_by, monkeypatch):
+    owned_by(4712)
     monkeypatch.setattr(cache_folder.os, "geteuid", lambda: 4711)
     with pytest.raises(ConfigError, match=r"belongs to user \d+, mode 0700, .* as user 4711: "):
         refuse_shared(folder)

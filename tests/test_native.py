@@ -2,6 +2,8 @@
 what keeps a machine from having them."""
 
 import ctypes
+import os
+import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -666,6 +668,16 @@ def test_what_is_kept_is_not_compiled_again(fresh, instead, monkeypatch):
     native.CPU.write_text("flags\t\t: avx512_bf16 and_more\n")  # another machine, the same disk
     with pytest.raises(native.Unavailable, match="no C compiler"):
         native._compiled(fresh)
+
+
+def test_nobody_else_can_write_to_what_is_kept(fresh, instead):
+    """Not where the umask lets the group, and the user lets it into the directory."""
+    instead("int jaxembed_check(void) { return 0; }")
+    before = os.umask(0)
+    try:
+        assert stat.S_IMODE(native._compiled(fresh).stat().st_mode) == 0o700
+    finally:
+        os.umask(before)
 
 
 def test_one_library_serves_the_process_whatever_the_directory(fresh, monkeypatch, tmp_path):

@@ -268,6 +268,7 @@ def _compiled(cache_dir: Path) -> Path:
         make_private(cache_dir)
         with replacing(library) as partial:
             _compile(compiler, partial)
+            partial.chmod(0o700)  # whatever the umask is: it runs in this process
             _check(partial)
     except OSError as error:
         raise Unavailable(f"cannot compile in {cache_dir}: {error.strerror}") from error
