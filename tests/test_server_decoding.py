@@ -16,6 +16,7 @@ from test_server_hosted import three
 from test_server_openai import ask, unit
 
 from jaxembed.config import ServerConfig
+from jaxembed.engine.admission import Admission, Capacity
 from jaxembed.errors import InvalidInput
 from jaxembed.inputs import Tokens
 from jaxembed.server import decoding
@@ -438,6 +439,18 @@ def test_zero_means_any_number_of_inputs_in_a_large_body():
     config = ServerConfig(max_client_batch_size=0)
     _, body = ask({"inputs": ["a" * 40] * 3000}, path="/embed", config=config)
     assert len(body) == 3000
+
+
+def test_any_number_of_inputs_ends_where_their_memory_could_never_be_had():
+    raw = filled(b"[],", b'{"inputs": [', b"[]]}")
+    config = ServerConfig(max_client_batch_size=0)
+    embedder = FakeEmbedder()
+    embedder.admission = Admission(Capacity(1000, 100_000, 24 * MIB), 0, lambda: 0.0)
+    response, body = ask(None, path="/embed", raw=raw, embedder=embedder, config=config)
+    assert response.status_code == 422
+    count = int(body["error"].split()[0])
+    assert 24 * 1024 < count < 24 * 1024 + 2 * WINDOW // 3  # the rest of them is not built
+    assert "--max-queue-bytes" in body["error"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import msgspec
 from quart import request
 from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, UnsupportedMediaType
 
-from jaxembed.errors import BatchTooLarge, EmptyInput, InvalidInput
+from jaxembed.embedder import INPUT_BYTES
+from jaxembed.errors import BatchTooLarge, EmptyInput, InvalidInput, RequestTooLarge
 from jaxembed.inputs import Input, Pair, Priority, Text, Tokens
 from jaxembed.server import decoding
 from jaxembed.server.connection import BoundedBody
@@ -168,12 +169,19 @@ def priority_of(asked: AnyPriority | None) -> Priority | None:
 
 
 def check_batch(count: int) -> None:
-    """Raises BatchTooLarge when a request carries more inputs than one request may."""
-    limit = current_service().config.max_client_batch_size
+    """Raises BatchTooLarge when a request carries more inputs than one request may, and
+    RequestTooLarge when these could never be admitted."""
+    service = current_service()
+    limit, max_bytes = service.config.max_client_batch_size, service.models.capacity.max_bytes
     if 0 < limit < count:
         raise BatchTooLarge(
             f"batch size {count} > maximum allowed batch size {limit}; "
             "send smaller batches or raise --max-client-batch-size"
+        )
+    if count * INPUT_BYTES > max_bytes:
+        raise RequestTooLarge(
+            f"{count} inputs take over {max_bytes} bytes of memory; "
+            "send smaller batches or raise --max-queue-bytes"
         )
 
 
