@@ -145,6 +145,11 @@ ATTACKS = {
         True,
     ),
     "texts": (pour, post("/embed", f'{{"inputs": [{",".join(TEXTS)}]}}'.encode()), True),
+    "wide texts": (
+        pour,
+        post("/embed", f'{{"inputs": "🙂{"the cat sat " * 600_000}"}}'.encode()),
+        True,
+    ),
     "answers that nobody reads": (
         pour,
         post(

@@ -36,8 +36,9 @@ class BucketTimer:
 
     It runs a bucket once at a time and gives the turn back in between, so that what comes waits for
     one run at most; and it begins only after the device has been idle for several times as long. A
-    timing that is interrupted or hangs is dropped. Bulk work that never ends would keep it from ever timing
-    anything: beside that alone, which `is_bulk_alone` tells, it takes a hundredth of the time.
+    timing that is interrupted or hangs is dropped. Bulk work that never ends would keep it from
+    ever timing anything: beside that alone, which `is_bulk_alone` tells, it takes a hundredth of
+    the time.
 
     `on_timed` is called once every bucket was timed often enough, and `timed` is set; after that
     one bucket is timed again now and then. A run is inside `watch`.

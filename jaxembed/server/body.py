@@ -32,7 +32,7 @@ PRIORITY = "x-priority"  # the header of clients that cannot change bodies
 T = TypeVar("T")
 
 BODY_S = 60.0  # to send a body in
-DISCARD_S = 10.0
+DISCARD_S = 4.0  # less than closing servers give their requests
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from jaxembed.engine.admission import Held
 from jaxembed.errors import InvalidInput, Overloaded
 from jaxembed.memory import KIB, MIB
 
-COPIES = 2  # of a body: as it came, and what is decoded of it
+COPIES = 3  # of a body: as it came, and what is decoded of it; up to 5 of texts with emojis
 MOST_UNREAD = 64 * KIB  # bytes of a body that wait for its reader
 MOST_DISCARDED = 256 * MIB  # bytes of a body that nobody reads, until its client is not read either
 # Memory of an open connection beside what its requests are charged for, at most: the buffers of
