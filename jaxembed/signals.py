@@ -9,6 +9,7 @@ import threading
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LOG_S = 1.0  # for a last line in the log, which nobody may read any more
 
 
 def end_at_signals() -> None:
@@ -32,5 +33,8 @@ def end_at_signals() -> None:
 def _end(ending: socket.socket, waking: socket.socket) -> None:
     """Wait for a signal; `waking` is held so that nothing closes it."""
     number = ending.recv(1)[0]
-    logger.info("%s: exiting at once", signal.Signals(number).name)
+    told = (f"{signal.Signals(number).name}: exiting at once",)
+    log = threading.Thread(target=logger.info, args=told, name="signals-log", daemon=True)
+    log.start()
+    log.join(LOG_S)
     os._exit(128 + number)

@@ -25,11 +25,11 @@ cli.main()
 """
 WAITS = {
     "in Python": "threading.Event().wait()",
-    "in C": "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**40)",  # no signal interrupts it
+    "in C": "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)",  # no signal interrupts it
 }
 
 SERVING = """
-import logging, sys
+import logging, sys, threading
 from fake_embedder import FakeEmbedder
 from jaxembed.config import ServerConfig
 from jaxembed.server.models import Models
@@ -41,7 +41,7 @@ class Slow(FakeEmbedder):
         print("draining", flush=True)
         import signal
         signal.raise_signal(signal.SIGTERM)
-        super().drain()
+        threading.Event().wait()  # a drain that takes its time
 
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 end_at_signals()
@@ -78,6 +78,18 @@ def test_a_signal_ends_a_server_that_loads(tmp_path, wait, number, status):
             process.send_signal(number)
             assert process.wait(60) == status
             assert f"{number.name}: exiting at once\n" in process.stdout.read()
+        finally:
+            process.kill()
+
+
+def test_a_log_that_takes_nothing_holds_up_no_signal(tmp_path):
+    """As where nobody reads the pipe, and another thread waits for room in it."""
+    wait = "import logging; logging.root.handlers[0].acquire(); threading.Event().wait()"
+    with start(LOADING.format(wait=wait), str(tmp_path / "cache")) as process:
+        try:
+            wait_for_line(process, "loading")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 143
         finally:
             process.kill()
 
