@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+from typing import NoReturn
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,12 @@ def end_at_signals() -> None:
 def _end(ending: socket.socket, waking: socket.socket) -> None:
     """Wait for a signal; `waking` is held so that nothing closes it."""
     number = ending.recv(1)[0]
-    told = (f"{signal.Signals(number).name}: exiting at once",)
-    log = threading.Thread(target=logger.info, args=told, name="signals-log", daemon=True)
-    log.start()
-    log.join(LOG_S)
-    os._exit(128 + number)
+    leave(128 + number, logging.INFO, f"{signal.Signals(number).name}: exiting at once")
+
+
+def leave(status: int, level: int, reason: str) -> NoReturn:
+    """End the process now, whatever still runs, also where the log is a pipe that nobody reads."""
+    told = threading.Thread(target=logger.log, args=(level, "%s", reason), daemon=True)
+    told.start()
+    told.join(LOG_S)
+    os._exit(status)

@@ -110,6 +110,13 @@ def test_one_odd_batch_at_the_start_does_not_count_for_all():
     assert 1.0 < costs.drift < 2.0
 
 
+def test_a_batch_that_nearly_hung_is_soon_forgotten():
+    costs = costs_of(SHORT, timings={SHORT: [2.0]})
+    for took_ms in [2.0] * 50 + [59_000.0] + [2.0] * 50:
+        costs.observe(SHORT, took_ms + HOST_MS)
+    assert costs.drift < 1.1
+
+
 @pytest.mark.parametrize(("took_ms", "factor"), [(1e6, MOST_DRIFT), (0.0, 1 / MOST_DRIFT)])
 def test_the_factor_stays_within_its_bounds(took_ms, factor):
     costs = costs_of(SHORT, timings={SHORT: [2.0]})

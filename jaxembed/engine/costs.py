@@ -74,12 +74,13 @@ class BucketCosts:
         self._failures[bucket] += 1
 
     def observe(self, bucket: Bucket, took_ms: float) -> None:
-        """A batch took so long of the device."""
+        """A batch took so long of the device. One that nearly hung counts no more than a batch on a
+        device that is as slow as is believed."""
         kept = 1 - 1 / DRIFT_BATCHES
         cost = self.usable[bucket] / self.drift
         if not self._expected_ms:  # one odd batch at the start shall not count for all
             self._took_ms = self._expected_ms = FIRST_BATCHES * cost
-        self._took_ms = kept * self._took_ms + max(took_ms - HOST_MS, 0.0)
+        self._took_ms = kept * self._took_ms + min(max(took_ms - HOST_MS, 0.0), MOST_DRIFT * cost)
         self._expected_ms = kept * self._expected_ms + cost
         factor = self._took_ms / max(self._expected_ms, 1e-9)
         factor = min(max(factor, 1 / MOST_DRIFT), MOST_DRIFT)
@@ -95,14 +96,14 @@ class BucketCosts:
 
     @property
     def timings(self) -> Timings:
-        """The timings of each bucket, for the next run."""
-        return {bucket: list(ms) for bucket, ms in self._timings.items()}
+        """The timings of each bucket, for the next run. May be asked while others record."""
+        return {bucket: list(ms) for bucket, ms in list(self._timings.items())}
 
     @property
     def spread(self) -> float:
         """How much the timings of a bucket differ: the third quartile over the first one, in the
         median bucket. 1 where they are all equal."""
-        ratios = [_quartile_ratio(ms) for ms in self._timings.values() if len(ms) >= 4]
+        ratios = [_quartile_ratio(ms) for ms in self.timings.values() if len(ms) >= 4]
         return median(ratios) if ratios else 1.0
 
     def _place_in_line(self, bucket: Bucket) -> tuple[int, int, int]:

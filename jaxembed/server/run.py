@@ -7,7 +7,6 @@ watchdog ends the process if something hangs on to it.
 import asyncio
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
@@ -24,7 +23,7 @@ from jaxembed.errors import BackendError, ConfigError
 from jaxembed.server.app import Server, create_app, create_metrics_app
 from jaxembed.server.connection import Connection
 from jaxembed.server.models import Models
-from jaxembed.signals import STOP_SIGNALS
+from jaxembed.signals import STOP_SIGNALS, leave
 
 logger = logging.getLogger(__name__)
 
@@ -209,11 +208,8 @@ def _watch_readiness(models: Models, stop: Callable[[], object]) -> list[Backend
 def _arm_watchdog(seconds: float) -> None:
     """End the process by then, whatever still runs: a thread in native code cannot be joined."""
 
-    def bite() -> None:
-        logger.error("still running %g s after the signal; exiting", seconds)
-        os._exit(0)
-
-    watchdog = threading.Timer(seconds, bite)
+    reason = f"still running {seconds:g} s after the signal; exiting"
+    watchdog = threading.Timer(seconds, leave, (0, logging.ERROR, reason))
     watchdog.daemon = True
     watchdog.start()
 
