@@ -85,11 +85,22 @@ class Http1:
                 name.lower(): value.strip()
                 for name, _, value in (line.partition(":") for line in lines if line)
             }
-            assert "chunked" not in headers.get("transfer-encoding", "")
-            body = await self.reader.readexactly(int(headers.get("content-length", 0)))
+            if "chunked" in headers.get("transfer-encoding", ""):
+                body = await self._chunks()
+            else:
+                body = await self.reader.readexactly(int(headers.get("content-length", 0)))
         except (asyncio.IncompleteReadError, OSError) as error:
             raise Lost(f"while reading: {error}") from error
         return Reply(int(status.split(" ")[1]), headers, body)
+
+    async def _chunks(self) -> bytes:
+        """A body that came as it was made."""
+        parts = []
+        while size := int(await self.reader.readuntil(b"\r\n"), 16):
+            parts.append(await self.reader.readexactly(size))
+            await self.reader.readexactly(2)
+        await self.reader.readexactly(2)
+        return b"".join(parts)
 
     async def ask(self, message: Message) -> Reply:
         """Raises Lost."""
