@@ -445,11 +445,11 @@ def test_any_number_of_inputs_ends_where_their_memory_could_never_be_had():
     raw = filled(b"[],", b'{"inputs": [', b"[]]}")
     config = ServerConfig(max_client_batch_size=0)
     embedder = FakeEmbedder()
-    embedder.admission = Admission(Capacity(1000, 100_000, 24 * MIB), 0, lambda: 0.0)
+    embedder.admission = Admission(Capacity(1000, 100_000, 48 * MIB), 0, lambda: 0.0)
     response, body = ask(None, path="/embed", raw=raw, embedder=embedder, config=config)
     assert response.status_code == 422
     count = int(body["error"].split()[0])
-    assert 24 * 1024 < count < 24 * 1024 + 2 * WINDOW // 3  # the rest of them is not built
+    assert 48 * 1024 < count < 48 * 1024 + 2 * WINDOW // 3  # the rest of them is not built
     assert "--max-queue-bytes" in body["error"]
 
 
