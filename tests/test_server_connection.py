@@ -228,3 +228,16 @@ def test_a_body_that_goes_on_after_its_answer_ends_the_connection_quietly(caplog
 
     asyncio.run(go())
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_frame_longer_than_allowed_ends_its_connection_before_it_has_come():
+    settings, head = bytes(3) + b"\4" + bytes(5), b"\xff\xff\xff\0\0" + bytes(3) + b"\1"
+
+    async def go():
+        async with serving() as address, connected(address) as (reader, writer):
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + head + bytes(2**20))
+            with contextlib.suppress(ConnectionError):
+                while await asyncio.wait_for(reader.read(65536), 5):
+                    pass
+
+    asyncio.run(go())

@@ -113,11 +113,26 @@ class Connection(TCPServer):
         self.writer.transport.abort()
 
     async def _read_data(self) -> None:
+        read = self.reader.read
+
+        async def read_next(count: int) -> bytes:
+            if self._unread_bytes() > self.config.h2_max_inbound_frame_size:
+                raise ConnectionError("an HTTP/2 frame is longer than allowed")
+            return await read(count)
+
+        self.reader.read = read_next  # pyright: ignore[reportAttributeAccessIssue]
         try:
             await super()._read_data()
         except KeyError:  # Hypercorn's HTTP/2, of a body that goes on after its answer was sent
             await self.protocol.handle(Closed())
         self.idle.end()
+
+    def _unread_bytes(self) -> int:
+        """Of an HTTP/2 frame that has not come whole: h2 looks at its length only then."""
+        frames = getattr(
+            getattr(self.protocol.protocol, "connection", None), "incoming_buffer", None
+        )
+        return 0 if frames is None else len(frames._data)
 
     async def _idle_timeout(self) -> None:
         if self.idle.running:  # no request has come in the turn in which the time was up
