@@ -241,3 +241,18 @@ def test_a_frame_longer_than_allowed_ends_its_connection_before_it_has_come():
                     pass
 
     asyncio.run(go())
+
+
+def test_a_body_with_two_lengths_is_refused_and_its_connection_closed():
+    head = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    lengths = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    async def go():
+        async with serving() as address, connected(address) as (reader, writer):
+            writer.write(head + lengths + b'f\r\n{"inputs": "a"}\r\n0\r\n\r\n' + PING)
+            return await asyncio.wait_for(reader.read(), 10)
+
+    said = asyncio.run(go())
+    assert said.startswith(b"HTTP/1.1 400")
+    assert b"not both" in said
+    assert said.count(b"HTTP/1.1") == 1

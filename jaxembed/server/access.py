@@ -5,6 +5,7 @@ import random
 import re
 
 from quart import Response, g, request
+from werkzeug.exceptions import BadRequest
 
 from jaxembed.config import ServerConfig
 from jaxembed.server.body import discard_body
@@ -29,6 +30,14 @@ async def name_request() -> None:
     """The client's id for the request if it sent a sane one, else one of ours."""
     given = request.headers.get("x-request-id", "")
     g.request_id = given if REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
+
+
+async def check_length() -> None:
+    """Refuse a body with two lengths: proxies disagree about which counts, so that a part of it may
+    pass for another client's request. RFC 9112, section 6.3."""
+    if "content-length" in request.headers and "transfer-encoding" in request.headers:
+        g.closes = True
+        raise BadRequest("send `Content-Length` or `Transfer-Encoding`, not both")
 
 
 async def answer_preflight() -> Response | None:
@@ -63,6 +72,8 @@ async def finish(response: Response) -> Response:
         await discard_body()
     response.headers.add("x-request-id", g.get("request_id", "-"))
     _allow_origin(response, _allowed_origins(service.config))
+    if g.get("closes"):
+        response.headers["Connection"] = "close"
     if service.models.draining and request.http_version.startswith("1"):
         response.headers["Connection"] = "close"  # the next request should find another server
     return response

@@ -102,7 +102,12 @@ def create_app(models: Models, config: ServerConfig) -> Server:
     app = Server(Service(models, config))
     for blueprint in BLUEPRINTS:
         app.register_blueprint(blueprint)
-    for step in (access.name_request, access.answer_preflight, access.check_key):
+    for step in (
+        access.name_request,
+        access.check_length,
+        access.answer_preflight,
+        access.check_key,
+    ):
         app.before_request(step)
     app.after_request(access.finish)
     return app

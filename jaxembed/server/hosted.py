@@ -25,6 +25,8 @@ from jaxembed.server.tei_scores import PredictRequest, RerankRequest, answer_pre
 
 blueprint = Blueprint("hosted", __name__)
 
+INSTANCES_AT_ONCE = 64  # of a /vertex request: each takes the loop some 0.3 ms to begin
+
 AnyRequest = EmbedRequest | RerankRequest | DocumentsRequest | PredictRequest
 
 
@@ -78,7 +80,9 @@ async def vertex() -> Response:
         body = await read_body_as(VertexRequest)
     requests = await _decode_instances(body.instances, service.models)
     meters = [Meter(service) for _ in requests]
-    results = await asyncio.gather(*map(_instance, meters, requests), return_exceptions=True)
+    gate = asyncio.Semaphore(INSTANCES_AT_ONCE)
+    instances = (_instance(gate, *one) for one in zip(meters, requests, strict=True))
+    results = await asyncio.gather(*instances, return_exceptions=True)
     parts = []
     for meter, result in zip(meters, results, strict=True):
         if isinstance(result, BaseException):
@@ -139,8 +143,14 @@ async def answer_any(meter: Meter, body: AnyRequest, *, octets: bool) -> Respons
             return await answer_predict(meter, body)
 
 
-async def _instance(meter: Meter, body: AnyRequest) -> bytes:
+async def _instance(gate: asyncio.Semaphore, meter: Meter, body: AnyRequest) -> bytes:
     """The answer to one instance of a /vertex request, counted as a request of its own."""
+    async with gate:
+        await asyncio.sleep(0)  # the others of the server have their turn
+        return await _answer_instance(meter, body)
+
+
+async def _answer_instance(meter: Meter, body: AnyRequest) -> bytes:
     with meter:
         response = await answer_any(meter, body, octets=False)
         return await response.get_data(as_text=False)
