@@ -2,18 +2,20 @@
 
 import asyncio
 import contextlib
+import socket
 
 import h2.config
 import h2.connection
 import h2.events
 import pytest
 from fake_embedder import FakeEmbedder
+from hypercorn.protocol.h2 import H2Protocol
 
 from jaxembed.config import ServerConfig
 from jaxembed.memory import KIB
 from jaxembed.server import run
 from jaxembed.server.app import create_app
-from jaxembed.server.connection import MOST_HELD, Connection
+from jaxembed.server.connection import MOST_FRAMES, MOST_HELD, Connection
 from jaxembed.server.models import Models
 
 PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -162,8 +164,8 @@ def bare_connection() -> tuple[Connection, Writer]:
 def test_an_empty_piece_does_not_keep_the_next_answer_back():
     async def scenario():
         connection, writer = bare_connection()
-        await connection._hold(b"")  # the end of an answer whose length was told
-        await connection._hold(b"the next answer")
+        connection._send(b"")  # the end of an answer whose length was told
+        connection._send(b"the next answer")
         await asyncio.sleep(0)
         return writer.written
 
@@ -174,7 +176,7 @@ def test_many_small_pieces_are_not_held_until_there_are_no_more():
     async def scenario():
         connection, writer = bare_connection()
         for _ in range(40):  # as HTTP/2 sends a large answer, within one turn of the loop
-            await connection._hold(bytes(MOST_HELD // 4))
+            connection._send(bytes(MOST_HELD // 4))
         return writer.written
 
     assert [len(piece) for piece in asyncio.run(scenario())] == [MOST_HELD] * 10
@@ -256,3 +258,63 @@ def test_a_body_with_two_lengths_is_refused_and_its_connection_closed():
     assert said.startswith(b"HTTP/1.1 400")
     assert b"not both" in said
     assert said.count(b"HTTP/1.1") == 1
+
+
+def test_a_client_that_sends_ahead_and_leaves_an_answer_unread_leaves_nothing_behind():
+    texts = b",".join([b'"%s"' % (b"a " * 16)] * 2000)  # an answer of some megabytes
+    body = b'{"inputs": [%s]}' % texts
+    head = b"POST /embed_all HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+    async def go():
+        loop = asyncio.get_running_loop()
+        async with serving() as address:
+            async with connected(address) as streams:
+                await embed(*streams, ["a"])  # the server has begun its own tasks
+                before = asyncio.all_tasks()
+            for _ in range(5):
+                client = socket.socket()
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.setblocking(False)
+                await loop.sock_connect(client, address)
+                await loop.sock_sendall(client, request + PING)
+                await asyncio.sleep(0.1)  # its answer fills what the client can take
+                client.close()
+            async with asyncio.timeout(10):
+                while asyncio.all_tasks() - before:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(go())
+
+
+def test_an_http2_connection_that_asks_nothing_is_idle(monkeypatch):
+    monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.05)
+
+    async def go():
+        async with serving() as address, connected(address) as (reader, writer):
+            writer.write(h2_client().data_to_send() + b"\0\0\6")  # half a frame's head
+            while await asyncio.wait_for(reader.read(65536), 5):
+                pass
+
+    asyncio.run(go())
+
+
+def test_floods_of_small_http2_frames_are_read_by_and_by(monkeypatch):
+    handled = []
+    handle = H2Protocol.handle
+
+    async def watched(self, event):
+        handled.append(len(getattr(event, "data", b"")))
+        await handle(self, event)
+
+    monkeypatch.setattr(H2Protocol, "handle", watched)
+    settings = bytes([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 0])
+
+    async def go():
+        async with serving() as address, connected(address) as (reader, writer):
+            writer.write(h2_client().data_to_send() + settings * 10_000)
+            while sum(handled) < 10_000 * len(settings):
+                assert await asyncio.wait_for(reader.read(65536), 10)
+
+    asyncio.run(go())
+    assert max(handled[1:]) <= MOST_FRAMES
