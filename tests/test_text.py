@@ -469,9 +469,9 @@ def test_megabytes_of_text_are_embedded_by_their_first_or_last_tokens(
 
 @pytest.mark.parametrize("truncate", [True, False])
 def test_a_text_of_too_many_characters_for_few_tokens_is_refused(processor, truncate):
-    """Not even its tokens are known before it is read to its end, and that takes 300 MB."""
+    """Not even its tokens are known before it is read to its end, and that takes 400 MB."""
     assert ids_of(processor, Text("z" * MOST_READ), rules(truncate=truncate)) == [CLS, 1, SEP]
-    with pytest.raises(InvalidInput, match="524289 characters and only 3 tokens") as raised:
+    with pytest.raises(InvalidInput, match="first 524288 do not tell its first 8") as raised:
         processor.encode([Text("cat"), Text("z" * (MOST_READ + 1))], rules(truncate=truncate))
     assert raised.value.index == 1
 
@@ -520,7 +520,6 @@ def test_enough_of_a_text_has_the_ids_of_the_whole(kinds, kind, text, most, side
         assert ids.tolist() == wanted.tolist()
     else:
         assert len(wanted) > most
-        assert len(wanted) >= len(ids) - CUT_MARGIN
         assert cut_tokens(ids, most, side).tolist() == cut_tokens(wanted, most, side).tolist()
 
 

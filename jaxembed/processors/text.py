@@ -23,7 +23,6 @@ from jaxembed.inputs import Encoding, Input, Pair, Text, Tokens
 from jaxembed.processors.pairs import Frame, template_frame, tokenizer_frame
 from jaxembed.processors.tokenizer import (
     CHARACTER_BYTES,
-    CUT_MARGIN,
     Side,
     Tokenizer,
     chunks,
@@ -251,7 +250,7 @@ class TextProcessor:
         if not len(encoding):
             raise EmptyInput()  # a tokenizer without special tokens makes nothing of blanks
         if len(encoding) > self.limit and not rules.truncate:
-            raise self._too_long(len(encoding), 0 if whole else 1)
+            raise self._too_long(len(encoding), whole)
         ids = self._within_limit(np.array(encoding.ids, np.int32), rules.side)
         types = None
         if self._has_types:
@@ -261,9 +260,9 @@ class TextProcessor:
             unpooled = min(self._prompt_length(rules.prompt), len(ids) - 1)
         return Encoding(ids, types, unpooled), len(encoding) > self.limit
 
-    def _too_long(self, got: int, unread: int) -> InputTooLong:
-        """The error for so many tokens, of texts of which `unread` were not read to their end."""
-        return InputTooLong(self.limit, got - unread * CUT_MARGIN, exact=not unread)
+    def _too_long(self, got: int, whole: bool) -> InputTooLong:
+        """The error for so many tokens of an input that was, or was not, read to its end."""
+        return InputTooLong(self.limit, got if whole else self.limit + 1, exact=whole)
 
     def _within_limit(self, row: np.ndarray, side: Side) -> np.ndarray:
         """Drop tokens from one side of the text, never the special ones around it."""
@@ -297,7 +296,7 @@ class TextProcessor:
         length = len(first) + len(asked)
         if length > room and (not rules.truncate or room < 0):
             counted = second_whole or len(asked) < len(second)
-            raise self._too_long(length + frame.length, (not first_whole) + (not counted))
+            raise self._too_long(length + frame.length, first_whole and counted)
         kept = cut_tokens(first, room, side)
         ids, types = frame.join(kept, cut_tokens(asked, room - len(kept), side))
         if not len(ids):

@@ -1,5 +1,6 @@
 """A tokenizer file, in batches and without the interpreter lock. Knows no prompts and no pairs."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -15,19 +16,21 @@ Side = Literal["left", "right"]
 # Characters for each token that are read of a long text at first: real texts have 1 to 6 of them a
 # token, whatever the tokenizer, so that one reading nearly always is enough.
 FIRST_CUT = 7
-# Tokens over the limit that make a cut safe: it changes only those of the word it runs through,
-# and WordPiece splits words of up to 100 characters. With BPE and Unigram a change may run on
-# through thousands of one character: of 512 such tokens one or two were others.
-CUT_MARGIN = 128
+# A cut changes the tokens of the words near it. What is kept lies so many tokens, and so many of
+# the tokenizer's words, away from it: a special token that it runs through is several of them.
+CUT_MARGIN = 128  # tokens
+CUT_WORDS = 8
 SHORT_CHARACTERS = 512  # characters: at most 0.2 ms
 INPUTS_A_JOB = 64  # inputs a tokenizer thread is given at once: some 7 ms of texts of 100 tokens
 JOB_CHARACTERS = 32 * KIB  # that these have in all: 10 to 20 ms of prose, at worst 60 ms
 MOST_READ = 512 * KIB  # characters of a text that are read in search of enough tokens
-# Memory while a character is tokenized, at most: measured 439 to 581 with WordPiece and byte-level
-# BPE, 304 with Unigram. A ligature that XLM-R takes apart (U+FDFA) needs 2018, and 20 us. A thread
-# so needs 20 MB for a job, 35 MB for a text at limit 8192, and 300 MB for one without tokens.
-CHARACTER_BYTES = 600
+# Memory while a character is tokenized with its words, at most: measured 648 with WordPiece, 758
+# with byte-level BPE (emojis), 369 with Unigram. A ligature that XLM-R takes apart (U+FDFA) needs
+# 2018, and 20 us. A thread so needs 25 MB for a job, 45 MB for a text at limit 8192, and 400 MB for
+# one that must be read on to the most.
+CHARACTER_BYTES = 800
 
+WORD_END = re.compile(r"(?<=\S) ")
 Item = TypeVar("Item")
 
 
@@ -40,7 +43,7 @@ class Tokenizer:
         self.file.no_truncation()
 
     def encode(self, texts: Sequence[str], *, special: bool = True, fast: bool = True) -> list:
-        """The tokenizers.Encoding of each text; `fast` is without offsets.
+        """The tokenizers.Encoding of each text; `fast` is without offsets and words.
 
         Text that spells a special token becomes that token, as in transformers. Raises
         TokenizerError.
@@ -59,14 +62,16 @@ class Tokenizer:
     ) -> Iterator[tuple[tokenizers.Encoding, bool]]:
         """The Encoding of each text, and whether it is that of the whole text.
 
-        A long text is read until it has over `most` + CUT_MARGIN tokens: `most` of them are those
-        of the whole text, and it has more than `most`. `side` is the one that tokens are cut from.
-        Raises InvalidInput for one with so few tokens that `most_read` characters don't suffice.
+        A long text is read until `most` of its tokens are known to be those of the whole text,
+        which has more than `most`. `side` is the one that tokens are cut from. Raises InvalidInput
+        for a text of which `most_read` characters don't tell: one of few tokens or endless words.
         """
         first_cut = FIRST_CUT * (most + CUT_MARGIN)
         for chunk in chunks(texts, len):
-            first = self.encode([_cut(text, first_cut, side) for text in chunk], special=special)
-            for text, encoding in zip(chunk, first, strict=True):
+            fast = all(len(text) <= first_cut for text in chunk)
+            parts = [_cut(text, first_cut, side) for text in chunk]
+            encodings = self.encode(parts, special=special, fast=fast)
+            for text, encoding in zip(chunk, encodings, strict=True):
                 if len(text) <= first_cut:
                     yield encoding, True
                 else:
@@ -83,16 +88,16 @@ class Tokenizer:
         self, text: str, encoding, most: int, side: Side, *, special: bool
     ) -> tuple[tokenizers.Encoding, bool]:
         """`encode_enough` of a text that was read to the first cut."""
-        enough = most + CUT_MARGIN
-        cut = FIRST_CUT * enough
-        while cut < len(text) and len(encoding) <= enough:
+        cut = FIRST_CUT * (most + CUT_MARGIN)
+        while cut < len(text) and not _is_enough(encoding, most, side):
             if cut >= most_read(most):
+                end = "first" if side == "right" else "last"
                 raise InvalidInput(
-                    f"the text has {len(text)} characters and only {len(encoding)} tokens in "
-                    f"{cut} of them, more than are read; send it in parts"
+                    f"the text has {len(text)} characters, and its {end} {cut} do not tell its "
+                    f"{end} {most} tokens: its words are too long; send it in parts"
                 )
             cut = min(2 * cut, most_read(most))
-            encoding = self.encode([_cut(text, cut, side)], special=special)[0]
+            encoding = self.encode([_cut(text, cut, side)], special=special, fast=False)[0]
         return encoding, cut >= len(text)
 
 
@@ -125,7 +130,23 @@ def cut_tokens(ids: np.ndarray, most: int, side: Side) -> np.ndarray:
 
 
 def _cut(text: str, most: int, side: Side) -> str:
-    return text[:most] if side == "right" else text[max(len(text) - most, 0) :]
+    """The first `most` characters, or the last: of these what follows the first word, for all
+    tokenizers go on after a space as if nothing had been before it. The rest of a number or of a
+    line of dashes they might take apart otherwise."""
+    if side == "right" or len(text) <= most:
+        return text[:most]
+    space = WORD_END.search(text, len(text) - most)
+    return text[space.start() :] if space is not None else ""
+
+
+def _is_enough(encoding: tokenizers.Encoding, most: int, side: Side) -> bool:
+    """Whether `most` tokens at the end that is kept lie far enough from the cut."""
+    if len(encoding) <= most + CUT_MARGIN:
+        return False
+    words = [word for word in encoding.word_ids if word is not None]  # special tokens have none
+    if side == "right":
+        return words[min(most, len(words)) - 1] + CUT_WORDS <= words[-1]
+    return words[0] + CUT_WORDS <= words[-min(most, len(words))]
 
 
 def _reason(texts: Sequence[str], error: Exception) -> str:
