@@ -260,7 +260,7 @@ def test_a_body_with_two_lengths_is_refused_and_its_connection_closed():
     assert said.count(b"HTTP/1.1") == 1
 
 
-def test_a_client_that_sends_ahead_and_leaves_an_answer_unread_leaves_nothing_behind():
+def test_a_client_that_sends_ahead_and_leaves_an_answer_unread_leaves_nothing_behind(caplog):
     texts = b",".join([b'"%s"' % (b"a " * 16)] * 2000)  # an answer of some megabytes
     body = b'{"inputs": [%s]}' % texts
     head = b"POST /embed_all HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -285,6 +285,7 @@ def test_a_client_that_sends_ahead_and_leaves_an_answer_unread_leaves_nothing_be
                     await asyncio.sleep(0.01)
 
     asyncio.run(go())
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_an_http2_connection_that_asks_nothing_is_idle(monkeypatch):
