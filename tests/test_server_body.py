@@ -161,6 +161,7 @@ def test_a_large_answer_without_room_is_503_and_says_when_to_come_back(app, monk
     status, headers = asyncio.run(scenario())
     assert status == 503
     assert headers[b"retry-after"] == b"1"
+    assert b"x-request-id" in headers
     assert app.capacity.bytes == 0
 
 

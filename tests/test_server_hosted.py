@@ -1,11 +1,15 @@
 """/, /invocations and /vertex: what a body without a task is taken for."""
 
+import asyncio
+
 import numpy as np
 import pytest
 from fake_embedder import CLASSIFIER, DIM, RERANKER, FakeEmbedder
 from test_server_openai import ask, unit
 
+from jaxembed.config import ServerConfig
 from jaxembed.inputs import Text
+from jaxembed.server.hosted import INSTANCES_AT_ONCE
 from jaxembed.server.models import Models
 
 PATHS = ["/", "/invocations"]
@@ -89,6 +93,25 @@ def test_vertex_answers_with_its_first_failure():
     assert response.status_code == 400
     assert answer["error_type"] == "Empty"
     assert ask({"instances": []}, path="/vertex")[1] == {"predictions": []}
+
+
+def test_vertex_begins_a_bounded_number_of_instances_at_once():
+    class Counting(FakeEmbedder):
+        now = most = 0
+
+        async def answer(self, inputs, options):
+            self.now += 1
+            self.most = max(self.most, self.now)
+            await asyncio.sleep(0.001)
+            self.now -= 1
+            return await super().answer(inputs, options)
+
+    embedder = Counting()
+    body = {"instances": [{"inputs": "a"}] * (3 * INSTANCES_AT_ONCE)}
+    config = ServerConfig(max_client_batch_size=1000)
+    _, answer = ask(body, path="/vertex", embedder=embedder, config=config)
+    assert len(answer["predictions"]) == 3 * INSTANCES_AT_ONCE
+    assert embedder.most == INSTANCES_AT_ONCE
 
 
 def test_vertex_runs_nothing_of_a_request_with_an_instance_it_cannot_read():

@@ -148,8 +148,8 @@ def test_an_unknown_model_is_told_the_known_ones():
 @pytest.mark.parametrize(
     ("raw", "param", "message"),
     [
-        (b"{", None, "ends too early"),
-        (b"", None, "ends too early"),
+        (b"{", None, "the body ends too early"),
+        (b"", None, "the body ends too early"),
         (b'{"input": NaN}', None, "malformed"),
         (b'{"input": "a"} x', None, "trailing"),
         (b'{"input": "\xff"}', None, "UTF-8"),

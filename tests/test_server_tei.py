@@ -170,14 +170,14 @@ EMPTY = "Input validation error: `inputs` cannot be empty"
             {"ids": [[1], []]},
             400,
             "Empty",
-            "Input validation error: `input_ids` cannot be empty",
+            "Input validation error: `ids` cannot be empty",
         ),
         (
             "/decode",
             {"ids": []},
             400,
             "Empty",
-            "Input validation error: `input_ids` cannot be empty",
+            "Input validation error: `ids` cannot be empty",
         ),
         (
             "/embed",

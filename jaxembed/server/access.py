@@ -58,10 +58,11 @@ async def check_key() -> None:
     keys = current_service().config.api_keys
     if not keys or _is_open():
         return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
     # Quart decodes headers as latin-1: this gives back the bytes the client sent.
-    given = request.headers.get("authorization", "").encode("latin-1", "replace")
-    matches = [hmac.compare_digest(given, f"Bearer {key}".encode()) for key in keys]
-    if not any(matches):
+    given_key = given.strip().encode("latin-1", "replace")
+    matches = [hmac.compare_digest(given_key, key.encode()) for key in keys]
+    if scheme.lower() != "bearer" or not any(matches):
         raise Unauthorized("missing or wrong API key; send it as `Authorization: Bearer <key>`")
 
 

@@ -321,7 +321,8 @@ class Exchange(ASGIHTTPConnection):
                 self._held.cover(len(whole) if len(whole) > SMALL_ANSWER else 0)
             except (Overloaded, InvalidInput):  # no room even for an answer
                 status, whole = 503, b""
-                headers = [(b"content-length", b"0"), (b"retry-after", b"1")]
+                named = [header for header in headers if header[0] == b"x-request-id"]
+                headers = [*named, (b"content-length", b"0"), (b"retry-after", b"1")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         if not isinstance(body, DataBody):
             async with body as parts:

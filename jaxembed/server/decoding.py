@@ -292,7 +292,7 @@ def _decode_at_once(
         # msgspec says so of half a surrogate pair, too
         cut = "truncated" in str(error)
         raise BadJson(
-            "it ends too early, or holds a lone surrogate" if cut else str(error)
+            "the body ends too early, or holds a lone surrogate" if cut else str(error)
         ) from error
 
 

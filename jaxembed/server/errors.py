@@ -219,7 +219,7 @@ def _words(error: Exception, field: str) -> str:
             reason = f"it was not found in the Sentence Transformers prompts. {prompts}"
             if not available:
                 reason = "no prompts were found in the Sentence Transformers configuration"
-            return f"Input validation error: `default-prompt-name` is set to `{name}` but {reason}"
+            return f"Input validation error: `prompt_name` is `{name}` but {reason}"
         case UnknownPurpose(purpose=purpose, known=known):
             return f"`{field}` of {purpose!r} is unknown; wanted one of {', '.join(known)}"
         case TokenizerError():

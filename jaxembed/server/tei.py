@@ -193,7 +193,7 @@ async def decode_ids() -> Response:
     with current_meter() as meter:
         body = await read_body_as(DecodeRequest)
         if not body.ids or (isinstance(body.ids, list) and [] in body.ids):
-            raise EmptyInput("input_ids")
+            raise EmptyInput("ids")
         items = read_inputs(body.ids, field="ids").items
         texts = await meter.find(body.model, None).decode_async(
             [item.ids for item in items if isinstance(item, Tokens)],
