@@ -110,7 +110,7 @@ def linear(
 
     x is bfloat16, or float32 that is rounded to it; sums are float32.
     """
-    return _linear(x, kernel, bias, (), mode=int(gelu), eps=0.0, dtype=dtype)
+    return _linear(x, kernel, bias, {}, mode=int(gelu), eps=0.0, dtype=dtype)
 
 
 def linear_norm(
@@ -123,7 +123,8 @@ def linear_norm(
     eps: float,
 ) -> Float[Array, "rows length out"]:
     """The layer norm of residual + x . kernel + bias, in float32."""
-    return _linear(x, kernel, bias, (residual, scale, shift), mode=2, eps=eps, dtype="float32")
+    norm = {"residual": residual, "scale": scale, "shift": shift}
+    return _linear(x, kernel, bias, norm, mode=2, eps=eps, dtype="float32")
 
 
 def takes(length: int, width: int, dtype: str) -> bool:
@@ -140,8 +141,8 @@ def attention(
     reach: int | None,
 ) -> RoundedHeads:
     """As models.attention.attend; zeros in padding. Keys of other segments cost nothing."""
-    call = jax.ffi.ffi_call("jaxembed_attention", jax.ShapeDtypeStruct(query.shape, query.dtype))
-    return call(query, key, value, segments, **_sight(causal, reach))
+    operands = {"query": query, "key": key, "value": value, "segments": segments}
+    return _call("attention", query.shape, query.dtype, operands, **_sight(causal, reach))
 
 
 def joint_attention(
@@ -149,9 +150,9 @@ def joint_attention(
 ) -> RoundedHeads:
     """The same for query, key and value side by side, as one product makes them."""
     rows, length, _, heads, width = joint.shape
-    shape = jax.ShapeDtypeStruct((rows, length, heads, width), joint.dtype)
-    call = jax.ffi.ffi_call("jaxembed_joint_attention", shape)
-    return call(joint, segments, **_sight(causal, reach))
+    shape = (rows, length, heads, width)
+    operands = {"joint": joint, "segments": segments}
+    return _call("joint_attention", shape, joint.dtype, operands, **_sight(causal, reach))
 
 
 def takes_mlp(hidden: Float[Array, "rows length dim"], *kernels: Array) -> bool:
@@ -178,11 +179,9 @@ def self_attention(
     heads: int,
 ) -> BFloat16[Array, "rows length dim"]:
     """The product that makes queries, keys and values, and their attention."""
-    call = jax.ffi.ffi_call(
-        "jaxembed_self_attention", jax.ShapeDtypeStruct(hidden.shape, jnp.bfloat16)
-    )
     bias = _or_zeros(bias, 3 * hidden.shape[2])
-    return call(hidden, kernel, bias, segments, heads=np.int64(heads))
+    operands = {"hidden": hidden, "kernel": kernel, "bias": bias, "segments": segments}
+    return _call("self_attention", hidden.shape, jnp.bfloat16, operands, heads=np.int64(heads))
 
 
 def mlp(
@@ -196,13 +195,15 @@ def mlp(
     """What is behind attention in a layer: hidden = norm(hidden + mixed . out), then
     norm(hidden + gelu(hidden . up) . down). Each has kernel and bias, `out` and `down` their norm's
     scale and shift too."""
-    call = jax.ffi.ffi_call("jaxembed_mlp", jax.ShapeDtypeStruct(hidden.shape, jnp.float32))
-    operands = [
-        _or_zeros(vector, _columns(parameters[0]))
-        for parameters in (out, up, down)
-        for vector in parameters
-    ]
-    return call(mixed, hidden, *operands, eps=np.float32(eps))
+    parameters = {"out": out, "up": up, "down": down}
+    parts = ("kernel", "bias", "scale", "shift")
+    operands = {
+        f"{name}_{part}": _or_zeros(vector, _columns(of[0]))
+        for name, of in parameters.items()
+        for part, vector in zip(parts, of, strict=False)  # `up` has no norm
+    }
+    operands = {"mixed": mixed, "hidden": hidden, **operands}
+    return _call("mlp", hidden.shape, jnp.float32, operands, eps=np.float32(eps))
 
 
 def _sight(causal: bool, reach: int | None) -> dict[str, np.int64]:
@@ -211,10 +212,15 @@ def _sight(causal: bool, reach: int | None) -> dict[str, np.int64]:
 
 def _linear(x, kernel, bias, norm, *, mode: int, eps: float, dtype: str):
     out = _columns(kernel)
-    shape = jax.ShapeDtypeStruct((*x.shape[:-1], out), jnp.dtype(dtype))
-    call = jax.ffi.ffi_call("jaxembed_linear", shape)
-    operands = (x, kernel, _or_zeros(bias, out), *norm)
-    return call(*operands, mode=np.int64(mode), eps=np.float32(eps))
+    operands = {"x": x, "kernel": kernel, "bias": _or_zeros(bias, out), **norm}
+    attributes = {"mode": np.int64(mode), "eps": np.float32(eps)}
+    return _call("linear", (*x.shape[:-1], out), jnp.dtype(dtype), operands, **attributes)
+
+
+def _call(name: str, shape: tuple[int, ...], dtype: Any, operands: dict[str, Array], **attributes):
+    """What the call of native.c gives, of one shape; it takes the operands in their order."""
+    call = jax.ffi.ffi_call(f"jaxembed_{name}", jax.ShapeDtypeStruct(shape, dtype))
+    return call(*operands.values(), **attributes)
 
 
 def _columns(kernel: Array | None) -> int:
