@@ -9,6 +9,7 @@ from fake_embedder import FakeEmbedder
 from jaxembed.config import ServerConfig
 from jaxembed.engine.admission import RESERVE, SMALL, Admission, Capacity
 from jaxembed.memory import KIB, MIB
+from jaxembed.server import body as server_body
 from jaxembed.server import connection
 from jaxembed.server.app import Server, create_app
 from jaxembed.server.connection import COPIES, MOST_UNREAD, BoundedBody
@@ -165,6 +166,27 @@ def test_a_large_answer_without_room_is_503_and_says_when_to_come_back(app, monk
     assert app.capacity.bytes == 0
 
 
+def test_a_refused_client_may_send_its_body_slowly_but_not_pause(app, monkeypatch):
+    """Its connection would be reset, and it would not read why it was refused."""
+    monkeypatch.setattr(server_body, "DISCARD_S", 1.0)
+
+    async def scenario(pieces: int):
+        client = Client(app, "POST", "/no-such-route")
+        client.pieces = [PIECE] * pieces
+
+        async def receive():
+            if not client.pieces:
+                await asyncio.Event().wait()  # it pauses
+            await asyncio.sleep(0.06)
+            return {"type": "http.request", "body": client.pieces.pop(), "more_body": True}
+
+        client._receive = receive
+        async with asyncio.timeout(10):
+            return await client.ask(), len(client.pieces)
+
+    assert asyncio.run(scenario(20)) == (404, 0)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "status"),
     [("GET", "/health", b"", 200), ("POST", "/embed", b'{"inputs": "a"}', 429)],
@@ -248,6 +270,6 @@ def test_a_sender_that_waits_goes_on_when_nobody_will_read():
             assert held.bytes == 0
             body.discard()  # a second time changes nothing
             body.set_complete()
-            await asyncio.wait_for(body.end(), 5)
+            await asyncio.wait_for(body.end(5), 5)
 
     asyncio.run(scenario())

@@ -32,7 +32,7 @@ PRIORITY = "x-priority"  # the header of clients that cannot change bodies
 T = TypeVar("T")
 
 BODY_S = 60.0  # to send a body in
-DISCARD_S = 4.0  # less than closing servers give their requests
+DISCARD_S = 4.0  # without a byte of it; less than closing servers give their requests
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ async def discard_body() -> None:
     body = cast(BoundedBody, request.body)
     body.discard()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DISCARD_S):
-            await body.end()
+        async with asyncio.timeout(BODY_S):
+            await body.end(DISCARD_S)
 
 
 def decode_body(

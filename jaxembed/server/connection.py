@@ -253,9 +253,15 @@ class BoundedBody(Body):
         self.discard()
         self._is_answered.set()
 
-    async def end(self) -> None:
-        """Wait until its client has sent all of it, or more than will be discarded."""
-        await self._complete.wait()
+    async def end(self, pause_s: float) -> None:
+        """Wait until its client has sent all of a discarded body, or more than will be discarded,
+        or nothing for `pause_s`."""
+        before = None
+        while self._discarded != before and not self._complete.is_set():
+            before = self._discarded
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._complete.wait()
 
 
 class Exchange(ASGIHTTPConnection):
