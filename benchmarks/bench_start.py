@@ -83,10 +83,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def stage_rows(starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    names = dict.fromkeys(name for start in starts for name in start.get("stages", {}))
+    stages = [start.get("stages", {}) for start in starts]
+    names = dict.fromkeys(name for of_start in stages for name in of_start)
     return [
-        {"stage": name, "median_s": float(np.median([s["stages"][name] for s in starts]))}
-        for name in names
+        {"stage": name, "median_s": float(np.median([s[name] for s in stages if name in s]))}
+        for name in names  # a cold start may choose another grid, and so compile others first
     ]
 
 

@@ -66,7 +66,7 @@ def main() -> None:
         planned.devices[:1],
         planned.dtype,
         attention=planned.kernels.implementation,
-        native_layout=planned.kernels.native,
+        native_layout=planned.kernels.native_layout,
     )
     lap("parameters to the device")
     for bucket in planned.grid.covering:

@@ -77,4 +77,4 @@ def test_no_file_is_no_news(tmp_path, caplog):
 def test_where_nothing_can_be_written_the_log_says_so(tmp_path, caplog):
     (tmp_path / "costs").write_text("in the way")
     file_in(tmp_path).save(TIMINGS, spread=1.1)
-    assert "cannot keep the costs" in caplog.text
+    assert "cannot keep the timings" in caplog.text

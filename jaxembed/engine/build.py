@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -30,10 +30,11 @@ from jaxembed.engine.calibrate import (
     native_dtype,
     token_ms,
 )
-from jaxembed.engine.cost_file import CostFile
+from jaxembed.engine.cost_file import CostFile, KeptFile
 from jaxembed.engine.costs import BucketCosts, Timings, often_enough
 from jaxembed.engine.engine import Engine, Seat
 from jaxembed.engine.kernels import Choice, choose_kernels, choose_native
+from jaxembed.engine.native_trial import Verdict, Verdicts, try_native
 from jaxembed.engine.replica import Device, NullReplica, Replica, place_parameters
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.errors import ConfigError
@@ -77,9 +78,14 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     devices = () if config.null_model else _devices(config.devices)
     dtype: DType = config.dtype or (native_dtype(devices[0], cache_dir) if devices else "float32")
     given = read_grid(config.buckets) if config.buckets is not None else None
+    shards = len(devices) if config.parallel == "sharded" and devices else 1
     native_choice = Choice()
+    identity = cost_identity(spec, devices, dtype, shards) if devices else {}
     if devices:
-        native_choice = choose_native(program, devices[0], dtype, config.kernels, cache_dir)
+        verdicts = partial(kept_verdicts, program, devices[0], dtype, cache_dir, identity)
+        native_choice = choose_native(
+            program, devices[0], dtype, config.kernels, cache_dir, verdicts
+        )
     budget = config.max_batch_tokens
     if budget is None and given is not None:
         budget = given.max_batch_tokens
@@ -91,7 +97,6 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     if config.max_batch_tokens is None and given is not None:
         budget = max(budget, limit)  # the user's grid must hold the longest input
     limit = _clamped(limit, budget, config)
-    shards = len(devices) if config.parallel == "sharded" and devices else 1
     if given is not None:
         grid = given.grid(limit, budget, shards)
         if devices:
@@ -110,7 +115,6 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
         program, devices[0], dtype, grid, config.kernels, native_choice=native_choice
     )
     per_token = token_ms(program, devices[0], dtype, cache_dir, native_choice.joins)
-    identity = cost_identity(spec, devices, dtype, shards)
     file = CostFile(cache_dir, identity, lambda bucket: kernels.name_of(bucket.length))
     timings = file.load() | (_tuned_timings(given, file) if given is not None else {})
     return Plan(
@@ -146,6 +150,19 @@ def build(
         on_progress=on_progress,
         keep_costs=partial(_keep, plan.cost_file),
     )
+
+
+def kept_verdicts(
+    program: Program, device: Device, dtype: DType, cache_dir: Path, identity: dict[str, Any]
+) -> Verdicts:
+    """On the native calls of a model: those of an earlier run, or they are tried and kept."""
+    file = KeptFile(cache_dir, identity, "verdicts")
+    kept = file.load(lambda found: {name: Verdict(**one) for name, one in found.items()})
+    if kept is not None:
+        return kept
+    verdicts = try_native(program, device, dtype)
+    file.save({name: asdict(one) for name, one in verdicts.items()})
+    return verdicts
 
 
 def _keep(file: CostFile | None, costs: BucketCosts) -> None:
@@ -204,12 +221,12 @@ def seats_of(
                 plan.dtype,
                 twin,
                 plan.kernels.implementation,
-                plan.kernels.native,
+                plan.kernels.native_layout,
             ),
             turn_of(devices[0]),
         )
         for placed, devices in zip(
-            place_parameters(parameters, groups, plan.dtype, plan.kernels.native),
+            place_parameters(parameters, groups, plan.dtype, plan.kernels.native_layout),
             groups,
             strict=True,
         )

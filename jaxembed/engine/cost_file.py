@@ -1,4 +1,4 @@
-"""Keeps timings of buckets beside the compile cache, by all that they depend on."""
+"""Keeps what was measured beside the compile cache, by all that it depends on."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxembed.cache_folder import make_private
 from jaxembed.engine.bucket import Bucket
@@ -18,14 +18,46 @@ logger = logging.getLogger(__name__)
 # The third quartile of a bucket's timings over the first. On two cores of a shared machine: 1.02 to
 # 1.15 while it was quiet, 1.5 and more beside another process.
 BUSY_SPREAD = 1.3
+Kept = TypeVar("Kept")
 KEY = re.compile(r"(\d+)x(\d+) (\w+)", re.ASCII)
+
+
+class KeptFile:
+    """A JSON file in the folder `costs` of the cache, named by `identity`, all that it depends on:
+    another identity has another file. `what` says what it keeps."""
+
+    def __init__(self, cache_dir: Path, identity: dict[str, Any], what: str):
+        self.identity = identity
+        self._what = what
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        self._path = cache_dir / "costs" / f"{digest[:16]}-{what}.json"
+
+    def load(self, decode: Callable[[Any], Kept]) -> Kept | None:
+        """What an earlier run has kept; None where there is no such file, or a damaged one."""
+        try:
+            return decode(json.loads(self._path.read_bytes())[self._what])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("%s is ignored: %s: %s", self._path, type(error).__name__, error)
+            return None
+
+    def save(self, value: Any) -> None:
+        """Keep it, as JSON; where it cannot be written the log says so."""
+        kept = {"identity": self.identity, self._what: value}
+        try:
+            make_private(self._path.parent)
+            with replacing(self._path) as partial:
+                partial.write_text(json.dumps(kept, indent=1))
+        except OSError as error:
+            logger.warning("cannot keep the %s in %s: %s", self._what, self._path, error.strerror)
 
 
 class CostFile:
     """The timings of one model on one kind of device.
 
-    `identity` is all that they depend on but the bucket and its kernel, as JSON; another identity
-    has another file. `kernel_of` names the kernel that a bucket runs with.
+    `identity` is all that they depend on but the bucket and its kernel. `kernel_of` names the
+    kernel that a bucket runs with.
     """
 
     def __init__(
@@ -33,22 +65,14 @@ class CostFile:
     ):
         self.identity = identity
         self._kernel_of = kernel_of
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        self._path = cache_dir / "costs" / f"{digest[:16]}.json"
+        self._file = KeptFile(cache_dir, identity, "timings")
 
     def load(self) -> Timings:
         """What an earlier run has kept; nothing where there is no such file, or a damaged one."""
-        try:
-            return self.decode(json.loads(self._path.read_bytes())["timings"])
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s is ignored: %s: %s", self._path, type(error).__name__, error)
-            return {}
+        return self._file.load(self.decode) or {}
 
     def save(self, timings: Timings, spread: float) -> None:
-        """Keep the timings, unless the machine was busy meanwhile: then, and where they cannot be
-        written, the log says so."""
+        """Keep the timings, unless the machine was busy meanwhile: then the log says so."""
         if spread > BUSY_SPREAD:
             logger.warning(
                 "timings of one bucket differ by a factor of %.2f: something else uses this "
@@ -56,13 +80,7 @@ class CostFile:
                 spread,
             )
             return
-        kept = {"identity": self.identity, "timings": self.encode(timings)}
-        try:
-            make_private(self._path.parent)
-            with replacing(self._path) as partial:
-                partial.write_text(json.dumps(kept, indent=1))
-        except OSError as error:
-            logger.warning("cannot keep the costs in %s: %s", self._path, error.strerror)
+        self._file.save(self.encode(timings))
 
     def encode(self, timings: Timings) -> dict[str, list[float]]:
         """As JSON: `{"8x128 native": [milliseconds, ...]}`."""

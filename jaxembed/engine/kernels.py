@@ -20,10 +20,12 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.compiles import compile_lowered
+from jaxembed.engine.drawn import packed_segments
+from jaxembed.engine.native_trial import NEEDED, Verdicts, try_native
 from jaxembed.engine.replica import FLOAT32, Device, compiler_options
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, kernels, native
-from jaxembed.models.attention import Attend, Sight, by_native, by_xla, using
+from jaxembed.models.attention import Attend, ByNative, Sight, by_xla, using
 from jaxembed.models.kernels import SHORTEST_PROBED_ROW, Call, Kernel
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import DType
@@ -49,13 +51,18 @@ class Choice:
     lengths: tuple[int, ...] = ()
     taken: Mapping[int, Kernel] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
-    native: bool = False  # the native kernels, for products too
+    native: ByNative | None = None  # the native kernels
     joins: bool = False  # a sequence costs the same however long its row is
+
+    @property
+    def native_layout(self) -> bool:
+        """Whether weights lie as native.linear takes them."""
+        return self.native is not None and "linear" not in self.native.without
 
     def implementation(self, bucket: Bucket) -> Attend:
         """What the programs of a bucket attend with."""
-        if self.native:
-            return by_native
+        if self.native is not None:
+            return self.native
         kernel = self.taken.get(bucket.length)
         return partial(kernel.attend, slots=bucket.slots) if kernel else by_xla
 
@@ -63,7 +70,9 @@ class Choice:
         """The name of the kernel that rows of a length use."""
         if length in self.taken:
             return self.taken[length].name
-        return NATIVE if self.native else XLA
+        if self.native is None:
+            return XLA
+        return "_without_".join([NATIVE, *sorted(self.native.without)])
 
     def describe(self) -> dict[str, dict[str, str]]:
         """What rows of each length use, and the last reason why a kernel is not used in some."""
@@ -91,7 +100,7 @@ def choose_kernels(
     if wanted not in there:
         raise ConfigError(f"--kernels {wanted}: on {device.platform} there are {', '.join(there)}")
     lengths = tuple(sorted({bucket.length for bucket in grid.buckets}))
-    if native_choice.native:
+    if native_choice.native is not None:
         choice = replace(native_choice, lengths=lengths)
     else:
         if wanted != AUTO:
@@ -100,20 +109,26 @@ def choose_kernels(
         if known:
             taken, refused = _tried(program, device, dtype, lengths, known, wanted == AUTO)
         choice = Choice(lengths, taken, {**native_choice.refused, **refused})
-    if wanted not in (AUTO, XLA) and not choice.taken and not choice.native:
+    if wanted not in (AUTO, XLA) and not choice.taken and choice.native is None:
         reason = choice.refused.get(wanted, f"no row holds {SHORTEST_PROBED_ROW} tokens")
         raise ConfigError(f"--kernels {wanted} can be used nowhere: {reason}")
-    if choice.taken or choice.native or choice.refused:
+    if choice.taken or choice.native is not None or choice.refused:
         logger.info("kernels: used %(used)s, not used %(not_used)s", choice.describe())
     return choice
 
 
 def choose_native(
-    program: Program, device: Device, dtype: DType, wanted: str, cache_dir: Path
+    program: Program,
+    device: Device,
+    dtype: DType,
+    wanted: str,
+    cache_dir: Path,
+    verdicts: Callable[[], Verdicts] | None = None,
 ) -> Choice:
-    """Whether a CPU runs the native kernels, or why not. Compiled ones are kept in `cache_dir`.
+    """Whether a CPU runs the native kernels, and which of their calls; or why not.
 
-    It holds for rows of any length, and so is known before there is a grid.
+    Compiled ones are kept in `cache_dir`. `verdicts` gives those of the model's calls; None: they
+    are tried. It holds for rows of any length, and so is known before there is a grid.
     """
     if device.platform != "cpu" or wanted not in (AUTO, NATIVE):
         return Choice()
@@ -121,12 +136,23 @@ def choose_native(
         return Choice(refused={NATIVE: f"computes in bfloat16, this model in {dtype}"})
     try:
         native.load_library(cache_dir)
+        found = try_native(program, device, dtype) if verdicts is None else verdicts()
     except native.Unavailable as error:
         return Choice(refused={NATIVE: str(error)})
     except Exception as error:  # whatever it is, XLA goes on
         return Choice(refused={NATIVE: _line(error)})
+    if not found:
+        return Choice(refused={NATIVE: f"takes multiples of {native.PANEL}, this model has none"})
+    reasons = {name: one.refusal(faster=wanted == AUTO) for name, one in found.items()}
+    without = frozenset(name for name, reason in reasons.items() if reason)
+    refused = {f"{NATIVE} {name}": reason for name, reason in reasons.items() if reason}
+    used = {name for name in found if name not in without and not NEEDED.get(name, set()) & without}
+    if not used:
+        return Choice(refused=refused)
     widths = {call.width for call in calls(program, dtype)}
-    return Choice(native=True, joins=all(native.takes(native.TILE, n, dtype) for n in widths))
+    takes_all = all(native.takes(native.TILE, n, dtype) for n in widths)
+    joins = takes_all and not without & {"attention", "joint_attention"}
+    return Choice(refused=refused, native=ByNative(without), joins=joins)
 
 
 def calls(program: Program, dtype: DType) -> Counter[Call]:
@@ -264,18 +290,6 @@ class KernelTrial:
             x = np.where(padding, np.float32(np.nan), draw.standard_normal(shape, np.float32))
             operands.insert(0, x.astype(jnp.dtype(call.dtype)))
         return jax.device_put(operands, SingleDeviceSharding(self._device))
-
-
-def packed_segments(bucket: Bucket) -> np.ndarray:
-    """int32 `[rows, length]`: a row of one segment, then rows of some, with padding at the end."""
-    draw = np.random.default_rng(0)
-    segments = np.zeros((bucket.rows, bucket.length), np.int32)
-    segments[0] = 1
-    for row in segments[1:]:
-        ends = np.sort(draw.integers(1, bucket.length, size=4))
-        for slot, (first, last) in enumerate(zip([0, *ends[:-1]], ends, strict=True), start=1):
-            row[first:last] = slot
-    return segments
 
 
 def _line(error: Exception) -> str:

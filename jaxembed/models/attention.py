@@ -70,7 +70,7 @@ def attend(
 def attend_joint(joint: Joint, segments: Segments, sight: Sight = EVERYTHING) -> Heads:
     """The same for as many heads of keys and values as of queries, side by side in one array."""
     _, length, _, _, width = joint.shape
-    if is_native() and native.takes(length, width, str(joint.dtype)):
+    if is_native("joint_attention") and native.takes(length, width, str(joint.dtype)):
         return native.joint_attention(joint, segments, sight.causal, sight.reach)
     return attend(joint[:, :, 0], joint[:, :, 1], joint[:, :, 2], segments, sight)
 
@@ -88,9 +88,10 @@ def using(implementation: Attend) -> Iterator[None]:
         _IMPLEMENTATION.reset(before)
 
 
-def is_native() -> bool:
-    """Whether the native kernels attend in what this thread traces."""
-    return _IMPLEMENTATION.get() is by_native
+def is_native(call: str) -> bool:
+    """Whether a call of the native kernels may be in what this thread traces."""
+    used = _IMPLEMENTATION.get()
+    return isinstance(used, ByNative) and call not in used.without
 
 
 def by_xla(query: Heads, key: Grouped, value: Grouped, segments: Segments, sight: Sight) -> Heads:
@@ -119,14 +120,25 @@ def by_xla(query: Heads, key: Grouped, value: Grouped, segments: Segments, sight
     return _queries_to_heads(mixed, heads)
 
 
-def by_native(
-    query: Heads, key: Grouped, value: Grouped, segments: Segments, sight: Sight
-) -> Heads:
-    """The kernel in C for what it takes, else XLA. Where native.load has succeeded."""
-    if native.takes(query.shape[1], query.shape[3], str(query.dtype)):
-        return native.attention(query, key, value, segments, sight.causal, sight.reach)
-    return by_xla(query, key, value, segments, sight)
+@dataclass(frozen=True)
+class ByNative:
+    """The native kernels for what they take, else XLA. Where native.load_library has succeeded.
 
+    `without` names calls that are not used, neither in attention nor around it.
+    """
+
+    without: frozenset[str] = frozenset()
+
+    def __call__(
+        self, query: Heads, key: Grouped, value: Grouped, segments: Segments, sight: Sight
+    ) -> Heads:
+        length, width = query.shape[1], query.shape[3]
+        if "attention" not in self.without and native.takes(length, width, str(query.dtype)):
+            return native.attention(query, key, value, segments, sight.causal, sight.reach)
+        return by_xla(query, key, value, segments, sight)
+
+
+by_native = ByNative()
 
 _IMPLEMENTATION: ContextVar[Attend] = ContextVar("attention", default=by_xla)
 

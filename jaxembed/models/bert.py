@@ -95,7 +95,8 @@ class BertLayer(nnx.Module):
         mixed = self.attention(hidden, tokens)
         out, up, down = self.attention.out, self.mlp.up, self.mlp.down
         kernels = [linear.kernel[...] for linear in (out, up, down)]
-        if is_native() and self.mlp.activation == "gelu" and native.takes_mlp(hidden, *kernels):
+        exact = self.mlp.activation == "gelu"
+        if is_native("mlp") and exact and native.takes_mlp(hidden, *kernels):
             return native.mlp(
                 mixed.astype(jnp.bfloat16),
                 hidden,
@@ -120,7 +121,8 @@ class BertAttention(nnx.Module):
     def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
         rows, length, dim = hidden.shape
         kernel = self.qkv.kernel[...]
-        if is_native() and native.takes_self_attention(hidden, self.num_heads, kernel):
+        takes = native.takes_self_attention(hidden, self.num_heads, kernel)
+        if is_native("self_attention") and takes:
             return native.self_attention(
                 hidden, *self.qkv.parameters, tokens.segments, self.num_heads
             )

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxembed.models import native
+from jaxembed.models.attention import is_native
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -64,8 +65,8 @@ class Linear(nnx.Module):
     ) -> Float[Array, "rows length out"]:
         """The activation of it in the kernel's dtype, for a product that would round it anyway."""
         kernel, bias = self.parameters
-        if native.is_packed(kernel) and activation in ("identity", "gelu"):
-            gelu = activation == "gelu"
+        gelu = activation == "gelu" and is_native("gelu")
+        if native.is_packed(kernel) and (gelu or activation == "identity"):
             return native.linear(x, kernel, bias, gelu=gelu, dtype=str(kernel.dtype))
         return ACTIVATIONS[activation](self(x)).astype(kernel.dtype)
 
@@ -124,7 +125,7 @@ class LayerNorm(nnx.Module):
         """The norm of hidden + linear(x)."""
         kernel, bias = linear.parameters
         scale, shift = self.parameters
-        if native.is_packed(kernel) and shift is not None:
+        if native.is_packed(kernel) and is_native("norm") and shift is not None:
             return native.linear_norm(x, kernel, bias, hidden, scale, shift, self.eps)
         return self(hidden + linear(x))
 

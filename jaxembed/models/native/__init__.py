@@ -12,7 +12,10 @@ import shutil
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +51,38 @@ RoundedJoint = BFloat16[Array, "rows length three heads width"]
 Panels = BFloat16[Array, "columns steps two pairs lanes both"]
 
 
+# What a call is named where it is tried: a product by what is at its end.
+ENDS = ("linear", "gelu", "norm")
+
+
+@dataclass(frozen=True)
+class NativeCall:
+    """A call with the shapes and dtypes of its operands, by name, and its attributes."""
+
+    target: str
+    shape: tuple[int, ...]
+    dtype: str
+    operands: tuple[tuple[str, jax.ShapeDtypeStruct], ...]
+    attributes: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        """That of the target, but for products: linear, gelu or norm, by what is at their end."""
+        mode = dict(self.attributes).get("mode")
+        return self.target if mode is None else ENDS[mode]
+
+    def run(self, operands: Mapping[str, Array]) -> Array:
+        """The result, in a program that is being traced."""
+        result = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        call = jax.ffi.ffi_call(f"jaxembed_{self.target}", result)
+        return call(*operands.values(), **dict(self.attributes))
+
+
 class Unavailable(Exception):
     """Why this machine has no native kernels, in one line."""
 
 
+_noted: ContextVar[dict[NativeCall, None] | None] = ContextVar("noted", default=None)
 _loading = threading.Lock()
 _library: ctypes.CDLL | None = None
 
@@ -65,6 +96,16 @@ def load_library(cache_dir: Path) -> None:
     with _loading:
         if _library is None:
             _library = _loaded(cache_dir)
+
+
+@contextmanager
+def noting(noted: dict[NativeCall, None]) -> Iterator[None]:
+    """Let what this thread traces meanwhile note its different calls, in order, and make none."""
+    before = _noted.set(noted)
+    try:
+        yield
+    finally:
+        _noted.reset(before)
 
 
 def source_digest() -> str:
@@ -86,6 +127,11 @@ def packed(kernel: np.ndarray) -> np.ndarray:
     k, n = kernel.shape
     split = kernel.reshape(k // PANEL, TILE, 2, n // PANEL, 2, TILE)
     return np.ascontiguousarray(split.transpose(3, 0, 4, 1, 5, 2))
+
+
+def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """That of a parameter once it is packed."""
+    return (shape[1] // PANEL, shape[0] // PANEL, 2, TILE, TILE, 2)
 
 
 def is_packed(kernel: Any) -> bool:
@@ -219,8 +265,13 @@ def _linear(x, kernel, bias, norm, *, mode: int, eps: float, dtype: str):
 
 def _call(name: str, shape: tuple[int, ...], dtype: Any, operands: dict[str, Array], **attributes):
     """What the call of native.c gives, of one shape; it takes the operands in their order."""
-    call = jax.ffi.ffi_call(f"jaxembed_{name}", jax.ShapeDtypeStruct(shape, dtype))
-    return call(*operands.values(), **attributes)
+    shapes = ((k, jax.ShapeDtypeStruct(x.shape, x.dtype)) for k, x in operands.items())
+    call = NativeCall(name, shape, str(jnp.dtype(dtype)), tuple(shapes), tuple(attributes.items()))
+    noted = _noted.get()
+    if noted is None:
+        return call.run(operands)
+    noted[call] = None
+    return jnp.zeros(shape, dtype)
 
 
 def _columns(kernel: Array | None) -> int:

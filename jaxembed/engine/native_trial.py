@@ -1,0 +1,258 @@
+"""Tries each native call that a model makes beside the same in XLA: is it right, and fast?
+
+The native kernels of one model are several calls: products, with GELU or a norm at their end, forms
+of attention, and fused halves of a layer. Each is tried on the model's own shapes.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from statistics import geometric_mean
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array
+
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.compiles import compile_lowered
+from jaxembed.engine.drawn import packed_segments
+from jaxembed.engine.replica import Device, compiler_options, placed_dtype
+from jaxembed.models import Program, native
+from jaxembed.models.attention import ByNative, Sight, by_xla, using
+from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
+from jaxembed.models.tokens import PackedTokens
+from jaxembed.spec import DType
+
+# A few tokens, and many: other calls take them. The model's own grid is made after this.
+TRIED = (Bucket(2, 16), Bucket(8, 128))
+TRIAL_S = 20.0  # calls whose turn comes later are not used
+RUNS = 30  # at most, the fastest of which counts: the machine may be busy
+RUNS_S = 0.05  # fewer, but three, where one takes long
+CLEARLY_SLOWER = 1.1  # times as long as XLA: less is within what such timings differ by
+BELIEVED = 3  # times that a call is timed before it is believed to be slower
+# What a result may differ from XLA's, absolutely and relatively: both round to bfloat16's 8 bits,
+# in another order. The most that was seen is 0.007, in attention; products were the same.
+MOST_OFF = 0.02
+# What a call is no use without: weights lie in panels only if products take them.
+NEEDED = {name: {"linear"} for name in ("gelu", "norm", "self_attention", "mlp")}
+LATE = f"was not tried: {TRIAL_S:.0f} s were over"
+
+Operands = Mapping[str, Any]  # arrays by name, on the host or in a program
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one call by name, over the shapes that were tried."""
+
+    off: float = 0.0  # the most that it differed from XLA, over one plus the number
+    times_xla: float = 0.0  # its time over XLA's: the geometric mean
+    failed: str = ""  # why it could not be tried
+
+    def refusal(self, faster: bool) -> str | None:
+        """Why it is not used, if it is not; `faster` if it must not be slower than XLA."""
+        if self.failed:
+            return self.failed
+        if not self.off <= MOST_OFF:  # nor NaN
+            return f"off by {self.off:.2g}, {MOST_OFF:.2g} are allowed"
+        if faster and self.times_xla > CLEARLY_SLOWER:
+            return f"takes {self.times_xla:.2f} times as long as XLA"
+        return None
+
+
+Verdicts = dict[str, Verdict]
+
+
+def try_native(program: Program, device: Device, dtype: DType) -> Verdicts:
+    """A verdict for each native call that the model makes, by name."""
+    stop_at = time.monotonic() + TRIAL_S
+    tried: dict[str, list[Verdict]] = {}
+    for call in noted_calls(program, dtype):
+        of_name = tried.setdefault(call.name, [])
+        if time.monotonic() < stop_at:
+            of_name.append(_verdict(call, device))
+    return {name: _over_all(verdicts) for name, verdicts in tried.items()}
+
+
+def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
+    """The different native calls of a model, in few tokens and in many."""
+    leaves = [_placed_shape(name, leaf, dtype) for name, leaf in program.shapes.items()]
+    noted: dict[native.NativeCall, None] = {}
+    for bucket in TRIED:
+        planes = jax.ShapeDtypeStruct((PackedTokens.FIELDS, bucket.rows, bucket.length), jnp.int32)
+
+        def forward(leaves, planes, slots: int = bucket.slots):
+            return program.forward(leaves, planes, slots)
+
+        with using(ByNative()), native.noting(noted):
+            jax.eval_shape(forward, leaves, planes)
+    return list(noted)
+
+
+def _placed_shape(name: str, leaf: jax.ShapeDtypeStruct, dtype: DType) -> jax.ShapeDtypeStruct:
+    """That of a parameter as a replica with the native layout holds it."""
+    placed, shape = placed_dtype(name, len(leaf.shape), dtype), leaf.shape
+    if native.packable(name, shape, placed):
+        shape = native.packed_shape(shape)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(placed))
+
+
+def _over_all(verdicts: list[Verdict]) -> Verdict:
+    """Of a call by name from those of its shapes."""
+    if not verdicts:
+        return Verdict(failed=LATE)
+    if failed := next((one for one in verdicts if one.failed), None):
+        return failed
+    off = [one.off for one in verdicts]
+    most = math.nan if any(map(math.isnan, off)) else max(off)
+    return Verdict(most, geometric_mean(one.times_xla for one in verdicts))
+
+
+def _verdict(call: native.NativeCall, device: Device) -> Verdict:
+    """Of one call with one shape. What it or XLA raises is in the verdict."""
+    try:
+        plain, packed = _drawn(call)
+        got, run = _started(call.run, packed, device)
+        wanted, run_xla = _started(partial(XLA_CALLS[call.target], call), plain, device)
+        real = plain["segments"] != 0 if "segments" in plain else ...
+        off = np.abs(got - wanted)[real] / (1 + np.abs(wanted[real]))
+        times_xla = math.inf
+        for _ in range(BELIEVED):
+            if times_xla > CLEARLY_SLOWER:
+                ms, xla_ms = _fastest_ms(run, run_xla)
+                times_xla = min(times_xla, ms / xla_ms)
+        return Verdict(float(off.max()), times_xla)
+    except Exception as error:  # whatever it is, XLA goes on
+        line = (str(error).strip().splitlines() or [""])[0][:200]
+        return Verdict(failed=f"{type(error).__name__}: {line}")
+
+
+def _drawn(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Operands by name, for XLA and with weights in panels; NaN in padding of attention."""
+    draw = np.random.default_rng(0)
+    plain = {}
+    for name, of in call.operands:
+        shape = native.plain_shape(of.shape)
+        values = draw.standard_normal(shape, np.float32)
+        if shape != of.shape:
+            values *= shape[0] ** -0.5
+        elif len(shape) == 1:
+            values = 0.1 * values + name.endswith("scale")
+        plain[name] = values.astype(of.dtype)
+    if "segments" in plain:
+        segments = packed_segments(Bucket(*plain["segments"].shape))
+        for values in plain.values():
+            if values.shape[:2] == segments.shape and values.ndim > 2:
+                values[segments == 0] = np.nan
+        plain["segments"] = segments
+    shapes = dict(call.operands)
+    packed = {
+        name: native.packed(values) if values.shape != shapes[name].shape else values
+        for name, values in plain.items()
+    }
+    return plain, packed
+
+
+def _started(
+    function: Callable[[Operands], Array], operands: Operands, device: Device
+) -> tuple[np.ndarray, Callable[[], Any]]:
+    """The result in float32, and what runs it once more to its end."""
+    placed = jax.device_put(tuple(operands.values()), SingleDeviceSharding(device))
+
+    def of_values(*values: Array) -> Array:  # JAX would sort a dict by its names
+        return function(dict(zip(operands, values, strict=True)))
+
+    run = compile_lowered(jax.jit(of_values).lower(*placed), compiler_options(device.platform))
+    result = np.asarray(run(*placed)).astype(np.float32)
+    return result, lambda: jax.block_until_ready(run(*placed))
+
+
+def _fastest_ms(*runs: Callable[[], Any]) -> list[float]:
+    """Milliseconds of the fastest run of each; they take turns."""
+    fastest = [math.inf] * len(runs)
+    began_at = time.perf_counter()
+    for turn in range(RUNS):
+        if turn >= 3 and time.perf_counter() - began_at > RUNS_S * len(runs):
+            break
+        for i, run in enumerate(runs):
+            started_at = time.perf_counter()
+            run()
+            fastest[i] = min(fastest[i], (time.perf_counter() - started_at) * 1000)
+    return fastest
+
+
+# ---- the same in XLA, as the towers say it -------------------------------------------------------
+
+
+def _linear_in_xla(call: native.NativeCall, of: Operands) -> Array:
+    linear = _linear(of["kernel"], of["bias"])
+    if call.name == "norm":
+        eps = float(dict(call.attributes)["eps"])
+        norm = _layer_norm(of["scale"], of["shift"], eps)
+        return norm.of_sum(of["residual"], linear, of["x"])
+    return ACTIVATIONS["gelu" if call.name == "gelu" else "identity"](linear(of["x"])).astype(
+        call.dtype
+    )
+
+
+def _attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
+    return _attend(call, of["query"], of["key"], of["value"], of["segments"])
+
+
+def _joint_attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
+    joint = of["joint"]
+    return _attend(call, joint[:, :, 0], joint[:, :, 1], joint[:, :, 2], of["segments"])
+
+
+def _self_attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
+    rows, length, dim = call.shape
+    heads = int(dict(call.attributes)["heads"])
+    joint = _linear(of["kernel"], of["bias"]).rounded(of["hidden"])
+    joint = joint.reshape(rows, length, 3, heads, dim // heads)
+    of = {"joint": joint, "segments": of["segments"]}
+    return _joint_attention_in_xla(call, of).reshape(call.shape)
+
+
+def _mlp_in_xla(call: native.NativeCall, of: Operands) -> Array:
+    eps = float(dict(call.attributes)["eps"])
+    out, up, down = (
+        _linear(of[f"{name}_kernel"], of[f"{name}_bias"]) for name in ("out", "up", "down")
+    )
+    first, second = (
+        _layer_norm(of[f"{name}_scale"], of[f"{name}_shift"], eps) for name in ("out", "down")
+    )
+    hidden = first.of_sum(of["hidden"], out, of["mixed"])
+    return second.of_sum(hidden, down, up.rounded(hidden, "gelu"))
+
+
+def _attend(call: native.NativeCall, query, key, value, segments) -> Array:
+    sight = dict(call.attributes)
+    reach = int(sight.get("reach", -1))
+    seen = Sight(bool(sight.get("causal", 0)), None if reach < 0 else reach)
+    return by_xla(query, key, value, segments, seen).astype(call.dtype)
+
+
+def _linear(kernel: Array, bias: Array) -> Linear:
+    linear = Linear(1, 1)
+    linear.kernel, linear.bias = nnx.Param(kernel), nnx.Param(bias)
+    return linear
+
+
+def _layer_norm(scale: Array, shift: Array, eps: float) -> LayerNorm:
+    norm = LayerNorm(1, eps=eps)
+    norm.scale, norm.bias = nnx.Param(scale), nnx.Param(shift)
+    return norm
+
+
+XLA_CALLS: dict[str, Callable[[native.NativeCall, Operands], Array]] = {
+    "linear": _linear_in_xla,
+    "attention": _attention_in_xla,
+    "joint_attention": _joint_attention_in_xla,
+    "self_attention": _self_attention_in_xla,
+    "mlp": _mlp_in_xla,
+}

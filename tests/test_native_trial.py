@@ -1,0 +1,192 @@
+"""Native calls are tried beside XLA: wrong and slow ones are not used, the others are."""
+
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TOWERS, WIDER_TOWERS, WORDS, save_tiny, tiny_spec
+
+from jaxembed import Embedder, EngineConfig
+from jaxembed.engine import native_trial
+from jaxembed.engine.kernels import choose_native
+from jaxembed.engine.native_trial import Verdict, noted_calls, try_native
+from jaxembed.models import native, program
+from jaxembed.models.attention import ByNative
+
+pytestmark = pytest.mark.usefixtures("native_kernels")
+
+# What is left out of a call, or taken for another, is in one operand.
+PLANTED = {
+    "linear": "bias",
+    "gelu": "bias",
+    "norm": "shift",
+    "attention": "segments",
+    "joint_attention": "segments",
+    "self_attention": "segments",
+    "mlp": "down_bias",
+}
+CALLS = {
+    "bert": {"linear", "gelu", "norm", "joint_attention", "self_attention", "mlp"},
+    "modernbert": {"linear", "attention"},
+    "qwen3": {"linear", "attention"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _never_slower(monkeypatch):
+    """Native calls this small may take as long as XLA's."""
+    monkeypatch.setattr(native_trial, "CLEARLY_SLOWER", float("inf"))
+
+
+def tower(name: str, sizes=WIDER_TOWERS):
+    return program(tiny_spec(**sizes[name]))
+
+
+def chosen(name: str, tmp_path, wanted="auto", **options):
+    return choose_native(
+        tower(name), jax.local_devices()[0], "bfloat16", wanted, tmp_path, **options
+    )
+
+
+def plant(monkeypatch, name: str, operand: str) -> None:
+    """Let calls of this name take an operand for zeros, and all segments for one."""
+    usual = native.NativeCall.run
+
+    def run(self, operands):
+        if self.name == name:
+            most = int(operand == "segments")
+            operands = {**operands, operand: jnp.clip(operands[operand], 0, most)}
+        return usual(self, operands)
+
+    monkeypatch.setattr(native.NativeCall, "run", run)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_all_calls_of_a_model_are_right(name, tmp_path):
+    verdicts = try_native(tower(name), jax.local_devices()[0], "bfloat16")
+    assert set(verdicts) == CALLS[name]
+    for verdict in verdicts.values():
+        assert verdict.failed == ""
+        assert 0 <= verdict.off < native_trial.MOST_OFF / 2
+        assert verdict.times_xla > 0
+    assert chosen(name, tmp_path).native == ByNative()
+
+
+def test_calls_are_tried_in_few_tokens_and_in_many():
+    few, many = (bucket.tokens for bucket in native_trial.TRIED)
+    tokens: dict[str, set[int]] = {}
+    for call in noted_calls(tower("bert"), "bfloat16"):
+        tokens.setdefault(call.name, set()).add(int(np.prod(call.shape[:2])))
+    fused = {"mlp", "self_attention"}
+    assert {name for name, sizes in tokens.items() if sizes == {many}} == fused
+    assert {name for name, sizes in tokens.items() if sizes == {few}} == CALLS["bert"] - fused
+    noted = noted_calls(tower("qwen3"), "bfloat16")
+    assert {int(np.prod(call.shape[:2])) for call in noted} == {few, many}
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [(name, next(model for model in CALLS if name in CALLS[model])) for name in PLANTED],
+)
+def test_a_planted_error_is_found_and_only_its_call_is_not_used(name, model, monkeypatch, tmp_path):
+    plant(monkeypatch, name, PLANTED[name])
+    choice = chosen(model, tmp_path)
+    assert set(choice.refused) == {f"native {name}"}
+    assert "off by" in choice.refused[f"native {name}"]
+    assert choice.native == ByNative(frozenset({name}))
+    assert choice.native_layout == (name != "linear")
+    assert choice.name_of(64) == f"native_without_{name}"
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_model_without_one_of_the_calls_gives_the_same_vectors(name, monkeypatch, tmp_path):
+    """With the error planted: a call that is not used is in no program."""
+    model = next(model for model in CALLS if name in CALLS[model])
+    checkpoint = save_tiny(tmp_path / "tiny", **WIDER_TOWERS[model])
+    grid = tmp_path / "buckets.json"
+    grid.write_text(json.dumps({"buckets": [[1, 32], [2, 64]]}))
+    texts = ["the cat sat on the mat", *(" ".join(WORDS[n:]) for n in range(9))]
+
+    def vectors(kernels: str):
+        config = EngineConfig(
+            dtype="bfloat16", devices=1, buckets=grid, max_batch_tokens=256, kernels=kernels
+        )
+        with Embedder(str(checkpoint), cache_dir=tmp_path / kernels, config=config) as embedder:
+            used = embedder.describe()["kernels"]["used"]
+            return embedder.encode(texts), set(used.values())
+
+    wanted, _ = vectors("xla")
+    plant(monkeypatch, name, PLANTED[name])
+    got, used = vectors("auto")
+    assert used == {f"native_without_{name}"}
+    assert (got * wanted).sum(axis=1).min() > 0.9995  # of length one
+
+
+def test_a_call_that_raises_is_not_used_and_says_why(monkeypatch, tmp_path):
+    def run(self, operands):
+        raise RuntimeError("no such instruction\nand a long story")
+
+    monkeypatch.setattr(native.NativeCall, "run", run)
+    choice = chosen("qwen3", tmp_path)
+    assert choice.native is None
+    reason = "RuntimeError: no such instruction"
+    assert choice.refused == {"native attention": reason, "native linear": reason}
+
+
+def test_a_slower_call_is_not_used_unless_it_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(native_trial, "CLEARLY_SLOWER", 1.1)
+    verdicts = {"linear": Verdict(0.001, 0.5), "attention": Verdict(0.001, 1.3)}
+    choice = chosen("qwen3", tmp_path, verdicts=lambda: verdicts)
+    assert choice.native == ByNative(frozenset({"attention"}))
+    assert choice.refused == {"native attention": "takes 1.30 times as long as XLA"}
+    assert not choice.joins
+    choice = chosen("qwen3", tmp_path, "native", verdicts=lambda: verdicts)
+    assert choice.native == ByNative()
+    assert choice.joins
+
+
+def test_numbers_that_are_none_are_wrong():
+    assert "off by nan" in (Verdict(float("nan"), 0.5).refusal(faster=True) or "")
+
+
+def test_calls_whose_turn_comes_too_late_are_not_used(monkeypatch, tmp_path):
+    monkeypatch.setattr(native_trial, "TRIAL_S", 0.0)
+    choice = chosen("qwen3", tmp_path)
+    assert choice.native is None
+    assert set(choice.refused.values()) == {native_trial.LATE}
+
+
+def test_a_model_of_other_widths_says_so(tmp_path):
+    sizes = {**TOWERS["bert"]["config"], "hidden_size": 36, "num_heads": 4, "intermediate_size": 40}
+    model = program(tiny_spec(architecture="bert", config=sizes, hidden_size=36))
+    choice = choose_native(model, jax.local_devices()[0], "bfloat16", "auto", tmp_path)
+    assert choice.native is None
+    assert choice.refused == {"native": "takes multiples of 32, this model has none"}
+
+
+def test_verdicts_are_kept_with_the_costs_and_the_next_start_tries_nothing(
+    monkeypatch, tmp_path, caplog
+):
+    checkpoint = save_tiny(tmp_path / "tiny", **WIDER_TOWERS["qwen3"])
+    config = EngineConfig(dtype="bfloat16", devices=1, max_batch_tokens=64)
+
+    def kernels():
+        with Embedder(str(checkpoint), cache_dir=tmp_path / "cache", config=config) as embedder:
+            return embedder.describe()["kernels"]
+
+    plant(monkeypatch, "attention", "segments")
+    first = kernels()
+    assert "off by" in first["not_used"]["native attention"]
+    monkeypatch.setattr("jaxembed.engine.build.try_native", None)
+    with caplog.at_level(logging.WARNING):
+        assert kernels() == first
+    assert caplog.text == ""
+    (file,) = (tmp_path / "cache" / "costs").glob("*-verdicts.json")
+    monkeypatch.undo()
+    file.write_text("{}")
+    monkeypatch.setattr(native_trial, "CLEARLY_SLOWER", float("inf"))
+    assert kernels()["not_used"] == {}
+    assert "is ignored" in caplog.text
