@@ -28,7 +28,7 @@ ROUNDED = 2.0**-8  # twice what rounding to bfloat16 changes: a sum may round to
 
 @pytest.fixture(name="way", scope="module", params=["usual", "without tiles"])
 def _way(request, native_kernels, tmp_path_factory):
-    """Both ways through native.c. The one without AMX has calls of its own names."""
+    """Both ways through product.h. The one without AMX has calls of its own names."""
     if request.param == "usual":
         yield request.param
         return

@@ -1,6 +1,6 @@
 """Products and attention in bfloat16 on x86-64, in C, called by XLA:CPU's programs.
 
-XLA:CPU runs a transformer as many small loops over memory. native.c does a layer of BERT in two
+XLA:CPU runs a transformer as many small loops over memory. calls.h does a layer of BERT in two
 calls, of a few tokens in five; other towers take its products and attention. It is compiled where
 it runs, by the machine's own compiler, against the headers that jaxlib brings: without a compiler,
 or without AVX512_BF16, XLA does it all.
@@ -28,14 +28,14 @@ from jaxembed.cache_folder import make_private
 from jaxembed.files import replacing
 from jaxembed.models.tokens import Segments
 
-SOURCE = Path(__file__).with_name("native.c")
+SOURCE = Path(__file__).with_name("native.c")  # which includes the headers beside it
 CPU = Path("/proc/cpuinfo")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-shared")
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_S = 120.0
 CHECK_S = 20.0
 CALLS = ("linear", "attention", "joint_attention", "self_attention", "mlp")
-FAULTS = {  # what jaxembed_check of native.c returns
+FAULTS = {  # what jaxembed_check of check.h returns
     2: "the system does not let this process use AMX",
     3: "there was no memory for the check",
     4: "what was compiled gives wrong numbers on this machine",
@@ -110,8 +110,7 @@ def noting(noted: dict[NativeCall, None]) -> Iterator[None]:
 
 def source_digest() -> str:
     """Names the source that the kernels are compiled from, and the flags."""
-    digest = hashlib.sha256(SOURCE.read_bytes())
-    digest.update(" ".join(FLAGS).encode())
+    digest = hashlib.sha256(b"\0".join([*_sources(), " ".join(FLAGS).encode()]))
     return digest.hexdigest()[:16]
 
 
@@ -122,7 +121,7 @@ def packable(name: str, shape: tuple[int, ...], dtype: str) -> bool:
 
 
 def packed(kernel: np.ndarray) -> np.ndarray:
-    """`[K, N]` as the panels native.c takes: `[N / 32, K / 32, 2, 16, 16, 2]`, the axes being
+    """`[K, N]` as the panels product.h takes: `[N / 32, K / 32, 2, 16, 16, 2]`, the axes being
     columns by 32, features by 32, tiles of 16 columns, pairs of features, columns, a pair."""
     k, n = kernel.shape
     split = kernel.reshape(k // PANEL, TILE, 2, n // PANEL, 2, TILE)
@@ -313,7 +312,7 @@ def _compiled(cache_dir: Path) -> Path:
     """The shared library for this machine. A failed one is never kept."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     try:
-        parts = [SOURCE.read_bytes(), header.read_bytes(), " ".join(FLAGS).encode()]
+        parts = [*_sources(), header.read_bytes(), " ".join(FLAGS).encode()]
     except OSError as error:
         raise Unavailable(f"cannot read {error.filename}: {error.strerror}") from error
     key = hashlib.sha256(b"\0".join([*parts, _abilities()])).hexdigest()[:16]
@@ -330,6 +329,10 @@ def _compiled(cache_dir: Path) -> Path:
     except OSError as error:
         raise Unavailable(f"cannot compile in {cache_dir}: {error.strerror}") from error
     return library
+
+
+def _sources() -> list[bytes]:
+    return [path.read_bytes() for path in [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]]
 
 
 def _compiler() -> str:

@@ -1,0 +1,89 @@
+// Several products and attention in one call, so that what lies between stays in a core's cache.
+#pragma once
+
+#include "attention.h"
+#include "linear.h"
+
+// Everything behind the attention of a layer: hidden <- norm(hidden + mixed . out), then
+// norm(hidden + gelu(hidden . up) . down), a block of rows at a time: what lies between stays in the
+// second-level cache.
+typedef struct {
+  Linear out, up, down;
+  int64_t rows, block;
+} Mlp;
+
+static int mlp_item(const void* arguments, int64_t item) {
+  const Mlp* m = arguments;
+  const int64_t first = item * m->block, rows = min64(m->block, m->rows - first);
+  const int64_t dim = m->out.n, width = m->up.n, block = m->block;
+  float* sums = scratch(
+      block * ((PANEL + dim) * sizeof(float) + (dim + width) * sizeof(bf16)));
+  if (!sums) return -1;
+  float* hidden = sums + block * PANEL;
+  bf16* tiles = (bf16*)(hidden + block * dim);
+  bf16* inner = tiles + block * dim;
+
+  Linear out = m->out, up = m->up, down = m->down;
+  out.x = (const bf16*)out.x + first * dim;
+  out.residual += first * dim;
+  out.y = hidden;
+  lay_in_tiles(&out, 0, rows, tiles);
+  multiply(&out, tiles, 0, rows, 0, dim, sums);
+  norm_rows(&out, 0, rows);
+
+  up.x = hidden;
+  up.y = inner;
+  if (rows % TILE) memset(inner, 0, block * width * sizeof(bf16));
+  lay_in_tiles(&up, 0, rows, tiles);
+  multiply(&up, tiles, 0, rows, 0, width, sums);
+
+  down.residual = hidden;
+  down.y = (float*)down.y + first * dim;
+  multiply(&down, inner, 0, rows, 0, dim, sums);
+  norm_rows(&down, 0, rows);
+  return 0;
+}
+
+// Attention from the hidden states: some heads of some rows, whose queries, keys and values stay in
+// the second-level cache.
+typedef struct {
+  Linear qkv;
+  Attention attention;
+  int64_t rows_per_item;
+} SelfAttention;
+
+static int self_attention_item(const void* arguments, int64_t item) {
+  const SelfAttention* s = arguments;
+  Attention t = s->attention;
+  Linear l = s->qkv;
+  const int64_t dim = t.heads * t.width, head_parts = parts(t.heads, t.heads_per_item);
+  const int64_t first_row = item / head_parts * s->rows_per_item;
+  const int64_t rows = min64(s->rows_per_item, t.rows - first_row);
+  const int64_t first_head = item % head_parts * t.heads_per_item;
+  const int64_t heads = min64(t.heads_per_item, t.heads - first_head);
+  const int64_t tokens = rows * t.length, most = s->rows_per_item * t.length;
+  const int64_t wide = heads * t.width, block = parts(most, PANEL) * PANEL;
+
+  char* memory = scratch(attention_memory(t.length, t.width) + block * PANEL * sizeof(float) +
+                         block * (l.k + 3 * t.heads_per_item * t.width) * sizeof(bf16));
+  if (!memory) return -1;
+  float* sums = (float*)(memory + attention_memory(t.length, t.width));
+  bf16* tiles = (bf16*)(sums + block * PANEL);
+  bf16* joint = tiles + block * l.k;
+
+  l.x = (const float*)l.x + first_row * t.length * l.k;
+  l.y_stride = 3 * wide;
+  lay_in_tiles(&l, 0, tokens, tiles);
+  for (int of = 0; of < 3; of++) {  // queries, keys, values
+    l.y = joint + of * wide;
+    l.y_column = of * dim + first_head * t.width;
+    multiply(&l, tiles, 0, tokens, l.y_column, l.y_column + wide, sums);
+  }
+  t.query = joint, t.key = joint + wide, t.value = joint + 2 * wide;
+  t.query_stride = t.key_stride = t.value_stride = 3 * wide;
+  t.heads = t.groups = heads;
+  t.segments += first_row * t.length;
+  t.mixed += first_row * t.length * dim + first_head * t.width;
+  for (int64_t row = 0; row < rows; row++) attend(&t, row, 0, heads, memory);
+  return 0;
+}

@@ -1,0 +1,127 @@
+// Linear layers: products with a whole weight, and what is done to the sums.
+#pragma once
+
+#include <stdatomic.h>
+
+#include "numbers.h"
+#include "product.h"
+#include "scratch.h"
+
+enum { CHUNK = 384 };  // features: so much of a panel stays in the first-level cache
+enum { PLAIN = 0, GELU = 1, NORM = 2 };  // NORM: layer norm of the sum with `residual`
+
+typedef struct {
+  const void* x;  // [rows, k]
+  const bf16* kernel;
+  const float *bias, *residual, *scale, *shift;
+  void* y;             // [rows, n], its first column being `y_column`
+  int64_t rows, k, n;
+  int64_t y_stride, y_column;
+  int64_t block;         // rows of an item, a multiple of 32
+  int64_t columns;       // of an item, a multiple of 32
+  int64_t column_parts;  // items that share a block
+  int x_is_float, y_is_float, y_in_tiles, mode;
+  float eps;
+  atomic_int* unfinished;  // of each block, its items; the last one does the norm
+} Linear;
+
+static void norm_rows(const Linear* l, int64_t first, int64_t last) {
+  const int64_t n = l->n;
+  for (int64_t row = first; row < last; row++) {
+    float* y = (float*)l->y + row * l->y_stride;
+    __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
+    for (int64_t j = 0; j < n; j += TILE) sum = _mm512_add_ps(sum, _mm512_loadu_ps(y + j));
+    __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / n);
+    for (int64_t j = 0; j < n; j += TILE) {
+      __m512 centred = _mm512_sub_ps(_mm512_loadu_ps(y + j), mean);
+      squares = _mm512_fmadd_ps(centred, centred, squares);
+    }
+    __m512 variance = _mm512_set1_ps(_mm512_reduce_add_ps(squares) / n + l->eps);
+    __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_sqrt_ps(variance));
+    for (int64_t j = 0; j < n; j += TILE) {
+      __m512 centred = _mm512_sub_ps(_mm512_loadu_ps(y + j), mean);
+      __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(centred, inverse), _mm512_loadu_ps(l->scale + j));
+      _mm512_storeu_ps(y + j, _mm512_add_ps(scaled, _mm512_loadu_ps(l->shift + j)));
+    }
+  }
+}
+
+// Rows as tiles of 16 rows and 32 features, one behind the other: [rows / 16][k / 32][16][32].
+// The copy is where float32 is rounded and missing rows become zeros; gelu's result is stored so.
+static void lay_in_tiles(const Linear* l, int64_t first, int64_t last, bf16* tiles) {
+  const int64_t k = l->k, padded = parts(last - first, TILE) * TILE;
+  for (int64_t row = 0; row < padded; row++) {
+    bf16* line = tiles + row / TILE * TILE * k + row % TILE * STEP;
+    const int64_t from = (first + row) * k;
+    for (int64_t at = 0; at < k; at += STEP, line += TILE_ELEMENTS) {
+      if (first + row >= last) {
+        _mm512_storeu_si512(line, _mm512_setzero_si512());
+      } else if (l->x_is_float) {
+        const float* x = (const float*)l->x + from + at;
+        store_bf16(line, _mm512_loadu_ps(x), _mm512_loadu_ps(x + TILE));
+      } else {
+        _mm512_storeu_si512(line, _mm512_loadu_si512((const bf16*)l->x + from + at));
+      }
+    }
+  }
+}
+
+static inline void finish_columns(const Linear* l, int64_t row, int rows, int64_t column,
+                                  const float* sums) {
+  const __m512 bias[2] = {_mm512_loadu_ps(l->bias + column),
+                          _mm512_loadu_ps(l->bias + column + TILE)};
+  for (int i = 0; i < rows; i++) {
+    int64_t at = (row + i) * l->y_stride + column - l->y_column;
+    __m512 low = _mm512_add_ps(_mm512_load_ps(sums + i * PANEL), bias[0]);
+    __m512 high = _mm512_add_ps(_mm512_load_ps(sums + i * PANEL + TILE), bias[1]);
+    if (l->mode == GELU) {
+      low = gelu_vector(low), high = gelu_vector(high);
+    } else if (l->mode == NORM) {
+      low = _mm512_add_ps(low, _mm512_loadu_ps(l->residual + at));
+      high = _mm512_add_ps(high, _mm512_loadu_ps(l->residual + at + TILE));
+    }
+    if (l->y_is_float) {
+      _mm512_storeu_ps((float*)l->y + at, low);
+      _mm512_storeu_ps((float*)l->y + at + TILE, high);
+      continue;
+    }
+    if (l->y_in_tiles)
+      at = (row + i) / TILE * TILE * l->n + column * TILE + (row + i) % TILE * STEP;
+    store_bf16((bf16*)l->y + at, low, high);
+  }
+}
+
+// The columns [start, end) of rows [first, last), which lie in tiles; sums has room for 32 columns.
+static void multiply(const Linear* l, const bf16* tiles, int64_t first, int64_t last, int64_t start,
+                     int64_t end, float* sums) {
+  const int64_t k = l->k;
+  for (int64_t column = start; column < end; column += PANEL)
+    // so much of a panel as stays in the first-level cache while the rows pass by
+    for (int64_t from = 0; from < k; from += CHUNK) {
+      const int64_t steps = min64(CHUNK, k - from) / STEP;
+      const bf16* panel = l->kernel + column * k + from * PANEL;
+      for (int64_t row = first; row < last; row += PANEL) {
+        const int64_t rows = min64(PANEL, last - row);
+        float* of_rows = sums + (row - first) * PANEL;
+        product(tiles + (row - first) * k + from * TILE, STEP, TILE_ELEMENTS, TILE * k,
+                rows > TILE ? PANEL : TILE, panel, steps, from > 0, of_rows, PANEL);
+        if (from + CHUNK >= k) finish_columns(l, row, (int)rows, column, of_rows);
+      }
+    }
+}
+
+static int linear_item(const void* arguments, int64_t item) {
+  const Linear* l = arguments;
+  const int64_t block = item / l->column_parts, part = item % l->column_parts;
+  const int64_t first = block * l->block, last = min64(first + l->block, l->rows);
+  const int64_t start = part * l->columns, end = min64(start + l->columns, l->n);
+  float* sums = scratch(l->block * (PANEL * sizeof(float) + l->k * sizeof(bf16)));
+  if (!sums) return -1;
+  bf16* tiles = (bf16*)(sums + l->block * PANEL);
+  lay_in_tiles(l, first, last, tiles);
+  multiply(l, tiles, first, last, start, end, sums);
+  if (l->mode == NORM &&
+      (l->column_parts == 1 || atomic_fetch_sub(&l->unfinished[block], 1) == 1))
+    norm_rows(l, first, last);
+  return 0;
+}

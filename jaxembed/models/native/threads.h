@@ -1,0 +1,107 @@
+// Work that is shared out over the threads of XLA:CPU.
+#pragma once
+
+#include <immintrin.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#include "scratch.h"
+#include "sizes.h"
+#include "tiles.h"
+#include "xla/ffi/api/c_api.h"
+
+typedef int Work(const void* arguments, int64_t item);  // 0, or -1 where memory is short
+
+typedef struct {
+  atomic_int owners;  // the call, and every helper that was scheduled
+  atomic_int failed;
+  atomic_llong next, done;
+  int64_t items;
+  Work* work;
+  char arguments[];
+} Job;
+
+static atomic_int running;  // calls at this moment, of all programs
+
+static void run_items(Job* job) {
+  for (;;) {
+    int64_t item = atomic_fetch_add(&job->next, 1);
+    if (item >= job->items) return;
+    if (job->work(job->arguments, item)) atomic_store(&job->failed, 1);
+    atomic_fetch_add(&job->done, 1);
+  }
+}
+
+static void disown(Job* job) {
+  if (atomic_fetch_sub(&job->owners, 1) == 1) free(job);
+}
+
+static void help(void* data) {
+  Job* job = data;
+  if (atomic_load(&job->next) < job->items) {
+    tiles_on();
+    run_items(job);
+    tiles_off();
+  }
+  disown(job);
+}
+
+static void forget(XLA_FFI_CallFrame* frame, XLA_FFI_Error* error) {
+  XLA_FFI_Error_Destroy_Args args = {.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE,
+                                     .error = error};
+  frame->api->XLA_FFI_Error_Destroy(&args);
+}
+
+// The threads that a call may use now, the calling one among them: others may be running too.
+static int64_t share_of_threads(XLA_FFI_CallFrame* frame) {
+  int64_t threads = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args args = {
+      .struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE,
+      .ctx = frame->ctx,
+      .num_threads = &threads};
+  XLA_FFI_Error* error = frame->api->XLA_FFI_ThreadPool_NumThreads(&args);
+  if (error) forget(frame, error), threads = 1;  // no pool: the calling thread does it all
+  return max64(1, threads / (atomic_load(&running) + 1));
+}
+
+// Run the items on some threads. Helpers that come too late find nothing left to do, and nobody
+// waits for them: they may stand behind another program's work.
+static int on_threads(XLA_FFI_CallFrame* frame, Work* work, const void* arguments, size_t size,
+                      int64_t items, int64_t threads) {
+  Job* job = malloc(sizeof(Job) + size);
+  if (!job) return -1;
+  atomic_init(&job->owners, 1);
+  atomic_init(&job->failed, 0);
+  atomic_init(&job->next, 0);
+  atomic_init(&job->done, 0);
+  job->items = items;
+  job->work = work;
+  memcpy(job->arguments, arguments, size);
+  atomic_fetch_add(&running, 1);
+  for (int64_t helper = 1; helper < min64(threads, items); helper++) {
+    atomic_fetch_add(&job->owners, 1);
+    XLA_FFI_ThreadPool_Schedule_Args scheduled = {
+        .struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE,
+        .ctx = frame->ctx,
+        .task = help,
+        .data = job};
+    XLA_FFI_Error* error = frame->api->XLA_FFI_ThreadPool_Schedule(&scheduled);
+    if (error) {
+      forget(frame, error);
+      disown(job);
+      break;
+    }
+  }
+  tiles_on();
+  run_items(job);
+  tiles_off();
+  for (int spins = 0; atomic_load(&job->done) < items; spins++) {
+    if (spins < 200) _mm_pause();
+    else sched_yield();
+  }
+  atomic_fetch_sub(&running, 1);
+  int failed = atomic_load(&job->failed);
+  disown(job);
+  return failed;
+}

@@ -1,0 +1,39 @@
+// The tiles of AMX in this thread. Without AMX there is nothing to do.
+#pragma once
+
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "sizes.h"
+
+#ifdef __AMX_BF16__
+typedef struct {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t bytes[16];
+  uint8_t rows[16];
+} TileConfig;
+
+static const TileConfig all_whole = {
+    .palette = 1,
+    .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+    .rows = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE},
+};
+
+static void tiles_on(void) { _tile_loadconfig(&all_whole); }
+
+static void tiles_off(void) { _tile_release(); }
+#else
+static void tiles_on(void) {}
+static void tiles_off(void) {}
+#endif
+
+// Leave to use AMX's tiles, which a process asks for once: 0 where it is given, or not needed.
+int jaxembed_prepare(void) {
+#ifdef __AMX_BF16__
+  enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) ? 1 : 0;
+#else
+  return 0;
+#endif
+}
