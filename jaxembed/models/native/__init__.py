@@ -72,10 +72,16 @@ class NativeCall:
         return self.target if mode is None else ENDS[mode]
 
     def run(self, operands: Mapping[str, Array]) -> Array:
-        """The result, in a program that is being traced."""
+        """The result, in a program that is being traced. Raises TypeError unless it has each of its
+        operands, whose order the library tells."""
+        attributes = dict(self.attributes)
+        names = operand_names(self.target, int(attributes.get("mode", 0)))
+        if operands.keys() != set(names):
+            came = ", ".join(operands)
+            raise TypeError(f"native {self.target} takes {', '.join(names)}, not {came}")
         result = jax.ShapeDtypeStruct(self.shape, self.dtype)
         call = jax.ffi.ffi_call(f"jaxembed_{self.target}", result)
-        return call(*operands.values(), **dict(self.attributes))
+        return call(*(operands[name] for name in names), **attributes)
 
 
 class Unavailable(Exception):
@@ -112,6 +118,18 @@ def source_digest() -> str:
     """Names the source that the kernels are compiled from, and the flags."""
     digest = hashlib.sha256(b"\0".join([*_sources(), " ".join(FLAGS).encode()]))
     return digest.hexdigest()[:16]
+
+
+def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
+    """The operands of a call in their order, as the table in C has them."""
+    if _library is None:
+        raise RuntimeError("native kernels are used before they are loaded: a bug in jaxembed")
+    operand = _library.jaxembed_operand
+    operand.restype, operand.argtypes = ctypes.c_char_p, (ctypes.c_char_p, *[ctypes.c_int64] * 2)
+    names: list[str] = []
+    while name := operand(call.encode(), mode, len(names)):
+        names.append(name.decode())
+    return tuple(names)
 
 
 def packable(name: str, shape: tuple[int, ...], dtype: str) -> bool:
@@ -263,7 +281,7 @@ def _linear(x, kernel, bias, norm, *, mode: int, eps: float, dtype: str):
 
 
 def _call(name: str, shape: tuple[int, ...], dtype: Any, operands: dict[str, Array], **attributes):
-    """What the call of native.c gives, of one shape; it takes the operands in their order."""
+    """What a call in C gives, of one shape; or a note of it."""
     shapes = ((k, jax.ShapeDtypeStruct(x.shape, x.dtype)) for k, x in operands.items())
     call = NativeCall(name, shape, str(jnp.dtype(dtype)), tuple(shapes), tuple(attributes.items()))
     noted = _noted.get()

@@ -1,0 +1,156 @@
+// What each call takes and gives: operands in their order, dtypes, shapes, attributes. It is written
+// here alone: Python asks for the order, and a call is compared with its table before anything is
+// read.
+#pragma once
+
+#include <string.h>
+
+#include "linear.h"
+#include "sizes.h"
+#include "xla/ffi/api/c_api.h"
+
+// Sizes that have a name. One name has one value in a call.
+typedef enum {
+  NO_SIZE,
+  LEADING,  // any number of axes
+  ROWS,
+  LENGTH,
+  THREE,
+  HEADS,
+  GROUPS,
+  WIDTH,
+  DIM,
+  JOINT,
+  INNER,
+  IN,
+  OUT,
+  SIZES
+} Size;
+
+static const struct {
+  const char* name;
+  int64_t multiple;  // of what a size must be a multiple
+} size_rules[SIZES] = {
+    [LEADING] = {"...", 1},  [ROWS] = {"rows", 1},      [LENGTH] = {"length", TILE},
+    [THREE] = {"three", 3},  [HEADS] = {"heads", 1},    [GROUPS] = {"groups", 1},
+    [WIDTH] = {"width", STEP}, [DIM] = {"dim", PANEL},  [JOINT] = {"joint", PANEL},
+    [INNER] = {"inner", PANEL}, [IN] = {"in", PANEL},   [OUT] = {"out", PANEL},
+};
+
+#define DTYPE(name) ((uint64_t)1 << XLA_FFI_DataType_##name)
+
+enum { MOST_OPERANDS = 12, MOST_AXES = 6, MOST_ATTRIBUTES = 2, MOST_RELATIONS = 2 };
+
+typedef struct {
+  const char* name;
+  uint64_t dtypes;  // one bit for each that is taken
+  Size shape[MOST_AXES];
+  int in_panels;  // a weight of that shape, in panels
+} Operand;
+
+typedef struct {
+  const char* name;
+  XLA_FFI_DataType dtype;  // F32, finite and not negative; or S64 of a range
+  int64_t least, most;
+  Size size;  // what its value is, if it has a name
+} Attribute;
+
+// `times` * `part` divides `of`, or is equal to it.
+typedef struct {
+  int64_t times;
+  Size part, of;
+  int is_equal;
+} Relation;
+
+// Each array ends with a name, or a size, that is zero.
+typedef struct {
+  const char* name;
+  Operand operands[MOST_OPERANDS + 1], result;
+  Attribute attributes[MOST_ATTRIBUTES + 1];
+  Relation relations[MOST_RELATIONS + 1];
+} Call;
+
+#define MODE {"mode", XLA_FFI_DataType_S64, PLAIN, NORM, NO_SIZE}
+#define EPS {"eps", XLA_FFI_DataType_F32, 0, 0, NO_SIZE}
+#define CAUSAL {"causal", XLA_FFI_DataType_S64, 0, 1, NO_SIZE}
+#define REACH {"reach", XLA_FFI_DataType_S64, -1, INT64_MAX, NO_SIZE}
+
+static const Call linear_call = {
+    .name = "linear",
+    .operands = {{"x", DTYPE(F32) | DTYPE(BF16), {LEADING, IN}},
+                 {"kernel", DTYPE(BF16), {IN, OUT}, .in_panels = 1},
+                 {"bias", DTYPE(F32), {OUT}}},
+    .result = {"y", DTYPE(F32) | DTYPE(BF16), {LEADING, OUT}},
+    .attributes = {MODE, EPS},
+};
+
+static const Call linear_norm_call = {  // with mode NORM
+    .name = "linear",
+    .operands = {{"x", DTYPE(F32) | DTYPE(BF16), {LEADING, IN}},
+                 {"kernel", DTYPE(BF16), {IN, OUT}, .in_panels = 1},
+                 {"bias", DTYPE(F32), {OUT}},
+                 {"residual", DTYPE(F32), {LEADING, OUT}},
+                 {"scale", DTYPE(F32), {OUT}},
+                 {"shift", DTYPE(F32), {OUT}}},
+    .result = {"y", DTYPE(F32), {LEADING, OUT}},
+    .attributes = {MODE, EPS},
+};
+
+static const Call attention_call = {
+    .name = "attention",
+    .operands = {{"query", DTYPE(BF16), {ROWS, LENGTH, HEADS, WIDTH}},
+                 {"key", DTYPE(BF16), {ROWS, LENGTH, GROUPS, WIDTH}},
+                 {"value", DTYPE(BF16), {ROWS, LENGTH, GROUPS, WIDTH}},
+                 {"segments", DTYPE(S32), {ROWS, LENGTH}}},
+    .result = {"mixed", DTYPE(BF16), {ROWS, LENGTH, HEADS, WIDTH}},
+    .attributes = {CAUSAL, REACH},
+    .relations = {{1, GROUPS, HEADS}},
+};
+
+static const Call joint_attention_call = {  // query, key and value side by side
+    .name = "joint_attention",
+    .operands = {{"joint", DTYPE(BF16), {ROWS, LENGTH, THREE, HEADS, WIDTH}},
+                 {"segments", DTYPE(S32), {ROWS, LENGTH}}},
+    .result = {"mixed", DTYPE(BF16), {ROWS, LENGTH, HEADS, WIDTH}},
+    .attributes = {CAUSAL, REACH},
+};
+
+static const Call self_attention_call = {
+    .name = "self_attention",
+    .operands = {{"hidden", DTYPE(F32), {ROWS, LENGTH, DIM}},
+                 {"kernel", DTYPE(BF16), {DIM, JOINT}, .in_panels = 1},
+                 {"bias", DTYPE(F32), {JOINT}},
+                 {"segments", DTYPE(S32), {ROWS, LENGTH}}},
+    .result = {"mixed", DTYPE(BF16), {ROWS, LENGTH, DIM}},
+    .attributes = {{"heads", XLA_FFI_DataType_S64, 1, INT64_MAX, HEADS}},
+    .relations = {{3, DIM, JOINT, .is_equal = 1}, {STEP, HEADS, DIM}},
+};
+
+static const Call mlp_call = {
+    .name = "mlp",
+    .operands = {{"mixed", DTYPE(BF16), {LEADING, DIM}},
+                 {"hidden", DTYPE(F32), {LEADING, DIM}},
+                 {"out_kernel", DTYPE(BF16), {DIM, DIM}, .in_panels = 1},
+                 {"out_bias", DTYPE(F32), {DIM}},
+                 {"out_scale", DTYPE(F32), {DIM}},
+                 {"out_shift", DTYPE(F32), {DIM}},
+                 {"up_kernel", DTYPE(BF16), {DIM, INNER}, .in_panels = 1},
+                 {"up_bias", DTYPE(F32), {INNER}},
+                 {"down_kernel", DTYPE(BF16), {INNER, DIM}, .in_panels = 1},
+                 {"down_bias", DTYPE(F32), {DIM}},
+                 {"down_scale", DTYPE(F32), {DIM}},
+                 {"down_shift", DTYPE(F32), {DIM}}},
+    .result = {"hidden", DTYPE(F32), {LEADING, DIM}},
+    .attributes = {EPS},
+};
+
+// The name of operand `i` of a call in a mode of it; NULL after the last one.
+const char* jaxembed_operand(const char* call, int64_t mode, int64_t i) {
+  static const Call* const calls[] = {&linear_call, &attention_call, &joint_attention_call,
+                                      &self_attention_call, &mlp_call};
+  const Call* found = NULL;
+  for (size_t at = 0; at < sizeof calls / sizeof *calls; at++)
+    if (!strcmp(calls[at]->name, call)) found = calls[at];
+  if (found == &linear_call && mode == NORM) found = &linear_norm_call;
+  return found && i >= 0 && i < MOST_OPERANDS ? found->operands[i].name : NULL;
+}

@@ -1,0 +1,250 @@
+"""The operands of the native kernels: their order is the library's, and a call that is not as its
+table says is an error."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxembed.models import native
+
+pytestmark = pytest.mark.usefixtures("native_kernels")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A call of the library, without the functions that make right ones."""
+
+    name: str
+    operands: dict[str, np.ndarray]
+    shape: tuple[int, ...]
+    dtype: str
+    attributes: dict[str, Any]
+
+    def run(self) -> jax.Array:
+        call = jax.ffi.ffi_call(
+            f"jaxembed_{self.name}", jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
+        )
+        return call(*self.operands.values(), **self.attributes)
+
+    def with_operand(self, name: str, value: np.ndarray) -> "Made":
+        return replace(self, operands={**self.operands, name: value})
+
+    def with_attributes(self, **attributes: Any) -> "Made":
+        return replace(self, attributes={**self.attributes, **attributes})
+
+
+def rounded(*shape: int) -> np.ndarray:
+    return np.ones(shape, jnp.bfloat16)
+
+
+def single(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+def weight(k: int, n: int) -> np.ndarray:
+    return native.packed(rounded(k, n))
+
+
+SEGMENTS = np.ones((3, 16), np.int32)
+SIGHT = {"causal": np.int64(0), "reach": np.int64(-1)}
+PRODUCT = {"x": single(3, 5, 64), "kernel": weight(64, 96), "bias": single(96)}
+CALLS = {
+    "linear": Made(
+        "linear", PRODUCT, (3, 5, 96), "float32", {"eps": np.float32(0), "mode": np.int64(1)}
+    ),
+    "linear with a norm": Made(
+        "linear",
+        {**PRODUCT, "residual": single(3, 5, 96), "scale": single(96), "shift": single(96)},
+        (3, 5, 96),
+        "float32",
+        {"eps": np.float32(1e-6), "mode": np.int64(2)},
+    ),
+    "attention": Made(
+        "attention",
+        {
+            "query": rounded(3, 16, 4, 32),
+            "key": rounded(3, 16, 2, 32),
+            "value": rounded(3, 16, 2, 32),
+            "segments": SEGMENTS,
+        },
+        (3, 16, 4, 32),
+        "bfloat16",
+        SIGHT,
+    ),
+    "joint_attention": Made(
+        "joint_attention",
+        {"joint": rounded(3, 16, 3, 2, 32), "segments": SEGMENTS},
+        (3, 16, 2, 32),
+        "bfloat16",
+        SIGHT,
+    ),
+    "self_attention": Made(
+        "self_attention",
+        {
+            "hidden": single(3, 16, 64),
+            "kernel": weight(64, 192),
+            "bias": single(192),
+            "segments": SEGMENTS,
+        },
+        (3, 16, 64),
+        "bfloat16",
+        {"heads": np.int64(2)},
+    ),
+    "mlp": Made(
+        "mlp",
+        {
+            "mixed": rounded(3, 16, 64),
+            "hidden": single(3, 16, 64),
+            "out_kernel": weight(64, 64),
+            "out_bias": single(64),
+            "out_scale": single(64),
+            "out_shift": single(64),
+            "up_kernel": weight(64, 96),
+            "up_bias": single(96),
+            "down_kernel": weight(96, 64),
+            "down_bias": single(64),
+            "down_scale": single(64),
+            "down_shift": single(64),
+        },
+        (3, 16, 64),
+        "float32",
+        {"eps": np.float32(1e-6)},
+    ),
+}
+
+
+@pytest.fixture(name="made", params=CALLS)
+def _made(request) -> Made:
+    return CALLS[request.param]
+
+
+def assert_refused(made: Made, message: str) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message) as caught:
+        jax.block_until_ready(made.run())
+    assert "INVALID_ARGUMENT" in str(caught.value)
+    assert f"jaxembed_{made.name}: " in str(caught.value)
+
+
+def longer(value: np.ndarray, axis: int) -> np.ndarray:
+    return np.ones([n + (i == axis) for i, n in enumerate(value.shape)], value.dtype)
+
+
+def test_each_call_here_is_right(made):
+    jax.block_until_ready(made.run())
+
+
+def test_every_call_of_the_library_is_here():
+    assert {made.name for made in CALLS.values()} == set(native.CALLS)
+
+
+def test_the_library_tells_the_order_of_operands(made):
+    mode = int(made.attributes.get("mode", 0))
+    assert native.operand_names(made.name, mode) == tuple(made.operands)
+
+
+def test_operands_come_in_any_order_by_name(made):
+    backwards = {name: jnp.asarray(made.operands[name]) for name in reversed(made.operands)}
+    got = native._call(made.name, made.shape, made.dtype, backwards, **made.attributes)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(made.run()))
+
+
+def test_a_missing_or_unknown_operand_raises_in_python(made):
+    arrays = {name: jnp.asarray(value) for name, value in made.operands.items()}
+    names = ", ".join(arrays)
+    missing = {name: arrays[name] for name in list(arrays)[1:]}
+    for operands in (missing, {**arrays, "other": jnp.zeros(1)}):
+        wanted = re.escape(f"native {made.name} takes {names}, not {', '.join(operands)}")
+        with pytest.raises(TypeError, match=wanted):
+            native._call(made.name, made.shape, made.dtype, operands, **made.attributes)
+
+
+def test_operands_too_many_or_too_few_are_refused(made):
+    count = len(made.operands)
+    few = replace(made, operands=dict(list(made.operands.items())[:-1]))
+    assert_refused(few, rf"{count - 1} operands and 1 results came, wanted 1 result and {count} ")
+    assert_refused(made.with_operand("other", single(1)), f"{count + 1} operands .* came")
+
+
+def test_another_dtype_is_refused(made):
+    for name, value in made.operands.items():
+        other = made.with_operand(name, value.astype(np.float16))
+        assert_refused(other, rf"operand {name}: f16\[.*\] came, wanted (f32|bf16|s32)")
+    assert_refused(replace(made, dtype="float16"), r"result \w+: f16\[.* came, wanted (f32|bf16)")
+
+
+def test_another_rank_is_refused(made):
+    for name, value in made.operands.items():
+        assert_refused(made.with_operand(name, value[None]), " came, wanted ")
+        assert_refused(made.with_operand(name, value.ravel()[0]), f"operand {name}: .* came")
+
+
+def test_another_size_of_any_axis_is_refused(made):
+    for name, value in made.operands.items():
+        for axis in range(value.ndim):
+            assert_refused(made.with_operand(name, longer(value, axis)), " came, wanted ")
+    for axis in range(len(made.shape)):
+        shape = tuple(n + (i == axis) for i, n in enumerate(made.shape))
+        assert_refused(replace(made, shape=shape), r"result \w+: .* came, wanted ")
+
+
+def test_attributes_that_are_missing_or_unknown_or_of_another_type_are_refused(made):
+    for name in made.attributes:
+        rest = {key: value for key, value in made.attributes.items() if key != name}
+        assert_refused(replace(made, attributes=rest), f"attribute {name}: nothing came, wanted")
+        for other in (np.int32(7), np.float64(7), "seven"):
+            slip = made.with_attributes(**{name: other})
+            assert_refused(slip, f"attribute {name}: another type came, wanted")
+    assert_refused(made.with_attributes(other=np.int64(0)), "attributes came, wanted")
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "value"),
+    [
+        ("linear", "mode", np.int64(3)),
+        ("linear", "mode", np.int64(-1)),
+        ("linear with a norm", "eps", np.float32(-1)),
+        ("linear with a norm", "eps", np.float32(np.nan)),
+        ("attention", "causal", np.int64(2)),
+        ("joint_attention", "reach", np.int64(-2)),
+        ("self_attention", "heads", np.int64(0)),
+        ("mlp", "eps", np.float32(np.inf)),
+    ],
+)
+def test_an_attribute_out_of_range_is_refused(call, name, value):
+    message = rf"attribute {name}: \S+ came, wanted \w+ .*of at least"
+    assert_refused(CALLS[call].with_attributes(**{name: value}), message)
+
+
+def test_heads_must_divide_what_they_share():
+    attention = CALLS["attention"].with_operand("key", rounded(3, 16, 3, 32))
+    attention = attention.with_operand("value", rounded(3, 16, 3, 32))
+    assert_refused(attention, "groups = 3 and heads = 4 came, wanted heads to be a multiple of 1 ")
+    for heads in (3, 4, 2**62):
+        slip = CALLS["self_attention"].with_attributes(heads=np.int64(heads))
+        assert_refused(
+            slip, f"heads = {heads} and dim = 64 came, wanted dim to be a multiple of 32"
+        )
+
+
+def test_the_message_says_what_came_and_what_was_wanted():
+    short = CALLS["attention"].with_operand("key", rounded(3, 24, 2, 32))
+    assert_refused(
+        short,
+        r"jaxembed_attention: operand key: bf16\[3, 24, 2, 32\] came, "
+        r"wanted bf16 \[rows = 3, length = 16, groups, width = 32\]",
+    )
+    odd = CALLS["linear"].with_operand("x", single(3, 5, 48))
+    wanted = r"x: f32\[3, 5, 48\] came, wanted f32 or bf16 \[\.\.\., in \(a multiple of 32\)\]"
+    assert_refused(odd, wanted)
+
+
+def test_a_reach_beyond_the_row_is_the_whole_row():
+    whole = CALLS["attention"].run()
+    for reach in (16, 2**31, 2**63 - 1):
+        got = CALLS["attention"].with_attributes(reach=np.int64(reach)).run()
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(whole))
