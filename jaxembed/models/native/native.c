@@ -6,3 +6,6 @@
 #define _GNU_SOURCE
 #include "calls.h"
 #include "check.h"
+
+// Which sources and flags this was made of, to be found in the file.
+const char jaxembed_source[] = JAXEMBED_SOURCE;

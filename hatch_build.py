@@ -1,0 +1,33 @@
+"""Builds the native kernels into the wheel, on Linux x86-64 where there is a C compiler. Elsewhere
+the wheel is of pure Python."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class NativeKernels(BuildHookInterface):
+    """For an editable install the libraries are used where they are built, in the source tree."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        compiler = _compiler(Path(self.root))
+        try:
+            build_data["tag"] = compiler.build_ahead()
+        except (compiler.Unavailable, OSError) as error:
+            self.app.display_warning(f"without native kernels: {error}")
+            return
+        build_data["pure_python"] = False
+
+
+def _compiler(root: Path) -> ModuleType:
+    """jaxembed's module by its file: jaxembed itself cannot be imported before it is installed."""
+    path = root / "jaxembed" / "models" / "native" / "compiler.py"
+    spec = importlib.util.spec_from_file_location("jaxembed_compiler", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

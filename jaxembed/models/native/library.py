@@ -1,0 +1,211 @@
+"""Loads the native kernels into the process and lets XLA call them. The library is one that was
+built ahead, or, in a source checkout without one, compiled into the cache directory."""
+
+import ctypes
+import hashlib
+import logging
+import os
+import re
+import stat
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+
+from jaxembed.cache_folder import OTHERS_WRITE, ROOT, make_private, refuse_shared
+from jaxembed.errors import ConfigError
+from jaxembed.files import replacing
+from jaxembed.models.native import compiler
+from jaxembed.models.native.compiler import InstructionSet, Unavailable
+
+logger = logging.getLogger(__name__)
+
+CPU = Path("/proc/cpuinfo")
+CHECK_S = 20.0
+CALLS = ("linear", "attention", "joint_attention", "self_attention", "mlp")
+FAULTS = {  # what jaxembed_check of check.h returns
+    2: "the system does not let this process use AMX",
+    3: "there was no memory for the check",
+    4: "what was compiled gives wrong numbers on this machine",
+}
+
+_loading = threading.Lock()
+_library: ctypes.CDLL | None = None
+_instruction_set: InstructionSet | None = None  # of the library
+
+
+def load_library(cache_dir: Path) -> None:
+    """Let XLA call the kernels. Those compiled here are kept in `cache_dir`.
+
+    The first ones serve the whole process: XLA refuses others of the same name. Raises Unavailable.
+    """
+    global _library, _instruction_set
+    with _loading:
+        if _library is None:
+            _library, _instruction_set = _loaded(cache_dir)
+
+
+def source_digest() -> str:
+    """Names what the kernels are made of that are loaded, or that this CPU would load."""
+    runnable = _runnable() or compiler.INSTRUCTION_SETS
+    return compiler.digest(_instruction_set or runnable[0])
+
+
+def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
+    """The operands of a call in their order, as the table in C has them."""
+    if _library is None:
+        raise RuntimeError("native kernels are used before they are loaded: a bug in jaxembed")
+    operand = _library.jaxembed_operand
+    operand.restype, operand.argtypes = ctypes.c_char_p, (ctypes.c_char_p, *[ctypes.c_int64] * 2)
+    names: list[str] = []
+    while name := operand(call.encode(), mode, len(names)):
+        names.append(name.decode())
+    return tuple(names)
+
+
+def _loaded(cache_dir: Path) -> tuple[ctypes.CDLL, InstructionSet]:
+    """The fastest kernels that run on this machine."""
+    reasons: list[str] = []
+    for instruction_set in _runnable():
+        try:
+            library = _opened(instruction_set, cache_dir)
+            _register(library)
+        except OSError as error:
+            reasons.append(f"cannot read {error.filename}: {error.strerror}")
+        except Unavailable as error:
+            reasons.append(str(error))
+        else:
+            return library, instruction_set
+    raise Unavailable(
+        "; ".join(dict.fromkeys(reasons))
+        or "this CPU has no AVX512_BF16, or the system does not say so"
+    )
+
+
+def _runnable() -> tuple[InstructionSet, ...]:
+    """The instruction sets of this CPU, by what the system says."""
+    try:
+        lines = CPU.read_text().splitlines()
+    except OSError:
+        return ()
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    return tuple(one for one in compiler.INSTRUCTION_SETS if one.cpu_flags <= flags)
+
+
+def _opened(instruction_set: InstructionSet, cache_dir: Path) -> ctypes.CDLL:
+    """The library, tried and loaded. Raises Unavailable and OSError."""
+    ahead = _is_built(instruction_set)
+    path = instruction_set.built if ahead else _compiled(instruction_set, cache_dir)
+    try:
+        _check(path)
+        library = ctypes.CDLL(str(path))
+    except (OSError, Unavailable) as error:  # such as half of a file
+        if not ahead:  # the next start makes it anew
+            with suppress(OSError):
+                path.unlink()
+        if isinstance(error, OSError):
+            raise Unavailable(f"cannot load {path}: {error}") from error
+        raise
+    if library.jaxembed_prepare():
+        raise Unavailable(FAULTS[2])
+    logger.info("native kernels: %s", path)
+    return library
+
+
+def _is_built(instruction_set: InstructionSet) -> bool:
+    """Whether the package holds a library made of the sources that it holds: in a checkout they may
+    have changed since."""
+    made_of = compiler.digest(instruction_set).encode()
+    try:
+        return made_of in instruction_set.built.read_bytes()
+    except OSError:
+        return False
+
+
+def _compiled(instruction_set: InstructionSet, cache_dir: Path) -> Path:
+    """The library of this machine's own compiler, which is kept in the cache directory."""
+    try:
+        refuse_shared(cache_dir)
+    except ConfigError as error:
+        raise Unavailable(str(error)) from error
+    parts = [_header().read_bytes(), compiler.digest(instruction_set).encode()]
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    # absolute: a bare name is looked up elsewhere
+    library = cache_dir.absolute() / f"native-{instruction_set.name}-{key}.so"
+    if _is_kept(library):
+        return library
+    try:
+        make_private(cache_dir)
+        with replacing(library) as partial:
+            compiler.compile_library(instruction_set, partial)
+            partial.chmod(0o700)  # whatever the umask is: it runs in this process
+    except OSError as error:
+        raise Unavailable(f"cannot compile in {cache_dir}: {error.strerror}") from error
+    return library
+
+
+def _is_kept(library: Path) -> bool:
+    """Raises Unavailable where what is kept may be somebody else's."""
+    try:
+        status = library.lstat()
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(status.st_mode):
+        raise Unavailable(f"{library} is a link or no file; remove it")
+    if status.st_uid not in (os.geteuid(), ROOT) or status.st_mode & OTHERS_WRITE:
+        of = f"belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}"
+        raise Unavailable(f"{library} {of}: others can change what would run here; remove it")
+    return True
+
+
+def _check(path: Path) -> None:
+    """In a process of its own: what crashes there does not take the server with it.
+
+    It is isolated (-I): Python would import a ctypes.py of the working directory, and run it. It
+    needs the standard library alone, which is found without any path of ours, nor site (-S).
+    """
+    code = f"import ctypes, sys; sys.exit(ctypes.CDLL({str(path)!r}).jaxembed_check())"
+    status = compiler.run_command([sys.executable, "-I", "-S", "-c", code], CHECK_S).returncode
+    if status:
+        crash = f"{path} does not run on this machine: exit status {status}"
+        raise Unavailable(FAULTS.get(status, crash))
+
+
+def _register(library: ctypes.CDLL) -> None:
+    """Raises Unavailable where jaxlib is too old for the library, or does not take its calls."""
+    built_for = tuple(
+        ctypes.c_int.in_dll(library, f"jaxembed_ffi_{part}").value for part in ("major", "minor")
+    )
+    installed = _interface()
+    if installed and (installed[0] != built_for[0] or installed < built_for):
+        built, there = (".".join(map(str, version)) for version in (built_for, installed))
+        raise Unavailable(
+            f"the native kernels were built for XLA FFI {built}, the installed jaxlib has {there}: "
+            "upgrade jaxlib, or build jaxembed with this one"
+        )
+    try:
+        for name in CALLS:
+            entry = jax.ffi.pycapsule(getattr(library, f"jaxembed_{name}"))
+            jax.ffi.register_ffi_target(f"jaxembed_{name}", entry, platform="cpu")
+    except (RuntimeError, ValueError) as error:
+        line = (str(error).splitlines() or ["nothing"])[0][:200]
+        raise Unavailable(
+            f"the installed jaxlib does not take the native kernels: {line}"
+        ) from error
+
+
+def _interface() -> tuple[int, ...]:
+    """Major and minor version of the installed jaxlib's FFI; nothing where its header does not
+    say."""
+    try:
+        text = _header().read_text()
+    except OSError:
+        return ()
+    versions = re.findall(r"^#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)$", text, re.MULTILINE)
+    return tuple(map(int, versions)) if len(versions) == 2 else ()
+
+
+def _header() -> Path:
+    return Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
