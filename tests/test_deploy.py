@@ -72,6 +72,19 @@ def test_the_dockerfiles_are_the_same_below_their_environment():
     assert len(steps) == 1
 
 
+def test_the_wheel_is_built_apart_in_the_same_steps():
+    """The image for CPUs has it compiled; none has a compiler in the end."""
+    stages = set()
+    for name in DOCKERFILES:
+        _, build, image = re.split(r"^FROM ", (ROOT / name).read_text(), flags=re.MULTILINE)
+        assert image.startswith("python:3.12-slim\n")
+        assert "apt-get" not in image
+        base, steps = build.split(" AS wheel\n")
+        assert base == ("python:3.12" if name == "Dockerfile.cpu" else "python:3.12-slim")
+        stages.add(steps)
+    assert len(stages) == 1
+
+
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_an_image_runs_a_command_that_exists_on_the_port_it_exposes(name):
     program, subcommand, *arguments = json.loads(instruction(name, "ENTRYPOINT"))
@@ -107,7 +120,8 @@ def test_an_image_checks_a_route(name):
 
 
 def test_what_an_image_copies_is_there_and_not_ignored():
-    copied = re.findall(r"^COPY (.*) \S+$", (ROOT / "Dockerfile.cpu").read_text(), re.MULTILINE)
+    text = (ROOT / "Dockerfile.cpu").read_text()
+    copied = re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE)
     sources = {source for line in copied for source in line.split()}
     allowed = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     assert all((ROOT / source).exists() for source in sources)
