@@ -68,6 +68,7 @@ class NativeCall:
 
 _noted: ContextVar[dict[NativeCall, None] | None] = ContextVar("noted", default=None)
 
+
 @contextmanager
 def noting(noted: dict[NativeCall, None]) -> Iterator[None]:
     """Let what this thread traces meanwhile note its different calls, in order, and make none."""
