@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTR
 INSTALL := --no-build-isolation --no-deps --editable .
 # $(call REQUIREMENTS,extra): what it depends on and what builds it, and of an extra, one a line
 REQUIREMENTS = $(PYTHON) -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	print("hatchling", *project["dependencies"], *project["optional-dependencies"].get("$(1)", []), sep="\n")'
+	print("hatchling", "editables", *project["dependencies"], *project["optional-dependencies"].get("$(1)", []), sep="\n")'
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test check format parity golden chaos eval bench bench-peers bench-gpu plots constraints clean

@@ -3,6 +3,7 @@ what keeps a machine from having them."""
 
 import ctypes
 import os
+import re
 import shutil
 import stat
 import threading
@@ -843,6 +844,20 @@ def test_other_platforms_get_a_wheel_of_pure_python(fresh, monkeypatch, system):
     monkeypatch.setattr(native.compiler.platform, "libc_ver", lambda: (libc, ""))
     with pytest.raises(native.Unavailable, match=f"for Linux x86_64 with glibc, .* {machine}"):
         native.compiler.build_ahead()
+
+
+@pytest.mark.parametrize("name", ["XLA_FFI_Extension_Base", "XLA_FFI_InternalExtension"])
+def test_the_kernels_compile_whatever_the_header_calls_extensions(monkeypatch, tmp_path, name):
+    """jaxlib 0.10 uses the first name, 0.11 the second one."""
+    if not any(map(shutil.which, native.compiler.COMPILERS)):
+        pytest.skip("there is no C compiler")
+    header = native.library._header()
+    text = re.sub("XLA_FFI_(Extension_Base|InternalExtension)\\b", name, header.read_text())
+    copy = tmp_path / header.relative_to(native.compiler.headers())
+    copy.parent.mkdir(parents=True)
+    copy.write_text(text)
+    monkeypatch.setattr(native.compiler, "headers", lambda: tmp_path)
+    native.compiler.compile_library(native.compiler.INSTRUCTION_SETS[1], tmp_path / "library.so")
 
 
 def test_the_newest_glibc_that_a_library_asks_for():

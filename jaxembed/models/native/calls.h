@@ -11,7 +11,8 @@ static XLA_FFI_Error* out_of_memory(XLA_FFI_CallFrame* frame, const char* call) 
 
 // XLA first asks for which version of its interface this was compiled.
 static int asks_for_metadata(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_Extension_Base* extension = frame->extension_start;
+  // jaxlib 0.11 gave this type another name, and kept what is in it
+  const __typeof__(*frame->extension_start)* extension = frame->extension_start;
   if (!extension || extension->type != XLA_FFI_Extension_Metadata) return 0;
   XLA_FFI_Metadata* metadata = ((XLA_FFI_Metadata_Extension*)extension)->metadata;
   metadata->api_version.major_version = XLA_FFI_API_MAJOR;

@@ -18,9 +18,10 @@ COMPILERS = ("cc", "gcc", "clang")
 COMPILE_S = 120.0
 OLDEST_GLIBC = 17  # of manylinux2014, the oldest that pip and jaxlib know by such a name
 
+FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared")
 # Never -march=native: a library is built on one machine and used on another.
-FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-march=x86-64-v4", "-mavx512bf16")
-AMX_FLAGS = ("-mamx-tile", "-mamx-bf16")
+AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
+AMX_FLAGS = (*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16")
 
 # What these flags let a compiler use, by the names of /proc/cpuinfo.
 _V2 = frozenset({"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"})
@@ -50,7 +51,7 @@ class InstructionSet:
 # The fastest first.
 INSTRUCTION_SETS = (
     InstructionSet("amx", FLAGS + AMX_FLAGS, _AVX512_BF16 | {"amx_tile", "amx_bf16"}),
-    InstructionSet("avx512_bf16", FLAGS, _AVX512_BF16),
+    InstructionSet("avx512_bf16", FLAGS + AVX512_FLAGS, _AVX512_BF16),
 )
 
 
