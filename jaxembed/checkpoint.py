@@ -1,5 +1,7 @@
 """Saves and restores a checkpoint: manifest, parameters, tokenizer. Knows no model and no source.
 
+Format 1, which knew embedders alone, is read as format 2: what it does not say has a default.
+
 manifest.json      the ModelSpec
 tokenizer.json     as Hugging Face's tokenizers reads it
 params/part-000/   Orbax, flat dotted names, in the dtype they came in; more parts if large
@@ -15,13 +17,13 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import ml_dtypes  # noqa: F401  # numpy knows "bfloat16" by name only once this is imported
 import msgspec
 import numpy as np
 
-from jaxembed import memory
+from jaxembed import __version__, memory
 from jaxembed.errors import CheckpointError
 from jaxembed.spec import FORMAT_VERSION, ModelSpec
 
@@ -30,6 +32,8 @@ TOKENIZER = "tokenizer.json"
 PARAMETERS = "params"
 DIGESTS = "SHA256SUMS"
 DIGEST_LINE = re.compile(r"([0-9a-f]{64})  ([^\r\n]+)\n")
+
+WRITTEN_BY = f"jaxembed {__version__}"
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -62,15 +66,20 @@ def save(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> M
 
 
 def load_spec(path: Path) -> ModelSpec:
-    """Read the manifest. Raises CheckpointError if it is missing, damaged or of another format."""
+    """Read the manifest of this format or an earlier one.
+
+    Raises CheckpointError if it is missing, damaged or of a later format.
+    """
     manifest = path / MANIFEST
     try:
         raw = manifest.read_bytes()
-        found = msgspec.json.decode(raw, type=_Version).format_version
-        if found != FORMAT_VERSION:
+        header = msgspec.json.decode(raw, type=_Header)
+        if header.format_version > FORMAT_VERSION:
             raise CheckpointError(
-                f"{path} is a checkpoint of format {found}, this jaxembed reads format "
-                f"{FORMAT_VERSION}; convert the model again"
+                f"{path} is a checkpoint of format {header.format_version}, written by "
+                f"{header.written_by or 'a newer jaxembed'}; this is {WRITTEN_BY}, which reads "
+                f"formats up to {FORMAT_VERSION}: upgrade jaxembed, or convert the model again "
+                "with this one"
             )
         return msgspec.json.decode(raw, type=ModelSpec)
     except OSError as error:
@@ -79,6 +88,11 @@ def load_spec(path: Path) -> ModelSpec:
         raise CheckpointError(
             f"{manifest} is damaged ({error}); convert the model again"
         ) from error
+
+
+def leaves_token_types_open(path: Path) -> bool:
+    """Whether a manifest was written before manifests said if the tower is given token types."""
+    return msgspec.json.decode((path / MANIFEST).read_bytes(), type=_Header).token_types is None
 
 
 def load_params(path: Path, spec: ModelSpec) -> dict[str, np.ndarray]:
@@ -179,10 +193,12 @@ def discard_partial(path: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-class _Version(msgspec.Struct):
-    """The one field that every format has."""
+class _Header(msgspec.Struct):
+    """What is read of a manifest before its format is known."""
 
-    format_version: int
+    format_version: Annotated[int, msgspec.Meta(ge=1)]
+    written_by: str | None = None
+    token_types: Any = None
 
 
 def _partial_prefix(path: Path) -> str:
@@ -205,7 +221,7 @@ def _write(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) ->
     total = hashlib.sha256(tokenizer)
     for name in sorted(digests):  # sorted: the order of reading does not name another model
         total.update(digests[name].encode())
-    spec = msgspec.structs.replace(spec, content_hash=total.hexdigest())
+    spec = msgspec.structs.replace(spec, content_hash=total.hexdigest(), written_by=WRITTEN_BY)
     (path / TOKENIZER).write_bytes(tokenizer)
     (path / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
     (path / DIGESTS).write_text(_digest_lines(_file_digests(path)))

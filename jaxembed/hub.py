@@ -205,12 +205,18 @@ def _source(
 
 
 def _as_it_is(folder: Path, revision: str | None, dense_path: str | None) -> Path:
-    checkpoint.load_spec(folder)
+    spec = checkpoint.load_spec(folder)
     if revision is not None:
         raise CheckpointError(f"revision {revision!r} was asked of {folder}, a directory")
     if dense_path is not None:
         raise CheckpointError(
             f"{folder} is converted already; give the dense path when converting its source"
+        )
+    if spec.task == "rerank" and checkpoint.leaves_token_types_open(folder):
+        logger.warning(
+            "%s was converted by a version that gave every reranker the tokenizer's types, which "
+            "some are trained without; convert the model again to be sure of its scores",
+            folder,
         )
     return folder
 
@@ -382,7 +388,8 @@ def _is_current(entry: Path, source: Source) -> bool:
     """Whether the entry is whole and made from what the source is now."""
     try:
         record = msgspec.json.decode((entry / RECORD).read_bytes(), type=Record)
-    except (OSError, msgspec.DecodeError):
+        checkpoint.load_spec(entry)
+    except (OSError, msgspec.DecodeError, CheckpointError):
         return False
     return record.fingerprint == source.fingerprint and record.files == _sizes(entry)
 

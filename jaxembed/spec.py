@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 2  # of what is written; docs/versions.md says when it grows
 
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken"]
 """Order of concatenation when a checkpoint names several, as in sentence-transformers."""
@@ -64,7 +64,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     after pooling, in the order of modules.json. `dtype` is the dtype of the stored parameters,
     not the one they are computed in. `token_types` says whether the tower is given the tokenizer's
     types, or zeros. A cross-encoder or classifier is built like an embedder: what comes out of its
-    last module are the logits of `labels`, which `score_function` makes scores.
+    last module are the logits of `labels`, which `score_function` makes scores. `written_by` names
+    the version that made the checkpoint; early ones did not say.
     """
 
     architecture: str
@@ -86,6 +87,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     revision: str | None = None
     content_hash: str
     format_version: int = FORMAT_VERSION
+    written_by: str | None = None
 
     @property
     def normalize(self) -> bool:

@@ -184,7 +184,7 @@ def test_verdicts_are_kept_with_the_costs_and_the_next_start_tries_nothing(
     with caplog.at_level(logging.WARNING):
         assert kernels() == first
     assert caplog.text == ""
-    (file,) = (tmp_path / "cache" / "costs").glob("*-verdicts.json")
+    (file,) = (tmp_path / "cache" / "costs").glob("*-native.json")
     monkeypatch.undo()
     file.write_text("{}")
     monkeypatch.setattr(native_trial, "CLEARLY_SLOWER", float("inf"))

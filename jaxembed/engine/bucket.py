@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def read_grid(path: Path) -> GridFile:
     """
     said = read_user_json(path, f"--buckets {path}", GRID_FORM)
     if problem := next(_malformed(said), None):
-        raise ConfigError(f"--buckets {path}: {problem}; wanted {GRID_FORM}")
+        raise ConfigError(f"--buckets {path}: {problem}; wanted {GRID_FORM}{_of_another(said)}")
     buckets = sorted({Bucket(rows, length) for rows, length in said["buckets"]})
     return GridFile(path, tuple(buckets), said.get("max_batch_tokens"), said.get("tuned", {}))
 
@@ -149,6 +150,17 @@ def _malformed(said: Any) -> Iterator[str]:
             )
         if not isinstance(tuned, dict):
             yield f'"tuned" is {shown(tuned)}, no object'
+
+
+def _of_another(said: Any) -> str:
+    """What to add about a file that another version of `jaxembed tune` wrote."""
+    tuned = said.get("tuned") if isinstance(said, dict) else None
+    versions = tuned.get("versions") if isinstance(tuned, dict) else None
+    writer = versions.get("jaxembed") if isinstance(versions, dict) else None
+    here = metadata.version("jaxembed")
+    if writer in (None, here):
+        return ""
+    return f"; jaxembed {shown(writer)} wrote it, this is {here}: run `jaxembed tune` again"
 
 
 def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -> Iterable[str]:

@@ -156,7 +156,7 @@ def kept_verdicts(
     program: Program, device: Device, dtype: DType, cache_dir: Path, identity: dict[str, Any]
 ) -> Verdicts:
     """On the native calls of a model: those of an earlier run, or they are tried and kept."""
-    file = KeptFile(cache_dir, identity, "verdicts")
+    file = KeptFile(cache_dir, identity, "verdicts", "-native")
     kept = file.load(lambda found: {name: Verdict(**one) for name, one in found.items()})
     if kept is not None:
         return kept
@@ -272,12 +272,17 @@ def tuned_for(spec: ModelSpec, devices: Sequence[Device], dtype: DType) -> dict[
 
 def _warn_of_another_tuning(given: GridFile, here: dict[str, str]) -> None:
     """A grid tuned for something else serves, but may not be the fastest."""
-    for name, value in here.items():
-        if given.tuned.get(name, value) != value:
-            logger.warning(
-                "--buckets %s was tuned for %s %s, here it is %s: run `jaxembed tune` again",
-                given.path, name, given.tuned[name], value,
-            )  # fmt: skip
+    others = [
+        f"{name} {given.tuned[name]}, here it is {value}"
+        for name, value in here.items()
+        if given.tuned.get(name, value) != value
+    ]
+    if others:
+        logger.warning(
+            "--buckets %s was tuned for %s: run `jaxembed tune` again",
+            given.path,
+            "; for ".join(others),
+        )
 
 
 def _clamped(limit: int, budget: int, config: EngineConfig) -> int:

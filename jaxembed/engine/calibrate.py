@@ -134,7 +134,7 @@ def _kept(file: Path) -> dict[str, float]:
     """The rates in the file; what is no rate is left out."""
     try:
         rates = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except (OSError, RecursionError, ValueError):
         return {}
     if not isinstance(rates, dict):
         return {}

@@ -26,11 +26,11 @@ class KeptFile:
     """A JSON file in the folder `costs` of the cache, named by `identity`, all that it depends on:
     another identity has another file. `what` says what it keeps."""
 
-    def __init__(self, cache_dir: Path, identity: dict[str, Any], what: str):
+    def __init__(self, cache_dir: Path, identity: dict[str, Any], what: str, suffix: str = ""):
         self.identity = identity
         self._what = what
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        self._path = cache_dir / "costs" / f"{digest[:16]}-{what}.json"
+        self._path = cache_dir / "costs" / f"{digest[:16]}{suffix}.json"
 
     def load(self, decode: Callable[[Any], Kept]) -> Kept | None:
         """What an earlier run has kept; None where there is no such file, or a damaged one."""
@@ -38,8 +38,14 @@ class KeptFile:
             return decode(json.loads(self._path.read_bytes())[self._what])
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s is ignored: %s: %s", self._path, type(error).__name__, error)
+        except (OSError, RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning(
+                "%s is ignored, and the %s are taken anew: %s: %s",
+                self._path,
+                self._what,
+                type(error).__name__,
+                error,
+            )
             return None
 
     def save(self, value: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import tokenizers
 
-from jaxembed.errors import InvalidInput, TokenizerError
+from jaxembed.errors import CheckpointError, InvalidInput, TokenizerError
 from jaxembed.memory import KIB
 
 Side = Literal["left", "right"]
@@ -38,7 +38,7 @@ class Tokenizer:
     """One tokenizer, shared by all threads: it is configured once and never per request."""
 
     def __init__(self, path: Path):
-        self.file = tokenizers.Tokenizer.from_file(str(path))
+        self.file = _read(path)
         self.file.no_padding()  # all-MiniLM-L6-v2 stores both, fixed at 128
         self.file.no_truncation()
 
@@ -99,6 +99,13 @@ class Tokenizer:
             cut = min(2 * cut, most_read(most))
             encoding = self.encode([_cut(text, cut, side)], special=special, fast=False)[0]
         return encoding, cut >= len(text)
+
+
+def _read(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no other class
+        raise CheckpointError(f"{path} is damaged ({error}); convert the model again") from error
 
 
 def most_read(most: int) -> int:

@@ -1,0 +1,336 @@
+"""What earlier versions left on disk, made by their own code: tests/upgrades/*, by its make.py."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_golden import assert_agrees, read
+from upgrades.make import VERSIONS, write_dated_source
+
+import converters
+from jaxembed import Embedder, EngineConfig, __version__, checkpoint, hub
+from jaxembed.engine.bucket import Bucket, read_grid
+from jaxembed.engine.cost_file import CostFile
+from jaxembed.errors import CheckpointError, ConfigError
+from jaxembed.spec import FORMAT_VERSION
+
+ROOT = Path(__file__).parent.parent
+FIXTURES = Path(__file__).parent / "upgrades"
+GOLDENS = Path(__file__).parent / "golden"
+LATEST = list(VERSIONS)[-1]
+HUB, COSTS = "jaxembed.hub", "jaxembed.engine.cost_file"  # modules that log
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "zeroed": lambda content: bytes(len(content)),  # as a crash of the machine leaves it
+}
+
+each_version = pytest.mark.parametrize("version", VERSIONS)
+each_damage = pytest.mark.parametrize("damage", DAMAGES)
+
+
+def copy_private(source: Path, target: Path) -> Path:
+    """A copy that nobody else can write, whatever the modes of the checkout are."""
+    shutil.copytree(source, target)
+    for path in [target, *target.rglob("*")]:
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    return target
+
+
+def source_in(folder: Path, version: str) -> Path:
+    """What the version converted."""
+    name = VERSIONS[version].golden
+    return write_dated_source(GOLDENS / f"{name}.npz", folder / name)
+
+
+def cache_in(folder: Path, version: str, source: Path) -> Path:
+    """The cache that the version made of the source: entries are named by its path as well."""
+    cache = copy_private(FIXTURES / version / "cache", folder / "cache")
+    (entry,) = (path for path in (cache / "models").iterdir() if path.is_dir())
+    key = hub._entry(str(source), str(source), None)
+    state = "" if entry.name.count("-") == 1 else f"-{entry.name.rpartition('-')[2]}"
+    entry.rename(entry.with_name(key + state))
+    return cache
+
+
+def checkpoint_in(folder: Path, version: str) -> Path:
+    """What the version's `jaxembed convert` made: an entry of its cache without the record."""
+    (entry,) = (FIXTURES / version / "cache" / "models").iterdir()
+    target = copy_private(entry, folder / "checkpoint")
+    (target / hub.RECORD).unlink()
+    return target
+
+
+def embedder_of(model: Path, cache: Path, **settings) -> Embedder:
+    config = EngineConfig(dtype="float32", devices=1, **{"max_batch_tokens": 64} | settings)
+    return Embedder(str(model), cache_dir=cache, config=config)
+
+
+def assert_serves(embedder: Embedder, version: str) -> None:
+    """Its first call gives what torch gave."""
+    arrays = read(GOLDENS / f"{VERSIONS[version].golden}.npz")
+    call = json.loads(arrays["calls"].item())[0]
+    if call["method"] == "rerank":
+        ranked = embedder.rerank(call["query"], call["documents"], **call["options"])
+        scores = [[one.score] for one in sorted(ranked, key=lambda one: one.index)]
+        assert_agrees(np.array(scores, np.float32), arrays["scores/0"])
+    else:
+        vectors = getattr(embedder, call["method"])(call["texts"], **call["options"])
+        assert_agrees(vectors, arrays["vectors/0"])
+
+
+def told(caplog, *names: str) -> list[str]:
+    """The log lines of these modules."""
+    return [record.getMessage() for record in caplog.records if record.name in names]
+
+
+@pytest.fixture(autouse=True)
+def _info(caplog) -> None:
+    caplog.set_level(logging.INFO)
+
+
+@pytest.fixture(name="conversions")
+def _conversions(monkeypatch) -> list[Path]:
+    seen = []
+    convert = converters.convert
+
+    def counted(source, out, **options):
+        seen.append(source)
+        return convert(source, out, **options)
+
+    monkeypatch.setattr(converters, "convert", counted)
+    return seen
+
+
+# converted checkpoints
+
+
+@each_version
+def test_a_checkpoint_of_an_earlier_version_serves(version, tmp_path, caplog):
+    folder = checkpoint_in(tmp_path, version)
+    with embedder_of(folder, tmp_path / "cache") as embedder:
+        assert_serves(embedder, version)
+    lines = told(caplog, HUB)
+    if version == "format-2-without-token-types":
+        (line,) = lines
+        assert "convert the model again to be sure of its scores" in line
+    else:
+        assert not lines
+
+
+def test_a_checkpoint_says_which_version_made_it(tmp_path):
+    source = source_in(tmp_path, LATEST)
+    assert converters.convert(source, tmp_path / "out").written_by == f"jaxembed {__version__}"
+
+
+def change_manifest(folder: Path, **fields) -> None:
+    path = folder / checkpoint.MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_fields_that_a_later_version_added_are_passed_over(tmp_path):
+    folder = checkpoint_in(tmp_path, LATEST)
+    change_manifest(folder, written_by="jaxembed 9.1.0", matryoshka=[8, 16])
+    with embedder_of(folder, tmp_path / "cache") as embedder:
+        assert_serves(embedder, LATEST)
+
+
+@pytest.mark.parametrize(
+    ("fields", "writer"),
+    [({"written_by": "jaxembed 9.1.0"}, "jaxembed 9.1.0"), ({}, "a newer jaxembed")],
+)
+def test_a_checkpoint_of_a_later_format_is_refused_in_a_line_that_names_its_version(
+    tmp_path, fields, writer
+):
+    folder = checkpoint_in(tmp_path, LATEST)
+    later = FORMAT_VERSION + 1
+    change_manifest(folder, format_version=later, pooling={"unknown": "here"}, **fields)
+    arguments = ["serve", "--model-id", str(folder), "--cache-dir", str(tmp_path / "cache")]
+    done = subprocess.run(
+        [sys.executable, "-c", "from jaxembed.cli import main; main()", *arguments, "--port", "0"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"jaxembed: {folder} is a checkpoint of format {later}, written by {writer}; this is "
+        f"jaxembed {__version__}, which reads formats up to {FORMAT_VERSION}: upgrade jaxembed, or "
+        "convert the model again with this one"
+    )
+    assert "Traceback" not in done.stderr
+
+
+@each_damage
+@pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", "params"])
+def test_a_damaged_checkpoint_is_refused_in_one_line(tmp_path, name, damage):
+    folder = checkpoint_in(tmp_path, LATEST)
+    damaged = [path for path in sorted((folder / name).rglob("*")) if path.is_file()]
+    for path in damaged or [folder / name]:
+        path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    with pytest.raises(CheckpointError) as error:
+        embedder_of(folder, tmp_path / "cache").close()
+    assert str(folder) in str(error.value)
+    assert "convert the model again" in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+# the cache of converted models
+
+
+@each_version
+def test_a_cache_of_an_earlier_version_is_used_or_made_anew(version, tmp_path, caplog, conversions):
+    source = source_in(tmp_path, version)
+    cache = cache_in(tmp_path, version, source)
+    with embedder_of(source, cache) as embedder:
+        assert_serves(embedder, version)
+    lines = told(caplog, HUB)
+    if version == LATEST:
+        assert not conversions
+        assert not lines
+    else:
+        assert conversions == [source]
+        assert [line.split()[0] for line in lines] == ["converting", "converted"]
+
+
+def test_the_entry_of_an_earlier_version_is_removed_a_day_after_its_last_use(tmp_path, caplog):
+    source = source_in(tmp_path, "format-1")
+    cache = cache_in(tmp_path, "format-1", source)
+    (old,) = (path for path in (cache / "models").iterdir() if path.is_dir())
+    os.utime(old, (0, 0))
+    entry = hub.resolve(str(source), cache_dir=cache)
+    assert not old.exists()
+    assert hub.resolve(str(source), cache_dir=cache) == entry
+    assert f"{old} was not used for a day: removed" in told(caplog, HUB)
+    assert len(told(caplog, HUB)) == 3  # and of the conversion
+
+
+def test_the_entry_of_a_later_version_is_left_to_it(tmp_path):
+    source = source_in(tmp_path, LATEST)
+    cache = cache_in(tmp_path, LATEST, source)
+    (newer,) = (path for path in (cache / "models").iterdir() if path.is_dir())
+    newer = newer.rename(newer.with_name(f"{newer.name.rpartition('-')[0]}-{'f' * 16}"))
+    change_manifest(newer, format_version=FORMAT_VERSION + 1)
+    with embedder_of(source, cache) as embedder:
+        assert_serves(embedder, LATEST)
+    assert newer.exists()
+
+
+@each_damage
+@pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", "source.json", "params"])
+def test_a_damaged_entry_of_the_cache_is_made_anew(tmp_path, caplog, conversions, name, damage):
+    if damage == "zeroed" and name in ("tokenizer.json", "params"):
+        pytest.skip("sizes tell: contents are compared by `info --verify` alone")
+    source = source_in(tmp_path, LATEST)
+    cache = cache_in(tmp_path, LATEST, source)
+    (entry,) = (path for path in (cache / "models").iterdir() if path.is_dir())
+    damaged = [path for path in sorted((entry / name).rglob("*")) if path.is_file()]
+    for path in damaged or [entry / name]:
+        path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    with embedder_of(source, cache) as embedder:
+        assert_serves(embedder, LATEST)
+    assert conversions == [source]
+    assert told(caplog, HUB)[1:2] == [f"{entry} is incomplete: made anew"]
+    assert len(told(caplog, HUB)) == 3  # and of the conversion
+
+
+# files of figures
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"x86_64/2/float32": 1e11}',  # before kinds of CPU had a name
+        '{"format": 9, "rates": {"a": {"float32": [1e11, 2e11]}}}',
+        '[{"float32": 1e11}]',
+        '{"a/2/float32": 1e1',
+        "",
+        "\0" * 40,
+        "[" * 100_000,
+    ],
+)
+def test_rates_of_another_version_or_damaged_are_measured_anew(tmp_path, caplog, content):
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    (cache / "cpu-rates.json").write_text(content)
+    with embedder_of(checkpoint_in(tmp_path, LATEST), cache) as embedder:
+        assert_serves(embedder, LATEST)
+    lines = told(caplog, "jaxembed.engine.calibrate")
+    assert len([line for line in lines if "this CPU multiplies" in line]) == 1
+
+
+@pytest.mark.parametrize("version", [name for name in VERSIONS if VERSIONS[name].tunes])
+def test_kept_costs_of_an_earlier_version_can_be_read(version, tmp_path, caplog):
+    (kept,) = (FIXTURES / version / "cache" / "costs").iterdir()
+    identity = json.loads(kept.read_bytes())["identity"]
+    copy_private(FIXTURES / version / "cache", tmp_path / "cache")
+    timings = CostFile(tmp_path / "cache", identity, lambda bucket: "xla").load()
+    assert timings
+    assert all(isinstance(bucket, Bucket) and ms for bucket, ms in timings.items())
+    assert not told(caplog, COSTS)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"format": 9, "identity": {}, "buckets": []}', "[1]", '{"timings": {"1', "", "\0"]
+)
+def test_kept_costs_of_a_later_version_or_damaged_are_taken_anew(tmp_path, caplog, content):
+    folder = checkpoint_in(tmp_path, LATEST)
+    with embedder_of(folder, tmp_path / "cache") as embedder:
+        file = embedder.plan.cost_file
+    assert file is not None
+    file._path.parent.mkdir(exist_ok=True)
+    file._path.write_text(content)
+    with embedder_of(folder, tmp_path / "cache") as embedder:
+        assert_serves(embedder, LATEST)
+    (line,) = (line for line in told(caplog, COSTS) if "is ignored" in line)
+    assert line.startswith(f"{file._path} is ignored, and buckets are timed anew: ")
+
+
+# grids
+
+
+@pytest.mark.parametrize("version", [name for name in VERSIONS if VERSIONS[name].tunes])
+def test_a_grid_that_an_earlier_version_tuned_serves(version, tmp_path, caplog):
+    grid = FIXTURES / version / "buckets.json"
+    folder = checkpoint_in(tmp_path, version)
+    with embedder_of(folder, tmp_path / "cache", buckets=grid, max_batch_tokens=None) as embedder:
+        assert_serves(embedder, version)
+        assert set(embedder.plan.grid.buckets) == set(read_grid(grid).buckets)
+    assert len(told(caplog, "jaxembed.engine.build")) <= 1  # tuned on another kind of machine
+
+
+def test_a_grid_of_a_later_version_serves_where_its_buckets_can_be_read(tmp_path):
+    grid = tmp_path / "buckets.json"
+    grid.write_text('{"format": 9, "buckets": [[2, 64]], "max_batch_tokens": 128, "lanes": []}')
+    folder = checkpoint_in(tmp_path, LATEST)
+    with embedder_of(folder, tmp_path / "cache", buckets=grid, max_batch_tokens=None) as embedder:
+        assert_serves(embedder, LATEST)
+
+
+def test_a_grid_of_a_later_version_that_cannot_be_read_is_refused_with_that_version(tmp_path):
+    grid = tmp_path / "buckets.json"
+    grid.write_text('{"buckets": [[2, 64, 8]], "tuned": {"versions": {"jaxembed": "9.1.0"}}}')
+    with pytest.raises(ConfigError) as error:
+        read_grid(grid)
+    assert str(error.value).startswith(f"--buckets {grid}: buckets[0] is [2, 64, 8], not two whole")
+    assert str(error.value).endswith(
+        f'; jaxembed "9.1.0" wrote it, this is {__version__}: run `jaxembed tune` again'
+    )
+
+
+@each_damage
+def test_a_damaged_grid_is_refused_in_one_line(tmp_path, damage):
+    grid = tmp_path / "buckets.json"
+    grid.write_bytes(DAMAGES[damage](b'{"buckets": [[2, 64]]}'))
+    with pytest.raises(ConfigError) as error:
+        read_grid(grid)
+    assert str(error.value).startswith(f"--buckets {grid} ")
+    assert len(str(error.value).splitlines()) == 1
