@@ -585,6 +585,7 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
     import jax
 
     from jaxembed.engine.calibrate import host_id
+    from jaxembed.engine.compiles import replace_unreadable_programs
 
     programs = cache_dir / "programs" / host_id()
     try:
@@ -596,6 +597,7 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
             f"--cache-dir {cache_dir} (JAXEMBED_CACHE) cannot be used: {error.strerror}"
         ) from error
     jax.config.update("jax_compilation_cache_dir", str(programs))
+    replace_unreadable_programs(programs)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # a seat's thread waits for its batch anyway; asynchronous dispatch would oversubscribe cores

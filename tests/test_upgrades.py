@@ -294,6 +294,38 @@ def test_kept_costs_of_a_later_version_or_damaged_are_taken_anew(tmp_path, caplo
     assert line.startswith(f"{file._path} is ignored, and buckets are timed anew: ")
 
 
+# compiled programs
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no kinds of CPU on Windows")
+def test_programs_that_cannot_be_read_are_compiled_anew_once_and_told_of_in_one_line(tmp_path):
+    folder = checkpoint_in(tmp_path, LATEST)
+    (tmp_path / "texts.txt").write_text("the cat\n")
+    (tmp_path / "grid.json").write_text('{"buckets": [[2, 64]]}')
+    command = [sys.executable, "-c", "from jaxembed.cli import main; main()", "embed"]
+    command += [str(tmp_path / "texts.txt"), "-o", str(tmp_path / "out.npy"), "-m", str(folder)]
+    command += ["--cache-dir", str(tmp_path / "cache"), "--buckets", str(tmp_path / "grid.json")]
+    command += ["--max-batch-tokens", "128", "--dtype", "float32"]
+
+    def warnings_of_a_run() -> list[str]:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+        )
+        assert done.returncode == 0, done.stderr
+        lines = done.stderr.splitlines()
+        return [line for line in lines if "cannot be read" in line or "Error" in line]
+
+    assert not warnings_of_a_run()
+    programs = list((tmp_path / "cache" / "programs").rglob("*-cache"))
+    assert len(programs) > 1
+    for number, path in enumerate(programs):
+        path.write_bytes(path.read_bytes()[: 100 * (number % 2)])  # empty, and truncated
+    (line,) = warnings_of_a_run()
+    assert f"{len(programs)} removed" in line
+    assert not warnings_of_a_run()
+    assert all(path.stat().st_size > 100 for path in programs if path.exists())
+
+
 # grids
 
 

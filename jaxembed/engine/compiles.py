@@ -1,20 +1,27 @@
 """Compiles in threads that give way to those that serve, and counts what is compiled."""
 
+import logging
 import os
 import sys
 import threading
+import warnings
+import zlib
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import jax
 import jax.monitoring
 
+logger = logging.getLogger(__name__)
+
 WORKERS = 2
 NICENESS = 10  # a ninth of the weight of a thread that serves, where both want a core
 STACK_BYTES = 64 * 1024 * 1024  # XLA overflows the 8 MiB a thread gets on large models
+UNREADABLE_PROGRAM = "Error reading persistent compilation cache entry"  # begins JAX's warning
 
 _starting = threading.Lock()
 
@@ -64,6 +71,43 @@ def _give_way() -> None:
         niceness = max(os.getpriority(os.PRIO_PROCESS, thread), NICENESS)
         with suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
+
+def replace_unreadable_programs(folder: Path) -> None:
+    """Have compiled programs that cannot be read removed from JAX's persistent cache.
+
+    A process that is killed while JAX writes one leaves half of it. JAX never overwrites a program:
+    it would compile this one, and warn of it, at every start. Changes how the whole process shows
+    warnings.
+    """
+    show = warnings.showwarning
+    first = threading.Lock()
+
+    def show_or_replace(message, category, filename, lineno, file=None, line=None) -> None:
+        if not str(message).startswith(UNREADABLE_PROGRAM):
+            show(message, category, filename, lineno, file, line)
+        elif first.acquire(blocking=False):  # and never released: one line says it
+            unreadable = [path for path in folder.glob("*-cache") if not _is_readable(path)]
+            for path in unreadable:
+                path.unlink(missing_ok=True)
+            logger.warning(
+                "compiled programs in %s cannot be read; %d removed, what is missing is compiled "
+                "anew: %s",
+                folder,
+                len(unreadable),
+                str(message).splitlines()[0],
+            )
+
+    warnings.showwarning = show_or_replace
+
+
+def _is_readable(program: Path) -> bool:
+    """Whether zlib unpacks it. JAX prefers zstandard where that is installed: then none is."""
+    try:
+        zlib.decompress(program.read_bytes())
+    except (OSError, zlib.error):
+        return False
+    return True
 
 
 class CompileEvents:
