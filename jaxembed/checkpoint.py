@@ -16,6 +16,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ import ml_dtypes  # noqa: F401  # numpy knows "bfloat16" by name only once this 
 import msgspec
 import numpy as np
 
-from jaxembed import __version__, memory
+from jaxembed import memory
 from jaxembed.errors import CheckpointError
 from jaxembed.spec import FORMAT_VERSION, ModelSpec
 
@@ -32,8 +33,6 @@ TOKENIZER = "tokenizer.json"
 PARAMETERS = "params"
 DIGESTS = "SHA256SUMS"
 DIGEST_LINE = re.compile(r"([0-9a-f]{64})  ([^\r\n]+)\n")
-
-WRITTEN_BY = f"jaxembed {__version__}"
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -77,9 +76,9 @@ def load_spec(path: Path) -> ModelSpec:
         if header.format_version > FORMAT_VERSION:
             raise CheckpointError(
                 f"{path} is a checkpoint of format {header.format_version}, written by "
-                f"{header.written_by or 'a newer jaxembed'}; this is {WRITTEN_BY}, which reads "
-                f"formats up to {FORMAT_VERSION}: upgrade jaxembed, or convert the model again "
-                "with this one"
+                f"{header.written_by or 'a newer jaxembed'}; this is {_this_version()}, which "
+                f"reads formats up to {FORMAT_VERSION}: upgrade jaxembed, or convert the model "
+                "again with this one"
             )
         return msgspec.json.decode(raw, type=ModelSpec)
     except OSError as error:
@@ -193,6 +192,10 @@ def discard_partial(path: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _this_version() -> str:
+    return f"jaxembed {metadata.version('jaxembed')}"
+
+
 class _Header(msgspec.Struct):
     """What is read of a manifest before its format is known."""
 
@@ -221,7 +224,7 @@ def _write(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) ->
     total = hashlib.sha256(tokenizer)
     for name in sorted(digests):  # sorted: the order of reading does not name another model
         total.update(digests[name].encode())
-    spec = msgspec.structs.replace(spec, content_hash=total.hexdigest(), written_by=WRITTEN_BY)
+    spec = msgspec.structs.replace(spec, content_hash=total.hexdigest(), written_by=_this_version())
     (path / TOKENIZER).write_bytes(tokenizer)
     (path / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
     (path / DIGESTS).write_text(_digest_lines(_file_digests(path)))

@@ -16,6 +16,7 @@ from upgrades.make import VERSIONS, write_dated_source
 
 import converters
 from jaxembed import Embedder, EngineConfig, __version__, checkpoint, hub
+from jaxembed.cache_folder import make_private
 from jaxembed.engine.bucket import Bucket, read_grid
 from jaxembed.engine.cost_file import CostFile
 from jaxembed.errors import CheckpointError, ConfigError
@@ -286,7 +287,7 @@ def test_kept_costs_of_a_later_version_or_damaged_are_taken_anew(tmp_path, caplo
     with embedder_of(folder, tmp_path / "cache") as embedder:
         file = embedder.plan.cost_file
     assert file is not None
-    file._path.parent.mkdir(exist_ok=True)
+    make_private(file._path.parent)
     file._path.write_text(content)
     with embedder_of(folder, tmp_path / "cache") as embedder:
         assert_serves(embedder, LATEST)
