@@ -2,6 +2,7 @@
 
 JaxembedError
   * ConfigError             a flag or setting that cannot be honoured
+      - Unanswered          a URL where nothing answers
   * CheckpointError         a model directory, hub id or checkpoint that cannot be used
       - UnsupportedModel    an architecture, module or activation we have no code for
       - ConversionError     tensors missing, unused or wrongly shaped, all listed at once
@@ -34,6 +35,10 @@ class JaxembedError(Exception):
 
 class ConfigError(JaxembedError):
     """A setting that cannot be honoured: says what was wanted, what came and what to do."""
+
+
+class Unanswered(ConfigError):
+    """A URL where nothing answers, or not HTTP."""
 
 
 class CheckpointError(JaxembedError):

@@ -3,12 +3,8 @@
 Knows no model: whoever has texts brings what counts their tokens.
 """
 
-import http.client
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,13 +13,13 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxembed.errors import ConfigError
+from jaxembed.fetch import fetch
 from jaxembed.json_file import read_user_json, shown
 
 SAMPLE = 20_000  # texts that are tokenized; their lengths' quantiles are known to 1 % by then
 TEXTS_COUNTED_AT_ONCE = 1024  # texts tokenized in one call
 LONGEST = 2**19  # no model takes more
 SERIES = "jaxembed_input_tokens"
-FETCH_S = 10.0
 MOST_INPUTS = 2**40  # of one length; their sum must be an int64
 LENGTHS_FORM = (
     'a list of lengths such as [9, 12, 9], or counts by length such as {"9": 2, "12": 1}; '
@@ -144,25 +140,8 @@ def of_server(url: str, model: str | None = None) -> Lengths:
     Of several models, the one of this served name.
     """
     url = url if url.endswith("/metrics") else url.rstrip("/") + "/metrics"
-    try:
-        with urllib.request.urlopen(url, timeout=FETCH_S) as answer:
-            text = answer.read().decode(errors="replace")
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ConfigError(f"cannot read {url}: {_reason(error)}; {SERVER}") from error
+    text = fetch(url, SERVER).decode(errors="replace")
     return _lengths(list(_spread(_buckets(text, model, url))), url)
-
-
-def _reason(error: Exception) -> str:
-    """Why a URL could not be read. Servers of HTTP/1.1 may leave the status without a phrase."""
-    if isinstance(error, urllib.error.HTTPError):
-        known = error.code in [status.value for status in HTTPStatus]
-        return f"HTTP {error.code} {HTTPStatus(error.code).phrase if known else ''}".rstrip()
-    if isinstance(error, http.client.InvalidURL) or type(error) is ValueError:
-        return "it is no URL"
-    if isinstance(error, http.client.HTTPException):
-        return "what answers does not speak HTTP"
-    cause = getattr(error, "reason", error)
-    return getattr(cause, "strerror", None) or str(cause)
 
 
 def _buckets(text: str, model: str | None, url: str) -> list[tuple[int, int]]:
