@@ -18,6 +18,7 @@ from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.engine.admission import Admission, Capacity, capacity_of
 from jaxembed.engine.build import build, make_plan
 from jaxembed.engine.compiles import compile_events
+from jaxembed.engine.engine import EngineState
 from jaxembed.errors import ConfigError, InvalidInput, NoInputs
 from jaxembed.inputs import Input, Pair, Text
 from jaxembed.models import program
@@ -310,7 +311,7 @@ class Embedder:
     @property
     def waiting(self) -> int:
         """Inputs that wait for a batch."""
-        return self.engine.snapshot().waiting_inputs
+        return self.snapshot().waiting_inputs
 
     @property
     def stuck(self) -> bool:
@@ -320,6 +321,10 @@ class Embedder:
     @property
     def draining(self) -> bool:
         return self.admission.draining
+
+    def snapshot(self) -> EngineState:
+        """What its engine holds and does at this moment."""
+        return self.engine.snapshot()
 
     def describe(self) -> dict[str, object]:
         """What /info adds to TEI's fields."""

@@ -65,6 +65,17 @@ def keep() -> bool:
     return True
 
 
+def reason_not_kept() -> str | None:
+    """Why there is no heap that freed memory is kept in; None where there is one."""
+    if kept:
+        return None
+    if _glibc() is None:
+        return "it needs Linux with glibc 2.33 or later"
+    if _is_counted():
+        return "address space is limited (`ulimit -v`, or vm.overcommit_memory=2)"
+    return "GLIBC_TUNABLES sets glibc.malloc, or nobody called jaxembed.memory.keep()"
+
+
 def _is_counted() -> bool:
     """Whether address space is limited, or promised only as far as there is memory, which is
     vm.overcommit_memory=2."""

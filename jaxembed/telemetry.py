@@ -64,6 +64,11 @@ class BulkHistogram(Histogram):
         if len(self._kept) >= MOST_KEPT:
             self._count_kept()
 
+    def totals(self) -> tuple[int, float]:
+        """How many values there were, and their sum."""
+        self._count_kept()
+        return int(sum(bucket.get() for bucket in self._buckets)), self._sum.get()
+
     def _child_samples(self) -> Iterable[Sample]:
         self._count_kept()
         return super()._child_samples()

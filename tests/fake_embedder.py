@@ -10,6 +10,7 @@ import numpy as np
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.embedder import Embedder
 from jaxembed.engine.admission import Admission, Capacity
+from jaxembed.engine.engine import EngineState
 from jaxembed.errors import InputTooLong, ShuttingDown
 from jaxembed.inputs import Input, Pair, Text, Tokens
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
@@ -36,6 +37,23 @@ RERANKER = msgspec.structs.replace(
     SPEC, task="rerank", labels=("LABEL_0",), score_function="sigmoid"
 )
 CLASSIFIER = msgspec.structs.replace(SPEC, task="classify", labels=("bad", "fair", "good"))
+
+IDLE = EngineState(
+    waiting_inputs=0,
+    waiting_tokens=0,
+    lanes={},
+    failures=(0,),
+    shares=(0.0,),
+    costs={},
+    cost_sources={},
+    drift=1.0,
+    spread=1.0,
+    timed=True,
+    ran={},
+    longest_call_s=0.0,
+    closing=False,
+    threads=0,
+)
 
 
 class FakeEmbedder(Embedder):
@@ -135,6 +153,9 @@ class FakeEmbedder(Embedder):
 
     def describe(self) -> dict:
         return {"attention": self.attention}
+
+    def snapshot(self) -> EngineState:
+        return IDLE
 
     def drain(self) -> None:
         self.draining = True

@@ -353,3 +353,22 @@ def test_many_threads_leave_the_counts_at_zero():
     for thread in threads:
         thread.join(60)
     assert (door.inputs, door.tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(("inputs", "tokens", "limit"), [(10, 1, "inputs"), (1, 100, "tokens")])
+def test_a_refusal_is_counted_by_the_limit_that_had_no_room(inputs, tokens, limit):
+    door = admission(inputs=10, tokens=100)
+    door.admit(inputs, tokens)
+    for _ in range(2):
+        with pytest.raises(Overloaded):
+            door.admit(5, 50)
+    assert door.capacity.refused == {limit: 2}
+
+
+def test_a_refusal_for_want_of_memory_is_counted():
+    capacity = Capacity(10, 100, max_bytes=1000)
+    with capacity.request() as held, capacity.request() as other:
+        held.charge(800)
+        with pytest.raises(Overloaded):
+            other.charge(800)
+    assert capacity.refused == {"bytes": 1}

@@ -139,3 +139,10 @@ def test_the_spread_is_that_of_the_usual_bucket():
     timings = {SHORT: calm, WIDE: busy, LONG: busy, HUGE: [1.0]}
     assert costs_of(timings=timings).spread == pytest.approx(2.0)
     assert costs_of(timings={SHORT: calm}).spread == pytest.approx(1.1)
+
+
+def test_a_cost_says_where_it_is_from():
+    costs = costs_of(SHORT, WIDE, LONG, timings={SHORT: [2.0], LONG: [3.0]})
+    costs.record(LONG, 3.1)
+    sources = [costs.source_of(bucket) for bucket in (SHORT, WIDE, LONG)]
+    assert sources == ["kept", "assumed", "timed"]

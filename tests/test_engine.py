@@ -738,3 +738,20 @@ def test_an_answered_ticket_is_freed_without_a_collection(start, runner):
         assert not gone.alive
     finally:
         gc.enable()
+
+
+def test_a_snapshot_has_what_ran_and_what_waits(start, runner):
+    engine = compiled(start(runner))
+    blocked(engine, runner)
+    waiting = engine.submit([encoding(1, 2), encoding(3)], priority="bulk")
+    lanes = engine.snapshot().lanes
+    assert (lanes["bulk"].inputs, lanes["bulk"].tokens, lanes["interactive"].inputs) == (2, 3, 0)
+    assert lanes["bulk"].oldest_s > 0
+    runner.gate.set()
+    sums(waiting)
+    until(lambda: sum(use.runs for use in engine.snapshot().ran.values()) == 2)
+    state = engine.snapshot()
+    assert sum(use.useful_tokens for use in state.ran.values()) == 4
+    assert min(use.device_s for use in state.ran.values()) > 0
+    assert set(state.cost_sources.values()) == {"kept"}
+    assert state.spread == 1.0

@@ -404,3 +404,14 @@ def test_nothing_is_lost_and_nothing_answered_twice_whatever_happens(script):
         if ticket not in gone
         for place in range(len(ticket.wanted))
     )
+
+
+def test_each_lane_knows_what_waits_in_it_and_since_when():
+    queue = Queue()
+    assert queue.oldest_of("bulk") is None
+    first, _, query = queue.submit(100), queue.submit(50), queue.submit(1, 5)
+    assert (queue.tokens_of("bulk"), queue.tokens_of("interactive")) == (1500, 5)
+    assert queue.oldest_of("bulk") == first.queued_at
+    assert queue.oldest_of("interactive") == query.queued_at
+    queue.cancel(query)
+    assert queue.oldest_of("interactive") is None

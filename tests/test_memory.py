@@ -121,3 +121,15 @@ def test_address_space_that_counts_as_memory_is_not_taken(monkeypatch, tmp_path)
     monkeypatch.setattr(memory, "OVERCOMMIT", setting)
     assert not memory.keep()
     assert not memory.kept
+
+
+@glibc
+def test_why_nothing_is_kept(monkeypatch):
+    monkeypatch.setattr(memory, "_is_counted", lambda: True)
+    assert "ulimit -v" in (memory.reason_not_kept() or "")
+    monkeypatch.setattr(memory, "_is_counted", lambda: False)
+    assert "GLIBC_TUNABLES" in (memory.reason_not_kept() or "")
+    monkeypatch.setattr(memory, "_glibc", lambda: None)
+    assert "glibc 2.33" in (memory.reason_not_kept() or "")
+    monkeypatch.setattr(memory, "kept", range(1, 2))
+    assert memory.reason_not_kept() is None

@@ -146,3 +146,11 @@ def test_no_observation_of_many_threads_is_lost():
     assert found["te_batch_next_size_bucket", "4096.0"] == 3 * count
     assert found["te_batch_next_size_count", None] == 4 * count
     assert found["te_batch_next_size_sum", None] == sum(values) * count
+
+
+def test_a_histogram_knows_its_totals_without_what_is_exposed():
+    stage = Telemetry().stage.labels("queue")
+    assert stage.totals() == (0, 0.0)
+    for seconds in (0.5, 0.25, 100.0):
+        stage.observe(seconds)
+    assert stage.totals() == (3, 100.75)

@@ -2,9 +2,11 @@
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Literal
 
 from jaxembed.config import EngineConfig
 from jaxembed.errors import Overloaded, RequestTooLarge, ShuttingDown
@@ -13,6 +15,8 @@ LONGEST_RETRY_S = 60
 LARGEST = 16  # times the limit of tokens that one request may bring
 SMALL = 64  # a small request brings at most this part of each limit
 RESERVE = 8  # beyond the limits, this part of each is for small requests
+
+Limit = Literal["inputs", "tokens", "bytes"]
 
 _held: ContextVar["Held | None"] = ContextVar("held", default=None)
 
@@ -48,6 +52,7 @@ class Held:
                 )
             is_small = wanted <= capacity.max_bytes // SMALL
             if capacity.bytes + count > (capacity.max_bytes if is_small else open_to_all):
+                capacity.refused["bytes"] += 1
                 raise Overloaded(
                     f"Server is overloaded: requests hold {capacity.bytes} bytes of memory, the "
                     f"limit is {capacity.max_bytes} (--max-queue-bytes)",
@@ -84,6 +89,7 @@ class Capacity:
         self.max_bytes = max_bytes
         self.bytes = 0
         self.small_inputs = self.small_tokens = 0  # of small requests
+        self.refused: Counter[Limit] = Counter()  # requests, by the limit that had no room
         self.doors: list[Admission] = []
         self.lock = threading.Lock()
         self._max_tokens = max_tokens
@@ -115,14 +121,16 @@ class Capacity:
             and (self.small_tokens + tokens) * RESERVE <= self.max_tokens
         )
 
-    def is_full_for(self, door: "Admission") -> bool:
-        """Whether a count has reached its limit, and the model its share of that limit: what it
-        brings, or an equal part of `max_tokens` and of `max_inputs`."""
+    def full_limit(self, door: "Admission") -> "Limit | None":
+        """A limit that its count has reached, and of which the model has its share: what it brings,
+        or an equal part of `max_tokens` and of `max_inputs`."""
         models = len(self.doors)
         tokens_share = self._max_tokens / models if self._max_tokens else door.share
-        return (self.inputs >= self.max_inputs and door.inputs >= self.max_inputs / models) or (
-            self.tokens >= self.max_tokens and door.tokens >= tokens_share
-        )
+        if self.tokens >= self.max_tokens and door.tokens >= tokens_share:
+            return "tokens"
+        if self.inputs >= self.max_inputs and door.inputs >= self.max_inputs / models:
+            return "inputs"
+        return None
 
     @property
     def inputs(self) -> int:
@@ -185,8 +193,9 @@ class Admission:
                     f"{LARGEST * capacity.max_tokens}; send less at a time or raise "
                     "--max-queue-tokens"
                 )
-            is_in = permit.held.entered or not capacity.is_full_for(self)
-            if not is_in and not capacity.has_reserve(inputs, tokens):
+            full = None if permit.held.entered else capacity.full_limit(self)
+            if full is not None and not capacity.has_reserve(inputs, tokens):
+                capacity.refused[full] += 1
                 raise Overloaded(_reason(capacity), _retry_after_s(capacity))
             permit.enter(tokens, inputs * input_bytes)
         return permit

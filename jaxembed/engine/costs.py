@@ -6,6 +6,7 @@ Pure data: it starts no threads and asks no clock. Whoever shares it holds a loc
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from statistics import median
+from typing import Literal
 
 from jaxembed.engine.batch import HOST_MS
 from jaxembed.engine.bucket import Bucket
@@ -22,6 +23,7 @@ MOST_DRIFT = 8.0
 DRIFT_STEP = 1.02  # a smaller change of the factor is not worth new costs
 
 Timings = dict[Bucket, list[float]]
+CostSource = Literal["kept", "timed", "assumed"]  # by an earlier run, by this one, by none
 
 
 def often_enough(timings: list[float]) -> list[float]:
@@ -47,6 +49,7 @@ class BucketCosts:
         self.drift = 1.0
         self._default_ms = default_ms
         self._timings: Timings = {b: [*ms][-TIMINGS:] for b, ms in (timings or {}).items()}
+        self._recorded: set[Bucket] = set()
         self._failures: Counter[Bucket] = Counter()
         self._buckets: list[Bucket] = []
         self._took_ms = self._expected_ms = 0.0  # of the latest batches, the older the less
@@ -65,6 +68,7 @@ class BucketCosts:
         """A bucket was timed. The median of the latest timings counts."""
         timings = self._timings.setdefault(bucket, [])
         timings.append(ms)
+        self._recorded.add(bucket)
         del timings[:-TIMINGS]
         self._update()
 
@@ -93,6 +97,12 @@ class BucketCosts:
         every bucket that may be used was timed often enough, or failed too often."""
         lacking = [b for b in self._buckets if not self._is_timed(b)]
         return min(lacking, key=self._place_in_line, default=None)
+
+    def source_of(self, bucket: Bucket) -> CostSource:
+        """Where the cost of a bucket comes from."""
+        if bucket in self._recorded:
+            return "timed"
+        return "kept" if self._timings.get(bucket) else "assumed"
 
     @property
     def timings(self) -> Timings:

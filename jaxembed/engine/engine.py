@@ -20,7 +20,7 @@ import numpy as np
 from jaxembed import memory
 from jaxembed.engine.batch import HOST_MS, Batch, place
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.costs import BucketCosts
+from jaxembed.engine.costs import BucketCosts, CostSource
 from jaxembed.engine.lanes import Lanes
 from jaxembed.engine.recovery import Answers, Recovery, reference_to
 from jaxembed.engine.replica import Runner
@@ -66,14 +66,53 @@ class Seat:
 
 
 @dataclass(frozen=True)
+class BucketUse:
+    """What the batches of one bucket come to, since the start."""
+
+    runs: int = 0
+    useful_tokens: int = 0
+    device_s: float = 0.0
+
+    def __add__(self, other: "BucketUse") -> "BucketUse":
+        return BucketUse(
+            self.runs + other.runs,
+            self.useful_tokens + other.useful_tokens,
+            self.device_s + other.device_s,
+        )
+
+    def __sub__(self, other: "BucketUse") -> "BucketUse":
+        return BucketUse(
+            self.runs - other.runs,
+            self.useful_tokens - other.useful_tokens,
+            self.device_s - other.device_s,
+        )
+
+
+@dataclass(frozen=True)
+class LaneState:
+    """What waits in one lane; what is the same counts as often as it was asked for."""
+
+    inputs: int
+    tokens: int
+    oldest_s: float  # the wait of the oldest request so far
+
+
+@dataclass(frozen=True)
 class EngineState:
     """What an engine holds and does at one moment."""
 
     waiting_inputs: int  # what is the same counts as often as it was asked for
     waiting_tokens: int
+    lanes: dict[Priority, LaneState]
     failures: tuple[int, ...]  # batches that failed in a row, of each seat
     shares: tuple[float, ...]  # seconds on the device's clock that each seat has had
     costs: dict[Bucket, float]  # milliseconds of a run of each bucket that may be used
+    cost_sources: dict[Bucket, CostSource]
+    drift: float  # by which every cost is multiplied, see BucketCosts
+    spread: float  # of the timings of a bucket
+    timed: bool  # every bucket often enough
+    ran: dict[Bucket, BucketUse]
+    longest_call_s: float  # the age of the oldest device call under way
     closing: bool
     threads: int  # alive
 
@@ -114,6 +153,7 @@ class Engine:
         self._most = max_batch_requests
         self._probe_every_s = probe_every_s
         self._lanes = Lanes(max(bucket.tokens for bucket in grid.buckets))
+        self._ran: dict[Bucket, BucketUse] = {}
         self._ran_tokens = self._ran_s = 0.0  # of late, useful tokens and seconds of batches
         self._closing = False
         self._lock = threading.RLock()
@@ -176,16 +216,30 @@ class Engine:
 
     def snapshot(self) -> "EngineState":
         """What the engine holds and does at this moment."""
+        spread = self._costs.spread  # sorts every timing: not under the lock
+        calls = self._watchdog.calls
         with self._lock:
             return EngineState(
                 waiting_inputs=self._lanes.inputs,
                 waiting_tokens=self._lanes.tokens,
+                lanes={name: self._lane_state(name) for name in get_args(Priority)},
                 failures=tuple(seat.failures for seat in self.seats),
                 shares=tuple(seat.share.end for seat in self.seats),
                 costs=self._costs.usable,
+                cost_sources={b: self._costs.source_of(b) for b in self._costs.usable},
+                drift=self._costs.drift,
+                spread=spread,
+                timed=self._timer.timed.is_set(),
+                ran=dict(self._ran),
+                longest_call_s=max((call.age_s for call in calls), default=0.0),
                 closing=self._closing,
                 threads=sum(thread.is_alive() for thread in self._all_threads),
             )
+
+    def _lane_state(self, name: Priority) -> LaneState:
+        lanes, oldest_at = self._lanes, self._lanes.oldest_of(name)
+        oldest_s = 0.0 if oldest_at is None else time.monotonic() - oldest_at
+        return LaneState(lanes.inputs_of(name), lanes.tokens_of(name), oldest_s)
 
     def start(self) -> None:
         """Start compiling and serving."""
@@ -397,6 +451,8 @@ class Engine:
         answered = [answers for answers in results if answers.error is None and answers.entries]
         with self._lock:
             seat.failures = 0 if answered else seat.failures + 1
+            use = BucketUse(1, batch.useful_tokens, claim.took_s)
+            self._ran[batch.bucket] = self._ran.get(batch.bucket, BucketUse()) + use
             if [answers.entries for answers in answered] == [batch.entries]:  # as it was placed
                 if not claim.mixed and batch.bucket in self._costs.usable:
                     self._costs.observe(batch.bucket, 1000 * claim.took_s)

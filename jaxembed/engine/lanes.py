@@ -188,6 +188,16 @@ class Lanes:
     def inputs_of(self, priority: Priority) -> int:
         return self._lanes[priority].inputs
 
+    def tokens_of(self, priority: Priority) -> int:
+        return self._lanes[priority].tokens
+
+    def oldest_of(self, priority: Priority) -> float | None:
+        """When the oldest request of a lane that still waits was queued, by time.monotonic()."""
+        lane = self._lanes[priority]
+        if not lane.inputs:
+            return None
+        return next((f.ticket.queued_at for f in self._flows.values() if f.lane is lane), None)
+
     def add(self, ticket: Ticket, priority: Priority | None = None) -> None:
         """Queue a ticket's entries and let the ticket forget them: they point back."""
         inputs, tokens = len(ticket.dense), ticket.tokens_in
