@@ -185,3 +185,12 @@ def test_the_priority_is_a_header_of_what_runs_a_model(path):
     else:
         assert found["x-priority"]["in"] == "header"
         assert found["x-priority"]["schema"]["enum"] == ["interactive", "bulk"]
+
+
+def test_info_takes_a_model_and_says_more_if_asked():
+    parameters = DOCUMENT["paths"]["/info"]["get"]["parameters"]
+    assert [(one["name"], one["in"]) for one in parameters] == [
+        ("model", "query"),
+        ("verbose", "query"),
+    ]
+    assert parameters[1]["allowEmptyValue"] is True  # `?verbose` alone

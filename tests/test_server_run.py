@@ -19,6 +19,7 @@ from openai import AsyncOpenAI
 
 from jaxembed.config import ServerConfig
 from jaxembed.errors import BackendError, ConfigError
+from jaxembed.server import run as server_run
 from jaxembed.server.app import create_app
 from jaxembed.server.models import Models
 from jaxembed.server.run import listen, run, serve, url
@@ -55,6 +56,24 @@ def test_a_request_comes_back_over_a_real_socket():
             response = await client.post("/embed", json={"inputs": ["a", "b"]})
             assert len(response.json()) == 2
             assert response.headers["content-length"] == str(len(response.content))
+
+    asyncio.run(go())
+
+
+def test_what_was_done_of_late_is_noted_while_the_server_runs(monkeypatch):
+    monkeypatch.setattr(server_run, "SAMPLE_S", 0.001)
+
+    async def go():
+        embedder = FakeEmbedder()
+        models, shutdown = Models([embedder]), asyncio.Event()
+        app = create_app(models, ServerConfig())
+        task = asyncio.create_task(
+            serve(app, models, ServerConfig(), shutdown, listen("127.0.0.1", 0))
+        )
+        while len(app.service.history) < 2:
+            await asyncio.sleep(0.001)
+        shutdown.set()
+        await asyncio.wait_for(task, 10)
 
     asyncio.run(go())
 

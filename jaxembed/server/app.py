@@ -53,6 +53,7 @@ class Server(Quart):
         self.register_error_handler(HTTPException, errors.refuse_http)
         self.register_error_handler(Exception, errors.refuse)
         install(self, service)
+        self.service = service
         self.capacity = service.models.capacity
         self.unanswered: set[asyncio.Task] = set()
         self.expired = False

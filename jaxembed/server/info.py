@@ -6,6 +6,7 @@ import msgspec
 from quart import Blueprint, Response, request
 
 from jaxembed import __version__
+from jaxembed.doctor.examine import examine
 from jaxembed.embedder import Embedder
 from jaxembed.server.connection import CONNECTION_BYTES
 from jaxembed.server.encoding import json_response
@@ -43,11 +44,16 @@ class Info(msgspec.Struct):
 
 @blueprint.get("/info")
 async def info() -> Response:
-    """Of the model named in `?model=`, else of the first."""
+    """Of the model named in `?model=`, else of the first; with `?verbose` also what is known of the
+    speed of every model, under `jaxembed.doctor`."""
     service = current_service()
     name = request.args.get("model")
     embedder = service.models[name] if name else service.models.first
-    return json_response(msgspec.json.encode(model_info(service, embedder)))
+    answer = model_info(service, embedder)
+    if "verbose" in request.args:
+        models = service.models.by_name()
+        answer.jaxembed["doctor"] = examine(models, service.history.window(models))
+    return json_response(msgspec.json.encode(answer))
 
 
 def model_info(service: Service, embedder: Embedder) -> Info:

@@ -75,6 +75,10 @@ class Models:
         """The name that the model's answers carry: the first of its own."""
         return next(name for name, served in self._by_name.items() if served is embedder)
 
+    def by_name(self) -> dict[str, Embedder]:
+        """Each model by the name that its answers carry."""
+        return {self.name_of(embedder): embedder for embedder in self}
+
     def meant(self, name: str | None) -> list[Embedder]:
         """The model of that name or, where none is named, all of them. Raises UnknownModel."""
         return [self[name]] if name and name != UNSPECIFIED else list(self)
@@ -97,7 +101,7 @@ class Models:
 
     def exposition(self) -> bytes:
         """The metrics of all models in the Prometheus text format."""
-        return exposition({self.name_of(embedder): embedder.telemetry for embedder in self})
+        return exposition({name: model.telemetry for name, model in self.by_name().items()})
 
     @property
     def healthy(self) -> bool:

@@ -82,7 +82,7 @@ class Route:
     request: Any = None
     response: Any = None
     octets: bool = False  # also answers raw float32
-    query: str | None = None  # the name of a parameter after `?`
+    query: tuple[str, ...] = ()  # the names of parameters after `?`
 
 
 VECTORS = list[list[float]]
@@ -122,7 +122,8 @@ ROUTES = (
           ANY_RESPONSE, octets=True),
     Route("post", "/vertex", "What each instance asks for, for Vertex AI", hosted.VertexRequest,
           hosted.VertexResponse),
-    Route("get", "/info", "A model and its limits", response=info.Info, query="model"),
+    Route("get", "/info", "A model and its limits; with `verbose` what its speed depends on",
+          response=info.Info, query=("model", "verbose")),
     Route("get", "/", "Health"),
     Route("get", "/health", "Whether the model answers", response=ops.Health),
     Route("get", "/ping", "Health, for SageMaker"),
@@ -228,8 +229,8 @@ def _parameters(route: Route) -> list[dict]:
     parameters: list[dict] = []
     if "{name}" in route.path:
         parameters.append({"name": "name", "in": "path", "required": True, "schema": text})
-    if route.query is not None:
-        parameters.append({"name": route.query, "in": "query", "schema": text})
+    for name in route.query:
+        parameters.append({"name": name, "in": "query", "schema": text, "allowEmptyValue": True})
     if route.request is not None and route.request not in UNQUEUED:
         choices = text | {"enum": list(get_args(Priority))}
         parameters.append({"name": PRIORITY, "in": "header", "schema": choices})

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import hypercorn.asyncio.run
@@ -18,11 +19,13 @@ from hypercorn.asyncio import serve as hypercorn_serve
 from hypercorn.config import Config
 
 from jaxembed.config import ServerConfig
+from jaxembed.doctor.history import SAMPLE_S
 from jaxembed.embedder import Embedder
 from jaxembed.errors import BackendError, ConfigError
 from jaxembed.server.app import Server, create_app, create_metrics_app
 from jaxembed.server.connection import Connection
 from jaxembed.server.models import Models
+from jaxembed.server.service import Service
 from jaxembed.signals import STOP_SIGNALS, leave
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ async def serve(
     """Serve until `shutdown` is set and what was admitted is answered, or its time is up."""
     closing = asyncio.Event()
     servers = [_start(app, listener or listen(config.host, config.port), closing)]
+    sampling = asyncio.create_task(_sample(app.service))
     try:
         if config.prometheus_port is not None:
             metrics = create_metrics_app(models, config)
@@ -67,8 +71,22 @@ async def serve(
         models.drain()
         await _drain(app, config.drain_timeout_s)
     finally:
+        sampling.cancel()
         closing.set()
         await _close(servers)
+
+
+async def _sample(service: Service) -> None:
+    """Note every few seconds what the models have done, and how late this loop is."""
+    delay_s = 0.0
+    while True:
+        try:
+            service.history.note(service.models.by_name(), delay_s)
+        except Exception:
+            logger.exception("what was done of late could not be noted. This is a bug in jaxembed")
+        wanted_at = time.monotonic() + SAMPLE_S
+        await asyncio.sleep(SAMPLE_S)
+        delay_s = max(time.monotonic() - wanted_at, 0.0)
 
 
 async def _drain(app: Server, timeout_s: float) -> None:

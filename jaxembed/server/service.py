@@ -1,10 +1,11 @@
-"""What every route needs: the models and the settings. Knows no route."""
+"""What every route needs: the models, the settings, what they did of late. Knows no route."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quart import Quart, current_app
 
 from jaxembed.config import ServerConfig
+from jaxembed.doctor.history import History
 from jaxembed.server.models import Models
 
 _KEY = "jaxembed"
@@ -16,6 +17,7 @@ class Service:
 
     models: Models
     config: ServerConfig
+    history: History = field(default_factory=History)
 
 
 def install(app: Quart, service: Service) -> None:

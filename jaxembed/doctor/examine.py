@@ -1,0 +1,191 @@
+"""Collects the facts of a served model. Starts nothing, and holds no lock but to copy."""
+
+from collections.abc import Mapping
+
+from jaxembed.config import EngineConfig
+from jaxembed.doctor.facts import (
+    AdmissionFacts,
+    BucketFacts,
+    DeviceFacts,
+    Examination,
+    Facts,
+    KernelFacts,
+    LaneFacts,
+    LimitFacts,
+    ProgramFacts,
+    StageFacts,
+    WindowFacts,
+)
+from jaxembed.doctor.findings import bound_by, findings_of
+from jaxembed.doctor.history import Window
+from jaxembed.doctor.machine import has_avx512_bf16, machine_facts
+from jaxembed.embedder import Embedder
+from jaxembed.engine.admission import Limit
+from jaxembed.engine.bucket import SHORTEST_ROW, TPU_TILE
+from jaxembed.engine.build import Plan
+from jaxembed.engine.calibrate import BATCH_S, native_dtype
+from jaxembed.engine.engine import BucketUse, EngineState
+from jaxembed.models import position_limit
+from jaxembed.telemetry import STAGES
+
+
+def examine(models: Mapping[str, Embedder], window: Window) -> dict[str, Examination]:
+    """Each model, by its served name."""
+    examinations = {}
+    for name, embedder in models.items():
+        facts = facts_of(name, embedder, window)
+        examinations[name] = Examination(bound_by(facts), findings_of(facts), facts)
+    return examinations
+
+
+def facts_of(name: str, embedder: Embedder, window: Window) -> Facts:
+    """The facts of one model; the window says what it did of late."""
+    state = embedder.snapshot()
+    return Facts(
+        model=name,
+        task=embedder.spec.task,
+        device=_device(embedder, state),
+        kernels=kernel_facts(embedder.plan, embedder.config),
+        machine=machine_facts(),
+        programs=_programs(name, embedder, state, window),
+        buckets=_buckets(name, embedder, state, window),
+        lanes={
+            lane: LaneFacts(held.inputs, held.tokens, held.oldest_s)
+            for lane, held in state.lanes.items()
+        },
+        admission=_admission(name, embedder, window),
+        window=_work(name, embedder, window),
+    )
+
+
+def device_facts(plan: Plan, config: EngineConfig) -> DeviceFacts:
+    """Where a model computes, or would, and in which dtype and why."""
+    if config.dtype is not None:
+        reason = f"--dtype {config.dtype} asks for it"
+    elif plan.dtype == "bfloat16":
+        reason = "the device multiplies bfloat16 natively"
+    else:
+        reason = "bfloat16 is not faster on this device"
+    return DeviceFacts(
+        name=plan.device_name,
+        platform=plan.platform,
+        count=max(len(plan.devices), 1),
+        dtype=plan.dtype,
+        dtype_reason=reason,
+        dtype_asked=config.dtype is not None,
+        multiplies_bfloat16=_multiplies_bfloat16(plan),
+    )
+
+
+def kernel_facts(plan: Plan, config: EngineConfig) -> KernelFacts:
+    """What computes products and attention."""
+    choice = plan.kernels.describe()
+    return KernelFacts(config.kernels, choice["used"], choice["not_used"])
+
+
+def _device(embedder: Embedder, state: EngineState) -> DeviceFacts:
+    facts = device_facts(embedder.plan, embedder.config)
+    facts.failing = sum(failures > 0 for failures in state.failures)
+    facts.stuck = sum(seat.stuck for seat in embedder.engine.seats)
+    facts.longest_call_s = state.longest_call_s
+    return facts
+
+
+def _multiplies_bfloat16(plan: Plan) -> bool:
+    if plan.platform == "cpu":
+        return has_avx512_bf16()
+    return bool(plan.devices) and native_dtype(plan.devices[0]) == "bfloat16"
+
+
+def _programs(name: str, embedder: Embedder, state: EngineState, window: Window) -> ProgramFacts:
+    return ProgramFacts(
+        ready=embedder.engine.warmup.ready,
+        healthy=embedder.healthy,
+        buckets=len(embedder.plan.grid.buckets),
+        compiled=len(embedder.engine.warmup.compiled),
+        timed=state.timed,
+        drift=state.drift,
+        spread=state.spread,
+        compiles=int(window.total(name, "compiles")),
+        cache_hits=int(window.total(name, "cache_hits")),
+    )
+
+
+def _buckets(
+    name: str, embedder: Embedder, state: EngineState, window: Window
+) -> list[BucketFacts]:
+    ran, compiled = window.ran(name), set(embedder.engine.warmup.compiled)
+    facts = []
+    for bucket in embedder.plan.grid.buckets:
+        use = ran.get(bucket, BucketUse())
+        facts.append(
+            BucketFacts(
+                rows=bucket.rows,
+                length=bucket.length,
+                compiled=bucket in compiled,
+                cost_ms=state.costs.get(bucket),
+                cost_from=state.cost_sources.get(bucket),
+                runs=use.runs,
+                useful_tokens=use.useful_tokens,
+                device_ms=1000 * use.device_s,
+                runs_since_start=state.ran.get(bucket, BucketUse()).runs,
+            )
+        )
+    return facts
+
+
+def _admission(name: str, embedder: Embedder, window: Window) -> AdmissionFacts:
+    plan, config, capacity = embedder.plan, embedder.config, embedder.admission.capacity
+    most = embedder.spec.max_input_tokens
+    positions = position_limit(embedder.spec) or most
+
+    def limit(kind: Limit, allowed: int, held: int) -> LimitFacts:
+        return LimitFacts(allowed, held, int(window.count(name, f"refused {kind}")))
+
+    shortest = TPU_TILE if plan.platform == "tpu" else SHORTEST_ROW
+    return AdmissionFacts(
+        inputs=limit("inputs", capacity.max_inputs, capacity.inputs),
+        tokens=limit("tokens", capacity.max_tokens, capacity.tokens),
+        bytes=limit("bytes", capacity.max_bytes, capacity.bytes),
+        tokens_asked=config.max_queue_tokens is not None,
+        max_batch_tokens=plan.max_batch_tokens,
+        batch_tokens_asked=config.max_batch_tokens is not None,
+        batch_target_ms=1000 * BATCH_S if plan.platform == "cpu" else None,
+        least_batch_tokens=shortest * plan.shards,
+        buckets_asked=config.buckets is not None,
+        max_input_tokens=plan.max_input_tokens,
+        model_input_tokens=min(most, positions),
+        tokenization_workers=embedder.tokenization_workers,
+    )
+
+
+def _work(name: str, embedder: Embedder, window: Window) -> WindowFacts:
+    seconds = max(window.seconds, 1e-9)
+    cpu_s = window.machine("cpu") or 0.0
+    busy_s = window.machine("busy")
+    devices = max(len(embedder.plan.devices), 1)
+    device_s = window.device_s
+    return WindowFacts(
+        seconds=window.seconds,
+        requests=int(window.count(name, "requests")),
+        inputs=int(window.count(name, "inputs")),
+        refused=int(window.count(name, "refused")),
+        truncated=int(window.count(name, "truncated")),
+        failed_batches=int(window.count(name, "failed_batches")),
+        split_batches=int(window.count(name, "split_batches")),
+        not_finite=int(window.count(name, "not_finite")),
+        stages={stage: _stage(name, stage, window) for stage in STAGES},
+        device_share=device_s[name] / seconds / devices,
+        device_share_of_all=sum(device_s.values()) / seconds / devices,
+        loop_share=(window.machine("loop") or 0.0) / seconds,
+        loop_delay_ms=1000 * window.delay_s,
+        cpu_cores=cpu_s / seconds,
+        other_cores=None if busy_s is None else max(busy_s - cpu_s, 0.0) / seconds,
+        throttled_share=(window.machine("throttled") or 0.0) / seconds,
+    )
+
+
+def _stage(name: str, stage: str, window: Window) -> StageFacts:
+    count = window.count(name, f"{stage} count")
+    seconds = window.count(name, f"{stage} seconds")
+    return StageFacts(int(count), 1000 * seconds / max(count, 1))

@@ -1,0 +1,132 @@
+"""What was counted of late: totals taken every few seconds, and their differences over a window."""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import get_args
+
+from jaxembed.doctor.machine import machine_counts
+from jaxembed.embedder import Embedder
+from jaxembed.engine.admission import Limit
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.engine import BucketUse
+from jaxembed.telemetry import STAGES, Counter, Telemetry
+
+WINDOW_S = 60.0
+SAMPLE_S = 5.0
+
+Counts = dict[str, float]
+
+
+@dataclass(frozen=True)
+class ModelTotals:
+    """What one model has counted since its start."""
+
+    counts: Counts
+    ran: Mapping[Bucket, BucketUse]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """All totals at one time."""
+
+    at: float  # time.monotonic()
+    machine: Counts
+    models: Mapping[str, ModelTotals]
+    delay_s: float = 0.0  # by which the event loop was late
+
+
+class Window:
+    """What was counted between the first and the last of some moments."""
+
+    def __init__(self, moments: list[Moment]):
+        self._first, self._last = moments[0], moments[-1]
+        self.seconds = self._last.at - self._first.at
+        self.delay_s = max(moment.delay_s for moment in moments)
+
+    def machine(self, name: str) -> float | None:
+        """Seconds, of what `machine_counts` counts; None for what it does not."""
+        if name not in self._last.machine:
+            return None
+        return self._last.machine[name] - self._first.machine.get(name, 0.0)
+
+    def count(self, model: str, name: str) -> float:
+        """What one count of a model has grown by."""
+        return self._last.models[model].counts[name] - self._begin(model).counts[name]
+
+    def total(self, model: str, name: str) -> float:
+        """What a model has counted since its start."""
+        return self._last.models[model].counts[name]
+
+    def ran(self, model: str) -> dict[Bucket, BucketUse]:
+        """The batches of a model, by bucket."""
+        before = self._begin(model).ran
+        after = self._last.models[model].ran
+        return {bucket: use - before.get(bucket, BucketUse()) for bucket, use in after.items()}
+
+    @property
+    def device_s(self) -> dict[str, float]:
+        """Seconds of devices that each model has had."""
+        models = self._last.models
+        return {model: sum(use.device_s for use in self.ran(model).values()) for model in models}
+
+    def _begin(self, model: str) -> ModelTotals:
+        return self._first.models[model]
+
+
+class History:
+    """The moments of the last WINDOW_S. Of one event loop, whose thread is the only caller."""
+
+    def __init__(self) -> None:
+        self._moments: deque[Moment] = deque()
+
+    def __len__(self) -> int:
+        return len(self._moments)
+
+    def note(self, models: Mapping[str, Embedder], delay_s: float = 0.0) -> None:
+        """Keep the totals of now, and forget what is too old."""
+        self._moments.append(_moment(models, delay_s))
+        oldest_at = self._moments[-1].at - WINDOW_S
+        while self._moments[0].at < oldest_at:
+            self._moments.popleft()
+
+    def window(self, models: Mapping[str, Embedder]) -> Window:
+        """From the oldest moment kept until now; of no length where none is kept."""
+        return Window([*self._moments, _moment(models, 0.0)])
+
+
+def _moment(models: Mapping[str, Embedder], delay_s: float) -> Moment:
+    totals = {name: _totals(embedder) for name, embedder in models.items()}
+    return Moment(time.monotonic(), machine_counts(), totals, delay_s)
+
+
+def _totals(embedder: Embedder) -> ModelTotals:
+    capacity = embedder.admission.capacity
+    counts = _counts(embedder.telemetry)
+    counts |= {f"refused {limit}": float(capacity.refused[limit]) for limit in get_args(Limit)}
+    return ModelTotals(counts, embedder.snapshot().ran)
+
+
+def _counts(telemetry: Telemetry) -> Counts:
+    """Out of the metrics, the few that are asked for: all of them together take milliseconds."""
+    counts = {
+        "requests": _value(telemetry.request_count),
+        "inputs": _value(telemetry.embed_success) + _value(telemetry.predict_success),
+        "refused": _value(telemetry.request_failure.labels("overloaded")),
+        "truncated": _value(telemetry.truncated_inputs),
+        "failed_batches": _value(telemetry.failed_batches),
+        "split_batches": _value(telemetry.split_batches),
+        "not_finite": _value(telemetry.not_finite),
+        "compiles": _value(telemetry.compile_count),
+        "cache_hits": _value(telemetry.compile_cache_hits),
+    }
+    for stage in STAGES:
+        count, seconds = telemetry.stage.labels(stage).totals()
+        counts |= {f"{stage} count": float(count), f"{stage} seconds": seconds}
+    return counts
+
+
+def _value(counter: Counter) -> float:
+    """Of all its labels together."""
+    return sum(sample.value for family in counter.collect() for sample in family.samples)
