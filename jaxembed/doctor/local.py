@@ -1,0 +1,36 @@
+"""What a model would have on this machine: plans, and neither loads nor serves it."""
+
+import shutil
+from pathlib import Path
+
+from jaxembed.config import EngineConfig
+from jaxembed.doctor.examine import device_facts, kernel_facts
+from jaxembed.doctor.facts import LocalExamination, LocalFacts
+from jaxembed.doctor.findings import findings_before
+from jaxembed.doctor.machine import machine_facts
+from jaxembed.engine.build import make_plan
+from jaxembed.engine.calibrate import host_id
+from jaxembed.models import native, program
+from jaxembed.spec import ModelSpec
+
+
+def examine_here(
+    name: str, spec: ModelSpec, config: EngineConfig, cache_dir: Path
+) -> LocalExamination:
+    """Device, dtype and kernels as a server would choose them: it starts the device and tries the
+    kernels. Raises ConfigError."""
+    plan = make_plan(spec, program(spec), config, cache_dir)
+    programs = cache_dir / "programs" / host_id()
+    facts = LocalFacts(
+        model=name,
+        device=device_facts(plan, config),
+        kernels=kernel_facts(plan, config),
+        machine=machine_facts(),
+        compiler=next(filter(None, map(shutil.which, native.COMPILERS)), None),
+        cache_dir=str(cache_dir),
+        kept_programs=sum(1 for _ in programs.glob("*-cache")),
+        max_input_tokens=plan.max_input_tokens,
+        max_batch_tokens=plan.max_batch_tokens,
+        buckets=[str(bucket) for bucket in plan.grid.buckets],
+    )
+    return LocalExamination(findings_before(facts), facts)

@@ -1,0 +1,67 @@
+"""Asks a running server what it says of itself, and how long lone queries take from outside."""
+
+import math
+import time
+from typing import Any
+
+import msgspec
+
+from jaxembed.doctor.facts import Examination, Facts
+from jaxembed.errors import ConfigError
+from jaxembed.fetch import fetch
+
+PROBES = 20
+PROBED_QUERY = "how long does a short query take"
+WANTED = "wanted a server of ours such as http://127.0.0.1:8080; one with --api-key needs --api-key"
+PROBE_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {  # by task
+    "embed": ("/embed", {"inputs": PROBED_QUERY}),
+    "rerank": ("/rerank", {"query": PROBED_QUERY, "texts": [PROBED_QUERY]}),
+    "classify": ("/predict", {"inputs": PROBED_QUERY}),
+}
+
+
+class Probe(msgspec.Struct):
+    """Lone queries, one after the other."""
+
+    milliseconds: list[float]  # of those that were answered
+    failed: int
+    error: str | None  # of the last one that failed
+
+    def quantile(self, share: float) -> float:
+        """The time that this share of the queries does not exceed."""
+        ordered = sorted(self.milliseconds)
+        return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
+
+
+def ask(url: str, key: str | None) -> dict[str, Examination]:
+    """What a server says of each of its models, by served name. Raises ConfigError."""
+    answer = fetch(url.rstrip("/") + "/info?verbose", WANTED, headers=_headers(key))
+    try:
+        return msgspec.convert(
+            msgspec.json.decode(answer)["jaxembed"]["doctor"], dict[str, Examination]
+        )
+    except (KeyError, TypeError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"{url} says nothing that this version of `jaxembed doctor` understands; {WANTED}"
+        ) from error
+
+
+def probe_model(url: str, key: str | None, facts: Facts) -> Probe:
+    """Time PROBES queries of one model."""
+    path, body = PROBE_REQUESTS[facts.task]
+    data = msgspec.json.encode(body | {"model": facts.model})
+    headers = _headers(key) | {"Content-Type": "application/json"}
+    probe = Probe([], 0, None)
+    for _ in range(PROBES):
+        started_at = time.perf_counter()
+        try:
+            fetch(url.rstrip("/") + path, WANTED, body=data, headers=headers)
+        except ConfigError as error:  # a refusal is an answer too
+            probe.failed, probe.error = probe.failed + 1, str(error)
+        else:
+            probe.milliseconds.append(1000 * (time.perf_counter() - started_at))
+    return probe
+
+
+def _headers(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}

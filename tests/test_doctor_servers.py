@@ -1,0 +1,314 @@
+"""Real servers made slow on purpose: the doctor names the cause that was planted, and on a healthy
+one it names none.
+
+Tests share their machine with others, which the doctor may find as well: "something else uses the
+machine" may stand before what was planted, and on the healthy server only where this test sees the
+same.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jaxembed.doctor.facts import Examination
+from jaxembed.doctor.findings import BUSY_TIMINGS, OTHERS_SHARE
+from jaxembed.doctor.machine import has_avx512_bf16, machine_counts
+from jaxembed.doctor.probe import ask
+from jaxembed.models import native
+
+ROOT = Path(__file__).parents[1]
+WAIT_S = 60.0  # for what must happen: reached only when it doesn't
+POLL_S = 0.2  # asked again and again without a pause, the server would have work
+BUSY = "something else uses the machine"
+GRID = "[[1, 16], [16, 16], [1, 32], [1, 64], [16, 64]]"
+SERVE = "from jaxembed.cli import main; main()"
+ON_ONE_CORE = f"import os; os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}}); {SERVE}"
+PR_SET_THP_DISABLE = 41  # prctl.h
+WITHOUT_HUGE_PAGES = (
+    f"import ctypes; ctypes.CDLL(None).prctl({PR_SET_THP_DISABLE}, 1, 0, 0, 0); {SERVE}"
+)
+# Of each row length only what is needed first is ever compiled.
+SERVE_COLD = (
+    "import threading\n"
+    "from jaxembed.engine.replica import Replica\n"
+    "usual = Replica.compile\n"
+    "def compile(self, bucket):\n"
+    "    if bucket.rows > 1: threading.Event().wait()\n"
+    "    usual(self, bucket)\n"
+    f"Replica.compile = compile\n{SERVE}"
+)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it plants by ways of Linux")
+on_two_cores = pytest.mark.skipif(os.cpu_count() == 1, reason="there is one core only")
+with_native_kernels = pytest.mark.skipif(
+    not has_avx512_bf16() or not any(map(shutil.which, native.COMPILERS)),
+    reason="this machine has no native kernels",
+)
+
+
+class Served:
+    """A server that runs until the end of a `with`."""
+
+    def __init__(self, process: subprocess.Popen, url: str):
+        self.url = url
+        self.process = psutil.Process(process.pid)
+
+    def examination(self) -> Examination:
+        (one,) = ask(self.url, None).values()
+        return one
+
+    def wait_compiled(self, log: list[str]) -> None:
+        """Until every bucket is."""
+        while True:
+            programs = self.examination().facts.programs
+            if programs.ready and programs.compiled == programs.buckets:
+                return
+            assert self.process.is_running(), "".join(log)
+            time.sleep(POLL_S)
+
+    def post(self, texts: list[str]) -> int:
+        """The status of a request; the vectors are left unread."""
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=WAIT_S)
+        with contextlib.closing(connection):
+            headers = {"Content-Type": "application/json", "Accept": "application/octet-stream"}
+            connection.request("POST", "/embed", json.dumps({"inputs": texts}), headers)
+            return connection.getresponse().status
+
+    def asked(self, count: int, text: str = "the cat sat") -> None:
+        """Lone queries, one after the other."""
+        for _ in range(count):
+            assert self.post([text]) == 200
+
+    @contextlib.contextmanager
+    def flooded(self, texts: list[str], clients: int) -> Iterator[None]:
+        """Clients that send these texts again and again, until the end of the `with`."""
+        done = threading.Event()
+
+        def flood() -> None:
+            while not done.is_set():
+                self.post(texts)
+
+        threads = [threading.Thread(target=flood) for _ in range(clients)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+
+    def named(self, cause: str) -> None:
+        """Wait until the doctor names the cause, and hold it against what else it names: nothing
+        worse but that the machine is busy."""
+        causes: list[str] = []
+        deadline = time.monotonic() + WAIT_S
+        while cause not in causes:
+            assert time.monotonic() < deadline, causes
+            time.sleep(POLL_S)
+            causes = [finding.cause for finding in self.examination().findings]
+        assert set(causes[: causes.index(cause)]) <= {BUSY}
+
+
+def iter_until(lines: Iterable[str], words: str) -> Iterator[str]:
+    """The lines up to the first one with these words."""
+    for line in lines:
+        yield line
+        if words in line:
+            return
+
+
+@pytest.fixture(name="cache", scope="module")
+def _cache(tmp_path_factory) -> Path:
+    """What servers compile, once for all of them."""
+    return tmp_path_factory.mktemp("doctor")
+
+
+@pytest.fixture(name="serve")
+def _serve(tiny_checkpoint, cache):
+    """Start a server of a tiny model with these flags, and a grid of few buckets unless `grid` is
+    None. With `compiled` every bucket is compiled when it is there."""
+
+    @contextlib.contextmanager
+    def serve(
+        *flags: str,
+        grid: str | None = GRID,
+        program: str = SERVE,
+        compiled: bool = True,
+        **environment: str,
+    ) -> Iterator[Served]:
+        if grid is not None:
+            (cache / "buckets.json").write_text(f'{{"buckets": {grid}}}')
+            flags = (*flags, "--buckets", str(cache / "buckets.json"))
+        command = [sys.executable, "-c", program, "serve", str(tiny_checkpoint), "--port", "0"]
+        process = subprocess.Popen(
+            [*command, "--cache-dir", str(cache), *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment},
+        )
+        assert process.stderr is not None
+        with contextlib.ExitStack() as stack:
+            stack.callback(process.stderr.close)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            log = list(iter_until(process.stderr, "listening on"))
+            assert "listening on" in log[-1], "".join(log)
+            rest = threading.Thread(target=log.extend, args=(process.stderr,))
+            rest.start()
+            stack.callback(rest.join)
+            stack.callback(process.kill)
+            served = Served(process, log[-1].split()[-1])
+            if compiled:
+                served.wait_compiled(log)
+            yield served
+
+    return serve
+
+
+@contextlib.contextmanager
+def spinning() -> Iterator[None]:
+    """A program that keeps each core busy that this process may use."""
+    spinners = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile 1: pass"]
+        )
+        for core in os.sched_getaffinity(0)
+    ]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+
+
+@pytest.mark.slow
+def test_a_healthy_idle_server_has_no_finding(serve):
+    started_at, busy_before = time.monotonic(), machine_counts()["busy"]
+    with serve(grid=None) as served:
+        served.asked(20)
+        command = [sys.executable, "-m", "jaxembed.cli", "doctor", served.url, "--probe"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_S
+        )
+        examination = served.examination()
+        others_s = machine_counts()["busy"] - busy_before - sum(served.process.cpu_times()[:2])
+    causes = [finding.cause for finding in examination.findings]
+    if BUSY in causes:  # is it? Timings may have been taken while it was
+        seconds = (time.monotonic() - started_at) * len(os.sched_getaffinity(0))
+        is_busy = others_s / seconds > OTHERS_SHARE / 2
+        assert is_busy or examination.facts.programs.spread > BUSY_TIMINGS
+        causes.remove(BUSY)
+    else:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Nothing is wrong." in done.stdout
+    assert causes == []
+    assert "Probe: 20 lone queries were answered" in done.stdout
+
+
+@pytest.mark.slow
+@with_native_kernels
+def test_kernels_that_are_switched_off(serve):
+    with serve("--kernels", "xla", "--dtype", "bfloat16") as served:
+        served.named("the native kernels are not used")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_avx512_bf16(), reason="this CPU does not multiply bfloat16")
+def test_float32(serve):
+    with serve("--dtype", "float32") as served:
+        served.named("bfloat16 would be faster")
+
+
+def test_a_grid_of_long_rows_only(serve):
+    with serve(grid="[[1, 64], [4, 64]]") as served:
+        served.asked(20)
+        served.named("the buckets do not fit the traffic")
+
+
+def test_a_busy_core(serve):
+    with serve() as served, spinning():
+        served.named(BUSY)
+
+
+@on_two_cores
+def test_one_core_of_several(serve):
+    with serve(program=ON_ONE_CORE) as served:
+        served.named("the process may use one core only")
+
+
+def test_one_tokenizer_thread(serve):
+    texts = ["the cat sat on a red mat " * 100] * 200
+    with (
+        serve("--null-model", "--tokenization-workers", "1") as served,
+        served.flooded(texts, clients=4),
+    ):
+        served.named("tokenizing takes longer than the model")
+        (finding,) = (f for f in served.examination().findings if "tokenizing" in f.cause)
+        assert "--tokenization-workers 1" in finding.remedy
+
+
+def test_a_tiny_queue(serve):
+    with (
+        serve("--max-queue-tokens", "256") as served,
+        served.flooded(["the cat sat on a mat"] * 100, clients=8),
+    ):
+        served.named("the queue holds too few tokens")
+
+
+def test_tiny_batches(serve):
+    with (
+        serve("--max-batch-tokens", "64", grid=None) as served,
+        served.flooded(["the cat sat on a mat"] * 200, clients=16),
+    ):
+        served.named("batches may hold few tokens")
+
+
+def test_a_flood_of_bulk(serve):
+    texts = [f"the cat sat on a {'red ' * (k % 7)}mat" for k in range(2048)]
+    with serve() as served, served.flooded(texts, clients=12):
+        served.named("more work comes than the server does")
+
+
+def test_long_texts(serve):
+    with serve() as served:
+        served.asked(20, "the cat sat on a red mat " * 30)
+        served.named("texts are cut")
+
+
+def test_a_cold_start(serve):
+    with serve(program=SERVE_COLD, compiled=False) as served:
+        served.named("not every bucket is compiled")
+        assert served.examination().bound_by == "compiling"
+
+
+def test_an_allocator_that_was_arranged_otherwise(serve):
+    with serve(GLIBC_TUNABLES="glibc.malloc.arena_max=8") as served:
+        served.named("freed memory is not kept for the next batch")
+
+
+def test_huge_pages_that_are_switched_off(serve):
+    with serve(program=WITHOUT_HUGE_PAGES) as served:
+        served.named("huge pages are off")
+
+
+def test_without_a_server_the_status_is_2(tiny_checkpoint, cache):
+    command = [sys.executable, "-m", "jaxembed.cli", "doctor", "--cache-dir", str(cache)]
+    url = "http://127.0.0.1:9"  # discard: nothing answers there
+    done = subprocess.run(
+        [*command, url], capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_S
+    )
+    assert done.returncode == 2
+    assert f"cannot read {url}/info?verbose: Connection refused" in done.stderr
