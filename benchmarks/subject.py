@@ -133,7 +133,7 @@ def replica(
         subject.program, device, dtype, every, args.kernels, native_choice=native_choice
     )
     parameters = (subject.program, subject.parameters, [device], dtype)
-    return Replica(*parameters, attention=choice.implementation, native_layout=choice.native)
+    return Replica(*parameters, attention=choice.implementation, native_layout=choice.native_layout)
 
 
 def native_choice_of(subject: Subject, args: Namespace, dtype: DType) -> Choice:

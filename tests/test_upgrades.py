@@ -287,12 +287,13 @@ def test_kept_costs_of_a_later_version_or_damaged_are_taken_anew(tmp_path, caplo
     with embedder_of(folder, tmp_path / "cache") as embedder:
         file = embedder.plan.cost_file
     assert file is not None
-    make_private(file._path.parent)
-    file._path.write_text(content)
+    path = file._file._path
+    make_private(path.parent)
+    path.write_text(content)
     with embedder_of(folder, tmp_path / "cache") as embedder:
         assert_serves(embedder, LATEST)
     (line,) = (line for line in told(caplog, COSTS) if "is ignored" in line)
-    assert line.startswith(f"{file._path} is ignored, and buckets are timed anew: ")
+    assert line.startswith(f"{path} is ignored, and the timings are taken anew: ")
 
 
 # compiled programs

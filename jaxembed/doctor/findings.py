@@ -17,6 +17,7 @@ from jaxembed.doctor.facts import (
     KernelFacts,
     MachineFacts,
 )
+from jaxembed.engine.kernels import NATIVE, UNSUITED
 
 # Shares of the time of the last while
 BUSY = 0.6  # from which on a device, the event loop or the tokenizer threads are the limit
@@ -215,10 +216,12 @@ def _xla_computes(facts: Setup) -> Finding | None:
     possible = device.dtype == "bfloat16" and device.multiplies_bfloat16
     if device.platform != "cpu" or not possible or set(kernels.used.values()) != {"xla"}:
         return None
+    if kernels.not_used.get(NATIVE) == UNSUITED:
+        return None
     if kernels.asked == "xla":
         reason, remedy = "--kernels xla asks for it", "leave out --kernels xla"
     else:
-        reason = kernels.not_used.get("native", "the log says why")
+        reason = kernels.not_used.get(NATIVE, "the log says why")
         remedy = "install gcc or clang, and start again"
         if "compiler" not in reason:
             remedy = "remove the reason, and start again; `--kernels native` insists"

@@ -1,6 +1,5 @@
 """What a model would have on this machine: plans, and neither loads nor serves it."""
 
-import shutil
 from pathlib import Path
 
 from jaxembed.config import EngineConfig
@@ -26,7 +25,7 @@ def examine_here(
         device=device_facts(plan, config),
         kernels=kernel_facts(plan, config),
         machine=machine_facts(),
-        compiler=next(filter(None, map(shutil.which, native.COMPILERS)), None),
+        compiler=native.find_compiler(),
         cache_dir=str(cache_dir),
         kept_programs=sum(1 for _ in programs.glob("*-cache")),
         max_input_tokens=plan.max_input_tokens,

@@ -33,6 +33,7 @@ from jaxembed.spec import DType
 logger = logging.getLogger(__name__)
 
 AUTO, XLA, NATIVE = "auto", "xla", "native"
+UNSUITED = f"takes multiples of {native.PANEL}, this model has none"
 PROBE_S = 20.0  # rows whose turn comes later stay with XLA
 PROBE_TOKENS = 16_384  # in a batch that is timed, or one row if it is longer
 PROBE_RUNS = 10  # one behind the other, timed together
@@ -142,7 +143,7 @@ def choose_native(
     except Exception as error:  # whatever it is, XLA goes on
         return Choice(refused={NATIVE: _line(error)})
     if not found:
-        return Choice(refused={NATIVE: f"takes multiples of {native.PANEL}, this model has none"})
+        return Choice(refused={NATIVE: UNSUITED})
     reasons = {name: one.refusal(faster=wanted == AUTO) for name, one in found.items()}
     without = frozenset(name for name, reason in reasons.items() if reason)
     refused = {f"{NATIVE} {name}": reason for name, reason in reasons.items() if reason}

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, BFloat16, Float
 
 from jaxembed.models.native.compiler import Unavailable as Unavailable
+from jaxembed.models.native.compiler import find_compiler as find_compiler
 from jaxembed.models.native.library import CALLS as CALLS
 from jaxembed.models.native.library import load_library as load_library
 from jaxembed.models.native.library import operand_names

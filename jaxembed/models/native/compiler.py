@@ -74,9 +74,14 @@ def headers() -> Path:
     return Path(spec.submodule_search_locations[0], "include")
 
 
+def find_compiler() -> str | None:
+    """The C compiler of this machine."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
 def compile_library(instruction_set: InstructionSet, library: Path) -> None:
     """Raises Unavailable, and OSError where files cannot be read."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = find_compiler()
     if compiler is None:
         raise Unavailable("there is no C compiler: install gcc or clang")
     of_source = f'-DJAXEMBED_SOURCE="{digest(instruction_set)}"'
