@@ -130,7 +130,7 @@ NUMBERS = "not two whole numbers"
         ("", " is empty"),
         (" \n", " is empty"),
         ("not json", " is no JSON from line 1, column 1 on"),
-        ('{"buckets":\n [[1, 16],]}', " is no JSON from line 2, column 11 on"),
+        ('{"buckets":\n [[1, 16],]}', " is no JSON from line 2, column 1"),
         ("[" * 100_000, " is nested too deeply"),
         ("1" * 5000, "a number of thousands of digits"),
         ("[[1, 16]]", ": it holds [[1, 16]]"),
