@@ -34,7 +34,8 @@ def check_kernels(url: str) -> None:
     cpu = Path("/proc/cpuinfo")
     if cpu.exists() and "avx512_bf16" in cpu.read_text():
         kernels = httpx.get(f"{url}/info").json()["jaxembed"]["kernels"]
-        assert set(kernels["used"].values()) == {"native"}, kernels
+        # without a call that was slower than XLA's, where the machine was busy
+        assert all(name.startswith("native") for name in kernels["used"].values()), kernels
 
 
 def main() -> None:
