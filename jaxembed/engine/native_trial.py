@@ -7,6 +7,7 @@ of attention, and fused halves of a layer. Each is tried on the model's own shap
 import math
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from statistics import geometric_mean
@@ -20,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.compiles import compile_lowered
+from jaxembed.engine.compiles import WORKERS, compile_lowered
 from jaxembed.engine.drawn import packed_segments
 from jaxembed.engine.replica import Device, compiler_options, placed_dtype
 from jaxembed.models import Program, native
@@ -71,11 +72,14 @@ Verdicts = dict[str, Verdict]
 def try_native(program: Program, device: Device, dtype: DType) -> Verdicts:
     """A verdict for each native call that the model makes, by name."""
     stop_at = time.monotonic() + TRIAL_S
+    calls = noted_calls(program, dtype)
+    with ThreadPoolExecutor(WORKERS, thread_name_prefix="trial") as pool:
+        trials = list(pool.map(lambda call: CallTrial(call, device, stop_at), calls))
     tried: dict[str, list[Verdict]] = {}
-    for call in noted_calls(program, dtype):
-        of_name = tried.setdefault(call.name, [])
+    for trial in trials:
+        of_name = tried.setdefault(trial.call.name, [])
         if time.monotonic() < stop_at:
-            of_name.append(_verdict(call, device))
+            of_name.append(trial.verdict())
     return {name: _over_all(verdicts) for name, verdicts in tried.items()}
 
 
@@ -113,12 +117,41 @@ def _over_all(verdicts: list[Verdict]) -> Verdict:
     return Verdict(most, geometric_mean(one.times_xla for one in verdicts))
 
 
-def _verdict(call: native.NativeCall, device: Device) -> Verdict:
-    """Of one call with one shape. What it or XLA raises is in the verdict."""
-    try:
-        plain, packed = _drawn(call)
-        got, run = _started(call.run, packed, device)
-        wanted, run_xla = _started(partial(XLA_CALLS[call.target], call), plain, device)
+class CallTrial:
+    """One call with one shape, compiled beside the same in XLA, unless it is past `stop_at`. What
+    it or XLA raises is in the verdict."""
+
+    def __init__(self, call: native.NativeCall, device: Device, stop_at: float):
+        self.call = call
+        self._device = device
+        self._programs: list[jax.stages.Compiled] = []
+        self._failed = ""
+        try:
+            for run, is_packed in (
+                (call.run, True),
+                (partial(XLA_CALLS[call.target], call), False),
+            ):
+                if time.monotonic() < stop_at:
+                    self._programs.append(self._compiled(run, is_packed))
+        except Exception as error:  # whatever it is, XLA goes on
+            self._failed = _line(error)
+
+    def verdict(self) -> Verdict:
+        """Run both, several times."""
+        if self._failed or len(self._programs) < 2:
+            return Verdict(failed=self._failed or LATE)
+        try:
+            return self._compared()
+        except Exception as error:
+            return Verdict(failed=_line(error))
+
+    def _compared(self) -> Verdict:
+        plain, packed = _drawn(self.call)
+        run, run_xla = (
+            _runner(program, operands, self._device)
+            for program, operands in zip(self._programs, (packed, plain), strict=True)
+        )
+        got, wanted = (np.asarray(result()).astype(np.float32) for result in (run, run_xla))
         real = plain["segments"] != 0 if "segments" in plain else ...
         off = np.abs(got - wanted)[real] / (1 + np.abs(wanted[real]))
         times_xla = math.inf
@@ -127,9 +160,25 @@ def _verdict(call: native.NativeCall, device: Device) -> Verdict:
                 ms, xla_ms = _fastest_ms(run, run_xla)
                 times_xla = min(times_xla, ms / xla_ms)
         return Verdict(float(off.max()), times_xla)
-    except Exception as error:  # whatever it is, XLA goes on
-        line = (str(error).strip().splitlines() or [""])[0][:200]
-        return Verdict(failed=f"{type(error).__name__}: {line}")
+
+    def _compiled(
+        self, function: Callable[[Operands], Array], is_packed: bool
+    ) -> jax.stages.Compiled:
+        names = [name for name, _ in self.call.operands]
+        sharding = SingleDeviceSharding(self._device)
+        shapes = [
+            jax.ShapeDtypeStruct(
+                of.shape if is_packed else native.plain_shape(of.shape), of.dtype, sharding=sharding
+            )
+            for _, of in self.call.operands
+        ]
+
+        def of_values(*values: Array) -> Array:  # JAX would sort a dict by its names
+            return function(dict(zip(names, values, strict=True)))
+
+        return compile_lowered(
+            jax.jit(of_values).lower(*shapes), compiler_options(self._device.platform)
+        )
 
 
 def _drawn(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -158,18 +207,17 @@ def _drawn(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np
     return plain, packed
 
 
-def _started(
-    function: Callable[[Operands], Array], operands: Operands, device: Device
-) -> tuple[np.ndarray, Callable[[], Any]]:
-    """The result in float32, and what runs it once more to its end."""
+def _runner(
+    program: jax.stages.Compiled, operands: Operands, device: Device
+) -> Callable[[], jax.Array]:
+    """What runs it to its end."""
     placed = jax.device_put(tuple(operands.values()), SingleDeviceSharding(device))
+    return lambda: jax.block_until_ready(program(*placed))
 
-    def of_values(*values: Array) -> Array:  # JAX would sort a dict by its names
-        return function(dict(zip(operands, values, strict=True)))
 
-    run = compile_lowered(jax.jit(of_values).lower(*placed), compiler_options(device.platform))
-    result = np.asarray(run(*placed)).astype(np.float32)
-    return result, lambda: jax.block_until_ready(run(*placed))
+def _line(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {first}"
 
 
 def _fastest_ms(*runs: Callable[[], Any]) -> list[float]:
