@@ -245,6 +245,29 @@ def test_a_frame_longer_than_allowed_ends_its_connection_before_it_has_come():
     asyncio.run(go())
 
 
+def test_the_longest_frames_that_are_allowed_may_come_in_any_pieces(monkeypatch):
+    """Between two pieces all of a frame but its last byte may be there, with the frame's head."""
+    monkeypatch.setattr("jaxembed.server.connection.MOST_FRAMES", 5)
+    head = {":method": "POST", ":path": "/embed", ":scheme": "http", ":authority": "x"}
+
+    async def go():
+        client = h2_client()
+        async with serving() as address, connected(address) as (reader, writer):
+            writer.write(client.data_to_send())
+            client.receive_data(await asyncio.wait_for(reader.read(65536), 5))
+            body = b'{"inputs": "a"}'.ljust(client.max_outbound_frame_size)
+            client.send_headers(1, [*head.items(), ("content-type", "application/json")])
+            client.send_data(1, body, end_stream=True)
+            writer.write(client.data_to_send())
+            while data := await asyncio.wait_for(reader.read(65536), 20):
+                for event in client.receive_data(data):
+                    if isinstance(event, h2.events.ResponseReceived):
+                        return dict(event.headers)
+        return {}
+
+    assert asyncio.run(go()).get(b":status") == b"200"
+
+
 def test_a_body_with_two_lengths_is_refused_and_its_connection_closed():
     head = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     lengths = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"

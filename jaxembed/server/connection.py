@@ -38,6 +38,7 @@ MOST_DISCARDED = 256 * MIB  # bytes of a body that nobody reads, until its clien
 CONNECTION_BYTES = 4 * MIB
 SMALL_ANSWER = 8 * KIB  # bytes that need no room: probes and refusals are answered by a full server
 MOST_FRAMES = 2 * KIB  # bytes of HTTP/2 that are read at once: 140 small frames take h2 10 ms
+FRAME_HEAD = 9  # bytes in front of each frame of HTTP/2
 MOST_SENT = 256 * KIB  # bytes of an answer that are sent at once
 SEND_S = 60  # for a client to take as much
 SEND_TIMEOUT_S = 600  # to take all of an answer
@@ -146,7 +147,8 @@ class Connection(TCPServer):
         protocol = self.protocol.protocol
         if not isinstance(protocol, H2Protocol):
             return await read(count)
-        if len(protocol.connection.incoming_buffer._data) > self.config.h2_max_inbound_frame_size:
+        longest = FRAME_HEAD + self.config.h2_max_inbound_frame_size
+        if len(protocol.connection.incoming_buffer._data) > longest:
             raise ConnectionError("an HTTP/2 frame is longer than allowed")
         if not protocol.streams and not self.idle.running:
             await self.idle.restart(self._task_group, self._idle_timeout)

@@ -141,6 +141,8 @@ class Http2:
 
     async def ask(self, message: Message) -> tuple[int, asyncio.Future[Reply]]:
         """Send it; its stream, and the answer to come, which may raise Lost."""
+        if self._reading.done():  # nobody would tell that there is no answer
+            raise Lost("the server closed the connection before")
         try:
             stream = self._state.get_next_available_stream_id()
             body = message.body or b""
