@@ -303,7 +303,9 @@ class Storm:
             held = {name: metrics[name] for name in GAUGES if metrics[name]}
             threads, files = process.num_threads(), process.num_fds()
             held |= {"threads": threads} if threads > most_threads else {}
-            held |= {"fds": files} if files > before["fds"] else {}
+            if files > before["fds"]:
+                opened = [one.status for one in process.net_connections()]
+                held |= {"fds": files, "connections": opened}
             held |= {"probes": probes} if probes != [200, 200, 200] else {}
             if not held:
                 break
