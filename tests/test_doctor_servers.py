@@ -10,7 +10,6 @@ import contextlib
 import http.client
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -52,7 +51,7 @@ SERVE_COLD = (
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it plants by ways of Linux")
 on_two_cores = pytest.mark.skipif(os.cpu_count() == 1, reason="there is one core only")
 with_native_kernels = pytest.mark.skipif(
-    not has_avx512_bf16() or not any(map(shutil.which, native.COMPILERS)),
+    not has_avx512_bf16() or native.find_compiler() is None,
     reason="this machine has no native kernels",
 )
 

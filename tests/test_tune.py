@@ -21,6 +21,7 @@ from jaxembed.engine.kernels import Choice
 from jaxembed.engine.timing import SEGMENT
 from jaxembed.errors import BackendError, ConfigError, WrongTask
 from jaxembed.models import program
+from jaxembed.models.attention import by_native
 from jaxembed.spec import DenseLayer
 from jaxembed.telemetry import Telemetry, exposition
 from jaxembed.tune import lengths as lengths_module
@@ -485,7 +486,7 @@ def test_two_grids_take_turns_and_each_goes_first_as_often():
 
 
 def test_with_the_native_kernels_only_rows_that_they_take_are_looked_at(opened):
-    plan = dataclasses.replace(opened.plan, kernels=Choice(native=True))
+    plan = dataclasses.replace(opened.plan, kernels=Choice(native=by_native))
     model = dataclasses.replace(opened, plan=plan)
     tuner = _Tuner(model, mix(9, 30, 33), WORK, 0.0, lambda *step: None)
     assert [n for n in tuner._lengths() if n % 16] in ([], [LIMIT])
@@ -503,13 +504,13 @@ def tuner_of(model: MeasuredModel, *lengths: int) -> _Tuner:
 
 
 def test_a_row_may_hold_several_of_the_longest_inputs_where_it_costs_no_more_for_that(opened):
-    joining = joined(opened, native=True, joins=True)
+    joining = joined(opened, native=by_native, joins=True)
     assert tuner_of(joining, 9)._lengths()[-2:] == [LIMIT, 4 * LIMIT]  # that are in use
     beyond = [n for n in tuner_of(joining, LIMIT)._lengths() if n > LIMIT]
     assert len(beyond) > 2
     assert max(beyond) == 4 * LIMIT
-    assert tuner_of(joined(opened, native=True), LIMIT)._lengths()[-2:] == [LIMIT, 4 * LIMIT]
-    shared = tuner_of(joined(opened, shards=2, native=True, joins=True), LIMIT)
+    assert tuner_of(joined(opened, native=by_native), LIMIT)._lengths()[-2:] == [LIMIT, 4 * LIMIT]
+    shared = tuner_of(joined(opened, shards=2, native=by_native, joins=True), LIMIT)
     assert [n for n in shared._lengths() if n > 2 * LIMIT] == [4 * LIMIT]
 
 
@@ -527,7 +528,7 @@ def test_the_row_that_always_stays_is_one_of_the_limit_and_not_a_longer_one(open
         searched["pairs"] = bucket
         return 0.0
 
-    tuner = tuner_of(joined(opened, native=True, joins=True), 9)
+    tuner = tuner_of(joined(opened, native=by_native, joins=True), 9)
     costs = {bucket: Cost(bucket.tokens / 100, 0.1, 1) for bucket in tuner.grid.buckets}
     monkeypatch.setattr(tuning_module, "Search", Searched)
     monkeypatch.setattr(tuner, "_measure", lambda *arguments: None)
