@@ -710,7 +710,7 @@ def test_cancelling_a_rerank_takes_its_queued_work_along(reranker, held):
         await held.wait_entered()
         task = asyncio.create_task(reranker.score_documents(QUERY, ["dog"] * 300, ScoreOptions()))
         while queue_of(reranker)[0] != 300:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         assert reranker.admission.inputs == 300
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

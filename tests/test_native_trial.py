@@ -171,7 +171,9 @@ def test_verdicts_are_kept_with_the_costs_and_the_next_start_tries_nothing(
     monkeypatch, tmp_path, caplog
 ):
     checkpoint = save_tiny(tmp_path / "tiny", **WIDER_TOWERS["qwen3"])
-    config = EngineConfig(dtype="bfloat16", devices=1, max_batch_tokens=64)
+    grid = tmp_path / "buckets.json"
+    grid.write_text(json.dumps({"buckets": [[1, 64]]}))
+    config = EngineConfig(dtype="bfloat16", devices=1, buckets=grid, max_batch_tokens=64)
 
     def kernels():
         with Embedder(str(checkpoint), cache_dir=tmp_path / "cache", config=config) as embedder:

@@ -6,9 +6,12 @@ The n-th call of a runner or tokenizer draws its fault from the seed and n, whil
 is there. Each fault is a line of JSON on standard output, which outlives this process.
 """
 
+import asyncio
+import gc
 import json
 import os
 import resource
+import signal
 import sys
 import threading
 import time
@@ -121,9 +124,22 @@ def spoil(models, faults: Faults, overdue_s: float) -> None:
         watchdog._overdue_s, watchdog._look_s = overdue_s, overdue_s / 5
 
 
+def show_tasks(*_: object) -> None:
+    """What every task of the event loop waits for, into the log."""
+    for task in [one for one in gc.get_objects() if isinstance(one, asyncio.Task)]:
+        print(f"task {task!r}", file=sys.stderr)
+        awaited = task.get_coro()
+        while awaited is not None:
+            frame = getattr(awaited, "cr_frame", None)
+            if frame is not None:
+                print(f"  {frame.f_code.co_filename}:{frame.f_lineno}", file=sys.stderr)
+            awaited = getattr(awaited, "cr_await", None)
+
+
 def main() -> None:
     """The command line, whose server gets its faults once its models are built."""
     plan = json.loads(sys.argv[1])
+    signal.signal(signal.SIGUSR1, show_tasks)
     if plan["disk"] == "full":  # no regular file can grow; Python ignores the signal
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     from jaxembed import cli

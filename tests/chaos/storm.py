@@ -310,6 +310,7 @@ class Storm:
             if not held:
                 break
             if time.monotonic() > deadline:
+                server.process.send_signal(signal.SIGUSR1)  # its tasks, into its log
                 self.ledger.violate(None, f"still held after a wave: {held}, before it {before}")
                 break
             await asyncio.sleep(0.1)
