@@ -296,12 +296,13 @@ class Storm:
         process = psutil.Process(server.process.pid)
         deadline = time.monotonic() + QUIET_S
         while True:
+            await asyncio.sleep(0.1)  # or the last question's own connection is still open
+            threads, files = process.num_threads(), process.num_fds()
             metrics = await self._metrics()
             probes = [
                 (await self._ask(Message(path))).status for path in ("/ready", "/health", "/livez")
             ]
             held = {name: metrics[name] for name in GAUGES if metrics[name]}
-            threads, files = process.num_threads(), process.num_fds()
             held |= {"threads": threads} if threads > most_threads else {}
             if files > before["fds"]:
                 opened = [one.status for one in process.net_connections()]
@@ -313,7 +314,6 @@ class Storm:
                 server.process.send_signal(signal.SIGUSR1)  # its tasks, into its log
                 self.ledger.violate(None, f"still held after a wave: {held}, before it {before}")
                 break
-            await asyncio.sleep(0.1)
         self._check_counts(metrics)
         level = await self._level(server)
         first = next(one for one in self.levels if one["life"] == self._lives and not one["first"])
