@@ -210,8 +210,8 @@ def test_an_engine_whose_costs_are_known_times_nothing(start):
 
 def test_waiting_for_timings_that_do_not_come_ends(start):
     runner = SumRunner()
-    engine = start(runner, costs=BucketCosts(1e-6), compile_workers=1, ready=False)
     runner.gate.clear()
+    engine = start(runner, costs=BucketCosts(1e-6), compile_workers=1, ready=False)
     with pytest.raises(TimeoutError, match="not every bucket was timed"):
         engine.wait_timed(0.0)
     runner.gate.set()
