@@ -12,71 +12,84 @@ import time
 ENTERED_AT = time.time()  # before any other import: what came before is the interpreter's
 
 
+class Laps:
+    """Seconds by stage, each from the end of the one before."""
+
+    def __init__(self) -> None:
+        self.began_at = float(os.environ.get("STARTED_AT", ENTERED_AT))
+        self.seconds = {"interpreter": ENTERED_AT - self.began_at}
+        self._last = ENTERED_AT
+
+    def end(self, stage: str) -> None:
+        now = time.time()
+        self.seconds[stage] = now - self._last
+        self.seconds["total"] = now - self.began_at
+        self._last = now
+
+
 def main() -> None:
     import json
     from pathlib import Path
 
     cache_dir, model_name = Path(sys.argv[1]), (sys.argv[2:] or [None])[0]
-    began_at = float(os.environ.get("STARTED_AT", ENTERED_AT))
-    seconds = {"interpreter": ENTERED_AT - began_at}
-    last = ENTERED_AT
+    laps = Laps()
+    import_all(laps)
+    start(laps, cache_dir, model_name)
+    print(json.dumps(laps.seconds))
 
-    def lap(stage: str) -> None:
-        nonlocal last
-        now = time.time()
-        seconds[stage] = now - last
-        last = now
 
+def import_all(laps: Laps) -> None:
+    import jax  # noqa: F401
+
+    laps.end("import jax")
+    from jaxembed import checkpoint, hub  # noqa: F401
+
+    laps.end("import hub and checkpoint")
+    import jaxembed.server.run
+
+    laps.end("import server")
+    import jaxembed.embedder  # noqa: F401
+
+    laps.end("import embedder")
+
+
+def start(laps: Laps, cache_dir, model_name) -> None:
     import jax
 
-    lap("import jax")
     from jaxembed import checkpoint, hub
-
-    lap("import hub and checkpoint")
-    import jaxembed.server.run  # noqa: F401
-
-    lap("import server")
     from jaxembed.cli import configure_jax
     from jaxembed.config import EngineConfig
-    from jaxembed.embedder import Embedder  # noqa: F401
     from jaxembed.engine.build import make_plan
     from jaxembed.engine.replica import Replica
     from jaxembed.models import program
 
     configure_jax(cache_dir, None)
-    lap("import embedder")
     path = hub.resolve(model_name, cache_dir=cache_dir)
-    lap("resolve and convert")
+    laps.end("resolve and convert")
     spec = checkpoint.load_spec(path)
     model = program(spec)
-    lap("build the model")
+    laps.end("build the model")
     jax.local_devices()
-    lap("start the device")
+    laps.end("start the device")
     planned = make_plan(spec, model, EngineConfig(), cache_dir)
-    lap("plan and calibrate")
+    laps.end("plan and calibrate")
     import tokenizers
 
     tokenizers.Tokenizer.from_file(str(checkpoint.tokenizer_path(path)))
-    lap("load the tokenizer")
+    laps.end("load the tokenizer")
     parameters = checkpoint.load_params(path, spec)
-    lap("load the parameters")
-    replica = Replica(
-        model,
-        parameters,
-        planned.devices[:1],
-        planned.dtype,
-        attention=planned.kernels.implementation,
-        native_layout=planned.kernels.native_layout,
-    )
-    lap("parameters to the device")
-    for bucket in planned.grid.covering:
+    laps.end("load the parameters")
+    kernels = planned.kernels
+    place = (model, parameters, planned.devices[:1], planned.dtype)
+    replica = Replica(*place, attention=kernels.implementation, native_layout=kernels.native_layout)
+    laps.end("parameters to the device")
+    covering, use = planned.grid.covering, planned.grid.by_use
+    for bucket in covering:
         replica.compile(bucket)
-    lap(f"compile {len(planned.grid.covering)} covering buckets in turn")
-    for bucket in planned.grid.by_use[len(planned.grid.covering) :]:
+    laps.end(f"compile {len(covering)} covering buckets in turn")
+    for bucket in use[len(covering) :]:
         replica.compile(bucket)
-    lap("compile the other buckets in turn")
-    seconds["total"] = last - began_at
-    print(json.dumps(seconds))
+    laps.end("compile the other buckets in turn")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import tokenizers
 from fakes import SMALL_GRID, WAIT_S, EngineUnderTest
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
+import converters
 from jaxembed import Embedder, EngineConfig, checkpoint
 from jaxembed.engine import costs, timing
 from jaxembed.models import native, random_parameters
@@ -159,6 +160,20 @@ def _native_kernels(tmp_path_factory) -> None:
         if "there is no C compiler" not in str(error):
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture(name="conversions")
+def _conversions(monkeypatch) -> list[Path]:
+    """Every source that is converted, in order."""
+    seen = []
+    convert = converters.convert
+
+    def counted(source, out, **options):
+        seen.append(source)
+        return convert(source, out, **options)
+
+    monkeypatch.setattr(converters, "convert", counted)
+    return seen
 
 
 @pytest.fixture(name="tiny_checkpoint", scope="session")

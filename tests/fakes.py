@@ -20,6 +20,12 @@ SMALL_GRID = BucketGrid((Bucket(1, 16), Bucket(8, 16), Bucket(1, 64)))
 WAIT_S = 30.0  # for what must happen: reached only when it doesn't
 
 
+def is_work_in(planes: np.ndarray) -> bool:
+    """Whether a batch is somebody's: what is timed or probed has the id 1 alone."""
+    ids, _, segments = planes[:3]
+    return bool((ids[segments > 0] != 1).any())
+
+
 class SumRunner(Runner):
     """Answers each sequence with the sum of its ids, so that an answer shows whose it is.
 
@@ -68,7 +74,7 @@ class SumRunner(Runner):
         self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
     ) -> dict[OutputName, np.ndarray]:
         ids, positions, segments = planes[:3]
-        is_work = bool((ids[segments > 0] != 1).any())
+        is_work = is_work_in(planes)
         with self._lock:
             self.inside += 1
             self.most_inside = max(self.most_inside, self.inside)

@@ -15,7 +15,7 @@ from fake_embedder import FakeEmbedder
 
 from jaxembed import cli
 from jaxembed.config import ServerConfig
-from jaxembed.doctor import findings, history, machine
+from jaxembed.doctor import history, machine
 from jaxembed.doctor.examine import examine
 from jaxembed.doctor.facts import (
     AdmissionFacts,
@@ -37,7 +37,6 @@ from jaxembed.doctor.history import WINDOW_S, History, ModelTotals, Moment, Wind
 from jaxembed.doctor.page import QUESTIONS, model_page
 from jaxembed.doctor.probe import PROBES, ask
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.cost_file import BUSY_SPREAD
 from jaxembed.engine.engine import BucketUse
 from jaxembed.errors import ConfigError, Unanswered
 from jaxembed.server.app import create_app
@@ -391,10 +390,6 @@ def test_the_worst_comes_first():
         "something else uses the machine",
         "texts are cut",
     ]
-
-
-def test_timings_are_called_busy_where_the_engine_would_not_keep_them():
-    assert findings.BUSY_TIMINGS == BUSY_SPREAD
 
 
 @pytest.mark.parametrize(

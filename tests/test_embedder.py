@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import LIMIT, WORDS, save_tiny
+from fakes import is_work_in
 
 from jaxembed import Embedder, EngineConfig, Label, Ranked, TextConfig
 from jaxembed.embedder import EncodeOptions, ScoreOptions
@@ -57,17 +58,18 @@ def _open_embedder(tiny_checkpoint, grid_file, tmp_path):
 
 
 class Held:
-    """Holds a device back: inside `with`, batches that start wait until the end of it."""
+    """Holds a device back: batches of work that start wait until `gate` is set."""
 
     def __init__(self, monkeypatch):
         self.entered = threading.Event()
         self.gate = threading.Event()
         usual = Replica.run
 
-        def run(replica, *arguments):
-            self.entered.set()
-            assert self.gate.wait(WAIT_S)
-            return usual(replica, *arguments)
+        def run(replica, bucket, planes, outputs):
+            if is_work_in(planes):
+                self.entered.set()
+                assert self.gate.wait(WAIT_S)
+            return usual(replica, bucket, planes, outputs)
 
         monkeypatch.setattr(Replica, "run", run)
 

@@ -586,7 +586,7 @@ def test_a_sick_engine_closes_without_another_probe(start, runner):
     before = len(runner.timed)
     with turn.hold(lambda: math.inf):
         ticket = engine.submit([encoding(5)])
-        until(lambda: turn.waiting == 1)
+        until(lambda: turn.waiting)
         engine.cancel(ticket)
         closer = threading.Thread(target=engine.close, args=(WAIT_S,))
         closer.start()

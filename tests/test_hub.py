@@ -37,20 +37,6 @@ def _source(tmp_path) -> Path:
     return sources.write_sentence_bert(tmp_path / "tiny model")
 
 
-@pytest.fixture(name="conversions")
-def _conversions(monkeypatch) -> list[Path]:
-    """Every source that is converted, in order."""
-    seen = []
-    convert = converters.convert
-
-    def counted(source, out, **options):
-        seen.append(source)
-        return convert(source, out, **options)
-
-    monkeypatch.setattr(converters, "convert", counted)
-    return seen
-
-
 @pytest.fixture(name="downloads")
 def _downloads(monkeypatch, tmp_path) -> list[SimpleNamespace]:
     """A hub with one model, copied file by file as its patterns ask; every call to it."""

@@ -10,7 +10,7 @@ import pytest
 from conftest import TOWERS, WIDER_TOWERS, WORDS, save_tiny, tiny_spec
 
 from jaxembed import Embedder, EngineConfig
-from jaxembed.engine import native_trial
+from jaxembed.engine import build, native_trial
 from jaxembed.engine.kernels import choose_native
 from jaxembed.engine.native_trial import Verdict, noted_calls, try_native
 from jaxembed.models import native, program
@@ -182,13 +182,19 @@ def test_verdicts_are_kept_with_the_costs_and_the_next_start_tries_nothing(
     plant(monkeypatch, "attention", "segments")
     first = kernels()
     assert "off by" in first["not_used"]["native attention"]
-    monkeypatch.setattr("jaxembed.engine.build.try_native", None)
+    usual = build.try_native
+    monkeypatch.setattr(build, "try_native", None)
     with caplog.at_level(logging.WARNING):
         assert kernels() == first
-    assert caplog.text == ""
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not any("native" in record.getMessage() for record in warnings)
     (file,) = (tmp_path / "cache" / "costs").glob("*-native.json")
     monkeypatch.undo()
     file.write_text("{}")
     monkeypatch.setattr(native_trial, "CLEARLY_SLOWER", float("inf"))
+    late = Verdict(failed=native_trial.LATE)
+    monkeypatch.setattr(build, "try_native", lambda *of: usual(*of) | {"linear": late})
+    assert kernels()["not_used"] == {"native linear": native_trial.LATE}
+    monkeypatch.setattr(build, "try_native", usual)
     assert kernels()["not_used"] == {}
     assert "is ignored" in caplog.text

@@ -210,11 +210,11 @@ def test_an_engine_whose_costs_are_known_times_nothing(start):
 
 def test_waiting_for_timings_that_do_not_come_ends(start):
     runner = SumRunner()
-    runner.gate.clear()
-    engine = start(runner, costs=BucketCosts(1e-6), compile_workers=1, ready=False)
+    compiles = runner.slow_to_compile[SMALL] = threading.Event()
+    engine = start(runner, costs=BucketCosts(1e-6), ready=False)
     with pytest.raises(TimeoutError, match="not every bucket was timed"):
         engine.wait_timed(0.0)
-    runner.gate.set()
+    compiles.set()
 
 
 def test_batches_longer_than_expected_make_every_bucket_dearer(start):

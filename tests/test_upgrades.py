@@ -97,19 +97,6 @@ def _info(caplog) -> None:
     caplog.set_level(logging.INFO)
 
 
-@pytest.fixture(name="conversions")
-def _conversions(monkeypatch) -> list[Path]:
-    seen = []
-    convert = converters.convert
-
-    def counted(source, out, **options):
-        seen.append(source)
-        return convert(source, out, **options)
-
-    monkeypatch.setattr(converters, "convert", counted)
-    return seen
-
-
 # converted checkpoints
 
 

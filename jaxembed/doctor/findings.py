@@ -17,6 +17,7 @@ from jaxembed.doctor.facts import (
     KernelFacts,
     MachineFacts,
 )
+from jaxembed.engine.cost_file import BUSY_SPREAD
 from jaxembed.engine.kernels import NATIVE, UNSUITED
 
 # Shares of the time of the last while
@@ -28,7 +29,6 @@ THROTTLED_SHARE = 0.1
 
 FEWEST = 10  # batches, requests or inputs, before their shares say anything
 MISFIT = 2.0  # times the tokens that such batches need
-BUSY_TIMINGS = 1.3  # a larger spread is not kept by the engine either
 SMALL_BATCH = 8  # times as long a batch could take as the largest one does
 FEW_BATCHES = 4  # that a queue must hold, so that devices do not wait for requests
 CUT_SHARE = 0.05  # of the inputs
@@ -185,11 +185,11 @@ def _machine_is_shared(facts: Facts) -> Finding | None:
             f"other programs kept {others:.1f} of the {machine.cores} cores busy that this process "
             f"may use, over {window.seconds:.0f} s"
         )
-    if spread > BUSY_TIMINGS:
+    if spread > BUSY_SPREAD:
         evidence.append(f"timings of one bucket differ by a factor of {spread:.2f}")
     if not evidence:
         return None
-    if facts.programs.drift > BUSY_TIMINGS:
+    if facts.programs.drift > BUSY_SPREAD:
         evidence.append(f"batches take {facts.programs.drift:.1f} times as long as was timed")
     return Finding(
         "something else uses the machine",

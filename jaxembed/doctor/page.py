@@ -51,7 +51,7 @@ def local_page(examination: LocalExamination) -> str:
         ("device", _device_line(device)),
         ("", f"{machine.cores} of {machine.machine_cores} cores"),
         ("memory", _memory_line(machine)),
-        ("compiler", facts.compiler or "none: install gcc or clang"),
+        ("compiler", facts.compiler or "none, which only a source checkout needs"),
         (
             "cache",
             f"{facts.cache_dir}, {facts.kept_programs} programs; nobody else can write there",

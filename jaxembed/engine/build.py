@@ -155,13 +155,15 @@ def build(
 def kept_verdicts(
     program: Program, device: Device, dtype: DType, cache_dir: Path, identity: dict[str, Any]
 ) -> Verdicts:
-    """On the native calls of a model: those of an earlier run, or they are tried and kept."""
+    """On the native calls of a model: those of an earlier run, or they are tried and, if all could
+    be, kept."""
     file = KeptFile(cache_dir, identity, "verdicts", "-native")
     kept = file.load(lambda found: {name: Verdict(**one) for name, one in found.items()})
     if kept is not None:
         return kept
     verdicts = try_native(program, device, dtype)
-    file.save({name: asdict(one) for name, one in verdicts.items()})
+    if not any(one.failed for one in verdicts.values()):  # as where the machine is too busy
+        file.save({name: asdict(one) for name, one in verdicts.items()})
     return verdicts
 
 

@@ -137,9 +137,9 @@ def cut_tokens(ids: np.ndarray, most: int, side: Side) -> np.ndarray:
 
 
 def _cut(text: str, most: int, side: Side) -> str:
-    """The first `most` characters, or the last: of these what follows the first word, for all
-    tokenizers go on after a space as if nothing had been before it. The rest of a number or of a
-    line of dashes they might take apart otherwise."""
+    """The first `most` characters, or the last: of these what follows the first word, because a
+    tokenizer with words goes on after a space as if nothing had been before it. The rest of a
+    number or of a line of dashes it might take apart otherwise."""
     if side == "right" or len(text) <= most:
         return text[:most]
     space = WORD_END.search(text, len(text) - most)

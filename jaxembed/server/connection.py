@@ -115,13 +115,10 @@ class Connection(TCPServer):
 
     async def _close(self) -> None:
         self._write_held()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await super()._close()
-        except TimeoutError:
-            pass
-        finally:
-            self.abort()  # a client that does not read would hold it for good
+        self.abort()  # a client that does not read would hold it for good
 
     def abort(self) -> None:
         """Close it now, whatever waits to be sent."""
@@ -140,7 +137,6 @@ class Connection(TCPServer):
             if not self._is_lost or self._reading is None:
                 raise
             self._reading.uncancel()
-            await self.protocol.handle(Closed())  # to a request that came after `_lose` said so
         self._reading = None
         self.idle.end()
 
