@@ -47,9 +47,9 @@ from jaxembed.engine.replica import NullReplica, Runner
 from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.engine.timing import milliseconds
 from jaxembed.engine.turn import DeviceTurn
-from jaxembed.inputs import Encoding
-from jaxembed.models.output import OutputName
+from jaxembed.outputs import OutputName
 from jaxembed.telemetry import Telemetry
+from jaxembed.work import Encoding, work_of
 
 TICKET = 32  # sequences in one request
 COPIES = 3  # of the lengths of a mix
@@ -120,6 +120,10 @@ class Recorder:
         answer = self.runner.run(bucket, planes, outputs)
         self.runs.append((bucket, start, time.perf_counter()))
         return answer
+
+    @property
+    def float32_bucket(self) -> Bucket | None:
+        return self.runner.float32_bucket
 
     def run_in_float32(self, planes: np.ndarray, outputs: Iterable[OutputName]):
         return self.runner.run_in_float32(planes, outputs)
@@ -210,7 +214,7 @@ def measure(
     for bucket in {bucket for grid in grids.values() for bucket in grid.buckets}:
         recorder.compile(bucket)
     platform = jax.local_devices()[0].platform
-    null = NullReplica(model.spec.dim, model.spec.hidden_size)
+    null = NullReplica(model.spec.widths)
     engines = {key: started(recorder, grid, model, platform) for key, grid in grids.items()}
     idle = {key: started(null, grid, model, platform) for key, grid in grids.items()}
     gc.collect()
@@ -220,7 +224,7 @@ def measure(
         runs: dict[tuple[str, int], list[Run]] = {key: [] for key in grids}
         for engine in engines.values():
             embed_all(engine, mix.encodings[: TICKET * 4])
-        entries = Ticket(mix.encodings, 1).entries
+        entries = Ticket(work_of(mix.encodings), {"dense": 1}).entries
         holding = {
             b for e in engines.values() for b in e.grid.buckets if b.length >= mix.lengths.max()
         }
@@ -240,7 +244,9 @@ def measure(
 def started(runner: Runner, grid: BucketGrid, model: Subject, platform: str) -> Engine:
     """An engine of one seat with every bucket compiled and timed."""
     seats = [Seat(runner, DeviceTurn.for_platform(platform))]
-    engine = Engine(seats, grid, model.spec.dim, Telemetry(), BucketCosts(1e-3), full_warmup=True)
+    engine = Engine(
+        seats, grid, model.spec.widths, Telemetry(), BucketCosts(1e-3), full_warmup=True
+    )
     engine.start()
     engine.wait_timed()
     return engine
@@ -310,7 +316,7 @@ def deep_queue(
 ) -> dict[str, Any]:
     """Rates of a shallow and of a deep queue. They take turns."""
     platform = jax.local_devices()[0].platform
-    null = NullReplica(model.spec.dim, model.spec.hidden_size)
+    null = NullReplica(model.spec.widths)
     some = _workload(name, model, args).lengths
     shallow = max(1, round(2 * max(b.tokens for b in grid.buckets) / some.mean()))
     deep = shallow * args.deep
@@ -345,7 +351,7 @@ def embed_all(engine: Engine, encodings: Sequence[Encoding], waiting: int | None
     for k in range(0, len(encodings), TICKET):
         if len(tickets) * TICKET >= (waiting or len(encodings)):
             tickets.popleft().result()
-        tickets.append(engine.submit(encodings[k : k + TICKET]))
+        tickets.append(engine.submit(work_of(encodings[k : k + TICKET])))
     for ticket in tickets:
         ticket.result()
     return time.perf_counter() - start
@@ -355,7 +361,9 @@ def lone_ms(engine: Engine, mix: Workload) -> float:
     """Median milliseconds of one sequence of median length while nothing else waits. As bulk, or
     the engine would keep its batches brief in the next round, for whoever may ask again."""
     one = sorted(mix.encodings, key=lambda e: e.length)[len(mix.encodings) // 2]
-    return report.timed(lambda: engine.submit([one], priority="bulk").result(), LONE_RUNS).median
+    return report.timed(
+        lambda: engine.submit(work_of([one]), priority="bulk").result(), LONE_RUNS
+    ).median
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def full_planes(bucket: Bucket, model: Subject, seed: int = 0) -> tuple[np.ndarr
     """A batch without padding, and the lengths in it: one sequence a row, or several in rows that
     are longer than what the model takes."""
     longest = min(position_limit(model.spec) or bucket.length, bucket.length)
-    planes = np.zeros((PackedTokens.FIELDS, bucket.rows, bucket.length), np.int32)
+    planes = np.zeros((PackedTokens.PLANES, bucket.rows, bucket.length), np.int32)
     ids, positions, segments, _, pooled = planes
     place = np.arange(bucket.length)
     ids[:] = np.random.default_rng(seed).integers(0, model.vocab_size, ids.shape)

@@ -480,7 +480,7 @@ def parts_in(bucket: Bucket) -> int:
 
 def packed_planes(bucket: Bucket) -> np.ndarray:
     """PARTS in the first row, one long sequence in each of the others."""
-    planes = np.ones((PackedTokens.FIELDS, bucket.rows, bucket.length), np.int32)
+    planes = np.ones((PackedTokens.PLANES, bucket.rows, bucket.length), np.int32)
     planes[0] = np.random.default_rng(2).integers(5, 1000, (bucket.rows, bucket.length))
     planes[1] = np.arange(bucket.length)
     planes[3] = 0
@@ -566,7 +566,7 @@ def ceilings(args: Namespace) -> dict[str, Any]:
 def latencies(args: Namespace) -> dict[str, Any]:
     """Milliseconds of the steps that every batch takes beside its program."""
     device = jax.local_devices()[0]
-    planes = np.ones((PackedTokens.FIELDS, 8, 128), np.int32)
+    planes = np.ones((PackedTokens.PLANES, 8, 128), np.int32)
     vectors = jax.device_put(np.ones((32, 128, 768), np.float32), device)
     nothing = jax.jit(lambda x: x + 1).lower(vectors[0, 0]).compile()
     small = jax.block_until_ready(vectors[0, 0])

@@ -10,6 +10,7 @@ JaxembedError
       - EmptyInput          a text, a query or a list of token ids with nothing in it
           - NoInputs        a request with nothing to do
       - InputTooLong        more tokens than the limit, and truncation is off
+      - TooManySpans        more spans of one input than a row of a batch has slots
       - BareTokenIds        token ids that lack the tokenizer's special tokens
       - UnknownPrompt       a prompt name that the checkpoint lacks
       - UnknownPurpose      a purpose of the texts that no prompt could be for
@@ -95,6 +96,17 @@ class InputTooLong(InvalidInput):
         self.limit = limit
         self.got = got
         self.exact = exact
+
+
+class TooManySpans(InvalidInput):
+    """An input with `got` spans to pool, where `limit` is the most."""
+
+    def __init__(self, limit: int, got: int, index: int | None = None):
+        super().__init__(
+            f"the input has {got} spans, the limit is {limit}; send fewer", None, index
+        )
+        self.limit = limit
+        self.got = got
 
 
 class BareTokenIds(InvalidInput):

@@ -1,10 +1,8 @@
-"""What a request may ask to embed, and what the processor makes of it. Knows no wire format."""
+"""What a request may ask to embed. Knows no wire format."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
 
 Priority = Literal["interactive", "bulk"]  # who waits for it: somebody, or a job
 
@@ -35,20 +33,3 @@ class Tokens:
 
 
 Input = Text | Pair | Tokens
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """One tokenized input, ready to be packed.
-
-    `ids` and `types` are int32 `[length]` (`types` may be None: all zero). The first `unpooled`
-    tokens take no part in pooling: the prompt of a checkpoint that says include_prompt=false.
-    """
-
-    ids: np.ndarray
-    types: np.ndarray | None = None
-    unpooled: int = 0
-
-    @property
-    def length(self) -> int:
-        return len(self.ids)

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxembed.inputs import Priority
-from jaxembed.models.output import OutputName
+from jaxembed.outputs import OutputName
 from jaxembed.postprocess import rank, scores
 from jaxembed.processors.tokenizer import Side
 from jaxembed.spec import ScoreFunction
+from jaxembed.work import Ragged, Result
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,23 @@ class ScoreOptions:
 class Embeddings:
     """The answer to a request, in input order."""
 
-    dense: np.ndarray  # float32 [n, dim], cut and normalised as asked
-    tokens: list[np.ndarray] | None  # float32 [length, width] each, where asked
+    values: Result  # of each output asked for; `dense` is cut and normalised as asked
     num_tokens: np.ndarray  # int [n], tokens really run
     truncated: int  # inputs that were cut
     tokenization_s: float  # this and the next two are means over the inputs
     queue_s: float
     inference_s: float
+
+    @property
+    def dense(self) -> np.ndarray:
+        """float32 `[n, dim]`. Raises KeyError if it was not asked for."""
+        return self.values["dense"]
+
+    @property
+    def tokens(self) -> Ragged:
+        """The last hidden states of each input, float32 `[length, width]`, before pooling. Raises
+        KeyError if they were not asked for."""
+        return self.values["tokens"]
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,21 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
-from itertools import chain, islice
+from itertools import islice
 
 import numpy as np
 
 from jaxembed.engine.engine import Engine
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, InvalidInput
-from jaxembed.inputs import Encoding, Text
+from jaxembed.inputs import Priority, Text
+from jaxembed.outputs import OutputName
 from jaxembed.processors.text import Tokenized, characters
 from jaxembed.processors.tokenizer import SHORT_CHARACTERS, chunks
 from jaxembed.spec import ModelSpec, Task
 from jaxembed.tasks import Answer, Request, Run, Tokenize
 from jaxembed.telemetry import Telemetry
+from jaxembed.work import Work, join_work, work_of
 
 ANSWER_STAGES = ("tokenization", "queue", "inference")
 
@@ -49,9 +51,7 @@ class RequestRunner:
         started_at = time.monotonic()
         tokenized = self._tokenize(request)
         tokenization_s = time.monotonic() - started_at
-        ticket = self._engine.submit(
-            tokenized.encodings, request.outputs, priority=request.priority
-        )
+        ticket = self._engine.submit(tokenized.work, priority=request.priority)
         try:
             ticket.result()
         except BaseException:
@@ -73,8 +73,8 @@ class RequestRunner:
         started_at = time.monotonic()
         tokenized = await self._tokenize_async(request)
         tokenization_s = time.monotonic() - started_at
-        on_tokens(sum(encoding.length for encoding in tokenized.encodings))
-        ticket = await self._submit(tokenized.encodings, request)
+        on_tokens(tokenized.work.tokens)
+        ticket = await self._submit(tokenized.work, request.priority)
         return request.answer(self._count(Run(ticket, tokenized, tokenization_s)))
 
     def off_loop(self, call: Callable, *arguments) -> asyncio.Future:
@@ -98,7 +98,7 @@ class RequestRunner:
                 parts.append(self._in_thread(_tokenize_chunk, tokenize, chunk, first))
             for part in wait(parts, return_when=FIRST_EXCEPTION).done:
                 part.result()  # raises what one failed with, while others may wait
-            return _join([part.result() for part in parts])
+            return _join([part.result() for part in parts], request.outputs)
         except BaseException:
             _cancel(parts)
             raise
@@ -113,7 +113,7 @@ class RequestRunner:
         try:
             for first, chunk in _jobs(request.items):
                 parts.append(self.off_loop(_tokenize_chunk, tokenize, chunk, first))
-            return _join(await asyncio.gather(*parts))
+            return _join(await asyncio.gather(*parts), request.outputs)
         except BaseException:
             _cancel(parts)
             raise
@@ -124,7 +124,7 @@ class RequestRunner:
         except RuntimeError as error:  # it was shut down
             raise BackendError("this Embedder is closed") from error
 
-    async def _submit(self, encodings: list[Encoding], request: Request) -> Ticket:
+    async def _submit(self, work: Work, priority: Priority | None) -> Ticket:
         """Submit and wait; the engine wakes the loop once."""
         loop = asyncio.get_running_loop()
         done = loop.create_future()
@@ -133,17 +133,20 @@ class RequestRunner:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(_finish, done)
 
-        ticket = self._engine.submit(encodings, request.outputs, wake, request.priority)
+        ticket = self._engine.submit(work, wake, priority)
         try:
             await done
         except asyncio.CancelledError:
             self._engine.cancel(ticket)
             raise
-        return ticket.result(timeout_s=0.0)
+        ticket.result(timeout_s=0.0)
+        return ticket
 
     def _nothing(self, request: Request[Answer]) -> Answer:
         """The answer where there are no items."""
-        return request.answer(Run(Ticket([], self._spec.dim), Tokenized([], 0), 0.0))
+        nothing = work_of([], request.outputs)
+        ticket = Ticket(nothing, self._spec.widths)
+        return request.answer(Run(ticket, Tokenized(nothing, 0), 0.0))
 
     def _count(self, run: Run) -> Run:
         telemetry, ticket, figures = self._telemetry, run.ticket, run.figures
@@ -209,7 +212,7 @@ def _is_brief(items: Sequence) -> bool:
 
 
 def _tokenize_whole(request: Request) -> Tokenized:
-    return request.begin()(request.items)
+    return _join([request.begin()(request.items)], request.outputs)
 
 
 def _finish(future: asyncio.Future) -> None:
@@ -222,6 +225,6 @@ def _cancel(parts: Iterable[Future | asyncio.Future]) -> None:
         part.cancel()
 
 
-def _join(parts: Sequence[Tokenized]) -> Tokenized:
-    encodings = list(chain.from_iterable(part.encodings for part in parts))
-    return Tokenized(encodings, sum(part.truncated for part in parts))
+def _join(parts: Sequence[Tokenized], outputs: frozenset[OutputName]) -> Tokenized:
+    work = join_work([part.work for part in parts], outputs)
+    return Tokenized(work, sum(part.truncated for part in parts))

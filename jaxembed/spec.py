@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxembed.outputs import OutputName
+
 FORMAT_VERSION = 2  # of what is written; docs/versions.md says when it grows
 
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken"]
@@ -98,6 +100,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def device_modules(self) -> tuple[Module, ...]:
         """The modules that run on the device: all but a last Normalize."""
         return self.modules[:-1] if self.normalize else self.modules
+
+    @property
+    def widths(self) -> dict[OutputName, int]:
+        """How many floats each output has, of a slot or of a token."""
+        return {"dense": self.dim, "tokens": self.hidden_size}
 
     @property
     def dim(self) -> int:

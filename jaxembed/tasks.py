@@ -11,8 +11,8 @@ from jaxembed.config import TextConfig
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import EmptyInput, InvalidInput, WrongTask
 from jaxembed.inputs import Input, Pair, Priority, Text
-from jaxembed.models.output import OutputName
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
+from jaxembed.outputs import OutputName
 from jaxembed.postprocess import shape_vectors
 from jaxembed.processors.text import Rules, TextProcessor, Tokenized
 from jaxembed.spec import ModelSpec, Task
@@ -45,7 +45,7 @@ class Run:
     def figures(self) -> dict[str, Any]:
         """The fields that Embeddings and Scores have in common."""
         return {
-            "num_tokens": np.array([one.length for one in self.tokenized.encodings], np.int64),
+            "num_tokens": self.tokenized.work.lengths.astype(np.int64),
             "truncated": self.tokenized.truncated,
             "tokenization_s": self.tokenization_s,
             "queue_s": _mean(self.ticket.queue_s),
@@ -131,14 +131,17 @@ class Tasks:
         return self._text.truncate if options.truncate is None else options.truncate
 
     def _embeddings(self, run: Run, options: EncodeOptions) -> Embeddings:
-        normalize = self._spec.normalize if options.normalize is None else options.normalize
-        dense = shape_vectors(run.ticket.dense, dimensions=options.dimensions, normalize=normalize)
-        tokens = [hidden for hidden in run.ticket.tokens if hidden is not None]
-        return Embeddings(dense=dense, tokens=tokens or None, **run.figures)
+        values = dict(run.ticket.values)
+        if "dense" in values:
+            normalize = self._spec.normalize if options.normalize is None else options.normalize
+            values["dense"] = shape_vectors(
+                values["dense"], dimensions=options.dimensions, normalize=normalize
+            )
+        return Embeddings(values, **run.figures)
 
     def _scores(self, run: Run) -> Scores:
         spec = self._spec
-        return Scores(run.ticket.dense, spec.labels, spec.score_function, **run.figures)
+        return Scores(run.ticket.values["dense"], spec.labels, spec.score_function, **run.figures)
 
 
 def check_task(name: str, spec: ModelSpec, task: Task) -> None:

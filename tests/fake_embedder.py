@@ -19,6 +19,7 @@ from jaxembed.processors.text import TokenPiece
 from jaxembed.spec import ModelSpec
 from jaxembed.tasks import check_dimensions, check_query, check_task
 from jaxembed.telemetry import Telemetry
+from jaxembed.work import Ragged, Result
 
 DIM = 8
 MAX_TOKENS = 16
@@ -100,13 +101,16 @@ class FakeEmbedder(Embedder):
         self.asked.append(options)
         check_dimensions(self.spec, options.dimensions)
         lengths = self._lengths(inputs, options)
-        dense = np.stack([vector(item) for item in inputs])
-        tokens = [np.full((n, DIM), n, np.float32) for n in np.minimum(lengths, MAX_TOKENS)]
+        dense = shape_vectors(
+            np.stack([vector(item) for item in inputs]),
+            dimensions=options.dimensions,
+            normalize=bool(options.normalize),
+        )
+        rows = [np.full((n, DIM), n, np.float32) for n in np.minimum(lengths, MAX_TOKENS)]
+        tokens = Ragged(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
+        everything: Result = {"dense": dense, "tokens": tokens}
         return Embeddings(
-            dense=shape_vectors(
-                dense, dimensions=options.dimensions, normalize=bool(options.normalize)
-            ),
-            tokens=tokens if "tokens" in options.outputs else None,
+            {name: everything[name] for name in options.outputs},
             num_tokens=np.minimum(lengths, MAX_TOKENS),
             truncated=int((lengths > MAX_TOKENS).sum()),
             tokenization_s=0.001,

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from prometheus_client.registry import Collector
@@ -11,12 +11,14 @@ from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.costs import BucketCosts, often_enough
 from jaxembed.engine.engine import Engine, Seat
 from jaxembed.engine.replica import Runner
+from jaxembed.engine.ticket import Ticket
 from jaxembed.engine.turn import DeviceTurn, Share
-from jaxembed.inputs import Encoding
-from jaxembed.models.output import OutputName
+from jaxembed.outputs import OutputName
 from jaxembed.telemetry import Telemetry
+from jaxembed.work import Encoding, work_of
 
 SMALL_GRID = BucketGrid((Bucket(1, 16), Bucket(8, 16), Bucket(1, 64)))
+WIDTHS: dict[OutputName, int] = {"dense": 1, "tokens": 1}  # of what a SumRunner answers
 WAIT_S = 30.0  # for what must happen: reached only when it doesn't
 
 
@@ -31,8 +33,8 @@ class SumRunner(Runner):
 
     `gate` holds runs back, `broken` and `error` fail them, more than `most_tokens` do not fit the
     memory. The id BAD makes its sequence infinite, or with `poison` its whole row; WORSE does so in
-    float32 too, which only a runner with `float32` has. What is timed or probed, sequences of the
-    id 1 alone, passes the gate and is noted in `timed` instead of `ran`.
+    float32 too, which only a runner with a bucket for `float32` has. What is timed or probed,
+    sequences of the id 1 alone, passes the gate and is noted in `timed` instead of `ran`.
     """
 
     BAD, WORSE = 666, 667
@@ -41,12 +43,12 @@ class SumRunner(Runner):
         self,
         most_tokens: int = 10**9,
         poison: bool = False,
-        float32: bool = False,
+        float32: Bucket | None = None,
         error: Exception | None = None,
     ):
         self.most_tokens = most_tokens
         self.poison = poison
-        self.float32 = float32
+        self._float32 = float32
         self.error = error
         self.broken = False
         self.gate = threading.Event()
@@ -96,13 +98,16 @@ class SumRunner(Runner):
             raise RuntimeError(f"RESOURCE_EXHAUSTED: out of memory at 0xdead, {bucket.tokens}")
         return self._sums(planes, bucket.slots, outputs, guilty=(self.BAD, self.WORSE))
 
+    @property
+    def float32_bucket(self) -> Bucket | None:
+        return self._float32
+
     def run_in_float32(
         self, planes: np.ndarray, outputs: Iterable[OutputName]
-    ) -> dict[OutputName, np.ndarray] | None:
+    ) -> dict[OutputName, np.ndarray]:
         self.wide_runs += 1
-        if not self.float32:
-            return None
-        return self._sums(planes, planes.shape[2] // 4, outputs, guilty=(self.WORSE,))
+        assert self._float32 is not None
+        return self._sums(planes, self._float32.slots, outputs, guilty=(self.WORSE,))
 
     def _sums(self, planes, slots, outputs, guilty) -> dict[OutputName, np.ndarray]:
         ids, segments = planes[0].astype(np.float32), planes[2]
@@ -111,7 +116,9 @@ class SumRunner(Runner):
             if bad.any():
                 of_bad = np.isin(segments[row], segments[row][bad])
                 ids[row, ... if self.poison else of_bad] = np.inf
-        member = segments[:, None, :] == np.arange(1, slots + 1)[None, :, None]
+        starts, ends = planes[4][:, :slots, None], planes[4][:, slots : 2 * slots, None]
+        place = np.arange(ids.shape[1])[None, None, :]
+        member = (place >= starts) & (place < ends)
         dense = np.where(member, ids[:, None, :], 0.0).sum(axis=2)[:, :, None]
         everything = {"dense": dense.astype(np.float32), "tokens": ids[:, :, None]}
         return {name: everything[name] for name in outputs}
@@ -124,7 +131,7 @@ def timed_costs(costs: Mapping[Bucket, float]) -> BucketCosts:
 
 class EngineUnderTest(Engine):
     """An engine of runners of ours; every bucket costs a tenth of a millisecond a token unless
-    `costs` says otherwise."""
+    `costs` says otherwise, and outputs are one wide unless `widths` does."""
 
     def __init__(self, runners: Iterable[Runner], grid: BucketGrid, turns=None, **options):
         self.telemetry = Telemetry()
@@ -136,7 +143,17 @@ class EngineUnderTest(Engine):
             for runner, turn, share in zip(runners, turns, shares, strict=True)
         ]
         costs = options.pop("costs", None) or timed_costs({b: b.tokens / 10 for b in grid.buckets})
-        super().__init__(seats, grid, 1, self.telemetry, costs, **options)
+        widths = options.pop("widths", WIDTHS)
+        super().__init__(seats, grid, widths, self.telemetry, costs, **options)
+
+    def ask(
+        self,
+        encodings: Sequence[Encoding],
+        outputs: frozenset[OutputName] = frozenset({"dense"}),
+        **options,
+    ) -> Ticket:
+        """Submit one request."""
+        return self.submit(work_of(encodings, outputs), **options)
 
     @property
     def waiting(self) -> tuple[int, int]:
@@ -149,9 +166,16 @@ def encoding(*ids: int) -> Encoding:
     return Encoding(np.array(ids, np.int32))
 
 
-def sums(ticket) -> list[float]:
+def ticket_of(
+    encodings: Sequence[Encoding], outputs: frozenset[OutputName] = frozenset({"dense"}), **options
+) -> Ticket:
+    """A ticket of no engine."""
+    return Ticket(work_of(encodings, outputs), options.pop("widths", WIDTHS), **options)
+
+
+def sums(ticket: Ticket) -> list[float]:
     """The answer of a SumRunner's engine."""
-    return ticket.result(WAIT_S).dense[:, 0].tolist()
+    return ticket.result(WAIT_S)["dense"][:, 0].tolist()
 
 
 def entered(runner: SumRunner) -> None:

@@ -4,14 +4,15 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from fakes import ticket_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxembed.engine.batch import BRIEF_LOSS, HOST_MS, Batch, _useful, choose_bucket, pack, place
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.ticket import Entry, Ticket
-from jaxembed.inputs import Encoding
+from jaxembed.engine.ticket import Entry
 from jaxembed.models.tokens import PackedTokens
+from jaxembed.work import Encoding
 
 
 def entries_of(lengths, *, types=False, unpooled=0) -> list[Entry]:
@@ -20,11 +21,11 @@ def entries_of(lengths, *, types=False, unpooled=0) -> list[Entry]:
         Encoding(
             np.arange(1, n + 1, dtype=np.int32) + 1000 * (k + 1),
             np.full(n, k % 2, np.int32) if types else None,
-            min(unpooled, n - 1),
+            ((min(unpooled, int(n) - 1), int(n)),),
         )
         for k, n in enumerate(lengths)
     ]
-    return Ticket(encodings, dim=1).entries
+    return ticket_of(encodings).entries
 
 
 def costs(*buckets: tuple[int, int]) -> dict[Bucket, float]:
@@ -180,19 +181,19 @@ def test_a_deep_queue_is_filled_from_its_oldest_part():
 def packed_slowly(batch: Batch) -> np.ndarray:
     """The planes, token by token."""
     bucket = batch.bucket
-    ids, positions, segments, types, pooled = planes = [
-        [[0] * bucket.length for _ in range(bucket.rows)] for _ in range(PackedTokens.FIELDS)
+    ids, positions, segments, types, bounds = planes = [
+        [[0] * bucket.length for _ in range(bucket.rows)] for _ in range(PackedTokens.PLANES)
     ]
-    for entry, row, slot, start in zip(
-        batch.entries, batch.rows, batch.slots, batch.starts, strict=True
-    ):
-        encoding = entry.encoding
-        for t in range(encoding.length):
-            ids[row][start + t] = int(encoding.ids[t])
+    places = zip(batch.entries, batch.rows, batch.segments, batch.slots, batch.starts, strict=True)
+    for entry, row, segment, slot, start in places:
+        for t in range(entry.length):
+            ids[row][start + t] = int(entry.ids[t])
             positions[row][start + t] = t
-            segments[row][start + t] = slot + 1
-            types[row][start + t] = 0 if encoding.types is None else int(encoding.types[t])
-            pooled[row][start + t] = 0 if t < encoding.unpooled else slot + 1
+            segments[row][start + t] = segment
+            types[row][start + t] = 0 if entry.types is None else int(entry.types[t])
+        for k, (first, end) in enumerate(entry.bounds):
+            bounds[row][slot + k] = start + first
+            bounds[row][bucket.slots + slot + k] = start + end
     return np.array(planes, np.int32)
 
 
@@ -212,14 +213,14 @@ def test_pack_lays_out_what_a_slow_loop_does(lengths, shape, types, unpooled):
 
 
 def test_pack_follows_the_order_of_the_fields_of_packed_tokens():
-    ticket = Ticket([Encoding(np.array([7, 8, 9], np.int32), np.array([0, 1, 1]), 1)], dim=1)
-    tokens = PackedTokens.unstack(pack(place(Bucket(1, 4), ticket.entries)))
+    ticket = ticket_of([Encoding(np.array([7, 8, 9], np.int32), np.array([0, 1, 1]), ((1, 3),))])
+    tokens = PackedTokens.unstack(pack(place(Bucket(1, 4), ticket.entries)), 1)
     wanted = {
         "ids": [7, 8, 9, 0],
         "positions": [0, 1, 2, 0],
         "segments": [1, 1, 1, 0],
         "types": [0, 1, 1, 0],
-        "pooled": [0, 1, 1, 0],
+        "bounds": [[1, 3]],
     }
     for name, row in wanted.items():
         assert getattr(tokens, name).tolist() == [row], name

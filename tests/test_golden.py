@@ -11,6 +11,7 @@ import jax
 import msgspec
 import numpy as np
 import pytest
+from fakes import ticket_of
 from safetensors.numpy import save_file
 
 from converters import CONVERTERS, convert
@@ -18,11 +19,10 @@ from jaxembed import Embedder, EngineConfig, checkpoint
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Replica
-from jaxembed.engine.ticket import Ticket
-from jaxembed.inputs import Encoding
 from jaxembed.models import ARCHITECTURES, program
 from jaxembed.models.pooling import POOLINGS
 from jaxembed.spec import ModelSpec
+from jaxembed.work import Encoding
 
 FILES = sorted((Path(__file__).parent / "golden").glob("*.npz"))
 
@@ -115,7 +115,7 @@ def run(
     bucket = Bucket(2, 64)
     replica.compile(bucket)
     hidden, dense = {}, {}
-    waiting = Ticket(list(encodings), spec.dim).entries
+    waiting = ticket_of(list(encodings), widths=spec.widths).entries
     places = {entry: i for entry in waiting for index in entry.claims.values() for i in index}
     while waiting:
         batch = place(bucket, waiting[:1], waiting[1:])

@@ -7,18 +7,17 @@ import jax
 import numpy as np
 import pytest
 from conftest import LIMIT, TOWERS, WIDER_TOWERS, WORDS, tiny_spec
-from fakes import count_of
+from fakes import count_of, ticket_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxembed.engine.batch import Batch, pack
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Replica
-from jaxembed.engine.ticket import Ticket
-from jaxembed.inputs import Encoding
 from jaxembed.models import ARCHITECTURES, attention, program, random_parameters
 from jaxembed.models.pooling import POOLINGS
 from jaxembed.spec import DenseLayer, LayerNormLayer
+from jaxembed.work import Encoding
 
 BUCKETS = (Bucket(1, 16), Bucket(4, 32), Bucket(2, 64))
 # FIRST to HUGE - 1 are ordinary tokens. RoBERTa counts FIRST out of its positions.
@@ -99,11 +98,11 @@ def run(replica: Replica, batch: Batch, k: int = 0) -> tuple[np.ndarray, np.ndar
 
 def placed(bucket: Bucket, places) -> Batch:
     """`places` are (ids, unpooled, row, slot, start)."""
-    encodings = [Encoding(np.array(ids, np.int32), None, n) for ids, n, *_ in places]
+    encodings = [Encoding(np.array(ids, np.int32), spans=((n, len(ids)),)) for ids, n, *_ in places]
     rows, slots, starts = (np.array([place[i] for place in places]) for i in (2, 3, 4))
     # a ticket each: one would compute what is alike only once
-    entries = [Ticket([encoding], dim=1).entries[0] for encoding in encodings]
-    return Batch(bucket, entries, rows, slots, starts)
+    entries = [ticket_of([encoding]).entries[0] for encoding in encodings]
+    return Batch(bucket, entries, rows, slots + 1, slots, starts)
 
 
 def alone(bucket: Bucket, ids, unpooled=0) -> Batch:
@@ -163,7 +162,7 @@ def test_a_text_has_one_vector_wherever_it_lies_in_float32(float32, placement):
     batch = placed(*placement)
     entry = batch.entries[0]
     home = next(bucket for bucket in BUCKETS if bucket.length >= entry.length)
-    single = alone(home, entry.encoding.ids, entry.encoding.unpooled)
+    single = alone(home, entry.ids, int(entry.bounds[0, 0]))
     for got, wanted in zip(run(float32, batch), run(float32, single), strict=True):
         assert np.isfinite(wanted).all()
         assert_same(got, wanted)
@@ -175,7 +174,7 @@ def test_a_text_has_one_vector_wherever_it_lies_in_bfloat16(bfloat16, placement)
     batch = placed(*placement)
     entry = batch.entries[0]
     home = next(bucket for bucket in BUCKETS if bucket.length >= entry.length)
-    single = alone(home, entry.encoding.ids, entry.encoding.unpooled)
+    single = alone(home, entry.ids, int(entry.bounds[0, 0]))
     for got, wanted in zip(run(bfloat16, batch), run(bfloat16, single), strict=True):
         assert np.isfinite(wanted).all()
         assert_close(got, wanted)
@@ -187,7 +186,7 @@ def test_a_text_has_one_vector_wherever_it_lies_with_the_native_kernels(native, 
     batch = placed(*placement)
     entry = batch.entries[0]
     home = next(bucket for bucket in BUCKETS if bucket.length >= entry.length)
-    single = alone(home, entry.encoding.ids, entry.encoding.unpooled)
+    single = alone(home, entry.ids, int(entry.bounds[0, 0]))
     for got, wanted in zip(run(native, batch), run(native, single), strict=True):
         assert np.isfinite(wanted).all()
         assert_close(got, wanted)

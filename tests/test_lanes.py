@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from fakes import ticket_of as engine_ticket
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from jaxembed.engine.batch import BRIEF_MS
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.lanes import INTERACTIVE_INPUTS, MOST_LOOKED_AT, Lanes
 from jaxembed.engine.ticket import Entry, Ticket
-from jaxembed.inputs import Encoding
+from jaxembed.work import Encoding
 
 ONE, FULL = Bucket(1, 16), Bucket(64, 16)
 COST = {ONE: 2.0, FULL: 40.0}  # milliseconds
@@ -24,7 +25,7 @@ def ticket_of(count: int, length: int = 10, first: int = 0, **options) -> Ticket
     ids = [np.full(length, 7, np.int32) for _ in range(count)]
     for k, one in enumerate(ids):
         one[0] = first + k
-    return Ticket([Encoding(one) for one in ids], 1, **options)
+    return engine_ticket([Encoding(one) for one in ids], **options)
 
 
 class Queue(Lanes):
@@ -209,12 +210,12 @@ def test_what_differs_in_types_or_in_what_is_pooled_is_not_alike():
         Encoding(ids),
         Encoding(ids, ones),
         Encoding(ids, zeros),
-        Encoding(ids, unpooled=1),
+        Encoding(ids, spans=((1, len(ids)),)),
         Encoding(ids.copy()),
         Encoding(np.concatenate([ids, ones])),
     ]
-    ticket = Ticket(encodings, 1)
-    assert [entry.claims[ticket] for entry in ticket.entries] == [[0, 4], [1], [2], [3], [5]]
+    ticket = engine_ticket(encodings)
+    assert [entry.claims[ticket] for entry in ticket.entries] == [[0, 2, 4], [1], [3], [5]]
 
 
 def test_one_who_leaves_takes_nothing_from_those_who_asked_for_the_same():
@@ -369,7 +370,7 @@ def test_nothing_is_lost_and_nothing_answered_twice_whatever_happens(script):
                 assert ticket not in gone
                 for place in index:
                     answers[ticket, place] += 1
-                    assert ticket.wanted[place] == entry.encoding.ids.tolist()
+                    assert ticket.wanted[place] == entry.ids.tolist()
         return True
 
     def lengthen(longest) -> None:
@@ -379,7 +380,7 @@ def test_nothing_is_lost_and_nothing_answered_twice_whatever_happens(script):
     for action, *arguments in script:
         if action == "add":
             chosen, priority = arguments
-            ticket = Ticket([Encoding(texts[k]) for k in chosen], 1)
+            ticket = engine_ticket([Encoding(texts[k]) for k in chosen])
             ticket.wanted = [texts[k].tolist() for k in chosen]
             tickets.append(ticket)
             queue.add(ticket, priority)

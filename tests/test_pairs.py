@@ -122,7 +122,7 @@ def test_a_pair_has_the_ids_and_types_that_the_tokenizer_gives_it(kinds, kind, f
     processor, tokenizer = kinds[kind]
     if not (first + second).strip():
         return
-    (encoding,) = processor.encode([Pair(first, second)], rules()).encodings
+    (encoding,) = processor.encode([Pair(first, second)], rules()).work.encodings
     wanted = tokenizer.encode(first, second)
     assert encoding.ids.tolist() == wanted.ids
     if encoding.types is None:
@@ -130,24 +130,24 @@ def test_a_pair_has_the_ids_and_types_that_the_tokenizer_gives_it(kinds, kind, f
     else:
         assert encoding.types.tolist() == wanted.type_ids
         assert encoding.types.dtype == np.int32
-    (beside,) = processor.beside(first, rules())([second]).encodings
+    (beside,) = processor.beside(first, rules())([second]).work.encodings
     assert beside.ids.tolist() == wanted.ids
 
 
 def test_types_are_left_out_where_there_is_one(kinds, make):
-    assert kinds["roberta"][0].encode([Pair("a", "cat")], rules()).encodings[0].types is None
+    assert kinds["roberta"][0].encode([Pair("a", "cat")], rules()).work.encodings[0].types is None
     config = tiny_spec().config | {"type_vocab_size": 1}
     one_type = make(post_processor=template("[CLS] $A [SEP] $B:1 [SEP]:1"), config=config)
-    assert one_type.encode([Pair("a", "cat")], rules()).encodings[0].types is None
+    assert one_type.encode([Pair("a", "cat")], rules()).work.encodings[0].types is None
 
 
 def test_types_are_left_out_where_the_model_is_not_given_them(make):
     for post_processor in (bert, template("[CLS]:1 $A:1 [SEP]:1 $B:0")):
         with_types = make(post_processor=post_processor)
         without = make(post_processor=post_processor, token_types=False)
-        given = with_types.encode([Pair("a", "cat")], rules()).encodings[0]
-        left_out = without.encode([Pair("a", "cat")], rules()).encodings[0]
-        beside = without.beside("a", rules())(["cat"]).encodings[0]
+        given = with_types.encode([Pair("a", "cat")], rules()).work.encodings[0]
+        left_out = without.encode([Pair("a", "cat")], rules()).work.encodings[0]
+        beside = without.beside("a", rules())(["cat"]).work.encodings[0]
         assert given.types is not None
         assert left_out.types is beside.types is None
         assert given.ids.tolist() == left_out.ids.tolist() == beside.ids.tolist()
@@ -162,7 +162,7 @@ def test_types_of_single_texts_are_left_out_too(make):
 
     for token_types in (True, False):
         processor = make(post_processor=ones, token_types=token_types)
-        types = processor.encode([Text("cat")], rules()).encodings[0].types
+        types = processor.encode([Text("cat")], rules()).work.encodings[0].types
         assert (types is not None) == token_types
 
 
@@ -173,7 +173,7 @@ def test_a_template_that_reorders_or_repeats_is_refused_where_pairs_are_needed(m
     with pytest.raises(UnsupportedModel, match="template for pairs"):
         make(post_processor=template(pair), task="rerank")
     embedder = make(post_processor=template(pair))
-    assert embedder.encode([Text("cat")], rules()).encodings[0].length == 3
+    assert embedder.encode([Text("cat")], rules()).work.encodings[0].length == 3
     with pytest.raises(InvalidInput, match="takes no pairs"):
         embedder.encode([Pair("a", "cat")], rules())
 
@@ -197,8 +197,8 @@ def test_a_filled_in_template_has_the_ids_of_the_whole(scorer, query, document, 
         scorer.beside(query, with_rules)([document]),
         scorer.encode([Pair(query, document or " ")], with_rules),
     ):
-        assert encoded.encodings[0].ids.tolist() == wanted
-        assert encoded.encodings[0].types is None
+        assert encoded.work.encodings[0].ids.tolist() == wanted
+        assert encoded.work.encodings[0].types is None
 
 
 def test_braces_are_only_text(make):
@@ -239,14 +239,14 @@ def test_a_template_without_room_for_text_is_refused(make):
 def test_prefix_and_suffix_stay_when_a_template_is_cut(scorer):
     """24 less 7 ids around leaves 17: 6 of the query's, 11 of the document's."""
     tokenized = scorer.beside("dog", rules())(["cat " * 30, "cat"])
-    ids = tokenized.encodings[0].ids.tolist()
+    ids = tokenized.work.encodings[0].ids.tolist()
     around = [CLS, *words("a cat"), SEP], [SEP, *words("how train")]
     first = words("the red what dog mat")
     assert ids == [*around[0], *first, *words("is" + " cat" * 11), *around[1]]
     assert tokenized.truncated == 1
     long_query = scorer.beside("dog " * 40, rules())(["cat", "dog"])
     assert long_query.truncated == 2
-    ids = long_query.encodings[0].ids.tolist()
+    ids = long_query.work.encodings[0].ids.tolist()
     assert ids == [*around[0], *words("the red what" + " dog" * 14), *around[1]]
 
 
@@ -258,20 +258,20 @@ def test_the_tokens_of_documents_are_limited_as_asked(make, side, kept, truncate
     documents = ["the dog sat on the mat", "cat", "the dog sat" if side == "right" else kept]
     tokenized = processor.beside("a cat", with_rules)(documents)
     first = [CLS, *words("a cat"), SEP]
-    assert [encoding.ids.tolist() for encoding in tokenized.encodings] == [
+    assert [encoding.ids.tolist() for encoding in tokenized.work.encodings] == [
         [*first, *words(kept), SEP],
         [*first, *words("cat"), SEP],
         [*first, *words(kept), SEP],
     ]
     assert tokenized.truncated == 1
     pair = processor.encode([Pair("a cat", documents[0])], with_rules)
-    assert pair.encodings[0].ids.tolist() == [*first, *words(kept), SEP]
+    assert pair.work.encodings[0].ids.tolist() == [*first, *words(kept), SEP]
 
 
 def test_a_limit_on_documents_may_bring_them_under_the_limit(make):
     processor = make()
     limited = rules(truncate=False, max_second_tokens=11)
-    assert processor.beside("a cat", limited)(["dog " * 5000]).encodings[0].length == 16
+    assert processor.beside("a cat", limited)(["dog " * 5000]).work.encodings[0].length == 16
     with pytest.raises(InputTooLong, match="17 tokens, the limit is 16"):
         processor.beside("a cat", rules(truncate=False, max_second_tokens=12))(["dog " * 5000])
     with pytest.raises(InputTooLong, match="at least 17 tokens"):
@@ -293,7 +293,7 @@ def test_long_pairs_cut_before_tokenizing_give_the_tokens_of_the_whole(kinds, fi
     cut = len(one) + len(two) > 61
     one.truncate(61, direction=side)
     two.truncate(61 - len(one), direction=side)
-    assert tokenized.encodings[0].ids.tolist() == [CLS, *one.ids, SEP, *two.ids, SEP]
+    assert tokenized.work.encodings[0].ids.tolist() == [CLS, *one.ids, SEP, *two.ids, SEP]
     assert tokenized.truncated == cut
 
 
@@ -315,7 +315,7 @@ def test_the_query_is_tokenized_once_whatever_the_number_of_threads(make, monkey
 
     def work() -> None:
         barrier.wait()
-        got.append(encode_chunk(["red", "blue"]).encodings[1].ids.tolist())
+        got.append(encode_chunk(["red", "blue"]).work.encodings[1].ids.tolist())
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
@@ -338,7 +338,7 @@ def test_megabytes_of_query_and_document_are_read_only_in_part(make, monkeypatch
     monkeypatch.setattr(processor._tokenizer, "encode", encode)
     document = "dog " * 1_000_000
     tokenized = processor.beside("cat " * 1_000_000, rules())([document] * 3)
-    assert [encoding.length for encoding in tokenized.encodings] == [16] * 3
+    assert [encoding.length for encoding in tokenized.work.encodings] == [16] * 3
     limited = processor.beside("cat", rules(truncate=False, max_second_tokens=2))([document])
-    assert limited.encodings[0].length == 6
+    assert limited.work.encodings[0].length == 6
     assert sum(shown) < 30_000

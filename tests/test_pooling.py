@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxembed.models.pooling import POOLINGS
+from jaxembed.models.pooling import POOLINGS, members
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import Pooling
 
@@ -31,15 +31,15 @@ ROWS = [  # lengths of the sequences in each row, and how many of their first to
 
 
 def packed(rows=ROWS, length=12) -> PackedTokens:
-    planes = np.zeros((PackedTokens.FIELDS, len(rows), length), np.int32)
+    planes = np.zeros((PackedTokens.PLANES, len(rows), length), np.int32)
     for row, (lengths, prompts) in enumerate(rows):
         start = 0
         for slot, (n, prompt) in enumerate(zip(lengths, prompts, strict=True)):
             planes[1, row, start : start + n] = np.arange(n)
             planes[2, row, start : start + n] = slot + 1
-            planes[4, row, start + prompt : start + n] = slot + 1
+            planes[4, row, [slot, SLOTS + slot]] = start + prompt, start + n
             start += n
-    return PackedTokens.unstack(jnp.asarray(planes))
+    return PackedTokens.unstack(jnp.asarray(planes), SLOTS)
 
 
 def hidden_states(tokens: PackedTokens) -> np.ndarray:
@@ -55,12 +55,12 @@ def test_every_pooling_of_the_spec_is_there_and_tested():
 def test_a_pooling_is_what_its_definition_says(name):
     tokens = packed()
     hidden = hidden_states(tokens)
-    pooled = np.asarray(POOLINGS[name](jnp.asarray(hidden), tokens, SLOTS))
+    pooled = np.asarray(POOLINGS[name](jnp.asarray(hidden), tokens))
     assert pooled.shape == (len(ROWS), SLOTS, DIM)
-    member, positions = np.asarray(tokens.pooled), np.asarray(tokens.positions)
+    bounds, positions = np.asarray(tokens.bounds), np.asarray(tokens.positions)
     for row in range(len(ROWS)):
         for slot in range(SLOTS):
-            at = np.flatnonzero(member[row] == slot + 1)
+            at = np.arange(*bounds[row, slot])
             if len(at):
                 x = hidden[row, at].astype(np.float64)
                 wanted = REFERENCES[name](x, positions[row, at])
@@ -77,8 +77,8 @@ def test_nan_in_padding_reaches_no_pooled_vector(name):
     poisoned = np.where(np.asarray(tokens.segments)[:, :, None] == 0, np.nan, hidden)
     pool = POOLINGS[name]
     np.testing.assert_array_equal(
-        np.asarray(pool(jnp.asarray(poisoned.astype(np.float32)), tokens, SLOTS)),
-        np.asarray(pool(jnp.asarray(hidden), tokens, SLOTS)),
+        np.asarray(pool(jnp.asarray(poisoned.astype(np.float32)), tokens)),
+        np.asarray(pool(jnp.asarray(hidden), tokens)),
     )
 
 
@@ -88,8 +88,8 @@ def test_huge_neighbours_change_no_pooled_vector(name):
     hidden = hidden_states(tokens)
     poisoned = np.where(np.asarray(tokens.segments)[:, :, None] == 2, np.float32(1e30), hidden)
     pool = POOLINGS[name]
-    clean = np.asarray(pool(jnp.asarray(hidden), tokens, SLOTS))
-    beside = np.asarray(pool(jnp.asarray(poisoned), tokens, SLOTS))
+    clean = np.asarray(pool(jnp.asarray(hidden), tokens))
+    beside = np.asarray(pool(jnp.asarray(poisoned), tokens))
     np.testing.assert_allclose(beside[0, [0, 2]], clean[0, [0, 2]], rtol=1e-6)
 
 
@@ -98,11 +98,27 @@ def test_the_prompt_takes_no_part(name):
     """Changing the hidden states of the prompt changes nothing."""
     tokens = packed([([5, 6], [2, 5])])
     hidden = hidden_states(tokens)
-    prompt = (np.asarray(tokens.segments) != 0) & (np.asarray(tokens.pooled) == 0)
+    prompt = (np.asarray(tokens.segments) != 0) & ~np.asarray(members(tokens)).any(axis=1)
     assert prompt.sum() == 7
     changed = np.where(prompt[:, :, None], np.float32(99), hidden)
     pool = POOLINGS[name]
     np.testing.assert_array_equal(
-        np.asarray(pool(jnp.asarray(changed), tokens, SLOTS)),
-        np.asarray(pool(jnp.asarray(hidden), tokens, SLOTS)),
+        np.asarray(pool(jnp.asarray(changed), tokens)),
+        np.asarray(pool(jnp.asarray(hidden), tokens)),
     )
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_spans_that_overlap_are_pooled_one_by_one(name):
+    planes = np.zeros((PackedTokens.PLANES, 1, 12), np.int32)
+    planes[1, 0, :10], planes[2, 0, :10] = np.arange(10), 1
+    spans = [(0, 10), (2, 6), (4, 9), (4, 5)]
+    planes[4, 0, :4], planes[4, 0, SLOTS : SLOTS + 4] = np.array(spans).T
+    tokens = PackedTokens.unstack(jnp.asarray(planes), SLOTS)
+    hidden = hidden_states(tokens)
+    pooled = np.asarray(POOLINGS[name](jnp.asarray(hidden), tokens))
+    for slot, (start, end) in enumerate(spans):
+        wanted = REFERENCES[name](hidden[0, start:end].astype(np.float64), np.arange(start, end))
+        # float32 sums of at most 12 terms
+        np.testing.assert_allclose(pooled[0, slot], wanted, rtol=1e-5, atol=1e-6)
+    assert not pooled[0, len(spans) :].any()

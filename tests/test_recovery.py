@@ -4,22 +4,22 @@ import logging
 
 import numpy as np
 import pytest
-from fakes import SumRunner, count_of
+from fakes import SumRunner, count_of, ticket_of
 
 from jaxembed.engine.batch import place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.recovery import Answers, Recovery
-from jaxembed.engine.ticket import Entry, Ticket
+from jaxembed.engine.ticket import Entry
 from jaxembed.errors import BackendError, NotFinite
-from jaxembed.inputs import Encoding
 from jaxembed.telemetry import Telemetry
+from jaxembed.work import Encoding
 
 BUCKETS = [Bucket(1, 16), Bucket(2, 16), Bucket(4, 16), Bucket(8, 16), Bucket(1, 32)]
 BAD, WORSE = SumRunner.BAD, SumRunner.WORSE
 
 
 def entries_of(*ids: list[int], outputs=frozenset({"dense"})) -> list[Entry]:
-    return Ticket([Encoding(np.array(one, np.int32)) for one in ids], 1, outputs).entries
+    return ticket_of([Encoding(np.array(one, np.int32)) for one in ids], outputs).entries
 
 
 def by_entry(results: list[Answers], entries: list[Entry]) -> list[float | Exception]:
@@ -28,7 +28,7 @@ def by_entry(results: list[Answers], entries: list[Entry]) -> list[float | Excep
     for answers in results:
         for k, entry in enumerate(answers.entries):
             found[entry].append(
-                answers.error if answers.error is not None else float(answers.dense[k, 0])
+                answers.error if answers.error is not None else float(answers.values["dense"][k, 0])
             )
     assert all(len(answers) == 1 for answers in found.values())
     return [found[entry][0] for entry in entries]
@@ -55,7 +55,7 @@ def test_a_good_batch_runs_once(telemetry):
 def test_outputs_are_those_that_anyone_in_the_batch_asked_for(telemetry):
     entries = entries_of([1, 2]) + entries_of([7, 8, 9], outputs=frozenset({"tokens"}))
     (answers,) = recover(SumRunner(), telemetry, entries, Bucket(1, 16))
-    hidden = dict(zip(answers.entries, answers.tokens, strict=True))
+    hidden = dict(zip(answers.entries, answers.values["tokens"], strict=True))
     np.testing.assert_array_equal(hidden[entries[1]][:, 0], [7, 8, 9])
 
 
@@ -127,7 +127,7 @@ def test_neighbours_poisoned_by_an_infinity_recover_alone(telemetry):
 
 def test_the_float32_program_rescues_what_float16_cannot_hold(telemetry):
     entries = entries_of([1], [2, BAD], [3, WORSE])
-    runner = SumRunner(float32=True)
+    runner = SumRunner(float32=Bucket(1, 32))
     answers = by_entry(recover(runner, telemetry, entries, Bucket(1, 16)), entries)
     assert answers[:2] == [1.0, 668.0]
     assert isinstance(answers[2], NotFinite)
@@ -180,7 +180,7 @@ def test_a_half_that_fails_otherwise_leaves_the_other_half_answered(telemetry):
 def test_each_call_of_the_runner_is_announced_with_its_bucket(telemetry):
     """A watchdog counts from there: many sequences that run alone are not one call that hangs."""
     calls: list[Bucket] = []
-    runner = SumRunner(most_tokens=32, float32=True)
+    runner = SumRunner(most_tokens=32, float32=Bucket(1, 32))
     batch = place(Bucket(4, 16), entries_of([1] * 16, [2] * 16, [3] * 16, [BAD] * 16))
     Recovery(runner, lambda: BUCKETS, telemetry, calls.append).run(batch)
     assert calls[:-1] == runner.ran

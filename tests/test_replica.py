@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TOWERS, WIDER_TOWERS, tiny_spec
+from fakes import ticket_of
 
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket
@@ -21,12 +22,11 @@ from jaxembed.engine.replica import (
     compiler_options,
     place_parameters,
 )
-from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import CheckpointError
-from jaxembed.inputs import Encoding
 from jaxembed.models import native, program, random_parameters
 from jaxembed.models.attention import by_native, by_xla
 from jaxembed.spec import DenseLayer
+from jaxembed.work import Encoding
 
 BUCKET = Bucket(2, 16)
 
@@ -45,7 +45,7 @@ def _replica() -> Replica:
 
 
 def batch_of(*ids: list[int], bucket=BUCKET):
-    entries = Ticket([Encoding(np.array(one, np.int32)) for one in ids], dim=32).entries
+    entries = ticket_of([Encoding(np.array(one, np.int32)) for one in ids]).entries
     return place(bucket, entries)
 
 
@@ -69,7 +69,7 @@ def test_nothing_compiles_after_warm_up(embedder):
 
 def test_a_replica_and_the_null_replica_are_runners(replica):
     assert isinstance(replica, Runner)
-    assert isinstance(NullReplica(3, 4), Runner)
+    assert isinstance(NullReplica({"dense": 3, "tokens": 4}), Runner)
 
 
 def test_only_the_outputs_asked_for_are_fetched(replica):
@@ -163,14 +163,14 @@ def test_the_float32_twin_takes_what_leaves_float16():
     half = Replica(
         program(tiny_spec()), parameters, jax.local_devices()[:1], "float16", float32_twin=BUCKET
     )
-    planes = pack(batch_of([2, 7, 8, 9, 3], bucket=Bucket(1, 16)))
-    assert half.run_in_float32(planes, ("dense",)) is None  # not compiled yet
+    assert half.float32_bucket is None  # not compiled yet
     half.compile(BUCKET)
-    twice = np.concatenate([planes, np.zeros_like(planes)], axis=1)
-    assert not np.isfinite(half.run(BUCKET, twice, ("dense",))["dense"][0, 0]).all()
+    assert half.float32_bucket == BUCKET
+    planes = pack(batch_of([2, 7, 8, 9, 3]))
+    assert not np.isfinite(half.run(BUCKET, planes, ("dense",))["dense"][0, 0]).all()
     wide = half.run_in_float32(planes, ("dense",))["dense"]
     exact = replica_of({name: _as_float16(leaf) for name, leaf in parameters.items()})
-    wanted = exact.run(BUCKET, twice, ("dense",))["dense"]
+    wanted = exact.run(BUCKET, planes, ("dense",))["dense"]
     assert np.isfinite(wide).all()
     np.testing.assert_allclose(wide, wanted, rtol=1e-4, atol=1e-5)
 
@@ -180,7 +180,7 @@ def _as_float16(leaf: np.ndarray) -> np.ndarray:
 
 
 def test_without_a_twin_there_is_no_float32_run(replica):
-    assert replica.run_in_float32(pack(batch_of([2, 3])), ("dense",)) is None
+    assert replica.float32_bucket is None
 
 
 @pytest.mark.parametrize(("dtype", "cosine"), [("bfloat16", 0.9995), ("float16", 0.99999)])
@@ -311,10 +311,10 @@ def test_an_option_with_a_wrong_value_is_not_passed_over_in_silence(monkeypatch)
 
 
 def test_the_null_replica_answers_ones_of_the_right_shapes():
-    null = NullReplica(3, 5)
+    null = NullReplica({"dense": 3, "tokens": 5})
     planes = pack(batch_of([2, 3]))
     output = null.run(BUCKET, planes, {"dense", "tokens"})
     assert output["dense"].shape == (2, 4, 3)
     assert output["tokens"].shape == (2, 16, 5)
     assert all((values == 1).all() for values in output.values())
-    assert null.run_in_float32(planes, {"dense"}) is None
+    assert null.float32_bucket is None

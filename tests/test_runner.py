@@ -10,11 +10,12 @@ import pytest
 from fakes import WAIT_S
 
 from jaxembed.errors import InputTooLong
-from jaxembed.inputs import Encoding, Text
+from jaxembed.inputs import Text
 from jaxembed.processors.text import Tokenized
 from jaxembed.processors.tokenizer import JOB_CHARACTERS
 from jaxembed.runner import RequestRunner
 from jaxembed.tasks import Request
+from jaxembed.work import Encoding, work_of
 
 LONG = Text("x" * JOB_CHARACTERS)  # a job by itself
 OUTPUTS = frozenset({"dense"})
@@ -38,7 +39,7 @@ class OneWorker:
         self.begun.append(len(chunk))
         self.entered.set()
         assert self.gate.wait(WAIT_S)
-        return Tokenized([Encoding(np.array([5, 6], np.int32)) for _ in chunk], 0)
+        return Tokenized(work_of([Encoding(np.array([5, 6], np.int32)) for _ in chunk]), 0)
 
     def finish(self) -> list[int]:
         """The jobs that were begun, when there is nothing left to do."""
@@ -63,7 +64,7 @@ def _worker(embedder):
 def test_inputs_of_many_characters_are_several_jobs(worker, way):
     short = Text("x" * (JOB_CHARACTERS // 4))
     worker.gate.set()
-    assert len(answer(worker, way, worker.request([LONG, short, short, LONG])).encodings) == 4
+    assert len(answer(worker, way, worker.request([LONG, short, short, LONG])).work.encodings) == 4
     assert worker.finish() == [1, 2, 1]
 
 

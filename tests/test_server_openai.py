@@ -347,8 +347,8 @@ def test_token_ids_of_another_tokenizer_are_refused_with_both_ways_out(embedder,
 
 
 def test_token_ids_of_the_models_own_tokenizer_give_the_vector_of_the_text(embedder):
-    ids = embedder.processor.encode([Text("the cat")], Rules("", True, "right")).encodings[0].ids
-    _, answer = ask({"input": ["the cat", ids.tolist()]}, models=Models([embedder]))
+    work = embedder.processor.encode([Text("the cat")], Rules("", True, "right")).work
+    _, answer = ask({"input": ["the cat", work.planes["ids"].tolist()]}, models=Models([embedder]))
     assert answer["data"][0]["embedding"] == answer["data"][1]["embedding"]
 
 

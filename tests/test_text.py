@@ -73,7 +73,7 @@ def rules(prompt="", *, truncate=True, side="right") -> Rules:
 
 def ids_of(processor, one, with_rules=None) -> list[int]:
     tokenized = processor.encode([one], with_rules or rules())
-    return tokenized.encodings[0].ids.tolist()
+    return tokenized.work.encodings[0].ids.tolist()
 
 
 def words(text: str) -> list[int]:
@@ -105,15 +105,15 @@ def test_padding_and_truncation_stored_with_the_tokenizer_are_switched_off(wide)
 
 
 def test_encodings_are_int32_and_have_types_only_where_the_tokenizer_gives_some(make, processor):
-    (encoding,) = processor.encode([Text("the cat")], rules()).encodings
+    (encoding,) = processor.encode([Text("the cat")], rules()).work.encodings
     assert encoding.ids.dtype == np.int32
     assert encoding.types is None
-    assert encoding.unpooled == 0
+    assert encoding.spans == ((0, encoding.length),)
     tokenizer = word_tokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(
         "[CLS]:1 $A:1 [SEP]:1", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
     )
-    (encoding,) = make(tokenizer=tokenizer).encode([Text("cat " * 9)], rules()).encodings
+    (encoding,) = make(tokenizer=tokenizer).encode([Text("cat " * 9)], rules()).work.encodings
     assert encoding.types.tolist() == [1] * 8
     assert encoding.types.dtype == np.int32
 
@@ -124,15 +124,15 @@ def test_encodings_are_int32_and_have_types_only_where_the_tokenizer_gives_some(
 def test_truncation_keeps_the_special_tokens_around_the_text(processor, side, kept):
     text = Text("the cat sat on the mat a dog")
     tokenized = processor.encode([text, Text("a dog")], rules(side=side))
-    assert tokenized.encodings[0].ids.tolist() == [CLS, *words(kept), SEP]
-    assert tokenized.encodings[1].ids.tolist() == [CLS, *words("a dog"), SEP]
+    assert tokenized.work.encodings[0].ids.tolist() == [CLS, *words(kept), SEP]
+    assert tokenized.work.encodings[1].ids.tolist() == [CLS, *words("a dog"), SEP]
     assert tokenized.truncated == 1
 
 
 def test_a_text_of_exactly_the_limit_is_not_cut(processor):
     tokenized = processor.encode([Text("cat " * 6)], rules(truncate=False))
     assert tokenized.truncated == 0
-    assert tokenized.encodings[0].length == 8
+    assert tokenized.work.encodings[0].length == 8
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_megabytes_of_tokens_take_no_more_memory_than_the_limit_needs(tmp_path):
 
 def test_inputs_of_all_kinds_keep_their_order(processor):
     inputs = [Tokens([9, 9]), Text("cat"), Pair("a", "dog"), Text("dog"), Tokens([7])] * 200
-    encodings = processor.encode(inputs, rules()).encodings
+    encodings = processor.encode(inputs, rules()).work.encodings
     wanted = [
         [9, 9],
         [CLS, ID["cat"], SEP],
@@ -231,7 +231,7 @@ def test_inputs_of_all_kinds_keep_their_order(processor):
 def test_of_a_pair_the_second_text_is_cut_first(processor, first, second, wanted):
     tokenized = processor.encode([Pair(first, second)], rules())
     first_ids, second_ids = words(wanted[0]), words(wanted[1])
-    (encoding,) = tokenized.encodings
+    (encoding,) = tokenized.work.encodings
     assert encoding.ids.tolist() == [CLS, *first_ids, SEP, *second_ids, SEP]
     assert encoding.types.tolist() == [0] * (len(first_ids) + 2) + [1] * (len(second_ids) + 1)
     assert tokenized.truncated == ((first, second) != wanted)
@@ -279,7 +279,7 @@ def test_a_default_prompt_that_is_not_there_or_given_twice_names_its_flag(make):
 
 def test_a_prompt_stands_before_each_text_and_not_before_pairs_or_tokens(processor):
     inputs = [Text("cat"), Pair("cat", "dog"), Tokens([7])]
-    ids = [e.ids.tolist() for e in processor.encode(inputs, rules("what is ")).encodings]
+    ids = [e.ids.tolist() for e in processor.encode(inputs, rules("what is ")).work.encodings]
     assert ids[0] == [CLS, *words("what is cat"), SEP]
     assert ids[1] == [CLS, *words("cat"), SEP, *words("dog"), SEP]
     assert ids[2] == [7]
@@ -294,12 +294,12 @@ def test_a_prompt_that_is_not_pooled_is_counted_with_the_tokens_before_it(make):
     """[CLS] and the prompt, not its [SEP]: what sentence-transformers leaves out."""
     processor = make(include_prompt=False)
     with_prompt, without = rules("what is "), rules()
-    assert processor.encode([Text("cat")], with_prompt).encodings[0].unpooled == 3
-    assert processor.encode([Text("cat")], without).encodings[0].unpooled == 0
-    assert make().encode([Text("cat")], with_prompt).encodings[0].unpooled == 0
+    assert processor.encode([Text("cat")], with_prompt).work.bounds.tolist() == [[3, 5]]
+    assert processor.encode([Text("cat")], without).work.bounds.tolist() == [[0, 3]]
+    assert make().encode([Text("cat")], with_prompt).work.bounds.tolist() == [[0, 5]]
     long_prompt = rules("the " * 30)
-    (encoding,) = processor.encode([Text("cat")], long_prompt).encodings
-    assert encoding.unpooled == encoding.length - 1  # something is always pooled
+    ((first, end),) = processor.encode([Text("cat")], long_prompt).work.bounds.tolist()
+    assert first == end - 1  # something is always pooled
 
 
 # -- token ids -------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ STRADDLING = "cat " * 45 + " " * 760 + "cat" + "z" * 200  # 84 characters of a w
 def test_a_long_text_cut_before_tokenizing_gives_the_tokens_of_the_whole(wide, plain, text, side):
     tokenized = wide.encode([Text(text)], rules(side=side))
     wanted, cut = by_hand(plain, text, LIMIT, side)
-    assert tokenized.encodings[0].ids.tolist() == wanted
+    assert tokenized.work.encodings[0].ids.tolist() == wanted
     assert tokenized.truncated == cut
 
 
@@ -461,7 +461,7 @@ def test_megabytes_of_text_are_embedded_by_their_first_or_last_tokens(
     shown = shown_lengths(processor, monkeypatch)
     tokenized = processor.encode([Text(text)], rules(side=side))
     wanted = {"cat ": words("cat") * 6, "z": [1], " ": []}[unit]
-    assert tokenized.encodings[0].ids.tolist() == [CLS, *wanted, SEP]
+    assert tokenized.work.encodings[0].ids.tolist() == [CLS, *wanted, SEP]
     assert tokenized.truncated == (unit == "cat ")
     if unit == "cat ":
         assert sum(shown) < 10_000

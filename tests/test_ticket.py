@@ -7,14 +7,15 @@ import pytest
 
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, Cancelled, NotFinite
-from jaxembed.inputs import Encoding
+from jaxembed.work import Encoding, work_of
 
 
-def ticket_of(lengths, outputs=frozenset({"dense"})) -> tuple[Ticket, list[int]]:
+def ticket_of(lengths, outputs=frozenset({"dense"}), spans=None) -> tuple[Ticket, list[int]]:
     """A ticket, and a list that grows by one each time it wakes its waiter."""
     woken: list[int] = []
-    encodings = [Encoding(np.ones(n, np.int32)) for n in lengths]
-    return Ticket(encodings, 2, outputs, lambda: woken.append(1)), woken
+    encodings = [Encoding(np.ones(n, np.int32), spans=spans) for n in lengths]
+    work = work_of(encodings, outputs)
+    return Ticket(work, {"dense": 2, "tokens": 4}, lambda: woken.append(1)), woken
 
 
 def rows(*values: float) -> np.ndarray:
@@ -23,7 +24,7 @@ def rows(*values: float) -> np.ndarray:
 
 def test_a_ticket_counts_its_entries_and_tokens():
     ticket, _ = ticket_of([3, 5])
-    assert ticket.tokens_in == 8
+    assert ticket.work.tokens == 8
     assert [(e.length, e.claims) for e in ticket.entries] == [
         (3, {ticket: [0]}),
         (5, {ticket: [1]}),
@@ -32,24 +33,32 @@ def test_a_ticket_counts_its_entries_and_tokens():
 
 def test_a_ticket_wakes_once_when_the_last_answer_is_in():
     ticket, woken = ticket_of([1, 1, 1])
-    ticket.answer([2, 0], rows(2, 0), None)
+    ticket.answer([2, 0], {"dense": rows(2, 0)})
     assert woken == []
     with pytest.raises(TimeoutError, match=r"no answer within 0\.0 s"):
         ticket.result(timeout_s=0.0)
-    ticket.answer([1], rows(1), None)
+    ticket.answer([1], {"dense": rows(1)})
     assert woken == [1]
-    np.testing.assert_array_equal(ticket.result(timeout_s=0.0).dense, rows(0, 1, 2))
+    np.testing.assert_array_equal(ticket.result(timeout_s=0.0)["dense"], rows(0, 1, 2))
 
 
-def test_token_answers_are_kept_only_where_asked_for():
-    hidden = [np.ones((3, 4), np.float32)]
-    with_tokens, _ = ticket_of([3], frozenset({"dense", "tokens"}))
-    with_tokens.answer([0], rows(1), hidden)
-    np.testing.assert_array_equal(with_tokens.tokens[0], hidden[0])
-    assert with_tokens.tokens[0] is not hidden[0]  # which may be a view of a whole bucket's output
-    without, _ = ticket_of([3])
-    without.answer([0], rows(1), hidden)
-    assert without.tokens == [None]
+def test_arrays_of_tokens_are_copied_out_of_the_bucket():
+    hidden = [np.ones((3, 4), np.float32), np.full((2, 4), 2.0, np.float32)]
+    ticket, _ = ticket_of([2, 3], frozenset({"tokens"}))
+    ticket.answer([1, 0], {"tokens": hidden})
+    tokens = ticket.result(timeout_s=0.0)["tokens"]
+    assert len(tokens) == 2
+    for got, wanted in zip(tokens, hidden[::-1], strict=True):
+        np.testing.assert_array_equal(got, wanted)
+        assert not np.shares_memory(got, wanted)
+
+
+def test_the_spans_of_a_sequence_are_answered_together():
+    ticket, woken = ticket_of([4, 4, 4], spans=((0, 2), (1, 4)))
+    ticket.answer([2], {"dense": rows(4, 5)})
+    ticket.answer([1, 0], {"dense": rows(2, 3, 0, 1)})
+    assert woken == [1]
+    np.testing.assert_array_equal(ticket.result(timeout_s=0.0)["dense"], rows(0, 1, 2, 3, 4, 5))
 
 
 def test_the_first_failure_in_input_order_is_raised_when_all_are_settled():
@@ -57,7 +66,7 @@ def test_the_first_failure_in_input_order_is_raised_when_all_are_settled():
     ticket.fail([3], BackendError("late"))
     ticket.fail([1, 2], NotFinite("first"))
     assert woken == []
-    ticket.answer([0], rows(0), None)
+    ticket.answer([0], {"dense": rows(0)})
     assert woken == [1]
     with pytest.raises(NotFinite, match="first"):
         ticket.result()
@@ -67,7 +76,7 @@ def test_a_cancelled_ticket_is_never_woken_and_raises():
     ticket, woken = ticket_of([1, 1])
     assert ticket.cancel()
     assert not ticket.cancel()
-    ticket.answer([0, 1], rows(0, 1), None)
+    ticket.answer([0, 1], {"dense": rows(0, 1)})
     assert woken == []
     with pytest.raises(Cancelled):
         ticket.result(timeout_s=0.0)
@@ -75,10 +84,10 @@ def test_a_cancelled_ticket_is_never_woken_and_raises():
 
 def test_cancelling_after_completion_changes_nothing():
     ticket, woken = ticket_of([1])
-    ticket.answer([0], rows(4), None)
+    ticket.answer([0], {"dense": rows(4)})
     assert not ticket.cancel()
     assert woken == [1]
-    np.testing.assert_array_equal(ticket.result().dense, rows(4))
+    np.testing.assert_array_equal(ticket.result()["dense"], rows(4))
 
 
 def test_answers_from_many_threads_complete_a_ticket_once():
@@ -89,7 +98,7 @@ def test_answers_from_many_threads_complete_a_ticket_once():
     def fill(k: int) -> None:
         barrier.wait()
         for i in range(k, count, workers):
-            ticket.answer([i], rows(i), None)
+            ticket.answer([i], {"dense": rows(i)})
 
     threads = [threading.Thread(target=fill, args=(k,)) for k in range(workers)]
     for thread in threads:
@@ -98,14 +107,14 @@ def test_answers_from_many_threads_complete_a_ticket_once():
     for thread in threads:
         thread.join()
     assert woken == [1]
-    np.testing.assert_array_equal(ticket.dense, rows(*range(count)))
+    np.testing.assert_array_equal(ticket.values["dense"], rows(*range(count)))
 
 
 def test_a_waiter_in_another_thread_is_released():
     ticket, _ = ticket_of([1])
     seen: list[np.ndarray] = []
-    waiter = threading.Thread(target=lambda: seen.append(ticket.result(timeout_s=30.0).dense))
+    waiter = threading.Thread(target=lambda: seen.append(ticket.result(timeout_s=30.0)["dense"]))
     waiter.start()
-    ticket.answer([0], rows(3), None)
+    ticket.answer([0], {"dense": rows(3)})
     waiter.join(30)
     np.testing.assert_array_equal(seen[0], rows(3))

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from fakes import WAIT_S, SumRunner, encoding, sums, timed_costs, until
+from fakes import WAIT_S, SumRunner, encoding, sums, ticket_of, timed_costs, until
 
 from jaxembed.engine import costs as costs_module
 from jaxembed.engine import timing as timing_module
@@ -15,12 +15,12 @@ from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.costs import BucketCosts
 from jaxembed.engine.replica import NullReplica
-from jaxembed.engine.ticket import Ticket
 from jaxembed.engine.timing import BucketTimer, Together, full_planes, milliseconds
 from jaxembed.engine.turn import DeviceTurn, Share
 from jaxembed.telemetry import Telemetry
 
 BUCKET = Bucket(2, 16)
+NULL = {"dense": 3, "tokens": 5}  # widths
 SMALL, LARGE = Bucket(1, 16), Bucket(8, 16)
 
 
@@ -177,7 +177,7 @@ def test_a_device_error_while_a_bucket_is_timed_does_not_end_the_model(start):
     engine = start(runner, costs=BucketCosts(1e-6))
     until(lambda: runner.timed)
     assert engine.ready
-    assert sums(engine.submit([encoding(5, 6)])) == [11.0]
+    assert sums(engine.ask([encoding(5, 6)])) == [11.0]
 
 
 def test_an_engine_that_closes_times_nothing_more(start):
@@ -224,7 +224,7 @@ def test_batches_longer_than_expected_make_every_bucket_dearer(start):
     runner.on_run = lambda bucket, planes: time.sleep(0.005)
     before = engine.snapshot().costs
     for k in range(30):
-        sums(engine.submit([encoding(5 + k)]))
+        sums(engine.ask([encoding(5 + k)]))
     after = engine.snapshot().costs
     factors = {after[bucket] / before[bucket] for bucket in before}
     assert min(factors) > 1.5
@@ -232,7 +232,7 @@ def test_batches_longer_than_expected_make_every_bucket_dearer(start):
 
 
 def batch_of(*ids: list[int], bucket: Bucket = BUCKET):
-    ticket = Ticket([encoding(*one) for one in ids], 1)
+    ticket = ticket_of([encoding(*one) for one in ids])
     return place(bucket, ticket.entries)
 
 
@@ -246,7 +246,7 @@ def test_two_runs_at_once_are_timed_as_two(monkeypatch):
 
     monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)  # a second a look
     # both look when they begin and when they end, and have two seconds each, or one and three
-    assert milliseconds(Meeting(3, 5), BUCKET, together=2) in (1000.0, 750.0)
+    assert milliseconds(Meeting(NULL), BUCKET, together=2) in (1000.0, 750.0)
 
 
 def test_what_fails_beside_another_is_raised():
@@ -255,14 +255,14 @@ def test_what_fails_beside_another_is_raised():
             raise MemoryError
 
     with pytest.raises(MemoryError):
-        milliseconds(Failing(3, 5), BUCKET, together=2)
+        milliseconds(Failing(NULL), BUCKET, together=2)
 
 
 class Noting(NullReplica):
     """Keeps the planes it was given."""
 
-    def __init__(self, dim, width):
-        super().__init__(dim, width)
+    def __init__(self, widths):
+        super().__init__(widths)
         self.runs: list[np.ndarray] = []
 
     def run(self, bucket, planes, outputs):
@@ -271,7 +271,7 @@ class Noting(NullReplica):
 
 
 def test_a_bucket_is_timed_full_of_tokens():
-    noting = Noting(3, 5)
+    noting = Noting(NULL)
     assert 0 < milliseconds(noting, BUCKET) < float("inf")
     assert len(noting.runs) > 1  # quick as it is
     assert (noting.runs[0][2] == 1).all()  # one segment in each row, no padding
@@ -279,7 +279,7 @@ def test_a_bucket_is_timed_full_of_tokens():
 
 
 def test_a_bucket_is_timed_with_the_planes_given():
-    noting = Noting(3, 5)
+    noting = Noting(NULL)
     planes = pack(batch_of([2, 3]))
     assert milliseconds(noting, BUCKET, seconds=0.0, planes=planes) > 0
     assert len(noting.runs) == 1
@@ -287,13 +287,16 @@ def test_a_bucket_is_timed_with_the_planes_given():
 
 
 def test_a_full_bucket_holds_short_sequences_and_no_padding():
-    ids, positions, segments, types, pooled = full_planes(Bucket(2, 80), 32)
+    ids, positions, segments, types, bounds = full_planes(Bucket(2, 80), 32)
     assert (ids == 1).all()
     assert not types.any()
     np.testing.assert_array_equal(
         segments, np.repeat([[1, 2, 3]], [32, 32, 16], axis=1).repeat(2, 0)
     )
-    np.testing.assert_array_equal(pooled, segments)
+    slots = Bucket(2, 80).slots
+    starts, ends = bounds[:, :slots], bounds[:, slots : 2 * slots]
+    assert starts.tolist() == [[0, 32, 64] + [0] * (slots - 3)] * 2
+    assert ends.tolist() == [[32, 64, 80] + [0] * (slots - 3)] * 2
     np.testing.assert_array_equal(positions[0], [*range(32), *range(32), *range(16)])
     many = Bucket(1, 8192)
     assert full_planes(many, 32)[2].max() <= many.slots
@@ -304,6 +307,6 @@ def test_threads_that_time_end_when_they_are_told():
     pair = Together(2)
     started = set(threading.enumerate()) - before
     assert len(started) >= 2
-    assert pair.run(NullReplica(3, 5), BUCKET, full_planes(BUCKET, 20)) > 0
+    assert pair.run(NullReplica(NULL), BUCKET, full_planes(BUCKET, 20)) > 0
     pair.close()
     until(lambda: not any(thread.is_alive() for thread in started))

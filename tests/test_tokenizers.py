@@ -76,7 +76,7 @@ def _tokenizer_file(name: str) -> bytes:
 
 def ids_of(processor: TextProcessor, text: str, *, special: bool) -> list[int]:
     """The ids a model would be run with; without special tokens those of the text among them."""
-    (encoding,) = processor.encode([Text(text)], rules(truncate=False)).encodings
+    (encoding,) = processor.encode([Text(text)], rules(truncate=False)).work.encodings
     before, after = (0, 0) if special else processor._around
     return encoding.ids[before : encoding.length - after].tolist()
 
@@ -147,7 +147,7 @@ def test_real_pairs_have_the_ids_that_the_tokenizer_gives_them(open_processor, n
         processor.encode([Pair(first, second)], rules(truncate=False)),
         processor.beside(first, rules(truncate=False))([second]),
     ):
-        assert encoded.encodings[0].ids.tolist() == wanted
+        assert encoded.work.encodings[0].ids.tolist() == wanted
 
 
 runs = st.tuples(
@@ -208,7 +208,7 @@ def test_qwen3_reranker_gets_the_ids_of_its_model_card(open_processor, query, do
     processor = open_processor("qwen3-reranker")
     tokenizer = processor._tokenizer.file
     document = document * repeat
-    (encoding,) = processor.beside(query, rules(truncate=True))([document]).encodings
+    (encoding,) = processor.beside(query, rules(truncate=True))([document]).work.encodings
     assert encoding.types is None
     assert encoding.ids.tolist() == by_the_readme(tokenizer, query, document, LIMIT)
     whole = (

@@ -446,7 +446,7 @@ def test_each_grid_runs_on_its_own_buckets_of_the_one_engine(opened, monkeypatch
         opened.workbench.compile(bucket)
         cost = dataclasses.replace(opened.workbench.costs[bucket], ms=float(bucket.tokens))
         opened.workbench.costs[bucket] = cost
-    with Stage(opened.workbench, (few, more), opened.spec.dim, "cpu") as stage:
+    with Stage(opened.workbench, (few, more), opened.spec.widths, "cpu") as stage:
         trials = {grid: GridTrial(stage, grid) for grid in (few, more)}
         for grid in (few, more, few):
             ran.clear()
@@ -456,7 +456,7 @@ def test_each_grid_runs_on_its_own_buckets_of_the_one_engine(opened, monkeypatch
             assert (Bucket(1, 16) in ran) == (grid is more)  # for one short text it costs less
             assert turns.full_tokens <= turns.padded
     with pytest.raises(BackendError, match="closed"):
-        stage.engine.submit(traffic.lone[:1])
+        stage.engine.ask(traffic.lone[:1])
 
 
 def test_two_grids_take_turns_and_each_goes_first_as_often():

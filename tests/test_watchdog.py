@@ -5,7 +5,7 @@ import threading
 from contextlib import suppress
 
 import pytest
-from fakes import SMALL_GRID, WAIT_S, SumRunner, count_of, encoding, entered, sums, until
+from fakes import SMALL_GRID, WAIT_S, SumRunner, count_of, encoding, entered, sums, ticket_of, until
 
 from jaxembed.engine import watchdog as watchdog_module
 from jaxembed.engine.batch import place
@@ -31,7 +31,7 @@ def _runner():
 def hung(engine, runner) -> Ticket:
     """Get the device stuck."""
     runner.gate.clear()
-    ticket = engine.submit([encoding(10), encoding(*[11] * 9)])
+    ticket = engine.ask([encoding(10), encoding(*[11] * 9)])
     entered(runner)
     until(lambda: engine.stuck)
     return ticket
@@ -55,16 +55,16 @@ def test_a_batch_that_does_not_return_fails_with_a_reference_that_the_log_has(
 def test_while_its_only_device_is_stuck_an_engine_refuses_and_fails_what_waits(start, runner):
     engine = start(runner, overdue_s=OVERDUE)
     runner.gate.clear()
-    first = engine.submit([encoding(10)])
+    first = engine.ask([encoding(10)])
     entered(runner)
-    waiting = [engine.submit([encoding(20 + k)]) for k in range(3)]
+    waiting = [engine.ask([encoding(20 + k)]) for k in range(3)]
     for ticket in (first, *waiting):
         with pytest.raises(BackendError):
             ticket.result(WAIT_S)
     with pytest.raises(DeviceStuck):
         waiting[0].result(0.0)
     with pytest.raises(DeviceStuck):
-        engine.submit([encoding(5)])
+        engine.ask([encoding(5)])
     assert engine.waiting == (0, 0)
     assert not engine.healthy
     assert not engine.ready
@@ -84,7 +84,7 @@ def test_a_call_that_returns_after_all_makes_its_seat_well_and_its_answers_are_d
     with pytest.raises(BackendError, match="did not return in time"):
         late.result(WAIT_S)
     assert engine.snapshot().costs == costs  # a call that hung says nothing of the bucket
-    assert sums(engine.submit([encoding(6)])) == [6.0]
+    assert sums(engine.ask([encoding(6)])) == [6.0]
     assert engine.ready
     assert count_of(engine.telemetry.stuck_seats) == 0
     assert share.end - before < OVERDUE  # nor has the model had the device
@@ -99,7 +99,7 @@ def test_work_that_waited_while_the_device_was_stuck_for_a_moment_runs(start, ru
         until(lambda: engine.stuck)
         claim.overdue = False
     with engine._lock:
-        engine._lanes.add(ticket := Ticket([encoding(7)], 1), None)  # and nobody is notified
+        engine._lanes.add(ticket := ticket_of([encoding(7)]), None)  # and nobody is notified
     assert sums(ticket) == [7.0]
 
 
@@ -107,10 +107,10 @@ def test_one_stuck_seat_of_two_leaves_the_work_to_the_other(start, runner):
     well = SumRunner()
     engine = start(runner, well, overdue_s=OVERDUE)
     runner.gate.clear()
-    until(lambda: engine.submit([encoding(5)]) and runner.ran)
+    until(lambda: engine.ask([encoding(5)]) and runner.ran)
     until(lambda: engine.seats[0].stuck)
     for k in range(6, 30):
-        assert sums(engine.submit([encoding(k)])) == [float(k)]
+        assert sums(engine.ask([encoding(k)])) == [float(k)]
     assert engine.healthy
     assert not engine.stuck
     assert count_of(engine.telemetry.stuck_seats) == 1
@@ -122,21 +122,21 @@ def test_a_model_that_shares_a_stuck_device_strands_nobody_either(start, runner,
     other_runner = SumRunner()
     engine, other = (start(one, turns=[turn], overdue_s=OVERDUE) for one in (runner, other_runner))
     runner.gate.clear()
-    engine.submit([encoding(10)])
+    engine.ask([encoding(10)])
     entered(runner)
     other_runner.gate.clear()
-    waiting = [other.submit([encoding(20 + k)]) for k in range(4)]
+    waiting = [other.ask([encoding(20 + k)]) for k in range(4)]
     until(lambda: engine.stuck)
     other_runner.gate.set()
     for ticket in waiting:
         with suppress(BackendError):  # with a second permit it may have run before
             ticket.result(WAIT_S)
     with pytest.raises(DeviceStuck):
-        other.submit([encoding(5)])
+        other.ask([encoding(5)])
     assert not other.healthy
     runner.gate.set()
     until(lambda: other.healthy)
-    assert sums(other.submit([encoding(5)])) == [5.0]
+    assert sums(other.ask([encoding(5)])) == [5.0]
 
 
 def test_a_hang_while_a_bucket_is_timed_is_noticed_too(start, runner, caplog):
@@ -150,10 +150,10 @@ def test_a_hang_while_a_bucket_is_timed_is_noticed_too(start, runner, caplog):
     engine = start(runner, overdue_s=OVERDUE, costs=BucketCosts(1e-3), ready=False)
     until(lambda: engine.stuck)
     with pytest.raises(DeviceStuck):
-        engine.submit([encoding(5)])
+        engine.ask([encoding(5)])
     released.set()
     until(lambda: not engine.stuck)
-    assert sums(engine.submit([encoding(5)])) == [5.0]
+    assert sums(engine.ask([encoding(5)])) == [5.0]
     assert "the timing of bucket" in caplog.text
     until(lambda: "could not be timed" in caplog.text)
     assert max(engine.snapshot().costs.values()) < 1000 * OVERDUE  # it counts for nothing
@@ -162,7 +162,7 @@ def test_a_hang_while_a_bucket_is_timed_is_noticed_too(start, runner, caplog):
 def test_close_waits_no_longer_than_it_may_and_fails_what_is_still_inside(start, runner):
     engine = start(runner)  # with the usual patience: the call is not overdue yet
     runner.gate.clear()
-    ticket = engine.submit([encoding(10)])
+    ticket = engine.ask([encoding(10)])
     entered(runner)
     closer = threading.Thread(target=engine.close, args=(0.1,))
     closer.start()
@@ -217,7 +217,7 @@ def test_a_process_that_was_stopped_has_not_waited_meanwhile(monkeypatch):
 
 
 def test_a_call_starts_anew_with_each_run_of_its_batch():
-    dog, entry = Look(0.0), Ticket([encoding(5)], 1).entries
+    dog, entry = Look(0.0), ticket_of([encoding(5)]).entries
     with dog.watch(Claim(lambda: 0.0, None), WIDE, place(WIDE, entry)) as call:
         dog.look(50.0)
         call.begin(SHORT)

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.ticket import Entry
+from jaxembed.engine.ticket import Entry, flat_ranges
 from jaxembed.models.tokens import PackedTokens
 
 EXPECTED_FILL = 0.97  # of a bucket with enough waiting; 0.94 to 1.00 on real length mixes
@@ -19,14 +20,30 @@ BRIEF_LOSS = 0.25  # of the best rate, at most, to be brief; less, for the estim
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences placed on a bucket: entry k is segment `slots[k] + 1` of row `rows[k]` and starts
-    at token `starts[k]` of it."""
+    """Sequences placed on a bucket: entry k is segment `segments[k]` of row `rows[k]`, starts at
+    token `starts[k]` of it, and has the slots from `slots[k]` on."""
 
     bucket: Bucket
     entries: list[Entry]
     rows: np.ndarray
+    segments: np.ndarray
     slots: np.ndarray
     starts: np.ndarray
+
+    @cached_property
+    def slot_counts(self) -> np.ndarray:
+        """How many slots each entry has."""
+        return np.array([entry.slots for entry in self.entries])
+
+    @cached_property
+    def slot_rows(self) -> np.ndarray:
+        """The row of each slot of each entry, one entry after the other."""
+        return np.repeat(self.rows, self.slot_counts)
+
+    @cached_property
+    def all_slots(self) -> np.ndarray:
+        """The number of each of these slots in its row."""
+        return flat_ranges(self.slots, self.slot_counts)
 
     @property
     def useful_tokens(self) -> int:
@@ -48,8 +65,8 @@ def choose_bucket(
     is chosen, the host's part counted; if the batch shall be `brief`, the briefest of those that
     are nearly as good.
     """
-    lengths = np.array([entry.length for entry in waiting])
-    holding = [bucket for bucket in cost if bucket.length >= lengths[0]]
+    lengths = np.array([entry.least_row for entry in waiting])  # they are short of slots at most
+    holding = [bucket for bucket in cost if bucket.fits(waiting[0].least_row)]
     near = 1 - BRIEF_LOSS if brief else 1.0
     rates: dict[Bucket, float] = {}
     best = math.inf
@@ -73,7 +90,7 @@ def _useful(lengths: np.ndarray, bucket: Bucket) -> float:
     """
     if len(lengths) == 1:  # a lone query: 5 us of numpy for each bucket would be felt
         return float(lengths[0])
-    fitting = lengths[lengths <= bucket.length]
+    fitting = lengths[bucket.fits(lengths)]
     first = fitting[: min(_enough(fitting, bucket), bucket.rows * bucket.slots)]
     wide = int(np.count_nonzero(2 * first > bucket.length))
     useful = float(first.sum())
@@ -93,25 +110,24 @@ def place(bucket: Bucket, *groups: Sequence[Entry], most: int | None = None) -> 
     first into the fullest row that still holds it (best fit decreasing). `most` limits the number
     of sequences."""
     shelf = Shelf(bucket)
-    placed, rows, slots, starts = [], [], [], []
+    placed, spots = [], []
     for group in groups:
         for entry in sorted(_first(group, bucket), key=lambda entry: -entry.length):
             if len(placed) == most:
                 break
-            spot = shelf.put(entry.length)
+            spot = shelf.put(entry.length, entry.slots)
             if spot is not None:
                 placed.append(entry)
-                rows.append(spot[0])
-                slots.append(spot[1])
-                starts.append(spot[2])
-    return Batch(bucket, placed, np.array(rows), np.array(slots), np.array(starts))
+                spots.append(spot)
+    rows, segments, slots, starts = np.array(spots, np.int32).reshape(-1, 4).T
+    return Batch(bucket, placed, rows, segments, slots, starts)
 
 
 def _first(group: Sequence[Entry], bucket: Bucket) -> list[Entry]:
     """The first entries that fit on the bucket: those that fill it, and some to fill gaps with."""
-    lengths = np.array([entry.length for entry in group])
-    enough = _enough(np.where(lengths <= bucket.length, lengths, 0), bucket)
-    return [entry for entry in group[:enough] if entry.length <= bucket.length]
+    lengths = np.array([entry.least_row for entry in group])
+    enough = _enough(np.where(bucket.fits(lengths), lengths, 0), bucket)
+    return [entry for entry in group[:enough] if bucket.fits(entry.least_row)]
 
 
 def _enough(lengths: np.ndarray, bucket: Bucket) -> int:
@@ -125,50 +141,59 @@ class Shelf:
     def __init__(self, bucket: Bucket):
         self._free: dict[int, list[int]] = {bucket.length: list(range(bucket.rows))[::-1]}
         self._rooms = 1 << bucket.length  # bit n is set where some row has n tokens free
-        self._used = [0] * bucket.rows
+        self._segments = [0] * bucket.rows
+        self._used = [0] * bucket.rows  # slots
         self._length = bucket.length
         self._slots = bucket.slots
 
-    def put(self, length: int) -> tuple[int, int, int] | None:
-        """The row, slot and start for a sequence, in the fullest row that holds it."""
-        rooms = self._rooms >> length
-        if not rooms:
+    def put(self, length: int, slots: int = 1) -> tuple[int, int, int, int] | None:
+        """The row, segment, first slot and start for a sequence, in the fullest row that holds it.
+        None if no row does."""
+        found = self._find(length, slots)
+        if found is None:
             return None
-        room = length + (rooms & -rooms).bit_length() - 1
-        row = self._remove(room)
+        room, row = found
         slot, start = self._used[row], self._length - room
-        self._used[row] += 1
+        self._used[row] += slots
+        self._segments[row] += 1
         if self._used[row] < self._slots and room > length:
             self._free.setdefault(room - length, []).append(row)
             self._rooms |= 1 << (room - length)
-        return row, slot, start
+        return row, self._segments[row], slot, start
 
-    def _remove(self, room: int) -> int:
-        rows = self._free[room]
-        row = rows.pop()
-        if not rows:
-            self._rooms ^= 1 << room
-        return row
+    def _find(self, length: int, slots: int) -> tuple[int, int] | None:
+        """Take a row with the least room for the sequence; its room and its number."""
+        rooms = self._rooms >> length << length
+        while rooms:
+            room = (rooms & -rooms).bit_length() - 1
+            rows = self._free[room]
+            for at in range(len(rows) - 1, -1, -1):
+                if self._used[rows[at]] + slots <= self._slots:
+                    row = rows.pop(at)
+                    if not rows:
+                        self._rooms ^= 1 << room
+                    return room, row
+            rooms ^= 1 << room
+        return None
 
 
 def pack(batch: Batch) -> np.ndarray:
-    """The batch as int32 `[planes, rows, length]`, in the order of PackedTokens' fields."""
-    bucket = batch.bucket
-    planes = np.zeros((PackedTokens.FIELDS, bucket.tokens), np.int32)
-    lengths = np.array([entry.length for entry in batch.entries])
-    total = int(lengths.sum())
-    before = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    positions = np.arange(total) - before
-    segments = np.repeat(batch.slots + 1, lengths)
-    target = np.repeat(batch.rows * bucket.length + batch.starts, lengths) + positions
-    unpooled = np.repeat([entry.encoding.unpooled for entry in batch.entries], lengths)
-    ids, positions_of, segments_of, types, pooled = planes
-    ids[target] = np.concatenate([entry.encoding.ids for entry in batch.entries])
-    positions_of[target] = positions
-    segments_of[target] = segments
-    pooled[target] = np.where(positions >= unpooled, segments, 0)
-    for entry, row, start in zip(batch.entries, batch.rows, batch.starts, strict=True):
-        if entry.encoding.types is not None:
-            offset = row * bucket.length + start
-            types[offset : offset + entry.length] = entry.encoding.types
-    return planes.reshape(PackedTokens.FIELDS, bucket.rows, bucket.length)
+    """The batch as int32 `[planes, rows, length]`, in the order of PackedTokens' planes."""
+    bucket, entries = batch.bucket, batch.entries
+    planes = np.zeros((PackedTokens.PLANES, bucket.tokens), np.int32)
+    lengths = np.array([entry.length for entry in entries])
+    offsets = batch.rows * bucket.length + batch.starts  # of each sequence in a plane
+    target = flat_ranges(offsets, lengths)
+    ids, positions, segments, types, bounds = planes
+    ids[target] = np.concatenate([entry.ids for entry in entries])
+    positions[target] = target - np.repeat(offsets, lengths)
+    segments[target] = np.repeat(batch.segments, lengths)
+    for entry, offset in zip(entries, offsets.tolist(), strict=True):
+        if entry.types is not None:
+            types[offset : offset + entry.length] = entry.types
+    places = batch.slot_rows * bucket.length + batch.all_slots
+    starts, ends = np.concatenate([entry.bounds for entry in entries]).T
+    shift = np.repeat(batch.starts, batch.slot_counts)
+    bounds[places] = starts + shift
+    bounds[places + bucket.slots] = ends + shift
+    return planes.reshape(PackedTokens.PLANES, bucket.rows, bucket.length)

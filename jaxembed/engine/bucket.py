@@ -6,6 +6,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxembed.errors import ConfigError
 from jaxembed.json_file import read_user_json, shown
 
@@ -14,12 +16,23 @@ LONGEST_DEFAULT_ROW = 8192
 MOST_DEFAULT_BUCKETS = 20
 TPU_TILE = 128  # lanes of a register: shorter rows leave them idle, and splash takes none
 MOST_SLOTS = 128  # in a row: pooling costs slots * length, and short texts have shorter rows
+SHORTEST_LENGTH = 2  # of a row: the bounds of its one slot take two places of a plane
+TOKENS_PER_SLOT = 4  # of a row; two of them hold the bounds of its slot
+NO_ROW = 2**31 - 1  # as a row length: no row has so many slots
 GRID_FORM = '{"buckets": [[rows, length], ...]}, as `jaxembed tune` writes it'
+
+
+def least_row(length: int, slots: int) -> int:
+    """The length of the shortest row that has room for a sequence of so many tokens and slots.
+    `Bucket.fits` is asked in other words: what fits a row of that length fits every longer one."""
+    if slots == 1:
+        return length
+    return max(length, TOKENS_PER_SLOT * slots) if slots <= MOST_SLOTS else NO_ROW
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """A batch of `rows` rows of `length` tokens, each row holding up to `slots` sequences."""
+    """A batch of `rows` rows of `length` tokens, each with room for `slots` pooled outputs."""
 
     rows: int
     length: int
@@ -30,9 +43,14 @@ class Bucket:
 
     @property
     def slots(self) -> int:
-        """Sequences in a row. A quarter of its tokens holds real queries: 5 in a row of 32 at
-        most, 16 in one of 128 were seen on MS MARCO's."""
-        return min(max(self.length // 4, 1), MOST_SLOTS)
+        """Sequences or spans that a row holds. A quarter of its tokens is enough for real queries:
+        at most 5 in a row of 32 and 16 in one of 128 were seen on MS MARCO's."""
+        return min(max(self.length // TOKENS_PER_SLOT, 1), MOST_SLOTS)
+
+    def fits(self, least_row: int | np.ndarray) -> bool | np.ndarray:
+        """Whether a sequence with this `least_row` fits an empty row; for an array of several the
+        answer is an array."""
+        return least_row <= self.length
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.length}"
@@ -170,6 +188,8 @@ def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -
     for b in buckets:
         if b.rows < 1 or b.length < 1:
             yield f"bucket {b} has no tokens"
+        elif b.length < SHORTEST_LENGTH:
+            yield f"bucket {b} is too short: a row has {SHORTEST_LENGTH} tokens or more"
         elif b.rows % shards:
             yield f"{b.rows} rows of bucket {b} do not divide over {shards} devices"
         elif b.tokens > budget * shards:

@@ -137,11 +137,11 @@ def build(
     if plan.devices:
         seats = seats_of(plan, program, load())
     else:
-        seats = [Seat(NullReplica(spec.dim, spec.hidden_size), DeviceTurn())]
+        seats = [Seat(NullReplica(spec.widths), DeviceTurn())]
     return Engine(
         seats,
         plan.grid,
-        spec.dim,
+        spec.widths,
         telemetry,
         BucketCosts(plan.token_ms, plan.timings),
         name=name,

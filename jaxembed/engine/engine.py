@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import get_args
@@ -29,10 +29,18 @@ from jaxembed.engine.timing import BucketTimer
 from jaxembed.engine.turn import Claim, DeviceTurn, Share
 from jaxembed.engine.warmup import Warmup
 from jaxembed.engine.watchdog import OVERDUE_S, Watchdog, WatchedCall
-from jaxembed.errors import BackendError, DeviceStuck, EmptyInput, InputTooLong, NotFinite
-from jaxembed.inputs import Encoding, Priority
-from jaxembed.models.output import OutputName
+from jaxembed.errors import (
+    BackendError,
+    DeviceStuck,
+    EmptyInput,
+    InputTooLong,
+    NotFinite,
+    TooManySpans,
+)
+from jaxembed.inputs import Priority
+from jaxembed.outputs import OutputName
 from jaxembed.telemetry import Telemetry
+from jaxembed.work import Encoding, Work, work_of
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +136,7 @@ class Engine:
         self,
         seats: Sequence[Seat],
         grid: BucketGrid,
-        dim: int,
+        widths: Mapping[OutputName, int],
         telemetry: Telemetry,
         costs: BucketCosts,
         *,
@@ -141,14 +149,14 @@ class Engine:
         on_progress: Callable[[int, int], None] | None = None,
         keep_costs: Callable[[BucketCosts], object] = lambda costs: None,
     ):
-        """`keep_costs` is called when every bucket was timed often enough, and when the engine
-        closes."""
+        """`widths` are those of the model's outputs, in floats. `keep_costs` is called when every
+        bucket was timed often enough, and when the engine closes."""
         self.grid = grid
         self.name = name  # of the model, for the log
         self._costs = costs
         self._keep_costs = partial(keep_costs, costs)
         self.seats = tuple(seats)
-        self._dim = dim
+        self._widths = widths
         self._telemetry = telemetry
         self._most = max_batch_requests
         self._probe_every_s = probe_every_s
@@ -251,24 +259,18 @@ class Engine:
 
     def submit(
         self,
-        encodings: Sequence[Encoding],
-        outputs: frozenset[OutputName] = frozenset({"dense"}),
+        work: Work,
         wake: Callable[[], object] | None = None,
         priority: Priority | None = None,
     ) -> Ticket:
-        """Queue the sequences of one request. Raises InputTooLong if one fits no bucket, and
-        DeviceStuck.
+        """Queue one request. `wake` is called once, from an engine thread, when it is answered.
 
         Without a priority a small request is interactive and a large one bulk. A sequence that
-        waits already, for this request or another, is computed once for all.
+        waits already, for this request or another, is computed once for all. Raises EmptyInput,
+        InputTooLong, TooManySpans, BackendError and DeviceStuck.
         """
-        lengths = [len(encoding.ids) for encoding in encodings]
-        longest = max(lengths)
-        if min(lengths) == 0:
-            raise EmptyInput(index=lengths.index(0))
-        if longest > self.grid.max_length:
-            raise InputTooLong(self.grid.max_length, longest, lengths.index(longest))
-        ticket = Ticket(encodings, self._dim, outputs, wake)
+        self._check(work)
+        ticket = Ticket(work, self._widths, wake)
         with self._lock:
             if self._closing:
                 raise BackendError("the engine is closed")
@@ -280,6 +282,18 @@ class Engine:
             for idle in self._idle.values():
                 idle.notify(self._lanes.inputs)  # more threads would only be in its way
         return ticket
+
+    def _check(self, work: Work) -> None:
+        """Raise the error of the first sequence that no bucket of the grid holds."""
+        longest, shortest = int(work.lengths.max()), int(work.lengths.min())
+        if shortest == 0:
+            raise EmptyInput(index=int(work.lengths.argmin()))
+        if longest > self.grid.max_length:
+            raise InputTooLong(self.grid.max_length, longest, int(work.lengths.argmax()))
+        most_slots = max(bucket.slots for bucket in self.grid.buckets)
+        if int(work.slots.max()) > most_slots:
+            at = int(work.slots.argmax())
+            raise TooManySpans(most_slots, int(work.slots[at]), at)
 
     def wait_timed(self, timeout_s: float | None = None) -> None:
         """Block until every bucket was timed. Needs times in which nothing runs. Raises
@@ -443,7 +457,8 @@ class Engine:
         usable = self._costs.usable
         if not seat.sick or seat.stuck or not usable or self._closing:
             return None
-        ticket = Ticket([Encoding(np.ones(1, np.int32))], self._dim)
+        work = work_of([Encoding(np.ones(1, np.int32))], frozenset(self._widths))
+        ticket = Ticket(work, self._widths)
         return place(min(usable, key=lambda bucket: bucket.tokens), ticket.entries)
 
     def _note(self, seat: Seat, batch: Batch, results: Sequence[Answers], claim: Claim) -> None:
@@ -519,7 +534,7 @@ def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
 
 
 def _settle(answers: Answers, started_at: float, seconds: float) -> None:
-    """Write the answers into their tickets, one step for each ticket."""
+    """Write the answers into their tickets, in one step for each ticket."""
     by_ticket: dict[Ticket, tuple[list[int], list[int]]] = {}
     for k, entry in enumerate(answers.entries):
         for ticket, index in entry.claims.items():
@@ -535,9 +550,7 @@ def _settle(answers: Answers, started_at: float, seconds: float) -> None:
         if answers.error is not None:
             ticket.fail(places, _named(answers.error, places))
             continue
-        assert answers.dense is not None
-        tokens = None if answers.tokens is None else [answers.tokens[k] for k in chosen]
-        ticket.answer(at, answers.dense[chosen], tokens)
+        ticket.answer(at, answers.values_of(chosen, ticket.outputs))
 
 
 def _fail(entries: Iterable[Entry], error: Exception) -> None:

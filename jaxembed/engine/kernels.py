@@ -168,7 +168,7 @@ def calls(program: Program, dtype: DType) -> Counter[Call]:
         jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype) if len(leaf.shape) > 1 else leaf.dtype)
         for leaf in program.shapes.values()
     ]
-    planes = jax.ShapeDtypeStruct((PackedTokens.FIELDS, 1, SHORTEST_PROBED_ROW), jnp.int32)
+    planes = jax.ShapeDtypeStruct((PackedTokens.PLANES, 1, SHORTEST_PROBED_ROW), jnp.int32)
     with using(note):
         jax.eval_shape(lambda leaves, planes: program.forward(leaves, planes, 1), leaves, planes)
     return noted

@@ -152,7 +152,7 @@ class Lanes:
         self._most_interactive = max(INTERACTIVE_SHARE * largest, 1)
         self._flows: dict[Ticket, Flow] = {}  # oldest first
         self._waiting: dict[Key, Entry] = {}
-        self._longest = 0  # sequence that a compiled bucket holds
+        self._longest = 0  # row of a compiled bucket
         self._number = 0
         self._clock = 0.0  # milliseconds
         self._interactive_at = -math.inf
@@ -182,8 +182,8 @@ class Lanes:
 
     @property
     def needed_length(self) -> int | None:
-        """The length of the oldest sequence that no compiled bucket holds."""
-        return next((f.parked[0].length for f in self._flows.values() if f.parked), None)
+        """The least row of the oldest sequence that fits no compiled bucket."""
+        return next((f.parked[0].least_row for f in self._flows.values() if f.parked), None)
 
     def inputs_of(self, priority: Priority) -> int:
         return self._lanes[priority].inputs
@@ -200,14 +200,14 @@ class Lanes:
 
     def add(self, ticket: Ticket, priority: Priority | None = None) -> None:
         """Queue a ticket's entries and let the ticket forget them: they point back."""
-        inputs, tokens = len(ticket.dense), ticket.tokens_in
+        inputs, tokens = len(ticket.work), ticket.work.tokens
         lane = self._lanes[priority or self._priority(inputs, tokens)]
         if lane is self._interactive:
             self._interactive_at = ticket.queued_at
         entries = [self._joined(ticket, entry) for entry in ticket.entries]
         ticket.entries = []
-        ready = [entry for entry in entries if entry.length <= self._longest]
-        parked = [entry for entry in entries if entry.length > self._longest]
+        ready = [entry for entry in entries if entry.least_row <= self._longest]
+        parked = [entry for entry in entries if entry.least_row > self._longest]
         self._number += 1
         flow = Flow(ticket, lane, self._number, lane.clock, ready[::-1], parked, inputs, tokens)
         self._flows[ticket] = flow
@@ -230,15 +230,15 @@ class Lanes:
                     del self._waiting[entry.key]
 
     def lengthen(self, longest: int) -> None:
-        """Buckets for sequences of this length are compiled."""
+        """Buckets with rows of this length are compiled."""
         self._longest = longest
         for flow in self._flows.values():
-            ready = [entry for entry in flow.parked if entry.length <= longest]
+            ready = [entry for entry in flow.parked if entry.least_row <= longest]
             if ready:
                 flow.lane.remove(flow)
                 if not flow.entries:  # rest earns no credit
                     flow.start = max(flow.start, flow.lane.clock)
-                flow.parked = [entry for entry in flow.parked if entry.length > longest]
+                flow.parked = [entry for entry in flow.parked if entry.least_row > longest]
                 flow.entries[:0] = ready[::-1]
                 flow.lane.insert(flow)
 

@@ -88,7 +88,7 @@ def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
     leaves = [_placed_shape(name, leaf, dtype) for name, leaf in program.shapes.items()]
     noted: dict[native.NativeCall, None] = {}
     for bucket in TRIED:
-        planes = jax.ShapeDtypeStruct((PackedTokens.FIELDS, bucket.rows, bucket.length), jnp.int32)
+        planes = jax.ShapeDtypeStruct((PackedTokens.PLANES, bucket.rows, bucket.length), jnp.int32)
 
         def forward(leaves, planes, slots: int = bucket.slots):
             return program.forward(leaves, planes, slots)

@@ -2,33 +2,60 @@
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from jaxembed.engine.batch import Batch, pack, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Runner
-from jaxembed.engine.ticket import Entry
+from jaxembed.engine.ticket import Entry, flat_ranges
 from jaxembed.errors import BackendError, NotFinite
-from jaxembed.models.output import OutputName
+from jaxembed.outputs import OUTPUTS, OutputName
 from jaxembed.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
 
+Values = Mapping[OutputName, Any]  # np.ndarray of slots, or a list of np.ndarray
+
+
 @dataclass(frozen=True)
 class Answers:
-    """What came of some entries: entry k has `dense[k]` and `tokens[k]`, or all have `error`.
+    """What a run gave for some entries: `values`, or one `error` for all of them.
 
-    `tokens` are views of a bucket's output, to be copied before they are kept.
+    Of an output by slots `values` has an array `[slots of all entries, width]`, of one by tokens an
+    array for each entry: views of the whole bucket's output, to be copied before they are kept.
     """
 
     entries: Sequence[Entry]
-    dense: np.ndarray | None = None
-    tokens: Sequence[np.ndarray] | None = None
+    values: Values = field(default_factory=dict)
     error: Exception | None = None
+
+    @cached_property
+    def slot_counts(self) -> np.ndarray:
+        """How many slots each entry has."""
+        return np.array([entry.slots for entry in self.entries])
+
+    @cached_property
+    def first_slots(self) -> np.ndarray:
+        """Where the slots of each entry begin among those of all."""
+        return np.cumsum(self.slot_counts) - self.slot_counts
+
+    def values_of(self, chosen: Sequence[int], outputs: Iterable[OutputName]) -> Values:
+        """These outputs of the entries with the numbers `chosen`, in their order."""
+        slots: Sequence[int] | np.ndarray = chosen
+        if len(self.entries) and self.slot_counts.max() > 1:
+            slots = flat_ranges(self.first_slots[chosen], self.slot_counts[chosen])
+        return {
+            name: self.values[name][slots]
+            if OUTPUTS[name].per == "slot"
+            else [self.values[name][k] for k in chosen]
+            for name in outputs
+        }
 
 
 def reference_to(batch: Batch) -> tuple[str, str]:
@@ -72,7 +99,11 @@ class Recovery:
         if finite.all():
             return [answers]
         suspects = [e for e, good in zip(answers.entries, finite, strict=True) if not good]
-        results = [_subset(answers, finite)] if finite.any() else []
+        results = []
+        if finite.any():
+            good = np.flatnonzero(finite).tolist()
+            values = answers.values_of(good, answers.values)
+            results.append(Answers([answers.entries[k] for k in good], values))
         for entry in suspects:
             results += self._alone(entry, batch)
         return results
@@ -101,12 +132,9 @@ class Recovery:
 
     def _smaller(self, batch: Batch) -> list[Batch] | None:
         """The batch on buckets of half its tokens at most; None where there are none."""
-        longest = max(entry.length for entry in batch.entries)
-        fitting = [
-            b
-            for b in self._buckets()
-            if b.length >= longest and b.tokens <= batch.bucket.tokens // 2
-        ]
+        longest = max(entry.least_row for entry in batch.entries)
+        half = batch.bucket.tokens // 2
+        fitting = [b for b in self._buckets() if b.fits(longest) and b.tokens <= half]
         if not fitting:
             return None
         bucket, left, parts = max(fitting, key=lambda b: b.tokens), list(batch.entries), []
@@ -119,48 +147,52 @@ class Recovery:
     def _alone(self, entry: Entry, batch: Batch) -> list[Answers]:
         """The sequence by itself, then in float32 where the model is float16."""
         self._telemetry.not_finite.inc()
-        fitting = [b for b in self._buckets() if b.length >= entry.length]
+        fitting = [b for b in self._buckets() if b.fits(entry.least_row)]
         bucket = min(fitting, key=lambda b: b.tokens, default=batch.bucket)
-        alone = place(bucket, [entry])
+        alone, twin = place(bucket, [entry]), self._runner.float32_bucket
         try:
             answers = self._attempt(alone)
             if _finite(answers).all():
                 return [answers]
-            self._on_call(bucket)
-            wide = self._runner.run_in_float32(pack(alone), _outputs([entry]))
-            if wide is not None and _finite(answers := _gather(alone, wide)).all():
-                return [answers]
+            if twin is not None:
+                self._on_call(bucket)
+                answers = self._in_float32(place(twin, [entry]))
+                if _finite(answers).all():
+                    return [answers]
         except Exception as error:
             return self._after_failure(alone, error)
-        how = "alone" if wide is None else "alone and in float32"
+        how = "alone" if twin is None else "alone and in float32"
         return [Answers([entry], error=NotFinite(f"the result is not finite, run {how}"))]
+
+    def _in_float32(self, batch: Batch) -> Answers:
+        outputs = _outputs(batch.entries)
+        return _gather(batch, self._runner.run_in_float32(pack(batch), outputs))
 
 
 def _outputs(entries: Iterable[Entry]) -> set[OutputName]:
-    dense: set[OutputName] = {"dense"}
-    return dense.union(*(entry.outputs for entry in entries))
+    """All outputs that somebody asked for."""
+    return set().union(*(entry.outputs for entry in entries))
 
 
 def _gather(batch: Batch, output: dict[OutputName, np.ndarray]) -> Answers:
-    """Each entry's own rows out of a bucket's output."""
-    dense = output["dense"][batch.rows, batch.slots]
-    if "tokens" not in output:
-        return Answers(batch.entries, dense)
-    spans = zip(batch.entries, batch.rows, batch.starts, strict=True)
-    tokens = [output["tokens"][row, at : at + e.length] for e, row, at in spans]
-    return Answers(batch.entries, dense, tokens)
+    """Each entry's own part of a bucket's outputs."""
+    values: dict[OutputName, Any] = {}
+    for name, array in output.items():
+        if OUTPUTS[name].per == "slot":
+            values[name] = array[batch.slot_rows, batch.all_slots]
+        else:
+            places = zip(batch.entries, batch.rows, batch.starts, strict=True)
+            values[name] = [array[row, at : at + entry.length] for entry, row, at in places]
+    return Answers(batch.entries, values)
 
 
 def _finite(answers: Answers) -> np.ndarray:
-    assert answers.dense is not None
-    finite = np.asarray(np.isfinite(answers.dense).all(axis=1))
-    if answers.tokens is not None:
-        finite &= np.array([np.isfinite(tokens).all() for tokens in answers.tokens])
+    """Which entries have finite values only, bool `[entries]`."""
+    finite = np.ones(len(answers.entries), bool)
+    for name, values in answers.values.items():
+        if OUTPUTS[name].per == "slot":
+            of_slots = np.asarray(np.isfinite(values).all(axis=1))
+            finite &= np.logical_and.reduceat(of_slots, answers.first_slots)
+        else:
+            finite &= np.array([np.isfinite(rows).all() for rows in values])
     return finite
-
-
-def _subset(answers: Answers, chosen: np.ndarray) -> Answers:
-    assert answers.dense is not None
-    index = np.flatnonzero(chosen).tolist()
-    tokens = None if answers.tokens is None else [answers.tokens[i] for i in index]
-    return Answers([answers.entries[i] for i in index], answers.dense[index], tokens)

@@ -4,7 +4,7 @@ Knows nothing of requests: packed tokens in, outputs out.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
@@ -20,8 +20,9 @@ from jaxembed.engine.compiles import compile_lowered
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, native
 from jaxembed.models.attention import Attend, by_xla, using
-from jaxembed.models.output import Output, OutputName
+from jaxembed.models.output import Output
 from jaxembed.models.tokens import PackedTokens
+from jaxembed.outputs import OUTPUTS, OutputName
 from jaxembed.spec import DType
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,10 @@ class Runner(Protocol):
 
     def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs: ...
 
-    def run_in_float32(
-        self, planes: np.ndarray, outputs: Iterable[OutputName]
-    ) -> Outputs | None: ...
+    @property
+    def float32_bucket(self) -> Bucket | None: ...
+
+    def run_in_float32(self, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs: ...
 
 
 class Replica:
@@ -99,13 +101,15 @@ class Replica:
         """Run a bucket and copy the outputs asked for to the host. Blocks without the GIL."""
         return self._fetch(self._programs[bucket](self._parameters, self._placed(planes)), outputs)
 
-    def run_in_float32(self, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs | None:
-        """The same for one sequence in the first row, in float32; None without such a program."""
-        if self._float32 is None or self._twin is None:
-            return None
-        wide = np.zeros((PackedTokens.FIELDS, self._twin.rows, self._twin.length), np.int32)
-        wide[:, 0, : planes.shape[2]] = planes[:, 0, : self._twin.length]
-        return self._fetch(self._float32(self._parameters, self._placed(wide)), outputs)
+    @property
+    def float32_bucket(self) -> Bucket | None:
+        """The bucket that has a program in float32 as well; None where no bucket has."""
+        return None if self._float32 is None else self._twin
+
+    def run_in_float32(self, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
+        """Run the `float32_bucket` in float32, otherwise as `run`."""
+        assert self._float32 is not None
+        return self._fetch(self._float32(self._parameters, self._placed(planes)), outputs)
 
     def program_text(self, bucket: Bucket) -> str:
         """The optimised program of a bucket, as HLO."""
@@ -141,7 +145,7 @@ class Replica:
             out_specs=Output(dense=rows, tokens=rows),
             check_vma=False,
         )
-        shape = (PackedTokens.FIELDS, bucket.rows, bucket.length)
+        shape = (PackedTokens.PLANES, bucket.rows, bucket.length)
         planes = jax.ShapeDtypeStruct(
             shape, jnp.int32, sharding=NamedSharding(self._mesh, PartitionSpec(None, "data"))
         )
@@ -180,24 +184,27 @@ def _mesh(devices: Sequence[Device]) -> Mesh:
 class NullReplica:
     """Answers with constants and runs no device: what is left is the cost of the host."""
 
-    def __init__(self, dim: int, width: int):
-        self._dim = dim
-        self._width = width
+    def __init__(self, widths: Mapping[OutputName, int]):
+        """`widths` are those of the model's outputs, in floats."""
+        self._widths = widths
 
     def compile(self, bucket: Bucket) -> None:
         """Nothing to compile."""
 
     def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
         """Ones of the right shapes."""
-        shapes: dict[OutputName, tuple[int, ...]] = {
-            "dense": (bucket.rows, bucket.slots, self._dim),
-            "tokens": (bucket.rows, bucket.length, self._width),
+        places = {"slot": bucket.slots, "token": bucket.length}
+        return {
+            name: np.ones((bucket.rows, places[OUTPUTS[name].per], self._widths[name]), np.float32)
+            for name in outputs
         }
-        return {name: np.ones(shapes[name], np.float32) for name in outputs}
 
-    def run_in_float32(self, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs | None:
-        """Constants are finite."""
-        return None
+    @property
+    def float32_bucket(self) -> None:
+        """None: constants are finite."""
+
+    def run_in_float32(self, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
+        raise NotImplementedError("a null replica has no program in float32")
 
 
 @cache

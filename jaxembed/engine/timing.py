@@ -229,9 +229,13 @@ def full_planes(bucket: Bucket, segment: int) -> np.ndarray:
     """A full bucket as `Runner.run` takes it, int32 `[planes, rows, length]`: every row sequences
     of so many tokens, one after the other, the last one cut."""
     segment = max(segment, -(-bucket.length // bucket.slots))
-    planes = np.zeros((PackedTokens.FIELDS, bucket.rows, bucket.length), np.int32)
-    ids, positions, segments, _, pooled = planes
+    planes = np.zeros((PackedTokens.PLANES, bucket.rows, bucket.length), np.int32)
+    ids, positions, segments, _, bounds = planes
     place = np.arange(bucket.length)
     ids[:], positions[:] = 1, place % segment
-    segments[:] = pooled[:] = place // segment + 1
+    segments[:] = place // segment + 1
+    starts = place[::segment]
+    bounds[:, : len(starts)] = starts
+    ends = np.minimum(starts + segment, bucket.length)
+    bounds[:, bucket.slots : bucket.slots + len(starts)] = ends
     return planes

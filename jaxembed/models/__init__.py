@@ -35,9 +35,9 @@ class Model(nnx.Module):
         self.modules = nnx.List([_module(layer) for layer in spec.device_modules])
         self.pooling = spec.pooling
 
-    def __call__(self, tokens: PackedTokens, slots: int) -> Output:
+    def __call__(self, tokens: PackedTokens) -> Output:
         hidden = self.tower(tokens)
-        pooled = [POOLINGS[name](hidden, tokens, slots) for name in self.pooling]
+        pooled = [POOLINGS[name](hidden, tokens) for name in self.pooling]
         dense = jnp.concatenate(pooled, axis=-1)
         for layer in self.modules:
             dense = layer(dense)
@@ -123,7 +123,7 @@ def program(spec: ModelSpec) -> Program:
 
     def forward(parameters, planes, slots: int) -> Output:
         model = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
-        return model(PackedTokens.unstack(planes), slots)
+        return model(PackedTokens.unstack(planes, slots))
 
     return Program(shapes, forward)
 

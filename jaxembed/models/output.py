@@ -1,12 +1,10 @@
 """What one forward pass returns."""
 
 from dataclasses import dataclass
-from typing import Literal, no_type_check
+from typing import no_type_check
 
 import jax
 from jaxtyping import Array, Float
-
-OutputName = Literal["dense", "tokens"]
 
 
 @no_type_check  # JAX rebuilds it with other leaves (shapes, numpy)

@@ -1,4 +1,4 @@
-"""From the hidden states of packed rows to one vector per sequence slot: pure functions, float32.
+"""From the hidden states of packed rows to one vector for each slot: pure functions, float32.
 
 Each gives zeros for an empty slot. Definitions: sentence_transformers.models.Pooling.
 """
@@ -15,55 +15,54 @@ Pooled = Float[Array, "rows slots dim"]
 Member = Bool[Array, "rows slots length"]
 
 
-def members(segments: Int[Array, "rows length"], slots: int) -> Member:
-    """Which tokens belong to which slot; slot s holds segment s + 1."""
-    return segments[:, None, :] == jnp.arange(1, slots + 1)[None, :, None]
+def members(tokens: PackedTokens) -> Member:
+    """Which tokens belong to which slot."""
+    index = jnp.arange(tokens.ids.shape[1])[None, None, :]
+    return (index >= tokens.bounds[:, :, :1]) & (index < tokens.bounds[:, :, 1:])
 
 
-def cls_pool(hidden: Hidden, tokens: PackedTokens, slots: int) -> Pooled:
+def cls_pool(hidden: Hidden, tokens: PackedTokens) -> Pooled:
     """The first token."""
-    member = members(tokens.pooled, slots)
-    return _gather(hidden, member.argmax(axis=2), member.any(axis=2))
+    return _gather(hidden, tokens, tokens.bounds[:, :, 0])
 
 
-def last_pool(hidden: Hidden, tokens: PackedTokens, slots: int) -> Pooled:
+def last_pool(hidden: Hidden, tokens: PackedTokens) -> Pooled:
     """The last token."""
-    member = members(tokens.pooled, slots)
-    last = hidden.shape[1] - 1 - member[:, :, ::-1].argmax(axis=2)
-    return _gather(hidden, last, member.any(axis=2))
+    return _gather(hidden, tokens, jnp.maximum(tokens.bounds[:, :, 1] - 1, 0))
 
 
-def mean_pool(hidden: Hidden, tokens: PackedTokens, slots: int) -> Pooled:
+def mean_pool(hidden: Hidden, tokens: PackedTokens) -> Pooled:
     """The average of the tokens."""
-    weights = members(tokens.pooled, slots).astype(jnp.float32)
+    weights = members(tokens).astype(jnp.float32)
     return _weighted_sum(hidden, tokens, weights) / _total(weights)
 
 
-def mean_sqrt_len_pool(hidden: Hidden, tokens: PackedTokens, slots: int) -> Pooled:
+def mean_sqrt_len_pool(hidden: Hidden, tokens: PackedTokens) -> Pooled:
     """The sum of the tokens over the square root of their number."""
-    weights = members(tokens.pooled, slots).astype(jnp.float32)
+    weights = members(tokens).astype(jnp.float32)
     return _weighted_sum(hidden, tokens, weights) / jnp.sqrt(_total(weights))
 
 
-def weighted_mean_pool(hidden: Hidden, tokens: PackedTokens, slots: int) -> Pooled:
+def weighted_mean_pool(hidden: Hidden, tokens: PackedTokens) -> Pooled:
     """The average weighted by the index in the sequence, from 1."""
     index = (tokens.positions + 1).astype(jnp.float32)
-    weights = jnp.where(members(tokens.pooled, slots), index[:, None, :], 0.0)
+    weights = jnp.where(members(tokens), index[:, None, :], 0.0)
     return _weighted_sum(hidden, tokens, weights) / _total(weights)
 
 
-def max_pool(hidden: Hidden, tokens: PackedTokens, slots: int) -> Pooled:
+def max_pool(hidden: Hidden, tokens: PackedTokens) -> Pooled:
     """The largest value of each dimension. One slot at a time: all at once would not fit."""
+    index = jnp.arange(hidden.shape[1])[None, :]
 
-    def one(slot):
-        member = tokens.pooled == slot
+    def one(bounds):
+        member = (index >= bounds[:, :1]) & (index < bounds[:, 1:])
         largest = jnp.where(member[:, :, None], hidden, -jnp.inf).max(axis=1)
         return jnp.where(member.any(axis=1)[:, None], largest, 0.0)
 
-    return lax.map(one, jnp.arange(1, slots + 1)).swapaxes(0, 1)
+    return lax.map(one, tokens.bounds.swapaxes(0, 1)).swapaxes(0, 1)
 
 
-POOLINGS: dict[str, Callable[[Hidden, PackedTokens, int], Pooled]] = {
+POOLINGS: dict[str, Callable[[Hidden, PackedTokens], Pooled]] = {
     "cls": cls_pool,
     "max": max_pool,
     "mean": mean_pool,
@@ -73,9 +72,11 @@ POOLINGS: dict[str, Callable[[Hidden, PackedTokens, int], Pooled]] = {
 }
 
 
-def _gather(hidden: Hidden, index: Int[Array, "rows slots"], used: Bool[Array, "rows slots"]):
+def _gather(hidden: Hidden, tokens: PackedTokens, index: Int[Array, "rows slots"]) -> Pooled:
+    """The hidden state of the token at `index` of its row, for each slot that is in use."""
     chosen = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
-    return jnp.where(used[:, :, None], chosen, 0.0)
+    used = tokens.bounds[:, :, 1:] > 0
+    return jnp.where(used, chosen, 0.0)
 
 
 def _total(weights: Float[Array, "rows slots length"]) -> Float[Array, "rows slots one"]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import no_type_check
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 Hidden = Float[Array, "rows length dim"]  # the hidden states of packed rows
@@ -18,19 +19,23 @@ class PackedTokens:
 
     `segments` tells the sequences of a row apart: 1, 2, ... in order, 0 is padding. Attention stays
     within a segment. `positions` count from 0 inside each sequence; a tower adds its own offset.
-    `pooled` is the segment again where the token takes part in pooling, else 0: the prompt of a
-    model with include_prompt=false is attended to and not pooled, which segments cannot say.
+    `bounds` holds for each slot the first token of the row that is pooled into it, and the one
+    after the last; both are 0 for an empty slot. Slots may overlap, and leave tokens out: the
+    prompt of a model with include_prompt=false, which is attended to and not pooled.
     """
 
     ids: Int[Array, "rows length"]
     positions: Int[Array, "rows length"]
     segments: Int[Array, "rows length"]
     types: Int[Array, "rows length"]
-    pooled: Int[Array, "rows length"]
+    bounds: Int[Array, "rows slots 2"]
 
-    FIELDS = 5  # planes of the stacked array
+    PLANES = 5  # of the stacked array
 
     @classmethod
-    def unstack(cls, planes: Int[Array, "planes rows length"]) -> "PackedTokens":
-        """The five planes moved to the device as one array."""
-        return cls(*(planes[i] for i in range(cls.FIELDS)))
+    def unstack(cls, planes: Int[Array, "planes rows length"], slots: int) -> "PackedTokens":
+        """The five planes, which are moved to the device as one array. The first `slots` places of
+        each row of the last one hold where its slots begin, the next `slots` where they end."""
+        ids, positions, segments, types, places = (planes[i] for i in range(cls.PLANES))
+        bounds = jnp.stack([places[:, :slots], places[:, slots : 2 * slots]], axis=2)
+        return cls(ids, positions, segments, types, bounds)

@@ -19,7 +19,7 @@ from jaxembed.errors import (
     UnknownPrompt,
     UnsupportedModel,
 )
-from jaxembed.inputs import Encoding, Input, Pair, Text, Tokens
+from jaxembed.inputs import Input, Pair, Text, Tokens
 from jaxembed.processors.pairs import Frame, template_frame, tokenizer_frame
 from jaxembed.processors.tokenizer import (
     CHARACTER_BYTES,
@@ -30,6 +30,7 @@ from jaxembed.processors.tokenizer import (
     most_read,
 )
 from jaxembed.spec import ModelSpec
+from jaxembed.work import Encoding, Work, work_of
 
 # Memory for a character of /tokenize, at most: measured 1719 for one text of emojis in byte-level
 # BPE, 1005 for Chinese in WordPiece, and 1000 for many texts while their tokens become JSON. Of a
@@ -55,9 +56,9 @@ class TokenPiece:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The encodings of a request, in order, and how many of its inputs were cut to the limit."""
+    """The columns of some inputs, in order, and how many of the inputs were cut to the limit."""
 
-    encodings: list[Encoding]
+    work: Work
     truncated: int
 
 
@@ -255,10 +256,10 @@ class TextProcessor:
         types = None
         if self._has_types:
             types = self._within_limit(np.array(encoding.type_ids, np.int32), rules.side)
-        unpooled = 0
+        spans = None
         if rules.prompt and not self._spec.include_prompt:
-            unpooled = min(self._prompt_length(rules.prompt), len(ids) - 1)
-        return Encoding(ids, types, unpooled), len(encoding) > self.limit
+            spans = ((min(self._prompt_length(rules.prompt), len(ids) - 1), len(ids)),)
+        return Encoding(ids, types, spans), len(encoding) > self.limit
 
     def _too_long(self, got: int, whole: bool) -> InputTooLong:
         """The error for so many tokens of an input that was, or was not, read to its end."""
@@ -367,7 +368,7 @@ def _tokenized(parts: Iterable[tuple[Encoding, bool]]) -> Tokenized:
     except InvalidInput as error:
         error.index = len(encodings)
         raise
-    return Tokenized(encodings, truncated)
+    return Tokenized(work_of(encodings), truncated)
 
 
 def _not_empty(text: str) -> str:

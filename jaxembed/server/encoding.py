@@ -6,7 +6,7 @@ as a whole.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import orjson
@@ -59,7 +59,7 @@ def json_matrix(rows: np.ndarray) -> AsyncIterator[bytes]:
     return json_list(json_items(len(rows), rows.shape[1], lambda start, stop: rows[start:stop]))
 
 
-async def json_matrices(matrices: Sequence[np.ndarray]) -> AsyncIterator[bytes]:
+async def json_matrices(matrices: Iterable[np.ndarray]) -> AsyncIterator[bytes]:
     """`[[[...], ...], ...]`, one matrix per input, in slices."""
     before = b"["
     for rows in matrices:

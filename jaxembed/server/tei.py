@@ -145,7 +145,7 @@ async def embed_all() -> Response:
         )
         answer = await embedder.answer(inputs.items, options)
         with meter.time("encode"):
-            response = await json_stream(json_matrices(answer.tokens or []))
+            response = await json_stream(json_matrices(answer.tokens))
         return meter.stamp(response, answer)
 
 

@@ -12,7 +12,7 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Outputs, Replica
 from jaxembed.engine.timing import SEGMENT, full_planes, milliseconds
 from jaxembed.engine.turn import DeviceTurn
-from jaxembed.models.output import OutputName
+from jaxembed.outputs import OutputName
 
 PAIRS = 7  # of timings with long sequences and with short ones
 
@@ -39,6 +39,11 @@ class Workbench:
         self.tokens_run = 0  # padding counted
         self.run_in_float32 = replica.run_in_float32
         self._replica = replica
+
+    @property
+    def float32_bucket(self) -> Bucket | None:
+        """As of the replica."""
+        return self._replica.float32_bucket
 
     def compile(self, bucket: Bucket) -> None:
         """Compile and time a bucket, unless that is done. Raises what XLA raises."""

@@ -44,7 +44,7 @@ class MeasuredModel:
                 "lengths in a .json file or the URL of a server"
             )
         rules = Rules(self.processor.prompt(None, None), truncate=True, side="right")
-        encodings = self.processor.encode([Text(text) for text in texts], rules).encodings
+        encodings = self.processor.encode([Text(text) for text in texts], rules).work.encodings
         return [encoding.length for encoding in encodings]
 
     def close(self) -> None:

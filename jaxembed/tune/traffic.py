@@ -14,8 +14,8 @@ from jaxembed.engine.batch import HOST_MS, choose_bucket, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.lanes import LOOKED_AT
 from jaxembed.engine.ticket import Entry, Ticket
-from jaxembed.inputs import Encoding
 from jaxembed.tune.lengths import Lengths
+from jaxembed.work import Encoding, work_of
 
 REQUEST_SIZES = (4, 16, 64)
 REQUESTS = 6  # of each size; fewer where texts are long
@@ -42,7 +42,7 @@ class Traffic:
     @cached_property
     def queues(self) -> list[list[Entry]]:
         """What waits at full load, and of each request."""
-        return [Ticket(encodings, dim=1).entries for encodings in (self.full, *self.requests)]
+        return [Ticket(work_of(one), {"dense": 1}).entries for one in (self.full, *self.requests)]
 
 
 def traffic_of(lengths: Lengths, vocab_size: int, full_tokens: int, seed: int) -> Traffic:

@@ -1,7 +1,7 @@
 """Two grids on the real engine, in turns: what disturbs the machine for a while disturbs both."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,10 +10,11 @@ from jaxembed.engine.bucket import BucketGrid
 from jaxembed.engine.costs import BucketCosts, often_enough
 from jaxembed.engine.engine import Engine, Seat
 from jaxembed.engine.turn import DeviceTurn
-from jaxembed.inputs import Encoding
+from jaxembed.outputs import OutputName
 from jaxembed.telemetry import Telemetry
 from jaxembed.tune.cost import Workbench
 from jaxembed.tune.traffic import Figures, Traffic, figures
+from jaxembed.work import Encoding, work_of
 
 TICKET = 32  # sequences in each request at full load
 TURNS = 4  # of each grid in a round: a machine that others use changes from second to second
@@ -30,7 +31,7 @@ class Stage:
         self,
         workbench: Workbench,
         grids: Sequence[BucketGrid],
-        dim: int,
+        widths: Mapping[OutputName, int],
         platform: str,
         max_batch_requests: int | None = None,
     ):
@@ -41,7 +42,7 @@ class Stage:
         self.engine = Engine(
             [Seat(workbench, DeviceTurn.for_platform(platform))],
             every,
-            dim,
+            widths,
             Telemetry(every.max_length),
             BucketCosts(1.0, {b: often_enough([c.ms]) for b, c in workbench.costs.items()}),
             name="the grids tried",
@@ -78,13 +79,13 @@ class GridTrial:
     def _ms(self, encodings: Sequence[Encoding]) -> float:
         # as bulk, or the engine would keep batches brief at full load for the lone texts before it
         start = time.perf_counter()
-        self._engine.submit(encodings, priority="bulk").result()
+        self._engine.submit(work_of(encodings), priority="bulk").result()
         return (time.perf_counter() - start) * 1000
 
     def _ms_of_all(self, encodings: Sequence[Encoding]) -> float:
         start = time.perf_counter()
         tickets = [
-            self._engine.submit(encodings[first : first + TICKET], priority="bulk")
+            self._engine.submit(work_of(encodings[first : first + TICKET]), priority="bulk")
             for first in range(0, len(encodings), TICKET)
         ]
         for ticket in tickets:

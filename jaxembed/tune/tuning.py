@@ -17,7 +17,6 @@ from jaxembed.engine.bucket import MOST_DEFAULT_BUCKETS, SHORTEST_ROW, Bucket, B
 from jaxembed.engine.build import tuned_for
 from jaxembed.errors import ConfigError
 from jaxembed.files import replacing
-from jaxembed.inputs import Encoding
 from jaxembed.models import native
 from jaxembed.telemetry import row_lengths
 from jaxembed.tune.cost import Cost, CostTable, probes
@@ -26,6 +25,7 @@ from jaxembed.tune.model import MeasuredModel
 from jaxembed.tune.search import WORTH, Search, objective, row_counts
 from jaxembed.tune.traffic import Figures, Traffic, predict_figures, traffic_of
 from jaxembed.tune.trial import Comparison, GridTrial, Stage, compare, median
+from jaxembed.work import Encoding
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +252,9 @@ class _Tuner:
         traffic = self._traffic(BATCHES * self.most_tokens, seed=1)
         plan = self.model.plan
         grids = (self.grid, found)
-        with Stage(self.workbench, grids, self.model.spec.dim, plan.platform, self.most) as stage:
+        with Stage(
+            self.workbench, grids, self.model.spec.widths, plan.platform, self.most
+        ) as stage:
             before, after = (GridTrial(stage, grid) for grid in grids)
             comparison = compare(before, after, traffic, self.budget.rounds)
         sides = [

@@ -152,7 +152,7 @@ def _compute(embedder: Embedder, group: InputGroup) -> Computed:
     processor = embedder.processor
     rules = Rules(processor.prompt(None, group.prompt_name), truncate=True, side="right")
     inputs = [Text(one) if isinstance(one, str) else Pair(*one) for one in group.inputs]
-    ids = [one.ids.tolist() for one in processor.encode(inputs, rules).encodings]
+    ids = [one.ids.tolist() for one in processor.encode(inputs, rules).work.encodings]
     if embedder.spec.task == "embed":
         texts = [one for one in group.inputs if isinstance(one, str)]
         return Computed(embedder.encode(texts, prompt_name=group.prompt_name), ids)

@@ -66,7 +66,7 @@ class _Model:
         assert processing_kwargs is None or isinstance(one, tuple)  # it cuts a second text
         given = Text(one) if isinstance(one, str) else Pair(*one)
         rules = Rules(prompt or "", truncate=True, side="right")
-        (encoding,) = self.embedder.processor.encode([given], rules).encodings
+        (encoding,) = self.embedder.processor.encode([given], rules).work.encodings
         ids = encoding.ids.tolist()
         return {"input_ids": [[*ids, 1] if _holds("FAKE_EXTRA_TOKEN", one) else ids], "one": one}
 

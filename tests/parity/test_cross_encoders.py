@@ -14,7 +14,7 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from converters.tokenizer import WITH_TYPES
 from jaxembed import Embedder
 from jaxembed.inputs import Pair
-from jaxembed.models.output import OutputName
+from jaxembed.outputs import OutputName
 from jaxembed.processors.text import Rules
 from parity import sentences
 from parity.test_towers import SIZES, ragged
@@ -134,7 +134,7 @@ def test_pairs_over_the_limit_lose_the_end_of_the_second_text(scorers, side):
     wanted = tokenizer(firsts, seconds, truncation="only_second", max_length=limit)
     rules = Rules(prompt="", truncate=True, side=side)
     inputs = [Pair(*pair) for pair in pairs]
-    encodings = scorers.embedder.processor.encode(inputs, rules).encodings
+    encodings = scorers.embedder.processor.encode(inputs, rules).work.encodings
     assert [one.ids.tolist() for one in encodings] == wanted["input_ids"]
     if "token_type_ids" in wanted:
         assert [one.types.tolist() for one in encodings] == wanted["token_type_ids"]

@@ -67,7 +67,7 @@ def test_token_ids_equal_those_of_transformers(side, limit, tmp_path, note):
     path = checkpoint.tokenizer_path(tmp_path / "minilm")
     processor = TextProcessor(path, spec, limit, TextConfig(), workers=1)
     rules = Rules(prompt="", truncate=True, side=side)
-    encodings = processor.encode([Text(text) for text in texts], rules).encodings
+    encodings = processor.encode([Text(text) for text in texts], rules).work.encodings
     different = [
         text[:60]
         for text, one, ids in zip(texts, encodings, wanted, strict=True)

@@ -16,8 +16,9 @@ from golden import make
 from converters import convert
 from jaxembed import Embedder, checkpoint
 from jaxembed.config import TextConfig
-from jaxembed.inputs import Encoding, Text
+from jaxembed.inputs import Text
 from jaxembed.processors.text import Rules, TextProcessor
+from jaxembed.work import Encoding
 from parity import sentences
 from parity.reference import relative
 
@@ -132,7 +133,7 @@ def test_the_published_tokenizer_gives_the_ids_of_transformers(
     path = checkpoint.tokenizer_path(tmp_path / "out")
     processor = TextProcessor(path, spec, limit, TextConfig(), workers=1)
     rules = Rules(prompt="", truncate=True, side=side)
-    encodings = processor.encode([Text(text) for text in texts], rules).encodings
+    encodings = processor.encode([Text(text) for text in texts], rules).work.encodings
     different = [
         text[:60]
         for text, one, ids in zip(texts, encodings, wanted, strict=True)

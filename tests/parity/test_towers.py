@@ -12,8 +12,9 @@ from golden import make
 from golden.families import FAMILIES, WORDS
 
 from jaxembed import Embedder
-from jaxembed.inputs import Encoding, Text
+from jaxembed.inputs import Text
 from jaxembed.processors.text import Rules
+from jaxembed.work import Encoding
 from parity.reference import relative
 
 BASE = {
@@ -154,7 +155,9 @@ def test_texts_over_the_limit_are_cut_as_transformers_cuts_them(towers, side, no
     special = " ".join(towers.tokenizer.all_special_tokens)
     texts = [" ".join(WORDS * 60), "the dog sat", f"the {special} dog {special} sat"]
     rules = Rules(prompt="", truncate=True, side=side)
-    encodings = towers.embedder.processor.encode([Text(text) for text in texts], rules).encodings
+    encodings = towers.embedder.processor.encode(
+        [Text(text) for text in texts], rules
+    ).work.encodings
     towers.tokenizer.truncation_side = side
     wanted = towers.tokenizer(texts, truncation=True, max_length=towers.limit)["input_ids"]
     assert [one.ids.tolist() for one in encodings] == wanted

@@ -65,7 +65,7 @@ def test_ids_of_texts_equal_those_of_transformers(side, folder, processor, note)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, truncation_side=side)
     wanted = tokenizer(TEXTS, truncation=True, max_length=LIMIT)["input_ids"]
     rules = Rules(prompt="", truncate=True, side=side)
-    encodings = processor.encode([Text(text) for text in TEXTS], rules).encodings
+    encodings = processor.encode([Text(text) for text in TEXTS], rules).work.encodings
     got = [one.ids.tolist() for one in encodings]
     different = [text[:60] for text, a, b in zip(TEXTS, got, wanted, strict=True) if a != b]
     note(f"{len(TEXTS) - len(different)} of {len(TEXTS)} texts the same")
@@ -79,7 +79,7 @@ def test_ids_of_pairs_equal_those_of_transformers(side, folder, processor, note)
     query = "What is a panda? </s> <pad>"
     wanted = tokenizer([query] * len(TEXTS), TEXTS, truncation="only_second", max_length=LIMIT)
     rules = Rules(prompt="", truncate=True, side=side)
-    encodings = processor.encode([Pair(query, text) for text in TEXTS], rules).encodings
+    encodings = processor.encode([Pair(query, text) for text in TEXTS], rules).work.encodings
     assert [one.ids.tolist() for one in encodings] == wanted["input_ids"]
     assert not any(one.types is not None and one.types.any() for one in encodings)
     note(f"{len(TEXTS)} pairs the same")

@@ -1,0 +1,153 @@
+"""One request to the engine, and its answer, in columns: plain arrays that can be hashed, cached
+or sent to another process. Imports no JAX."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from jaxembed.outputs import OUTPUTS, OutputName
+
+Span = tuple[int, int]  # the first token, and the one after the last
+
+PLANES = ("ids", "types")  # of int32; a plane that a request lacks is all zero
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """One tokenized input.
+
+    `ids` and `types` are int32 `[length]`; without `types` all are zero. Each of the `spans` is
+    pooled by itself, counted from the start of the sequence; they may overlap. Without `spans` all
+    tokens are pooled together.
+    """
+
+    ids: np.ndarray
+    types: np.ndarray | None = None
+    spans: tuple[Span, ...] | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """The sequences of one request, back to back, and what is wanted of them.
+
+    A slot is what is pooled together: the `bounds` of a slot are its first token and the one after
+    its last, counted from the start of its sequence.
+    """
+
+    planes: dict[str, np.ndarray]  # int32 [tokens], by the names in PLANES
+    lengths: np.ndarray  # int32 [sequences]
+    bounds: np.ndarray  # int32 [all slots, 2]
+    slots: np.ndarray  # int32 [sequences]: how many of the bounds each has, one or more
+    outputs: frozenset[OutputName] = frozenset({"dense"})
+
+    def __len__(self) -> int:
+        """The number of sequences."""
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all sequences together."""
+        return len(self.planes["ids"])
+
+    @property
+    def encodings(self) -> list[Encoding]:
+        """The sequences one by one, as views of the columns."""
+        ends = np.cumsum(self.lengths)[:-1]
+        ids = np.split(self.planes["ids"], ends)
+        types = np.split(self.planes["types"], ends) if "types" in self.planes else repeat(None)
+        bounds = np.split(self.bounds, np.cumsum(self.slots)[:-1])
+        spans = (tuple((int(start), int(end)) for start, end in part) for part in bounds)
+        return [Encoding(*columns) for columns in zip(ids, types, spans, strict=False)]
+
+
+def work_of(
+    encodings: Sequence[Encoding], outputs: frozenset[OutputName] = frozenset({"dense"})
+) -> Work:
+    """The columns of some tokenized inputs."""
+    lengths = np.array([one.length for one in encodings], np.int32)
+    planes = {"ids": _joined([one.ids for one in encodings])}
+    if any(one.types is not None for one in encodings):
+        planes["types"] = _joined([_types(one) for one in encodings])
+    if all(one.spans is None for one in encodings):
+        return Work(planes, lengths, _whole(lengths), np.ones(len(lengths), np.int32), outputs)
+    spans = [((0, one.length),) if one.spans is None else one.spans for one in encodings]
+    bounds = np.array([span for one in spans for span in one], np.int32).reshape(-1, 2)
+    slots = np.array([len(one) for one in spans], np.int32)
+    return Work(planes, lengths, bounds, slots, outputs)
+
+
+def join_work(parts: Sequence[Work], outputs: frozenset[OutputName]) -> Work:
+    """The sequences of all parts, in order, as one request for these outputs."""
+    names = [name for name in PLANES if any(name in part.planes for part in parts)]
+    return Work(
+        {name: _joined([_plane(part, name) for part in parts]) for name in ("ids", *names[1:])},
+        _joined([part.lengths for part in parts]),
+        np.concatenate([part.bounds for part in parts] or [np.zeros((0, 2), np.int32)]),
+        _joined([part.slots for part in parts]),
+        outputs,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Arrays of different lengths: array k is `values[offsets[k] : offsets[k + 1]]`."""
+
+    values: np.ndarray  # float32 [rows of all, width]
+    offsets: np.ndarray  # int64 [arrays + 1]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: SupportsIndex) -> np.ndarray:
+        """One of the arrays, as a view. Raises IndexError."""
+        at = index.__index__()
+        if not 0 <= at < len(self):
+            raise IndexError(at)
+        return self.values[self.offsets[at] : self.offsets[at + 1]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[index] for index in range(len(self)))
+
+
+Result = dict[OutputName, Any]
+"""The answer to one request: for each output float32 `[all slots, width]`, in the order of the
+bounds, or a Ragged with an array `[length, width]` for each sequence."""
+
+
+def empty_result(work: Work, widths: Mapping[OutputName, int]) -> Result:
+    """A result for the work, to be filled; `widths` are those of the model's outputs."""
+    result: Result = {}
+    for name in work.outputs:
+        if OUTPUTS[name].per == "slot":
+            result[name] = np.empty((len(work.bounds), widths[name]), np.float32)
+        else:
+            offsets = np.concatenate([[0], np.cumsum(work.lengths, dtype=np.int64)])
+            result[name] = Ragged(np.empty((work.tokens, widths[name]), np.float32), offsets)
+    return result
+
+
+def _whole(lengths: np.ndarray) -> np.ndarray:
+    bounds = np.zeros((len(lengths), 2), np.int32)
+    bounds[:, 1] = lengths
+    return bounds
+
+
+def _types(encoding: Encoding) -> np.ndarray:
+    return np.zeros(encoding.length, np.int32) if encoding.types is None else encoding.types
+
+
+def _plane(work: Work, name: str) -> np.ndarray:
+    return work.planes[name] if name in work.planes else np.zeros(work.tokens, np.int32)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
