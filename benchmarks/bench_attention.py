@@ -66,7 +66,7 @@ def measure(
         with query_block(block, bucket.length):
             compile_s.append(seconds_of(replica, bucket))
         replicas.append(replica)
-    calls = [lambda r=r: r.run(bucket, planes, ("dense",)) for r in replicas]
+    calls = [lambda r=r: r.run(bucket, planes, (r.primary,)) for r in replicas]
     times = report.timed_in_turn(calls, runs)
     flops = useful_flops(model.spec, model.program, lengths)
     return [

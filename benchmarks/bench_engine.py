@@ -110,6 +110,10 @@ class Recorder:
     compiled: set[Bucket] = field(default_factory=set)
     runs: list[tuple[Bucket, float, float]] = field(default_factory=list)
 
+    @property
+    def primary(self) -> OutputName:
+        return self.runner.primary
+
     def compile(self, bucket: Bucket) -> None:
         if bucket not in self.compiled:
             self.runner.compile(bucket)
@@ -214,7 +218,7 @@ def measure(
     for bucket in {bucket for grid in grids.values() for bucket in grid.buckets}:
         recorder.compile(bucket)
     platform = jax.local_devices()[0].platform
-    null = NullReplica(model.spec.widths)
+    null = NullReplica(model.spec.primary, model.spec.widths)
     engines = {key: started(recorder, grid, model, platform) for key, grid in grids.items()}
     idle = {key: started(null, grid, model, platform) for key, grid in grids.items()}
     gc.collect()
@@ -316,7 +320,7 @@ def deep_queue(
 ) -> dict[str, Any]:
     """Rates of a shallow and of a deep queue. They take turns."""
     platform = jax.local_devices()[0].platform
-    null = NullReplica(model.spec.widths)
+    null = NullReplica(model.spec.primary, model.spec.widths)
     some = _workload(name, model, args).lengths
     shallow = max(1, round(2 * max(b.tokens for b in grid.buckets) / some.mean()))
     deep = shallow * args.deep

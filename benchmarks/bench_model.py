@@ -104,7 +104,7 @@ def measure(model: Subject, replica: Replica, bucket: Bucket, runs: int) -> dict
         model, replica.dtype, bucket.tokens, replica.devices[0], replica.native_layout
     )
     times, least = report.timed_in_turn(
-        [lambda: replica.run(bucket, planes, ("dense",)), ceiling], runs
+        [lambda: replica.run(bucket, planes, (replica.primary,)), ceiling], runs
     )
     flops = subject.useful_flops(model.spec, model.program, lengths)
     products_flops = 2.0 * bucket.tokens * sum(a * b for a, b in subject.kernels(model.program))

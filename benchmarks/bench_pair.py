@@ -30,7 +30,7 @@ from jaxembed.config import EngineConfig
 from jaxembed.embedder import Embedder
 from jaxembed.engine.admission import Capacity
 from jaxembed.models import random_parameters
-from jaxembed.spec import DenseLayer
+from jaxembed.spec import DenseLayer, Pooled, scoring_heads
 
 BULK, DOCUMENTS = 64, 20
 
@@ -140,11 +140,10 @@ def _random_reranker(path: Path, folder: Path) -> Path:
     """A cross-encoder of random weights, with the tower and the tokenizer of the embedder."""
     spec = checkpoint.load_spec(path)
     width = spec.hidden_size
+    layers = (DenseLayer(width, width), DenseLayer(width, 1, activation="identity"))
     reranker = msgspec.structs.replace(
         spec,
-        task="rerank",
-        pooling=("cls",),
-        modules=(DenseLayer(width, width), DenseLayer(width, 1, activation="identity")),
+        heads=scoring_heads(Pooled(("cls",), layers)),
         labels=("LABEL_0",),
         score_function="sigmoid",
         prompts={},

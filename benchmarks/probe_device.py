@@ -454,7 +454,8 @@ def run_bucket(forward, leaves, bucket: Bucket, dtype: str, options: dict, args:
     exactly = "highest" if dtype == "float32" else None
     started_at = time.perf_counter()
     with jax.default_matmul_precision(exactly):
-        run = jax.jit(lambda leaves, planes: forward(leaves, planes, bucket.slots).dense)
+        names = ("dense",)
+        run = jax.jit(lambda leaves, planes: forward(leaves, planes, bucket.slots, names)["dense"])
         lowered = run.lower(leaves, planes)
     lower_s = time.perf_counter() - started_at
     usual = compiler_options(jax.local_devices()[0].platform)

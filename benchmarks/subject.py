@@ -16,7 +16,7 @@ from jaxembed.engine.bucket import BucketGrid
 from jaxembed.engine.kernels import Choice, choose_kernels, choose_native
 from jaxembed.engine.replica import Replica
 from jaxembed.models import Program, program, random_parameters
-from jaxembed.spec import DType, ModelSpec, NormalizeLayer, Pooling
+from jaxembed.spec import DType, ModelSpec, NormalizeLayer, Pooled, Pooling
 
 
 def _bert(
@@ -150,8 +150,7 @@ def spec_of(size: str) -> ModelSpec:
     return ModelSpec(
         architecture=architecture,
         config=config,
-        pooling=(pooling,),
-        modules=(NormalizeLayer(),),
+        heads={"dense": Pooled((pooling,), (NormalizeLayer(),))},
         max_input_tokens=config["max_positions"],
         hidden_size=config["hidden_size"],
         dtype="float32",

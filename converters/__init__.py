@@ -222,7 +222,7 @@ def _layout(
     if use == GENERATOR:
         return rerankers.reranker_layout(source, name, family, hf, config)
     labels = scores.labels_of(hf)
-    head = family.classifier(hf, len(labels))
+    scorer = family.classifier(hf, len(labels))
     template = rerankers.template_of(source, name, family) if len(labels) == 1 else None
     if len(labels) == 1 and template is None and generators(family):
         logger.warning(
@@ -230,7 +230,7 @@ def _layout(
             "put to it without a template; most need one, and score near chance without it",
             name,
         )
-    return scores.scores_layout(source, hf, head, labels, template)
+    return scores.scores_layout(source, hf, scorer, labels, template)
 
 
 def _spec(
@@ -240,9 +240,7 @@ def _spec(
     return ModelSpec(
         architecture=family.ARCHITECTURE,
         config=config,
-        pooling=layout.pooling,
-        modules=layout.modules,
-        task=layout.task,
+        heads=layout.heads,
         labels=layout.labels,
         score_function=layout.score_function,
         template=layout.template,
@@ -259,7 +257,7 @@ def _spec(
 
 
 def _plan(made: Outline) -> list[Step]:
-    """Every tensor of the tower and of the modules after it, in one plan."""
+    """A plan for every tensor of the tower and of its heads."""
     source, family, layout, spec = made.source, made.family, made.layout, made.spec
     tower = weights.find(source / layout.tower)
     tensors = weights.canonical(spec.source, tower, family.PREFIXES, family.RENAMES)

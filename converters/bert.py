@@ -4,10 +4,10 @@ from typing import Any
 
 from converters.fields import activation_of, require
 from converters.heads import dense_rules
-from converters.scores import Head
+from converters.scores import Scorer
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.spec import Activation, DenseLayer
+from jaxembed.spec import Activation, DenseLayer, Pooled
 
 ARCHITECTURE = "bert"
 
@@ -98,18 +98,21 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def classifier(hf: dict[str, Any], labels: int) -> Head:
+def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """BertForSequenceClassification: the pooler on the first token, and the logits."""
     return two_layers(hf["hidden_size"], labels, "pooler.dense", "classifier")
 
 
 def two_layers(
     width: int, labels: int, first: str, second: str, *, activation: Activation = "tanh"
-) -> Head:
+) -> Scorer:
     """activation(first(hidden state of the first token)), then the logits by `second`."""
     layers = (
         DenseLayer(in_features=width, out_features=width, activation=activation),
         DenseLayer(in_features=width, out_features=labels, activation="identity"),
     )
-    rules = [*dense_rules(0, layers[0], first), *dense_rules(1, layers[1], second)]
-    return Head(("cls",), layers, tuple(rules))
+    rules = (
+        *dense_rules("logits", 0, layers[0], first),
+        *dense_rules("logits", 1, layers[1], second),
+    )
+    return Scorer(Pooled(("cls",), layers), rules)

@@ -4,7 +4,7 @@ from typing import Any
 
 from converters import bert
 from converters.fields import activation_of, require
-from converters.scores import Head
+from converters.scores import Scorer
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
@@ -85,6 +85,6 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def classifier(hf: dict[str, Any], labels: int) -> Head:
+def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """DistilBertForSequenceClassification: ReLU where BERT has tanh."""
     return bert.two_layers(hf["dim"], labels, "pre_classifier", "classifier", activation="relu")

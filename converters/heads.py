@@ -1,6 +1,7 @@
-"""Reads what sentence-transformers says of an embedder: pooling, later modules, prompts, limits.
+"""Reads the sentence-transformers files of an embedder: pooling, later modules, prompts, limits.
 
-Both old and new spellings are read. What we have no code for is refused by name, never dropped.
+Both old and new spellings are read. A setting that has no code here is refused by name, never
+dropped.
 """
 
 import json
@@ -13,15 +14,17 @@ from typing import Any
 
 from converters.weights import Rule, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.outputs import OutputName
 from jaxembed.spec import (
     Activation,
     DenseLayer,
+    Head,
     Module,
     NormalizeLayer,
     PairTemplate,
+    Pooled,
     Pooling,
     ScoreFunction,
-    Task,
 )
 
 logger = logging.getLogger(__name__)
@@ -114,11 +117,9 @@ class Layout:
     """What comes before and after the tower."""
 
     tower: str  # folder of the transformer within the source; "" is the source itself
-    pooling: tuple[Pooling, ...]
-    modules: tuple[Module, ...] = ()
-    rules: tuple[Rule, ...] = ()  # for the parameters of the modules
+    heads: dict[OutputName, Head]  # as in ModelSpec
+    rules: tuple[Rule, ...] = ()  # for the parameters of the heads
     folders: tuple[str, ...] = ()  # of modules that have weights of their own
-    task: Task = "embed"
     labels: tuple[str, ...] = ()
     score_function: ScoreFunction = "softmax"
     template: PairTemplate | None = None
@@ -155,11 +156,10 @@ def read_layout(source: Path, hidden_size: int, dense_path: str | None = None) -
     _check_widths(layers, hidden_size * len(pooling))
     prompts, default_prompt_name = _prompts(source)
     dense = [(n, one.path) for n, one in enumerate(later) if isinstance(layers[n], DenseLayer)]
-    rules = [dense_rules(n, layers[n], f"{folder}/linear") for n, folder in dense]
+    rules = [dense_rules("dense", n, layers[n], f"{folder}/linear") for n, folder in dense]
     return Layout(
         tower=modules[0].path,
-        pooling=pooling,
-        modules=layers,
+        heads={"dense": Pooled(pooling, layers)},
         rules=tuple(chain.from_iterable(rules)),
         folders=tuple(folder for _, folder in dense),
         include_prompt=include_prompt,
@@ -169,10 +169,15 @@ def read_layout(source: Path, hidden_size: int, dense_path: str | None = None) -
     )
 
 
-def dense_rules(number: int, layer: Module, tensor: str) -> list[Rule]:
-    """Where the tensors of a linear layer go that is module `number`."""
-    kernel = Rule(f"{tensor}.weight", f"modules.{number}.kernel", transpose)
-    bias = Rule(f"{tensor}.bias", f"modules.{number}.bias")
+def parameter_of(head: OutputName, number: int, name: str) -> str:
+    """The name that a parameter of module `number` of a head has in a checkpoint."""
+    return f"heads.{head}.modules.{number}.{name}"
+
+
+def dense_rules(head: OutputName, number: int, layer: Module, tensor: str) -> list[Rule]:
+    """The rules for the tensors of a linear layer, which is module `number` of a head."""
+    kernel = Rule(f"{tensor}.weight", parameter_of(head, number, "kernel"), transpose)
+    bias = Rule(f"{tensor}.bias", parameter_of(head, number, "bias"))
     return [kernel, bias] if isinstance(layer, DenseLayer) and layer.bias else [kernel]
 
 

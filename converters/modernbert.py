@@ -3,11 +3,11 @@
 from typing import Any
 
 from converters.fields import activation_of, require
-from converters.heads import dense_rules
-from converters.scores import Head
+from converters.heads import dense_rules, parameter_of
+from converters.scores import Scorer
 from converters.weights import Rule, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.spec import DenseLayer, LayerNormLayer, Pooling
+from jaxembed.spec import DenseLayer, LayerNormLayer, Pooled, Pooling
 
 ARCHITECTURE = "modernbert"
 
@@ -96,7 +96,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def classifier(hf: dict[str, Any], labels: int) -> Head:
+def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """classifier(norm(activation(dense(pooled)))), as in ModernBertForSequenceClassification."""
     width = hf["hidden_size"]
     pooling = hf.get("classifier_pooling", "cls")
@@ -116,12 +116,12 @@ def classifier(hf: dict[str, Any], labels: int) -> Head:
     )
     out = DenseLayer(in_features=width, out_features=labels, activation="identity")
     rules = (
-        *dense_rules(0, dense, "head.dense"),
-        Rule("head.norm.weight", "modules.1.scale"),
-        Rule("head.norm.bias", "modules.1.bias"),
-        *dense_rules(2, out, "classifier"),
+        *dense_rules("logits", 0, dense, "head.dense"),
+        Rule("head.norm.weight", parameter_of("logits", 1, "scale")),
+        Rule("head.norm.bias", parameter_of("logits", 1, "bias")),
+        *dense_rules("logits", 2, out, "classifier"),
     )
-    return Head((CLASSIFIER_POOLINGS[pooling],), (dense, norm, out), rules)
+    return Scorer(Pooled((CLASSIFIER_POOLINGS[pooling],), (dense, norm, out)), rules)
 
 
 def _global_layers(hf: dict[str, Any]) -> list[int]:

@@ -3,8 +3,9 @@
 from typing import Any
 
 from converters.fields import activation_of, require
+from converters.heads import parameter_of
 from converters.rerankers import Reranker
-from converters.scores import Head
+from converters.scores import Scorer
 from converters.weights import (
     Rule,
     concatenate,
@@ -13,7 +14,7 @@ from converters.weights import (
     transpose,
 )
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.spec import DenseLayer, PairTemplate
+from jaxembed.spec import DenseLayer, PairTemplate, Pooled
 
 ARCHITECTURE = "qwen3"
 
@@ -131,17 +132,18 @@ def decoder_config(hf: dict[str, Any], head_width: int) -> dict[str, Any]:
     }
 
 
-def classifier(hf: dict[str, Any], labels: int) -> Head:
+def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """score(last token), as in transformers' GenericForSequenceClassification."""
-    layer = _row_head(hf, labels)
-    return Head(("lasttoken",), (layer,), (Rule("score.weight", "modules.0.kernel", transpose),))
+    kernel = Rule("score.weight", parameter_of("logits", 0, "kernel"), transpose)
+    return Scorer(Pooled(("lasttoken",), (_row_head(hf, labels),)), (kernel,))
 
 
-def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Head:
+def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Scorer:
     """logit(true) - logit(false) of the last token; no other row of the head is ever computed."""
     rows = "embed_tokens.weight" if hf.get("tie_word_embeddings") else "lm_head.weight"
-    kernel = Rule(rows, "modules.0.kernel", difference_of_rows(true_id, false_id))
-    return Head(("lasttoken",), (_row_head(config, 1),), (kernel,))
+    difference = difference_of_rows(true_id, false_id)
+    kernel = Rule(rows, parameter_of("logits", 0, "kernel"), difference)
+    return Scorer(Pooled(("lasttoken",), (_row_head(config, 1),)), (kernel,))
 
 
 def _row_head(config: dict[str, Any], labels: int) -> DenseLayer:

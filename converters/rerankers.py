@@ -53,8 +53,8 @@ def reranker_layout(
             "has a Pooling in modules.json, a reranker a LogitScore, and a Qwen3-Reranker has that "
             "in its name"
         )
-    head = family.score_head(hf, config, true_id, false_id)
-    return scores.scores_layout(source, hf, head, (LABEL,), template)
+    scorer = family.score_head(hf, config, true_id, false_id)
+    return scores.scores_layout(source, hf, scorer, (LABEL,), template)
 
 
 def template_of(source: Path, name: str, family: ModuleType) -> PairTemplate | None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from converters import bert
-from converters.scores import Head
+from converters.scores import Scorer
 from jaxembed.errors import CheckpointError
 
 ARCHITECTURE = bert.ARCHITECTURE
@@ -38,6 +38,6 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     return fields | {"pad_id": pad}
 
 
-def classifier(hf: dict[str, Any], labels: int) -> Head:
+def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """RobertaClassificationHead: on the first token, a dense layer, tanh, and the logits."""
     return bert.two_layers(hf["hidden_size"], labels, "classifier.dense", "classifier.out_proj")

@@ -1,4 +1,4 @@
-"""Reads what a cross-encoder or classifier says of itself: labels, and how logits become scores."""
+"""Reads the labels of a cross-encoder or classifier, and how its logits become scores."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from converters.heads import Layout, read_optional_json, tower_folder, transformer_config
 from converters.weights import Rule
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.spec import Module, PairTemplate, Pooling, ScoreFunction
+from jaxembed.spec import PairTemplate, Pooled, ScoreFunction, scoring_heads
 
 SCORE_FUNCTIONS: dict[str, ScoreFunction | None] = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
@@ -20,11 +20,10 @@ SCORE_FUNCTIONS: dict[str, ScoreFunction | None] = {
 
 
 @dataclass(frozen=True)
-class Head:
-    """What a family puts on its tower to score: the modules, and where their tensors are."""
+class Scorer:
+    """The head with which a family scores, and the rules for its tensors."""
 
-    pooling: tuple[Pooling, ...]
-    modules: tuple[Module, ...]
+    logits: Pooled
     rules: tuple[Rule, ...]
 
 
@@ -45,20 +44,18 @@ def labels_of(hf: dict[str, Any]) -> tuple[str, ...]:
 def scores_layout(
     source: Path,
     hf: dict[str, Any],
-    head: Head,
+    scorer: Scorer,
     labels: tuple[str, ...],
     template: PairTemplate | None = None,
 ) -> Layout:
     """The layout of a model that scores: one label is a reranker's, several a classifier's."""
     tower = tower_folder(source)
-    if "lasttoken" in head.pooling and template is None:
+    if "lasttoken" in scorer.logits.pooling and template is None:
         _refuse_padding_at_the_end(source / tower, hf)
     return Layout(
         tower=tower,
-        pooling=head.pooling,
-        modules=head.modules,
-        rules=head.rules,
-        task="rerank" if len(labels) == 1 else "classify",
+        heads=scoring_heads(scorer.logits),
+        rules=scorer.rules,
         labels=labels,
         score_function=_score_function(source, hf, len(labels)),
         template=_with_default_prompt(source, template),

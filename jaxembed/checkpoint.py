@@ -1,6 +1,8 @@
 """Saves and restores a checkpoint: manifest, parameters, tokenizer. Knows no model and no source.
 
-Format 1, which knew embedders alone, is read as format 2: what it does not say has a default.
+Formats 1 and 2 had one pooling and its modules instead of heads. They are read as format 3: the
+modules become those of the primary head, and the names of their parameters follow. Format 1 was for
+embedders alone: the fields that it lacks have defaults.
 
 manifest.json      the ModelSpec
 tokenizer.json     as Hugging Face's tokenizers reads it
@@ -26,13 +28,26 @@ import numpy as np
 
 from jaxembed import memory
 from jaxembed.errors import CheckpointError
-from jaxembed.spec import FORMAT_VERSION, ModelSpec
+from jaxembed.outputs import OutputName
+from jaxembed.spec import (
+    FORMAT_VERSION,
+    Head,
+    ModelSpec,
+    Module,
+    Pooled,
+    Pooling,
+    Task,
+    scoring_heads,
+)
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 PARAMETERS = "params"
 DIGESTS = "SHA256SUMS"
 DIGEST_LINE = re.compile(r"([0-9a-f]{64})  ([^\r\n]+)\n")
+
+HEADS_SINCE = 3  # the first format with heads
+OLD_MODULES = "modules."  # with which parameters of modules began before
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -45,7 +60,8 @@ Parameters = Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]]
 
 
 def save(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> ModelSpec:
-    """Write a checkpoint, all of it or nothing, and return its spec with the content hash in it.
+    """Write a checkpoint, all of it or nothing, and return its spec: with the content hash, and of
+    this format.
 
     Pairs may come from a generator, so that a model need not fit in memory.
     Raises CheckpointError if `path` exists and is not an empty directory.
@@ -80,6 +96,10 @@ def load_spec(path: Path) -> ModelSpec:
                 f"reads formats up to {FORMAT_VERSION}: upgrade jaxembed, or convert the model "
                 "again with this one"
             )
+        if header.format_version < HEADS_SINCE:
+            heads = msgspec.json.decode(raw, type=_SingleHead).heads
+            fields = msgspec.json.decode(raw) | {"heads": msgspec.to_builtins(heads)}
+            return msgspec.convert(fields, ModelSpec)
         return msgspec.json.decode(raw, type=ModelSpec)
     except OSError as error:
         raise CheckpointError(f"{path} is not a checkpoint: cannot read {MANIFEST}") from error
@@ -113,7 +133,7 @@ def stream_params(
         parts = {
             part: _metadata(part) for part in sorted((path / PARAMETERS).iterdir(), reverse=True)
         }
-    stored = {name: leaf for leaves in parts.values() for name, leaf in leaves.items()}
+    stored = {_name(spec, name): leaf for leaves in parts.values() for name, leaf in leaves.items()}
     dtypes = sorted({str(leaf.dtype) for leaf in stored.values()})
     if spec.dtype not in dtypes:
         raise CheckpointError(
@@ -126,7 +146,7 @@ def stream_params(
         with _restoring(path):
             arrays = _restore_part(part, leaves)
         for name in list(arrays):
-            yield name, arrays.pop(name)
+            yield _name(spec, name), arrays.pop(name)
         memory.trim()
 
 
@@ -204,6 +224,27 @@ class _Header(msgspec.Struct):
     token_types: Any = None
 
 
+class _SingleHead(msgspec.Struct):
+    """The fields that formats 1 and 2 had in place of heads."""
+
+    pooling: tuple[Pooling, ...]
+    modules: tuple[Module, ...] = ()
+    task: Task = "embed"
+
+    @property
+    def heads(self) -> dict[OutputName, Head]:
+        """The same heads as a conversion gives today."""
+        pooled = Pooled(self.pooling, self.modules)
+        return {"dense": pooled} if self.task == "embed" else scoring_heads(pooled)
+
+
+def _name(spec: ModelSpec, stored: str) -> str:
+    """The name of a stored parameter in the model: formats without heads named modules alone."""
+    if spec.format_version < HEADS_SINCE and stored.startswith(OLD_MODULES):
+        return f"heads.{spec.primary}.{stored}"
+    return stored
+
+
 def _partial_prefix(path: Path) -> str:
     return f".{path.name}.partial-"
 
@@ -224,7 +265,12 @@ def _write(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) ->
     total = hashlib.sha256(tokenizer)
     for name in sorted(digests):  # sorted: the order of reading does not name another model
         total.update(digests[name].encode())
-    spec = msgspec.structs.replace(spec, content_hash=total.hexdigest(), written_by=_this_version())
+    spec = msgspec.structs.replace(
+        spec,
+        content_hash=total.hexdigest(),
+        format_version=FORMAT_VERSION,
+        written_by=_this_version(),
+    )
     (path / TOKENIZER).write_bytes(tokenizer)
     (path / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
     (path / DIGESTS).write_text(_digest_lines(_file_digests(path)))

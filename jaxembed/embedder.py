@@ -377,9 +377,11 @@ def _pooled(spec: ModelSpec, pooling: Pooling) -> ModelSpec:
             f"--pooling {pooling} is for embedding models; this is {KIND[spec.task]}, and its head "
             "takes only the pooling it was trained with"
         )
-    if len(spec.pooling) > 1:
-        raise ConfigError(f"--pooling {pooling}: this checkpoint concatenates {spec.pooling}")
-    return msgspec.structs.replace(spec, pooling=(pooling,))
+    head = spec.heads["dense"]
+    if len(head.pooling) > 1:
+        raise ConfigError(f"--pooling {pooling}: this checkpoint concatenates {head.pooling}")
+    head = msgspec.structs.replace(head, pooling=(pooling,))
+    return msgspec.structs.replace(spec, heads={"dense": head})
 
 
 def _encode_options(options: dict[str, Any]) -> EncodeOptions:

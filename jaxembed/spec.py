@@ -1,12 +1,12 @@
-"""What a checkpoint says of itself: the manifest, as types. Knows nothing of files or arrays."""
+"""The manifest of a checkpoint, as types. Knows nothing of files or arrays."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from jaxembed.outputs import OutputName
 
-FORMAT_VERSION = 2  # of what is written; docs/versions.md says when it grows
+FORMAT_VERSION = 3  # of what is written; docs/versions.md says when it grows
 
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken"]
 """Order of concatenation when a checkpoint names several, as in sentence-transformers."""
@@ -16,7 +16,7 @@ Activation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh", "silu", "s
 DType = Literal["float32", "bfloat16", "float16"]
 
 Task = Literal["embed", "classify", "rerank"]
-"""What comes out: a vector, the logits of several labels, or one logit of a pair."""
+"""What a model is for: vectors, the logits of several labels, or the one logit of a pair."""
 
 ScoreFunction = Literal["sigmoid", "softmax"]
 
@@ -45,6 +45,39 @@ class LayerNormLayer(msgspec.Struct, frozen=True, tag="layer_norm"):
 Module = DenseLayer | LayerNormLayer | NormalizeLayer
 
 
+class Pooled(msgspec.Struct, frozen=True, tag="pooled"):
+    """A head that gives one vector for each slot: the poolings of its hidden states, side by side,
+    and then the modules, in the order of modules.json."""
+
+    pooling: tuple[Pooling, ...]
+    modules: tuple[Module, ...] = ()
+
+    @property
+    def normalize(self) -> bool:
+        """Whether the head ends in a Normalize module. The host runs that one."""
+        return bool(self.modules) and isinstance(self.modules[-1], NormalizeLayer)
+
+    @property
+    def device_modules(self) -> tuple[Module, ...]:
+        """The modules that run on the device: all but a last Normalize."""
+        return self.modules[:-1] if self.normalize else self.modules
+
+    def width(self, hidden_size: int) -> int:
+        """The number of columns of the output."""
+        dense = [layer for layer in self.modules if isinstance(layer, DenseLayer)]
+        return dense[-1].out_features if dense else hidden_size * len(self.pooling)
+
+
+Head = Pooled
+"""The union of all kinds of heads. jaxembed.models.HEADS has the layers of each kind."""
+
+
+def scoring_heads(logits: Pooled) -> dict[OutputName, Head]:
+    """The heads of a classifier or reranker: its logits, and the vector that they are computed
+    from, which is the pooled one before any module."""
+    return {"logits": logits, "dense": Pooled(logits.pooling)}
+
+
 class PairTemplate(msgspec.Struct, frozen=True):
     """How a language model is asked whether a document answers a query.
 
@@ -62,19 +95,18 @@ class PairTemplate(msgspec.Struct, frozen=True):
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything needed to run a checkpoint, except its parameters and its tokenizer.
 
-    `config` holds the fields of the architecture's own config dataclass. `modules` are the layers
-    after pooling, in the order of modules.json. `dtype` is the dtype of the stored parameters,
-    not the one they are computed in. `token_types` says whether the tower is given the tokenizer's
-    types, or zeros. A cross-encoder or classifier is built like an embedder: what comes out of its
-    last module are the logits of `labels`, which `score_function` makes scores. `written_by` names
-    the version that made the checkpoint; early ones did not say.
+    `config` holds the fields of the architecture's own config dataclass. `heads` are what follows
+    the tower, by the name of the output that each computes; the first is the primary one, which
+    the model is served for. The primary output of an embedder is "dense", that of a classifier or
+    reranker "logits", one for each of the `labels`, which `score_function` makes scores. `dtype` is
+    the dtype of the stored parameters, not the one they are computed in. `token_types` says whether
+    the tower is given the tokenizer's types, or zeros. `written_by` names the version that made the
+    checkpoint; early versions did not say.
     """
 
     architecture: str
     config: dict[str, Any]
-    pooling: tuple[Pooling, ...]
-    modules: tuple[Module, ...] = ()
-    task: Task = "embed"
+    heads: Annotated[dict[OutputName, Head], msgspec.Meta(min_length=1)]
     labels: tuple[str, ...] = ()
     score_function: ScoreFunction = "softmax"
     template: PairTemplate | None = None
@@ -92,22 +124,30 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     written_by: str | None = None
 
     @property
-    def normalize(self) -> bool:
-        """Whether the checkpoint ends in a Normalize module. The host does that one."""
-        return bool(self.modules) and isinstance(self.modules[-1], NormalizeLayer)
+    def primary(self) -> OutputName:
+        """The name of the first head, whose output every batch computes."""
+        return next(iter(self.heads))
 
     @property
-    def device_modules(self) -> tuple[Module, ...]:
-        """The modules that run on the device: all but a last Normalize."""
-        return self.modules[:-1] if self.normalize else self.modules
+    def head(self) -> Head:
+        """The primary head."""
+        return self.heads[self.primary]
+
+    @property
+    def task(self) -> Task:
+        """What the model is for: with several labels it is a classifier, else a reranker."""
+        if self.primary == "dense":
+            return "embed"
+        return "classify" if len(self.labels) > 1 else "rerank"
 
     @property
     def widths(self) -> dict[OutputName, int]:
-        """How many floats each output has, of a slot or of a token."""
-        return {"dense": self.dim, "tokens": self.hidden_size}
+        """The number of columns of each output that the model can give."""
+        widths: dict[OutputName, int] = {"tokens": self.hidden_size}
+        widths.update((name, head.width(self.hidden_size)) for name, head in self.heads.items())
+        return widths
 
     @property
     def dim(self) -> int:
-        """Width of what comes out: the embedding, or the logits."""
-        dense = [layer for layer in self.modules if isinstance(layer, DenseLayer)]
-        return dense[-1].out_features if dense else self.hidden_size * len(self.pooling)
+        """The number of columns of the primary output: of the embedding, or of the logits."""
+        return self.widths[self.primary]

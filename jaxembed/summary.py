@@ -25,8 +25,8 @@ def summary(spec: ModelSpec) -> dict[str, Any]:
         "task": spec.task,
         "dimensions": spec.dim,
         **(_of_embedder(spec) if spec.task == "embed" else _of_scorer(spec)),
-        "pooling": list(spec.pooling),
-        "modules": [msgspec.to_builtins(module) for module in spec.modules],
+        "pooling": list(spec.head.pooling),
+        "modules": [msgspec.to_builtins(module) for module in spec.head.modules],
         "limits": _limits(spec),
         "parameters": sum(math.prod(shape) for shape in shapes.values()),
         "parameter_dtype": spec.dtype,
@@ -38,7 +38,7 @@ def summary(spec: ModelSpec) -> dict[str, Any]:
 def _of_embedder(spec: ModelSpec) -> dict[str, Any]:
     return {
         "outputs": {"embedding": spec.dim, "token_embeddings": spec.hidden_size},
-        "normalized": spec.normalize,
+        "normalized": spec.heads["dense"].normalize,
         "prompts": spec.prompts,
         "default_prompt_name": spec.default_prompt_name,
         "include_prompt": spec.include_prompt,

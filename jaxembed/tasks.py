@@ -27,7 +27,8 @@ KIND: dict[Task, str] = {
     "classify": "a classifier",
     "rerank": "a reranker",
 }
-LOGITS: frozenset[OutputName] = frozenset({"dense"})  # they are a scorer's vectors
+DENSE: frozenset[OutputName] = frozenset({"dense"})
+LOGITS: frozenset[OutputName] = frozenset({"logits"})
 
 Answer = TypeVar("Answer")
 Tokenize = Callable[[Sequence], Tokenized]
@@ -89,7 +90,8 @@ class Tasks:
             prompt, self._truncate(options), options.truncation_side, bare_ids=options.bare_ids
         )
         answer = partial(self._embeddings, options=options)
-        return Request(inputs, self._encoding(rules), options.outputs, answer, options.priority)
+        outputs = options.outputs | DENSE  # without vectors there is no answer to give
+        return Request(inputs, self._encoding(rules), outputs, answer, options.priority)
 
     def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> Request[Scores]:
         """The logits of each text or pair."""
@@ -133,7 +135,8 @@ class Tasks:
     def _embeddings(self, run: Run, options: EncodeOptions) -> Embeddings:
         values = dict(run.ticket.values)
         if "dense" in values:
-            normalize = self._spec.normalize if options.normalize is None else options.normalize
+            said = self._spec.heads["dense"].normalize
+            normalize = said if options.normalize is None else options.normalize
             values["dense"] = shape_vectors(
                 values["dense"], dimensions=options.dimensions, normalize=normalize
             )
@@ -141,7 +144,8 @@ class Tasks:
 
     def _scores(self, run: Run) -> Scores:
         spec = self._spec
-        return Scores(run.ticket.values["dense"], spec.labels, spec.score_function, **run.figures)
+        logits = run.ticket.values["logits"]
+        return Scores(logits, spec.labels, spec.score_function, **run.figures)
 
 
 def check_task(name: str, spec: ModelSpec, task: Task) -> None:

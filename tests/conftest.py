@@ -15,7 +15,7 @@ import converters
 from jaxembed import Embedder, EngineConfig, checkpoint
 from jaxembed.engine import costs, timing
 from jaxembed.models import native, random_parameters
-from jaxembed.spec import ModelSpec, NormalizeLayer
+from jaxembed.spec import ModelSpec, NormalizeLayer, Pooled, scoring_heads
 
 jax.config.update("jax_num_cpu_devices", 8)  # used by tests of parallelism; the others take one
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -99,12 +99,16 @@ WIDER_TOWERS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_spec(**changes) -> ModelSpec:
-    """A two-layer BERT of width 32; `changes` are fields of ModelSpec."""
+NORMALIZED = (NormalizeLayer(),)
+
+
+def tiny_spec(pooling=("mean",), modules=NORMALIZED, **changes) -> ModelSpec:
+    """A two-layer BERT of width 32; `changes` are fields of ModelSpec. `pooling` and `modules` are
+    those of the primary head: logits where there are labels, else vectors."""
+    primary = Pooled(pooling, modules)
     fields = {
         **TOWERS["bert"],
-        "pooling": ("mean",),
-        "modules": (NormalizeLayer(),),
+        "heads": scoring_heads(primary) if changes.get("labels") else {"dense": primary},
         "prompts": {"query": "what is ", "passage": "the "},
         "max_input_tokens": LIMIT,
         "hidden_size": 32,

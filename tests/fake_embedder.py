@@ -16,7 +16,7 @@ from jaxembed.inputs import Input, Pair, Text, Tokens
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.postprocess import shape_vectors
 from jaxembed.processors.text import TokenPiece
-from jaxembed.spec import ModelSpec
+from jaxembed.spec import ModelSpec, Pooled, scoring_heads
 from jaxembed.tasks import check_dimensions, check_query, check_task
 from jaxembed.telemetry import Telemetry
 from jaxembed.work import Ragged, Result
@@ -24,20 +24,20 @@ from jaxembed.work import Ragged, Result
 DIM = 8
 MAX_TOKENS = 16
 
+LAST_TOKEN = Pooled(("lasttoken",))
 SPEC = ModelSpec(
     architecture="fake",
     config={},
-    pooling=("lasttoken",),
+    heads={"dense": LAST_TOKEN},
     max_input_tokens=MAX_TOKENS,
     hidden_size=DIM,
     dtype="float32",
     source="test/fake",
     content_hash="0",
 )
-RERANKER = msgspec.structs.replace(
-    SPEC, task="rerank", labels=("LABEL_0",), score_function="sigmoid"
-)
-CLASSIFIER = msgspec.structs.replace(SPEC, task="classify", labels=("bad", "fair", "good"))
+SCORER = msgspec.structs.replace(SPEC, heads=scoring_heads(LAST_TOKEN))
+RERANKER = msgspec.structs.replace(SCORER, labels=("LABEL_0",), score_function="sigmoid")
+CLASSIFIER = msgspec.structs.replace(SCORER, labels=("bad", "fair", "good"))
 
 IDLE = EngineState(
     waiting_inputs=0,

@@ -38,6 +38,7 @@ class SumRunner(Runner):
     """
 
     BAD, WORSE = 666, 667
+    primary: OutputName = "dense"
 
     def __init__(
         self,

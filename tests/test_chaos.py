@@ -28,7 +28,6 @@ LIVES = (
 def test_in_a_storm_each_request_has_its_one_outcome_and_after_it_nothing_is_held(tmp_path):
     reranker = save_tiny(
         tmp_path / "reranker",
-        task="rerank",
         pooling=("cls",),
         modules=(DenseLayer(32, 32), DenseLayer(32, 1, activation="identity")),
         labels=("LABEL_0",),

@@ -13,7 +13,7 @@ import pytest
 
 from jaxembed import checkpoint
 from jaxembed.errors import CheckpointError
-from jaxembed.spec import DenseLayer, ModelSpec, NormalizeLayer
+from jaxembed.spec import FORMAT_VERSION, DenseLayer, ModelSpec, NormalizeLayer, Pooled
 
 TOKENIZER = b'{"version": "1.0"}'
 
@@ -23,8 +23,7 @@ def _spec() -> ModelSpec:
     return ModelSpec(
         architecture="bert",
         config={"hidden_size": 8, "norm_eps": 1e-12},
-        pooling=("cls", "mean"),
-        modules=(DenseLayer(in_features=16, out_features=4), NormalizeLayer()),
+        heads={"dense": Pooled(("cls", "mean"), (DenseLayer(16, 4), NormalizeLayer()))},
         prompts={"query": "find: "},
         max_input_tokens=16,
         hidden_size=8,
@@ -165,7 +164,7 @@ def test_a_later_format_is_refused(tmp_path, spec):
     checkpoint.save(tmp_path / "out", spec, random_params(), TOKENIZER)
     manifest = tmp_path / "out" / "manifest.json"
     manifest.write_text(json.dumps({"format_version": 99}))
-    with pytest.raises(CheckpointError, match=r"format 99, .* reads formats up to 2: upgrade "):
+    with pytest.raises(CheckpointError, match=r"format 99, .* reads formats up to 3: upgrade "):
         checkpoint.load_spec(tmp_path / "out")
 
 
@@ -304,3 +303,54 @@ def assert_full(tmp_path, spec, reason):
     )
     assert str(error.value).startswith(said)
     assert list(tmp_path.iterdir()) == []
+
+
+def write_before_heads(path, spec: ModelSpec, **fields) -> None:
+    """A checkpoint as format 2 was: one pooling, its modules, and their parameters' short names."""
+    names = ("kernel", "bias")
+    modules = {f"modules.0.{name}": np.full(3, n, np.float32) for n, name in enumerate(names)}
+    checkpoint.save(path, spec, random_params() | modules, TOKENIZER)
+    manifest = path / "manifest.json"
+    said = json.loads(manifest.read_text())
+    head = said.pop("heads")["dense"]
+    said |= {"pooling": head["pooling"], "modules": head["modules"], "format_version": 2}
+    manifest.write_text(json.dumps(said | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "primary"),
+    [
+        ({"task": "embed"}, "dense"),
+        ({}, "dense"),  # as in format 1
+        ({"task": "classify", "labels": ["a", "b"]}, "logits"),
+        ({"task": "rerank", "labels": ["a"]}, "logits"),
+    ],
+)
+def test_a_checkpoint_without_heads_is_read_with_the_heads_of_today(
+    tmp_path, spec, fields, primary
+):
+    write_before_heads(tmp_path / "old", spec, **fields)
+    old = checkpoint.load_spec(tmp_path / "old")
+    wanted = {primary: spec.heads["dense"]}
+    if primary == "logits":
+        wanted["dense"] = Pooled(("cls", "mean"))
+    assert list(old.heads.items()) == list(wanted.items())
+    assert (old.task, old.format_version) == (fields.get("task", "embed"), 2)
+    loaded = checkpoint.load_params(tmp_path / "old", old)
+    assert {name for name in loaded if "modules" in name} == {
+        f"heads.{primary}.modules.0.{name}" for name in ("kernel", "bias")
+    }
+    np.testing.assert_array_equal(loaded[f"heads.{primary}.modules.0.bias"], np.ones(3))
+    saved = checkpoint.save(tmp_path / "new", old, loaded, TOKENIZER)
+    assert checkpoint.load_spec(tmp_path / "new") == saved
+    assert saved.format_version == FORMAT_VERSION
+    assert checkpoint.load_params(tmp_path / "new", saved).keys() == loaded.keys()
+
+
+@pytest.mark.parametrize("heads", [{}, {"sparse": {"type": "pooled", "pooling": ["cls"]}}, None])
+def test_a_manifest_without_a_known_head_is_refused(tmp_path, spec, heads):
+    checkpoint.save(tmp_path / "out", spec, random_params(), TOKENIZER)
+    manifest = tmp_path / "out" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"heads": heads}))
+    with pytest.raises(CheckpointError, match=r"is damaged .*heads"):
+        checkpoint.load_spec(tmp_path / "out")

@@ -391,7 +391,6 @@ def test_embed_writes_one_vector_a_line(tiny_checkpoint, grid_file, embedder, tm
 def test_embed_refuses_a_model_that_gives_no_vectors(tmp_path):
     reranker = save_tiny(
         tmp_path / "reranker",
-        task="rerank",
         pooling=("cls",),
         modules=(DenseLayer(32, 1, activation="identity"),),
         labels=("LABEL_0",),

@@ -45,8 +45,8 @@ def test_every_registered_converter_imports_and_has_rules():
 def test_a_sentence_bert_becomes_a_checkpoint(source):
     spec, params = converted(source, name="me/tiny", revision="abc")
     assert (spec.source, spec.revision, spec.architecture) == ("me/tiny", "abc", "bert")
-    assert spec.pooling == ("mean",)
-    assert spec.modules == (NormalizeLayer(),)
+    assert spec.head.pooling == ("mean",)
+    assert spec.head.modules == (NormalizeLayer(),)
     assert spec.max_input_tokens == 16
     assert spec.hidden_size == spec.dim == sources.HIDDEN
     assert len(spec.content_hash) == 64
@@ -185,16 +185,18 @@ def _with_dense(source: Path) -> dict[str, dict[str, np.ndarray]]:
 def test_dense_modules_are_part_of_the_checkpoint(source):
     tensors = _with_dense(source)
     spec, params = converted(source)
-    assert spec.modules == (
+    assert spec.head.modules == (
         DenseLayer(in_features=8, out_features=6, bias=False, activation="tanh"),
         DenseLayer(in_features=6, out_features=4, activation="gelu"),
         NormalizeLayer(),
     )
     assert spec.dim == 4
     kernel = tensors["2_Dense"]["linear.weight"].T
-    np.testing.assert_array_equal(params["modules.0.kernel"], kernel)
-    assert "modules.0.bias" not in params
-    np.testing.assert_array_equal(params["modules.1.bias"], tensors["3_Dense"]["linear.bias"])
+    np.testing.assert_array_equal(params["heads.dense.modules.0.kernel"], kernel)
+    assert "heads.dense.modules.0.bias" not in params
+    np.testing.assert_array_equal(
+        params["heads.dense.modules.1.bias"], tensors["3_Dense"]["linear.bias"]
+    )
 
 
 def test_a_dense_bias_that_its_config_denies_is_listed(source):
@@ -250,7 +252,7 @@ def _pooling(source: Path, **config: Any) -> None:
 def test_poolings_in_both_spellings(source, config, wanted):
     _pooling(source, **config)
     spec, _ = converted(source)
-    assert spec.pooling == wanted
+    assert spec.head.pooling == wanted
     assert spec.dim == 8 * len(wanted)
     assert spec.include_prompt
 
@@ -277,7 +279,7 @@ def test_without_modules_json_mean_pooling_and_a_warning(tmp_path, caplog):
     source = sources.write_bert(tmp_path / "plain")
     with caplog.at_level(logging.WARNING):
         spec, _ = converted(source)
-    assert (spec.pooling, spec.modules) == (("mean",), ())
+    assert (spec.head.pooling, spec.head.modules) == (("mean",), ())
     ours = [
         record for record in caplog.records if record.name.startswith("converters")
     ]  # not Orbax's
@@ -418,7 +420,7 @@ def test_embedders_without_modules_json_may_hold_the_heads_they_were_trained_wit
     tensors = sources.bert_tensors(config=config) | sources.head_tensors(head)
     fields = config | {"architectures": [named]}
     spec, params = converted(sources.write_bert(tmp_path / "source", tensors=tensors, **fields))
-    assert (spec.task, spec.pooling, set(params)) == (
+    assert (spec.task, spec.head.pooling, set(params)) == (
         "embed",
         ("mean",),
         set(parameter_shapes(spec)),

@@ -157,7 +157,7 @@ def test_prefixes_and_what_was_only_trained_with_are_dropped(tmp_path):
     plain |= sources.head_tensors({"vocab_transform": (8, 8), "vocab_projector": (8, 11)} | HEAD)
     plain |= {"vocab_layer_norm.weight": np.ones(8, np.float32)}
     spec, _ = converted(tmp_path, plain)
-    assert (spec.task, spec.pooling, spec.modules) == ("embed", ("mean",), ())
+    assert (spec.task, spec.head.pooling, spec.head.modules) == ("embed", ("mean",), ())
 
 
 def test_a_table_of_types_is_refused(tmp_path):
@@ -173,10 +173,14 @@ def test_a_classifier_is_two_layers_on_the_first_token_with_relu_between(tmp_pat
         architectures=["DistilBertForSequenceClassification"],
         id2label={"0": "good", "1": "bad", "2": "ugly"},
     )
-    assert (spec.task, spec.labels, spec.pooling) == ("classify", ("good", "bad", "ugly"), ("cls",))
-    assert spec.modules == (
+    assert (spec.task, spec.labels, spec.head.pooling) == (
+        "classify",
+        ("good", "bad", "ugly"),
+        ("cls",),
+    )
+    assert spec.head.modules == (
         DenseLayer(in_features=8, out_features=8, activation="relu"),
         DenseLayer(in_features=8, out_features=3, activation="identity"),
     )
     kernel = sources.head_tensors(HEAD)["pre_classifier.weight"].T
-    np.testing.assert_array_equal(params["modules.0.kernel"], kernel)
+    np.testing.assert_array_equal(params["heads.logits.modules.0.kernel"], kernel)

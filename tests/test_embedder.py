@@ -216,7 +216,7 @@ def test_the_prompt_may_be_left_out_of_pooling(open_embedder, tmp_path):
 def test_another_pooling_can_be_asked_for(tiny_checkpoint, grid_file, tmp_path, embedder):
     config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
     cls = Embedder(str(tiny_checkpoint), pooling="cls", cache_dir=tmp_path, config=config)
-    assert cls.spec.pooling == ("cls",)
+    assert cls.spec.head.pooling == ("cls",)
     assert np.abs(cls.encode("a cat") - embedder.encode("a cat")).max() > 1e-3
     cls.close()
     both = save_tiny(tmp_path / "both", pooling=("cls", "mean"))
@@ -447,7 +447,6 @@ def save_scorer(path, labels=("LABEL_0",), **changes):
     """A tiny BERT with a classifier's head of random weights."""
     head = (DenseLayer(32, 32), DenseLayer(32, len(labels), activation="identity"))
     fields = {
-        "task": "rerank" if len(labels) == 1 else "classify",
         "pooling": ("cls",),
         "modules": head,
         "labels": labels,

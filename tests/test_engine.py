@@ -211,7 +211,7 @@ def test_all_who_asked_for_what_fails_are_told_and_each_by_its_own_place(start, 
 
 
 def test_token_vectors_are_given_to_those_who_asked_for_them_and_to_each_its_own():
-    engine = EngineUnderTest([NullReplica(NULL)], GRID, widths=NULL)
+    engine = EngineUnderTest([NullReplica("dense", NULL)], GRID, widths=NULL)
     both = frozenset({"dense", "tokens"})
     tickets = [engine.ask([encoding(5, 6)] * 2, outputs) for outputs in (both, both)]
     plain = engine.ask([encoding(5, 6)])
@@ -368,7 +368,7 @@ def test_an_engine_that_never_started_can_be_closed(runner):
 
 
 def test_the_null_runner_answers_ones():
-    engine = EngineUnderTest([NullReplica(NULL)], GRID, widths=NULL)
+    engine = EngineUnderTest([NullReplica("dense", NULL)], GRID, widths=NULL)
     engine.start()
     outputs = frozenset({"dense", "tokens"})
     result = engine.ask([encoding(5, 6), encoding(7)], outputs).result(WAIT_S)

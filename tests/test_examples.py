@@ -38,7 +38,6 @@ def _reranker_checkpoint(tmp_path):
     path = tmp_path / "reranker"
     return save_tiny(
         path,
-        task="rerank",
         pooling=("cls",),
         modules=head,
         labels=("LABEL_0",),

@@ -21,7 +21,7 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Replica
 from jaxembed.models import ARCHITECTURES, program
 from jaxembed.models.pooling import POOLINGS
-from jaxembed.spec import ModelSpec
+from jaxembed.spec import ModelSpec, Pooled
 from jaxembed.work import Encoding
 
 FILES = sorted((Path(__file__).parent / "golden").glob("*.npz"))
@@ -106,7 +106,8 @@ def assert_agrees(got: np.ndarray, wanted: np.ndarray) -> None:
 def run(
     golden: Golden, encodings: Sequence[Encoding], **changes: Any
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """The hidden states of each sequence, and the vectors, of a model whose spec has `changes`."""
+    """The hidden states of each sequence, and the primary output, of a model whose spec has
+    `changes`."""
     spec = msgspec.structs.replace(golden.spec, **changes)
     model = program(spec)
     stored = checkpoint.load_params(golden.path, golden.spec)
@@ -114,25 +115,26 @@ def run(
     replica = Replica(model, parameters, jax.local_devices()[:1], "float32")
     bucket = Bucket(2, 64)
     replica.compile(bucket)
-    hidden, dense = {}, {}
+    hidden, primary = {}, {}
     waiting = ticket_of(list(encodings), widths=spec.widths).entries
     places = {entry: i for entry in waiting for index in entry.claims.values() for i in index}
     while waiting:
         batch = place(bucket, waiting[:1], waiting[1:])
-        outputs = replica.run(bucket, pack(batch), ("dense", "tokens"))
+        outputs = replica.run(bucket, pack(batch), (spec.primary, "tokens"))
         for entry, row, slot, start in zip(
             batch.entries, batch.rows, batch.slots, batch.starts, strict=True
         ):
             hidden[places[entry]] = outputs["tokens"][row, start : start + entry.length]
-            dense[places[entry]] = outputs["dense"][row, slot]
+            primary[places[entry]] = outputs[spec.primary][row, slot]
         waiting = [entry for entry in waiting if places[entry] not in hidden]
     order = range(len(hidden))
-    return [hidden[i] for i in order], np.stack([dense[i] for i in order])
+    return [hidden[i] for i in order], np.stack([primary[i] for i in order])
 
 
 def test_hidden_states_and_every_pooling_agree_with_torch_when_rows_are_packed(golden):
     # every pooling, whichever the model has, and nothing after it
-    hidden, pooled = run(golden, golden.encodings, pooling=tuple(POOLINGS), modules=())
+    every = {"dense": Pooled(tuple(POOLINGS))}
+    hidden, pooled = run(golden, golden.encodings, heads=every)
     assert_agrees(np.concatenate(hidden), golden.arrays["hidden"])
     assert_agrees(pooled, golden.arrays["pooled"])
 
@@ -182,7 +184,7 @@ def test_every_pooling_has_a_model_of_its_own(tmp_path):
     for file in EMBEDDERS:
         source = write_source(read(file), tmp_path / file.stem)
         spec = convert(source, tmp_path / f"{file.stem}-out", progress=lambda steps: steps)
-        seen.add(spec.pooling)
+        seen.add(spec.head.pooling)
     assert {(name,) for name in POOLINGS} < seen  # and at least one that concatenates
 
 

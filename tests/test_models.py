@@ -1,9 +1,11 @@
 """Models as data: the names and shapes of their parameters, and one pure function."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from conftest import WORDS, tiny_spec
@@ -20,7 +22,8 @@ from jaxembed.models import (
 from jaxembed.models.layers import ACTIVATIONS
 from jaxembed.models.pooling import POOLINGS
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.spec import DenseLayer, ModelSpec, NormalizeLayer
+from jaxembed.outputs import OutputName
+from jaxembed.spec import DenseLayer, ModelSpec, NormalizeLayer, Pooled
 
 BGE_LARGE = {
     "vocab_size": 30522,
@@ -48,9 +51,9 @@ def forward(spec: ModelSpec, parameters=None):
     """dense [dim] and tokens [length, width] of one sequence."""
     model = program(spec)
     leaves = model.order(parameters or random_parameters(spec))
-    run = jax.jit(model.forward, static_argnums=2)
-    output = run([jnp.asarray(leaf) for leaf in leaves], planes_of([2, 7, 8, 9, 3]), 4)
-    return np.asarray(output.dense)[0, 0], np.asarray(output.tokens)[0]
+    planes, outputs = planes_of([2, 7, 8, 9, 3]), ("dense", "tokens")
+    output = jax.jit(model.forward, static_argnums=(2, 3))(leaves, planes, 4, outputs)
+    return np.asarray(output["dense"])[0, 0], np.asarray(output["tokens"])[0]
 
 
 def test_parameters_have_dotted_names_and_float32_shapes():
@@ -66,11 +69,11 @@ def test_parameters_have_dotted_names_and_float32_shapes():
 
 def test_a_dense_module_has_parameters_and_a_normalize_none():
     spec = tiny_spec(modules=(NormalizeLayer(), DenseLayer(32, 8), DenseLayer(8, 4, bias=False)))
-    shapes = {k: v.shape for k, v in parameter_shapes(spec).items() if k.startswith("modules")}
+    shapes = {k: v.shape for k, v in parameter_shapes(spec).items() if k.startswith("heads")}
     assert shapes == {
-        "modules.1.kernel": (32, 8),
-        "modules.1.bias": (8,),
-        "modules.2.kernel": (8, 4),
+        "heads.dense.modules.1.kernel": (32, 8),
+        "heads.dense.modules.1.bias": (8,),
+        "heads.dense.modules.2.kernel": (8, 4),
     }
 
 
@@ -79,9 +82,10 @@ def test_a_full_size_model_is_checked_without_making_its_weights():
     model = program(spec)
     assert sum(np.prod(shape.shape) for shape in model.shapes.values()) == 334_092_288
     planes = jax.ShapeDtypeStruct((PackedTokens.FIELDS, 4, 512), jnp.int32)
-    output = jax.eval_shape(lambda p, x: model.forward(p, x, 128), [*model.shapes.values()], planes)
-    assert (output.dense.shape, output.dense.dtype) == ((4, 128, 1024), jnp.float32)
-    assert (output.tokens.shape, output.tokens.dtype) == ((4, 512, 1024), jnp.float32)
+    run = partial(model.forward, slots=128, outputs=("dense", "tokens"))
+    output = jax.eval_shape(run, [*model.shapes.values()], planes)
+    assert (output["dense"].shape, output["dense"].dtype) == ((4, 128, 1024), jnp.float32)
+    assert (output["tokens"].shape, output["tokens"].dtype) == ((4, 512, 1024), jnp.float32)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -128,17 +132,17 @@ def test_the_order_of_the_parameters_is_their_own_not_the_given_one():
 def test_normalize_before_dense_is_not_dense_before_normalize():
     dense = DenseLayer(32, 8, activation="identity")
     parameters = random_parameters(tiny_spec(modules=(dense,)))
-    kernel, bias = parameters["modules.0.kernel"], parameters["modules.0.bias"]
-    pooled, _ = forward(tiny_spec(modules=()), without_modules(parameters))
+    kernel, bias = (parameters[f"heads.dense.modules.0.{name}"] for name in ("kernel", "bias"))
+    pooled, _ = forward(tiny_spec(modules=()), without_heads(parameters))
 
     def unit(x):
         return x / np.linalg.norm(x)
 
     # both Normalize modules run on the device here: only a last one is the host's
     last = (DenseLayer(8, 8, bias=False, activation="identity"),)
-    same = {"modules.2.kernel": np.eye(8, dtype=np.float32)}
-    first = {"modules.1.kernel": kernel, "modules.1.bias": bias}
-    tower = without_modules(parameters)
+    same = {"heads.dense.modules.2.kernel": np.eye(8, dtype=np.float32)}
+    first = {"heads.dense.modules.1.kernel": kernel, "heads.dense.modules.1.bias": bias}
+    tower = without_heads(parameters)
     before, _ = forward(tiny_spec(modules=(NormalizeLayer(), dense, *last)), tower | first | same)
     after, _ = forward(tiny_spec(modules=(dense, NormalizeLayer(), *last)), parameters | same)
     np.testing.assert_allclose(before, unit(pooled) @ kernel + bias, rtol=1e-4, atol=1e-5)
@@ -146,13 +150,13 @@ def test_normalize_before_dense_is_not_dense_before_normalize():
     assert np.abs(before - after).max() > 1e-2
 
 
-def without_modules(parameters):
-    return {name: leaf for name, leaf in parameters.items() if not name.startswith("modules")}
+def without_heads(parameters):
+    return {name: leaf for name, leaf in parameters.items() if not name.startswith("heads")}
 
 
 def test_a_last_normalize_is_left_to_the_host():
     spec = tiny_spec(modules=(DenseLayer(32, 8), NormalizeLayer()))
-    assert spec.normalize
+    assert spec.head.normalize
     dense, _ = forward(spec)
     assert abs(np.linalg.norm(dense) - 1) > 1e-2
 
@@ -204,9 +208,77 @@ def test_token_types_and_positions_change_the_result():
     spec = tiny_spec()
     model = program(spec)
     leaves = [jnp.asarray(leaf) for leaf in model.order(random_parameters(spec))]
-    run = jax.jit(model.forward, static_argnums=2)
-    plain = np.asarray(run(leaves, planes_of([2, 7, 8, 3]), 4).dense)[0, 0]
+    run = jax.jit(partial(model.forward, slots=4, outputs=("dense",)))
+    plain = np.asarray(run(leaves, planes_of([2, 7, 8, 3]))["dense"])[0, 0]
     for plane in (1, 3):
         changed = planes_of([2, 7, 8, 3])
         changed[plane, 0, 2] = 1 - changed[plane, 0, 2] if plane == 3 else 9
-        assert np.abs(np.asarray(run(leaves, changed, 4).dense)[0, 0] - plain).max() > 1e-3
+        assert np.abs(np.asarray(run(leaves, changed)["dense"])[0, 0] - plain).max() > 1e-3
+
+
+CLASSIFIER_LAYERS = (DenseLayer(32, 32), DenseLayer(32, 3, activation="identity"))
+
+
+@pytest.fixture(name="classifier", scope="module")
+def _classifier() -> ModelSpec:
+    return tiny_spec(("mean",), CLASSIFIER_LAYERS, labels=("bad", "fair", "good"))
+
+
+def test_a_classifier_has_a_head_for_its_logits_and_one_for_the_vector_under_them(classifier):
+    assert classifier.heads == {
+        "logits": Pooled(("mean",), CLASSIFIER_LAYERS),
+        "dense": Pooled(("mean",)),
+    }
+    assert (classifier.primary, classifier.task) == ("logits", "classify")
+    assert classifier.widths == {"logits": 3, "dense": 32, "tokens": 32}
+    names = [name for name in parameter_shapes(classifier) if name.startswith("heads.")]
+    assert sorted(names) == [
+        f"heads.logits.modules.{n}.{name}" for n in (0, 1) for name in ("bias", "kernel")
+    ]
+
+
+def test_the_task_follows_from_the_heads_and_the_labels(classifier):
+    assert (tiny_spec().primary, tiny_spec().task) == ("dense", "embed")
+    assert msgspec.structs.replace(classifier, labels=("yes",)).task == "rerank"
+
+
+def test_logits_and_the_pooled_vector_come_from_one_pass(classifier):
+    model, parameters = program(classifier), random_parameters(classifier)
+    leaves, planes = model.order(parameters), planes_of([2, 7, 8, 9, 3])
+
+    def run(*outputs: OutputName) -> dict[str, np.ndarray]:
+        computed = jax.jit(partial(model.forward, slots=4, outputs=outputs))(leaves, planes)
+        return {name: np.asarray(array) for name, array in computed.items()}
+
+    everything = run("tokens", "dense", "logits")
+    assert everything["logits"].shape == (1, 4, 3)
+    mean = everything["tokens"][0, :5].mean(axis=0)
+    np.testing.assert_allclose(everything["dense"][0, 0], mean, rtol=1e-5, atol=1e-6)
+    layers = [
+        [parameters[f"heads.logits.modules.{n}.{name}"] for name in ("kernel", "bias")]
+        for n in (0, 1)
+    ]
+    (first, shift), (second, last_shift) = layers
+    wanted = np.tanh(mean @ first + shift) @ second + last_shift
+    np.testing.assert_allclose(everything["logits"][0, 0], wanted, rtol=1e-5, atol=1e-5)
+    for name in ("logits", "dense"):
+        alone = run(name)
+        assert list(alone) == [name]
+        np.testing.assert_allclose(alone[name], everything[name], rtol=1e-6, atol=1e-6)
+
+
+def test_a_program_computes_only_what_it_is_asked_for(classifier):
+    model = program(classifier)
+    planes = jax.ShapeDtypeStruct((PackedTokens.FIELDS, 1, 16), jnp.int32)
+
+    def lowered(*outputs: OutputName):
+        run = jax.jit(partial(model.forward, slots=4, outputs=outputs))
+        return run.lower([*model.shapes.values()], planes)
+
+    (entry,) = (
+        line for line in lowered("logits").compile().as_text().splitlines() if "ENTRY" in line
+    )
+    assert entry.rpartition("->")[2].strip().startswith("f32[1,4,3]")  # and no tuple
+    assert "tanh" not in lowered("dense").as_text()  # of the layers before the logits
+    # a set's order differs between processes, and the key of a kept program would too
+    assert lowered("dense", "logits").as_text() == lowered("logits", "dense").as_text()

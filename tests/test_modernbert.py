@@ -3,6 +3,7 @@
 Its numbers are compared with torch's by the goldens.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -175,8 +176,8 @@ def test_a_classifier_is_a_pooling_and_three_modules(source, tmp_path):
     spec = convert(source, tmp_path / "out")
     assert spec.task == "classify"
     assert spec.labels == ("good", "bad", "ugly")
-    assert spec.pooling == ("mean",)
-    assert spec.modules == (
+    assert spec.head.pooling == ("mean",)
+    assert spec.head.modules == (
         DenseLayer(in_features=8, out_features=8, bias=False, activation="gelu"),
         LayerNormLayer(features=8, eps=1e-5, bias=False),
         DenseLayer(in_features=8, out_features=3, bias=True, activation="identity"),
@@ -194,9 +195,9 @@ def test_a_classifier_that_says_nothing_pools_the_first_token(source, tmp_path):
     }
     write_weights(source, weights)
     spec = convert(source, tmp_path / "out")
-    assert spec.pooling == ("cls",)
+    assert spec.head.pooling == ("cls",)
     assert spec.labels == ("LABEL_0", "LABEL_1")  # two, where num_labels is absent too
-    assert spec.modules[0] == DenseLayer(8, 8, bias=False, activation="gelu")
+    assert spec.head.modules[0] == DenseLayer(8, 8, bias=False, activation="gelu")
 
 
 def test_the_head_of_a_masked_language_model_is_left_out(source, tmp_path):
@@ -204,7 +205,7 @@ def test_the_head_of_a_masked_language_model_is_left_out(source, tmp_path):
     weights = {name: x for name, x in tensors().items() if not name.startswith("classifier")}
     write_weights(source, weights | {"decoder.bias": np.zeros(len(WORDS), np.float32)})
     spec = convert(source, tmp_path / "out")
-    assert (spec.task, spec.pooling, spec.modules) == ("embed", ("mean",), ())
+    assert (spec.task, spec.head.pooling, spec.head.modules) == ("embed", ("mean",), ())
 
 
 @pytest.mark.parametrize("name", ["attn.Wqkv.bias", "attn_norm.weight", "mlp.Wi.bias"])
@@ -254,7 +255,7 @@ def planes(length: int, **changed: int) -> np.ndarray:
 def hidden_states(spec: ModelSpec, tokens: np.ndarray) -> np.ndarray:
     made = program(spec)
     parameters = made.order(random_parameters(spec))
-    return np.asarray(made.forward(parameters, jnp.asarray(tokens), 1).tokens)[0]
+    return np.asarray(made.forward(parameters, jnp.asarray(tokens), 1, ("tokens",))["tokens"])[0]
 
 
 @pytest.mark.parametrize("length", [24, 200])  # scores of a row at once, and block by block
@@ -281,7 +282,7 @@ def traced(spec: ModelSpec, length: int) -> Any:
     """The jaxpr of a row of that length."""
     made = program(spec)
     tokens = jax.ShapeDtypeStruct((5, 1, length), jnp.int32)
-    forward = jax.make_jaxpr(lambda parameters, planes: made.forward(parameters, planes, 1))
+    forward = jax.make_jaxpr(partial(made.forward, slots=1, outputs=("dense", "tokens")))
     return forward(list(made.shapes.values()), tokens).jaxpr
 
 

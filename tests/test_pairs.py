@@ -91,7 +91,7 @@ def _make(tmp_path_factory):
 @pytest.fixture(name="scorer", scope="module")
 def _scorer(make) -> TextProcessor:
     """A language model's template around pairs, limit 24."""
-    return make(limit=24, post_processor=bare, task="rerank", template=TEMPLATE)
+    return make(limit=24, post_processor=bare, labels=("yes",), template=TEMPLATE)
 
 
 texts = st.lists(st.sampled_from([*WORDS, "zq", ",", "\u6f22", " ", "[SEP]"]), max_size=9).map(
@@ -171,7 +171,7 @@ def test_types_of_single_texts_are_left_out_too(make):
 )
 def test_a_template_that_reorders_or_repeats_is_refused_where_pairs_are_needed(make, pair):
     with pytest.raises(UnsupportedModel, match="template for pairs"):
-        make(post_processor=template(pair), task="rerank")
+        make(post_processor=template(pair), labels=("yes",))
     embedder = make(post_processor=template(pair))
     assert embedder.encode([Text("cat")], rules()).work.encodings[0].length == 3
     with pytest.raises(InvalidInput, match="takes no pairs"):
@@ -220,7 +220,7 @@ def test_braces_are_only_text(make):
 def test_a_template_that_leaves_out_a_text_is_refused(make, first, second, missing):
     broken = PairTemplate("", first, second, "", "")
     with pytest.raises(CheckpointError, match=f"has no {missing} in"):
-        make(post_processor=bare, task="rerank", template=broken)
+        make(post_processor=bare, labels=("yes",), template=broken)
 
 
 def test_a_model_with_a_template_takes_no_single_texts(scorer):
@@ -230,7 +230,7 @@ def test_a_model_with_a_template_takes_no_single_texts(scorer):
 
 def test_a_template_without_room_for_text_is_refused(make):
     with pytest.raises(ConfigError, match="7 leaves no room for text beside the 7 special"):
-        make(limit=7, post_processor=bare, task="rerank", template=TEMPLATE)
+        make(limit=7, post_processor=bare, labels=("yes",), template=TEMPLATE)
 
 
 # -- cutting ---------------------------------------------------------------------------------------

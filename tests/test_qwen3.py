@@ -169,7 +169,7 @@ def test_an_embedder_becomes_a_checkpoint_and_its_unused_head_is_left_out(tmp_pa
     assert specs[0].content_hash == specs[1].content_hash
     spec = specs[0]
     assert (spec.task, spec.architecture) == ("embed", "qwen3")
-    assert (spec.pooling, spec.modules) == (("lasttoken",), (NormalizeLayer(),))
+    assert (spec.head.pooling, spec.head.modules) == (("lasttoken",), (NormalizeLayer(),))
     assert spec.max_input_tokens == 48
     assert spec.config["causal"]
 
@@ -274,7 +274,8 @@ def hidden_states(spec: ModelSpec, params: dict[str, np.ndarray], ids: list[int]
     tokens = PackedTokens(row, jax.numpy.arange(len(ids))[None], zero + 1, zero, zero + 1)
     planes = jax.numpy.stack([tokens.ids, tokens.positions, *(zero + 1, zero, zero + 1)])
     model = program(spec)
-    return np.asarray(model.forward(model.order(params), planes, 1).tokens[0])
+    hidden = model.forward(model.order(params), planes, 1, ("tokens",))["tokens"]
+    return np.asarray(hidden[0])
 
 
 @pytest.mark.parametrize(
@@ -293,7 +294,6 @@ def test_a_token_sees_those_after_it_only_where_the_model_is_bidirectional(
     tmp_path, config, fields, causal
 ):
     spec, params = converted(write_embedder(tmp_path / "source", config, **fields))
-    spec = msgspec.structs.replace(spec, modules=())
     first, second = (hidden_states(spec, params, [5, 6, 7, last]) for last in (8, 9))
     assert np.array_equal(first[:3], second[:3]) == causal
     assert not np.allclose(first[3], second[3])
@@ -328,8 +328,8 @@ def test_dense_path_chooses_the_width_of_stella(tmp_path):
     sources.write_dense(source / "2_Dense", HIDDEN, 30, **identity)
     stored = sources.write_dense(source / "2_Dense_5", HIDDEN, 5, **identity)
     spec, params = converted(source, dense_path="2_Dense_5")
-    assert (spec.pooling, spec.dim) == (("mean",), 5)
-    np.testing.assert_array_equal(params["modules.0.kernel"], stored["linear.weight"].T)
+    assert (spec.head.pooling, spec.dim) == (("mean",), 5)
+    np.testing.assert_array_equal(params["heads.dense.modules.0.kernel"], stored["linear.weight"].T)
 
 
 @pytest.mark.parametrize("end", [None, END])
@@ -382,11 +382,13 @@ def test_a_qwen3_reranker_is_told_by_its_name_or_its_readme(tmp_path, caplog, fo
     assert "pairs are put into the template of qwen3-reranker" in caplog.text
     assert (spec.task, spec.labels, spec.score_function) == ("rerank", ("yes",), "sigmoid")
     assert spec.template == QUESTION
-    assert spec.pooling == ("lasttoken",)
+    assert spec.head.pooling == ("lasttoken",)
     plain = DenseLayer(in_features=HIDDEN, out_features=1, bias=False, activation="identity")
-    assert spec.modules == (plain,)
+    assert spec.head.modules == (plain,)
     table = tensors(QWEN3)["model.embed_tokens.weight"]
-    np.testing.assert_array_equal(params["modules.0.kernel"][:, 0], table[YES] - table[NO])
+    np.testing.assert_array_equal(
+        params["heads.logits.modules.0.kernel"][:, 0], table[YES] - table[NO]
+    )
     np.testing.assert_array_equal(params["tower.embeddings.word.embedding"], table)
 
 
@@ -397,7 +399,7 @@ def test_the_difference_of_rows_is_not_rounded_to_bfloat16(tmp_path):
     spec, params = converted(source)
     assert spec.dtype == "bfloat16"
     table = stored["model.embed_tokens.weight"].astype(np.float32)
-    kernel = params["modules.0.kernel"]
+    kernel = params["heads.logits.modules.0.kernel"]
     assert kernel.dtype == np.float32
     np.testing.assert_array_equal(kernel[:, 0], table[YES] - table[NO])
 
@@ -407,7 +409,9 @@ def test_an_untied_head_gives_the_rows(tmp_path):
     extra = {"lm_head.weight": head}
     source = write(tmp_path / "Qwen3-Reranker", extra=extra, tie_word_embeddings=False)
     _, params = converted(source)
-    np.testing.assert_array_equal(params["modules.0.kernel"][:, 0], head[YES] - head[NO])
+    np.testing.assert_array_equal(
+        params["heads.logits.modules.0.kernel"][:, 0], head[YES] - head[NO]
+    )
 
 
 @pytest.mark.parametrize(
@@ -436,7 +440,9 @@ def test_logit_score_and_a_chat_template_say_how_a_pair_is_asked(tmp_path, caplo
         spec, params = converted(source)
     assert "pairs are put into its chat template" in caplog.text
     table = tensors(QWEN2)["model.embed_tokens.weight"]
-    np.testing.assert_array_equal(params["modules.0.kernel"][:, 0], table[7] - table[9])
+    np.testing.assert_array_equal(
+        params["heads.logits.modules.0.kernel"][:, 0], table[7] - table[9]
+    )
     assert spec.template is not None
     assert msgspec.structs.asdict(spec.template) == {
         "prefix": "<|im_start|>system\nIs it so?<|im_end|>\n<|im_start|>user\n",
@@ -528,7 +534,7 @@ def test_an_embedder_that_puts_texts_into_a_chat_template_is_refused(tmp_path):
     text = {"method": "forward", "method_output_name": "last_hidden_state"}
     path = source / "sentence_bert_config.json"
     sources.write_json(path, {"modality_config": {"text": text}})
-    assert heads.read_layout(source, HIDDEN).task == "embed"
+    assert list(heads.read_layout(source, HIDDEN).heads) == ["dense"]
     sources.write_json(path, {"modality_config": {"text": text, "message": text}})
     with pytest.raises(UnsupportedModel, match="texts are put into a chat template"):
         heads.read_layout(source, HIDDEN)
@@ -565,8 +571,8 @@ def test_a_converted_reranker_is_asked_as_the_original_is(tmp_path, caplog, name
     assert spec.task == ("rerank" if labels == 1 else "classify")
     warned = f"{name} is a language model that scores pairs, and nothing says how" in caplog.text
     assert warned == (labels == 1 and template is None)
-    assert spec.pooling == ("lasttoken",)
-    np.testing.assert_array_equal(params["modules.0.kernel"], score.T)
+    assert spec.head.pooling == ("lasttoken",)
+    np.testing.assert_array_equal(params["heads.logits.modules.0.kernel"], score.T)
 
 
 def test_a_classifier_that_would_score_the_token_before_the_last_is_refused(tmp_path):

@@ -69,7 +69,7 @@ def test_nothing_compiles_after_warm_up(embedder):
 
 def test_a_replica_and_the_null_replica_are_runners(replica):
     assert isinstance(replica, Runner)
-    assert isinstance(NullReplica({"dense": 3, "tokens": 4}), Runner)
+    assert isinstance(NullReplica("dense", {}), Runner)
 
 
 def test_only_the_outputs_asked_for_are_fetched(replica):
@@ -97,7 +97,7 @@ def test_matrices_are_in_the_dtype_and_vectors_and_modules_in_float32(dtype):
     model, device = program(spec), jax.local_devices()[0]
     replica = Replica(model, random_parameters(spec), [device], dtype)
     for name, leaf in zip(model.shapes, replica._parameters, strict=True):
-        narrow = leaf.ndim > 1 and not name.startswith("modules.")
+        narrow = leaf.ndim > 1 and not name.startswith("heads.")
         assert leaf.dtype == (jnp.dtype(dtype) if narrow else jnp.float32), name
         assert leaf.devices() == {device}
 
@@ -311,7 +311,7 @@ def test_an_option_with_a_wrong_value_is_not_passed_over_in_silence(monkeypatch)
 
 
 def test_the_null_replica_answers_ones_of_the_right_shapes():
-    null = NullReplica({"dense": 3, "tokens": 5})
+    null = NullReplica("dense", {"dense": 3, "tokens": 5})
     planes = pack(batch_of([2, 3]))
     output = null.run(BUCKET, planes, {"dense", "tokens"})
     assert output["dense"].shape == (2, 4, 3)

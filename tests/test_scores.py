@@ -45,8 +45,8 @@ def converted(source: Path) -> tuple[ModelSpec, dict[str, np.ndarray]]:
 def test_a_cross_encoder_is_a_tower_with_a_head_of_two_layers(kind, tmp_path):
     spec, params = converted(write_scorer(tmp_path / "source", kind))
     assert (spec.task, spec.labels, spec.score_function) == ("rerank", ("LABEL_0",), "sigmoid")
-    assert spec.pooling == ("cls",)
-    assert spec.modules == (
+    assert spec.head.pooling == ("cls",)
+    assert spec.head.modules == (
         DenseLayer(WIDTH, WIDTH, activation="tanh"),
         DenseLayer(WIDTH, 1, activation="identity"),
     )
@@ -55,9 +55,11 @@ def test_a_cross_encoder_is_a_tower_with_a_head_of_two_layers(kind, tmp_path):
     tensors = sources.head_tensors({first: (WIDTH, WIDTH), second: (WIDTH, 1)})
     for number, layer in enumerate((first, second)):
         np.testing.assert_array_equal(
-            params[f"modules.{number}.kernel"], tensors[f"{layer}.weight"].T
+            params[f"heads.logits.modules.{number}.kernel"], tensors[f"{layer}.weight"].T
         )
-        np.testing.assert_array_equal(params[f"modules.{number}.bias"], tensors[f"{layer}.bias"])
+        np.testing.assert_array_equal(
+            params[f"heads.logits.modules.{number}.bias"], tensors[f"{layer}.bias"]
+        )
 
 
 def test_several_labels_are_in_the_order_of_their_ids(tmp_path):
@@ -169,5 +171,5 @@ def test_a_classifier_that_modules_json_pools_is_an_embedder(tmp_path, kind):
     sources.write_modules(source, (sources.TRANSFORMER, ""), (sources.POOLING, "1_Pooling"))
     sources.write_json(source / "1_Pooling" / "config.json", {"pooling_mode": "mean"})
     spec, params = converted(source)
-    assert (spec.task, spec.pooling, spec.modules) == ("embed", ("mean",), ())
-    assert not any(name.startswith("modules") for name in params)
+    assert (spec.task, spec.head.pooling, spec.head.modules) == ("embed", ("mean",), ())
+    assert not any(name.startswith("heads") for name in params)

@@ -3,11 +3,10 @@
 import asyncio
 import threading
 
-import msgspec
 import numpy as np
 import pytest
 from conftest import save_tiny
-from fake_embedder import SPEC, FakeEmbedder
+from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
 from prometheus_client.parser import text_string_to_metric_families
 from test_server_app import fetch, fetch_json
 from test_server_openai import ask
@@ -28,11 +27,12 @@ from jaxembed.server.models import Models, served_names
 from jaxembed.spec import DenseLayer
 from jaxembed.work import Encoding
 
+SPECS = {"embed": SPEC, "rerank": RERANKER, "classify": CLASSIFIER}
+
 
 def fake(name: str, task: str = "embed", **attributes) -> FakeEmbedder:
     embedder = FakeEmbedder()
-    spec = msgspec.structs.replace(SPEC, task=task)
-    vars(embedder).update(name=name, spec=spec, **attributes)
+    vars(embedder).update(name=name, spec=SPECS[task], **attributes)
     return embedder
 
 
@@ -243,7 +243,6 @@ def _pair(tmp_path_factory):
         "e": save_tiny(folder / "embedder"),
         "r": save_tiny(
             folder / "reranker",
-            task="rerank",
             pooling=("cls",),
             modules=(DenseLayer(32, 32), DenseLayer(32, 1, activation="identity")),
             labels=("LABEL_0",),

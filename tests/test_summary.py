@@ -41,7 +41,6 @@ def test_a_reranker_is_told_by_its_label_and_template():
     template = PairTemplate("a", "{instruction} {query}", "{document}", "z", "find it")
     facts = summary(
         tiny_spec(
-            task="rerank",
             pooling=("lasttoken",),
             modules=(DenseLayer(32, 1, bias=False, activation="identity"),),
             labels=("yes",),

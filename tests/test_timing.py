@@ -246,7 +246,7 @@ def test_two_runs_at_once_are_timed_as_two(monkeypatch):
 
     monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)  # a second a look
     # both look when they begin and when they end, and have two seconds each, or one and three
-    assert milliseconds(Meeting(NULL), BUCKET, together=2) in (1000.0, 750.0)
+    assert milliseconds(Meeting("dense", NULL), BUCKET, together=2) in (1000.0, 750.0)
 
 
 def test_what_fails_beside_another_is_raised():
@@ -255,14 +255,14 @@ def test_what_fails_beside_another_is_raised():
             raise MemoryError
 
     with pytest.raises(MemoryError):
-        milliseconds(Failing(NULL), BUCKET, together=2)
+        milliseconds(Failing("dense", NULL), BUCKET, together=2)
 
 
 class Noting(NullReplica):
     """Keeps the planes it was given."""
 
-    def __init__(self, widths):
-        super().__init__(widths)
+    def __init__(self, primary, widths):
+        super().__init__(primary, widths)
         self.runs: list[np.ndarray] = []
 
     def run(self, bucket, planes, outputs):
@@ -271,7 +271,7 @@ class Noting(NullReplica):
 
 
 def test_a_bucket_is_timed_full_of_tokens():
-    noting = Noting(NULL)
+    noting = Noting("dense", NULL)
     assert 0 < milliseconds(noting, BUCKET) < float("inf")
     assert len(noting.runs) > 1  # quick as it is
     assert (noting.runs[0][2] == 1).all()  # one segment in each row, no padding
@@ -279,7 +279,7 @@ def test_a_bucket_is_timed_full_of_tokens():
 
 
 def test_a_bucket_is_timed_with_the_planes_given():
-    noting = Noting(NULL)
+    noting = Noting("dense", NULL)
     planes = pack(batch_of([2, 3]))
     assert milliseconds(noting, BUCKET, seconds=0.0, planes=planes) > 0
     assert len(noting.runs) == 1
@@ -307,6 +307,6 @@ def test_threads_that_time_end_when_they_are_told():
     pair = Together(2)
     started = set(threading.enumerate()) - before
     assert len(started) >= 2
-    assert pair.run(NullReplica(NULL), BUCKET, full_planes(BUCKET, 20)) > 0
+    assert pair.run(NullReplica("dense", NULL), BUCKET, full_planes(BUCKET, 20)) > 0
     pair.close()
     until(lambda: not any(thread.is_alive() for thread in started))

@@ -37,7 +37,7 @@ QWEN3_RERANKER = PairTemplate(
     suffix="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
     instruction="Given a web search query, retrieve relevant passages that answer the query",
 )
-TASKS = {"qwen3-reranker": {"task": "rerank", "template": QWEN3_RERANKER}}
+TASKS = {"qwen3-reranker": {"labels": ("yes",), "template": QWEN3_RERANKER}}
 
 pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason=f"{FOLDER.name} are not beside us")
 

@@ -351,7 +351,6 @@ def test_the_search_keeps_to_the_compile_budget():
 # -- all of it
 
 RERANKER = {
-    "task": "rerank",
     "labels": ("LABEL_0",),
     "score_function": "sigmoid",
     "pooling": ("cls",),

@@ -1,4 +1,4 @@
-"""What earlier versions left on disk, made by their own code: tests/upgrades/*, by its make.py."""
+"""The files that earlier versions left on disk, in tests/upgrades/*, which its make.py makes."""
 
 import json
 import logging
@@ -82,6 +82,11 @@ def assert_serves(embedder: Embedder, version: str) -> None:
         ranked = embedder.rerank(call["query"], call["documents"], **call["options"])
         scores = [[one.score] for one in sorted(ranked, key=lambda one: one.index)]
         assert_agrees(np.array(scores, np.float32), arrays["scores/0"])
+    elif call["method"] == "classify":
+        named = embedder.classify(call["inputs"], **call["options"])
+        by_label = [{one.label: one.score for one in labels} for labels in named]
+        scores = [[found[label] for label in embedder.spec.labels] for found in by_label]
+        assert_agrees(np.array(scores, np.float32), arrays["scores/0"])
     else:
         vectors = getattr(embedder, call["method"])(call["texts"], **call["options"])
         assert_agrees(vectors, arrays["vectors/0"])
@@ -111,6 +116,16 @@ def test_a_checkpoint_of_an_earlier_version_serves(version, tmp_path, caplog):
         assert "convert the model again to be sure of its scores" in line
     else:
         assert not lines
+
+
+@each_version
+def test_a_checkpoint_of_an_earlier_version_has_the_heads_of_its_source_converted_today(
+    version, tmp_path
+):
+    old = checkpoint.load_spec(checkpoint_in(tmp_path, version))
+    new = converters.outline(source_in(tmp_path, version)).spec
+    assert list(old.heads.items()) == list(new.heads.items())
+    assert (old.task, old.labels, old.widths) == (new.task, new.labels, new.widths)
 
 
 def test_a_checkpoint_says_which_version_made_it(tmp_path):

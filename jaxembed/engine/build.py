@@ -137,7 +137,7 @@ def build(
     if plan.devices:
         seats = seats_of(plan, program, load())
     else:
-        seats = [Seat(NullReplica(spec.widths), DeviceTurn())]
+        seats = [Seat(NullReplica(spec.primary, spec.widths), DeviceTurn())]
     return Engine(
         seats,
         plan.grid,

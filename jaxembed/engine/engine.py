@@ -457,7 +457,7 @@ class Engine:
         usable = self._costs.usable
         if not seat.sick or seat.stuck or not usable or self._closing:
             return None
-        work = work_of([Encoding(np.ones(1, np.int32))], frozenset(self._widths))
+        work = work_of([Encoding(np.ones(1, np.int32))], frozenset({seat.runner.primary}))
         ticket = Ticket(work, self._widths)
         return place(min(usable, key=lambda bucket: bucket.tokens), ticket.entries)
 

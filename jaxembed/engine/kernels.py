@@ -170,7 +170,11 @@ def calls(program: Program, dtype: DType) -> Counter[Call]:
     ]
     planes = jax.ShapeDtypeStruct((PackedTokens.PLANES, 1, SHORTEST_PROBED_ROW), jnp.int32)
     with using(note):
-        jax.eval_shape(lambda leaves, planes: program.forward(leaves, planes, 1), leaves, planes)
+        jax.eval_shape(
+            lambda leaves, planes: program.forward(leaves, planes, 1, (program.primary,)),
+            leaves,
+            planes,
+        )
     return noted
 
 

@@ -91,7 +91,7 @@ def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
         planes = jax.ShapeDtypeStruct((PackedTokens.PLANES, bucket.rows, bucket.length), jnp.int32)
 
         def forward(leaves, planes, slots: int = bucket.slots):
-            return program.forward(leaves, planes, slots)
+            return program.forward(leaves, planes, slots, (program.primary,))
 
         with using(ByNative()), native.noting(noted):
             jax.eval_shape(forward, leaves, planes)

@@ -1,4 +1,5 @@
-"""Run a batch so that only the guilty fail: halve what does not fit, isolate what is not finite."""
+"""Runs a batch so that only the sequences at fault fail: a batch that does not fit is halved, and
+a sequence whose result is not finite runs alone."""
 
 import logging
 import uuid

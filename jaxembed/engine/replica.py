@@ -20,7 +20,6 @@ from jaxembed.engine.compiles import compile_lowered
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, native
 from jaxembed.models.attention import Attend, by_xla, using
-from jaxembed.models.output import Output
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.outputs import OUTPUTS, OutputName
 from jaxembed.spec import DType
@@ -43,6 +42,11 @@ SAFE_FUSION: dict[str, str | bool] = {
 @runtime_checkable
 class Runner(Protocol):
     """What the engine asks of a replica; NullReplica answers the same."""
+
+    @property
+    def primary(self) -> OutputName:
+        """The output that the model is served for; every program computes it, and "tokens"."""
+        ...
 
     def compile(self, bucket: Bucket) -> None: ...
 
@@ -75,6 +79,7 @@ class Replica:
         """
         self.devices = tuple(devices)
         self.dtype: DType = dtype
+        self.primary: OutputName = program.primary
         self._forward = program.forward
         self._mesh = _mesh(devices)
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
@@ -123,8 +128,8 @@ class Replica:
     def _placed(self, planes: np.ndarray) -> jax.Array:
         return jax.device_put(planes, NamedSharding(self._mesh, PartitionSpec(None, "data")))
 
-    def _fetch(self, output: Output, names: Iterable[OutputName]) -> Outputs:
-        return {name: np.asarray(getattr(output, name)) for name in names}
+    def _fetch(self, computed: dict[OutputName, Any], names: Iterable[OutputName]) -> Outputs:
+        return {name: np.asarray(computed[name]) for name in names}
 
     def _compile(self, bucket: Bucket, dtype: DType) -> jax.stages.Compiled:
         if bucket.rows % len(self.devices):
@@ -133,16 +138,18 @@ class Replica:
                 f"{len(self.devices)} devices"
             )
 
+        outputs: tuple[OutputName, ...] = (self.primary, "tokens")
+
         def forward(parameters, planes):
             leaves = [leaf.astype(jnp.float32) for leaf in parameters]
-            return self._forward(leaves if dtype == FLOAT32 else parameters, planes, bucket.slots)
+            leaves = leaves if dtype == FLOAT32 else parameters
+            return self._forward(leaves, planes, bucket.slots, outputs)
 
-        rows: Any = PartitionSpec("data")  # the specs of an Output have its shape
         mapped = jax.shard_map(
             forward,
             mesh=self._mesh,
             in_specs=(PartitionSpec(), PartitionSpec(None, "data")),
-            out_specs=Output(dense=rows, tokens=rows),
+            out_specs={name: PartitionSpec("data") for name in outputs},
             check_vma=False,
         )
         shape = (PackedTokens.PLANES, bucket.rows, bucket.length)
@@ -184,8 +191,9 @@ def _mesh(devices: Sequence[Device]) -> Mesh:
 class NullReplica:
     """Answers with constants and runs no device: what is left is the cost of the host."""
 
-    def __init__(self, widths: Mapping[OutputName, int]):
-        """`widths` are those of the model's outputs, in floats."""
+    def __init__(self, primary: OutputName, widths: Mapping[OutputName, int]):
+        """`widths` are the numbers of columns of the model's outputs."""
+        self.primary: OutputName = primary
         self._widths = widths
 
     def compile(self, bucket: Bucket) -> None:
@@ -193,9 +201,9 @@ class NullReplica:
 
     def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
         """Ones of the right shapes."""
-        places = {"slot": bucket.slots, "token": bucket.length}
+        columns = {"slot": bucket.slots, "token": bucket.length}
         return {
-            name: np.ones((bucket.rows, places[OUTPUTS[name].per], self._widths[name]), np.float32)
+            name: np.ones((bucket.rows, columns[OUTPUTS[name].per], self._widths[name]), np.float32)
             for name in outputs
         }
 
@@ -230,6 +238,6 @@ def _cast(name: str, leaf: Any, dtype: DType) -> Any:
 def placed_dtype(name: str, axes: int, dtype: DType) -> DType:
     """Matrices of the tower in the dtype that products take; vectors (norms, biases) stay float32.
 
-    So do the modules after pooling: they are small, and scores come straight out of them.
+    So do the heads: they are small, and scores come straight out of them.
     """
-    return FLOAT32 if axes < 2 or name.startswith("modules.") else dtype
+    return FLOAT32 if axes < 2 or name.startswith("heads.") else dtype

@@ -176,7 +176,7 @@ class Together:
     ) -> float:
         """Seconds of the device for a run: each thread runs the bucket once, or again and again for
         so many seconds, and what each made in its time adds up. Raises what the runner raises."""
-        self._call = lambda: runner.run(bucket, planes, ("dense",))
+        self._call = lambda: runner.run(bucket, planes, (runner.primary,))
         self._seconds = seconds
         self._per_s, self._errors = [], []
         self._begin.wait()

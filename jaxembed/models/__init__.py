@@ -1,6 +1,6 @@
 """Towers by name, and a checkpoint's whole model as one pure function of its parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -14,10 +14,10 @@ from jaxtyping import Array, Float, Int
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import native
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
-from jaxembed.models.output import Output
 from jaxembed.models.pooling import POOLINGS
-from jaxembed.models.tokens import PackedTokens
-from jaxembed.spec import DenseLayer, LayerNormLayer, ModelSpec, Module
+from jaxembed.models.tokens import Hidden, PackedTokens
+from jaxembed.outputs import OUTPUTS, OutputName
+from jaxembed.spec import DenseLayer, Head, LayerNormLayer, ModelSpec, Module, Pooled
 
 ARCHITECTURES = {
     "bert": "jaxembed.models.bert:Bert",
@@ -27,21 +27,41 @@ ARCHITECTURES = {
 
 
 class Model(nnx.Module):
-    """A tower, a pooling and the modules after it."""
+    """A tower and the heads on it."""
 
     def __init__(self, spec: ModelSpec):
         tower = tower_class(spec.architecture)
         self.tower = tower(tower.Config(**spec.config))
-        self.modules = nnx.List([_module(layer) for layer in spec.device_modules])
-        self.pooling = spec.pooling
+        self.heads = nnx.Dict({name: HEADS[type(head)](head) for name, head in spec.heads.items()})
 
-    def __call__(self, tokens: PackedTokens) -> Output:
+    def __call__(
+        self, tokens: PackedTokens, outputs: Collection[OutputName]
+    ) -> dict[OutputName, Array]:
         hidden = self.tower(tokens)
+        # in the table's order: that of a set changes from process to process, and the program too
+        return {
+            name: hidden if name == "tokens" else self.heads[name](hidden, tokens)
+            for name in OUTPUTS
+            if name in outputs
+        }
+
+
+class PooledHead(nnx.Module):
+    """The pooled hidden states of each slot, through the modules of the head."""
+
+    def __init__(self, head: Pooled):
+        self.modules = nnx.List([_module(layer) for layer in head.device_modules])
+        self.pooling = head.pooling
+
+    def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Float[Array, "rows slots width"]:
         pooled = [POOLINGS[name](hidden, tokens) for name in self.pooling]
-        dense = jnp.concatenate(pooled, axis=-1)
+        vectors = jnp.concatenate(pooled, axis=-1)
         for layer in self.modules:
-            dense = layer(dense)
-        return Output(dense=dense, tokens=hidden)
+            vectors = layer(vectors)
+        return vectors
+
+
+HEADS: dict[type[Head], Callable[..., nnx.Module]] = {Pooled: PooledHead}
 
 
 class Dense(Linear):
@@ -87,10 +107,20 @@ def position_limit(spec: ModelSpec) -> int | None:
 
 @dataclass(frozen=True)
 class Program:
-    """A model as data: the names and shapes of its parameters, and a pure function of them."""
+    """A model as data: the names and shapes of its parameters, and a pure function of them.
+
+    `forward(parameters, planes, slots, outputs)` gives float32 arrays by the name of the output:
+    `[rows, slots, width]`, or `[rows, length, width]` for "tokens", none normalised. It computes
+    the `outputs` asked for and no others. `slots` and `outputs` are static: each choice of them is
+    a program of its own. `primary` is the output that the model is served for.
+    """
 
     shapes: dict[str, jax.ShapeDtypeStruct]
-    forward: Callable[[Sequence[Array], Int[Array, "planes rows length"], int], Output]
+    primary: OutputName
+    forward: Callable[
+        [Sequence[Array], Int[Array, "planes rows length"], int, Collection[OutputName]],
+        dict[OutputName, Array],
+    ]
 
     def order(self, parameters: dict[str, Any]) -> list[Any]:
         """The parameters in the order `forward` takes them.
@@ -121,11 +151,13 @@ def program(spec: ModelSpec) -> Program:
     }
     structure = jax.tree.structure(state)
 
-    def forward(parameters, planes, slots: int) -> Output:
+    def forward(
+        parameters, planes, slots: int, outputs: Collection[OutputName]
+    ) -> dict[OutputName, Array]:
         model = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
-        return model(PackedTokens.unstack(planes, slots))
+        return model(PackedTokens.unstack(planes, slots), outputs)
 
-    return Program(shapes, forward)
+    return Program(shapes, spec.primary, forward)
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:

@@ -94,7 +94,7 @@ def _model_type(embedder: Embedder) -> dict[str, dict[str, Any]]:
     """TEI's one-key object: how an embedding model pools, or what the other kinds can say."""
     spec = embedder.spec
     if spec.task == "embed":
-        pooling = "+".join(TEI_POOLING_NAMES.get(name, name) for name in spec.pooling)
+        pooling = "+".join(TEI_POOLING_NAMES.get(name, name) for name in spec.head.pooling)
         return {"embedding": {"pooling": pooling}}
     id2label = {str(i): label for i, label in enumerate(spec.labels)}
     label2id = {label: i for i, label in enumerate(spec.labels)}

@@ -37,6 +37,7 @@ class Workbench:
         self.costs: dict[Bucket, Cost] = {}
         self.timings: dict[Bucket, list[float]] = {}  # milliseconds each
         self.tokens_run = 0  # padding counted
+        self.primary: OutputName = replica.primary
         self.run_in_float32 = replica.run_in_float32
         self._replica = replica
 

@@ -36,9 +36,9 @@ def report_lines(found: Verification) -> Iterator[str]:
     """The report, line by line."""
     spec, task = found.spec, found.spec.task
     yield f"{found.name} ({_identity(found)}): {spec.architecture}, {task}, {_outputs(found)}"
-    normalized = ", normalised" if spec.normalize else ""
+    normalized = ", normalised" if spec.head.normalize else ""
     prompts = ", ".join(sorted(spec.prompts)) or "none"
-    yield f"pooling {' + '.join(spec.pooling)}{normalized}; prompts: {prompts}"
+    yield f"pooling {' + '.join(spec.head.pooling)}{normalized}; prompts: {prompts}"
     yield (
         f"compared with sentence-transformers {found.reference.version} in float32 on the CPU; "
         f"inputs cut at {found.limit} tokens"

@@ -55,7 +55,7 @@ TOKENIZERS: dict[str, tuple[dict, bool]] = {  # of tokenizer_config.json, and wh
     "ElectraTokenizerFast": ({"tokenizer_class": "ElectraTokenizerFast"}, True),
 }
 QUERY = "Where is the red dog?"
-DENSE: frozenset[OutputName] = frozenset({"dense"})
+LOGITS: frozenset[OutputName] = frozenset({"logits"})
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def apart(got: np.ndarray, wanted: np.ndarray) -> float:
 
 def test_logits_agree_at_every_length_packed_several_to_a_row(scorers, note):
     encodings = ragged(scorers.torch.model.config, scorers.embedder.max_input_tokens)
-    got = scorers.embedder.engine.submit(encodings, DENSE).result().dense
+    got = scorers.embedder.engine.submit(encodings, LOGITS).result().values["logits"]
     wanted = [make.logits(scorers.torch.model, one.ids, one.types) for one in encodings]
     figure = apart(got, np.stack(wanted))
     note(f"logits within {figure:.1e}")

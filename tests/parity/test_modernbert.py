@@ -77,9 +77,9 @@ def apart(pair: Pair, lengths: list[int]) -> tuple[float, float]:
     draw = np.random.default_rng(0)
     sequences = [draw.integers(0, 50368, length, dtype=np.int32) for length in lengths]
     encodings = [Encoding(ids, None) for ids in sequences]
-    ticket = pair.embedder.engine.submit(encodings, frozenset({"dense", "tokens"})).result()
+    ticket = pair.embedder.engine.submit(encodings, frozenset({"logits", "tokens"})).result()
     of_hidden, of_logits = [], []
-    for ids, tokens, logits in zip(sequences, ticket.tokens, ticket.dense, strict=True):
+    for ids, tokens, logits in zip(sequences, ticket.tokens, ticket.values["logits"], strict=True):
         hidden, wanted = answers(pair.torch, ids)
         of_hidden.append(relative(tokens, hidden))
         of_logits.append(np.abs(logits - wanted).max())

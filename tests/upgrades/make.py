@@ -1,4 +1,4 @@
-"""Makes the folders beside this file: what earlier versions left on disk, by their own code.
+"""Makes the folders beside this file with the code of earlier versions.
 
     python tests/upgrades/make.py [FOLDER]...
 
@@ -41,6 +41,9 @@ VERSIONS = {
     "format-2-digests": Version("8f7be45", "bert_mean", tunes=True),
     # an entry is named by its source and the state of that
     "format-2-states": Version("6242f23", "bert_mean", tunes=True),
+    # the last of format 2: parameters of modules are not named by a head
+    "format-2-classifier": Version("3610ae5", "bert_classifier"),
+    "format-2-dense": Version("3610ae5", "bert_concatenated"),
 }
 
 # Run in each version. Costs are kept by those that tune, of a busy machine too: nobody uses these.
