@@ -295,7 +295,7 @@ def test_the_transformer_may_lie_in_a_folder(tmp_path):
         source, (sources.TRANSFORMER, "0_Transformer"), (sources.POOLING, "1_Pooling")
     )
     _pooling(source, pooling_mode_cls_token=True)
-    assert converted(source)[0].pooling == ("cls",)
+    assert converted(source)[0].head.pooling == ("cls",)
 
 
 def _limit(tower: Path, st: int | None, tok: float | None, positions: int | None) -> int:

@@ -31,6 +31,7 @@ INTERFACES = {
         "config",
     },
     "an attention kernel": {"KERNEL", "attend", "refuses"},
+    "a head that pools, and the vectors of one": {"Pooled"},
 }
 
 

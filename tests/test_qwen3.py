@@ -20,7 +20,7 @@ from jaxembed import checkpoint
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import parameter_shapes, program
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.spec import DenseLayer, ModelSpec, NormalizeLayer
+from jaxembed.spec import DenseLayer, ModelSpec, NormalizeLayer, Pooled
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "no", "ye", "yes", END, START, STOP]
@@ -195,7 +195,7 @@ def test_the_full_size_has_as_many_parameters_as_published():
     spec = ModelSpec(
         architecture="qwen3",
         config=qwen3.config(QWEN3 | published),
-        pooling=("lasttoken",),
+        heads={"dense": Pooled(("lasttoken",))},
         max_input_tokens=32768,
         hidden_size=1024,
         dtype="bfloat16",

@@ -147,14 +147,17 @@ def test_fields_that_a_later_version_added_are_passed_over(tmp_path):
 
 @pytest.mark.parametrize(
     ("fields", "writer"),
-    [({"written_by": "jaxembed 9.1.0"}, "jaxembed 9.1.0"), ({}, "a newer jaxembed")],
+    [
+        ({"written_by": "jaxembed 9.1.0"}, "jaxembed 9.1.0"),
+        ({"written_by": None}, "a newer jaxembed"),
+    ],
 )
 def test_a_checkpoint_of_a_later_format_is_refused_in_a_line_that_names_its_version(
     tmp_path, fields, writer
 ):
     folder = checkpoint_in(tmp_path, LATEST)
     later = FORMAT_VERSION + 1
-    change_manifest(folder, format_version=later, pooling={"unknown": "here"}, **fields)
+    change_manifest(folder, format_version=later, heads={"unknown": "here"}, **fields)
     arguments = ["serve", "--model-id", str(folder), "--cache-dir", str(tmp_path / "cache")]
     done = subprocess.run(
         [sys.executable, "-c", "from jaxembed.cli import main; main()", *arguments, "--port", "0"],

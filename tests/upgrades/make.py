@@ -44,6 +44,8 @@ VERSIONS = {
     # the last of format 2: parameters of modules are not named by a head
     "format-2-classifier": Version("3610ae5", "bert_classifier"),
     "format-2-dense": Version("3610ae5", "bert_concatenated"),
+    # heads with names
+    "format-3": Version("0657158", "bert_concatenated", tunes=True),
 }
 
 # Run in each version. Costs are kept by those that tune, of a busy machine too: nobody uses these.
