@@ -51,7 +51,7 @@ GENERATOR = "AutoModelForCausalLM"
 
 @dataclass(frozen=True)
 class Outline:
-    """A model as its small files tell it, before any weights are there.
+    """What the small files of a model say about it, before any weights are there.
 
     The spec lacks its content hash, and its dtype is what config.json says, or float32.
     """
@@ -107,7 +107,7 @@ def outline(
     revision: str | None = None,
     dense_path: str | None = None,
 ) -> Outline:
-    """What `convert` would make of the model in `source`, whose weights need not be there.
+    """The outline of the model in `source`, whose weights need not be there.
 
     Raises CheckpointError as `convert` does, but for what is wrong with the weights.
     """
@@ -145,7 +145,7 @@ def _config(tower: Path) -> dict[str, Any]:
 
 
 def _family(hf: dict[str, Any]) -> ModuleType:
-    """The converter of this config. Raises UnsupportedModel for what none converts."""
+    """The converter of this config. Raises UnsupportedModel where there is none."""
     kind = hf.get("model_type")
     if kind not in CONVERTERS:
         known = ", ".join(sorted(CONVERTERS))
@@ -182,7 +182,8 @@ def _use(source: Path, family: ModuleType, hf: dict[str, Any]) -> str:
 
 
 def _refuse_own_code(family: ModuleType, hf: dict[str, Any], use: str) -> None:
-    """Code for the tower changes every use of it; code for another use does not count."""
+    """Raises UnsupportedModel for a model that brings code for its tower, which every use of the
+    model needs, or for the use that is meant. Code for other uses does not matter."""
     codes = hf.get("auto_map") or {}
     for key in dict.fromkeys((EMBEDDER, use)):
         code = codes.get(key)
@@ -236,7 +237,7 @@ def _layout(
 def _spec(
     family: ModuleType, config: dict[str, Any], layout: Layout, name: str, revision: str | None
 ) -> ModelSpec:
-    """The spec, but for its types, limit, dtype and hash."""
+    """The spec, except its types, limit, dtype and hash."""
     return ModelSpec(
         architecture=family.ARCHITECTURE,
         config=config,
@@ -269,7 +270,7 @@ def _plan(made: Outline) -> list[Step]:
 
 
 def _dtype(steps: Sequence[Step]) -> DType:
-    """The dtype that most elements have: a module is at times saved wider than its tower."""
+    """The dtype that most elements have: some modules are saved in a wider one than the tower."""
     elements: Counter[str] = Counter()
     for step in steps:
         elements[step.dtype] += step.size

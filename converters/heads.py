@@ -114,7 +114,7 @@ class ModuleEntry:
 
 @dataclass(frozen=True)
 class Layout:
-    """What comes before and after the tower."""
+    """The parts of a model around its tower, and how its inputs are prepared."""
 
     tower: str  # folder of the transformer within the source; "" is the source itself
     heads: dict[OutputName, Head]  # as in ModelSpec
@@ -238,13 +238,13 @@ def transformer_config(tower: Path) -> dict[str, Any]:
 
 
 def modalities(tower: Path) -> set[str]:
-    """What sentence-transformers gives to the model, where it says so: with "message" among them it
-    puts texts into the chat template. It says so since 6.0."""
+    """The forms of input that sentence-transformers gives to the model; versions before 6.0 do not
+    write them. With "message" among them, texts are put into the chat template."""
     return set(transformer_config(tower).get("modality_config") or ())
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is no such file."""
+    """The JSON object in a file; an empty one if there is no such file."""
     if not path.is_file():
         return {}
     content = _json(path)
@@ -261,7 +261,7 @@ def _json(path: Path) -> Any:
 
 
 def modules_of(source: Path) -> list[ModuleEntry] | None:
-    """modules.json in order, its shape checked; None if there is none."""
+    """The entries of modules.json in order, after a check of its shape; None without the file."""
     path = source / "modules.json"
     if not path.is_file():
         return None

@@ -125,7 +125,8 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
 
 
 def _global_layers(hf: dict[str, Any]) -> list[int]:
-    """By layer_types, as transformers 5 writes it, or every so many, as 4 did."""
+    """The numbers of the global layers: from layer_types, which transformers 5 writes, or one in
+    every `global_attn_every_n_layers`, which transformers 4 wrote."""
     layers, kinds = hf["num_hidden_layers"], hf.get("layer_types")
     if kinds is None:
         return list(range(0, layers, _at_least(hf, "global_attn_every_n_layers", 3, 1)))

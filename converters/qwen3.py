@@ -105,7 +105,7 @@ def is_causal(hf: dict[str, Any], otherwise: bool) -> bool:
 
 
 def decoder_config(hf: dict[str, Any], head_width: int) -> dict[str, Any]:
-    """The fields that Qwen2 and Qwen3 read alike."""
+    """The fields that are read in the same way for Qwen2 and Qwen3."""
     require(hf, REQUIRED)
     if head_width % 2:
         raise CheckpointError(
@@ -153,7 +153,8 @@ def _row_head(config: dict[str, Any], labels: int) -> DenseLayer:
 
 
 def _refuse_windows(hf: dict[str, Any]) -> None:
-    """transformers 5 writes layer_types; before, layers from max_window_layers on had a window."""
+    """Raises UnsupportedModel if a layer has a sliding window: by layer_types, which transformers 5
+    writes, or from layer max_window_layers on, as earlier versions wrote it."""
     kinds = sorted({str(kind) for kind in hf.get("layer_types") or ()} - {"full_attention"})
     if kinds:
         raise UnsupportedModel(

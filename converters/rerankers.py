@@ -1,4 +1,4 @@
-"""Tells which language models rerank, by which two tokens they answer, and how they are asked."""
+"""Finds out which language models rerank, which two tokens they answer with, and their template."""
 
 import logging
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ LABEL = "yes"
 
 @dataclass(frozen=True)
 class Reranker:
-    """A family's published rerankers, whose checkpoints do not say how they are asked."""
+    """The published rerankers of a family, whose checkpoints do not contain their template."""
 
     name: str  # lower case, within the name of the model
     quote: str  # or within its README.md
@@ -30,7 +30,8 @@ class Reranker:
 def reranker_layout(
     source: Path, name: str, family: ModuleType, hf: dict[str, Any], config: dict[str, Any]
 ) -> Layout:
-    """A language model that answers yes or no. Raises UnsupportedModel where none of that is said.
+    """The layout of a language model that answers yes or no. Raises UnsupportedModel for a model
+    that is not known to be one.
 
     It has sentence-transformers' LogitScore module, or is one of its family's rerankers.
     """
@@ -58,7 +59,7 @@ def reranker_layout(
 
 
 def template_of(source: Path, name: str, family: ModuleType) -> PairTemplate | None:
-    """How pairs are put to the model: its chat template's way, or its family's; None for neither.
+    """The template of pairs: the chat template of the model, or that of its family, or None.
 
     A model that wants a template gives near-random scores without one, and so does one that is
     given another's: being called a reranker is not enough.

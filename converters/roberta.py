@@ -1,4 +1,5 @@
-"""RoBERTa, XLM-R and CamemBERT from transformers: BERT but for its positions and its head."""
+"""RoBERTa, XLM-R and CamemBERT from transformers: BERT with other positions and
+another head."""
 
 from typing import Any
 

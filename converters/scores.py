@@ -48,7 +48,7 @@ def scores_layout(
     labels: tuple[str, ...],
     template: PairTemplate | None = None,
 ) -> Layout:
-    """The layout of a model that scores: one label is a reranker's, several a classifier's."""
+    """The layout of a model that scores: a reranker has one label, a classifier several."""
     tower = tower_folder(source)
     if "lasttoken" in scorer.logits.pooling and template is None:
         _refuse_padding_at_the_end(source / tower, hf)
@@ -64,7 +64,8 @@ def scores_layout(
 
 
 def _with_default_prompt(source: Path, template: PairTemplate | None) -> PairTemplate | None:
-    """To sentence-transformers a cross-encoder's default prompt is its template's instruction."""
+    """The template with the default prompt of the checkpoint as its instruction, which is how
+    sentence-transformers uses the default prompt of a cross-encoder."""
     path = source / "config_sentence_transformers.json"
     config = read_optional_json(path)
     name = config.get("default_prompt_name")
@@ -80,7 +81,8 @@ def _with_default_prompt(source: Path, template: PairTemplate | None) -> PairTem
 
 
 def _refuse_padding_at_the_end(tower: Path, hf: dict[str, Any]) -> None:
-    """transformers scores the last token that is not padding, we the last token."""
+    """Raises UnsupportedModel if texts end in a padding token: transformers scores the last token
+    that is not padding, jaxembed the last token."""
     path, padding = tower / "tokenizer.json", hf.get("pad_token_id")
     if padding is None or not path.is_file():
         return
@@ -92,7 +94,8 @@ def _refuse_padding_at_the_end(tower: Path, hf: dict[str, Any]) -> None:
 
 
 def _score_function(source: Path, hf: dict[str, Any], labels: int) -> ScoreFunction:
-    """Sigmoid for one label or independent ones, else softmax, unless the checkpoint says."""
+    """Sigmoid for one label or for independent ones; for others the function that the checkpoint
+    names, or softmax."""
     problem = hf.get("problem_type")
     if labels == 1 or problem == "multi_label_classification":
         return "sigmoid"

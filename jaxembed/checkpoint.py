@@ -47,7 +47,7 @@ DIGESTS = "SHA256SUMS"
 DIGEST_LINE = re.compile(r"([0-9a-f]{64})  ([^\r\n]+)\n")
 
 HEADS_SINCE = 3  # the first format with heads
-OLD_MODULES = "modules."  # with which parameters of modules began before
+OLD_MODULES = "modules."  # how names of parameters of modules began in earlier formats
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -110,7 +110,7 @@ def load_spec(path: Path) -> ModelSpec:
 
 
 def leaves_token_types_open(path: Path) -> bool:
-    """Whether a manifest was written before manifests said if the tower is given token types."""
+    """Whether a manifest lacks `token_types`, as early versions wrote it."""
     return msgspec.json.decode((path / MANIFEST).read_bytes(), type=_Header).token_types is None
 
 
@@ -124,9 +124,9 @@ def stream_params(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Restore the parameters as host arrays in the dtype they were saved in, a part at a time.
 
-    `check` is given what is there, by name, with `shape` and `dtype`, before any value is read.
-    Raises what it raises, and CheckpointError if the files are missing or damaged, or hold nothing
-    of the dtype the manifest names.
+    `check` is called with the stored parameters by name, with `shape` and `dtype`, before any value
+    is read. Raises the errors of `check`, and CheckpointError if the files are missing or damaged,
+    or hold nothing of the dtype that the manifest names.
     """
     # Last part first: it holds the largest arrays, of which Orbax briefly has two copies.
     with _restoring(path):
@@ -184,7 +184,7 @@ def tokenizer_path(path: Path) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this looks like a converted checkpoint, of whatever format version."""
+    """Whether this looks like a converted checkpoint, of any format version."""
     return (path / MANIFEST).is_file() and (path / PARAMETERS).is_dir()
 
 
@@ -197,7 +197,7 @@ def refuse_occupied(path: Path) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> CheckpointError:
-    """What to raise where the checkpoint `path` cannot be written."""
+    """The error for a checkpoint that cannot be written to `path`."""
     if error.errno in DISK_FULL:
         return CheckpointError(
             f"cannot write the converted checkpoint in {path.parent}: {error.strerror}; free some "
@@ -217,7 +217,7 @@ def _this_version() -> str:
 
 
 class _Header(msgspec.Struct):
-    """What is read of a manifest before its format is known."""
+    """The fields that are read of a manifest before its format is known."""
 
     format_version: Annotated[int, msgspec.Meta(ge=1)]
     written_by: str | None = None
@@ -233,13 +233,14 @@ class _SingleHead(msgspec.Struct):
 
     @property
     def heads(self) -> dict[OutputName, Head]:
-        """The same heads as a conversion gives today."""
+        """The heads that a conversion gives today."""
         pooled = Pooled(self.pooling, self.modules)
         return {"dense": pooled} if self.task == "embed" else scoring_heads(pooled)
 
 
 def _name(spec: ModelSpec, stored: str) -> str:
-    """The name of a stored parameter in the model: formats without heads named modules alone."""
+    """The name that a stored parameter has in the model. Formats without heads did not name the
+    head of a module."""
     if spec.format_version < HEADS_SINCE and stored.startswith(OLD_MODULES):
         return f"heads.{spec.primary}.{stored}"
     return stored

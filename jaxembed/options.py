@@ -1,4 +1,4 @@
-"""What a request to an Embedder may ask for, and what comes back. Knows no wire format."""
+"""The options of a request to an Embedder, and the answers. Knows no wire format."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from jaxembed.work import Ragged, Result
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """What one request wants. None means the default of the server or of the checkpoint."""
+    """The options of one request. None means the default of the server or of the checkpoint."""
 
     outputs: frozenset[OutputName] = frozenset({"dense"})
     prompt: str | None = None  # literal text
@@ -29,7 +29,8 @@ class EncodeOptions:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What one request to a reranker or classifier wants. Prompts are for embedding models.
+    """The options of one request to a reranker or classifier. It has no prompts: they are for
+    embedding models.
 
     `instruction` is for models with a template. `max_document_tokens` cuts the second text of each
     pair, even where `truncate` is off.

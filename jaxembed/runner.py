@@ -166,7 +166,7 @@ class RequestRunner:
 
 
 def _series(telemetry: Telemetry, task: Task) -> tuple:
-    """TEI counts inputs of embedding models apart from those of all others."""
+    """The counters and durations of a task: TEI counts embedding models separately."""
     if task == "embed":
         return (
             telemetry.embed_count,
@@ -191,7 +191,7 @@ def _is_one_job(items: Sequence) -> bool:
 
 
 def _jobs(items: Sequence) -> Iterator[tuple[int, list]]:
-    """What each job is to tokenize, and which of the items is its first."""
+    """The items that each job tokenizes, after the index of the first of them."""
     first = 0
     for chunk in chunks(items, characters):
         yield first, chunk
@@ -207,7 +207,7 @@ def _tokenize_chunk(tokenize: Tokenize, chunk: Sequence, first: int) -> Tokenize
 
 
 def _is_brief(items: Sequence) -> bool:
-    """Whether a thread would cost more than the work: 200 us against 15 us for a short query."""
+    """Whether a thread would cost more than the work: 200 us, and 15 us for a short query."""
     return len(items) == 1 and isinstance(items[0], Text) and len(items[0].text) <= SHORT_CHARACTERS
 
 

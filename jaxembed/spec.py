@@ -9,7 +9,7 @@ from jaxembed.outputs import OutputName
 FORMAT_VERSION = 3  # of what is written; docs/versions.md says when it grows
 
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken"]
-"""Order of concatenation when a checkpoint names several, as in sentence-transformers."""
+"""In the order in which several are concatenated, which is that of sentence-transformers."""
 
 Activation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh", "silu", "sigmoid"]
 
@@ -31,11 +31,11 @@ class DenseLayer(msgspec.Struct, frozen=True, tag="dense"):
 
 
 class NormalizeLayer(msgspec.Struct, frozen=True, tag="normalize"):
-    """Scale to length one."""
+    """A sentence-transformers Normalize module: it scales a vector to length one."""
 
 
 class LayerNormLayer(msgspec.Struct, frozen=True, tag="layer_norm"):
-    """Mean zero and variance one, then scale and, with `bias`, shift."""
+    """A layer norm: mean zero and variance one, then scale and, with `bias`, shift."""
 
     features: int
     eps: float
@@ -79,7 +79,7 @@ def scoring_heads(logits: Pooled) -> dict[OutputName, Head]:
 
 
 class PairTemplate(msgspec.Struct, frozen=True):
-    """How a language model is asked whether a document answers a query.
+    """The text by which a language model is asked whether a document answers a query.
 
     The four parts are tokenized one by one, without the tokenizer's own special tokens, and their
     ids put together: `first` holds {instruction} and {query}, `second` holds {document}.

@@ -1,4 +1,4 @@
-"""What a model is before it is served, from its spec. Reads no parameter, starts no device."""
+"""Describes a model by its spec, before it is served. Reads no parameter, starts no device."""
 
 import math
 from typing import Any, get_args
@@ -13,7 +13,8 @@ from jaxembed.spec import DType, ModelSpec
 
 
 def summary(spec: ModelSpec) -> dict[str, Any]:
-    """Plain values, for JSON. `parameter_bytes` are of the parameters as they are placed."""
+    """The description, in plain values for JSON. `parameter_bytes` are those on the device, for
+    each dtype that the model can be served in."""
     shapes = {name: leaf.shape for name, leaf in parameter_shapes(spec).items()}
     return {
         "source": spec.source,
@@ -55,8 +56,8 @@ def _of_scorer(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _limits(spec: ModelSpec) -> dict[str, int | None]:
-    """In tokens: the model's own, its positions if they are counted, and what is served of them
-    with neither --max-input-length nor --buckets."""
+    """The limits in tokens: that of the checkpoint, the number of positions where there is one,
+    and that of a server with neither --max-input-length nor --buckets."""
     positions = position_limit(spec)
     limit = spec.max_input_tokens if positions is None else min(spec.max_input_tokens, positions)
     return {

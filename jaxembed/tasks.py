@@ -1,4 +1,4 @@
-"""What a model can be asked for: what is tokenized how, and what comes back. Runs nothing."""
+"""The tasks of a model: how inputs are tokenized and how answers are made. Runs nothing."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from jaxembed.postprocess import shape_vectors
 from jaxembed.processors.text import Rules, TextProcessor, Tokenized
 from jaxembed.spec import ModelSpec, Task
 
-DOES: dict[Task, tuple[Task, ...]] = {  # what a model of a task can be asked for
+DOES: dict[Task, tuple[Task, ...]] = {  # the tasks that a model of each task can do
     "embed": ("embed",),
     "classify": ("classify",),
     "rerank": ("rerank", "classify"),
@@ -36,7 +36,7 @@ Tokenize = Callable[[Sequence], Tokenized]
 
 @dataclass(frozen=True)
 class Run:
-    """What tokenizer and engine made of a request."""
+    """The results of the tokenizer and the engine for one request."""
 
     ticket: Ticket
     tokenized: Tokenized
@@ -56,10 +56,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Request(Generic[Answer]):
-    """What is done for one request, in this order.
+    """The steps of one request, in order.
 
-    `begin` is called once; it gives what tokenizes some of the `items`, in several threads at once.
-    The engine computes the `outputs`, of which `answer` makes what was asked for.
+    `begin` is called once; it returns the function that tokenizes some of the `items`, in several
+    threads at once. The engine computes the `outputs`, and `answer` makes the answer of them.
     """
 
     items: Sequence
@@ -82,7 +82,7 @@ class Tasks:
         self._text = text
 
     def embed(self, inputs: Sequence[Input], options: EncodeOptions) -> Request[Embeddings]:
-        """A vector of each input, or what else the options ask for."""
+        """The request for a vector of each input, and for the other outputs of the options."""
         check_task(self._name, self._spec, "embed")
         check_dimensions(self._spec, options.dimensions)
         prompt = self._processor.prompt(options.prompt, options.prompt_name)
@@ -94,7 +94,7 @@ class Tasks:
         return Request(inputs, self._encoding(rules), outputs, answer, options.priority)
 
     def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> Request[Scores]:
-        """The logits of each text or pair."""
+        """The request for the logits of each text or pair."""
         check_task(self._name, self._spec, "classify")
         begin = self._encoding(self._rules(options))
         return Request(inputs, begin, LOGITS, self._scores, options.priority)
@@ -102,7 +102,7 @@ class Tasks:
     def rerank(
         self, query: str, documents: Sequence[str], options: ScoreOptions
     ) -> Request[Scores]:
-        """The logit of each document beside the query, which is tokenized once.
+        """The request for the logit of each document with the query, which is tokenized once.
 
         Equal documents get equal logits and keep their order: the engine computes them once.
         Documents may be empty, as in TEI. Raises EmptyInput for an empty query.
@@ -167,7 +167,7 @@ def check_dimensions(spec: ModelSpec, dimensions: int | None) -> None:
 
 
 def check_query(query: str) -> None:
-    """Raises EmptyInput for a query that asks nothing."""
+    """Raises EmptyInput for an empty query."""
     if not query:
         raise EmptyInput("query")
 

@@ -1,4 +1,4 @@
-"""Towers by name, and a checkpoint's whole model as one pure function of its parameters."""
+"""The towers by name, and the model of a checkpoint as one pure function of its parameters."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ def _module(layer: Module) -> nnx.Module:
 
 
 def tower_class(architecture: str) -> Any:
-    """The tower named in ARCHITECTURES. Raises UnsupportedModel, naming those there are."""
+    """The class of a tower in ARCHITECTURES. Raises UnsupportedModel, with the names of all."""
     if architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(f"architecture {architecture!r} is not supported; known: {known}")
@@ -100,7 +100,7 @@ def tower_class(architecture: str) -> Any:
 
 
 def position_limit(spec: ModelSpec) -> int | None:
-    """The longest sequence the tower has positions for; None where any length will do."""
+    """The most tokens that the tower has positions for; None where there is no limit."""
     tower = tower_class(spec.architecture)
     return tower.position_limit(tower.Config(**spec.config))
 
@@ -166,7 +166,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def random_parameters(spec: ModelSpec, seed: int = 0) -> dict[str, np.ndarray]:
-    """float32 parameters drawn at random, for tests and benchmarks of shapes without weights."""
+    """Random float32 parameters, for tests and benchmarks of models without weights."""
     draw = np.random.default_rng(seed)
     parameters = {}
     for name, shape in parameter_shapes(spec).items():
