@@ -1,4 +1,4 @@
-"""What an embedder and a reranker on one device do to each other, without HTTP.
+"""How an embedder and a reranker on one device slow each other down, without HTTP.
 
 One process holds a model that embeds and a reranker of the same size with random weights.
 Three loads run, each by itself and then all at once: `bulk` embeds 64 texts at a time, `query` one
@@ -37,7 +37,7 @@ BULK, DOCUMENTS = 64, 20
 
 @dataclass(frozen=True)
 class Load:
-    """Clients that ask the same kind of thing over and over."""
+    """Clients that repeat one kind of request."""
 
     name: str
     clients: int
@@ -155,7 +155,7 @@ def _random_reranker(path: Path, folder: Path) -> Path:
 
 
 def _wait_for_timings(embedders: Sequence[Embedder]) -> None:
-    """Until every bucket is compiled and timed."""
+    """Wait until every bucket is compiled and timed."""
     for embedder in embedders:
         embedder.engine.wait_timed()
 

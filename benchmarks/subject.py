@@ -105,7 +105,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def load(args: Namespace) -> Subject:
-    """What the arguments name."""
+    """The model that the arguments name."""
     if args.architecture_size:
         return random_subject(args.architecture_size)
     # Imported here: random weights need neither Orbax nor the hub.

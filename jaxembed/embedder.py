@@ -1,4 +1,4 @@
-"""One model, from inputs to vectors or scores: the library's face, and all that the server uses.
+"""One model, from inputs to vectors or scores: the library, and the interface of the server.
 
 embedder = Embedder("sentence-transformers/all-MiniLM-L6-v2")
 vectors = embedder.encode(["a text", "another"])  # float32 [2, 384]
@@ -278,17 +278,18 @@ class Embedder:
 
     @property
     def max_batch_tokens(self) -> int:
-        """Of a batch, or of the longest input where that is more: it stands alone."""
+        """The most tokens of a batch, or of an input where that is more: it runs alone."""
         return max(self.plan.max_batch_tokens, self.plan.max_input_tokens)
 
     @property
     def tokenization_workers(self) -> int:
-        """TEI's rule, and four at least: one huge text must not hold up everybody's."""
+        """The number of tokenizer threads: by TEI's rule, but four or more, so that one huge text
+        does not delay all others."""
         return self.text.workers or min(max((os.cpu_count() or 2) - 1, 4), 64)
 
     @property
     def tokenizing_bytes(self) -> int:
-        """Memory that tokenizing takes at most, all threads together."""
+        """The most bytes that all tokenizer threads together take."""
         return self.tokenization_workers * self.processor.job_bytes
 
     @property
@@ -310,12 +311,12 @@ class Embedder:
 
     @property
     def waiting(self) -> int:
-        """Inputs that wait for a batch."""
+        """The number of inputs that wait for a batch."""
         return self.snapshot().waiting_inputs
 
     @property
     def stuck(self) -> bool:
-        """Whether no device returns from the call it is in: only ending the process helps."""
+        """Whether no device returns from its current call, so that only a restart helps."""
         return self.engine.stuck
 
     @property
@@ -323,11 +324,11 @@ class Embedder:
         return self.admission.draining
 
     def snapshot(self) -> EngineState:
-        """What its engine holds and does at this moment."""
+        """The state of the engine at this moment."""
         return self.engine.snapshot()
 
     def describe(self) -> dict[str, object]:
-        """What /info adds to TEI's fields."""
+        """The fields that /info has in addition to TEI's."""
         return {
             "architecture": self.spec.architecture,
             "task": self.spec.task,
@@ -356,7 +357,7 @@ class Embedder:
         }
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Block until ready. Raises what the compiler raised on a bucket that is needed."""
+        """Block until ready. Raises the error of the compiler for a bucket that is needed."""
         self.engine.warmup.wait(timeout_s)
 
     def drain(self) -> None:
@@ -385,7 +386,7 @@ def _pooled(spec: ModelSpec, pooling: Pooling) -> ModelSpec:
 
 
 def _encode_options(options: dict[str, Any]) -> EncodeOptions:
-    """Raises TypeError for an option that the library's verbs don't have."""
+    """Raises TypeError for an option that the methods of the library do not have."""
     if "outputs" in options:
         raise TypeError("encode gives one vector a text; for token vectors use answer()")
     return EncodeOptions(**options)

@@ -93,7 +93,7 @@ class FakeEmbedder(Embedder):
         self.asked: list[EncodeOptions | ScoreOptions] = []
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Ready from the start."""
+        """Return at once: it is ready from the start."""
 
     async def answer(self, inputs: Sequence[Input], options: EncodeOptions) -> Embeddings:
         check_task(self.name, self.spec, "embed")
@@ -198,7 +198,7 @@ def words(item: Text | Pair) -> list[str]:
 
 
 def vector(item: Input) -> np.ndarray:
-    """Unnormalised, and the same for the same input."""
+    """The vector of an input: not normalised, and the same for equal inputs."""
     name = str(list(item.ids)) if isinstance(item, Tokens) else " ".join(words(item))
     return np.random.default_rng(zlib.crc32(name.encode())).normal(size=DIM).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""Stand-ins for what the engine runs on, and what tests of several files ask of an engine."""
+"""Fake runners and engines, and helpers that several test files use on an engine."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ WAIT_S = 30.0  # for what must happen: reached only when it doesn't
 
 
 def is_work_in(planes: np.ndarray) -> bool:
-    """Whether a batch is somebody's: what is timed or probed has the id 1 alone."""
+    """Whether a batch is of a request: sequences that are timed or probed have only the id 1."""
     ids, _, segments = planes[:3]
     return bool((ids[segments > 0] != 1).any())
 
@@ -158,7 +158,7 @@ class EngineUnderTest(Engine):
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """Inputs and tokens."""
+        """The inputs and the tokens that wait."""
         state = self.snapshot()
         return state.waiting_inputs, state.waiting_tokens
 
@@ -185,7 +185,7 @@ def entered(runner: SumRunner) -> None:
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Wait for what nothing tells of, such as a thread that is in line."""
+    """Wait for a condition that nothing signals, such as a thread that is in line."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""From a spec and the settings to an engine: devices, limits, grid, replicas."""
+"""Builds an engine from a spec and the settings: devices, limits, grid, replicas."""
 
 import logging
 import os
@@ -49,7 +49,7 @@ NULL_TOKEN_MS = 1e-5  # constants cost next to nothing
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided before anything is loaded: every field is final."""
+    """The decisions that are made before anything is loaded. Every field is final."""
 
     devices: tuple[Device, ...]  # none for the null model
     dtype: DType
@@ -132,8 +132,8 @@ def build(
     on_progress: Callable[[int, int], None] | None = None,
     name: str = "model",
 ) -> Engine:
-    """An engine that is not started yet. `load` gives the parameters, from a generator if they
-    shall not all be on the host at once; the null model needs none."""
+    """An engine that is not started yet. `load` gives the parameters, from a generator if the host
+    is not to hold them all at once; the null model needs none."""
     if plan.devices:
         seats = seats_of(plan, program, load())
     else:
@@ -155,8 +155,8 @@ def build(
 def kept_verdicts(
     program: Program, device: Device, dtype: DType, cache_dir: Path, identity: dict[str, Any]
 ) -> Verdicts:
-    """On the native calls of a model: those of an earlier run, or they are tried and, if all could
-    be, kept."""
+    """The verdicts on the native calls of a model: those of an earlier run, or of a trial now,
+    which are kept if every call could be tried."""
     file = KeptFile(cache_dir, identity, "verdicts", "-native")
     kept = file.load(lambda found: {name: Verdict(**one) for name, one in found.items()})
     if kept is not None:
@@ -175,7 +175,7 @@ def _keep(file: CostFile | None, costs: BucketCosts) -> None:
 def cost_identity(
     spec: ModelSpec, devices: Sequence[Device], dtype: DType, shards: int
 ) -> dict[str, Any]:
-    """All that the costs of buckets depend on, but for the kernel that each one runs with."""
+    """All that the costs of buckets depend on, except the kernel that each of them runs with."""
     threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     return {
         **tuned_for(spec, devices, dtype),
@@ -251,7 +251,8 @@ def _float32_twin(plan: Plan) -> Bucket | None:
 
 
 def _limit(spec: ModelSpec, config: EngineConfig) -> int:
-    """Tokens of an input: what the user wants, within the model's positions."""
+    """The most tokens of an input: the user's limit, or that of the model. Raises ConfigError for
+    more than the model has positions for."""
     positions = position_limit(spec)
     if config.max_input_tokens is None:
         return spec.max_input_tokens if positions is None else min(spec.max_input_tokens, positions)
@@ -264,7 +265,7 @@ def _limit(spec: ModelSpec, config: EngineConfig) -> int:
 
 
 def tuned_for(spec: ModelSpec, devices: Sequence[Device], dtype: DType) -> dict[str, str]:
-    """What the costs of buckets depend on, as `jaxembed tune` writes it beside a grid."""
+    """The facts that costs of buckets depend on, as `jaxembed tune` writes them beside a grid."""
     return {
         "content_hash": spec.content_hash,
         "dtype": dtype,
@@ -273,7 +274,7 @@ def tuned_for(spec: ModelSpec, devices: Sequence[Device], dtype: DType) -> dict[
 
 
 def _warn_of_another_tuning(given: GridFile, here: dict[str, str]) -> None:
-    """A grid tuned for something else serves, but may not be the fastest."""
+    """Log that a grid was tuned for something else: it serves, but may not be the fastest."""
     others = [
         f"{name} {given.tuned[name]}, here it is {value}"
         for name, value in here.items()

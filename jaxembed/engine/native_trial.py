@@ -49,7 +49,7 @@ Operands = Mapping[str, Any]  # arrays by name, on the host or in a program
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one call by name, over the shapes that were tried."""
+    """The verdict on one call by name, over the shapes that were tried."""
 
     off: float = 0.0  # the most that it differed from XLA, over one plus the number
     times_xla: float = 0.0  # its time over XLA's: the geometric mean
@@ -99,7 +99,7 @@ def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
 
 
 def _placed_shape(name: str, leaf: jax.ShapeDtypeStruct, dtype: DType) -> jax.ShapeDtypeStruct:
-    """That of a parameter as a replica with the native layout holds it."""
+    """The shape of a parameter in a replica with the native layout."""
     placed, shape = placed_dtype(name, len(leaf.shape), dtype), leaf.shape
     if native.packable(name, shape, placed):
         shape = native.packed_shape(shape)
@@ -107,7 +107,7 @@ def _placed_shape(name: str, leaf: jax.ShapeDtypeStruct, dtype: DType) -> jax.Sh
 
 
 def _over_all(verdicts: list[Verdict]) -> Verdict:
-    """Of a call by name from those of its shapes."""
+    """The verdict on a call by name, from those on its shapes."""
     if not verdicts:
         return Verdict(failed=LATE)
     if failed := next((one for one in verdicts if one.failed), None):
@@ -210,7 +210,7 @@ def _drawn(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np
 def _runner(
     program: jax.stages.Compiled, operands: Operands, device: Device
 ) -> Callable[[], jax.Array]:
-    """What runs it to its end."""
+    """A function that runs the program and waits for its end."""
     placed = jax.device_put(tuple(operands.values()), SingleDeviceSharding(device))
     return lambda: jax.block_until_ready(program(*placed))
 

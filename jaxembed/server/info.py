@@ -1,4 +1,4 @@
-"""GET /info: what is served and within which limits, in the shape of Text Embeddings Inference."""
+"""GET /info: the models and their limits, in the form of Text Embeddings Inference."""
 
 from typing import Any
 
@@ -21,8 +21,8 @@ MODEL_TYPES = {"rerank": "reranker", "classify": "classifier"}
 
 
 class Info(msgspec.Struct):
-    """One model, its limits, and under `jaxembed` what only this server has to say: with several
-    models, a list of them all, too."""
+    """One model and its limits. `jaxembed` has the fields that TEI lacks, and with several models a
+    list of them all."""
 
     model_id: str
     model_sha: str | None
@@ -44,8 +44,8 @@ class Info(msgspec.Struct):
 
 @blueprint.get("/info")
 async def info() -> Response:
-    """Of the model named in `?model=`, else of the first; with `?verbose` also what is known of the
-    speed of every model, under `jaxembed.doctor`."""
+    """The answer for the model named in `?model=`, or for the first. With `?verbose` it has the
+    speed of every model under `jaxembed.doctor`."""
     service = current_service()
     name = request.args.get("model")
     embedder = service.models[name] if name else service.models.first
@@ -84,14 +84,14 @@ def model_info(service: Service, embedder: Embedder) -> Info:
 
 
 def accounted_bytes(service: Service) -> int:
-    """Memory that clients can make the process take, connections not counted: what requests hold,
-    and what tokenizing takes beside it."""
+    """The most bytes that clients can make the process take, without connections: the memory of
+    requests and that of tokenizing."""
     tokenizing = sum(embedder.tokenizing_bytes for embedder in service.models)
     return service.models.capacity.max_bytes + tokenizing
 
 
 def _model_type(embedder: Embedder) -> dict[str, dict[str, Any]]:
-    """TEI's one-key object: how an embedding model pools, or what the other kinds can say."""
+    """TEI's object with one key: the pooling of an embedding model, or the labels of others."""
     spec = embedder.spec
     if spec.task == "embed":
         pooling = "+".join(TEI_POOLING_NAMES.get(name, name) for name in spec.head.pooling)

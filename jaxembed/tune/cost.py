@@ -1,4 +1,4 @@
-"""What buckets cost on this device: some are measured, the others read between them."""
+"""The costs of buckets on this device: some are measured, the others are interpolated."""
 
 import time
 from bisect import bisect_left
@@ -19,8 +19,8 @@ PAIRS = 7  # of timings with long sequences and with short ones
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one compiled bucket: milliseconds of a run of short sequences with its copies, seconds to
-    compile with nothing cached, and bytes of device memory besides the parameters."""
+    """The cost of one compiled bucket: milliseconds of a run of short sequences with its copies,
+    seconds to compile with nothing cached, and bytes of device memory besides the parameters."""
 
     ms: float
     compile_s: float
@@ -47,7 +47,7 @@ class Workbench:
         return self._replica.float32_bucket
 
     def compile(self, bucket: Bucket) -> None:
-        """Compile and time a bucket, unless that is done. Raises what XLA raises."""
+        """Compile and time a bucket, unless that is done. Raises the errors of XLA."""
         if bucket not in self.costs:
             self._measure(bucket)
 
@@ -108,7 +108,7 @@ class CostTable:
         self._lengths = list(self._curves)  # sorted
 
     def ms(self, bucket: Bucket) -> float:
-        """Measured, or an estimate."""
+        """The measured cost of a bucket, or an estimate."""
         if bucket in self._known:
             return self._known[bucket]
         right = bisect_left(self._lengths, bucket.length)

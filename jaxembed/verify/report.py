@@ -1,4 +1,4 @@
-"""What a verification found: lines for a terminal, a row for the table of verified models."""
+"""The report of a verification for a terminal, and its row in the table of verified models."""
 
 import platform
 from collections.abc import Iterator
