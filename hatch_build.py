@@ -1,5 +1,7 @@
-"""Builds the native kernels into the wheel, on Linux x86-64 where there is a C compiler. Elsewhere
-the wheel is of pure Python."""
+"""Builds the native kernels into the wheel on Linux x86-64 with a C compiler.
+
+Elsewhere the wheel is pure Python.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -10,9 +12,13 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class NativeKernels(BuildHookInterface):
-    """For an editable install the libraries are used where they are built, in the source tree."""
+    """A build hook of hatchling that compiles the native kernels.
+
+    They are built in the source tree, from where an editable install uses them.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile the kernels and set the tag of the wheel. If it fails, warn and build without."""
         compiler = _compiler(Path(self.root))
         try:
             build_data["tag"] = compiler.build_ahead()
@@ -23,7 +29,7 @@ class NativeKernels(BuildHookInterface):
 
 
 def _compiler(root: Path) -> ModuleType:
-    """jaxembed's module by its file: jaxembed itself cannot be imported before it is installed."""
+    """Load compiler.py from its file, because jaxembed cannot be imported during its build."""
     path = root / "jaxembed" / "models" / "native" / "compiler.py"
     spec = importlib.util.spec_from_file_location("jaxembed_compiler", path)
     assert spec is not None

@@ -1,1 +1,1 @@
-"""Measurements of jaxembed, each a program of its own: `python -m benchmarks.bench_model`."""
+"""The benchmarks of jaxembed. Each is a program, such as `python -m benchmarks.bench_model`."""

@@ -1,9 +1,9 @@
-"""Whole scores or query blocks: which constants of models/attention.py a device wants.
+"""Measures which block sizes of models/attention.py are the fastest on a device.
 
-`attend` computes the scores of a row at once up to WHOLE_SCORES tokens, above that QUERY_BLOCK
-(on an accelerator ACCELERATOR_QUERY_BLOCK) queries at a time. Here the whole model runs a batch of
-about the token budget at each row length, once with whole scores and once with each block size, in
-turn. Alone, attention measures otherwise: inside the model XLA fuses it with its neighbours.
+`attend` computes the scores of a row at once up to WHOLE_SCORES tokens, and above that QUERY_BLOCK
+(on an accelerator ACCELERATOR_QUERY_BLOCK) queries at a time. This benchmark runs a whole model on
+a batch of about the token budget at each row length, with whole scores and with each block size in
+turn. Attention alone would give other results, because XLA fuses it with its neighbours in a model.
 
     python -m benchmarks.bench_attention --lengths 128,256,512 --blocks 32,64,128
 """
@@ -25,11 +25,12 @@ from jaxembed.engine.replica import Replica
 from jaxembed.models import attention
 from jaxembed.spec import DType
 
-WHOLE = 0  # as a block size: none
+WHOLE = 0  # the block size that stands for whole scores
 BLOCK_SIZES = ("QUERY_BLOCK", "ACCELERATOR_QUERY_BLOCK")
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_model_arguments(parser)
     parser.add_argument("--lengths", default="128,256,512")
@@ -39,6 +40,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the block sizes at each row length, and print and write the results."""
     args = parse(argv)
     report.configure_jax()
     model = load(args)
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(
     model: Subject, dtype: DType, bucket: Bucket, blocks: Sequence[int], runs: int
 ) -> list[dict[str, Any]]:
-    """A row for each block size shorter than the bucket's rows, and one for whole scores."""
+    """Measure each block size that is shorter than the bucket's rows. Returns a row for each."""
     blocks = [block for block in blocks if block < bucket.length]
     planes, lengths = full_planes(bucket, model)
     replicas, compile_s = [], []
@@ -84,11 +86,11 @@ def measure(
 
 @contextmanager
 def query_block(block: int, length: int) -> Iterator[None]:
-    """The attention module with these constants, for what is traced meanwhile."""
-    wanted = {name: block or length for name in BLOCK_SIZES}
-    wanted["WHOLE_SCORES"] = length if block == WHOLE else 0
-    before = {name: getattr(attention, name) for name in wanted}
-    for name, value in wanted.items():
+    """Set the constants of the attention module for everything that is traced in the context."""
+    constants = {name: block or length for name in BLOCK_SIZES}
+    constants["WHOLE_SCORES"] = length if block == WHOLE else 0
+    before = {name: getattr(attention, name) for name in constants}
+    for name, value in constants.items():
         setattr(attention, name, value)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Our server against an older commit of itself, which runs twice: how far two that are the same
-differ says what a difference means.
+"""Compares our server with an older commit of itself, which runs twice as a control.
 
-All three run, two of them idle, and take turns as in `bench_peers`; the older commit
-runs in this environment, from a checkout.
+The difference between the two equal servers shows which differences are noise. All three run and
+take turns as in `bench_peers`, while the other two are idle. The older commit runs in this
+environment, from a checkout.
 
     git worktree add ../before v0.1.0
     python -m benchmarks.bench_before ../before
@@ -18,10 +18,11 @@ from pathlib import Path
 from benchmarks import bench_peers, report, servers
 
 NOW, BEFORE, CONTROL = "now", "before", "before, again"
-IDLE_SHARE = 0.1  # of a core: nothing is compiled or timed any more
+IDLE_SHARE = 0.1  # of a core; a server that uses less compiles and times nothing any more
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     at = arguments.index("--") if "--" in arguments else len(arguments)
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -33,6 +34,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the three servers in turns, and print and write the results."""
     args = parse(argv)
     checkouts = {NOW: report.ROOT, BEFORE: args.before, CONTROL: args.before}
     with ExitStack() as stack:

@@ -1,25 +1,31 @@
-"""How many useful tokens a second the engine embeds, without tokenizer and HTTP, and on what grid.
+"""Measures how many useful tokens a second the engine embeds on a grid, without tokenizer and HTTP.
 
-Length mixes, of real texts where there are any, are submitted in tickets of 32 sequences, all at
-once, and waited for: the queue is never empty, so batches are as full as `take` and `pack` make
-them. Lone queries are timed too, since a grid that is good for a full queue may be bad for one
-request.
+Length mixes, of real texts if there are any, are submitted at once in tickets of 32 sequences. The
+queue is never empty until the end, so batches are as full as the engine can make them. Lone queries
+are timed too, because a grid that is good for a full queue may be bad for one request.
 
     python -m benchmarks.bench_engine                             # the default grid
     python -m benchmarks.bench_engine --grids all --tokens 1024,2048,4096
 
-Columns: `of_best` is the rate over that of the `best` bucket for this mix, measured in the same
-rounds by running it again and again, as many at a time as the engine does: among those that
-hold the longest sequence of the mix, the one of most useful tokens a second, filled from the mix.
-More than 1 is possible where shorter buckets do better still for a part of it. `fill` is
-useful tokens over the tokens of the buckets run; `busy` the share of the time in which a program
-ran or data was copied for it, so the rest is the host's; `null_per_s` the tokens a second of the
-same engine with a model that answers constants; `lone_ms` one median sequence, alone. Grids: the
-server's own and GRIDS. Buckets are compiled once and shared, and grids take turns.
+Columns:
 
-Deep queue: the rate while so much waits as two of the largest buckets hold, and while `--deep`
-times as much does, of sequences that are all different; `null_ratio` is the same deep over shallow
-with the model that answers constants, which shows what the queue itself costs.
+    of_best     the rate relative to that of the `best` bucket for this mix. That bucket is the one
+                with the most useful tokens a second of those that hold the mix's longest sequence.
+                It is filled from the mix and runs repeatedly in the same rounds, with as many
+                programs at a time as the engine has. The ratio may exceed 1 if shorter buckets are
+                faster for a part of the mix.
+    fill        useful tokens over the tokens of the buckets that ran
+    busy        the share of the time in which a program ran or its data was copied; the rest is the
+                host's
+    null_per_s  tokens a second of the same engine with a model that answers constants
+    lone_ms     the time of one sequence of median length, alone
+
+The grids are the server's own and GRIDS. Buckets are compiled once and shared, and grids take
+turns.
+
+Deep queue: the rate while as many tokens wait as two of the largest buckets hold, and while
+`--deep` times as many wait; all sequences are different. `null_ratio` is the deep rate over the
+shallow one with the model that answers constants, which shows the cost of the queue itself.
 """
 
 import gc
@@ -52,15 +58,16 @@ from jaxembed.telemetry import Telemetry
 from jaxembed.work import Encoding, work_of
 
 TICKET = 32  # sequences in one request
-COPIES = 3  # of the lengths of a mix
-SUSTAINED_S = 0.5  # of running one bucket again and again, in each round
-LONE_RUNS = 7  # of one sequence, in each round
+COPIES = 3  # times that the lengths of a mix are repeated
+SUSTAINED_S = 0.5  # time for which one bucket runs repeatedly, in each round
+LONE_RUNS = 7  # runs of one sequence, in each round
 USUAL = "default"  # the grid that the server would choose
 COUNTS = {"queries": 4096, "sts": 2048, "abstracts": 256, "bimodal": 512, "lognormal": 512}
 FINE = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 
 
 def _grid(limit: int, rows_of: Callable[[int], Iterable[int]], lengths: Iterable[int]):
+    """A grid with these row lengths up to the limit, and with `rows_of(length)` rows each."""
     fitting = sorted({length for length in lengths if length < limit} | {limit})
     return BucketGrid(
         tuple(Bucket(rows, length) for length in fitting for rows in sorted(set(rows_of(length))))
@@ -68,7 +75,7 @@ def _grid(limit: int, rows_of: Callable[[int], Iterable[int]], lengths: Iterable
 
 
 def powers(step: int, limit: int, budget: int, lengths: Sequence[int]) -> BucketGrid:
-    """Rows are powers of `step`, and the most that fit."""
+    """A grid whose row counts are the powers of `step`, and the most rows that fit the budget."""
     return _grid(
         limit,
         lambda n: [*(step**k for k in range(20) if step**k < budget // n), max(budget // n, 1)],
@@ -77,16 +84,17 @@ def powers(step: int, limit: int, budget: int, lengths: Sequence[int]) -> Bucket
 
 
 def ends(limit: int, budget: int, lengths: Sequence[int]) -> BucketGrid:
-    """One row and the most that fit."""
+    """A grid with one row, and with the most rows that fit the budget."""
     return _grid(limit, lambda n: {1, max(budget // n, 1)}, lengths)
 
 
 def largest(limit: int, budget: int, lengths: Sequence[int]) -> BucketGrid:
-    """Only the most rows that fit."""
+    """A grid with only the most rows that fit the budget."""
     return _grid(limit, lambda n: {max(budget // n, 1)}, lengths)
 
 
 def from_length(shortest: int) -> list[int]:
+    """Row lengths that are powers of two, from `shortest` to 8192."""
     return [2**k for k in range(4, 14) if 2**k >= shortest]
 
 
@@ -104,7 +112,7 @@ GRIDS: dict[str, Callable[[int, int], BucketGrid]] = {
 
 @dataclass
 class Recorder:
-    """A runner that notes when each program ran. Compiles a bucket once for all grids."""
+    """A runner that records when each program ran, and compiles each bucket only once."""
 
     runner: Runner
     compiled: set[Bucket] = field(default_factory=set)
@@ -115,11 +123,13 @@ class Recorder:
         return self.runner.primary
 
     def compile(self, bucket: Bucket) -> None:
+        """Compile a bucket, unless it is compiled."""
         if bucket not in self.compiled:
             self.runner.compile(bucket)
             self.compiled.add(bucket)
 
     def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]):
+        """Run a batch and record its start and end."""
         start = time.perf_counter()
         answer = self.runner.run(bucket, planes, outputs)
         self.runs.append((bucket, start, time.perf_counter()))
@@ -130,10 +140,11 @@ class Recorder:
         return self.runner.float32_bucket
 
     def run_in_float32(self, planes: np.ndarray, outputs: Iterable[OutputName]):
+        """Run a batch in float32, without recording it."""
         return self.runner.run_in_float32(planes, outputs)
 
     def busy_s(self) -> float:
-        """Seconds in which at least one program ran."""
+        """The seconds in which at least one program ran."""
         busy, until = 0.0, 0.0
         for _, start, stop in sorted(self.runs, key=lambda run: run[1]):
             busy += max(0.0, stop - max(start, until))
@@ -142,6 +153,7 @@ class Recorder:
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_model_arguments(parser)
     workloads.add_arguments(parser)
@@ -156,6 +168,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the mixes on the grids, and print and write the results."""
     args = parse(argv)
     report.configure_jax()
     model = load(args)
@@ -177,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _grids(args: Namespace, model: Subject) -> dict[tuple[str, int], BucketGrid]:
-    """The grids asked for, by name and token budget."""
+    """The grids that the arguments name, by name and token budget."""
     budgets = args.tokens.split(",") if args.tokens else [budget_of(args, model)]
     grids = {USUAL: partial(usual_grid, args, model), **GRIDS}
     names = grids if args.grids == "all" else args.grids.split(",")
@@ -189,8 +202,11 @@ def _grids(args: Namespace, model: Subject) -> dict[tuple[str, int], BucketGrid]
 
 
 def _workload(name: str, model: Subject, args: Namespace) -> Workload:
-    """The lengths of a mix several times over, in another order each time, and tokens that are all
-    different: what is the same is computed once, and the ends of a queue shall count for little."""
+    """A mix with its lengths repeated COPIES times in different orders, and random tokens.
+
+    The tokens are random because the engine computes equal sequences once. The copies make the ends
+    of the queue count for little.
+    """
     mix = workloads.workload(
         name,
         max(1, round(COUNTS.get(name, 512) * args.scale)),
@@ -213,8 +229,10 @@ def measure(
     mixes: Sequence[Workload],
     repeat: int,
 ) -> list[dict[str, Any]]:
-    """A row for each mix and grid. In each round every grid runs the mix once, so that what
-    disturbs the machine for a while disturbs them all."""
+    """Measure each mix on each grid. Returns a row for each pair.
+
+    In each round every grid runs the mix once, so that disturbances of the machine hit all grids.
+    """
     for bucket in {bucket for grid in grids.values() for bucket in grid.buckets}:
         recorder.compile(bucket)
     platform = jax.local_devices()[0].platform
@@ -222,18 +240,20 @@ def measure(
     engines = {key: started(recorder, grid, model, platform) for key, grid in grids.items()}
     idle = {key: started(null, grid, model, platform) for key, grid in grids.items()}
     gc.collect()
-    gc.freeze()  # as the server does when it is ready
+    gc.freeze()  # as the server does once it is ready
     rows = []
     for mix in mixes:
         runs: dict[tuple[str, int], list[Run]] = {key: [] for key in grids}
         for engine in engines.values():
             embed_all(engine, mix.encodings[: TICKET * 4])
         entries = Ticket(work_of(mix.encodings), {"dense": 1}).entries
-        holding = {
+        long_buckets = {
             b for e in engines.values() for b in e.grid.buckets if b.length >= mix.lengths.max()
         }
         for _ in range(repeat):
-            best = {bucket: _useful_rate(recorder.runner, bucket, entries) for bucket in holding}
+            best = {
+                bucket: _useful_rate(recorder.runner, bucket, entries) for bucket in long_buckets
+            }
             for key, engine in engines.items():
                 runs[key].append(run_mix(engine, mix, recorder, best))
         for (name, budget), engine in engines.items():
@@ -246,7 +266,7 @@ def measure(
 
 
 def started(runner: Runner, grid: BucketGrid, model: Subject, platform: str) -> Engine:
-    """An engine of one seat with every bucket compiled and timed."""
+    """Start an engine with one seat, and wait until every bucket is compiled and timed."""
     seats = [Seat(runner, DeviceTurn.for_platform(platform))]
     engine = Engine(
         seats, grid, model.spec.widths, Telemetry(), BucketCosts(1e-3), full_warmup=True
@@ -258,16 +278,17 @@ def started(runner: Runner, grid: BucketGrid, model: Subject, platform: str) -> 
 
 @dataclass(frozen=True)
 class Run:
-    """One time through a mix."""
+    """The figures of one run of a mix."""
 
     seconds: float
     busy_s: float
     buckets: Counter[Bucket]
     lone_ms: float
-    useful: dict[Bucket, float]  # tokens a second of single buckets, in the same round
+    useful: dict[Bucket, float]  # useful tokens a second of single buckets, in the same round
 
 
 def run_mix(engine: Engine, mix: Workload, recorder: Recorder, useful: dict[Bucket, float]) -> Run:
+    """Run a mix once on an engine; `useful` are the rates of buckets in the same round."""
     recorder.runs.clear()
     seconds = embed_all(engine, mix.encodings)
     buckets = Counter(bucket for bucket, _, _ in recorder.runs)
@@ -275,6 +296,7 @@ def run_mix(engine: Engine, mix: Workload, recorder: Recorder, useful: dict[Buck
 
 
 def row_of(runs: Sequence[Run], mix: Workload, engine: Engine) -> dict[str, Any]:
+    """The row of a mix on a grid, from its runs."""
     seconds = float(np.median([run.seconds for run in runs]))
     best = best_bucket(runs, engine.grid)
     ratios = [mix.tokens / run.seconds / run.useful[best] for run in runs]
@@ -296,19 +318,21 @@ def row_of(runs: Sequence[Run], mix: Workload, engine: Engine) -> dict[str, Any]
 
 
 def rate(engine: Engine, mix: Workload) -> float:
-    """Tokens a second of an engine."""
+    """Useful tokens a second of an engine, the better of two runs."""
     return mix.tokens / min(embed_all(engine, mix.encodings) for _ in range(2))
 
 
 def best_bucket(runs: Sequence[Run], grid: BucketGrid) -> Bucket:
-    """The one of most useful tokens a second in the median round."""
+    """The bucket with the most useful tokens a second in the median round."""
     rates = {b: [run.useful[b] for run in runs] for b in grid.buckets if b in runs[0].useful}
     return max(rates, key=lambda bucket: float(np.median(rates[bucket])))
 
 
 def _useful_rate(runner: Runner, bucket: Bucket, entries: Sequence[Entry]) -> float:
-    """Useful tokens a second of a bucket that is filled from the mix and runs again and again, as
-    many at a time as the engine has in flight."""
+    """Measure the useful tokens a second of a bucket that is filled from the mix.
+
+    It runs repeatedly, with as many programs at a time as the engine has in flight.
+    """
     permits = DeviceTurn.for_platform(jax.local_devices()[0].platform).permits
     batch = place(bucket, entries)
     ms = milliseconds(runner, bucket, permits, SUSTAINED_S, pack(batch))
@@ -318,7 +342,7 @@ def _useful_rate(runner: Runner, bucket: Bucket, entries: Sequence[Entry]) -> fl
 def deep_queue(
     model: Subject, replica: Recorder, grid: BucketGrid, name: str, args: Namespace
 ) -> dict[str, Any]:
-    """Rates of a shallow and of a deep queue. They take turns."""
+    """Measure the rates of a shallow and a deep queue in turns, with the model and a null model."""
     platform = jax.local_devices()[0].platform
     null = NullReplica(model.spec.primary, model.spec.widths)
     some = _workload(name, model, args).lengths
@@ -348,8 +372,10 @@ def deep_queue(
 
 
 def embed_all(engine: Engine, encodings: Sequence[Encoding], waiting: int | None = None) -> float:
-    """Seconds to answer every sequence, submitted in tickets of TICKET; at most `waiting` of them
-    at a time, None: all at once."""
+    """Measure the seconds to answer all sequences, submitted in tickets of TICKET.
+
+    At most `waiting` sequences wait at a time; None submits all at once.
+    """
     start = time.perf_counter()
     tickets: deque[Ticket] = deque()
     for k in range(0, len(encodings), TICKET):
@@ -362,8 +388,11 @@ def embed_all(engine: Engine, encodings: Sequence[Encoding], waiting: int | None
 
 
 def lone_ms(engine: Engine, mix: Workload) -> float:
-    """Median milliseconds of one sequence of median length while nothing else waits. As bulk, or
-    the engine would keep its batches brief in the next round, for whoever may ask again."""
+    """The median milliseconds of one sequence of median length while nothing else waits.
+
+    It is sent as bulk: after interactive requests the engine would keep the batches of the next
+    round short.
+    """
     one = sorted(mix.encodings, key=lambda e: e.length)[len(mix.encodings) // 2]
     return report.timed(
         lambda: engine.submit(work_of([one]), priority="bulk").result(), LONE_RUNS

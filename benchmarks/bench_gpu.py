@@ -1,13 +1,13 @@
-"""One model with random weights on an accelerator: its buckets, mixes of lengths, and torch beside.
+"""Measures a model with random weights on an accelerator: buckets, length mixes, and torch beside.
 
-At most a few buckets, because each takes a while to compile. First torch runs the same lengths in a
-process of its own, where there is an environment with it (`--torch`), and gives the device back:
-transformers in bf16 with scaled dot product attention, sorted by length, the best of some batch
-sizes. Both start from token ids. `make bench-gpu` runs every size, then the server over HTTP.
+There are only a few buckets, because each takes a while to compile. With `--torch`, torch first
+runs the same lengths in a process and an environment of its own: transformers in bf16 with scaled
+dot product attention, sorted by length, with the fastest of some batch sizes. Both start from token
+ids. `make bench-gpu` runs every size, then the server over HTTP.
 
     python -m benchmarks.bench_gpu --architecture-size bert-base --torch .venv-torch
 
-Columns: as of bench_model and bench_engine; `times` is ours over torch's, in tokens a second.
+The columns are those of bench_model and bench_engine; `times` is our tokens a second over torch's.
 """
 
 import json
@@ -24,10 +24,11 @@ from benchmarks.workloads import Workload
 FORWARD = Path(__file__).parent / "peers" / "forward.py"
 BUCKETS = "1x32,512x32,128x128,32x512"
 MIXES = "queries,mixed,constant:512"
-BATCHES = (32, 128, 512)  # sequences, for torch
+BATCHES = (32, 128, 512)  # batch sizes that torch tries, in sequences
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
     bench_model.add_arguments(parser)
     workloads.add_arguments(parser)
@@ -41,6 +42,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the buckets and mixes, and torch if asked, and print and write the results."""
     args = parse(argv)
     mixes = [_mix(name, args) for name in args.mixes.split(",")]
     torch = torch_on(mixes, args) if args.torch else {"results": []}
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _named(out: Path | None, name: str) -> Path | None:
-    """A file for each size in the folder of the device."""
+    """The path of the results: `out` if it is a file, else a file in the device's folder."""
     if out is None or out.suffix == ".json":
         return out
     return out / report.device_folder() / f"{name}.json"
@@ -81,7 +83,10 @@ def _mix(name: str, args: Namespace) -> Workload:
 
 
 def torch_on(mixes: Sequence[Workload], args: Namespace) -> dict[str, Any]:
-    """What peers/forward.py finds. Raises CalledProcessError; its errors are on standard error."""
+    """Run peers/forward.py with torch's environment. Returns its JSON.
+
+    Raises CalledProcessError; the errors of the process are on standard error.
+    """
     model_type, config = subject.transformers_config(args.architecture_size)
     job = {
         "model_type": model_type,
@@ -91,14 +96,15 @@ def torch_on(mixes: Sequence[Workload], args: Namespace) -> dict[str, Any]:
         "repeat": args.repeat,
     }
     command = [str(args.torch / "bin" / "python"), str(FORWARD)]
-    done = subprocess.run(
+    process = subprocess.run(
         command, input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=True
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def _beside(row: dict[str, Any], torch: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    rates = {found["mix"]: found["tokens_per_s"] for found in torch}
+    """Add torch's rate of the same mix to a row."""
+    rates = {result["mix"]: result["tokens_per_s"] for result in torch}
     if row["mix"] not in rates:
         return row
     rate = rates[row["mix"]]

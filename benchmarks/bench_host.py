@@ -1,22 +1,21 @@
-"""What the host does for a request: the server with its null model, which runs no device.
+"""Measures the host's work for a request: the server with its null model, which uses no device.
 
-The server runs in a process of its own, the clients in another on the same cores. `server_us` and
-`text_us` are microseconds of processor time of the server for a request and for a text, of all its
-threads; they hold on a busy machine too, where requests per second do not. `nothing` asks /livez,
-whose route does nothing: what Hypercorn, Quart and our steps around every route cost. `ids` sends
-about as many token ids as the texts have tokens, so that nothing is tokenized.
+The server runs in one process and the clients in another, on the same cores. `server_us` and
+`text_us` are microseconds of CPU time of the server, with all its threads, for a request and for a
+text. They are reliable on a busy machine too, unlike requests per second. `nothing` asks /livez,
+whose route does nothing; it shows the cost of Hypercorn, Quart and our steps around every route.
+`ids` sends about as many token ids as the texts have tokens, so that nothing is tokenized.
 
-While bulk runs, /livez is asked at random times. It needs nothing but the event loop, so what it
-takes longer than beside no load is how long the loop was busy with something else: `lag`.
+While bulk runs, /livez is asked at random times. It needs only the event loop, so its latency
+beyond the one without load shows how long the loop was busy with other work: `lag`.
 
     python -m benchmarks.bench_host
     python -m benchmarks.bench_host --only queries,bulk --seconds 5
 
-What was measured while the server compiled something or timed a bucket is thrown away and measured
-again.
+A measurement during which the server compiled something or timed a bucket is repeated.
 
-One front-end process can use no more than one core for the interpreter: `server_cores` near 1, or
-above where the tokenizer's threads add theirs, says that it is full.
+The interpreter of one front-end process can use at most one core. `server_cores` near 1 means that
+it is saturated; the tokenizer's threads may add more.
 """
 
 import asyncio
@@ -41,17 +40,17 @@ from benchmarks.servers import Server
 FLAGS = ("--null-model", "--accept-bare-token-ids")
 WARM_S = 1.0
 PROBES_PER_S = 100.0
-TRIES = 4  # of a row, until nothing was compiled or timed meanwhile
+TRIES = 4  # of a row, until nothing was compiled or timed during one
 PROBE = Open("lag", 0, PROBES_PER_S)
-CHARACTERS = 5  # of a token of English, roughly
-MOST_IDS = 256
-LAST_ID = 40  # small vocabularies have no more
+CHARACTERS = 5  # of an English token, roughly
+MOST_IDS = 256  # of a text
+LAST_ID = 40  # the last token id of small vocabularies
 
 Requests = Callable[[Target, int], Iterator[bytes]]
 
 
 def scenarios(texts: Texts) -> dict[str, list[tuple[str, Load, Requests]]]:
-    """By name: encodings, the load, and what makes its requests."""
+    """The measurements of each scenario by name: encoding, load, and what makes its requests."""
 
     def of(encoding: str) -> Requests:
         return lambda target, count: texts.requests(target, count, encoding)
@@ -69,12 +68,14 @@ def scenarios(texts: Texts) -> dict[str, list[tuple[str, Load, Requests]]]:
 
 
 def probes(target: Target, _: int) -> Iterator[bytes]:
-    """Requests of /livez."""
+    """Requests for /livez, without end."""
     host = urlsplit(target.url).netloc
     return cycle([f"GET /livez HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()])
 
 
 def ids_of(texts: Texts) -> Requests:
+    """A function that makes requests of random token ids, about as many as the bulk texts have."""
+
     def requests(target: Target, count: int) -> Iterator[bytes]:
         draw = np.random.default_rng(0)
         lengths = [min(len(text) // CHARACTERS + 2, MOST_IDS) for text in texts.bulk]
@@ -86,6 +87,7 @@ def ids_of(texts: Texts) -> Requests:
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     at = arguments.index("--") if "--" in arguments else len(arguments)
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -101,8 +103,9 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the scenarios on a null model, and print and write the results."""
     args = parse(argv)
-    known = scenarios(Texts(args))
+    by_name = scenarios(Texts(args))
     with servers.jaxembed(args.model, [*FLAGS, *args.flags]) as server:
         idle_ms = lag(server, args.seconds)
         rows = [
@@ -110,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 server, partial(measure, server, encoding, one, requests, args.seconds), TRIES
             )
             for name in args.only.split(",")
-            for encoding, one, requests in known[name]
+            for encoding, one, requests in by_name[name]
         ]
     report.show(rows, f"null model, {report.device_name()}, {os.cpu_count()} cores")
     print(f"/livez beside no load: p50 {idle_ms['p50_ms']:.2f} ms, p99 {idle_ms['p99_ms']:.2f} ms")
@@ -121,8 +124,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def undisturbed(
     server: Server, measured: Callable[[], dict[str, Any]], tries: int
 ) -> dict[str, Any]:
-    """What was measured while the server compiled nothing and timed no bucket. Raises RuntimeError
-    where it did so in each of several tries."""
+    """Call `measured` until the server compiled and timed nothing during a call; return its row.
+
+    Raises RuntimeError if it did in each of `tries` calls.
+    """
     before: dict[str, float] = {}
     for _ in range(tries):
         before = server.metrics()
@@ -133,14 +138,14 @@ def undisturbed(
 
 
 def lag(server: Server, seconds: float) -> dict[str, float]:
-    """What /livez takes where nothing else runs."""
+    """The latency of /livez without any other load, in milliseconds."""
     return _lag(asyncio.run(load.run(server.target, [_probe(server)], seconds))[0])
 
 
 def measure(
     server: Server, encoding: str, one: Load, requests: Requests, seconds: float
 ) -> dict[str, Any]:
-    """The row of a load. Beside bulk the loop's lag is probed."""
+    """Measure a load, and return its row. Under bulk the lag of the event loop is probed too."""
     bulk = one.texts > 1
     pairs = [(one, requests(server.target, one.texts)), *([_probe(server)] if bulk else [])]
     asyncio.run(load.run(server.target, pairs[:1], min(WARM_S, seconds)))

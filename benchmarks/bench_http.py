@@ -1,16 +1,16 @@
-"""What clients of the server get over HTTP: latencies and texts a second, load by load.
+"""Measures the latency and the throughput of a server over HTTP under several loads.
 
-Starts a server in a process of its own, or asks one that runs: any with OpenAI's /v1/embeddings.
-Single texts are MS MARCO's queries; bulk requests hold texts of the mix `mixed`. No text is sent
-again before all others were. `open` loads come at random times, whether or not earlier requests
-are answered; the others ask again when they are answered.
+It starts our server in a process of its own, or uses a running server with OpenAI's /v1/embeddings.
+Single texts are MS MARCO's queries; bulk requests hold texts of the mix `mixed`. A text is sent
+again only after all others were. `open` loads send at random times, whether or not earlier requests
+are answered; the others send the next request when the last one is answered.
 
     python -m benchmarks.bench_http                                # all-MiniLM-L6-v2
     python -m benchmarks.bench_http MODEL -- --dtype float32       # flags of jaxembed serve
     python -m benchmarks.bench_http --url http://host:8080/v1/embeddings --name MODEL
 
-Columns: p50, p95, p99 and worst milliseconds from when a request was due to its last byte;
-`client_cpu` is the share of one core that the load generator took, beside the server.
+Columns: p50, p95, p99 and worst latency in milliseconds, from when a request was due to the last
+byte of its answer; `client_cpu` is the share of one core that the load generator used.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ WARM_S = 1.0
 
 
 def scenarios(per_s: float, bulk_per_s: float) -> dict[str, list[Load]]:
-    """What runs at the same time, by name."""
+    """The loads of each scenario, which run at the same time, by name."""
     return {
         "1 connection": [Closed("query", 1, 1)],
         "32 connections": [Closed("query", 1, 32)],
@@ -42,7 +42,7 @@ def scenarios(per_s: float, bulk_per_s: float) -> dict[str, list[Load]]:
 
 
 class Texts:
-    """Single texts and texts in bulk, of which none is in both."""
+    """Single texts and bulk texts; no text is in both."""
 
     def __init__(self, args: Namespace):
         self.bulk = workloads.texts("mixed", args.texts, data=args.data, seed=args.seed)
@@ -50,13 +50,14 @@ class Texts:
         self.single = sorted(set(others) - set(self.bulk)) or others
 
     def requests(self, target: Target, texts: int, encoding: str) -> Iterator[bytes]:
-        """Requests of so many texts, without end."""
+        """Yield requests of this many texts each, without end."""
         pool = self.single if texts == 1 else self.bulk
         parts = [pool[k : k + texts] for k in range(0, max(len(pool) - texts, 0) + 1, texts)]
         return cycle([target.request(part, encoding) for part in parts])
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     at = arguments.index("--") if "--" in arguments else len(arguments)
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -77,6 +78,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the scenarios on a server, and print and write the results."""
     args = parse(argv)
     texts = Texts(args)
     with ExitStack() as stack:
@@ -91,13 +93,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(target: Target, texts: Texts, args: Namespace) -> list[dict[str, Any]]:
-    known = scenarios(args.per_s, args.bulk_per_s)
+    """Measure the scenarios and encodings that the arguments name, after a short warm-up each."""
+    loads = scenarios(args.per_s, args.bulk_per_s)
     rows = []
-    for name in args.only.split(",") if args.only else known:
+    for name in args.only.split(",") if args.only else loads:
         for encoding in args.encodings.split(","):
-            run(target, texts, known[name], encoding, min(WARM_S, args.seconds))
+            run(target, texts, loads[name], encoding, min(WARM_S, args.seconds))
             about = {"scenario": name, "encoding": encoding}
-            rows += [about | row for row in run(target, texts, known[name], encoding, args.seconds)]
+            rows += [about | row for row in run(target, texts, loads[name], encoding, args.seconds)]
     return rows
 
 
@@ -109,7 +112,7 @@ def run(
     seconds: float,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """A row for each load, all of them at once."""
+    """Run all loads at once for `seconds`. Returns a row of figures for each."""
     pairs = [(one, texts.requests(target, one.texts, encoding)) for one in loads]
     start, cpu = time.perf_counter(), time.process_time()
     samples = asyncio.run(load.run(target, pairs, seconds, seed))

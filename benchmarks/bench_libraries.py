@@ -1,15 +1,17 @@
-"""Our library against sentence-transformers and onnxruntime in process: tokens a second of texts.
+"""Compares our library with sentence-transformers and onnxruntime in process: tokens a second.
 
 Each library runs in a process and an environment of its own, loads the same weights, and embeds the
 same mixed English texts, tokenizing included, with as many threads as there are cores. The others
-idle meanwhile. Peers get the batch size that was fastest for them in a run before; onnxruntime's
-batches are sorted by length, as sentence-transformers' are. In every round each runs once, and the
-order alternates. Next to speed stands fidelity: the cosine to sentence-transformers in float32.
+are idle meanwhile. Peers use the batch size that was fastest for them in a run before;
+onnxruntime's batches are sorted by length, as those of sentence-transformers are. In every round
+each library runs once, and the order alternates. Fidelity is measured too, as the cosine to
+sentence-transformers in float32.
 
     python -m benchmarks.bench_libraries --torch .venv-parity --onnx .venv-peers
 
-Columns: `times` and its least and most are how many times as fast ours in its default dtype is, of
-the rounds. The int8 form is what onnxruntime quantises dynamically, a scale for each channel.
+Columns: `times` is how many times as fast our library in its default dtype is, in the median round;
+`least` and `most` are over the rounds. The int8 model is quantised dynamically by onnxruntime, with
+a scale for each channel.
 """
 
 import base64
@@ -37,22 +39,22 @@ BATCHES = (4, 8, 16)
 
 @dataclass(frozen=True)
 class Contestant:
-    """A library and the form of the model it runs."""
+    """A library, and the form of the model that it runs."""
 
     name: str
     python: Path
-    library: str  # of peers/embed.py
+    library: str  # a name of peers/embed.py
     model: Path
     dtype: str
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """To try. Ours makes its own, and the number says nothing."""
+        """The batch sizes to try. Our library chooses its own, so it has only a placeholder."""
         return (0,) if self.library == "jaxembed" else BATCHES
 
 
 class Worker:
-    """A contestant in its process."""
+    """A contestant in its process, with the fastest batch size chosen."""
 
     def __init__(self, contestant: Contestant, process: subprocess.Popen, texts: list[str]):
         self._process = process
@@ -66,15 +68,17 @@ class Worker:
         print(f"{contestant.name}: seconds by batch size {self.seconds_of}", flush=True)
 
     def seconds(self, batch: int) -> float:
+        """Embed all texts once with a batch size. Returns the seconds that it took."""
         return self._ask(str(batch))
 
     def vectors(self, texts: int) -> np.ndarray:
-        """Of the last run, float64 `[texts, dim]`, of length 1."""
+        """The embeddings of the last run, float64 `[texts, dim]`, normalised."""
         flat = np.frombuffer(base64.b64decode(self._ask("")), "<f4").astype(np.float64)
         vectors = flat.reshape(texts, -1)
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
     def _ask(self, line: str) -> Any:
+        """Send a line to the process and return its answer. Raises RuntimeError if it ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(line + "\n")
@@ -87,7 +91,7 @@ class Worker:
 
 @contextmanager
 def working(contestant: Contestant, texts: list[str]) -> Iterator[Worker]:
-    """A worker that has loaded, warmed up and chosen its batch size. What it prints is ours."""
+    """Run a worker that has loaded its model and chosen its batch size; end its process after."""
     process = subprocess.Popen(
         [str(contestant.python), str(WORKER)],
         cwd=report.ROOT,
@@ -104,6 +108,7 @@ def working(contestant: Contestant, texts: list[str]) -> Iterator[Worker]:
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--torch", type=Path, default=report.ROOT / ".venv-parity")
     parser.add_argument("--onnx", type=Path, default=report.ROOT / ".venv-peers")
@@ -116,6 +121,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the contestants in turns, and print and write the results."""
     args = parse(argv)
     texts = workloads.texts("mixed", args.texts, data=args.data, seed=args.seed)
     tokens = tokens_of(texts)
@@ -141,6 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def contestants(args: Namespace) -> list[Contestant]:
+    """The contestants that the arguments name, or all."""
     ours, torch, onnx = Path(sys.executable), args.torch / "bin/python", args.onnx / "bin/python"
     exported = args.onnx / "onnx"
     model = packaged_model(args.torch)
@@ -154,19 +161,19 @@ def contestants(args: Namespace) -> list[Contestant]:
         Contestant("onnxruntime float32", onnx, "onnxruntime", exported, "float32"),
         Contestant("onnxruntime int8", onnx, "onnxruntime", exported, "int8"),
     ]
-    wanted = args.only.split(",") if args.only else [one.name for one in every]
-    return [one for one in every if one.name in wanted]
+    names = args.only.split(",") if args.only else [one.name for one in every]
+    return [one for one in every if one.name in names]
 
 
 def tokens_of(texts: list[str]) -> int:
-    """Tokens that the model sees, special ones included."""
+    """The number of tokens of these texts, special tokens included, cut to the model's limit."""
     path = hub.resolve(None, cache_dir=hub.default_cache_dir())
     limit = checkpoint.load_spec(path).max_input_tokens
     return sum(e.length for e in workloads.tokenized(texts, checkpoint.tokenizer_path(path), limit))
 
 
 def measure(workers: Sequence[Worker], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contestant in each round."""
+    """Measure the seconds of each contestant in each round, by its name."""
     seconds: dict[str, list[float]] = {worker.contestant.name: [] for worker in workers}
     for number in range(rounds):
         for worker in workers if number % 2 else reversed(workers):
@@ -180,6 +187,7 @@ def row_of(
     vectors: dict[str, np.ndarray],
     tokens: int,
 ) -> dict[str, Any]:
+    """The row of a contestant, from the seconds and embeddings of all."""
     name = worker.contestant.name
     median = float(np.median(seconds[name]))
     row = {"library": name, "batch": worker.batch or None, "seconds": median}
@@ -194,7 +202,7 @@ def row_of(
 
 
 def _with_digits(row: dict[str, Any]) -> dict[str, Any]:
-    """For people: four digits would round 0.99996 to 1."""
+    """Format cosines with five digits for the table: with four, 0.99996 would become 1."""
     digits = {name: f"{row[name]:.5f}" for name in ("cosine", "worst_cosine") if name in row}
     return row | digits
 

@@ -1,15 +1,15 @@
-"""The most memory that converting and loading a model take, against the size of its weights.
+"""Measures the peak memory of converting and loading a model, relative to the size of its weights.
 
-Each stage runs in a process of its own, on an empty cache, and says the most that was resident in
-it so far (VmHWM, which Linux keeps): the interpreter, JAX and the compiler are in it.
+Each stage runs in a process of its own with an empty cache, and reports its peak resident memory so
+far (VmHWM of Linux), in which the interpreter, JAX and the compiler are included.
 
     convert   from a Hugging Face directory or hub id to a checkpoint; left out for a checkpoint
-    ready     from the checkpoint to when every request has a compiled bucket
+    ready     from the checkpoint until every request has a compiled bucket
     answers   after answers to a short text and to a batch of longer ones
-    compiled  and once every bucket is compiled; with --all-buckets, for it may take minutes
+    compiled  once every bucket is compiled; only with --all-buckets, because it may take minutes
 
-The limit is what a host should need at most: 1.2 x the stored weights and 1 GiB. Weights of an
-accelerator lie in its own memory, and only pass through the host's.
+The limit is what a host should need at most: 1.2 x the stored weights plus 1 GiB. Weights on an
+accelerator are in its own memory, and only pass through the host's.
 
     python -m benchmarks.bench_memory MODEL
     python -m benchmarks.bench_memory MODEL --dtype float32 --out benchmarks/results
@@ -30,12 +30,13 @@ from benchmarks import report
 from jaxembed.spec import DType
 
 GIB = 1024**3
-LIMIT_SHARE, LIMIT_MORE = 1.2, GIB
+LIMIT_SHARE, LIMIT_MORE = 1.2, GIB  # factor of the weights, and bytes added
 SHORT = "how much memory does a model take?"
-TEXTS, TIMES = 8, 50  # of the batch
+TEXTS, TIMES = 8, 50  # texts of the batch, and times that SHORT is repeated in each
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", help="a directory, converted or not, or a hub id")
     parser.add_argument("--dtype", choices=get_args(DType), help="default: the device's own")
@@ -48,6 +49,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run all stages, or the one of --stage, and print and write the results."""
     args = parse(argv)
     if args.stage is not None:
         print(json.dumps(list(STAGES[args.stage](args))))
@@ -69,17 +71,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def in_a_process(stage: str, args: Namespace) -> list[dict[str, Any]]:
+    """Run a stage in a new process. Returns its rows."""
     command = [sys.executable, "-m", "benchmarks.bench_memory", args.model, "--stage", stage]
     command += ["--checkpoint", str(args.checkpoint.absolute())]
     command += ["--dtype", args.dtype] if args.dtype else []
     command += ["--all-buckets"] if args.all_buckets else []
     command += ["--max-batch-tokens", str(args.max_batch_tokens)] if args.max_batch_tokens else []
-    done = subprocess.run(command, cwd=report.ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(
+        command, cwd=report.ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def convert(args: Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of converting `args.model` to `args.checkpoint`."""
+    """Convert `args.model` to `args.checkpoint`. Yields the row of the stage."""
     from jaxembed import hub
 
     started_at = time.monotonic()
@@ -88,7 +93,7 @@ def convert(args: Namespace) -> Iterator[dict[str, Any]]:
 
 
 def load(args: Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of loading `args.checkpoint`, on one device."""
+    """Load `args.checkpoint` on one device and answer requests. Yields a row for each stage."""
     from jaxembed import Embedder, EngineConfig
     from jaxembed.cli import configure_jax
 
@@ -116,7 +121,7 @@ def load(args: Namespace) -> Iterator[dict[str, Any]]:
 
 
 def answer(embedder: Any) -> None:
-    """A short text, then a batch; as documents of a query for a model that takes pairs."""
+    """Run a short text and then a batch of longer ones, as the model's task requires."""
     for texts in [SHORT], [" ".join([SHORT] * TIMES)] * TEXTS:
         if embedder.spec.task == "rerank":
             embedder.rerank(SHORT, texts)
@@ -127,6 +132,7 @@ def answer(embedder: Any) -> None:
 
 
 def row(stage: str, started_at: float, **facts: Any) -> dict[str, Any]:
+    """The row of a stage that has just ended: its memory now and at its peak, and its seconds."""
     memory = resident()
     return {
         "stage": stage,
@@ -138,14 +144,14 @@ def row(stage: str, started_at: float, **facts: Any) -> dict[str, Any]:
 
 
 def resident() -> dict[str, int]:
-    """Bytes of this process that are resident, and that ever were, by Linux's names."""
+    """The resident memory of this process in bytes, now (VmRSS) and at its peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return {name: 1024 * int(fields[name].split()[0]) for name in ("VmHWM", "VmRSS")}
 
 
 def stored_bytes(checkpoint: Path) -> int:
-    """Of the parameters, which are stored without compression."""
+    """The bytes of a checkpoint's parameters, which are stored without compression."""
     return sum(path.stat().st_size for path in (checkpoint / "params").rglob("*") if path.is_file())
 
 

@@ -1,9 +1,9 @@
-"""How fast each bucket's program runs, and how near it comes to its own matrix products.
+"""Measures how fast each bucket's program runs, and its share of the speed of its matrix products.
 
-Every bucket of the grid is compiled twice, from nothing and from the persistent cache, and run full
-of tokens as the engine runs it: token ids in, pooled vectors out on the host. The ceiling is
-measured beside it, run for run: the model's matrix products alone, same shapes, dtype and order,
-one compiled program per bucket. What is missing to 100 % is attention, norms, activations, copies.
+Every bucket of the grid is compiled twice, without and with the persistent cache, and run full of
+tokens as the engine runs it, from token ids to pooled vectors on the host. The ceiling is measured
+in turn with it: one compiled program per bucket with only the model's matrix products, of the same
+shapes, dtype and order. Attention, norms, activations and copies are the rest to 100 %.
 
     python -m benchmarks.bench_model                                # all-MiniLM-L6-v2, default grid
     python -m benchmarks.bench_model --architecture-size bert-base --limit 512 --buckets 8x128,8x512
@@ -33,7 +33,7 @@ from jaxembed.spec import DType
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """What model to run, and on which buckets."""
+    """Add the options of the model, the dtype and the default grid."""
     subject.add_arguments(parser)
     parser.add_argument("--dtype", choices=get_args(DType))
     parser.add_argument("--limit", type=int, help="longest sequence; default: the model's")
@@ -42,6 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_arguments(parser)
     parser.add_argument("--buckets", help="such as 1x32,8x128; default: the default grid")
@@ -50,6 +51,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure every bucket, and print and write the results."""
     args = parse(argv)
     report.configure_jax()
     model = subject.load(args)
@@ -65,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def chosen_grid(args: Namespace, model: Subject) -> BucketGrid:
-    """The buckets named, or the default grid of this limit and token budget."""
+    """The grid that the arguments name, or the default grid for their limit and token budget."""
     if args.buckets:
         pairs = [text.split("x") for text in args.buckets.split(",")]
         return BucketGrid(tuple(Bucket(int(rows), int(length)) for rows, length in pairs))
@@ -73,21 +75,23 @@ def chosen_grid(args: Namespace, model: Subject) -> BucketGrid:
 
 
 def usual_grid(args: Namespace, model: Subject, limit: int, budget: int) -> BucketGrid:
-    """The grid that the server would choose."""
+    """The grid that the server would choose for this limit and token budget."""
     native_choice = subject.native_choice_of(model, args, dtype_of(args))
     return default_grid(limit, budget, join=native_choice.joins)
 
 
 def dtype_of(args: Namespace) -> DType:
+    """The dtype that the arguments name, or the device's own."""
     return args.dtype or native_dtype(jax.local_devices()[0])
 
 
 def limit_of(args: Namespace, model: Subject) -> int:
+    """The input limit in tokens that the arguments name, or the model's."""
     return args.limit or model.spec.max_input_tokens
 
 
 def budget_of(args: Namespace, model: Subject) -> int:
-    """The token budget asked for, or the one that the server would choose."""
+    """The token budget that the arguments name, or the one that the server would choose."""
     if args.max_batch_tokens:
         return args.max_batch_tokens
     device, dtype = jax.local_devices()[0], dtype_of(args)
@@ -97,7 +101,7 @@ def budget_of(args: Namespace, model: Subject) -> int:
 
 
 def measure(model: Subject, replica: Replica, bucket: Bucket, runs: int) -> dict[str, Any]:
-    """One row of the table."""
+    """Measure a bucket, and return its row."""
     cold_s, cached_s = seconds_of(replica, bucket), seconds_of(replica, bucket)
     planes, lengths = full_planes(bucket, model)
     ceiling = products(
@@ -124,14 +128,18 @@ def measure(model: Subject, replica: Replica, bucket: Bucket, runs: int) -> dict
 
 
 def seconds_of(replica: Replica, bucket: Bucket) -> float:
+    """The seconds to compile a bucket."""
     start = time.perf_counter()
     replica.compile(bucket)
     return time.perf_counter() - start
 
 
 def full_planes(bucket: Bucket, model: Subject, seed: int = 0) -> tuple[np.ndarray, list[int]]:
-    """A batch without padding, and the lengths in it: one sequence a row, or several in rows that
-    are longer than what the model takes."""
+    """Make a batch without padding, int32 `[planes, rows, length]`.
+
+    Each row holds one sequence, or several if it is longer than the model's limit. Returns the
+    batch, and the lengths of its sequences.
+    """
     longest = min(position_limit(model.spec) or bucket.length, bucket.length)
     planes = np.zeros((PackedTokens.PLANES, bucket.rows, bucket.length), np.int32)
     ids, positions, segments, _, pooled = planes
@@ -143,12 +151,12 @@ def full_planes(bucket: Bucket, model: Subject, seed: int = 0) -> tuple[np.ndarr
 
 
 def products(model: Subject, dtype: DType, tokens: int, device: Any, native_layout: bool = False):
-    """A call that runs the model's matrix products on `tokens` tokens, and nothing else: XLA's, or
-    with `native_layout` those of the native kernels.
+    """Compile a program with only the model's matrix products, and return a function that runs it.
 
-    Operands have the model's dtype and sums are float32, as in the model. Each product takes the
-    result of the one before, rounded and cut to its width: independent ones would all be kept in
-    memory at once, and on a CPU new memory costs more than the products.
+    It multiplies `tokens` tokens, by XLA, or with `native_layout` by the native kernels. Operands
+    have the model's dtype and sums are float32, as in the model. Each product takes the result of
+    the one before, rounded and cut to its width. Independent products would all be kept in memory
+    at once, and on a CPU new memory costs more than the products.
     """
     draw = np.random.default_rng(0)
     shapes = subject.kernels(model.program)
@@ -164,7 +172,7 @@ def products(model: Subject, dtype: DType, tokens: int, device: Any, native_layo
                 x = native.linear(x, weight, None, dtype=dtype)
                 continue
             y = jnp.dot(x, weight, preferred_element_type=jnp.float32)
-            # the barrier keeps XLA from computing only the columns that the next product takes
+            # without the barrier XLA would compute only the columns that the next product takes
             x = jax.lax.optimization_barrier(y).astype(weight.dtype)
         return x[0, 0]
 
@@ -174,18 +182,19 @@ def products(model: Subject, dtype: DType, tokens: int, device: Any, native_layo
 
 
 def _of_width(x: jax.Array, width: int) -> jax.Array:
-    """Cut, or repeated where it is too narrow."""
+    """Cut the columns of an array to a width, or repeat them if there are too few."""
     return jnp.tile(x, (1, -(-width // x.shape[1])))[:, :width]
 
 
 def _placed(draw: np.random.Generator, shape: tuple[int, int], dtype: DType, device: Any):
+    """A random matrix on the device."""
     values = draw.standard_normal(shape, np.float32) * shape[0] ** -0.5
     return jax.device_put(values.astype(jnp.dtype(dtype)), device)
 
 
 @contextmanager
 def empty_compile_cache() -> Iterator[Path]:
-    """JAX's persistent compilation cache in a new folder, everything stored; then as it was."""
+    """Use an empty folder as JAX's persistent cache in the context, and store every program."""
     settings = {
         "jax_compilation_cache_dir": None,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -203,7 +212,7 @@ def empty_compile_cache() -> Iterator[Path]:
 def _use_cache(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
-    compilation_cache.reset_cache()  # the one in use is chosen once, at the first compile
+    compilation_cache.reset_cache()  # JAX chooses its cache once, at the first compilation
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""How an embedder and a reranker on one device slow each other down, without HTTP.
+"""Measures how an embedder and a reranker on one device slow each other down, without HTTP.
 
-One process holds a model that embeds and a reranker of the same size with random weights.
-Three loads run, each by itself and then all at once: `bulk` embeds 64 texts at a time, `query` one
-at a time, `rerank` scores 20 documents for a query. Each client asks again as soon as it has its
-answer. Ceiling: the figures of a load by itself.
+One process holds an embedding model, and a reranker of the same size with random weights. Three
+loads run alone and then at once: `bulk` embeds 64 texts at a time, `query` one at a time, and
+`rerank` scores 20 documents for a query. Each client sends the next request when it has its answer.
+The figures of a load alone are the ceiling.
 
     python -m benchmarks.bench_pair --seconds 20
 
-Columns: `p50_ms` and `p99_ms` of a request; `texts_per_s` those embedded or scored. `overlaps` are
-programs that began while one of the other model ran: two are in flight at most, of either model.
+Columns: `p50_ms` and `p99_ms` are latencies of a request, `texts_per_s` the texts embedded or
+scored. `overlaps` is the number of programs that began while one of the other model ran; at most
+two programs are in flight, of either model.
 """
 
 import asyncio
@@ -32,32 +33,32 @@ from jaxembed.engine.admission import Capacity
 from jaxembed.models import random_parameters
 from jaxembed.spec import DenseLayer, Pooled, scoring_heads
 
-BULK, DOCUMENTS = 64, 20
+BULK, DOCUMENTS = 64, 20  # texts of a bulk request, and documents of a rerank request
 
 
 @dataclass(frozen=True)
 class Load:
-    """Clients that repeat one kind of request."""
+    """Clients that send the same kind of request repeatedly."""
 
     name: str
     clients: int
-    texts: int  # of one request
+    texts: int  # in one request
     ask: Callable[[], Awaitable[Any]]
 
 
 @dataclass
 class Watch:
-    """When the programs of each model ran, as (start, stop, model)."""
+    """Records when the programs of each model ran, as (start, stop, model)."""
 
     runs: list[tuple[float, float, str]] = field(default_factory=list)
 
     def over(self, name: str, embedder: Embedder) -> None:
-        """Note every run of the embedder's runners from now on."""
+        """Record every run of the embedder's runners from now on, under this name."""
         for seat in embedder.engine.seats:
             seat.runner.run = self._noting(name, seat.runner.run)
 
     def overlaps(self) -> int:
-        """Programs that began while one of another model ran."""
+        """The number of programs that began while one of another model ran."""
         count = 0
         until: dict[str, float] = {}
         for start, stop, name in sorted(self.runs):
@@ -76,6 +77,7 @@ class Watch:
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", nargs="?", help="directory or hub id; default: all-MiniLM-L6-v2")
     parser.add_argument("--cache-dir", type=Path, help="of converted checkpoints")
@@ -89,6 +91,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the loads alone and together, and print and write the results."""
     args = parse(argv)
     report.configure_jax()
     with ExitStack() as stack:
@@ -122,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(
     embedder: Embedder, reranker: Embedder, args: Namespace
 ) -> tuple[list[dict[str, Any]], int]:
-    """A row for each load by itself and for each of all at once; and the overlaps."""
+    """Measure each load alone and then all at once. Returns their rows, and the overlaps."""
     _wait_for_timings((embedder, reranker))
     watch = Watch()
     for name, model in (("embedder", embedder), ("reranker", reranker)):
@@ -137,7 +140,7 @@ def measure(
 
 
 def _random_reranker(path: Path, folder: Path) -> Path:
-    """A cross-encoder of random weights, with the tower and the tokenizer of the embedder."""
+    """Save a cross-encoder with random weights, and with the embedder's tower and tokenizer."""
     spec = checkpoint.load_spec(path)
     width = spec.hidden_size
     layers = (DenseLayer(width, width), DenseLayer(width, 1, activation="identity"))
@@ -155,7 +158,7 @@ def _random_reranker(path: Path, folder: Path) -> Path:
 
 
 def _wait_for_timings(embedders: Sequence[Embedder]) -> None:
-    """Wait until every bucket is compiled and timed."""
+    """Wait until every bucket of each model is compiled and timed."""
     for embedder in embedders:
         embedder.engine.wait_timed()
 
@@ -184,7 +187,10 @@ def _loads(embedder: Embedder, reranker: Embedder, args: Namespace) -> list[Load
 
 
 async def _run(loads: Sequence[Load], seconds: float) -> tuple[float, dict[str, list[float]]]:
-    """Every load at once for `seconds`: how long it really took, and each request's seconds."""
+    """Run all loads at once for `seconds`.
+
+    Returns how long it really took, and the seconds of each request by the name of its load.
+    """
     times: dict[str, list[float]] = {load.name: [] for load in loads}
     started_at = time.perf_counter()
 

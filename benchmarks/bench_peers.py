@@ -1,15 +1,15 @@
-"""Our server against Infinity (torch) over HTTP: same weights, texts, cores and load generator.
+"""Compares our server with Infinity (torch) over HTTP: same weights, texts, cores and clients.
 
-Both servers run, the other idle, and take turns: in every round each gets single queries on one
-connection, bulk requests on four, and queries at random times while bulk runs. Which of them goes
-first alternates. A ratio is taken within a round, so that what disturbs the machine for a while
-disturbs both sides of it; what counts is the median of the rounds.
+Both servers run and take turns; one is idle while the other is measured. In every round each gets
+single queries on one connection, bulk requests on four, and queries at random times while bulk
+runs. Which of them goes first alternates. Ratios are taken within a round, so that disturbances of
+the machine hit both servers; the median of the rounds counts.
 
     python -m benchmarks.bench_peers --infinity .venv-peers
     python -m benchmarks.bench_peers -- --dtype float32            # flags of jaxembed serve
 
-Answers are asked for in base64, as OpenAI's own client does. `idle_cpu` is the share of a core
-that a server takes while nobody asks, so what it costs the other. Texts are not cached by either.
+Answers are requested in base64, as OpenAI's own client does. `idle_cpu` is the share of a core that
+a server uses while it is idle, and so takes from the other. Neither server caches texts.
 """
 
 import sys
@@ -26,7 +26,7 @@ from benchmarks.load import Closed, Load, Open
 from benchmarks.servers import Server
 
 OURS, PEER = "jaxembed", "infinity"
-# how many times better ours is: scenario, load, figure, and whether more of it is better
+# The ratios of our server to the peer: scenario, load, figure, and whether more of it is better.
 RATIOS = {
     "bulk texts/s": ("bulk", "bulk", "texts_per_s", True),
     "lone query p50": ("lone", "query", "p50_ms", False),
@@ -37,6 +37,10 @@ PACKAGES = ("infinity_emb", "torch", "transformers", "sentence-transformers")
 
 
 def scenarios(texts: int, per_s: float) -> dict[str, list[Load]]:
+    """The loads of each scenario, which run at the same time, by name.
+
+    Bulk requests have `texts` texts; under bulk there are `per_s` queries a second.
+    """
     bulk = Closed("bulk", texts, BULK_CONNECTIONS)
     return {
         "lone": [Closed("query", 1, 1)],
@@ -46,7 +50,7 @@ def scenarios(texts: int, per_s: float) -> dict[str, list[Load]]:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Those of the texts, the loads and the rounds."""
+    """Add the options of the texts, the loads and the rounds."""
     workloads.add_arguments(parser)
     report.add_arguments(parser)
     parser.add_argument("--texts", type=int, default=8192, help="different ones in bulk")
@@ -57,6 +61,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     at = arguments.index("--") if "--" in arguments else len(arguments)
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -69,6 +74,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure both servers in turns, and print and write the results."""
     args = parse(argv)
     peer_flags = ["--dtype", args.infinity_dtype]
     with (
@@ -95,31 +101,35 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(
     running: dict[str, Server], args: Namespace
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """A row for each round, server, scenario and load; and what an idle server takes."""
+    """Measure the servers in turns.
+
+    Returns a row for each round, server, scenario and load, and by server the share of a core that
+    it uses while idle.
+    """
     texts = Texts(args)
-    known = scenarios(args.bulk, args.per_s)
-    seconds = dict(zip(known, map(float, args.seconds.split(",")), strict=True))
+    loads_of = scenarios(args.bulk, args.per_s)
+    seconds = dict(zip(loads_of, map(float, args.seconds.split(",")), strict=True))
     for server in running.values():
-        for loads in known.values():
+        for loads in loads_of.values():
             run(server.target, texts, loads, "base64", 1.0)
     idle = {name: server.idle_share() for name, server in running.items()}
     rows = []
     for number in range(args.rounds):
         order = list(running) if number % 2 else list(reversed(running))
-        for scenario, loads in known.items():
+        for scenario, loads in loads_of.items():
             for name in order:
                 about = {"round": number, "server": name, "scenario": scenario}
-                found = run(
+                results = run(
                     running[name].target, texts, loads, "base64", seconds[scenario], seed=number
                 )
-                rows += [about | row for row in found]
+                rows += [about | row for row in results]
                 print(".", end="", flush=True)
     print()
     return rows, idle
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Medians over rounds of each server, scenario and load."""
+    """The medians over the rounds for each server, scenario and load."""
     keys = dict.fromkeys((r["scenario"], r["load"], r["server"]) for r in rows)
     figures = ("texts_per_s", "p50_ms", "p95_ms", "p99_ms", "worst_ms", "client_cpu")
     table = []
@@ -134,17 +144,16 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def ratios_of(rows: Sequence[dict[str, Any]], one: str, other: str) -> list[dict[str, Any]]:
-    """How many times better one server is than another in each round: the median, the worst and
-    the best."""
+    """How many times better one server is than another: median, worst and best of the rounds."""
     table = []
     for title, (scenario, load, figure, more_is_better) in RATIOS.items():
-        found = {
+        values = {
             (r["round"], r["server"]): r[figure]
             for r in rows
             if (r["scenario"], r["load"]) == (scenario, load)
         }
-        rounds = sorted({number for number, _ in found})
-        ratios = np.array([found[n, one] / found[n, other] for n in rounds])
+        rounds = sorted({number for number, _ in values})
+        ratios = np.array([values[n, one] / values[n, other] for n in rounds])
         ratios = ratios if more_is_better else 1 / ratios
         about = {"figure": title, "rounds": len(rounds), "median": float(np.median(ratios))}
         table.append(about | {"least": float(ratios.min()), "most": float(ratios.max())})

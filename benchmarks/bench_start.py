@@ -1,21 +1,21 @@
-"""How long a server takes from its command to its first answer, cold and warm, on what, and what a
-lone query takes in the seconds after that.
+"""Measures how long a server takes to its first answer, cold and warm, and a lone query after that.
 
-Cold: an empty cache folder, so the checkpoint is converted and every bucket compiled. Warm: the
-same folder again, where nothing should compile. Times are from the start of the process:
+A cold start has an empty cache folder, so that the checkpoint is converted and every bucket
+compiled. A warm start has the same folder again, and should compile nothing. Times are from the
+start of the process:
 
     port        a connection is accepted (the server listens before it loads)
-    http        a request is answered at all: the model is loaded
-    ready       /ready says 200: every request has a compiled bucket
+    http        any request is answered: the model is loaded
+    ready       /ready answers 200: every request has a compiled bucket
     embeddings  a /v1/embeddings request, sent as soon as there is a port, is answered
     all         every bucket is compiled
 
-From the moment /ready says 200 lone queries are sent at random times, `--per-s` of them a second:
-`after` has their p50 and p99 second by second, and as multiples of the steady p50, which is taken
-later, in seconds in which nothing was compiled and no bucket timed.
+When /ready answers 200, lone queries are sent at random times, `--per-s` of them a second. `after`
+has their p50 and p99 for each second, and the p50 as a multiple of the steady one. The steady p50
+is measured later, in seconds in which nothing was compiled and no bucket timed.
 
-Then the same steps one by one in a process of their own, without a server (`stages`), and what the
-server logged, with times. `compiled` is jaxembed_compile_count once all is done: 0 when warm.
+The same steps are also timed one by one in a process of their own, without a server (`stages`), and
+the server's log is shown with times. `compiled` is jaxembed_compile_count at the end: 0 when warm.
 
     python -m benchmarks.bench_start
     python -m benchmarks.bench_start --repeat 3 MODEL -- --max-batch-tokens 2048
@@ -48,6 +48,7 @@ STEADY_TRIES = 6
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     at = arguments.index("--") if "--" in arguments else len(arguments)
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -66,6 +67,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Measure cold and warm starts, and print and write the results."""
     args = parse(argv)
     starts = [start for _ in range(args.repeat) for start in cold_and_warm(args)]
     hidden = ("log", "stages", "after")
@@ -83,16 +85,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def stage_rows(starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The seconds of each stage, the median over the starts."""
     stages = [start.get("stages", {}) for start in starts]
     names = dict.fromkeys(name for of_start in stages for name in of_start)
     return [
         {"stage": name, "median_s": float(np.median([s[name] for s in stages if name in s]))}
-        for name in names  # a cold start may choose another grid, and so compile others first
+        for name in names  # stages differ: a cold start may choose another grid
     ]
 
 
 def after_rows(starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The seconds after ready, each the median over the starts."""
+    """The figures of each second after ready, medians over the starts."""
     seconds = min(len(start["after"]) for start in starts)
     return [
         {
@@ -104,17 +107,17 @@ def after_rows(starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cold_and_warm(args: Namespace) -> Iterator[dict[str, Any]]:
-    """A start on an empty cache and one on what it left there, each with its stages."""
+    """Measure a start with an empty cache, and one with the cache that the first one left."""
     with tempfile.TemporaryDirectory() as staged, tempfile.TemporaryDirectory() as served:
         for kind in ("cold", "warm"):
-            found = {"start": kind} | serve_once(args, Path(served))
+            result = {"start": kind} | serve_once(args, Path(served))
             if not args.no_stages:
-                found["stages"] = stages_once(args, Path(staged))
-            yield found
+                result["stages"] = stages_once(args, Path(staged))
+            yield result
 
 
 def serve_once(args: Namespace, cache_dir: Path) -> dict[str, Any]:
-    """Start a server, watch it to its last bucket, stop it."""
+    """Start a server, measure it until its last bucket is compiled, and stop it."""
     port = free_port()
     command = [sys.executable, "-m", "jaxembed.cli", "serve", *([args.model] if args.model else [])]
     command += ["--port", str(port), "--cache-dir", str(cache_dir)]
@@ -156,15 +159,17 @@ def serve_once(args: Namespace, cache_dir: Path) -> dict[str, Any]:
 
 
 def lone(target: Target, texts: Texts, per_s: float, seconds: float) -> load.Sample:
-    """Single queries at random times, one connection each while another waits."""
+    """Send single queries at random times, each on a connection that is not in use."""
     query = Open("query", 1, per_s)
     requests = texts.requests(target, 1, "base64")
     return asyncio.run(load.run(target, [(query, requests)], seconds))[0]
 
 
 def steady(watch: Watch, target: Target, texts: Texts, args: Namespace) -> float:
-    """The p50 of a lone query in seconds in which nothing was compiled and no bucket timed; the
-    last of several tries where some bucket was timed in each."""
+    """The p50 in milliseconds of lone queries while nothing is compiled and no bucket timed.
+
+    It is the last of STEADY_TRIES tries if something was timed during each.
+    """
     p50_ms = float("nan")
     for _ in range(STEADY_TRIES):
         before = watch.metrics()
@@ -176,7 +181,7 @@ def steady(watch: Watch, target: Target, texts: Texts, args: Namespace) -> float
 
 
 def by_second(sample: load.Sample, steady_ms: float) -> list[dict[str, Any]]:
-    """p50, p99 and the number of queries due in each second, and the p50 over the steady one."""
+    """Count the queries due in each second, with p50, p99, and p50 over the steady one."""
     due, ms = np.array(sample.due_s), np.array(sample.latencies_s) * 1000
     rows = []
     for second in range(int(due.max()) + 1 if len(due) else 0):
@@ -196,6 +201,7 @@ def by_second(sample: load.Sample, steady_ms: float) -> list[dict[str, Any]]:
 
 
 def connects(port: int) -> bool:
+    """Whether a port of this machine accepts connections."""
     try:
         socket.create_connection(("127.0.0.1", port), CONNECT_S).close()
     except OSError:
@@ -204,14 +210,14 @@ def connects(port: int) -> bool:
 
 
 def stages_once(args: Namespace, cache_dir: Path) -> dict[str, float]:
-    """The stages of a start in a process of their own, seconds each."""
+    """Run the stages of a start in a new process. Returns the seconds of each."""
     command = [sys.executable, "-m", "benchmarks.start_stages", str(cache_dir)]
     command += [args.model] if args.model else []
     spawned = dict(os.environ) | {"STARTED_AT": repr(time.time())}
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=report.ROOT, env=spawned, capture_output=True, text=True, check=True
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What `jaxembed tune` gains: a grid for each length mix, tried beside the default one.
+"""Measures what `jaxembed tune` gains over the default grid, for each length mix.
 
-For each mix: buckets are measured on this device, the grid of least cost is searched for, and both
-grids run the same unseen texts of the mix in alternating rounds, under three loads: a queue that is
-never empty, requests of 4, 16 and 64 texts, and lone texts. A figure after against before is the
-ratio of times in each round; below 1 the tuned grid is faster.
+For each mix it measures buckets on this device and searches the grid of least cost. Then both grids
+run the same unseen texts of the mix in alternating rounds, under three loads: a queue that is never
+empty, requests of 4, 16 and 64 texts, and lone texts. The figures are ratios of times, after over
+before, in each round; below 1 the tuned grid is faster.
 
     python -m benchmarks.bench_tune
     python -m benchmarks.bench_tune --mixes queries,abstracts,bimodal --seconds 60
@@ -25,10 +25,11 @@ from jaxembed.tune.model import MeasuredModel, load_measured
 from jaxembed.tune.report import LOADS, draw, table
 from jaxembed.tune.tuning import Budget, Tuning, tune
 
-COUNT = 4096  # texts whose lengths make a mix
+COUNT = 4096  # texts of a mix whose lengths are used
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", nargs="?", help="directory or hub id; default: all-MiniLM-L6-v2")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
@@ -46,6 +47,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Tune a grid for each mix, and print and write the results."""
     args = parse(argv)
     report.configure_jax()
     tunings = {name: tuned(name, args) for name in args.mixes.split(",")}
@@ -65,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def tuned(name: str, args: Namespace) -> Tuning:
-    """The grid found for one mix, tried, shown and drawn."""
+    """Tune a grid for a mix, print the result, and draw it if asked."""
     model = opened(args)
     budget = Budget(args.seconds, rounds=args.rounds)
     tuning = tune(model, lengths(name, model, args), budget)
@@ -78,7 +80,7 @@ def tuned(name: str, args: Namespace) -> Tuning:
 
 
 def opened(args: Namespace) -> MeasuredModel:
-    """The model with nothing compiled: each mix is tuned as by a command of its own."""
+    """Load the model with nothing compiled, so that each mix is tuned as by a separate command."""
     config = EngineConfig(
         dtype=args.dtype, max_input_tokens=args.limit, max_batch_tokens=args.max_batch_tokens
     )
@@ -89,6 +91,7 @@ def opened(args: Namespace) -> MeasuredModel:
 
 
 def lengths(name: str, model: MeasuredModel, args: Namespace) -> Lengths:
+    """The lengths of a mix, in tokens of this model."""
     mix = workloads.workload(
         name,
         COUNT,
@@ -104,6 +107,7 @@ def lengths(name: str, model: MeasuredModel, args: Namespace) -> Lengths:
 
 
 def row_of(name: str, tuning: Tuning) -> dict[str, Any]:
+    """The result of a tuning, as values for JSON."""
     rounds = tuning.comparison.by_round
     return {
         "mix": name,
@@ -124,6 +128,7 @@ def row_of(name: str, tuning: Tuning) -> dict[str, Any]:
 
 
 def summary(row: dict[str, Any]) -> dict[str, Any]:
+    """The columns of the table, from the result of a tuning."""
     ratios = {load: figures["median"] for load, figures in row["after_over_before"].items()}
     return {
         "mix": row["mix"],

@@ -1,8 +1,8 @@
-"""Quality gate: STS-B test, Spearman x 100 of the cosine similarities, against the published value.
+"""Checks the quality on STS-B: Spearman x 100 of the cosine similarities against a published value.
 
-`make eval` runs it. float32 must give 82.03 +- 0.02 (what transformers and torch give on the same
-file), the default dtype of the device 82.03 +- 0.1. Exit status 1 when outside, 0 when inside or
-when the data is absent, which is said as "skipped".
+`make eval` runs it. float32 must give 82.03 +- 0.02 (which transformers and torch give on the same
+file), and the device's default dtype 82.03 +- 0.1. The exit status is 1 if a score is outside, and
+0 if it is inside or there is no data, which is reported as "skipped".
 
     python -m benchmarks.eval_sts
     python -m benchmarks.eval_sts sentence-transformers/all-mpnet-base-v2 --expected 83.42
@@ -28,6 +28,7 @@ FILE = "stsb/stsb-en-test.csv"
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", nargs="?", help="directory or hub id; default: all-MiniLM-L6-v2")
     parser.add_argument("--data", type=Path, default=DATA, help=f"folder with {FILE}")
@@ -40,6 +41,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Score the model, and print and write the results. Returns the exit status."""
     args = parse(argv)
     report.configure_jax()
     path = args.data / FILE
@@ -60,19 +62,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(args: Namespace, pairs: Sequence[tuple[str, str, float]], dtype: DType | None):
-    """The score of one dtype; None is the default of the device."""
-    # every bucket before the first text: a process that ends while XLA compiles is aborted
+    """Score the pairs in one dtype; None means the device's default. Returns a row."""
+    # all buckets compile before the first text: a process that ends while XLA compiles is aborted
     config = EngineConfig(dtype=dtype, devices=1, warmup="full")
     embedder = Embedder(args.model, cache_dir=args.cache_dir, config=config)
     start = time.perf_counter()
     first = embedder.encode([pair[0] for pair in pairs], normalize=True)
     second = embedder.encode([pair[1] for pair in pairs], normalize=True)
-    seconds, found = time.perf_counter() - start, embedder.dtype
+    seconds, dtype_used = time.perf_counter() - start, embedder.dtype
     embedder.close()
     score = 100 * spearman((first * second).sum(axis=1), np.array([pair[2] for pair in pairs]))
-    tolerance = TOLERANCE[found] if args.tolerance is None else args.tolerance
+    tolerance = TOLERANCE[dtype_used] if args.tolerance is None else args.tolerance
     return {
-        "dtype": found,
+        "dtype": dtype_used,
         "spearman": score,
         "expected": args.expected,
         "difference": score - args.expected,
@@ -83,12 +85,12 @@ def evaluate(args: Namespace, pairs: Sequence[tuple[str, str, float]], dtype: DT
 
 
 def spearman(first: np.ndarray, second: np.ndarray) -> float:
-    """Correlation of ranks; equal values share the mean of their ranks."""
+    """Spearman's rank correlation; equal values share the mean of their ranks."""
     return float(np.corrcoef(ranks(first), ranks(second))[0, 1])
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks from 1, ties averaged."""
+    """The ranks of values, from 1; ties get the mean of their ranks."""
     _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return (last - (counts - 1) / 2)[index]

@@ -1,9 +1,10 @@
-"""Clients of an embedding server: they send requests that are ready, and time the answers.
+"""Generates load on an embedding server: sends prepared requests and times the answers.
 
-A closed loop asks again as soon as it is answered; an open loop asks at times drawn beforehand,
-whether or not it is answered, so that a slow server is not spared the requests of those who wait.
-Latency is from when a request is due to its last byte. Answers are read, not parsed: the client
-runs beside the server and should take little of the machine. Knows nothing of models.
+A closed loop sends the next request when the last is answered. An open loop sends at random times
+that are drawn beforehand, whether or not earlier requests are answered, so that a slow server does
+not get fewer requests. Latency is from when a request is due to the last byte of its answer.
+Answers are read but not parsed, so that the clients use little of the machine that they share with
+the server. Knows nothing of models.
 """
 
 import asyncio
@@ -19,13 +20,13 @@ import orjson
 
 @dataclass(frozen=True)
 class Target:
-    """The route of an OpenAI-compatible server, and what it calls the model."""
+    """The URL of an OpenAI-compatible embeddings route, and the model's name there."""
 
     url: str
     model: str
 
     def request(self, texts: Sequence[str], encoding: str = "base64") -> bytes:
-        """The bytes of an HTTP request for the vectors of these texts."""
+        """The bytes of an HTTP request for the embeddings of these texts."""
         parts = urlsplit(self.url)
         body = {"model": self.model, "input": list(texts), "encoding_format": encoding}
         payload = orjson.dumps(body)
@@ -37,14 +38,14 @@ class Target:
 
 
 class Connection:
-    """One connection that is kept open. Reads what servers send: a length, or chunks."""
+    """One HTTP/1.1 connection that is kept open."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader = reader
         self._writer = writer
 
     async def ask(self, request: bytes) -> bytes:
-        """The body of the answer. Raises OSError if it is not 200, with what came."""
+        """Send a request and return the body of its answer. Raises OSError if it is not a 200."""
         self._writer.write(request)
         head = await self._reader.readuntil(b"\r\n\r\n")
         status, *lines = head.decode("latin-1").lower().split("\r\n")
@@ -64,18 +65,20 @@ class Connection:
         await self._reader.readuntil(b"\r\n")
 
     async def close(self) -> None:
+        """Close the connection."""
         self._writer.close()
         await self._writer.wait_closed()
 
 
 class Connections:
-    """Those to a server, all of them closed in the end."""
+    """The connections to a server, a context manager that closes all of them."""
 
     def __init__(self, target: Target):
         self._target = target
         self._opened: list[Connection] = []
 
     async def open(self) -> Connection:
+        """Open another connection."""
         parts = urlsplit(self._target.url)
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
         self._opened.append(Connection(reader, writer))
@@ -91,20 +94,20 @@ class Connections:
 
 @dataclass(frozen=True)
 class Closed:
-    """Clients, each with a connection, that ask one thing after the other."""
+    """A closed loop: clients with a connection each, which send one request after the other."""
 
     name: str
-    texts: int  # of one request
+    texts: int  # in one request
     connections: int
 
 
 @dataclass(frozen=True)
 class Open:
-    """Requests that come whether or not earlier ones are answered, at random times."""
+    """An open loop: requests at random times, whether or not earlier ones are answered."""
 
     name: str
-    texts: int
-    per_s: float  # requests, in the mean; exponential gaps
+    texts: int  # in one request
+    per_s: float  # mean number of requests a second, with exponential gaps
 
 
 Load = Closed | Open
@@ -112,14 +115,15 @@ Load = Closed | Open
 
 @dataclass(frozen=True)
 class Sample:
-    """What one kind of client saw."""
+    """The latencies of one load."""
 
     load: Load
     due_s: list[float]  # when each request was due, from the start
     latencies_s: list[float]
-    elapsed_s: float  # to the last answer
+    elapsed_s: float  # until the last answer
 
     def row(self) -> dict[str, Any]:
+        """The figures of the load: latency percentiles in milliseconds, and texts a second."""
         ms = np.array(self.latencies_s) * 1000
         return {
             "load": self.load.name,
@@ -137,9 +141,10 @@ class Sample:
 async def run(
     target: Target, loads: Sequence[tuple[Load, Iterator[bytes]]], seconds: float, seed: int = 0
 ) -> list[Sample]:
-    """Every load at once for `seconds`, and until what was asked is answered.
+    """Run all loads at once for `seconds`, and wait for the last answers. Returns a sample each.
 
-    A load comes with its requests, which must not run out. Raises OSError at the first that fails.
+    Each load has an iterator of its requests, which must not end. Raises OSError at the first
+    request that fails.
     """
     calls = {Closed: _closed, Open: _open}
     jobs = [calls[type(load)](target, load, requests, seconds, seed) for load, requests in loads]
@@ -188,7 +193,7 @@ async def _open(
 
 
 def arrivals(per_s: float, seconds: float, seed: int = 0) -> np.ndarray:
-    """Seconds at which requests come, sorted: a Poisson process. The same seed, the same times."""
+    """Draw the times of requests in seconds, sorted, from a Poisson process with this rate."""
     draw = np.random.default_rng(seed)
     times = np.cumsum(draw.exponential(1 / per_s, int(per_s * seconds * 2) + 20))
     return times[times < seconds]

@@ -1,11 +1,11 @@
-"""Draw what benchmarks/results holds as PNG, in the folder of the device it was measured on.
+"""Plots the results in benchmarks/results as PNG files, in the folder of each device.
 
-Nothing is measured or looked up here: a figure shows one committed JSON file, and names the device,
-the versions and the commit that the file names. Where a file is missing, so is its picture.
+It measures nothing. Each plot shows one committed JSON file, with the device, the versions and the
+commit that the file names. Without the file there is no plot.
 
-    libraries.png   tokens a second of libraries in one process each, beside their cosine
+    libraries.png   tokens a second of libraries, each in its own process, and their cosine
     http.png        latency of queries alone and under bulk, and bulk throughput, beside Infinity
-    buckets.png     the share of its own matrix products that each bucket reaches
+    buckets.png     the share of the speed of its own matrix products that each bucket reaches
 
     python -m benchmarks.plots [FOLDER ...]
 """
@@ -28,7 +28,7 @@ from benchmarks import report
 
 RESULTS = report.ROOT / "benchmarks" / "results"
 OURS, LIGHT, PEER, INK, FAINT = "#1f6feb", "#79b0ff", "#b8bec6", "#24292f", "#6e7781"
-SERVERS = {"jaxembed": "jaxembed", "infinity": "Infinity"}  # as results and as pictures call them
+SERVERS = {"jaxembed": "jaxembed", "infinity": "Infinity"}  # name in results -> name in plots
 DPI = 130
 STYLE: dict[Any, Any] = {  # matplotlib's own type of keys is private
     "font.family": "DejaVu Sans",
@@ -49,6 +49,7 @@ STYLE: dict[Any, Any] = {  # matplotlib's own type of keys is private
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Plot the results in the given folders, or in all."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folders", nargs="*", type=Path, help="default: all of benchmarks/results")
     args = parser.parse_args(argv)
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def draw(folder: Path) -> list[Path]:
-    """The pictures of a device, written beside its results."""
+    """Plot the results in a device's folder. Returns the paths of the plots, beside the results."""
     pictures = []
     for name, (benchmark, plot) in PICTURES.items():
         source = folder / f"{benchmark}.json"
@@ -75,7 +76,7 @@ def draw(folder: Path) -> list[Path]:
 
 
 def libraries(result: dict[str, Any]) -> Figure:
-    """Bars of tokens a second, each with its fidelity."""
+    """Plot tokens a second of each library as bars, with the cosine to float32."""
     rows = sorted(result["results"], key=lambda row: row["tokens_per_s"])
     most = max(row["tokens_per_s"] for row in rows)
     figure, axes = plt.subplots(figsize=(7.4, 0.4 * len(rows) + 1.2), layout="constrained")
@@ -97,7 +98,7 @@ def libraries(result: dict[str, Any]) -> Figure:
 
 
 def http(result: dict[str, Any]) -> Figure:
-    """Latencies on a logarithmic axis, and texts a second."""
+    """Plot latencies on a logarithmic axis, and bulk throughput, of both servers."""
     rows = {(row["scenario"], row["load"], row["server"]): row for row in result["summary"]}
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(8.6, 2.9), width_ratios=[1.7, 1], layout="constrained"
@@ -126,7 +127,7 @@ def http(result: dict[str, Any]) -> Figure:
 
 
 def buckets(result: dict[str, Any]) -> Figure:
-    """Shares of the ceiling; shades tell row lengths apart."""
+    """Plot each bucket's share of its ceiling as bars; the shade changes with the row length."""
     rows = result["buckets"]
     lengths = list(dict.fromkeys(row["bucket"].split("x")[1] for row in rows))
     figure, axes = plt.subplots(figsize=(7.4, 3.0), layout="constrained")
@@ -148,9 +149,9 @@ def _pairs(
     axes: Axes,
     pairs: dict[str, dict[str, float]],
     says: Callable[[float], str],
-    space: float,  # between a bar's end and what it says, as a factor
+    space: float,  # position of a bar's text relative to its end, as a factor
 ) -> None:
-    """Bars of ours and of the peer's for each title, with a gap between titles."""
+    """Draw a bar of our server and one of the peer for each title, with a gap between titles."""
     for group, pair in enumerate(pairs.values()):
         for (server, name), offset in zip(SERVERS.items(), (0.2, -0.2), strict=True):
             value, color = pair[server], OURS if server == "jaxembed" else PEER
@@ -161,11 +162,11 @@ def _pairs(
     axes.tick_params(axis="y", length=0)
 
 
-def _sign(figure: Figure, made: dict[str, Any]) -> None:
-    """Where the figures are from, under them."""
-    jax, ours = made["versions"]["jax"], made["versions"]["jaxembed"]
-    text = f"{made['device']}, {made['cores']} cores; jaxembed {ours} ({made['commit']}), jax {jax}"
-    figure.supxlabel(f"{text}, {made['date']}", x=0.01, ha="left", fontsize=7, color=FAINT)
+def _sign(figure: Figure, info: dict[str, Any]) -> None:
+    """Write the device, the versions and the commit of the results under a plot."""
+    jax, ours = info["versions"]["jax"], info["versions"]["jaxembed"]
+    text = f"{info['device']}, {info['cores']} cores; jaxembed {ours} ({info['commit']}), jax {jax}"
+    figure.supxlabel(f"{text}, {info['date']}", x=0.01, ha="left", fontsize=7, color=FAINT)
 
 
 PICTURES: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {

@@ -1,19 +1,24 @@
-"""What an accelerator can do for jaxembed: one command, everything tried, nothing fatal.
+"""Probes what an accelerator can do for jaxembed: it tries everything, and no failure is fatal.
 
-Versions; ceilings (matrix products, memory copies); every known attention for packed segments, with
-windows and with causal groups of heads: whether it compiles, runs, agrees with float32 and how long
-it takes; which of jaxembed's own the start of a server would choose, and in how many seconds; other
-block sizes of the Triton kernel than those it ships with; a BERT's compile and run time
-in bfloat16 and float32 and with a few XLA options, and whether the same text gets the same vector
-in every bucket. Each task stands alone: a failure is one line in its row.
+The tasks are:
+
+- about, ceilings, latencies: versions, rates of matrix products and copies, times of small steps
+- attention: each known implementation for packed segments, also with windows and with causal
+  grouped heads, and other block sizes of the Triton kernel: whether it compiles, runs and agrees
+  with float32, and how long it takes
+- choice: the kernels that a server would choose at its start, and how long the choice takes
+- model: compile and run time of a BERT in bfloat16 and float32 and with some XLA options, and
+  whether the same text gets the same vector in every bucket
+
+Each task is independent: a failure is one line in its row.
 
     python -m benchmarks.probe_device --isolate                    # each task in its own process
     python -m benchmarks.probe_device --isolate --quick            # under two minutes
     python -m benchmarks.probe_device --quick --only attention     # tasks whose name begins so
     python -m benchmarks.probe_device --isolate --flash-library libdew_flash_attn3.so
 
-Needs JAX, flax, jaxtyping, msgspec and numpy, of jaxembed only the models and a few engine files.
-A task that would start past --budget-s is left out and says so.
+It needs JAX, flax, jaxtyping, msgspec and numpy, and of jaxembed only the models and some engine
+files. A task that would start after --budget-s is left out and reported as such.
 """
 
 import ctypes
@@ -49,42 +54,40 @@ from jaxembed.models.attention import EVERYTHING, Sight
 from jaxembed.models.tokens import PackedTokens
 
 LIBRARIES = ("nvidia-", "jax", "flax", "tokamax", "dew-flash-attn", "libtpu", "ml-dtypes")
-AGREES = 0.02  # largest difference to float32, of values of size one, in bfloat16
+AGREES = 0.02  # largest allowed difference of bfloat16 to float32, for values of about 1
 TIMEOUT_S = 150  # of one task with --isolate
 
 Task = Callable[[Namespace], dict[str, Any]]
 
-plain_attention: Any = jax.nn.dot_product_attention  # overloads that say less than it takes
-
-# -- attention -----------------------------------------------------------------------------------
+plain_attention: Any = jax.nn.dot_product_attention  # Any: its overloads lack some arguments
 
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of attention: packed, several segments a row, or padded, one each."""
+    """A batch for attention: packed, with several segments a row, or padded, with one each."""
 
     rows: int
     length: int
     heads: int
     width: int
     packed: bool
-    groups: int | None = None  # heads of keys and values, where they are fewer
+    groups: int | None = None  # heads of keys and values, if they are fewer
     sight: Sight = EVERYTHING
 
     @cached_property
     def lengths(self) -> list[list[int]]:
-        """Of the segments of each row; what they leave of the row is padding."""
+        """The lengths of the segments of each row; the rest of the row is padding."""
         draw = np.random.default_rng(0)
-        found = []
+        rows = []
         for _ in range(self.rows):
             parts = draw.dirichlet(np.full(4 if self.packed else 1, 2.0)) * self.length
             share = draw.uniform(0.8, 1.0) if self.packed else draw.uniform(0.3, 1.0)
-            found.append([max(int(part * share), 1) for part in parts])
-        return found
+            rows.append([max(int(part * share), 1) for part in parts])
+        return rows
 
     @cached_property
     def segments(self) -> np.ndarray:
-        """int32 [rows, length]: 1, 2, ... and 0 for padding."""
+        """The segment of each token, int32 `[rows, length]`: 1, 2, ..., and 0 for padding."""
         segments = np.zeros((self.rows, self.length), np.int32)
         for row, lengths in zip(segments, self.lengths, strict=True):
             ids = np.repeat(np.arange(1, len(lengths) + 1), lengths)
@@ -93,15 +96,16 @@ class Case:
 
     @cached_property
     def mask(self) -> np.ndarray:
-        """bool [rows, 1, length, length]. Padding sees itself: no row of it is empty."""
+        """The mask, bool `[rows, 1, length, length]`. Padding sees padding, so no row is empty."""
         of_query, of_key = self.segments[:, None, :, None], self.segments[:, None, None, :]
         distance = np.arange(self.length)[:, None] - np.arange(self.length)
-        near = (distance >= 0) | (not self.sight.causal)
+        visible = (distance >= 0) | (not self.sight.causal)
         if self.sight.reach is not None:
-            near &= abs(distance) <= self.sight.reach
-        return (of_query == of_key) & near
+            visible &= abs(distance) <= self.sight.reach
+        return (of_query == of_key) & visible
 
     def operands(self, dtype: str) -> list[jax.Array]:
+        """Random query, key and value, `[rows, length, heads or groups, width]`."""
         draw = np.random.default_rng(1)
         groups = self.groups or self.heads
         shapes = [(self.rows, self.length, n, self.width) for n in (self.heads, groups, groups)]
@@ -109,7 +113,7 @@ class Case:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every token sees its whole segment with a key's head of its own."""
+        """Whether each token sees its whole segment, and each query head has its own key head."""
         return self.groups is None and self.sight == EVERYTHING
 
     def __str__(self) -> str:
@@ -122,13 +126,17 @@ class Case:
 
 
 def our_attend(case: Case) -> Callable:
+    """jaxembed's `attend`."""
     segments = jnp.asarray(case.segments)
     return lambda q, k, v: attention.attend(q, k, v, segments, case.sight)
 
 
 def our_kernel(case: Case, name: str, **blocks: int) -> Callable:
-    """A kernel of jaxembed's; off its own platform interpreted, which shows that it agrees."""
-    platform = next(platform for platform, known in kernels.KERNELS.items() if name in known)
+    """A kernel of jaxembed; on other platforms it is interpreted, which only shows that it agrees.
+
+    Raises ValueError if the kernel refuses the case.
+    """
+    platform = next(platform for platform, names in kernels.KERNELS.items() if name in names)
     kernel = kernels.kernel(kernels.KERNELS[platform][name])
     groups = case.groups or case.heads
     call = kernels.Call(case.heads, groups, case.width, "bfloat16", case.sight)
@@ -143,7 +151,7 @@ def our_kernel(case: Case, name: str, **blocks: int) -> Callable:
 
 
 def our_attend_whole(case: Case) -> Callable:
-    """attend with the scores of a row at once, whatever its length."""
+    """jaxembed's `attend`, with all scores of a row at once whatever its length."""
 
     def call(q, k, v):
         before, attention.WHOLE_SCORES = attention.WHOLE_SCORES, case.length
@@ -156,13 +164,14 @@ def our_attend_whole(case: Case) -> Callable:
 
 
 def jax_nn(case: Case, implementation: str) -> Callable:
-    """The public function with a mask over segments."""
+    """JAX's public function with a mask of segments."""
     mask = jnp.asarray(case.mask)
     attend: Any = partial(plain_attention, mask=mask, implementation=implementation)
     return lambda q, k, v: attend(q, k, v)
 
 
 def cudnn_bias(case: Case) -> Callable:
+    """cuDNN's attention with the mask as a bias."""
     bias = jnp.where(case.mask, 0.0, -1e9).astype(jnp.bfloat16)
     bias = jnp.broadcast_to(bias, (case.rows, case.heads, case.length, case.length))
     attend: Any = partial(plain_attention, implementation="cudnn")
@@ -170,6 +179,7 @@ def cudnn_bias(case: Case) -> Callable:
 
 
 def cudnn_lengths(case: Case) -> Callable:
+    """cuDNN's attention with sequence lengths. Raises ValueError for packed rows."""
     if case.packed:
         raise ValueError("sequence lengths say one segment a row")
     lengths = jnp.asarray([sum(row) for row in case.lengths], jnp.int32)
@@ -183,7 +193,7 @@ def cudnn_lengths(case: Case) -> Callable:
 
 
 def cudnn_thd(case: Case) -> Callable:
-    """The private packed path of JAX's cuDNN attention: lengths and offsets of each row's parts."""
+    """cuDNN's attention for packed rows, by lengths and offsets: a private function of JAX."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     most = max(map(len, case.lengths))
@@ -207,7 +217,7 @@ def cudnn_thd(case: Case) -> Callable:
 
 
 def starts_of(case: Case) -> tuple[np.ndarray, int]:
-    """Offsets of all segments in the flat buffer, padding as segments too, and the longest."""
+    """The offsets of all segments in the flat buffer, padding included, and the longest length."""
     sizes = []
     for parts in case.lengths:
         sizes += [*parts, case.length - sum(parts)]
@@ -215,9 +225,9 @@ def starts_of(case: Case) -> tuple[np.ndarray, int]:
 
 
 def flash3(case: Case, library: Path | None) -> Callable:
-    """FlashAttention-3 by XLA's FFI: dew-flash-attn, or its library alone.
+    """FlashAttention-3 by XLA's FFI, from the package dew-flash-attn or from its library alone.
 
-    Layout and attributes as in dew_flash_attn 0.3.6 (BSD-3).
+    Layout and attributes are those of dew_flash_attn 0.3.6 (BSD-3).
     """
     register_flash3(library)
     starts, longest = starts_of(case)
@@ -248,6 +258,7 @@ def flash3(case: Case, library: Path | None) -> Callable:
 
 
 def register_flash3(library: Path | None) -> None:
+    """Register FlashAttention-3 with XLA. Raises ModuleNotFoundError without package or library."""
     if library is None:
         package = importlib.util.find_spec("dew_flash_attn")
         if package is None or package.origin is None:
@@ -259,6 +270,7 @@ def register_flash3(library: Path | None) -> None:
 
 
 def tokamax_mask(case: Case, implementation: str) -> Callable:
+    """tokamax's attention with a mask of segments."""
     tokamax: Any = import_module("tokamax")
     mask = jnp.asarray(case.mask)
     return lambda q, k, v: tokamax.dot_product_attention(
@@ -267,7 +279,7 @@ def tokamax_mask(case: Case, implementation: str) -> Callable:
 
 
 def tokamax_ranges(case: Case) -> Callable:
-    """tokamax's Hopper kernel with the range of keys of each query, which skips whole blocks."""
+    """tokamax's Hopper kernel with a range of keys for each query, so that it skips blocks."""
     folder = "tokamax._src.ops.attention"
     base = import_module(f"{folder}.base")
     try:
@@ -286,7 +298,7 @@ def tokamax_ranges(case: Case) -> Callable:
 
 
 def splash(case: Case) -> Callable:
-    """The TPU kernel; elsewhere interpreted, which shows that it agrees and not how fast it is."""
+    """JAX's TPU kernel; on other platforms it is interpreted, which only shows that it agrees."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -307,7 +319,7 @@ def splash(case: Case) -> Callable:
 
 
 def pallas_gpu(case: Case) -> Callable:
-    """The Triton kernel in JAX, deprecated in 0.11."""
+    """JAX's own Triton kernel, deprecated in JAX 0.11."""
     from jax.experimental.pallas.ops.gpu import attention as kernel
 
     segments = jnp.asarray(case.segments)
@@ -317,6 +329,7 @@ def pallas_gpu(case: Case) -> Callable:
     )
 
 
+# Each candidate makes a function of query, key and value for a case, or raises if it cannot.
 CANDIDATES: dict[str, Callable[[Case, Namespace], Callable]] = {
     "attend": lambda case, args: our_attend(case),
     "attend-whole": lambda case, args: our_attend_whole(case),
@@ -340,12 +353,12 @@ CANDIDATES: dict[str, Callable[[Case, Namespace], Callable]] = {
     "pallas-gpu": lambda case, args: pallas_gpu(case),
 }
 
-# What takes windows, causal order and groups here. The others are tried on plain cases only.
+# The candidates that take windows, causal masks and groups; others are tried on plain cases only.
 ALL_CASES = ("attend", "triton", "flash", "splash", "jax-nn-xla")
 
 
 def cases(args: Namespace) -> list[Case]:
-    """16,384 tokens on an accelerator; on a CPU as few as show that it works."""
+    """The cases to try: 16,384 tokens each on an accelerator, and few tokens on a CPU."""
     if jax.local_devices()[0].platform == "cpu":
         causal = Case(2, 128, 4, 32, packed=True, groups=2, sight=Sight(causal=True))
         return [*(Case(2, 128, 2, 32, packed) for packed in (True, False)), causal]
@@ -361,22 +374,26 @@ def cases(args: Namespace) -> list[Case]:
 
 
 def attention_task(name: str, args: Namespace) -> dict[str, Any]:
-    """Every case of a candidate."""
+    """Try a candidate on every case. Returns a row for each."""
     return {"cases": [attempt(partial(try_case, name, case, args), case) for case in cases(args)]}
 
 
 def try_case(name: str, case: Case, args: Namespace) -> dict[str, Any]:
+    """Compile, check and time a candidate on a case. Returns a row.
+
+    Raises ValueError if the candidate does not take the case, and whatever it raises itself.
+    """
     if not case.is_plain and not name.startswith(ALL_CASES):
         raise ValueError("tried on whole segments only")
     operands = case.operands("bfloat16")
     started_at = time.perf_counter()
     compiled = jax.jit(CANDIDATES[name](case, args)).lower(*operands).compile()
     compile_s = time.perf_counter() - started_at
-    found = np.asarray(compiled(*operands), np.float32)
-    wanted = exact(case, operands)
+    result = np.asarray(compiled(*operands), np.float32)
+    expected = exact(case, operands)
     real = case.segments != 0
     times = report.timed(lambda: compiled(*operands), args.repeat)
-    difference = float(np.abs(found[real] - wanted[real]).max())
+    difference = float(np.abs(result[real] - expected[real]).max())
     pairs = int((case.mask[:, 0] & real[:, :, None]).sum())
     useful = 4.0 * case.heads * case.width * pairs
     return {
@@ -384,7 +401,7 @@ def try_case(name: str, case: Case, args: Namespace) -> dict[str, Any]:
         **times.row(),
         "difference": difference,
         "agrees": bool(difference < AGREES),
-        "padding_finite": bool(np.isfinite(found[~real]).all()),
+        "padding_finite": bool(np.isfinite(result[~real]).all()),
         "useful_tflop_per_s": useful / times.median / 1e9,
         "temporary_mb": temporary_mb(compiled),
     }
@@ -404,7 +421,7 @@ def exact(case: Case, operands: Sequence[jax.Array]) -> np.ndarray:
 
 
 def choice_task(args: Namespace) -> dict[str, Any]:
-    """What the start of a server would choose for the model of --size, and in what time."""
+    """Choose kernels for the model of --size as a server does at its start, and time it."""
     program = random_subject(model_size(args)).program
     grid = BucketGrid(tuple(Bucket(1, length) for length in (64, 128, 256, 512)))
     started_at = time.perf_counter()
@@ -412,12 +429,11 @@ def choice_task(args: Namespace) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - started_at, **choice.describe()}
 
 
-# -- the model -----------------------------------------------------------------------------------
-
 PARTS = (5, 17, 40)  # lengths of the texts whose vectors are compared
 
 
 def buckets_of(args: Namespace) -> list[Bucket]:
+    """The buckets of the model tasks."""
     if model_size(args) == "tiny":
         return [Bucket(1, 48), Bucket(2, 64), Bucket(4, 64)]
     if args.quick:
@@ -426,6 +442,7 @@ def buckets_of(args: Namespace) -> list[Bucket]:
 
 
 def model_size(args: Namespace) -> str:
+    """The size of the model: --size, or one that suits the device."""
     on_cpu = jax.local_devices()[0].platform == "cpu"
     return args.size or ("tiny" if on_cpu and args.quick else "bert-base")
 
@@ -433,8 +450,11 @@ def model_size(args: Namespace) -> str:
 def model_task(
     dtype: str, options: dict[str, Any], only_first: bool, args: Namespace
 ) -> dict[str, Any]:
-    """Compile and run buckets of a BERT with random weights; the vectors of the same texts in
-    each bucket."""
+    """Compile and run buckets of a BERT with random weights.
+
+    `options` are XLA's; `only_first` runs only the first bucket. Returns a row for each bucket, and
+    the vectors of the same texts in each.
+    """
     model = random_subject(model_size(args))
     device = jax.local_devices()[0]
     leaves = [
@@ -450,6 +470,7 @@ def model_task(
 
 
 def run_bucket(forward, leaves, bucket: Bucket, dtype: str, options: dict, args: Namespace):
+    """Compile and time a bucket. Returns its row, and the vectors of its first row's texts."""
     planes = jax.device_put(packed_planes(bucket), jax.local_devices()[0])
     exactly = "highest" if dtype == "float32" else None
     started_at = time.perf_counter()
@@ -474,13 +495,13 @@ def run_bucket(forward, leaves, bucket: Bucket, dtype: str, options: dict, args:
 
 
 def parts_in(bucket: Bucket) -> int:
-    """How many of PARTS the first row of a bucket holds."""
+    """The number of PARTS that the first row of a bucket holds."""
     fitting = np.cumsum(PARTS) <= bucket.length
     return int(min(fitting.sum(), bucket.slots))
 
 
 def packed_planes(bucket: Bucket) -> np.ndarray:
-    """PARTS in the first row, one long sequence in each of the others."""
+    """Make a batch with PARTS in the first row and one long sequence in each of the others."""
     planes = np.ones((PackedTokens.PLANES, bucket.rows, bucket.length), np.int32)
     planes[0] = np.random.default_rng(2).integers(5, 1000, (bucket.rows, bucket.length))
     planes[1] = np.arange(bucket.length)
@@ -497,10 +518,12 @@ def packed_planes(bucket: Bucket) -> np.ndarray:
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
+    """Scale vectors to length 1."""
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 def temporary_mb(compiled: jax.stages.Compiled) -> float | None:
+    """The temporary memory of a program in MB; None if the platform does not tell."""
     try:
         memory: Any = compiled.memory_analysis()
         return memory.temp_size_in_bytes / 1e6
@@ -508,17 +531,14 @@ def temporary_mb(compiled: jax.stages.Compiled) -> float | None:
         return None
 
 
-# -- the machine ---------------------------------------------------------------------------------
-
-
 def about(args: Namespace) -> dict[str, Any]:
-    """Versions, and what the device says of itself."""
+    """The versions of libraries, and the properties of the device."""
     devices = jax.local_devices()
     names = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-    wanted = {n: v for n, v in sorted(names.items()) if n and n.lower().startswith(LIBRARIES)}
+    packages = {n: v for n, v in sorted(names.items()) if n and n.lower().startswith(LIBRARIES)}
     return {
         "python": platform.python_version(),
-        "packages": wanted,
+        "packages": packages,
         "cudnn": cudnn_version(),
         "driver": driver(),
         "platform_version": devices[0].client.platform_version.splitlines(),
@@ -530,16 +550,18 @@ def about(args: Namespace) -> dict[str, Any]:
 
 
 def cudnn_version() -> int | None:
+    """The version of cuDNN, or None."""
     try:
         versions: Any = import_module("jax._src.lib").cuda_versions
         return versions.cudnn_get_version()
-    except Exception:  # private, and absent without CUDA
+    except Exception:  # the module is private, and absent without CUDA
         return None
 
 
 def driver() -> str | None:
-    wanted = "--query-gpu=name,driver_version,memory.total,memory.used,clocks.sm"
-    command = ["nvidia-smi", wanted, "--format=csv,noheader"]
+    """What nvidia-smi says of each GPU, or None."""
+    query = "--query-gpu=name,driver_version,memory.total,memory.used,clocks.sm"
+    command = ["nvidia-smi", query, "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
@@ -547,7 +569,7 @@ def driver() -> str | None:
 
 
 def ceilings(args: Namespace) -> dict[str, Any]:
-    """Rates of a large product in each dtype and of a copy: what anything can be a share of."""
+    """Measure the rates of a large product in each dtype, and of a copy."""
     on_cpu = jax.local_devices()[0].platform == "cpu"
     n = 512 if on_cpu and args.quick else 1024 if on_cpu else 8192
     rows = []
@@ -565,13 +587,13 @@ def ceilings(args: Namespace) -> dict[str, Any]:
 
 
 def latencies(args: Namespace) -> dict[str, Any]:
-    """Milliseconds of the steps that every batch takes beside its program."""
+    """Measure the milliseconds of the steps that every batch needs besides its program."""
     device = jax.local_devices()[0]
     planes = np.ones((PackedTokens.PLANES, 8, 128), np.int32)
     vectors = jax.device_put(np.ones((32, 128, 768), np.float32), device)
     nothing = jax.jit(lambda x: x + 1).lower(vectors[0, 0]).compile()
     small = jax.block_until_ready(vectors[0, 0])
-    fresh = jax.jit(lambda x: x * 2)  # a new array each time: the host copy of one is kept
+    fresh = jax.jit(lambda x: x * 2)  # a new array each time: JAX keeps the host copy of one
     put = report.timed(lambda: jax.device_put(planes, device), args.repeat)
     call = report.timed(lambda: nothing(small), args.repeat)
     both = report.timed(lambda: np.asarray(fresh(vectors)), args.repeat)
@@ -582,28 +604,25 @@ def latencies(args: Namespace) -> dict[str, Any]:
     }
 
 
-# -- tasks ---------------------------------------------------------------------------------------
-
-
 def tasks(args: Namespace) -> dict[str, Task]:
-    """Every task by name, the most wanted first."""
-    found: dict[str, Task] = {"about": about, "ceilings": ceilings, "latencies": latencies}
-    found |= {f"attention:{name}": partial(attention_task, name) for name in CANDIDATES}
-    found["choice"] = choice_task
-    found["model:bfloat16"] = partial(model_task, "bfloat16", {}, False)
-    found["model:float32"] = partial(model_task, "float32", {}, True)
+    """The tasks that the arguments choose, by name, the most important first."""
+    every: dict[str, Task] = {"about": about, "ceilings": ceilings, "latencies": latencies}
+    every |= {f"attention:{name}": partial(attention_task, name) for name in CANDIDATES}
+    every["choice"] = choice_task
+    every["model:bfloat16"] = partial(model_task, "bfloat16", {}, False)
+    every["model:float32"] = partial(model_task, "float32", {}, True)
     exactly = {"xla_allow_excess_precision": False}
-    found["model:bfloat16-no-excess"] = partial(model_task, "bfloat16", exactly, False)
+    every["model:bfloat16-no-excess"] = partial(model_task, "bfloat16", exactly, False)
     cublas = {"xla_gpu_enable_triton_gemm": False}
-    found["model:bfloat16-no-triton"] = partial(model_task, "bfloat16", cublas, True)
+    every["model:bfloat16-no-triton"] = partial(model_task, "bfloat16", cublas, True)
     if not args.quick:
         untuned = {"xla_gpu_autotune_level": 0}
-        found["model:bfloat16-no-autotune"] = partial(model_task, "bfloat16", untuned, True)
-    return {name: task for name, task in found.items() if name.startswith(args.only or "")}
+        every["model:bfloat16-no-autotune"] = partial(model_task, "bfloat16", untuned, True)
+    return {name: task for name, task in every.items() if name.startswith(args.only or "")}
 
 
 def attempt(call: Callable[[], dict[str, Any]], label: object = "") -> dict[str, Any]:
-    """What a call gives, or its error's first line: a probe survives all that it probes."""
+    """Call a function and return its row, or a row with the first line of its error."""
     about = {"case": str(label)} if label else {}
     try:
         return {**about, "ok": True, **call()}
@@ -613,15 +632,15 @@ def attempt(call: Callable[[], dict[str, Any]], label: object = "") -> dict[str,
 
 
 def isolated(name: str, argv: Sequence[str]) -> dict[str, Any]:
-    """A task in a process of its own, which may crash or hang."""
+    """Run a task in a process of its own, which may crash or hang. Returns its result."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "task.json"
         command = [sys.executable, "-m", "benchmarks.probe_device", *argv]
         command += ["--only", name, "--task-file", str(out)]
-        # this process holds no device memory and neither may a task hold more than it needs
+        # no preallocation, so that a task takes only the device memory that it needs
         spawned = dict(os.environ) | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 cwd=report.ROOT,
                 env=spawned,
@@ -633,15 +652,12 @@ def isolated(name: str, argv: Sequence[str]) -> dict[str, Any]:
             return {"ok": False, "error": f"no end within {TIMEOUT_S} s"}
         if out.is_file():
             return json.loads(out.read_text())
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        return {"ok": False, "error": f"crashed with status {done.returncode}: {last}"[:300]}
-
-
-# -- telling -------------------------------------------------------------------------------------
+        last = (process.stderr.strip().splitlines() or [""])[-1]
+        return {"ok": False, "error": f"crashed with status {process.returncode}: {last}"[:300]}
 
 
 def tell(results: dict[str, dict[str, Any]]) -> None:
-    """The tables."""
+    """Print the results of all tasks as tables."""
     for name in ("about", "ceilings", "latencies", "choice"):
         for key, value in results.get(name, {}).items():
             print(f"{name}: {key}: {value}")
@@ -662,11 +678,11 @@ def tell(results: dict[str, dict[str, Any]]) -> None:
 
 
 def agreements(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """How far apart the vectors of the same texts are, between buckets and between tasks."""
+    """Compare the vectors of the same texts between buckets and between tasks. Returns rows."""
     vectors = {
-        (name.split(":")[1], bucket): np.array(found)
+        (name.split(":")[1], bucket): np.array(rows_of_bucket)
         for name, result in results.items()
-        for bucket, found in result.pop("vectors", {}).items()
+        for bucket, rows_of_bucket in result.pop("vectors", {}).items()
     }
     rows = []
     for first, a in vectors.items():
@@ -677,7 +693,7 @@ def agreements(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
                     {
                         "first": " ".join(first),
                         "second": " ".join(second),
-                        # in vectors of length one: a million times (1 - cosine)
+                        # a million times (1 - cosine), for vectors of length 1
                         "cosine_ppm": float(np.square(a[:shared] - b[:shared]).sum(1).max() * 5e5),
                         "difference": float(np.abs(a[:shared] - b[:shared]).max()),
                     }
@@ -686,6 +702,7 @@ def agreements(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer cases; tiny on a CPU")
     parser.add_argument("--isolate", action="store_true", help="each task in its own process")
@@ -700,6 +717,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the tasks, and print and write their results; with --task-file, only one task."""
     args = parse(argv)
     if args.task_file is not None:
         (task,) = (task for name, task in tasks(args).items() if name == args.only)
@@ -713,6 +731,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_all(args: Namespace) -> dict[str, dict[str, Any]]:
+    """Run the tasks until the budget is used up. Returns their results by name."""
     started_at = time.monotonic()
     budget_s = args.budget_s or (100 if args.quick else 330)
     results: dict[str, dict[str, Any]] = {}
@@ -730,11 +749,12 @@ def run_all(args: Namespace) -> dict[str, dict[str, Any]]:
 
 
 def child_arguments(args: Namespace) -> list[str]:
-    given = ["--repeat", str(args.repeat)]
-    given += ["--quick"] if args.quick else []
-    given += ["--size", args.size] if args.size else []
-    given += ["--flash-library", str(args.flash_library)] if args.flash_library else []
-    return given
+    """The arguments of this program that a task in its own process needs too."""
+    arguments = ["--repeat", str(args.repeat)]
+    arguments += ["--quick"] if args.quick else []
+    arguments += ["--size", args.size] if args.size else []
+    arguments += ["--flash-library", str(args.flash_library)] if args.flash_library else []
+    return arguments
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What every benchmark shares: timing, a table for people, one JSON object with where it came from.
+"""Functions that all benchmarks share: timing, tables for people, and JSON with its provenance.
 
 Knows nothing of models. Imports only JAX, numpy and the standard library, so that the device probe
-runs where jaxembed's other dependencies are missing.
+runs without jaxembed's other dependencies.
 """
 
 import json
@@ -26,7 +26,7 @@ from jaxembed import memory
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "jaxembed")
-# What changes timings from outside the program. Values are recorded, nothing is read from them.
+# Environment variables that change timings. Their values are recorded and not used.
 VARIABLES = (
     "GLIBC_TUNABLES",
     "LD_PRELOAD",
@@ -36,7 +36,7 @@ VARIABLES = (
     "PJRT_NPROC",
     "OMP_NUM_THREADS",
 )
-# as /proc/cpuinfo spells them
+# CPU features that matrix products use, as /proc/cpuinfo names them.
 INSTRUCTIONS = (
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8"),
     *("asimd", "bf16", "i8mm"),
@@ -45,30 +45,35 @@ INSTRUCTIONS = (
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of several runs of one thing."""
+    """The times of several runs of one function, in milliseconds."""
 
     ms: tuple[float, ...]
 
     @property
     def median(self) -> float:
+        """The median in milliseconds."""
         return float(np.median(self.ms))
 
     @property
     def p95(self) -> float:
+        """The 95th percentile in milliseconds."""
         return float(np.percentile(self.ms, 95))
 
     def row(self) -> dict[str, float]:
+        """The columns of a table."""
         return {"ms_median": self.median, "ms_p95": self.p95}
 
 
 def timed(call: Callable[[], Any], runs: int, warmups: int = 2) -> Times:
-    """Times of a call whose result is waited for."""
+    """Time `runs` calls of a function, each until its result is ready, after some warm-up calls."""
     return timed_in_turn([call], runs, warmups)[0]
 
 
 def timed_in_turn(calls: Sequence[Callable[[], Any]], runs: int, warmups: int = 2) -> list[Times]:
-    """Times of several calls, one after the other in each round: what disturbs the machine for a
-    while disturbs them all, and their ratio stays true."""
+    """Time several functions in turns, one call of each in every round.
+
+    Disturbances of the machine then hit all of them, so that their ratios stay right.
+    """
     for call in calls:
         for _ in range(warmups):
             jax.block_until_ready(call())
@@ -83,7 +88,7 @@ def _once(call: Callable[[], Any]) -> float:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The option that every benchmark has."""
+    """Add the option that every benchmark has."""
     parser.add_argument(
         "--out",
         type=Path,
@@ -93,7 +98,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def configure_jax() -> None:
-    """As the server does it: one program at a time on a CPU, run by the thread that asks."""
+    """Configure JAX and memory as the server does: on a CPU programs run in the calling thread."""
     if "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
         memory.keep()
     jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -102,7 +107,7 @@ def configure_jax() -> None:
 def finish(
     benchmark: str, argv: Sequence[str] | None, facts: dict[str, Any], out: Path | None
 ) -> None:
-    """Print the JSON object as the last line, and write it where asked."""
+    """Print the results as a JSON object in the last line, and write them to `out`, if given."""
     report = {"benchmark": benchmark, **facts, "made": provenance(benchmark, argv)}
     if out is not None:
         out = out / device_folder() / f"{benchmark}.json" if out.suffix != ".json" else out
@@ -113,7 +118,7 @@ def finish(
 
 
 def provenance(benchmark: str, argv: Sequence[str] | None) -> dict[str, Any]:
-    """Everything needed to make a result again. `argv` None is the program's own."""
+    """Everything needed to reproduce a result. `argv` None means this program's own arguments."""
     arguments = sys.argv[1:] if argv is None else argv
     return {
         "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *map(str, arguments)]),
@@ -129,24 +134,25 @@ def provenance(benchmark: str, argv: Sequence[str] | None) -> dict[str, Any]:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    found = {}
+    """The versions of the packages that are installed, by name."""
+    installed = {}
     for name in packages:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def versions_in(environment: Path, packages: Sequence[str]) -> dict[str, str]:
-    """The same in another virtual environment."""
+    """The versions of the packages that are installed in another virtual environment."""
     folders = [str(path) for path in environment.glob("lib/python3*/site-packages")]
-    found = {d.name: d.version for d in metadata.distributions(path=folders)}
-    return {name: found[name] for name in packages if name in found}
+    installed = {d.name: d.version for d in metadata.distributions(path=folders)}
+    return {name: installed[name] for name in packages if name in installed}
 
 
 def commit(checkout: Path = ROOT) -> str | None:
-    """The commit of a working tree, with "+" where files differ; None outside a repository."""
+    """The commit of a working tree, with "+" if files were changed; None without a repository."""
     git = ["git", "-C", str(checkout)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
@@ -159,13 +165,13 @@ def commit(checkout: Path = ROOT) -> str | None:
 
 
 def device_name() -> str:
-    """The accelerator's name, or the CPU's."""
+    """The name of the accelerator, or of the CPU."""
     device = jax.local_devices()[0]
     return cpu_name() if device.platform == "cpu" else device.device_kind
 
 
 def device_folder() -> str:
-    """Such as "nvidia-h200" or "cpu-amd-epyc-2-cores"."""
+    """A folder name for this device, such as "nvidia-h200" or "cpu-amd-epyc-2-cores"."""
     name = device_name()
     if jax.local_devices()[0].platform == "cpu":
         name = f"cpu {name} {os.cpu_count()} cores"
@@ -173,20 +179,20 @@ def device_folder() -> str:
 
 
 def cpu_name() -> str:
-    """Without trademark signs, clock and the word processor: "Intel Xeon"."""
+    """The CPU's name without trademark signs, clock rate and the word processor: "Intel Xeon"."""
     name = _cpuinfo("model name") or platform.processor() or platform.machine()
     name = re.sub(r"\((R|TM)\)|@.*|\b(CPU|Processor)\b", " ", name, flags=re.IGNORECASE)
     return " ".join(name.split())
 
 
 def instructions() -> list[str]:
-    """Those of this CPU that a matrix product may use; a cloud's name of a CPU does not tell."""
-    has = _cpuinfo("flags").split()
-    return [name for name in INSTRUCTIONS if name in has]
+    """The INSTRUCTIONS that this CPU has, which the name of a cloud's CPU does not tell."""
+    flags = _cpuinfo("flags").split()
+    return [name for name in INSTRUCTIONS if name in flags]
 
 
 def _cpuinfo(field: str) -> str:
-    """Of the first processor; empty where there is none or no such file."""
+    """A field of the first processor in /proc/cpuinfo; empty if there is none, or no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -196,7 +202,7 @@ def _cpuinfo(field: str) -> str:
 
 
 def show(rows: Sequence[dict[str, Any]], title: str = "") -> None:
-    """Print rows of the same keys as an aligned table."""
+    """Print rows with the same keys as an aligned table."""
     if title:
         print(f"\n{title}")
     if not rows:
@@ -215,6 +221,7 @@ def show(rows: Sequence[dict[str, Any]], title: str = "") -> None:
 
 
 def _cell(value: Any) -> str:
+    """A value as a cell of a table."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -223,7 +230,7 @@ def _cell(value: Any) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """The same with floats of six digits: results are read and compared by people."""
+    """Round all floats of a JSON value to six digits, for people who read and compare results."""
     if isinstance(value, dict):
         return {str(key): _rounded(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

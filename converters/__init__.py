@@ -1,4 +1,4 @@
-"""Converts a Hugging Face directory to a checkpoint. Knows no network and runs no model code."""
+"""Converts a Hugging Face directory to a checkpoint. Uses no network and runs no model code."""
 
 import logging
 import sys
@@ -36,14 +36,14 @@ CONVERTERS: dict[str, str] = {
     "xlm-roberta": "converters.roberta",
 }
 
-LOG_EVERY_S = 5.0
+LOG_EVERY_S = 5.0  # between two log lines of a conversion
 
 ConversionProgress = Callable[[Sequence[Step]], Iterable[Step]]
 
 STORED_DTYPES = get_args(DType)
 
-# What a model is used for, by transformers' class for it: the key under which auto_map names code
-# that the model brings along.
+# The uses of a model, named by transformers' class for each. These are the keys under which
+# auto_map names code that a model brings along.
 EMBEDDER = "AutoModel"
 CLASSIFIER = "AutoModelForSequenceClassification"
 GENERATOR = "AutoModelForCausalLM"
@@ -51,22 +51,19 @@ GENERATOR = "AutoModelForCausalLM"
 
 @dataclass(frozen=True)
 class Outline:
-    """What the small files of a model say about it, before any weights are there.
-
-    The spec lacks its content hash, and its dtype is what config.json says, or float32.
-    """
+    """A model as its small files describe it, without its weights."""
 
     source: Path
-    family: ModuleType
+    family: ModuleType  # the converter of its model_type
     layout: Layout
-    spec: ModelSpec
-    tokenizer: bytes
+    spec: ModelSpec  # without content hash; its dtype is that of config.json, or float32
+    tokenizer: bytes  # the content of tokenizer.json
 
 
 def show_progress(steps: Sequence[Step]) -> Iterator[Step]:
-    """A bar on a terminal; elsewhere a log line every few seconds."""
+    """Yield the steps, and show a progress bar on a terminal, or a log line every few seconds."""
     if sys.stderr.isatty():
-        from tqdm import tqdm  # here: only a terminal needs it
+        from tqdm import tqdm  # imported here, because only a terminal needs it
 
         yield from tqdm(steps, desc="converting", unit="tensor", leave=False)
         return
@@ -87,17 +84,19 @@ def convert(
     dense_path: str | None = None,
     progress: ConversionProgress = show_progress,
 ) -> ModelSpec:
-    """Write the checkpoint of the model in `source` to `out`, all of it or nothing.
+    """Convert the model in the directory `source` to a checkpoint at `out`, and return its spec.
 
-    `name` and `revision` are what the checkpoint says it comes from. Raises CheckpointError, the
-    subclasses UnsupportedModel and ConversionError included.
+    `name` and `revision` are noted in the checkpoint as its source. `dense_path` is the folder of a
+    Dense module to use instead of the one in modules.json. `progress` yields the steps that it is
+    given. Raises UnsupportedModel for a model that we cannot run, ConversionError for tensors that
+    do not fit, and CheckpointError for other problems; then nothing is written.
     """
     checkpoint.refuse_occupied(out)
-    made = outline(source, name=name, revision=revision, dense_path=dense_path)
-    steps = _plan(made)
-    spec = msgspec.structs.replace(made.spec, dtype=_dtype(steps))
+    model = outline(source, name=name, revision=revision, dense_path=dense_path)
+    steps = _plan(model)
+    spec = msgspec.structs.replace(model.spec, dtype=_dtype(steps))
     params = ((step.target, step.read()) for step in progress(steps))
-    return checkpoint.save(out, spec, params, made.tokenizer)
+    return checkpoint.save(out, spec, params, model.tokenizer)
 
 
 def outline(
@@ -107,9 +106,10 @@ def outline(
     revision: str | None = None,
     dense_path: str | None = None,
 ) -> Outline:
-    """The outline of the model in `source`, whose weights need not be there.
+    """Describe the checkpoint that `convert` would write, without reading weights.
 
-    Raises CheckpointError as `convert` does, but for what is wrong with the weights.
+    The weights need not be in `source`. The arguments and the errors are those of `convert`, except
+    errors of the weights.
     """
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory")
@@ -122,12 +122,12 @@ def outline(
     layout = _layout(source, name, family, hf, config, use, dense_path)
     tower = source / layout.tower
     spec = _spec(family, config, layout, name, revision)
-    said = hf.get("dtype") or hf.get("torch_dtype")  # as transformers 5 spells it, and as 4 did
+    dtype = hf.get("dtype") or hf.get("torch_dtype")  # the keys of transformers 5 and 4
     spec = msgspec.structs.replace(
         spec,
         token_types=tokenizer.gives_types(tower, hf),
         max_input_tokens=heads.token_limit(tower, position_limit(spec)),
-        dtype=said if said in STORED_DTYPES else "float32",
+        dtype=dtype if dtype in STORED_DTYPES else "float32",
     )
     text = tokenizer.read_tokenizer(
         tower, lowercase=layout.lowercase, vocab_size=config["vocab_size"]
@@ -136,6 +136,7 @@ def outline(
 
 
 def _config(tower: Path) -> dict[str, Any]:
+    """Read config.json. Raises CheckpointError if there is none."""
     if (tower / "adapter_config.json").is_file():
         raise UnsupportedModel(f"{tower} is an adapter; merge it into its base model first")
     hf = heads.read_optional_json(tower / "config.json")
@@ -145,17 +146,17 @@ def _config(tower: Path) -> dict[str, Any]:
 
 
 def _family(hf: dict[str, Any]) -> ModuleType:
-    """The converter of this config. Raises UnsupportedModel where there is none."""
+    """Import the converter of this config. Raises UnsupportedModel if there is none for it."""
     kind = hf.get("model_type")
     if kind not in CONVERTERS:
-        known = ", ".join(sorted(CONVERTERS))
-        raise UnsupportedModel(f"model_type {kind!r} is not supported; known: {known}")
+        kinds = ", ".join(sorted(CONVERTERS))
+        raise UnsupportedModel(f"model_type {kind!r} is not supported; known: {kinds}")
     family = import_module(CONVERTERS[kind])
-    known = (*family.CLASSES, *classifiers(family), *generators(family))
+    classes = (*family.CLASSES, *classifiers(family), *generators(family))
     for architecture in hf.get("architectures") or ():
-        if architecture not in known:
+        if architecture not in classes:
             raise UnsupportedModel(
-                f"architecture {architecture!r} is not supported; known: {', '.join(known)}"
+                f"architecture {architecture!r} is not supported; known: {', '.join(classes)}"
             )
     if hf.get("quantization_config"):
         raise UnsupportedModel("quantised weights are not supported; use the original ones")
@@ -163,44 +164,47 @@ def _family(hf: dict[str, Any]) -> ModuleType:
 
 
 def _use(source: Path, family: ModuleType, hf: dict[str, Any]) -> str:
-    """An embedder if modules.json pools; else what the class in config.json is for.
+    """The use of a model: EMBEDDER if modules.json pools, else that of the class in config.json.
 
-    Raises UnsupportedModel where neither is there: a classifier would pass for an embedder.
+    Raises UnsupportedModel if both are missing, because a classifier would be taken for an
+    embedder.
     """
     if heads.pools(source):
         return EMBEDDER
-    named = set(hf.get("architectures") or ())
-    if not named:
+    classes = set(hf.get("architectures") or ())
+    if not classes:
         raise UnsupportedModel(
             f"nothing says whether {source} embeds or scores: modules.json names no Pooling, and "
             "config.json no architectures; add the class that the model was saved from, such as "
             f'"architectures": ["{family.CLASSES[0]}"] of an embedder'
         )
-    if named & set(classifiers(family)):
+    if classes & set(classifiers(family)):
         return CLASSIFIER
-    return GENERATOR if named & set(generators(family)) else EMBEDDER
+    return GENERATOR if classes & set(generators(family)) else EMBEDDER
 
 
 def _refuse_own_code(family: ModuleType, hf: dict[str, Any], use: str) -> None:
-    """Raises UnsupportedModel for a model that brings code for its tower, which every use of the
-    model needs, or for the use that is meant. Code for other uses does not matter."""
+    """Raise UnsupportedModel if the model brings its own code for the tower or for this use.
+
+    Code for the tower changes every use; code for other uses is ignored.
+    """
     codes = hf.get("auto_map") or {}
     for key in dict.fromkeys((EMBEDDER, use)):
         code = codes.get(key)
-        known = use == EMBEDDER and code == getattr(family, "OWN_CODE", None)
-        if code is not None and not known:
+        is_known = use == EMBEDDER and code == getattr(family, "OWN_CODE", None)
+        if code is not None and not is_known:
             raise UnsupportedModel(
                 f"the model brings its own code (auto_map, {key}: {code}), which is never run"
             )
 
 
 def classifiers(family: ModuleType) -> tuple[str, ...]:
-    """The classes of a family that score instead of embedding."""
+    """The names of a family's classes that score inputs instead of embedding them."""
     return getattr(family, "CLASSIFIERS", ())
 
 
 def generators(family: ModuleType) -> tuple[str, ...]:
-    """The classes of a family's language models, of which some rerank."""
+    """The names of a family's classes of language models, of which some are rerankers."""
     return getattr(family, "GENERATORS", ())
 
 
@@ -213,6 +217,7 @@ def _layout(
     use: str,
     dense_path: str | None,
 ) -> Layout:
+    """Read what follows the tower: pooling, modules, labels and template, according to the use."""
     if use == EMBEDDER:
         return heads.read_layout(source, config["hidden_size"], dense_path)
     if dense_path is not None:
@@ -237,7 +242,7 @@ def _layout(
 def _spec(
     family: ModuleType, config: dict[str, Any], layout: Layout, name: str, revision: str | None
 ) -> ModelSpec:
-    """The spec, except its types, limit, dtype and hash."""
+    """Make the spec, with placeholders for token types, limit, dtype and hash."""
     return ModelSpec(
         architecture=family.ARCHITECTURE,
         config=config,
@@ -257,9 +262,9 @@ def _spec(
     )
 
 
-def _plan(made: Outline) -> list[Step]:
-    """A plan for every tensor of the tower and of its heads."""
-    source, family, layout, spec = made.source, made.family, made.layout, made.spec
+def _plan(model: Outline) -> list[Step]:
+    """Plan the conversion of every parameter of the tower and of the modules after it."""
+    source, family, layout, spec = model.source, model.family, model.layout, model.spec
     tower = weights.find(source / layout.tower)
     tensors = weights.canonical(spec.source, tower, family.PREFIXES, family.RENAMES)
     for folder in layout.folders:
@@ -270,7 +275,7 @@ def _plan(made: Outline) -> list[Step]:
 
 
 def _dtype(steps: Sequence[Step]) -> DType:
-    """The dtype that most elements have: some modules are saved in a wider one than the tower."""
+    """The dtype of most elements: a module may be saved in a wider dtype than the tower."""
     elements: Counter[str] = Counter()
     for step in steps:
         elements[step.dtype] += step.size

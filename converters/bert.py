@@ -1,4 +1,4 @@
-"""BERT from transformers: its config, and where each tensor goes."""
+"""Converts BERT from transformers: its config, and the rules for its tensors."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ RULES = [
     Rule(f"{LAYER}.output.LayerNorm.bias", f"{TARGET}.mlp_norm.bias"),
 ]
 
-# The pooler and the heads take no part in an embedding; position_ids is 0, 1, 2, ...
+# The pooler and the heads are not used for embeddings; position_ids is 0, 1, 2, ...
 IGNORED = [
     "embeddings.position_ids",
     "pooler.dense.*",
@@ -70,7 +70,11 @@ REQUIRED = (
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """BertConfig's fields from config.json. Raises UnsupportedModel for what we do not run."""
+    """Read the fields of BertConfig from a config.json.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
     require(hf, REQUIRED)
     positions = hf.get("position_embedding_type") or "absolute"
     if positions != "absolute":
@@ -99,14 +103,18 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """BertForSequenceClassification: the pooler on the first token, and the logits."""
+    """The head of BertForSequenceClassification: the pooler on the first token, then the logits."""
     return two_layers(hf["hidden_size"], labels, "pooler.dense", "classifier")
 
 
 def two_layers(
     width: int, labels: int, first: str, second: str, *, activation: Activation = "tanh"
 ) -> Scorer:
-    """activation(first(hidden state of the first token)), then the logits by `second`."""
+    """A head of two dense layers: second(activation(first(hidden state of the first token))).
+
+    `width` is that of the hidden state. `first` and `second` are the tensors' names without
+    ".weight" and ".bias".
+    """
     layers = (
         DenseLayer(in_features=width, out_features=width, activation=activation),
         DenseLayer(in_features=width, out_features=labels, activation="identity"),

@@ -1,7 +1,7 @@
-"""Reads a chat template that takes a query and a document, as the four parts of a PairTemplate.
+"""Converts a chat template that takes a query and a document to a PairTemplate.
 
-Knows nothing of models. sentence-transformers gives such templates the roles "query" and
-"document", and "system" for an instruction that differs from the template's own.
+Knows nothing of models. sentence-transformers passes such templates messages with the roles "query"
+and "document", and "system" for an instruction that differs from the template's own.
 """
 
 from pathlib import Path
@@ -17,17 +17,18 @@ ROLES = {"system": "{instruction}", "query": "{query}", "document": "{document}"
 
 
 def pair_template(tower: Path) -> PairTemplate | None:
-    """The template's parts; None if there is no template, or it takes no query and document.
+    """Read the chat template of a model's directory as a PairTemplate.
 
-    Raises UnsupportedModel if it does take them but cannot be cut where tokens end in any case.
+    Returns None if there is no template, or if it takes no query and document. Raises
+    UnsupportedModel if it takes them but cannot be cut at places where tokens always end.
     """
     source = _source(tower)
     if source is None:
         return None
-    asked, plain = _render(source, *ROLES), _render(source, "query", "document")
+    full, plain = _render(source, *ROLES), _render(source, "query", "document")
     if "{query}" not in plain or "{document}" not in plain:
         return None
-    template = _cut(asked, plain, _special_tokens(tower))
+    template = _cut(full, plain, _special_tokens(tower))
     if template is None:
         raise UnsupportedModel(
             f"{tower}: the chat template is not supported; wanted lines with the instruction and "
@@ -37,6 +38,7 @@ def pair_template(tower: Path) -> PairTemplate | None:
 
 
 def _source(tower: Path) -> str | None:
+    """The text of the chat template, from its own file or from tokenizer_config.json."""
     path = tower / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -45,8 +47,8 @@ def _source(tower: Path) -> str | None:
 
 
 def _render(source: str, *roles: str) -> str:
-    """What the template makes of these messages; nothing where it does not take them."""
-    environment = ImmutableSandboxedEnvironment(  # as transformers sets it up
+    """Render the template with a message of each role; empty if it does not take them."""
+    environment = ImmutableSandboxedEnvironment(  # with the settings of transformers
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     messages = [{"role": role, "content": ROLES[role]} for role in roles]
@@ -59,19 +61,23 @@ def _render(source: str, *roles: str) -> str:
 
 
 def _special_tokens(tower: Path) -> tuple[str, ...]:
+    """The added tokens of the tokenizer, which no other token crosses."""
     added = read_optional_json(tower / "tokenizer.json").get("added_tokens") or ()
     return tuple(token["content"] for token in added)
 
 
-def _cut(asked: str, plain: str, specials: tuple[str, ...]) -> PairTemplate | None:
-    """`asked` holds the three placeholders; `plain` the template's own instruction instead."""
-    if any(asked.count(placeholder) != 1 for placeholder in ROLES.values()):
+def _cut(full: str, plain: str, specials: tuple[str, ...]) -> PairTemplate | None:
+    """Cut a rendered template into the parts of a PairTemplate; None if it is not possible.
+
+    `full` has all three placeholders; `plain` has the template's own instruction instead.
+    """
+    if any(full.count(placeholder) != 1 for placeholder in ROLES.values()):
         return None
-    before, after = asked.split("{instruction}")
-    head, suffix = asked.split("{document}")
+    before, after = full.split("{instruction}")
+    head, suffix = full.split("{document}")
     prefix, line, rest = before.rpartition("\n")
     first = (rest + "{instruction}" + head.removeprefix(before + "{instruction}")).removesuffix(" ")
-    clean = (
+    is_clean = (
         head.startswith(before)
         and head.endswith(" ")
         and first == first.rstrip()
@@ -81,7 +87,7 @@ def _cut(asked: str, plain: str, specials: tuple[str, ...]) -> PairTemplate | No
         and plain.startswith(before)
         and plain.endswith(after)
     )
-    if not clean:
+    if not is_clean:
         return None
     return PairTemplate(
         prefix=prefix + line,

@@ -1,4 +1,4 @@
-"""DistilBERT from transformers: BERT without types, under names of its own."""
+"""Converts DistilBERT from transformers: BERT without token types, with other tensor names."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ RULES = [
     Rule(f"{LAYER}.output_layer_norm.bias", f"{TARGET}.mlp_norm.bias"),
 ]
 
-# The heads take no part in an embedding; position_ids is 0, 1, 2, ...
+# The heads are not used for embeddings; position_ids is 0, 1, 2, ...
 IGNORED = [
     "embeddings.position_ids",
     "vocab_transform.*",
@@ -59,13 +59,15 @@ IGNORED = [
 
 REQUIRED = ("vocab_size", "dim", "n_layers", "n_heads", "hidden_dim", "max_position_embeddings")
 
-NORM_EPS = 1e-12  # in transformers' code, whatever a config says
+NORM_EPS = 1e-12  # fixed in transformers' code; configs cannot change it
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """BertConfig's fields from config.json. Raises UnsupportedModel for what we do not run.
+    """Read the fields of BertConfig from a config.json.
 
-    With sinusoidal_pos_embds the table of positions is in the file like a learned one.
+    With sinusoidal_pos_embds the weights hold the table of positions like a learned one. Raises
+    UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
     """
     require(hf, REQUIRED)
     if hf.get("pruned_heads"):
@@ -86,5 +88,5 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """DistilBertForSequenceClassification: ReLU where BERT has tanh."""
+    """The head of DistilBertForSequenceClassification: BERT's, with ReLU instead of tanh."""
     return bert.two_layers(hf["dim"], labels, "pre_classifier", "classifier", activation="relu")

@@ -1,4 +1,4 @@
-"""ModernBERT from transformers 4 and 5: its config, its classifier, and where each tensor goes."""
+"""Converts ModernBERT from transformers 4 and 5: its config, classifier and tensor rules."""
 
 from typing import Any
 
@@ -40,7 +40,8 @@ RULES = [
     Rule("final_norm.bias", "tower.norm.bias"),
 ]
 
-# The heads take no part in an embedding. A masked language model's and a classifier's share names.
+# The heads are not used for embeddings. Those of masked language models and classifiers share
+# names.
 IGNORED = ["head.dense.*", "head.norm.*", "decoder.*", "classifier.*"]
 
 REQUIRED = (
@@ -54,16 +55,17 @@ REQUIRED = (
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
-# transformers 4's names and defaults
+# The keys and defaults of transformers 4.
 THETAS = {GLOBAL: ("global_rope_theta", 160_000.0), LOCAL: ("local_rope_theta", 10_000.0)}
 
 CLASSIFIER_POOLINGS: dict[str, Pooling] = {"cls": "cls", "mean": "mean"}
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """ModernBertConfig's fields from config.json. Raises UnsupportedModel for what we do not run.
+    """Read the fields of ModernBertConfig from a config.json.
 
-    What is absent has transformers' default.
+    Missing optional fields get transformers' defaults. Raises UnsupportedModel for settings that we
+    do not run, and CheckpointError for missing or inconsistent ones.
     """
     require(hf, REQUIRED)
     for flag in ("is_decoder", "is_causal", "add_cross_attention"):
@@ -97,12 +99,15 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """classifier(norm(activation(dense(pooled)))), as in ModernBertForSequenceClassification."""
+    """The head of ModernBertForSequenceClassification: out(norm(activation(dense(pooled)))).
+
+    Raises UnsupportedModel for a pooling or an activation that we do not have.
+    """
     width = hf["hidden_size"]
     pooling = hf.get("classifier_pooling", "cls")
     if pooling not in CLASSIFIER_POOLINGS:
-        known = ", ".join(CLASSIFIER_POOLINGS)
-        raise UnsupportedModel(f"classifier_pooling {pooling!r} is not supported; known: {known}")
+        names = ", ".join(CLASSIFIER_POOLINGS)
+        raise UnsupportedModel(f"classifier_pooling {pooling!r} is not supported; known: {names}")
     dense = DenseLayer(
         in_features=width,
         out_features=width,
@@ -125,15 +130,14 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
 
 
 def _global_layers(hf: dict[str, Any]) -> list[int]:
-    """The numbers of the global layers: from layer_types, which transformers 5 writes, or one in
-    every `global_attn_every_n_layers`, which transformers 4 wrote."""
+    """The global layers by number: in layer_types (transformers 5), or every n-th layer (4)."""
     layers, kinds = hf["num_hidden_layers"], hf.get("layer_types")
     if kinds is None:
         return list(range(0, layers, _at_least(hf, "global_attn_every_n_layers", 3, 1)))
-    unknown = sorted({str(kind) for kind in kinds} - set(THETAS))
-    if unknown:
+    unknown_kinds = sorted({str(kind) for kind in kinds} - set(THETAS))
+    if unknown_kinds:
         raise UnsupportedModel(
-            f"layer_types {', '.join(unknown)} are not supported; known: {', '.join(THETAS)}"
+            f"layer_types {', '.join(unknown_kinds)} are not supported; known: {', '.join(THETAS)}"
         )
     if len(kinds) != layers:
         raise CheckpointError(f"{len(kinds)} layer_types for num_hidden_layers {layers}")
@@ -141,12 +145,12 @@ def _global_layers(hf: dict[str, Any]) -> list[int]:
 
 
 def _theta(hf: dict[str, Any], kind: str, otherwise: float | None) -> float:
-    """The base of the angles in layers of that kind; `otherwise` where it is null."""
+    """The base of the rotary angles in layers of this kind; `otherwise` if the config has null."""
     by_kind = hf.get("rope_parameters") or {}
-    unknown = sorted(set(by_kind) - set(THETAS))
-    if unknown:
+    others = sorted(set(by_kind) - set(THETAS))
+    if others:
         raise UnsupportedModel(
-            f"rope_parameters of {', '.join(unknown)} are not supported; known: {', '.join(THETAS)}"
+            f"rope_parameters of {', '.join(others)} are not supported; known: {', '.join(THETAS)}"
         )
     key, default = THETAS[kind]
     parameters = dict(by_kind.get(kind) or {})
@@ -165,6 +169,7 @@ def _theta(hf: dict[str, Any], kind: str, otherwise: float | None) -> float:
 
 
 def _at_least(hf: dict[str, Any], key: str, default: int, least: int) -> int:
+    """The integer of a key. Raises CheckpointError if it is less than `least`."""
     value = hf.get(key, default)
     if not isinstance(value, int) or value < least:
         raise CheckpointError(f"{key} is {value!r}, wanted a whole number of at least {least}")

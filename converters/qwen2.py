@@ -1,6 +1,6 @@
-"""Qwen2 from transformers 4 and 5: Qwen3's tower without norms of heads, with biases before them.
+"""Converts Qwen2 from transformers 4 and 5: Qwen3's tower with biases instead of head norms.
 
-Also gte-Qwen2 and stella, which bring their own code: Qwen2 whose tokens see those after them.
+It also converts gte-Qwen2 and stella, whose own code is Qwen2 without the causal mask.
 """
 
 from typing import Any
@@ -19,12 +19,16 @@ PREFIXES, RENAMES = qwen3.PREFIXES, qwen3.RENAMES
 RULES, IGNORED = qwen3.RULES, qwen3.IGNORED
 classifier, score_head = qwen3.classifier, qwen3.score_head
 
-# The code of Alibaba-NLP/gte-Qwen2-1.5B-instruct, which we know and run as our own to embed.
+# The code of Alibaba-NLP/gte-Qwen2-1.5B-instruct: we do not run it, but our tower does the same.
 OWN_CODE = "modeling_qwen.Qwen2Model"
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Qwen3Config's fields from config.json. Raises UnsupportedModel for what we do not run."""
+    """Read the fields of Qwen3Config from a config.json.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
     require(hf, qwen3.REQUIRED)
     width, rest = divmod(hf["hidden_size"], hf["num_attention_heads"])
     if rest:
@@ -32,7 +36,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
             f"hidden_size {hf['hidden_size']} is not a multiple of num_attention_heads "
             f"{hf['num_attention_heads']}"
         )
-    # That code masks nothing unless it is told to: stella's config says nothing of it.
+    # models with their own code (auto_map) are not causal by default; stella's config lacks the key
     return qwen3.decoder_config(hf, hf.get("head_dim") or width) | {
         "qkv_bias": True,
         "out_bias": False,

@@ -1,4 +1,4 @@
-"""Qwen3 from transformers 4 and 5: its config, its heads, and where each tensor goes."""
+"""Converts Qwen3 from transformers 4 and 5: its config, its heads and its tensor rules."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ RULES = [
     Rule("norm.weight", "tower.norm.scale"),
 ]
 
-# The language model's head takes no part in an embedding; where it is tied, files may hold it too.
+# The language model's head is not used for embeddings; files may hold it even if it is tied.
 IGNORED = ["lm_head.weight"]
 
 REQUIRED = (
@@ -69,7 +69,7 @@ REQUIRED = (
     "max_position_embeddings",
 )
 
-HEAD_WIDTH = 128  # of every Qwen3, whatever its hidden_size
+HEAD_WIDTH = 128  # default of every Qwen3, whatever its hidden_size
 
 # From the code in Qwen3-Reranker's README.
 RERANKER = Reranker(
@@ -89,7 +89,11 @@ RERANKER = Reranker(
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Qwen3Config's fields from config.json. Raises UnsupportedModel for what we do not run."""
+    """Read the fields of Qwen3Config from a config.json.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
     bias = bool(hf.get("attention_bias", False))
     return decoder_config(hf, hf.get("head_dim") or HEAD_WIDTH) | {
         "qkv_bias": bias,
@@ -100,12 +104,16 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_causal(hf: dict[str, Any], otherwise: bool) -> bool:
-    said = hf.get("is_causal")
-    return otherwise if said is None else bool(said)
+    """Whether config.json asks for causal attention; `otherwise` if it does not say."""
+    value = hf.get("is_causal")
+    return otherwise if value is None else bool(value)
 
 
 def decoder_config(hf: dict[str, Any], head_width: int) -> dict[str, Any]:
-    """The fields that are read in the same way for Qwen2 and Qwen3."""
+    """Read the fields of Qwen3Config that are the same in Qwen2 and Qwen3.
+
+    Raises UnsupportedModel and CheckpointError as `config` does.
+    """
     require(hf, REQUIRED)
     if head_width % 2:
         raise CheckpointError(
@@ -133,13 +141,17 @@ def decoder_config(hf: dict[str, Any], head_width: int) -> dict[str, Any]:
 
 
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """score(last token), as in transformers' GenericForSequenceClassification."""
+    """The head of transformers' GenericForSequenceClassification: one layer on the last token."""
     kernel = Rule("score.weight", parameter_of("logits", 0, "kernel"), transpose)
     return Scorer(Pooled(("lasttoken",), (_row_head(hf, labels),)), (kernel,))
 
 
 def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Scorer:
-    """logit(true) - logit(false) of the last token; no other row of the head is ever computed."""
+    """A head that gives logit(true_id) - logit(false_id) at the last token.
+
+    `hf` is the content of config.json, `config` that of the tower. Only these two rows of the
+    language model's head are converted.
+    """
     rows = "embed_tokens.weight" if hf.get("tie_word_embeddings") else "lm_head.weight"
     difference = difference_of_rows(true_id, false_id)
     kernel = Rule(rows, parameter_of("logits", 0, "kernel"), difference)
@@ -147,14 +159,17 @@ def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_i
 
 
 def _row_head(config: dict[str, Any], labels: int) -> DenseLayer:
+    """A layer from the hidden state to the logits, without bias."""
     return DenseLayer(
         in_features=config["hidden_size"], out_features=labels, bias=False, activation="identity"
     )
 
 
 def _refuse_windows(hf: dict[str, Any]) -> None:
-    """Raises UnsupportedModel if a layer has a sliding window: by layer_types, which transformers 5
-    writes, or from layer max_window_layers on, as earlier versions wrote it."""
+    """Raise UnsupportedModel if some layers have a sliding window.
+
+    transformers 5 writes layer_types; with version 4 the layers from max_window_layers on have one.
+    """
     kinds = sorted({str(kind) for kind in hf.get("layer_types") or ()} - {"full_attention"})
     if kinds:
         raise UnsupportedModel(
@@ -166,14 +181,17 @@ def _refuse_windows(hf: dict[str, Any]) -> None:
 
 
 def _theta(hf: dict[str, Any]) -> float:
-    """The base of the angles: in rope_parameters, as transformers 5 writes it, or beside it."""
+    """The base of the rotary angles, from rope_parameters (transformers 5) or rope_theta (4).
+
+    Raises UnsupportedModel for scaled angles.
+    """
     scaling = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     theta = scaling.pop("rope_theta", hf.get("rope_theta", 10_000.0))
     kinds = {scaling.pop(key, "default") for key in ("rope_type", "type")}
     if kinds != {"default"} or scaling:
-        given = hf.get("rope_parameters") or hf.get("rope_scaling")
+        value = hf.get("rope_parameters") or hf.get("rope_scaling")
         raise UnsupportedModel(
-            f"rope scaling {given} is not supported; known: rope_type 'default' and rope_theta"
+            f"rope scaling {value} is not supported; known: rope_type 'default' and rope_theta"
         )
     if not isinstance(theta, int | float) or theta <= 0:
         raise CheckpointError(f"rope_theta is {theta!r}, wanted a number over 0")

@@ -1,5 +1,4 @@
-"""RoBERTa, XLM-R and CamemBERT from transformers: BERT with other positions and
-another head."""
+"""Converts RoBERTa, XLM-R and CamemBERT from transformers: BERT with other positions and head."""
 
 from typing import Any
 
@@ -17,7 +16,7 @@ PREFIXES = ("roberta.",)
 RENAMES = bert.RENAMES
 RULES = bert.RULES
 
-# The training heads and the pooler take no part in an embedding, the pooler in no score either.
+# The training heads and the pooler are not used for embeddings, and the pooler not for scores.
 IGNORED = [
     "embeddings.position_ids",
     "pooler.dense.*",
@@ -28,7 +27,11 @@ IGNORED = [
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """RobertaConfig's fields from config.json. Raises UnsupportedModel for what we do not run."""
+    """Read the fields of BertConfig from a config.json, with the pad id that positions start from.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
     fields = bert.config(hf)
     pad = hf.get("pad_token_id", 1)
     if not isinstance(pad, int) or not 0 <= pad < fields["max_positions"] - 1:
@@ -40,5 +43,5 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """RobertaClassificationHead: on the first token, a dense layer, tanh, and the logits."""
+    """RobertaClassificationHead: a dense layer with tanh on the first token, then the logits."""
     return bert.two_layers(hf["hidden_size"], labels, "classifier.dense", "classifier.out_proj")

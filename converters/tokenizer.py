@@ -1,4 +1,4 @@
-"""Finds or builds tokenizer.json. Knows nothing of weights."""
+"""Reads a model's tokenizer.json, or builds one. Knows nothing of weights."""
 
 import json
 import logging
@@ -13,12 +13,12 @@ from jaxembed.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Files from which transformers can build a tokenizer that was saved without tokenizer.json.
+# Files from which transformers can build a tokenizer without tokenizer.json.
 VOCABULARIES = ("vocab.txt", "vocab.json", "*.model", "*.vocab")
 
 # The classes whose model_input_names have token_type_ids in transformers 5. Its TokenizersBackend
-# has none, which is also what it makes of a PreTrainedTokenizerFast saved by transformers 4, where
-# that had types; sentence-transformers' CrossEncoder scores what that gives.
+# has no types; a PreTrainedTokenizerFast saved by transformers 4, which had them, becomes one too.
+# This is what sentence-transformers' CrossEncoder scores.
 WITH_TYPES = {
     "BertTokenizer",
     "ConvBertTokenizer",
@@ -35,10 +35,11 @@ WITH_TYPES = {
 
 
 def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
-    """The tokenizer as JSON: the stored file to the byte, unless it must do more than it says.
+    """Read the tokenizer of a model's folder, as the content of a tokenizer.json.
 
-    That is to lower its text, or to end it with a token. Raises CheckpointError if there is no
-    tokenizer, or if it has ids that the embedding table lacks.
+    The stored file is returned unchanged unless a step must be added: `lowercase` texts, or an end
+    token that tokenizer_config.json asks for. Raises CheckpointError if there is no usable
+    tokenizer, or if it has ids of `vocab_size` or more.
     """
     path = folder / "tokenizer.json"
     stored = path.read_bytes() if path.is_file() else _build(folder)
@@ -50,9 +51,9 @@ def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
 
 
 def gives_types(folder: Path, hf: dict[str, Any]) -> bool:
-    """Whether the model is given the tokenizer's types, or zeros.
+    """Whether the model gets the tokenizer's token types; otherwise they are zeros.
 
-    It is where model_input_names has them: in tokenizer_config.json, else by the tokenizer's class.
+    This depends on model_input_names in tokenizer_config.json, or else on the tokenizer's class.
     """
     config = read_optional_json(folder / "tokenizer_config.json")
     names = config.get("model_input_names")
@@ -60,11 +61,12 @@ def gives_types(folder: Path, hf: dict[str, Any]) -> bool:
         return "token_type_ids" in names
     name = config.get("tokenizer_class") or hf.get("tokenizer_class")
     if name is None:
-        return hf["model_type"] == "bert"  # transformers' default for it is BertTokenizer
+        return hf["model_type"] == "bert"  # transformers' default for bert is BertTokenizer
     return name.removesuffix("Fast") in WITH_TYPES
 
 
 def _build(folder: Path) -> bytes:
+    """Build a tokenizer.json with transformers. Raises CheckpointError if that is not possible."""
     if not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
         raise CheckpointError(f"no tokenizer in {folder}: wanted tokenizer.json or a vocabulary")
     if any(folder.glob("*.model")) and find_spec("sentencepiece") is None:
@@ -73,7 +75,7 @@ def _build(folder: Path) -> bytes:
             "the conversion (pip install sentencepiece) or save a tokenizer with tokenizer.json"
         )
     logger.info("%s has no tokenizer.json: building it with transformers", folder)
-    # Imported here: it costs two seconds, and only old models need it.
+    # imported here, because it takes two seconds and only old models need it
     from transformers import AutoTokenizer
 
     try:
@@ -89,7 +91,7 @@ def _build(folder: Path) -> bytes:
 
 
 def _lowercased(stored: bytes) -> bytes:
-    """sentence-transformers' do_lower_case: lower the text before anything else is done to it."""
+    """Add a first step that lowers the text (sentence-transformers' do_lower_case), if needed."""
     tokenizer = json.loads(stored)
     normalizer = tokenizer.get("normalizer")
     steps = _steps(normalizer)
@@ -100,20 +102,23 @@ def _lowercased(stored: bytes) -> bytes:
 
 
 def _steps(normalizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps of a normalizer, which may be a sequence, a single step or None."""
     if normalizer is None:
         return []
     return normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
 
 
 def _lowers(step: dict[str, Any]) -> bool:
-    # A BertNormalizer that lowers gives the same for every code point with Lowercase before it.
+    """Whether a step lowers the text."""
+    # with a lowering BertNormalizer, a Lowercase before it would change no code point's result
     return step["type"] == "Lowercase" or (step["type"] == "BertNormalizer" and step["lowercase"])
 
 
 def _ended(folder: Path, stored: bytes) -> bytes:
-    """Do what add_eos_token of tokenizer_config.json asks for where the stored tokenizer does not.
+    """Append the end token if tokenizer_config.json has add_eos_token and tokenizer.json does not.
 
-    gte-Qwen2's does not: the code that it brings with it appends the token.
+    This is so in gte-Qwen2, whose own code appends the token. Raises CheckpointError if it cannot
+    be appended.
     """
     config = read_optional_json(folder / "tokenizer_config.json")
     if config.get("add_eos_token") is not True:
@@ -141,7 +146,7 @@ def _ended(folder: Path, stored: bytes) -> bytes:
 
 
 def _ending(token: str, number: int) -> dict[str, Any]:
-    """A post-processor that ends every text with a token."""
+    """A post-processor that appends a token to every text."""
     first, second = (
         [{"Sequence": {"id": text, "type_id": 0}}, {"SpecialToken": {"id": token, "type_id": 0}}]
         for text in "AB"
@@ -155,9 +160,10 @@ def _ending(token: str, number: int) -> dict[str, Any]:
 
 
 def _check(folder: Path, stored: bytes, vocab_size: int) -> None:
+    """Raise CheckpointError if the tokenizer has ids that the embedding table lacks."""
     tokenizer = _load(folder, stored)
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    if largest >= vocab_size:  # JAX would clamp the id and answer with another token's vector
+    if largest >= vocab_size:  # JAX would clamp the id, and use another token's vector
         raise CheckpointError(
             f"the tokenizer in {folder} has ids up to {largest}, the model only {vocab_size} "
             "embeddings; remove the added tokens that the model never learnt"
@@ -166,6 +172,7 @@ def _check(folder: Path, stored: bytes, vocab_size: int) -> None:
 
 
 def _load(folder: Path, stored: bytes) -> Tokenizer:
+    """Parse a tokenizer.json. Raises CheckpointError if it is damaged."""
     try:
         return Tokenizer.from_str(stored.decode())
     except Exception as error:  # tokenizers raises bare Exception
@@ -173,14 +180,14 @@ def _load(folder: Path, stored: bytes) -> Tokenizer:
 
 
 def _compare(folder: Path, tokenizer: dict[str, Any]) -> None:
-    """Warn where transformers would lower the text and tokenizer.json does not, or the reverse."""
-    said = read_optional_json(folder / "tokenizer_config.json").get("do_lower_case")
+    """Warn if tokenizer_config.json and tokenizer.json disagree about lowering the text."""
+    lowers = read_optional_json(folder / "tokenizer_config.json").get("do_lower_case")
     for step in _steps(tokenizer.get("normalizer")):
-        if step["type"] == "BertNormalizer" and said is not None and step["lowercase"] != said:
+        if step["type"] == "BertNormalizer" and lowers is not None and step["lowercase"] != lowers:
             logger.warning(
                 "%s: tokenizer_config.json says do_lower_case=%s, tokenizer.json %s; the latter "
                 "is used",
                 folder,
-                said,
+                lowers,
                 step["lowercase"],
             )

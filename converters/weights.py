@@ -1,6 +1,6 @@
-"""Reads tensors by name and turns them into parameters by rules. Knows no architecture.
+"""Reads tensors by name and converts them to parameters by rules. Knows no architecture.
 
-Strict both ways: every parameter is filled, every tensor is used or named in `ignored`.
+It is strict both ways: every parameter must be filled, and every tensor must be used or ignored.
 """
 
 import json
@@ -30,33 +30,33 @@ NUMPY_DTYPES: dict[str, Any] = {
 }
 SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-LEAST_TORCH = (2, 6)  # before it weights_only let a pickle run code: CVE-2025-32434
+LEAST_TORCH = (2, 6)  # older versions may run code of a pickle despite weights_only: CVE-2025-32434
 
 MAX_SAFETENSORS_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def _nothing() -> None:
-    """Tensors read from their file at each call leave nothing to free."""
+    """Free nothing, for tensors that are read from their file at each call."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the source, not read yet. `read` may be called until `free` was."""
+    """A tensor of the source that is not read yet."""
 
     name: str
-    dtype: str  # a key of DTYPES, or what the file calls it
+    dtype: str  # a key of NUMPY_DTYPES, or else the file's own name of it
     shape: Shape
-    read: Callable[[], np.ndarray]
+    read: Callable[[], np.ndarray]  # not to be called after `free`
     free: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True)
 class Transform:
-    """How sources become a parameter, and why they cannot become one of a shape: a line each."""
+    """A function that makes a parameter of source tensors, with a check of their shapes."""
 
     apply: Callable[..., np.ndarray]
-    misfits: Callable[[Sequence[Tensor], Shape], list[str]]
-    dtype: DType | None = None  # of what comes out; None is that of the sources
+    misfits: Callable[[Sequence[Tensor], Shape], list[str]]  # reasons why a shape is not possible
+    dtype: DType | None = None  # of the parameter; None: that of the sources
 
 
 def _keep(array: np.ndarray) -> np.ndarray:
@@ -88,12 +88,12 @@ def _transposed(sources: Sequence[Tensor], shape: Shape) -> list[str]:
 
 
 def _joined(sources: Sequence[Tensor], shape: Shape) -> list[str]:
-    """Parts may be of unequal length, as those of grouped heads are."""
-    alike = all(source.shape[1:] == shape[1:] for source in sources)
-    if alike and sum(sum(source.shape[:1]) for source in sources) == shape[0]:
+    """Check parts that are concatenated; they may have different lengths, as grouped heads have."""
+    same_width = all(source.shape[1:] == shape[1:] for source in sources)
+    if same_width and sum(sum(source.shape[:1]) for source in sources) == shape[0]:
         return []
-    got = ", ".join(f"{source.name} {source.shape}" for source in sources)
-    return [f"{got}: wanted shape {shape} together"]
+    shapes = ", ".join(f"{source.name} {source.shape}" for source in sources)
+    return [f"{shapes}: wanted shape {shape} together"]
 
 
 def _joined_transposed(sources: Sequence[Tensor], shape: Shape) -> list[str]:
@@ -101,14 +101,17 @@ def _joined_transposed(sources: Sequence[Tensor], shape: Shape) -> list[str]:
 
 
 identity = Transform(_keep, _shaped)
-transpose = Transform(_transpose, _transposed)  # torch keeps [out, in]
+transpose = Transform(_transpose, _transposed)  # torch stores weights as [out, in]
 concatenate = Transform(_join, _joined)
 concatenate_transposed = Transform(_join_transposed, _joined_transposed)
 
 
 def difference_of_rows(true_id: int, false_id: int) -> Transform:
-    """[vocab, hidden] to a kernel [hidden, 1] in float32, whose product is logit(true_id) -
-    logit(false_id)."""
+    """A transform from a table `[vocab, hidden]` to a float32 weight `[hidden, 1]`.
+
+    The weight is the difference of two rows, so that its product is logit(true_id) -
+    logit(false_id).
+    """
 
     def apply(table: np.ndarray) -> np.ndarray:
         true, false = (table[row].astype(np.float32) for row in (true_id, false_id))
@@ -127,7 +130,10 @@ def difference_of_rows(true_id: int, false_id: int) -> Transform:
 
 @dataclass(frozen=True)
 class Rule:
-    """Source names, a parameter's name, and what lies between. `{i}` stands for every layer."""
+    """How a parameter is made: names of source tensors, its own name, and the transform.
+
+    `{i}` in the names stands for the number of every layer.
+    """
 
     sources: str | tuple[str, ...]
     target: str
@@ -136,25 +142,26 @@ class Rule:
 
 @dataclass(frozen=True)
 class Step:
-    """A rule for one parameter, its sources found and checked."""
+    """The conversion of one parameter, with its source tensors."""
 
     sources: tuple[Tensor, ...]
-    target: str
+    target: str  # name of the parameter
     shape: Shape  # of the parameter
     transform: Transform
     last_of: tuple[Tensor, ...] = ()  # sources that no later step reads
 
     @property
     def dtype(self) -> str:
-        """Of the parameter."""
+        """The dtype of the parameter."""
         return self.transform.dtype or self.sources[0].dtype
 
     @property
     def size(self) -> int:
-        """Elements of the parameter."""
+        """The number of elements of the parameter."""
         return math.prod(self.shape)
 
     def read(self) -> np.ndarray:
+        """Read the sources and return the parameter. Frees sources that no later step reads."""
         arrays = [source.read() for source in self.sources]
         for source in self.last_of:
             source.free()
@@ -168,28 +175,29 @@ def plan_steps(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, Shape],
 ) -> list[Step]:
-    """Pair every parameter with its tensors, without reading any; frees those without a use.
+    """Plan a step for every parameter, without reading tensors. Frees tensors that no step needs.
 
-    Smallest first: a torch file is freed as it is read, so little is left of it when saving makes
-    its copy of the largest tensor. Raises ConversionError listing every missing, unused and
-    wrongly shaped tensor.
+    `ignored` are patterns of tensor names, `tensors` are by name, and `shapes` are those of all
+    parameters. The smallest parameter comes first: the tensors of a torch file are freed as they
+    are read, so little of the file is in memory when the largest tensor is copied. Raises
+    ConversionError, which lists every missing, unused and wrongly shaped tensor.
     """
-    expanded = list(_expand(rules, shapes))
-    wanted = {name for rule in expanded for name in rule.sources}
-    filled = {rule.target for rule in expanded}
-    problems = [f"missing: {name}" for name in sorted(wanted) if name not in tensors]
+    expanded_rules = list(_expand(rules, shapes))
+    source_names = {name for rule in expanded_rules for name in rule.sources}
+    targets = {rule.target for rule in expanded_rules}
+    problems = [f"missing: {name}" for name in sorted(source_names) if name not in tensors]
     problems += [
         f"unused: {tensor.name}"
         for name, tensor in tensors.items()
-        if name not in wanted and not any(fnmatchcase(name, pattern) for pattern in ignored)
+        if name not in source_names and not any(fnmatchcase(name, pattern) for pattern in ignored)
     ]
     problems += [
         f"no rule fills {target}. This is a bug in jaxembed"
         for target in shapes
-        if target not in filled
+        if target not in targets
     ]
     steps = []
-    for rule in expanded:
+    for rule in expanded_rules:
         if all(name in tensors for name in rule.sources):
             sources = tuple(tensors[name] for name in rule.sources)
             step = Step(sources, rule.target, shapes[rule.target], rule.transform)
@@ -198,13 +206,13 @@ def plan_steps(
     if problems:
         raise ConversionError(model, problems)
     for name, tensor in tensors.items():
-        if name not in wanted:
+        if name not in source_names:
             tensor.free()
     return _freeing(sorted(steps, key=lambda step: step.size))
 
 
 def _freeing(steps: Sequence[Step]) -> list[Step]:
-    """The steps in that order, each with the sources of which it is the last reader."""
+    """The steps in the same order, each with the sources that no later step reads."""
     last = {source.name: number for number, step in enumerate(steps) for source in step.sources}
     return [
         replace(step, last_of=tuple(one for one in step.sources if last[one.name] == number))
@@ -213,7 +221,7 @@ def _freeing(steps: Sequence[Step]) -> list[Step]:
 
 
 def _expand(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> Iterator[Rule]:
-    """One rule for each parameter: `{i}` is every layer that has such a parameter."""
+    """Yield one rule for each parameter; `{i}` becomes each layer that has the parameter."""
     numbers = {int(part) for target in shapes for part in target.split(".") if part.isdigit()}
     for rule in rules:
         sources = (rule.sources,) if isinstance(rule.sources, str) else rule.sources
@@ -225,6 +233,7 @@ def _expand(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> Iterator[Rule
 
 
 def _misfits(step: Step) -> list[str]:
+    """The reasons why the sources of a step cannot become its parameter."""
     problems = step.transform.misfits(step.sources, step.shape)
     problems += [
         f"{source.name}: wanted one of {', '.join(NUMPY_DTYPES)}, got {source.dtype}"
@@ -243,11 +252,12 @@ def canonical(
     prefixes: Sequence[str] = (),
     renames: Mapping[str, str] | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors under the names that rules use: a known prefix gone, old endings made new.
+    """Rename tensors to the names that rules use.
 
-    Raises ConversionError if two tensors end up with one name.
+    Each of `prefixes` is removed, and endings in `renames` are replaced. Raises ConversionError if
+    two tensors get the same name.
     """
-    named: dict[str, Tensor] = {}
+    tensors_by_name: dict[str, Tensor] = {}
     problems = []
     for original, tensor in tensors.items():
         name = original
@@ -256,16 +266,16 @@ def canonical(
         for old, new in (renames or {}).items():
             if name.endswith(old):
                 name = name.removesuffix(old) + new
-        if name in named:
-            problems.append(f"both {named[name].name} and {original} stand for {name}")
-        named[name] = tensor
+        if name in tensors_by_name:
+            problems.append(f"both {tensors_by_name[name].name} and {original} stand for {name}")
+        tensors_by_name[name] = tensor
     if problems:
         raise ConversionError(model, problems)
-    return named
+    return tensors_by_name
 
 
 def within(folder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, named `folder/name`, so that several folders can share one plan."""
+    """Rename tensors to `folder/name`, so that several folders can share one plan."""
     return {
         f"{folder}/{name}": replace(tensor, name=f"{folder}/{tensor.name}")
         for name, tensor in tensors.items()
@@ -273,10 +283,10 @@ def within(folder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def find(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder: safetensors if there are any, else a torch file.
+    """Find the tensors of a folder, by name: those of safetensors, or else of a torch file.
 
-    Only names, dtypes and shapes are read of safetensors. Raises CheckpointError if there are no
-    weights or a file is damaged.
+    Of safetensors only names, dtypes and shapes are read; a torch file is loaded. Raises
+    CheckpointError if there are no weights, a file is damaged, or torch is missing or too old.
     """
     for name, reader in (("model.safetensors", _safetensors), ("pytorch_model.bin", _torch_file)):
         tensors: dict[str, Tensor] = {}
@@ -291,7 +301,7 @@ def find(folder: Path) -> dict[str, Tensor]:
 
 
 def _files(folder: Path, name: str) -> list[Path]:
-    """The file of that name, or the shards that its index names; empty if there is neither."""
+    """The file of this name, or the shards that its index names; empty if there is neither."""
     index = folder / f"{name}.index.json"
     if (folder / name).is_file():
         return [folder / name]
@@ -301,15 +311,18 @@ def _files(folder: Path, name: str) -> list[Path]:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is damaged: no readable weight_map") from error
-    missing = [shard for shard in names if not (folder / Path(shard).name).is_file()]
-    if missing:
-        raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}")
-    return [folder / Path(shard).name for shard in names]  # .name: an index may not lead elsewhere
+    missing_shards = [shard for shard in names if not (folder / Path(shard).name).is_file()]
+    if missing_shards:
+        raise CheckpointError(
+            f"{index} names files that are not there: {', '.join(missing_shards)}"
+        )
+    return [folder / Path(shard).name for shard in names]  # .name keeps an index within the folder
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
-    # Read by hand: safe_open maps the file, whose pages then count as ours beside the copy made
-    # of them, and its numpy flavour has no bfloat16.
+    """Read the header of a safetensors file. Raises CheckpointError if it is damaged."""
+    # not by safe_open: it maps the file, whose pages would count as our memory in addition to the
+    # copies of them, and its numpy version has no bfloat16
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -324,15 +337,19 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _entry(path: Path, name: str, base: int, entry: dict[str, Any]) -> Tensor:
+    """Make a tensor of an entry of the header; its data start at `base` in the file.
+
+    Raises ValueError if the entry does not fit the file.
+    """
     shape = tuple(int(axis) for axis in entry["shape"])
     begin, end = (int(offset) for offset in entry["data_offsets"])
     dtype = SAFETENSORS_DTYPES.get(entry["dtype"], str(entry["dtype"]))
     if not 0 <= begin <= end <= path.stat().st_size - base:
         raise ValueError(f"{name} lies outside the file, which may have been cut short")
     if dtype in NUMPY_DTYPES:
-        want = math.prod(shape) * np.dtype(NUMPY_DTYPES[dtype]).itemsize
-        if min(shape, default=0) < 0 or end - begin != want:
-            raise ValueError(f"{name} of shape {shape} wants {want} bytes, got {end - begin}")
+        size = math.prod(shape) * np.dtype(NUMPY_DTYPES[dtype]).itemsize
+        if min(shape, default=0) < 0 or end - begin != size:
+            raise ValueError(f"{name} of shape {shape} wants {size} bytes, got {end - begin}")
     return Tensor(name, dtype, shape, partial(_read, path, base + begin, dtype, shape))
 
 
@@ -344,8 +361,9 @@ def _read(path: Path, offset: int, dtype: str, shape: Shape) -> np.ndarray:
 
 
 def _torch_file(path: Path) -> dict[str, Tensor]:
+    """Load a torch file. Raises CheckpointError if it is damaged, or without a recent torch."""
     try:
-        torch = import_module("torch")  # not a dependency: only old models need it, and only here
+        torch = import_module("torch")  # no dependency of ours, because only old models need it
     except ImportError as error:
         raise CheckpointError(
             f"{path} is a torch file and torch is not installed; install it for the conversion "
@@ -359,7 +377,7 @@ def _torch_file(path: Path) -> dict[str, Tensor]:
             f"{path} is damaged or holds more than tensors, and jaxembed runs no pickled code: "
             f"{error}"
         ) from error
-    # Loaded whole, then freed one by one as they are read, unlike the pages of a mapped file.
+    # the whole file is loaded; its tensors are freed one by one as they are read
     return {
         name: Tensor(
             name,
@@ -373,18 +391,19 @@ def _torch_file(path: Path) -> dict[str, Tensor]:
 
 
 def _refuse_old_torch(path: Path, installed: str) -> None:
+    """Raise CheckpointError if a pickle could run code in the installed version of torch."""
     version = re.match(r"(\d+)\.(\d+)", installed)
     if version is None or tuple(map(int, version.groups())) < LEAST_TORCH:
-        wanted = ".".join(map(str, LEAST_TORCH))
+        oldest = ".".join(map(str, LEAST_TORCH))
         raise CheckpointError(
             f"{path} is a pickle, which torch {installed} can be made to run code by "
-            f"(CVE-2025-32434); install torch {wanted} or newer for the conversion, or use a model "
+            f"(CVE-2025-32434); install torch {oldest} or newer for the conversion, or use a model "
             "with model.safetensors"
         )
 
 
 def _torch_tensor(torch: Any, state: Mapping[str, Any], name: str) -> np.ndarray:
     tensor = state[name].contiguous()
-    if tensor.dtype == torch.bfloat16:  # which numpy does not know
+    if tensor.dtype == torch.bfloat16:  # numpy itself has no bfloat16
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()

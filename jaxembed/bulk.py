@@ -1,4 +1,4 @@
-"""Files of texts in, files of vectors out, in bounded memory. Knows no model but an Embedder."""
+"""Embeds a file of texts into a file of vectors, in bounded memory."""
 
 import io
 import json
@@ -18,21 +18,22 @@ from jaxembed.errors import ConfigError, InvalidInput
 from jaxembed.files import replacing
 
 TEXTS_A_CALL = 1024  # texts encoded in one call
-CHUNKS_AHEAD = 3  # one on the device, one being tokenized, one ready
+CHUNKS_AHEAD = 3  # one runs on the device, one is tokenized, one is ready
 
 
 def read_text_file(path: str, field: str = "text") -> Iterator[str]:
-    """The texts of a .txt file (a line each), a .jsonl file (a string or an object with `field`
-    each) or standard input (`-`, lines), read as they are asked for.
+    """Read texts lazily from a file, or from standard input if `path` is `-`.
 
-    Raises ConfigError at once for a file that cannot be read, InvalidInput later for an empty or
-    wrong line: every text has a row, and every row its text.
+    A .txt file and standard input have one text a line. Each line of a .jsonl file is a string, or
+    an object with the text in `field`. Raises ConfigError at once if the file cannot be opened, and
+    during iteration ConfigError for invalid UTF-8 and InvalidInput for an empty or wrong line: no
+    line is skipped, so that row n of the result is always of line n.
     """
     return _texts(_open(path), path, field)
 
 
 def check_vectors_path(out: Path) -> None:
-    """Raises ConfigError unless vectors can be written there."""
+    """Raise ConfigError unless vectors can be written to this path."""
     if out.suffix not in WRITERS:
         raise ConfigError(f"--output {out}: wanted a name that ends in {' or '.join(WRITERS)}")
     if not out.absolute().parent.is_dir():
@@ -47,9 +48,12 @@ def embed_file(
     on_progress: Callable[[int], object] = lambda count: None,
     **options,
 ) -> int:
-    """Encode every text and write .npy (float32 [n, dim]) or .jsonl (one array a line), in order.
+    """Encode all texts and write their vectors in order. Returns the number of texts.
 
-    `options` are EncodeOptions'. Returns the number of texts. On failure `out` is not touched.
+    The suffix of `out` chooses .npy (float32 `[texts, dim]`) or .jsonl (one array a line).
+    `options` are the fields of EncodeOptions. `on_progress` is called with the number of texts of
+    each chunk. On failure `out` is not changed. Raises ConfigError for a wrong path, and the errors
+    of `texts` and of `Embedder.encode`.
     """
     check_vectors_path(out)
     with replacing(out) as partial, partial.open("w+b") as file:
@@ -61,7 +65,7 @@ def embed_file(
 
 
 def _encoded(embedder: Embedder, texts: Iterator[str], options: dict) -> Iterator[np.ndarray]:
-    """The vectors chunk by chunk, a few chunks at work at a time."""
+    """Yield the vectors of each chunk in order, while the next chunks are computed."""
     at_work: deque[Future[np.ndarray]] = deque()
     with ThreadPoolExecutor(CHUNKS_AHEAD) as pool:
         try:
@@ -78,13 +82,19 @@ def _encoded(embedder: Embedder, texts: Iterator[str], options: dict) -> Iterato
 
 @runtime_checkable
 class Writer(Protocol):
-    def write(self, vectors: np.ndarray) -> None: ...
+    """A format of vector files."""
 
-    def finish(self) -> int: ...
+    def write(self, vectors: np.ndarray) -> None:
+        """Append vectors, float32 `[rows, dim]`."""
+        ...
+
+    def finish(self) -> int:
+        """Complete the file, and return the number of vectors in it."""
+        ...
 
 
 class NpyWriter:
-    """Rows as they come: numpy's header leaves room for the number of rows to grow."""
+    """Writes .npy. The header is written first and again at the end, with the number of rows."""
 
     def __init__(self, file: BinaryIO, dim: int):
         self._file = file
@@ -93,10 +103,12 @@ class NpyWriter:
         self._header()
 
     def write(self, vectors: np.ndarray) -> None:
+        """Append vectors, float32 `[rows, dim]`."""
         self._file.write(np.ascontiguousarray(vectors, "<f4").data)
         self._rows += len(vectors)
 
     def finish(self) -> int:
+        """Write the final header, and return the number of vectors."""
         self._file.seek(0)
         self._header()
         return self._rows
@@ -107,20 +119,22 @@ class NpyWriter:
 
 
 class JsonlWriter:
-    """One JSON array a line."""
+    """Writes .jsonl: one array a line."""
 
     def __init__(self, file: BinaryIO, dim: int):
         self._file = file
         self._rows = 0
-        del dim  # a line says itself how long it is
+        del dim  # only .npy needs it
 
     def write(self, vectors: np.ndarray) -> None:
+        """Append vectors, float32 `[rows, dim]`."""
         for row in vectors:
             self._file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY))
             self._file.write(b"\n")
         self._rows += len(vectors)
 
     def finish(self) -> int:
+        """Return the number of vectors."""
         return self._rows
 
 
@@ -139,6 +153,7 @@ def _open(path: str) -> io.TextIOBase:
 
 
 def _texts(lines: io.TextIOBase, path: str, field: str) -> Iterator[str]:
+    """Yield the text of each line, and close the file at the end."""
     jsonl = path.endswith(".jsonl")
     with lines:
         try:
@@ -152,6 +167,7 @@ def _texts(lines: io.TextIOBase, path: str, field: str) -> Iterator[str]:
 
 
 def _from_json(line: str, field: str, path: str, number: int) -> str:
+    """The text of a line of a .jsonl file. Raises InvalidInput if it has none."""
     try:
         value = json.loads(line)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Directories of the cache: made for this user alone, refused where others can write.
+"""Makes cache directories private, and refuses those that other users can write to.
 
-What lies there is loaded and run unseen. Knows nothing of what that is.
+Files there are loaded and run unchecked. Knows nothing of their content.
 """
 
 import os
@@ -9,26 +9,31 @@ from pathlib import Path
 
 from jaxembed.errors import ConfigError
 
-ROOT = 0  # it can write anywhere; a cache in an image may be its own
+ROOT = 0  # may own the cache, as in a container image; it can write anywhere in any case
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_private(folder: Path) -> None:
-    """Make the directory and those missing above it, for this user alone. Raises OSError."""
+    """Make a directory and its missing parents, with access for this user alone (mode 700).
+
+    Raises OSError if one cannot be made.
+    """
     for path in [*reversed(folder.parents), folder]:
         if path == folder or not path.exists():
             path.mkdir(mode=0o700, exist_ok=True)
 
 
 def refuse_shared(*folders: Path) -> None:
-    """Raises ConfigError if one of those that exist belongs to another user than this one or root,
-    or if others can write to it. Windows has no such owners and modes."""
+    """Raise ConfigError if an existing folder belongs to another user, or others can write to it.
+
+    Root may own it too. Nothing is checked on Windows, which has no such owners and modes.
+    """
     if os.name == "nt":
         return
     for folder in folders:
         try:
             status = folder.stat()
-        except OSError:  # nothing is loaded from there
+        except OSError:  # it does not exist, so nothing is loaded from there
             continue
         of = f"belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}"
         danger = "whoever can write there can run code in this process"

@@ -1,4 +1,4 @@
-"""Every exception raised on purpose. Knows no HTTP; `server/errors.py` maps them to statuses.
+"""Defines every exception that is raised on purpose. `server/errors.py` maps them to HTTP statuses.
 
 JaxembedError
   * ConfigError             a flag or setting that cannot be honoured
@@ -6,14 +6,14 @@ JaxembedError
   * CheckpointError         a model directory, hub id or checkpoint that cannot be used
       - UnsupportedModel    an architecture, module or activation we have no code for
       - ConversionError     tensors missing, unused or wrongly shaped, all listed at once
-  * InvalidInput            the request is at fault
+  * InvalidInput            the request is wrong
       - EmptyInput          a text, a query or a list of token ids with nothing in it
           - NoInputs        a request with nothing to do
       - InputTooLong        more tokens than the limit, and truncation is off
       - TooManySpans        more spans of one input than a row of a batch has slots
       - BareTokenIds        token ids that lack the tokenizer's special tokens
       - UnknownPrompt       a prompt name that the checkpoint lacks
-      - UnknownPurpose      a purpose of the texts that no prompt could be for
+      - UnknownPurpose      a purpose of texts that is not one of the known ones
       - BatchTooLarge       more inputs than one request may carry
       - RequestTooLarge     more tokens or bytes than one request may bring
       - UnknownModel        a model that is not served here
@@ -24,34 +24,34 @@ JaxembedError
   * BackendError            the device failed on this request
       - NotFinite           a result holds NaN or infinity even when run alone
       - DeviceStuck         no device of the model returns from the call it is in
-  * Cancelled               whoever waited for the result has gone
+  * Cancelled               nobody waits for the result any more
 """
 
 from collections.abc import Sequence
 
 
 class JaxembedError(Exception):
-    """Base of the tree above."""
+    """The base of all exceptions of this package."""
 
 
 class ConfigError(JaxembedError):
-    """A setting that cannot be honoured: says what was wanted, what came and what to do."""
+    """A setting cannot be honoured. The message says what was wanted, what came and what to do."""
 
 
 class Unanswered(ConfigError):
-    """A URL where nothing answers, or not HTTP."""
+    """Nothing answers at a URL, or it does not speak HTTP."""
 
 
 class CheckpointError(JaxembedError):
-    """A model directory, hub id or checkpoint that cannot be used."""
+    """A model directory, hub id or checkpoint cannot be used."""
 
 
 class UnsupportedModel(CheckpointError):
-    """Names what is not supported, and what is."""
+    """A model needs something that is not supported. The message names it and what is supported."""
 
 
 class ConversionError(CheckpointError):
-    """A conversion that found problems; `problems` lists every one."""
+    """A model cannot be converted. `problems` lists every reason."""
 
     def __init__(self, model: str, problems: list[str]):
         self.problems = problems
@@ -60,8 +60,11 @@ class ConversionError(CheckpointError):
 
 
 class InvalidInput(JaxembedError):
-    """The request is at fault. `field` names the part of it that is, None the inputs themselves,
-    and `index` says which of several inputs it is."""
+    """A request is wrong.
+
+    `field` names the wrong field of the request; None means the inputs. `index` is the index of the
+    wrong input if there are several.
+    """
 
     def __init__(self, message: str, field: str | None = None, index: int | None = None):
         super().__init__(message)
@@ -70,20 +73,21 @@ class InvalidInput(JaxembedError):
 
 
 class EmptyInput(InvalidInput):
-    """A text, a query or a list of token ids with nothing in it."""
+    """A text, a query or a list of token ids is empty."""
 
     def __init__(self, field: str | None = None, index: int | None = None):
         super().__init__(f"the {field or 'input'} is empty", field, index)
 
 
 class NoInputs(EmptyInput):
-    """A request with nothing to do: `field` should hold inputs and holds none."""
+    """A request has no inputs. `field` names the field that should hold them."""
 
 
 class InputTooLong(InvalidInput):
-    """An input of `got` tokens, where `limit` is the most, while truncation is off.
+    """An input has more tokens than the limit, and truncation is off.
 
-    Not `exact` means that it was not read to its end: it has at least `got` tokens.
+    `got` is its number of tokens and `limit` the largest allowed one. If `exact` is False, the
+    input was not read to its end and has at least `got` tokens.
     """
 
     def __init__(self, limit: int, got: int, index: int | None = None, *, exact: bool = True):
@@ -110,8 +114,10 @@ class TooManySpans(InvalidInput):
 
 
 class BareTokenIds(InvalidInput):
-    """Token ids without those that the model's tokenizer puts `before` and `after` every text: they
-    may be another tokenizer's."""
+    """Token ids lack the special tokens of the model's tokenizer, and may be of another tokenizer.
+
+    `before` and `after` are the ids that the tokenizer puts around every text.
+    """
 
     def __init__(self, before: Sequence[int], after: Sequence[int]):
         around = f"{list(before)} before and {list(after)} after"
@@ -123,7 +129,7 @@ class BareTokenIds(InvalidInput):
 
 
 class UnknownPrompt(InvalidInput):
-    """The prompt `name` is not one of the `available` ones, which may be none."""
+    """The checkpoint has no prompt `name`. `available` are the names that it has."""
 
     def __init__(self, name: str, available: Sequence[str]):
         known = ", ".join(available) or "it has none"
@@ -133,7 +139,7 @@ class UnknownPrompt(InvalidInput):
 
 
 class UnknownPurpose(InvalidInput):
-    """Texts for `purpose`, which is not one of the `known` ones."""
+    """A purpose of texts is not one of the `known` ones."""
 
     def __init__(self, purpose: str, known: Sequence[str]):
         super().__init__(f"unknown purpose {purpose!r}; wanted one of {', '.join(known)}")
@@ -142,19 +148,19 @@ class UnknownPurpose(InvalidInput):
 
 
 class BatchTooLarge(InvalidInput):
-    """More inputs than one request may carry."""
+    """A request has more inputs than allowed."""
 
 
 class RequestTooLarge(InvalidInput):
-    """More tokens or bytes than one request may bring: it could never be admitted."""
+    """A request has more tokens or bytes than can ever be admitted."""
 
 
 class UnknownModel(InvalidInput):
-    """A model this server does not have; the message names those it has."""
+    """The server does not have this model. The message names those that it has."""
 
 
 class WrongTask(JaxembedError):
-    """A task this kind of model cannot do, such as reranking with an embedding model."""
+    """The model cannot do this task, such as reranking with an embedding model."""
 
 
 class TokenizerError(JaxembedError):
@@ -174,7 +180,7 @@ class ShuttingDown(Overloaded):
 
 
 class BackendError(JaxembedError):
-    """The device failed on this request. The message carries no internals; the log does."""
+    """The device failed on this request. The message has no internal details; the log has them."""
 
 
 class NotFinite(BackendError):
@@ -182,7 +188,7 @@ class NotFinite(BackendError):
 
 
 class DeviceStuck(BackendError):
-    """No device of the model returns from the call it is in: nothing can run until one does."""
+    """All devices of the model hang in a call, so nothing can run until one returns."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -192,4 +198,4 @@ class DeviceStuck(BackendError):
 
 
 class Cancelled(JaxembedError):
-    """Whoever waited for the result has gone."""
+    """Nobody waits for the result any more."""

@@ -1,4 +1,4 @@
-"""Reads a URL, with errors in one line. Knows nothing of what is there."""
+"""Reads a URL, and reports failures in one line. Knows nothing of the content."""
 
 import http.client
 import urllib.error
@@ -7,30 +7,34 @@ from http import HTTPStatus
 
 from jaxembed.errors import ConfigError, Unanswered
 
-FETCH_S = 10.0
+FETCH_S = 10.0  # timeout
 
 
 def fetch(
-    url: str, wanted: str, *, body: bytes | None = None, headers: dict[str, str] | None = None
+    url: str, expectation: str, *, body: bytes | None = None, headers: dict[str, str] | None = None
 ) -> bytes:
-    """What is there; a `body` is posted. Raises ConfigError for an error as the answer and
-    Unanswered for none, which say why and end with what was `wanted`."""
+    """Send a GET request, or a POST with `body`, and return the body of the answer.
+
+    Raises ConfigError if the answer is an HTTP error, and Unanswered if there is no HTTP answer.
+    The messages give the reason and end with `expectation`, a clause that says what the URL should
+    be.
+    """
     try:
         request = urllib.request.Request(url, body, headers or {})
         with urllib.request.urlopen(request, timeout=FETCH_S) as answer:
             return answer.read()
     except urllib.error.HTTPError as error:
         error.close()  # it holds the connection
-        raise ConfigError(f"cannot read {url}: {_reason(error)}; {wanted}") from error
+        raise ConfigError(f"cannot read {url}: {_reason(error)}; {expectation}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise Unanswered(f"cannot read {url}: {_reason(error)}; {wanted}") from error
+        raise Unanswered(f"cannot read {url}: {_reason(error)}; {expectation}") from error
 
 
 def _reason(error: Exception) -> str:
-    """Why a URL could not be read. Servers of HTTP/1.1 may leave the status without a phrase."""
-    if isinstance(error, urllib.error.HTTPError):
-        known = error.code in [status.value for status in HTTPStatus]
-        return f"HTTP {error.code} {HTTPStatus(error.code).phrase if known else ''}".rstrip()
+    """The reason why a URL could not be read, for people."""
+    if isinstance(error, urllib.error.HTTPError):  # the answer may lack the phrase of its status
+        is_standard = error.code in [status.value for status in HTTPStatus]
+        return f"HTTP {error.code} {HTTPStatus(error.code).phrase if is_standard else ''}".rstrip()
     if isinstance(error, http.client.InvalidURL) or type(error) is ValueError:
         return "it is no URL"
     if isinstance(error, http.client.HTTPException):

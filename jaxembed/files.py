@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole. Knows nothing of what they hold."""
+"""Replaces files atomically. Knows nothing of their content."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -8,16 +8,16 @@ from uuid import uuid4
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, beside `path`, whose place it takes at the end of the block.
+    """Yield a temporary path beside `path` to write to; it replaces `path` at the end of the block.
 
-    Readers see the old file or the new one, never half of one. If the block raises, the old file
-    stays and what was written is removed.
+    Readers see the old file or the new one, never a part. If the block raises, the old file stays
+    and the temporary one is removed. Raises OSError if the file cannot be replaced.
     """
-    # not the process id: two containers that share a folder may have the same one
+    # no process id in the name: two containers that share a folder may have the same one
     partial = path.with_name(f".{path.name}.partial-{uuid4().hex}")
     try:
         yield partial
         partial.replace(path)
     finally:
-        with suppress(OSError):  # gone, as it should be; or the disk has become read-only
+        with suppress(OSError):  # usually it is already renamed; the disk may also be read-only now
             partial.unlink()

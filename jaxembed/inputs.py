@@ -1,15 +1,15 @@
-"""What a request may ask to embed. Knows no wire format."""
+"""Defines the inputs of a request. Knows no wire format."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Priority = Literal["interactive", "bulk"]  # who waits for it: somebody, or a job
+Priority = Literal["interactive", "bulk"]  # interactive: a person waits; bulk: a job does
 
 
 @dataclass(frozen=True)
 class Text:
-    """One text. Prompts and special tokens are added when it is tokenized."""
+    """One text; prompts and special tokens are added when it is tokenized."""
 
     text: str
 
@@ -24,9 +24,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids to run verbatim: nothing is decoded, nothing added.
+    """Token ids to run unchanged: nothing is decoded and nothing is added.
 
-    An `array.array` is checked faster than a list, and takes less memory.
+    An `array.array` is checked faster than a list and takes less memory.
     """
 
     ids: Sequence[int]

@@ -1,4 +1,4 @@
-"""A JSON file that a person gave, and what is wrong with it in words for that person."""
+"""Reads JSON files that users wrote, with error messages for them."""
 
 import json
 from pathlib import Path
@@ -6,16 +6,19 @@ from typing import Any
 
 from jaxembed.errors import ConfigError
 
-MOST_SHOWN = 60  # characters of a value
+MOST_SHOWN = 60  # characters of a value in a message
 
 
-def read_user_json(path: Path, name: str, wanted: str) -> Any:
-    """What the file says. Raises ConfigError, which calls the file `name` and says what was
-    wanted of it."""
+def read_user_json(path: Path, name: str, expectation: str) -> Any:
+    """Read a JSON file and return its value.
+
+    Raises ConfigError if it cannot be read or is not JSON. The message calls the file `name` and
+    ends with `expectation`, a phrase that says what the file should hold.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read {name}: {error.strerror}; wanted {wanted}") from error
+        raise ConfigError(f"cannot read {name}: {error.strerror}; wanted {expectation}") from error
     try:
         return json.loads(data)
     except json.JSONDecodeError as error:
@@ -23,12 +26,12 @@ def read_user_json(path: Path, name: str, wanted: str) -> Any:
         problem = place if data.strip() else "empty"
     except UnicodeDecodeError:
         problem = "no text in UTF-8"
-    except (RecursionError, ValueError):  # Python reads whole numbers of up to 4,300 digits
+    except (RecursionError, ValueError):  # Python reads integers of at most 4,300 digits
         problem = "nested too deeply, or holds a number of thousands of digits"
-    raise ConfigError(f"{name} is {problem}; wanted {wanted}")
+    raise ConfigError(f"{name} is {problem}; wanted {expectation}")
 
 
 def shown(value: Any) -> str:
-    """As it stands in a file, without the rest of a long one."""
+    """A value as JSON for a message, cut after MOST_SHOWN characters."""
     text = json.dumps(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ..."

@@ -1,7 +1,7 @@
-"""Keeps freed memory for XLA's next run, in huge pages, or gives it back. Of glibc; else nothing.
+"""Keeps freed memory in huge pages for XLA's next run, or returns it to the system. glibc only.
 
-XLA takes the temporaries of a CPU program, 10 to 100 MB in one piece, anew at every run. glibc maps
-and unmaps such a piece each time, and faulting its pages in takes a tenth to a third of the time.
+XLA allocates the temporaries of a CPU program, 10 to 100 MB in one block, anew at every run. glibc
+maps and unmaps such a block each time, and the page faults take a tenth to a third of the run.
 """
 
 import ctypes
@@ -16,12 +16,12 @@ from typing import Any
 KIB = 1024
 MIB = 1024 * 1024
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
-MMAP_THRESHOLD = 32 * MIB  # where glibc's own adapting ends (DEFAULT_MMAP_THRESHOLD_MAX)
+MMAP_THRESHOLD = 32 * MIB  # the limit to which glibc adapts it (DEFAULT_MMAP_THRESHOLD_MAX)
 MMAP_MAX = 65536  # glibc's default
-HEAPS_A_CORE, MOST_HEAPS = 8, 64  # glibc's default, and enough; `in_kept_heap` may try them all
-SPARE_BYTES = 64 * MIB  # of the heap, for whoever allocates while `trim` holds the rest
+HEAPS_A_CORE, MOST_HEAPS = 8, 64  # glibc's default, and a limit, as `in_kept_heap` may try them all
+SPARE_BYTES = 64 * MIB  # of the heap, left to other threads while `trim` holds the rest
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
-PROBE = 4 * MIB  # more than is free in what lies below the kept heap; not touched
+PROBE = 4 * MIB  # larger than any free block below the kept heap; its pages are not touched
 
 
 class _MallocInfo(ctypes.Structure):
@@ -30,16 +30,15 @@ class _MallocInfo(ctypes.Structure):
     _fields_ = (("others", ctypes.c_size_t * 9), ("keepcost", ctypes.c_size_t))
 
 
-kept = range(0)  # addresses of the heap that `keep` made; of the whole process, as the heap is
+kept = range(0)  # addresses of the heap that `keep` made for the whole process
 
 
 def keep() -> bool:
-    """Make the main thread's heap large, in huge pages, and keep what is freed there for reuse.
+    """Make the main thread's heap large, in huge pages, and keep memory that is freed there.
 
-    It takes half as much address space as there is memory, and memory as it is used. That holds for
-    the whole process and for good: a program's to call, at its start, not a library's. Returns
-    whether it is done: not without glibc 2.33, nor where address space is limited or the system
-    counts it as memory.
+    The heap takes address space of half the machine's memory, and memory only as it is used. This
+    changes the whole process for good, so a program may call it at its start, but a library must
+    not. Returns whether freed memory is kept; `reason_not_kept` says why if it is not.
     """
     global kept
     if kept:
@@ -50,7 +49,7 @@ def keep() -> bool:
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     libc.mallopt(M_ARENA_MAX, min(HEAPS_A_CORE * (os.cpu_count() or 1), MOST_HEAPS))
     libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
-    libc.mallopt(M_MMAP_MAX, 0)  # from the heap, not mapped on its own
+    libc.mallopt(M_MMAP_MAX, 0)  # allocate in the heap, not in a mapping of its own
     start = libc.malloc(size)
     libc.mallopt(M_MMAP_MAX, MMAP_MAX)
     if start is None:
@@ -58,7 +57,7 @@ def keep() -> bool:
     libc.mallopt(M_TRIM_THRESHOLD, -1)
     _advise(libc, start, size, mmap.MADV_HUGEPAGE)
     libc.free(start)
-    if not _is_kept(libc, range(start, start + size)):  # it was mapped on its own after all
+    if not _is_kept(libc, range(start, start + size)):  # the block got a mapping of its own
         libc.mallopt(M_TRIM_THRESHOLD, 2 * MMAP_THRESHOLD)
         return False
     kept = range(start, start + size)
@@ -66,7 +65,7 @@ def keep() -> bool:
 
 
 def reason_not_kept() -> str | None:
-    """Why there is no heap that freed memory is kept in; None where there is one."""
+    """The reason why freed memory is not kept, for people; None if it is kept."""
     if kept:
         return None
     if _glibc() is None:
@@ -77,9 +76,8 @@ def reason_not_kept() -> str | None:
 
 
 def _is_counted() -> bool:
-    """Whether address space is limited, or promised only as far as there is memory, which is
-    vm.overcommit_memory=2."""
-    import resource  # there is none on Windows
+    """Whether address space is limited by ulimit, or counted as memory (vm.overcommit_memory=2)."""
+    import resource  # not available on Windows
 
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
     if any(limit != resource.RLIM_INFINITY for limit in limits):
@@ -91,35 +89,35 @@ def _is_counted() -> bool:
 
 
 def in_kept_heap(work: Callable[[], object]) -> None:
-    """Call it where memory comes from the heap that `keep` made: if need be in another thread.
+    """Call `work` in a thread that allocates from the heap that `keep` made, and wait for it.
 
-    glibc gives each new thread a heap of its own, and begins again with the main thread's when
-    there are as many as it may have. One heap for all threads would do too, but two that tokenize
-    would take three times as long.
+    glibc gives each new thread a heap of its own; when it has its maximum of heaps, it starts again
+    with the main thread's. So this starts threads until one has that heap. A single heap for all
+    threads would be simpler, but tokenizing in two threads would take three times as long.
     """
     libc = _glibc()
     if libc is None or not kept or _is_kept(libc, kept):
         work()
         return
-    found, tried = threading.Event(), threading.Semaphore(0)
+    heap_found, attempts = threading.Event(), threading.Semaphore(0)
     inside: list[threading.Thread] = []
 
     def attempt() -> None:
         if not inside and _is_kept(libc, kept):
             inside.append(threading.current_thread())
-        tried.release()
+        attempts.release()
         if threading.current_thread() in inside:
             work()
         else:
-            found.wait()  # a heap that is given back is the next to be given out
+            heap_found.wait()  # glibc gives a heap that is free again to the next thread
 
     for _ in range(2 * MOST_HEAPS):
         name = threading.current_thread().name
         threading.Thread(target=attempt, name=name, daemon=True).start()
-        tried.acquire()
+        attempts.acquire()
         if inside:
             break
-    found.set()
+    heap_found.set()
     if inside:
         inside[0].join()
     else:
@@ -129,7 +127,7 @@ def in_kept_heap(work: Callable[[], object]) -> None:
 def trim() -> None:
     """Return freed memory to the system.
 
-    glibc keeps all that lies below memory still in use: of a model of 1.2 GB 700 MB after loading,
+    glibc keeps freed memory that lies below memory in use: 700 MB after loading a model of 1.2 GB,
     and 20 to 40 MB after each compilation.
     """
     libc = _glibc()
@@ -138,7 +136,7 @@ def trim() -> None:
     if not kept:
         libc.malloc_trim(0)
         return
-    libc.malloc_trim(len(kept))  # all but the top of the heap, which must stay mapped
+    libc.malloc_trim(len(kept))  # everything but the top of the heap, which must stay mapped
     size = libc.mallinfo2().keepcost - SPARE_BYTES
     top = libc.malloc(size) if size > MMAP_THRESHOLD else None
     if top is not None:
@@ -148,9 +146,9 @@ def trim() -> None:
 
 
 def _glibc() -> Any:
-    """The C library, if it is glibc 2.33 or later."""
+    """The C library if it is glibc 2.33 or later, else None."""
     libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if not hasattr(libc, "mallinfo2"):  # musl has none
+    if not hasattr(libc, "mallinfo2"):  # musl and older glibc lack it
         return None
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     libc.free.argtypes = [ctypes.c_void_p]
@@ -161,14 +159,14 @@ def _glibc() -> Any:
 
 
 def _is_kept(libc: Any, heap: range) -> bool:
-    """Whether this thread allocates from the heap."""
+    """Whether this thread allocates from the heap at these addresses."""
     block = libc.malloc(PROBE)
     libc.free(block)
     return block is not None and block in heap
 
 
 def _advise(libc: Any, start: int, size: int, advice: int) -> None:
-    """Of the whole pages within. A system without such pages refuses, and nothing is lost."""
+    """Call madvise for the whole pages in this range. A refusal by the system is ignored."""
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
     libc.madvise(first, last - first, advice)

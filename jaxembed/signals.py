@@ -1,4 +1,4 @@
-"""What SIGTERM and SIGINT do until a server handles them: they end the process at once."""
+"""Ends the process at SIGTERM and SIGINT, until a server handles these signals itself."""
 
 import logging
 import os
@@ -10,19 +10,20 @@ from typing import NoReturn
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-LOG_S = 1.0  # for a last line in the log, which nobody may read any more
+LOG_S = 1.0  # time limit for the last log line, which blocks if the log is a pipe nobody reads
 
 
 def end_at_signals() -> None:
-    """Let a signal end the process with 128 and its number, as shells say of a signal that kills.
+    """Let a signal end the process with the exit status 128 plus its number, as shells report it.
 
-    To process 1, as in a container, a signal without a handler does nothing. A thread ends the
-    process, for Python runs handlers in the main thread, which may be in XLA for minutes.
+    Handlers are needed because a signal without one does nothing to process 1, which a container's
+    first process is. A thread ends the process: Python runs handlers in the main thread only, which
+    may be inside XLA for minutes.
     """
     ending, waking = socket.socketpair()
     waking.setblocking(False)
 
-    def wake(number: int, _: object) -> None:  # where an event loop has the wake-up descriptor
+    def wake(number: int, _: object) -> None:  # in case an event loop took the wake-up descriptor
         waking.send(bytes([number]))
 
     for number in STOP_SIGNALS:
@@ -32,14 +33,18 @@ def end_at_signals() -> None:
 
 
 def _end(ending: socket.socket, waking: socket.socket) -> None:
-    """Wait for a signal; `waking` is held so that nothing closes it."""
+    """Wait for a signal and end the process. `waking` is held so that it is not closed."""
     number = ending.recv(1)[0]
     leave(128 + number, logging.INFO, f"{signal.Signals(number).name}: exiting at once")
 
 
 def leave(status: int, level: int, reason: str) -> NoReturn:
-    """End the process now, whatever still runs, also where the log is a pipe that nobody reads."""
-    told = threading.Thread(target=logger.log, args=(level, "%s", reason), daemon=True)
-    told.start()
-    told.join(LOG_S)
+    """Log the reason and end the process at once, whatever still runs.
+
+    `status` is the exit status. The log line has LOG_S seconds, in case nobody reads the log's
+    pipe.
+    """
+    writer = threading.Thread(target=logger.log, args=(level, "%s", reason), daemon=True)
+    writer.start()
+    writer.join(LOG_S)
     os._exit(status)

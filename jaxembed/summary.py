@@ -1,4 +1,4 @@
-"""Describes a model by its spec, before it is served. Reads no parameter, starts no device."""
+"""Summarises a model from its spec, before it is served. Reads no parameters, starts no device."""
 
 import math
 from typing import Any, get_args
@@ -13,8 +13,10 @@ from jaxembed.spec import DType, ModelSpec
 
 
 def summary(spec: ModelSpec) -> dict[str, Any]:
-    """The description, in plain values for JSON. `parameter_bytes` are those on the device, for
-    each dtype that the model can be served in."""
+    """Summarise a model as plain values for JSON.
+
+    `parameter_bytes` is the size of the parameters on the device, by dtype.
+    """
     shapes = {name: leaf.shape for name, leaf in parameter_shapes(spec).items()}
     return {
         "source": spec.source,
@@ -56,8 +58,11 @@ def _of_scorer(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _limits(spec: ModelSpec) -> dict[str, int | None]:
-    """The limits in tokens: that of the checkpoint, the number of positions where there is one,
-    and that of a server with neither --max-input-length nor --buckets."""
+    """The input limits in tokens.
+
+    They are the checkpoint's own, the positions of the tower (None: no limit), and the limit that
+    is served if neither --max-input-length nor --buckets is given.
+    """
     positions = position_limit(spec)
     limit = spec.max_input_tokens if positions is None else min(spec.max_input_tokens, positions)
     return {

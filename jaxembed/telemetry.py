@@ -1,7 +1,7 @@
-"""Every metric, named and documented once.
+"""Defines every metric once, with its name and help text.
 
-The te_ names, labels and buckets are those of Text Embeddings Inference 1.9, so its dashboards
-work. Each series is present from the start.
+The names, labels and buckets of te_ metrics are those of Text Embeddings Inference 1.9, so its
+dashboards work. Each series is present from the start.
 """
 
 import re
@@ -16,11 +16,11 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-DURATION_BUCKETS = tuple(1e-5 * 1.5**k for k in range(1, 36))  # 15 us to 14.6 s, as TEI's
+DURATION_BUCKETS = tuple(1e-5 * 1.5**k for k in range(1, 36))  # 15 us to 14.6 s, those of TEI
 POWERS = [2**k for k in range(21)]
 FILL_BUCKETS = tuple(k / 20 for k in range(1, 21))
 INPUT_LENGTH = "Tokens of an input after truncation"
-MOST_KEPT = 1024  # values of a histogram not counted yet
+MOST_KEPT = 1024  # values that a histogram buffers before it counts them
 FAILURES = (
     "validation",
     "batch_size",
@@ -40,14 +40,17 @@ OF_THE_PROCESS = {
 
 
 class Counter(Gauge):
-    """A counter without the `_total` that prometheus_client appends and TEI's names lack."""
+    """A counter without the suffix `_total`, which prometheus_client appends but TEI does not."""
 
     _type = "counter"
 
 
 class BulkHistogram(Histogram):
-    """A histogram that keeps what it is given until that is a lot, or somebody asks: counted one
-    by one, values cost 2 us each."""
+    """A histogram that buffers values and counts many at once.
+
+    It counts them when the buffer is full or when somebody reads it. Counted one by one, values
+    would cost 2 us each.
+    """
 
     def _metric_init(self) -> None:
         super()._metric_init()
@@ -55,17 +58,19 @@ class BulkHistogram(Histogram):
         self._counting = threading.Lock()
 
     def observe(self, amount: int | float, exemplar: dict[str, str] | None = None) -> None:
+        """Add one value. Exemplars are ignored."""
         self._kept.append(amount)
         if len(self._kept) >= MOST_KEPT:
             self._count_kept()
 
     def observe_many(self, values: np.ndarray) -> None:
+        """Add all values of an array."""
         self._kept.extend(values.tolist())
         if len(self._kept) >= MOST_KEPT:
             self._count_kept()
 
     def totals(self) -> tuple[int, float]:
-        """How many values there were, and their sum."""
+        """The number of values, and their sum."""
         self._count_kept()
         return int(sum(bucket.get() for bucket in self._buckets)), self._sum.get()
 
@@ -83,9 +88,9 @@ class BulkHistogram(Histogram):
 
 
 class LengthCounts(Collector):
-    """How many inputs there were of each length: exact, and shown as two histograms when asked.
+    """Exact counts of inputs by length, exposed as two histograms.
 
-    One bucket of `jaxembed_input_tokens` holds what `jaxembed tune` does not tell apart.
+    The buckets of `jaxembed_input_tokens` are as fine as `jaxembed tune` needs them.
     """
 
     def __init__(self, most: int):
@@ -93,11 +98,12 @@ class LengthCounts(Collector):
         self._lock = threading.Lock()
 
     def observe_many(self, lengths: np.ndarray) -> None:
-        """Inputs of these many tokens were answered."""
+        """Count answered inputs; `lengths` are their tokens, int `[inputs]`."""
         with self._lock:
             np.add.at(self._counts, np.minimum(lengths, len(self._counts) - 1), 1)
 
     def collect(self) -> Iterable[Metric]:
+        """The counts as the histograms of TEI and of ours."""
         with self._lock:
             counts = self._counts.copy()
         most = len(counts) - 1
@@ -107,8 +113,10 @@ class LengthCounts(Collector):
 
 
 def row_lengths(most: int) -> list[int]:
-    """Lengths that are worth telling apart, up to the most that there is: every eighth token up to
-    128, then eight to an octave."""
+    """The lengths in tokens that are distinguished: every eighth up to 128, then eight an octave.
+
+    The last one is `most`.
+    """
     octaves = (range(2**k, 2 ** (k + 1), max(2**k // 8, 8)) for k in range(3, 19))
     return [*(length for octave in octaves for length in octave if length < most), most]
 
@@ -116,7 +124,7 @@ def row_lengths(most: int) -> list[int]:
 def _histogram_of(
     counts: np.ndarray, name: str, text: str, bounds: Sequence[int]
 ) -> HistogramMetricFamily:
-    """`counts[n]` observations of the value n, as a histogram with these upper bounds."""
+    """Make a histogram with these upper bounds from `counts[n]` observations of each value n."""
     upto = np.cumsum(counts)
     buckets = [(str(float(bound)), float(upto[bound])) for bound in bounds]
     total = float(counts @ np.arange(len(counts)))
@@ -126,7 +134,7 @@ def _histogram_of(
 
 
 class Telemetry:
-    """The metrics of one server or Embedder, in a registry of their own."""
+    """The metrics of one model, in a registry of their own."""
 
     def __init__(self, max_input_tokens: int = 2**19):
         self.registry = CollectorRegistry()
@@ -135,7 +143,7 @@ class Telemetry:
         self._start_at_zero()
 
     def exposition(self) -> bytes:
-        """The Prometheus text format, version 0.0.4."""
+        """The metrics in Prometheus' text format, version 0.0.4."""
         return _text(self.registry)
 
     def _add_series_of_tei(self, max_input_tokens: int) -> None:
@@ -266,13 +274,16 @@ class Telemetry:
 
 
 class _ByModel:
-    """The series of several models as one: each gets the label `model`, and what counts the whole
-    process, and so is the same for each model, comes once and without it."""
+    """The series of several models together, each with the label `model`.
+
+    Series that count the whole process are the same in each model; they appear once, without it.
+    """
 
     def __init__(self, telemetries: Mapping[str, Telemetry]):
         self.telemetries = telemetries
 
     def collect(self) -> Iterable[Metric]:
+        """The merged metrics of all models."""
         families: dict[str, Metric] = {}
         for model, telemetry in self.telemetries.items():
             for metric in telemetry.registry.collect():
@@ -288,7 +299,11 @@ class _ByModel:
 
 
 def exposition(telemetries: Mapping[str, Telemetry]) -> bytes:
-    """The Prometheus text format of one model, which is TEI's, or of several by served name."""
+    """The metrics in Prometheus' text format, for models by served name.
+
+    With a single model the series are exactly TEI's and ours; with several each gets the label
+    `model`.
+    """
     if len(telemetries) == 1:
         return next(iter(telemetries.values())).exposition()
     return _text(_ByModel(telemetries))

@@ -1,1 +1,1 @@
-"""Why a server is slow: facts of each model, findings made of them, and a page of plain text."""
+"""Tells why a server is slow: collects facts of each model, derives findings and prints a page."""

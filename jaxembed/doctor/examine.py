@@ -1,4 +1,4 @@
-"""Collects the facts of a served model. Starts nothing, and holds no lock but to copy."""
+"""Collects the facts of a served model. It starts nothing, and holds locks only to copy values."""
 
 from collections.abc import Mapping
 
@@ -30,7 +30,11 @@ from jaxembed.telemetry import STAGES
 
 
 def examine(models: Mapping[str, Embedder], window: Window) -> dict[str, Examination]:
-    """Each model, by its served name."""
+    """Collect the facts of each model and derive its findings.
+
+    `models` are the loaded models by served name. Returns one examination for each, by the same
+    name. `window` holds the counts of the last seconds.
+    """
     examinations = {}
     for name, embedder in models.items():
         facts = facts_of(name, embedder, window)
@@ -39,7 +43,7 @@ def examine(models: Mapping[str, Embedder], window: Window) -> dict[str, Examina
 
 
 def facts_of(name: str, embedder: Embedder, window: Window) -> Facts:
-    """The facts of one model; the window says what it did of late."""
+    """Collect the facts of one model. `window` holds what it counted in the last seconds."""
     state = embedder.snapshot()
     return Facts(
         model=name,
@@ -59,7 +63,7 @@ def facts_of(name: str, embedder: Embedder, window: Window) -> Facts:
 
 
 def device_facts(plan: Plan, config: EngineConfig) -> DeviceFacts:
-    """Where a model computes, or would, and in which dtype and why."""
+    """Describe the device of a plan, and the dtype with the reason for its choice."""
     if config.dtype is not None:
         reason = f"--dtype {config.dtype} asks for it"
     elif plan.dtype == "bfloat16":
@@ -78,7 +82,7 @@ def device_facts(plan: Plan, config: EngineConfig) -> DeviceFacts:
 
 
 def kernel_facts(plan: Plan, config: EngineConfig) -> KernelFacts:
-    """What computes products and attention."""
+    """Name the kernels of a plan for each row length, and why the others are not used."""
     choice = plan.kernels.describe()
     return KernelFacts(config.kernels, choice["used"], choice["not_used"])
 

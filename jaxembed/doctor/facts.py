@@ -1,79 +1,81 @@
-"""What is known of a served model and of its machine, as plain values for JSON.
+"""Facts of a served model and of its machine: plain structs that `/info?verbose` sends as JSON.
 
-Findings and pages are made of these alone.
+Findings and pages are computed from these structs alone. "The window" is the last while, about a
+minute, over which counts and shares are taken.
 """
 
 from typing import Literal
 
 import msgspec
 
-# What limits the throughput of the last while. "clients" is none of these: the server waits for
-# requests more than for anything else.
+# What limited the throughput in the window. "clients" means that no part of the server did: it
+# waited for requests.
 Bound = Literal["idle", "clients", "device", "host", "tokenizing", "admission", "compiling"]
 
 
 class DeviceFacts(msgspec.Struct):
-    """Where a model computes."""
+    """The devices that a model computes on, its dtype, and their failures."""
 
     name: str
     platform: str  # "cpu", "gpu", "tpu", or "null" for the null model
     count: int
     dtype: str
-    dtype_reason: str
-    dtype_asked: bool  # by --dtype
+    dtype_reason: str  # a clause for people
+    dtype_asked: bool  # whether --dtype was given
     multiplies_bfloat16: bool
-    failing: int = 0  # devices whose batches failed in a row
+    failing: int = 0  # devices whose last batches failed
     stuck: int = 0  # devices that do not return from a call
-    longest_call_s: float = 0.0  # the age of the oldest call under way
+    longest_call_s: float = 0.0  # age of the oldest device call in progress
 
 
 class KernelFacts(msgspec.Struct):
-    """What computes products and attention, by row length, and why others do not."""
+    """The kernels that compute matrix products and attention, and why others are not used."""
 
-    asked: str  # --kernels
-    used: dict[str, str]
-    not_used: dict[str, str]
+    asked: str  # the value of --kernels
+    used: dict[str, str]  # row length -> kernel
+    not_used: dict[str, str]  # kernel -> reason
 
 
 class MachineFacts(msgspec.Struct):
-    """What the process has of its machine."""
+    """The cores and the memory settings that the process has on its machine."""
 
-    cores: int  # that it may use, and so the threads of XLA's pool on a CPU
+    cores: int  # usable by this process; on a CPU also the number of threads of XLA's pool
     machine_cores: int
-    quota_cores: float | None  # by its control group
-    kept_bytes: int  # of heap, which freed memory stays in for the next batch
-    not_kept: str | None  # why there is no such heap
-    huge_pages: str | None  # "always", "madvise", "never", "off for this process"; None: no Linux
+    quota_cores: float | None  # limit set by the control group; None: no limit
+    kept_bytes: int  # size of the heap that keeps freed memory for the next batch
+    not_kept: str | None  # why freed memory is not kept; None: it is
+    # "always", "madvise", "never" or "off for this process"; None: not Linux
+    huge_pages: str | None
 
 
 class ProgramFacts(msgspec.Struct):
-    """How far a model is compiled and timed."""
+    """How many buckets of a model are compiled and timed, and how reliable the timings are."""
 
     ready: bool
     healthy: bool
     buckets: int
-    compiled: int
-    timed: bool  # every bucket often enough
-    drift: float  # of all costs, by real batches
+    compiled: int  # buckets
+    timed: bool  # whether every bucket was timed often enough
+    drift: float  # time of real batches relative to the timings
     spread: float  # of the timings of one bucket: third quartile over first
-    compiles: int  # of the process, since its start
-    cache_hits: int
+    compiles: int  # programs compiled since the start of the process
+    cache_hits: int  # programs taken from the compile cache since then
 
 
 class BucketFacts(msgspec.Struct):
-    """One bucket: its cost, and its batches of the last while."""
+    """The cost of one bucket, and the batches that ran in it in the window."""
 
     rows: int
     length: int
     compiled: bool
-    cost_ms: float | None = None
+    cost_ms: float | None = None  # of a run
     cost_from: str | None = None  # "kept" by an earlier run, "timed" by this one, or "assumed"
-    runs: int = 0
-    useful_tokens: int = 0
-    device_ms: float = 0.0
+    runs: int = 0  # batches in the window
+    useful_tokens: int = 0  # tokens of those batches that are not padding
+    device_ms: float = 0.0  # device time of those batches
     runs_since_start: int = 0
-    fill: float | None = None  # useful tokens over those of the bucket; None without batches
-    padding_tokens: int = 0
+    fill: float | None = None  # useful tokens over tokens of the bucket; None without batches
+    padding_tokens: int = 0  # of all batches in the window
 
     def __post_init__(self) -> None:
         if self.runs:
@@ -82,76 +84,78 @@ class BucketFacts(msgspec.Struct):
 
     @property
     def tokens(self) -> int:
+        """The tokens that a batch of this bucket has, padding included."""
         return self.rows * self.length
 
     @property
     def name(self) -> str:
+        """The bucket as people read it, such as "4x128"."""
         return f"{self.rows}x{self.length}"
 
 
 class LaneFacts(msgspec.Struct):
-    """What waits in one lane."""
+    """The inputs that wait in one lane of the queue."""
 
     inputs: int
     tokens: int
-    oldest_s: float
+    oldest_s: float  # how long the first of them has waited
 
 
 class LimitFacts(msgspec.Struct):
-    """One limit on what is admitted, over all models."""
+    """One limit of admission, which all models share."""
 
     limit: int
-    held: int
-    refused: int  # requests of the last while
+    held: int  # how much of it is in use now
+    refused: int  # requests refused because of it in the window
 
 
 class AdmissionFacts(msgspec.Struct):
-    """What may enter."""
+    """The limits of the queue, of a batch and of an input."""
 
     inputs: LimitFacts
     tokens: LimitFacts
     bytes: LimitFacts
-    tokens_asked: bool  # by --max-queue-tokens
+    tokens_asked: bool  # whether --max-queue-tokens was given
     max_batch_tokens: int
-    batch_tokens_asked: bool  # by --max-batch-tokens
-    batch_target_ms: float | None  # what a full batch takes by default; None: no such aim
-    least_batch_tokens: int  # of the smallest batch that this kind of device has by default
-    buckets_asked: bool  # by --buckets
-    max_input_tokens: int
-    model_input_tokens: int  # that the model itself takes
-    tokenization_workers: int
+    batch_tokens_asked: bool  # whether --max-batch-tokens was given
+    batch_target_ms: float | None  # default time of a full batch; None: no such target
+    least_batch_tokens: int  # tokens of the smallest default batch on this kind of device
+    buckets_asked: bool  # whether --buckets was given
+    max_input_tokens: int  # the limit of the server
+    model_input_tokens: int  # the limit of the model itself
+    tokenization_workers: int  # threads
 
 
 class StageFacts(msgspec.Struct):
-    """One stage of the requests of the last while."""
+    """How long one stage of the requests took in the window."""
 
-    count: int
+    count: int  # requests that passed the stage
     mean_ms: float
 
 
 class WindowFacts(msgspec.Struct):
-    """The work of the last while. Shares are of its seconds."""
+    """The work of a model in the window. Shares are fractions of the window's seconds."""
 
-    seconds: float
+    seconds: float  # length of the window
     requests: int
     inputs: int  # answered
-    refused: int  # requests, for want of room
-    truncated: int  # inputs
+    refused: int  # requests refused because a limit was reached
+    truncated: int  # inputs cut to the limit
     failed_batches: int
-    split_batches: int
-    not_finite: int
+    split_batches: int  # batches halved because the device's memory was short
+    not_finite: int  # results with infinities or NaN
     stages: dict[str, StageFacts]
-    device_share: float  # that this model had of its devices
-    device_share_of_all: float  # that all models of the process had
-    loop_share: float  # that the event loop computed: decoding, encoding, answering
-    loop_delay_ms: float  # the longest that a timer of the event loop came late
-    cpu_cores: float  # cores that the process kept busy
-    other_cores: float | None  # cores that other programs kept busy, of those it may use
-    throttled_share: float  # in which its quota let the process not run
+    device_share: float  # time in which the devices computed for this model
+    device_share_of_all: float  # time in which they computed for any model of the process
+    loop_share: float  # time in which the event loop computed: decoding, encoding, answering
+    loop_delay_ms: float  # the largest delay of a timer of the event loop
+    cpu_cores: float  # mean number of cores that the process kept busy
+    other_cores: float | None  # cores kept busy by other programs, of those the process may use
+    throttled_share: float  # time in which the CPU quota stopped the process
 
 
 class Facts(msgspec.Struct):
-    """All that is known of one model."""
+    """All facts of one served model."""
 
     model: str
     task: str
@@ -166,7 +170,7 @@ class Facts(msgspec.Struct):
 
 
 class Finding(msgspec.Struct):
-    """One cause of slowness or loss, what shows it, and what helps."""
+    """One cause of slow or failing work, the evidence for it, and a remedy. Text for people."""
 
     cause: str
     evidence: str
@@ -174,7 +178,7 @@ class Finding(msgspec.Struct):
 
 
 class Examination(msgspec.Struct):
-    """What `/info?verbose` says of one model; findings are worst first."""
+    """The entry of `/info?verbose` for one model. Findings are sorted, the worst first."""
 
     bound_by: Bound
     findings: list[Finding]
@@ -182,22 +186,22 @@ class Examination(msgspec.Struct):
 
 
 class LocalFacts(msgspec.Struct):
-    """What a model would have on this machine, were it served."""
+    """The devices, kernels and limits that a model would have if it were served on this machine."""
 
     model: str
     device: DeviceFacts
     kernels: KernelFacts
     machine: MachineFacts
-    compiler: str | None  # of C, that would compile the native kernels
+    compiler: str | None  # the C compiler that would build the native kernels
     cache_dir: str
-    kept_programs: int  # in the cache, of this kind of CPU
+    kept_programs: int  # compiled programs in the cache for this kind of CPU
     max_input_tokens: int
     max_batch_tokens: int
     buckets: list[str]
 
 
 class LocalExamination(msgspec.Struct):
-    """What `jaxembed doctor` says without a server; findings are worst first."""
+    """The answer of `jaxembed doctor` without a server. Findings are sorted, the worst first."""
 
     findings: list[Finding]
     facts: LocalFacts

@@ -1,7 +1,7 @@
-"""Pure functions from facts to findings: each rule names one cause, or finds nothing.
+"""Derives findings from facts. Each rule is a pure function that returns one finding or None.
 
-A rule must not take a healthy server for a sick one: it asks for the cause itself and, where that
-alone is no harm, for work that suffers from it.
+A rule must not report a healthy server. It tests for the cause itself and, if the cause alone does
+no harm, also for work that is slower because of it.
 """
 
 import math
@@ -20,25 +20,24 @@ from jaxembed.doctor.facts import (
 from jaxembed.engine.cost_file import BUSY_SPREAD
 from jaxembed.engine.kernels import NATIVE, UNSUITED
 
-# Shares of the time of the last while
-BUSY = 0.6  # from which on a device, the event loop or the tokenizer threads are the limit
-IDLE = 0.02
-LOADED = 0.3  # of the devices: enough work for what slows down batches to be felt
-OTHERS_SHARE = 0.3  # of the usable cores, taken by other programs
-THROTTLED_SHARE = 0.1
+BUSY = 0.6  # share of the time from which a device, the event loop or the tokenizer is the limit
+IDLE = 0.02  # share of the time below which nothing is at work
+LOADED = 0.3  # share of the device time from which slow batches delay somebody
+OTHERS_SHARE = 0.3  # share of the usable cores that other programs must take to be reported
+THROTTLED_SHARE = 0.1  # share of the time for which the quota must stop the process
 
-FEWEST = 10  # batches, requests or inputs, before their shares say anything
-MISFIT = 2.0  # times the tokens that such batches need
-SMALL_BATCH = 8  # times as long a batch could take as the largest one does
-FEW_BATCHES = 4  # that a queue must hold, so that devices do not wait for requests
-CUT_SHARE = 0.05  # of the inputs
+FEWEST = 10  # batches, requests or inputs; fewer do not make a reliable share
+MISFIT = 2.0  # ratio of the tokens run to the tokens needed from which a grid misfits
+SMALL_BATCH = 8  # reported if the target time is this many times that of the largest bucket
+FEW_BATCHES = 4  # batches a queue must hold so that devices do not wait for requests
+CUT_SHARE = 0.05  # share of the inputs
 SLOW_TOKENIZING_MS = 5.0
-LONG_WAIT_S = 1.0  # for somebody, beside four of the longest batches
+LONG_WAIT_S = 1.0  # a longer wait is reported; the time of four of the longest batches is added
 
 
 @runtime_checkable
 class Setup(Protocol):
-    """What is known before anything is served."""
+    """The facts that exist before anything is served."""
 
     device: DeviceFacts
     kernels: KernelFacts
@@ -46,17 +45,17 @@ class Setup(Protocol):
 
 
 def findings_of(facts: Facts) -> list[Finding]:
-    """What is wrong with a served model, the worst first."""
+    """Apply all rules to a served model. Returns the findings, the worst first."""
     return [finding for rule in MODEL_RULES if (finding := rule(facts)) is not None]
 
 
 def findings_before(setup: Setup) -> list[Finding]:
-    """What would be wrong with a model that is not served yet, the worst first."""
+    """Apply the rules that need no traffic. Returns the findings, the worst first."""
     return [finding for rule in SETUP_RULES if (finding := rule(setup)) is not None]
 
 
 def bound_by(facts: Facts) -> Bound:
-    """What limits the throughput of the last while."""
+    """Name what limited the throughput in the window."""
     window, programs = facts.window, facts.programs
     if programs.compiled < programs.buckets and not programs.ready:
         return "compiling"
@@ -73,7 +72,7 @@ def bound_by(facts: Facts) -> Bound:
 
 
 def tokenizing_share(facts: Facts) -> float:
-    """Of the time of all tokenizer threads, their waits for each other included."""
+    """The share of their time in which the tokenizer threads were busy or waited for each other."""
     stage, seconds = facts.window.stages["tokenization"], facts.window.seconds
     return (
         stage.count
@@ -84,20 +83,25 @@ def tokenizing_share(facts: Facts) -> float:
 
 
 def needed_tokens(bucket: BucketFacts, least: int) -> int:
-    """About the tokens of the smallest bucket that holds what a bucket's batches hold on average:
-    default buckets have powers of two."""
+    """Estimate the tokens of the smallest bucket that would hold this bucket's average batch.
+
+    Default buckets have powers of two, so the useful tokens of a batch are rounded up to one, with
+    `least` tokens at least and those of the bucket at most.
+    """
     useful = max(bucket.useful_tokens / max(bucket.runs, 1), least, 1.0)
     return min(2 ** math.ceil(math.log2(useful)), bucket.tokens)
 
 
 def _has_smaller(facts: Facts, bucket: BucketFacts) -> bool:
-    """Whether the grid has a bucket of the size that is needed: then the larger one was chosen
-    because it costs no more."""
+    """Whether the grid has a compiled bucket of the needed size.
+
+    If it has, the engine chose the larger bucket because that costs no more.
+    """
     useful = bucket.useful_tokens / bucket.runs
     needed = needed_tokens(bucket, facts.admission.least_batch_tokens)
     return any(
-        one.compiled and useful <= one.tokens <= needed and useful / bucket.rows <= one.length
-        for one in facts.buckets
+        other.compiled and useful <= other.tokens <= needed and useful / bucket.rows <= other.length
+        for other in facts.buckets
     )
 
 
@@ -234,7 +238,7 @@ def _xla_computes(facts: Setup) -> Finding | None:
 
 def _dtype_is_slow(facts: Setup) -> Finding | None:
     device = facts.device
-    # an accelerator is as fast in float16
+    # an accelerator is as fast in float16 as in bfloat16
     is_slow = device.dtype == "float32" or (device.dtype == "float16" and device.platform == "cpu")
     if not (device.dtype_asked and is_slow and device.multiplies_bfloat16):
         return None

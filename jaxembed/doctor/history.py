@@ -1,4 +1,4 @@
-"""What was counted of late: totals taken every few seconds, and their differences over a window."""
+"""Keeps the totals of the last minute, one sample every few seconds, and their differences."""
 
 import time
 from collections import deque
@@ -13,15 +13,15 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.engine import BucketUse
 from jaxembed.telemetry import STAGES, Counter, Telemetry
 
-WINDOW_S = 60.0
-SAMPLE_S = 5.0
+WINDOW_S = 60.0  # samples older than this are dropped
+SAMPLE_S = 5.0  # time between two samples
 
 Counts = dict[str, float]
 
 
 @dataclass(frozen=True)
 class ModelTotals:
-    """What one model has counted since its start."""
+    """The counts of one model since its start, and its batches by bucket."""
 
     counts: Counts
     ran: Mapping[Bucket, BucketUse]
@@ -29,16 +29,16 @@ class ModelTotals:
 
 @dataclass(frozen=True)
 class Moment:
-    """All totals at one time."""
+    """A sample: the totals of the machine and of all models at one time."""
 
     at: float  # time.monotonic()
     machine: Counts
-    models: Mapping[str, ModelTotals]
-    delay_s: float = 0.0  # by which the event loop was late
+    models: Mapping[str, ModelTotals]  # by served name
+    delay_s: float = 0.0  # delay of the event loop's timer
 
 
 class Window:
-    """What was counted between the first and the last of some moments."""
+    """The differences of all counts between the first and the last of some moments."""
 
     def __init__(self, moments: list[Moment]):
         self._first, self._last = moments[0], moments[-1]
@@ -46,28 +46,31 @@ class Window:
         self.delay_s = max(moment.delay_s for moment in moments)
 
     def machine(self, name: str) -> float | None:
-        """Seconds, of what `machine_counts` counts; None for what it does not."""
+        """The increase of one of `machine_counts` in seconds; None if it is not counted here."""
         if name not in self._last.machine:
             return None
         return self._last.machine[name] - self._first.machine.get(name, 0.0)
 
     def count(self, model: str, name: str) -> float:
-        """What one count of a model has grown by."""
+        """The increase of a model's count, such as "requests", in this window.
+
+        Raises KeyError for an unknown model or count.
+        """
         return self._last.models[model].counts[name] - self._begin(model).counts[name]
 
     def total(self, model: str, name: str) -> float:
-        """What a model has counted since its start."""
+        """The value of a model's count since its start. Raises KeyError as `count` does."""
         return self._last.models[model].counts[name]
 
     def ran(self, model: str) -> dict[Bucket, BucketUse]:
-        """The batches of a model, by bucket."""
+        """The batches of a model in this window, by bucket."""
         before = self._begin(model).ran
         after = self._last.models[model].ran
         return {bucket: use - before.get(bucket, BucketUse()) for bucket, use in after.items()}
 
     @property
     def device_s(self) -> dict[str, float]:
-        """Seconds of devices that each model has had."""
+        """Device time of each model in this window, in seconds, by served name."""
         models = self._last.models
         return {model: sum(use.device_s for use in self.ran(model).values()) for model in models}
 
@@ -76,7 +79,7 @@ class Window:
 
 
 class History:
-    """The moments of the last WINDOW_S. Of one event loop, whose thread is the only caller."""
+    """The moments of the last WINDOW_S. Only the thread of the event loop may call it."""
 
     def __init__(self) -> None:
         self._moments: deque[Moment] = deque()
@@ -85,14 +88,14 @@ class History:
         return len(self._moments)
 
     def note(self, models: Mapping[str, Embedder], delay_s: float = 0.0) -> None:
-        """Keep the totals of now, and forget what is too old."""
+        """Take a sample now, and drop those older than WINDOW_S."""
         self._moments.append(_moment(models, delay_s))
         oldest_at = self._moments[-1].at - WINDOW_S
         while self._moments[0].at < oldest_at:
             self._moments.popleft()
 
     def window(self, models: Mapping[str, Embedder]) -> Window:
-        """From the oldest moment kept until now; of no length where none is kept."""
+        """The window from the oldest sample until now; its length is 0 if there is no sample."""
         return Window([*self._moments, _moment(models, 0.0)])
 
 
@@ -109,7 +112,7 @@ def _totals(embedder: Embedder) -> ModelTotals:
 
 
 def _counts(telemetry: Telemetry) -> Counts:
-    """Out of the metrics, the few that are asked for: all of them together take milliseconds."""
+    """Read the few metrics that findings need: reading all of them takes milliseconds."""
     counts = {
         "requests": _value(telemetry.request_count),
         "inputs": _value(telemetry.embed_success) + _value(telemetry.predict_success),
@@ -128,5 +131,5 @@ def _counts(telemetry: Telemetry) -> Counts:
 
 
 def _value(counter: Counter) -> float:
-    """Of all its labels together."""
+    """The sum of a counter over all its labels."""
     return sum(sample.value for family in counter.collect() for sample in family.samples)

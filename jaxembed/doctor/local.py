@@ -1,4 +1,4 @@
-"""What a model would have on this machine: plans, and neither loads nor serves it."""
+"""Examines what a model would have on this machine. It plans the model but does not load it."""
 
 from pathlib import Path
 
@@ -16,8 +16,10 @@ from jaxembed.spec import ModelSpec
 def examine_here(
     name: str, spec: ModelSpec, config: EngineConfig, cache_dir: Path
 ) -> LocalExamination:
-    """Device, dtype and kernels as a server would choose them: it starts the device and tries the
-    kernels. Raises ConfigError."""
+    """Choose device, dtype, kernels and buckets as a server would, and return them with findings.
+
+    It starts the device and tries the kernels. Raises ConfigError if the settings do not fit.
+    """
     plan = make_plan(spec, program(spec), config, cache_dir)
     programs = cache_dir / "programs" / host_id()
     facts = LocalFacts(

@@ -1,5 +1,4 @@
-"""What the process has of its machine, and how much of it is used. Asks the kernel; nothing is kept
-busy for it."""
+"""Reads from the operating system which cores and memory the process has, and how busy they are."""
 
 import os
 import sys
@@ -14,12 +13,12 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
-# Fields of a core's line in /proc/stat, in ticks. Time of guests is in the first two as well.
+# Fields of a core's line in /proc/stat, in ticks. The first two include the time of guests.
 _USER, _NICE, _SYSTEM, _IRQ, _SOFTIRQ, _STEAL = 1, 2, 3, 6, 7, 8
 
 
 def machine_facts() -> MachineFacts:
-    """What the process may use."""
+    """Read the cores and memory settings of this process."""
     return MachineFacts(
         cores=len(usable_cores()),
         machine_cores=os.cpu_count() or 1,
@@ -31,9 +30,12 @@ def machine_facts() -> MachineFacts:
 
 
 def machine_counts() -> dict[str, float]:
-    """Seconds since some start in the past: `cpu` of this process, `loop` of the calling thread,
-    `busy` of the cores that the process may use, `throttled` by its quota. What the system does not
-    tell is missing."""
+    """Counters of CPU time in seconds, by name; only differences of two calls have a meaning.
+
+    `cpu`: of this process. `loop`: of the calling thread. `busy`: of the cores that the process may
+    use, by all programs. `throttled`: time in which the quota stopped the process. A counter that
+    the system does not offer is left out.
+    """
     counts = {"cpu": time.process_time(), "loop": time.thread_time()}
     if (busy_s := _busy_s()) is not None:
         counts["busy"] = busy_s
@@ -51,13 +53,16 @@ def usable_cores() -> set[int]:
 
 @cache
 def has_avx512_bf16() -> bool:
-    """Whether the CPU says that it multiplies bfloat16."""
+    """Whether the CPU has the AVX-512 instructions that multiply bfloat16."""
     return "avx512_bf16" in _text(PROC / "cpuinfo")
 
 
 def _busy_s() -> float | None:
-    """Of the usable cores. What runs at a lower priority gives way, and does not count, unless this
-    process has a lower one too."""
+    """Seconds that the usable cores were busy, by all programs; None if it cannot be read.
+
+    Programs with a lower priority (nice) give way to this one and do not count, unless this process
+    has a lower priority itself.
+    """
     if sys.platform != "linux":
         return None
     fields = [_USER, _SYSTEM, _IRQ, _SOFTIRQ, _STEAL]
@@ -74,13 +79,14 @@ def _busy_s() -> float | None:
 
 
 def _quota_cores() -> float | None:
+    """The number of cores that the control group's quota allows; None without a quota."""
     quota, _, period = _text(_cgroup() / "cpu.max").strip().partition(" ")
     return float(quota) / float(period) if quota.isdigit() and period.isdigit() else None
 
 
 @cache
 def _cgroup() -> Path:
-    """The directory of the process's control group, of version 2."""
+    """The directory of the process's control group (version 2)."""
     for line in _text(PROC / "self" / "cgroup").splitlines():
         if line.startswith("0::/"):
             folder = CGROUPS / line.removeprefix("0::/")
@@ -89,20 +95,21 @@ def _cgroup() -> Path:
 
 
 def _huge_pages() -> str | None:
+    """The setting of transparent huge pages; None if the system has none."""
     if _keyed(PROC / "self" / "status").get("THP_enabled:") == "0":
         return "off for this process"
-    chosen = [word for word in _text(HUGE_PAGES).split() if word.startswith("[")]
-    return chosen[0].strip("[]") if chosen else None
+    marked_words = [word for word in _text(HUGE_PAGES).split() if word.startswith("[")]
+    return marked_words[0].strip("[]") if marked_words else None
 
 
 def _keyed(path: Path) -> dict[str, str]:
-    """The first two words of each line."""
+    """Parse a file of the kernel: the first word of each line is the key, the second the value."""
     words = (line.split() for line in _text(path).splitlines())
     return {line[0]: line[1] for line in words if len(line) > 1}
 
 
 def _text(path: Path) -> str:
-    """Of a file of the kernel; empty where there is none."""
+    """The content of a file of the kernel; empty if the file cannot be read."""
     try:
         return path.read_text()
     except OSError:

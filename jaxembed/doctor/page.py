@@ -1,4 +1,4 @@
-"""Facts and findings as plain text: ten questions that an operator has when a query is slow."""
+"""Writes facts and findings as plain text: answers to ten questions that an operator asks."""
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +26,12 @@ BOUNDS: dict[Bound, str] = {
     "admission": "admission: requests are refused while the device has time",
     "compiling": "the compiler: the model is not ready",
 }
-WIDTH = 100  # of a line
-MOST_BUCKETS = 6  # shown, by the time that they took
+WIDTH = 100  # characters of a line
+MOST_BUCKETS = 6  # buckets shown, those with the most device time
 
 
 def model_page(url: str, examination: Examination, probe: Probe | None = None) -> str:
-    """The page of one model."""
+    """Write the page of one served model: answers, the probe if there was one, and findings."""
     facts = examination.facts
     lines = [f"{url} serves {facts.model}", ""]
     for number, (question, answer) in enumerate(QUESTIONS, start=1):
@@ -44,7 +44,7 @@ def model_page(url: str, examination: Examination, probe: Probe | None = None) -
 
 
 def local_page(examination: LocalExamination) -> str:
-    """What this machine has for a model that is not served."""
+    """Write the page of a model that is not served: what this machine offers, and findings."""
     facts = examination.facts
     device, machine = facts.device, facts.machine
     parts = [
@@ -67,7 +67,7 @@ def local_page(examination: LocalExamination) -> str:
 
 
 def _finding_lines(findings: Sequence[Finding]) -> list[str]:
-    """What is wrong and what helps."""
+    """The findings with evidence and remedy, line by line."""
     if not findings:
         return ["Nothing is wrong."]
     lines = ["Findings, worst first:"]
@@ -81,7 +81,7 @@ def _finding_lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def _wrapped(before: str, text: str) -> list[str]:
-    """Lines of WIDTH at most, words and flags whole, the later ones as far to the right."""
+    """Wrap a text at WIDTH without splitting words or flags; indent later lines like the first."""
     return textwrap.wrap(
         text,
         WIDTH,
@@ -116,10 +116,10 @@ def _device_line(device: DeviceFacts) -> str:
 
 
 def _memory_line(machine: MachineFacts) -> str:
-    kept = f"kept, in {machine.kept_bytes / 2**30:.1f} GiB of address space"
+    state = f"kept, in {machine.kept_bytes / 2**30:.1f} GiB of address space"
     if machine.not_kept is not None:
-        kept = f"not kept: {machine.not_kept}"
-    return f"freed memory is {kept}; huge pages: {machine.huge_pages or 'unknown'}"
+        state = f"not kept: {machine.not_kept}"
+    return f"freed memory is {state}; huge pages: {machine.huge_pages or 'unknown'}"
 
 
 def _computes_with(examination: Examination) -> Iterator[str]:
@@ -127,7 +127,7 @@ def _computes_with(examination: Examination) -> Iterator[str]:
 
 
 def _kernel_lines(kernels: KernelFacts) -> Iterator[str]:
-    """Row lengths by what computes them, and why others do not."""
+    """The row lengths that each kernel computes, and why other kernels are not used."""
     lengths: dict[str, list[str]] = {}
     for length, name in kernels.used.items():
         lengths.setdefault(name, []).append(length)

@@ -1,4 +1,4 @@
-"""Asks a running server what it says of itself, and how long lone queries take from outside."""
+"""Asks a running server for its facts, and measures the latency of lone queries from outside."""
 
 import math
 import time
@@ -10,7 +10,7 @@ from jaxembed.doctor.facts import Examination, Facts
 from jaxembed.errors import ConfigError
 from jaxembed.fetch import fetch
 
-PROBES = 20
+PROBES = 20  # queries
 PROBED_QUERY = "how long does a short query take"
 WANTED = "wanted a server of ours such as http://127.0.0.1:8080; one with --api-key needs --api-key"
 PROBE_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {  # by task
@@ -21,20 +21,26 @@ PROBE_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {  # by task
 
 
 class Probe(msgspec.Struct):
-    """Lone queries, one after the other."""
+    """The latencies of lone queries that were sent one after the other."""
 
-    milliseconds: list[float]  # of those that were answered
+    milliseconds: list[float]  # of the queries that were answered
     failed: int
-    error: str | None  # of the last one that failed
+    error: str | None  # message of the last failure
 
     def quantile(self, share: float) -> float:
-        """The time that this share of the queries does not exceed."""
+        """The latency in milliseconds that this share (0 to 1) of the queries does not exceed.
+
+        Raises IndexError if no query was answered.
+        """
         ordered = sorted(self.milliseconds)
         return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
 
 
 def ask(url: str, key: str | None) -> dict[str, Examination]:
-    """What a server says of each of its models, by served name. Raises ConfigError."""
+    """Fetch the examination of each model of a server, by served name.
+
+    `key` is the API key. Raises ConfigError if the server does not answer or is not ours.
+    """
     answer = fetch(url.rstrip("/") + "/info?verbose", WANTED, headers=_headers(key))
     try:
         return msgspec.convert(
@@ -47,7 +53,10 @@ def ask(url: str, key: str | None) -> dict[str, Examination]:
 
 
 def probe_model(url: str, key: str | None, facts: Facts) -> Probe:
-    """Time PROBES queries of one model."""
+    """Send PROBES queries to one model, one after the other, and time them.
+
+    A query that fails is counted, and raises nothing.
+    """
     path, body = PROBE_REQUESTS[facts.task]
     data = msgspec.json.encode(body | {"model": facts.model})
     headers = _headers(key) | {"Content-Type": "application/json"}

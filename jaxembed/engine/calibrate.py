@@ -1,5 +1,7 @@
-"""In which dtype a CPU multiplies and how many tokens a batch should hold: measured once for a
-machine, then remembered."""
+"""Chooses the dtype and the default token budget of a batch; on a CPU it measures its speed once.
+
+The measured rates are kept in the cache directory.
+"""
 
 import hashlib
 import json
@@ -23,29 +25,32 @@ from jaxembed.spec import DType
 
 logger = logging.getLogger(__name__)
 
-ACCELERATOR_TOKENS = 16384  # TEI's default
-ACCELERATOR_TOKEN_MS = 0.001  # a million tokens a second: only ratios count before a timing
-LEAST_TOKENS = 256
-BATCH_S = 0.15  # what a batch may take on a CPU: nothing else runs meanwhile
-SHARE_REACHED = 0.3  # of the rate of a single product, by a whole model on long rows
-# The native kernels reach more: 1024 tokens of BERT-base take as long as planned, not the 256 that
-# the above would give it, and abstracts are 15 % faster. More than that gains 0 to 4 %.
+ACCELERATOR_TOKENS = 16384  # default token budget on an accelerator, as TEI's
+ACCELERATOR_TOKEN_MS = 0.001  # a million tokens a second; only ratios matter until a timing
+LEAST_TOKENS = 256  # smallest default token budget
+BATCH_S = 0.15  # target time of a full batch on a CPU, in which nothing else runs
+SHARE_REACHED = 0.3  # share of the rate of a single product that a whole model reaches
+# The native kernels reach a larger share: with it BERT-base gets 1024 tokens in the target time
+# instead of 256, and abstracts are 15 % faster. Larger budgets gain 0 to 4 %.
 NATIVE_SHARE = 0.7
-NATIVE_TOKENS = 1024
-SHAPE = (1024, 768, 3072)
-PRODUCT_RUNS = 30  # the best one counts, for the machine may be busy
-MEASURE_S = 0.2  # fewer runs, but three, where a product is slow
-# bfloat16 costs accuracy, so it must be worth it. Measured: 2.0 times as fast with AVX512_BF16,
-# and where a CPU cannot multiply it XLA converts to float32 first, which is slower.
+NATIVE_TOKENS = 1024  # largest token budget that the native kernels' share may give
+SHAPE = (1024, 768, 3072)  # m, k, n of the measured product
+PRODUCT_RUNS = 30  # the fastest counts, because the machine may be busy
+MEASURE_S = 0.2  # a slow product runs for so long, at least three times
+# bfloat16 costs accuracy, so it must be this much faster than float32. It is 2.0 times as fast with
+# AVX512_BF16; a CPU that cannot multiply it is slower, because XLA converts to float32 first.
 CLEARLY_FASTER = 1.2
-BUSY_PRODUCT_SPREAD = 1.5  # of the runs: a quiet machine has 1.02 to 1.2
+BUSY_PRODUCT_SPREAD = 1.5  # spread of the runs on a busy machine; a quiet one has 1.02 to 1.2
 
 
 def batch_tokens(
     program: Program, device: Device, dtype: DType, cache_dir: Path, native_layers: bool = False
 ) -> int:
-    """The default token budget of a batch: 16,384 on an accelerator, on a CPU the power of two
-    that takes about 150 ms, but 256 at least. `native_layers`: native kernels do all of a layer."""
+    """The default token budget of a batch.
+
+    It is 16,384 on an accelerator. On a CPU it is the power of two that takes about 150 ms, at
+    least 256. `native_layers` says whether native kernels compute whole layers.
+    """
     if device.platform != "cpu":
         return ACCELERATOR_TOKENS
     most = max(BATCH_S * _rate(dtype, cache_dir) / _flops_per_token(program), 1.0)
@@ -58,7 +63,10 @@ def batch_tokens(
 def token_ms(
     program: Program, device: Device, dtype: DType, cache_dir: Path, native_layers: bool = False
 ) -> float:
-    """Milliseconds that a token of a full bucket takes, roughly: until buckets are timed."""
+    """Estimate the milliseconds per token of a full bucket, for use until buckets are timed.
+
+    `native_layers` says whether native kernels compute whole layers.
+    """
     if device.platform != "cpu":
         return ACCELERATOR_TOKEN_MS
     share = NATIVE_SHARE if native_layers else SHARE_REACHED
@@ -66,9 +74,9 @@ def token_ms(
 
 
 def native_dtype(device: Device, cache_dir: Path | None = None) -> DType:
-    """bfloat16 where the device multiplies it natively, else float32.
+    """The fastest dtype of the device: bfloat16 if it multiplies that natively, else float32.
 
-    On a CPU a product in each decides; the rates are remembered in `cache_dir`, if given.
+    On a CPU the dtypes are measured by a product each; the rates are kept in `cache_dir`, if given.
     """
     if device.platform == "cpu":
         bfloat16, float32 = (_rate(dtype, cache_dir) for dtype in ("bfloat16", "float32"))
@@ -83,8 +91,11 @@ def native_dtype(device: Device, cache_dir: Path | None = None) -> DType:
 
 
 def host_id() -> str:
-    """Names this kind of host by what its CPU can do: on a shared home directory, another kind has
-    another speed and may not run programs compiled here."""
+    """A hash that names this kind of host by its CPU's model and features.
+
+    Hosts that share a home directory may differ in speed, and may not run each other's compiled
+    programs.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -95,21 +106,24 @@ def host_id() -> str:
 
 
 def device_id(device: Device) -> str:
-    """Names a kind of device: two of one name run a program equally fast."""
+    """A name for this kind of device: devices with the same name run a program equally fast."""
     if device.platform != "cpu":
         return device.device_kind
     return f"cpu-{host_id()}-{os.cpu_count()}-cores"
 
 
 def _flops_per_token(program: Program) -> float:
-    """Of the products with the parameters: two for each element of every matrix."""
+    """The floating-point operations per token in products with weights: two per weight element."""
     shapes = program.shapes.items()
     return 2.0 * sum(np.prod(s.shape) for name, s in shapes if name.endswith(".kernel"))
 
 
 def _rate(dtype: DType, cache_dir: Path | None) -> float:
-    """FLOP/s of a product on this machine. Kept in a file: a figure that moved from start to start
-    would choose other buckets, and compile them anew."""
+    """The rate of a product on this machine, in FLOP/s, from the cache or measured now.
+
+    It is kept in a file because a rate that varies from start to start would give other buckets,
+    which would have to be compiled again.
+    """
     if cache_dir is None:
         return _measure(dtype)[0]
     key = f"{host_id()}/{os.cpu_count()}/{dtype}"
@@ -131,7 +145,7 @@ def _rate(dtype: DType, cache_dir: Path | None) -> float:
 
 
 def _kept(file: Path) -> dict[str, float]:
-    """The rates in the file; what is no rate is left out."""
+    """Read the rates in the file; values that are not rates are left out."""
     try:
         rates = json.loads(file.read_text())
     except (OSError, RecursionError, ValueError):
@@ -155,7 +169,7 @@ def _keep(rates: dict, file: Path) -> None:
 
 
 def _measure(dtype: DType) -> tuple[float, float]:
-    """The rate of a product by its best run, and the third quartile of the runs over the first."""
+    """Measure a product. Returns the FLOP/s of its fastest run, and the runs' quartile ratio."""
     m, k, n = SHAPE
     a, b = (jax.device_put(np.ones(shape, jnp.dtype(dtype))) for shape in ((m, k), (k, n)))
     product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))

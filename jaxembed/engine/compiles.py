@@ -1,4 +1,4 @@
-"""Compiles in threads that give way to those that serve, and counts what is compiled."""
+"""Compiles programs in threads of low priority, and counts them."""
 
 import logging
 import os
@@ -18,19 +18,20 @@ import jax.monitoring
 
 logger = logging.getLogger(__name__)
 
-WORKERS = 2
-NICENESS = 10  # a ninth of the weight of a thread that serves, where both want a core
-STACK_BYTES = 64 * 1024 * 1024  # XLA overflows the 8 MiB a thread gets on large models
-UNREADABLE_PROGRAM = "Error reading persistent compilation cache entry"  # begins JAX's warning
+WORKERS = 2  # threads
+NICENESS = 10  # a ninth of the CPU share of a serving thread, if both want the same core
+STACK_BYTES = 64 * 1024 * 1024  # with large models XLA overflows the usual 8 MiB of a thread
+UNREADABLE_PROGRAM = "Error reading persistent compilation cache entry"  # start of JAX's warning
 
 _starting = threading.Lock()
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
-    """Compile it, or find it in the persistent cache. Raises what XLA raises.
+    """Compile a program, or take it from the persistent cache, and wait for it.
 
-    On Linux it runs in a thread of low priority. XLA:CPU makes its own threads for compiling at the
-    first compilation, and they inherit the priority of the thread that asked for it.
+    `options` are XLA's compiler options. On Linux it compiles in a thread of low priority; XLA:CPU
+    starts threads for compiling at its first compilation, and they inherit the priority. Raises
+    what XLA raises.
     """
     with _starting:
         queue = _queue()
@@ -41,8 +42,11 @@ def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax
 
 @cache
 def _queue() -> SimpleQueue:
-    """What waits for the threads. They are no executor's, which takes nothing more once the
-    interpreter ends: an engine's threads may still compile then."""
+    """The queue of the compiling threads, which are started at the first call.
+
+    It is not an executor, because an executor takes no work once the interpreter ends, when an
+    engine's threads may still compile.
+    """
     queue: SimpleQueue = SimpleQueue()
     usual = threading.stack_size(STACK_BYTES)
     try:
@@ -60,13 +64,14 @@ def _work(queue: SimpleQueue) -> None:
         compiled, lowered, options = queue.get()
         try:
             compiled.set_result(lowered.compile(compiler_options=options))
-        except BaseException as error:  # whatever it is goes to the one who waits
+        except BaseException as error:  # any error goes to the thread that waits
             compiled.set_exception(error)
-        del compiled, lowered  # else a program would stay until the next one is compiled
+        del compiled, lowered  # or the program would stay in memory until the next one
 
 
 def _give_way() -> None:
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+    """Lower the priority of this thread."""
+    if sys.platform == "linux":  # on other systems a thread has no priority of its own
         thread = threading.get_native_id()
         niceness = max(os.getpriority(os.PRIO_PROCESS, thread), NICENESS)
         with suppress(OSError):  # a sandbox may forbid it
@@ -74,11 +79,11 @@ def _give_way() -> None:
 
 
 def replace_unreadable_programs(folder: Path) -> None:
-    """Have compiled programs that cannot be read removed from JAX's persistent cache.
+    """Remove unreadable programs from JAX's persistent cache `folder` when JAX warns of one.
 
-    A process that is killed while JAX writes one leaves half of it. JAX never overwrites a program:
-    it would compile this one, and warn of it, at every start. Changes how the whole process shows
-    warnings.
+    A process that is killed while JAX writes a program leaves a part of it. JAX never overwrites a
+    program, so it would compile it and warn at every start. This replaces warnings.showwarning of
+    the whole process.
     """
     show = warnings.showwarning
     first = threading.Lock()
@@ -86,7 +91,7 @@ def replace_unreadable_programs(folder: Path) -> None:
     def show_or_replace(message, category, filename, lineno, file=None, line=None) -> None:
         if not str(message).startswith(UNREADABLE_PROGRAM):
             show(message, category, filename, lineno, file, line)
-        elif first.acquire(blocking=False):  # and never released: one line says it
+        elif first.acquire(blocking=False):  # never released, so that it is done and logged once
             unreadable = [path for path in folder.glob("*-cache") if not _is_readable(path)]
             for path in unreadable:
                 path.unlink(missing_ok=True)
@@ -102,7 +107,7 @@ def replace_unreadable_programs(folder: Path) -> None:
 
 
 def _is_readable(program: Path) -> bool:
-    """Whether zlib unpacks it. JAX prefers zstandard where that is installed: then none is."""
+    """Whether zlib can unpack a program. None is readable if JAX uses zstandard, if installed."""
     try:
         zlib.decompress(program.read_bytes())
     except (OSError, zlib.error):
@@ -111,9 +116,9 @@ def _is_readable(program: Path) -> bool:
 
 
 class CompileEvents:
-    """Programs compiled, programs found in the persistent cache, and the seconds of both.
+    """Counts compiled programs, hits of the persistent cache, and the seconds of both.
 
-    In jax 0.10 the duration event fires on cache hits too, so compiles are the difference.
+    In jax 0.10 the duration event also fires on cache hits, so compiles are the difference.
     """
 
     def __init__(self) -> None:
@@ -125,6 +130,7 @@ class CompileEvents:
 
     @property
     def compiles(self) -> int:
+        """The number of programs that were compiled, without cache hits."""
         return self.durations - self.cache_hits
 
     def _on_event(self, event: str, **_: object) -> None:
@@ -139,5 +145,5 @@ class CompileEvents:
 
 @cache
 def compile_events() -> CompileEvents:
-    """The one listener of the process: JAX keeps listeners for good."""
+    """The counts of the process. There is one listener, because JAX never removes listeners."""
     return CompileEvents()

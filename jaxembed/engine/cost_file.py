@@ -1,4 +1,4 @@
-"""Keeps what was measured beside the compile cache, by all that it depends on."""
+"""Keeps measurements in files of the cache directory, named by everything that they depend on."""
 
 import hashlib
 import json
@@ -15,16 +15,19 @@ from jaxembed.files import replacing
 
 logger = logging.getLogger(__name__)
 
-# The third quartile of a bucket's timings over the first. On two cores of a shared machine: 1.02 to
-# 1.15 while it was quiet, 1.5 and more beside another process.
+# A larger spread of timings (third quartile over the first) means a busy machine. On two cores of a
+# shared machine it was 1.02 to 1.15 while that was quiet, and over 1.5 beside another process.
 BUSY_SPREAD = 1.3
 Kept = TypeVar("Kept")
 KEY = re.compile(r"(\d+)x(\d+) (\w+)", re.ASCII)
 
 
 class KeptFile:
-    """A JSON file in the folder `costs` of the cache, named by `identity`, all that it depends on:
-    another identity has another file. `what` says what it keeps."""
+    """A JSON file in the folder `costs` of the cache, named by a hash of `identity`.
+
+    `identity` is everything that the content depends on, so another identity has another file.
+    `what` names the content, as the key in the file and in log messages.
+    """
 
     def __init__(self, cache_dir: Path, identity: dict[str, Any], what: str, suffix: str = ""):
         self.identity = identity
@@ -33,7 +36,10 @@ class KeptFile:
         self._path = cache_dir / "costs" / f"{digest[:16]}{suffix}.json"
 
     def load(self, decode: Callable[[Any], Kept]) -> Kept | None:
-        """What an earlier run has kept; None where there is no such file, or a damaged one."""
+        """Read and decode the content that an earlier run saved.
+
+        Returns None if there is no file. A damaged one is logged and also gives None.
+        """
         try:
             return decode(json.loads(self._path.read_bytes())[self._what])
         except FileNotFoundError:
@@ -49,21 +55,21 @@ class KeptFile:
             return None
 
     def save(self, value: Any) -> None:
-        """Keep it, as JSON; where it cannot be written the log says so."""
-        kept = {"identity": self.identity, self._what: value}
+        """Write the content, a value for JSON. A failure is logged and raises nothing."""
+        content = {"identity": self.identity, self._what: value}
         try:
             make_private(self._path.parent)
             with replacing(self._path) as partial:
-                partial.write_text(json.dumps(kept, indent=1))
+                partial.write_text(json.dumps(content, indent=1))
         except OSError as error:
             logger.warning("cannot keep the %s in %s: %s", self._what, self._path, error.strerror)
 
 
 class CostFile:
-    """The timings of one model on one kind of device.
+    """The file with the timings of one model on one kind of device.
 
-    `identity` is all that they depend on but the bucket and its kernel. `kernel_of` names the
-    kernel that a bucket runs with.
+    `identity` is everything that they depend on, except the bucket and its kernel. `kernel_of`
+    returns the name of the kernel that a bucket runs with.
     """
 
     def __init__(
@@ -74,11 +80,11 @@ class CostFile:
         self._file = KeptFile(cache_dir, identity, "timings")
 
     def load(self) -> Timings:
-        """What an earlier run has kept; nothing where there is no such file, or a damaged one."""
+        """The timings that an earlier run saved; empty if there is no file, or a damaged one."""
         return self._file.load(self.decode) or {}
 
     def save(self, timings: Timings, spread: float) -> None:
-        """Keep the timings, unless the machine was busy meanwhile: then the log says so."""
+        """Save the timings. If `spread` shows that the machine was busy, only log a warning."""
         if spread > BUSY_SPREAD:
             logger.warning(
                 "timings of one bucket differ by a factor of %.2f: something else uses this "
@@ -89,22 +95,24 @@ class CostFile:
         self._file.save(self.encode(timings))
 
     def encode(self, timings: Timings) -> dict[str, list[float]]:
-        """As JSON: `{"8x128 native": [milliseconds, ...]}`."""
+        """Convert timings to values for JSON: `{"8x128 native": [milliseconds, ...]}`."""
         return {
-            f"{bucket} {self._kernel_of(bucket)}": [float(f"{one:.5g}") for one in ms]
+            f"{bucket} {self._kernel_of(bucket)}": [float(f"{value:.5g}") for value in ms]
             for bucket, ms in sorted(timings.items())
         }
 
     def decode(self, encoded: dict[str, list[float]]) -> Timings:
-        """What `encode` gave, of the buckets that run with the same kernel now. Raises ValueError,
-        TypeError or AttributeError for anything else."""
+        """The inverse of `encode`, for the buckets that still run with the same kernel.
+
+        Raises ValueError, TypeError or AttributeError for values that `encode` does not give.
+        """
         timings: Timings = {}
         for key, values in encoded.items():
-            found = KEY.fullmatch(key)
-            ms = [float(one) for one in values]
-            if found is None or not ms or not all(0 < one < float("inf") for one in ms):
+            match = KEY.fullmatch(key)
+            ms = [float(value) for value in values]
+            if match is None or not ms or not all(0 < value < float("inf") for value in ms):
                 raise ValueError(f"{key!r}: no timings of a bucket")
-            bucket = Bucket(int(found[1]), int(found[2]))
-            if self._kernel_of(bucket) == found[3]:
+            bucket = Bucket(int(match[1]), int(match[2]))
+            if self._kernel_of(bucket) == match[3]:
                 timings[bucket] = ms
         return timings

@@ -1,6 +1,6 @@
-"""What a run of each bucket costs: timed, or estimated from those that were timed.
+"""Holds the cost of a run of each bucket: timed, or estimated from the buckets that were timed.
 
-Pure data: it starts no threads and asks no clock. Whoever shares it holds a lock.
+It starts no threads and reads no clock. Threads that share it must hold a lock.
 """
 
 from collections import Counter
@@ -11,61 +11,62 @@ from typing import Literal
 from jaxembed.engine.batch import HOST_MS
 from jaxembed.engine.bucket import Bucket
 
-TIMINGS = 25  # of a bucket, whose median counts: a slow moment hits few of them
-TIMED_MS = 1000.0  # of one bucket in all, after which it counts as timed: the longer a run takes,
-# the less its timings differ
-MOST_FAILURES = 3  # of a bucket, after which it is not timed
-LONG_RUN_MS = 1000.0  # a bucket that would run longer is never timed: traffic would wait
-LONG_RUN_FACTOR = 2.0  # such a bucket has long rows, in which attention takes longer
-DRIFT_BATCHES = 50  # that the factor of drift looks back on, about
-FIRST_BATCHES = 10  # that are taken to be as expected, before the first
+TIMINGS = 25  # timings of a bucket; their median counts, so that a busy moment has little effect
+TIMED_MS = 1000.0  # or total time after which a bucket counts as timed: long runs differ less
+MOST_FAILURES = 3  # failures after which a bucket is not timed any more
+LONG_RUN_MS = 1000.0  # a bucket that would run longer is not timed, because requests would wait
+LONG_RUN_FACTOR = 2.0  # for the estimate of such a bucket: attention takes longer in long rows
+DRIFT_BATCHES = 50  # number of recent batches that the drift is computed from, about
+FIRST_BATCHES = 10  # weight of the timed cost before the first batch, in batches
 MOST_DRIFT = 8.0
-DRIFT_STEP = 1.02  # a smaller change of the factor is not worth new costs
+DRIFT_STEP = 1.02  # smaller relative changes of the drift do not change the costs
 
 Timings = dict[Bucket, list[float]]
-CostSource = Literal["kept", "timed", "assumed"]  # by an earlier run, by this one, by none
+CostSource = Literal["kept", "timed", "assumed"]  # timed by an earlier run, by this one, by none
 
 
 def often_enough(timings: list[float]) -> list[float]:
-    """Timings with the same median, as many as are wanted: of somebody who has measured with more
-    care."""
+    """Repeat timings until there are TIMINGS of them, with about the same median.
+
+    It is for timings that were measured with more care, so that they count as enough.
+    """
     return (timings * TIMINGS)[:TIMINGS]
 
 
 class BucketCosts:
-    """The cost of every bucket that may be used, in milliseconds of a run.
+    """The cost of a run of each usable bucket, in milliseconds.
 
-    A cost is that of a bucket full of short sequences: what long ones take on top they take in any
-    bucket. So a batch that took longer than expected says nothing of its own bucket. All batches
-    together give one factor, `drift`, by which every cost is multiplied: the machine is slower or
-    faster than when it was timed, or sequences are long.
+    A cost is that of a bucket full of short sequences. Long sequences take longer, but by the same
+    amount in any bucket, so a slow batch says nothing about its own bucket. Instead all batches
+    together give one factor, `drift`, that multiplies every cost. It differs from 1 if the machine
+    is slower or faster than when it was timed, or if sequences are long.
 
-    `default_ms` is the cost of a token while nothing is timed. `timings` are those of an earlier
-    run, the latest last.
+    `default_ms` is the cost of a token until something is timed. `timings` are those of an earlier
+    run in milliseconds, the latest last.
     """
 
     def __init__(self, default_ms: float, timings: Mapping[Bucket, Iterable[float]] | None = None):
-        self.usable: dict[Bucket, float] = {}  # never changed, only replaced
+        self.usable: dict[Bucket, float] = {}  # replaced and never changed, so reads need no lock
         self.drift = 1.0
         self._default_ms = default_ms
         self._timings: Timings = {b: [*ms][-TIMINGS:] for b, ms in (timings or {}).items()}
         self._recorded: set[Bucket] = set()
         self._failures: Counter[Bucket] = Counter()
         self._buckets: list[Bucket] = []
-        self._took_ms = self._expected_ms = 0.0  # of the latest batches, the older the less
+        self._took_ms = self._expected_ms = 0.0  # decaying sums over the recent batches
 
     def add(self, bucket: Bucket) -> None:
-        """Let a bucket be used."""
+        """Make a bucket usable."""
         self._buckets.append(bucket)
         self._update()
 
     def restrict(self, buckets: Iterable[Bucket]) -> None:
-        """Let only these buckets be used, all of which were added before."""
+        """Make only these buckets usable, all of which were added before."""
         self._buckets = list(buckets)
         self._update()
 
     def record(self, bucket: Bucket, ms: float) -> None:
-        """A bucket was timed. The median of the latest timings counts."""
+        """Add a timing of a bucket in milliseconds. The last TIMINGS of them are kept."""
         timings = self._timings.setdefault(bucket, [])
         timings.append(ms)
         self._recorded.add(bucket)
@@ -73,19 +74,24 @@ class BucketCosts:
         self._update()
 
     def fail(self, bucket: Bucket) -> None:
-        """A bucket could not be timed: the others come before it, and after a few times it keeps
-        what is estimated."""
+        """Note that a bucket could not be timed.
+
+        Buckets with fewer failures are timed first. After MOST_FAILURES its cost stays an estimate.
+        """
         self._failures[bucket] += 1
 
     def observe(self, bucket: Bucket, took_ms: float) -> None:
-        """A batch took so long of the device. One that nearly hung counts no more than a batch on a
-        device that is as slow as is believed."""
-        kept = 1 - 1 / DRIFT_BATCHES
+        """Update the drift with the device time of a batch.
+
+        A batch counts with at most MOST_DRIFT times its cost, so that one that nearly hung has
+        little effect. Raises KeyError if the bucket is not usable.
+        """
+        decay = 1 - 1 / DRIFT_BATCHES
         cost = self.usable[bucket] / self.drift
-        if not self._expected_ms:  # one odd batch at the start shall not count for all
+        if not self._expected_ms:  # so that the first batch alone does not decide
             self._took_ms = self._expected_ms = FIRST_BATCHES * cost
-        self._took_ms = kept * self._took_ms + min(max(took_ms - HOST_MS, 0.0), MOST_DRIFT * cost)
-        self._expected_ms = kept * self._expected_ms + cost
+        self._took_ms = decay * self._took_ms + min(max(took_ms - HOST_MS, 0.0), MOST_DRIFT * cost)
+        self._expected_ms = decay * self._expected_ms + cost
         factor = self._took_ms / max(self._expected_ms, 1e-9)
         factor = min(max(factor, 1 / MOST_DRIFT), MOST_DRIFT)
         if not 1 / DRIFT_STEP < factor / self.drift < DRIFT_STEP:
@@ -93,33 +99,39 @@ class BucketCosts:
             self._update()
 
     def untimed(self) -> Bucket | None:
-        """The bucket to time next: the one with the fewest timings, of these the smallest. None if
-        every bucket that may be used was timed often enough, or failed too often."""
-        lacking = [b for b in self._buckets if not self._is_timed(b)]
-        return min(lacking, key=self._place_in_line, default=None)
+        """The bucket to time next: the one with the fewest timings, and of these the smallest.
+
+        None if every usable bucket was timed often enough or failed too often.
+        """
+        untimed_buckets = [b for b in self._buckets if not self._is_timed(b)]
+        return min(untimed_buckets, key=self._place_in_line, default=None)
 
     def source_of(self, bucket: Bucket) -> CostSource:
-        """Where the cost of a bucket comes from."""
+        """The source of a bucket's cost: timed by an earlier run, by this one, or by none."""
         if bucket in self._recorded:
             return "timed"
         return "kept" if self._timings.get(bucket) else "assumed"
 
     @property
     def timings(self) -> Timings:
-        """The timings of each bucket, for the next run. May be asked while others record."""
+        """A copy of the timings of each bucket, to keep for the next run. Needs no lock."""
         return {bucket: list(ms) for bucket, ms in list(self._timings.items())}
 
     @property
     def spread(self) -> float:
-        """How much the timings of a bucket differ: the third quartile over the first one, in the
-        median bucket. 1 where they are all equal."""
+        """How much timings of the same bucket differ; 1 if they are equal.
+
+        It is the ratio of the third quartile to the first one, in the median bucket.
+        """
         ratios = [_quartile_ratio(ms) for ms in self.timings.values() if len(ms) >= 4]
         return median(ratios) if ratios else 1.0
 
     def _place_in_line(self, bucket: Bucket) -> tuple[int, int, int]:
+        """The sort key of a bucket that is to be timed."""
         return self._failures[bucket], len(self._timings.get(bucket, ())), bucket.tokens
 
     def _is_timed(self, bucket: Bucket) -> bool:
+        """Whether a bucket needs no further timing."""
         if self._failures[bucket] >= MOST_FAILURES:
             return True
         timings = self._timings.get(bucket, [])
@@ -135,16 +147,19 @@ class BucketCosts:
         return median(timings) if timings else self._estimate(bucket)
 
     def _estimate(self, bucket: Bucket) -> float:
-        """The tokens of a bucket at the usual rate of those that were timed, of its own length
-        where there are any."""
-        timed = {b: median(ms) / b.tokens for b, ms in self._timings.items() if ms}
-        rates = [rate for b, rate in timed.items() if b.length == bucket.length]
-        rates = rates or list(timed.values()) or [self._default_ms]
+        """Estimate the cost from the median cost per token of the timed buckets.
+
+        Buckets of the same row length are used alone if there are any.
+        """
+        rate_of = {b: median(ms) / b.tokens for b, ms in self._timings.items() if ms}
+        rates = [rate for b, rate in rate_of.items() if b.length == bucket.length]
+        rates = rates or list(rate_of.values()) or [self._default_ms]
         ms = bucket.tokens * median(rates)
         return LONG_RUN_FACTOR * ms if LONG_RUN_FACTOR * ms > LONG_RUN_MS else ms
 
 
 def _quartile_ratio(timings: list[float]) -> float:
+    """The third quartile over the first one."""
     ordered = sorted(timings)
     quarter = len(ordered) // 4
     return ordered[-1 - quarter] / max(ordered[quarter], 1e-9)

@@ -1,4 +1,4 @@
-"""Batches drawn at random, for trials of kernels."""
+"""Makes random batches for trials of kernels."""
 
 import numpy as np
 
@@ -6,7 +6,10 @@ from jaxembed.engine.bucket import Bucket
 
 
 def packed_segments(bucket: Bucket) -> np.ndarray:
-    """int32 `[rows, length]`: a row of one segment, then rows of some, with padding at the end."""
+    """Draw the segments of a batch, int32 `[rows, length]`; the same for the same bucket.
+
+    The first row is one segment; the others have up to four, and padding at the end.
+    """
     draw = np.random.default_rng(0)
     segments = np.zeros((bucket.rows, bucket.length), np.int32)
     segments[0] = 1

@@ -1,7 +1,8 @@
-"""Which kernels stand in for XLA's own programs. On an accelerator every attention there is tried
-beside XLA's in each row length; on a CPU it is the native kernels, for products too, or none.
+"""Chooses the kernels that replace parts of XLA's programs, by trials on the device.
 
-A kernel is used where its numbers are right and it is faster. No failure in here stops the start.
+On an accelerator each attention kernel is compared with XLA in each row length. On a CPU the native
+kernels are tried, for products too. A kernel is used if its results are right and it is faster. No
+failure of a kernel stops the start.
 """
 
 import logging
@@ -34,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 AUTO, XLA, NATIVE = "auto", "xla", "native"
 UNSUITED = f"takes multiples of {native.PANEL}, this model has none"
-PROBE_S = 20.0  # rows whose turn comes later stay with XLA
-PROBE_TOKENS = 16_384  # in a batch that is timed, or one row if it is longer
-PROBE_RUNS = 10  # one behind the other, timed together
+PROBE_S = 20.0  # time limit; rows that are not tried by then use XLA
+PROBE_TOKENS = 16_384  # tokens of a timed batch, which has at least one row
+PROBE_RUNS = 10  # runs in a row that are timed together
 
-# What a kernel may differ from float32 attention of the same operands, absolutely and relatively.
-# bfloat16 has 8 bits: the query or the scores, the weights and the result are each rounded to them.
+# The largest allowed difference to float32 attention of the same operands, absolute and relative.
+# bfloat16 has 8 bits, to which the query or the scores, the weights and the result are rounded.
 TOLERANCE: dict[DType, float] = {"bfloat16": 0.02, "float16": 0.003, "float32": 1e-4}
 
 Kernels = Mapping[str, Callable[[], Kernel]]
@@ -47,28 +48,28 @@ Kernels = Mapping[str, Callable[[], Kernel]]
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel for some row lengths, XLA for the others, and why kernels were not taken."""
+    """The chosen kernels: native ones, or a kernel for some row lengths and XLA for the others."""
 
-    lengths: tuple[int, ...] = ()
-    taken: Mapping[int, Kernel] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
-    native: ByNative | None = None  # the native kernels
-    joins: bool = False  # a sequence costs the same however long its row is
+    lengths: tuple[int, ...] = ()  # all row lengths of the grid
+    taken: Mapping[int, Kernel] = field(default_factory=dict)  # by row length
+    refused: Mapping[str, str] = field(default_factory=dict)  # kernel -> reason
+    native: ByNative | None = None  # the native kernels, if they are used
+    joins: bool = False  # whether a sequence costs the same however long its row is
 
     @property
     def native_layout(self) -> bool:
-        """Whether weights lie as native.linear takes them."""
+        """Whether weights must be packed into panels, as native.linear takes them."""
         return self.native is not None and "linear" not in self.native.without
 
     def implementation(self, bucket: Bucket) -> Attend:
-        """What the programs of a bucket attend with."""
+        """The attention implementation for the programs of a bucket."""
         if self.native is not None:
             return self.native
         kernel = self.taken.get(bucket.length)
         return partial(kernel.attend, slots=bucket.slots) if kernel else by_xla
 
     def name_of(self, length: int) -> str:
-        """The name of the kernel that rows of a length use."""
+        """The name of the kernel that rows of this length use."""
         if length in self.taken:
             return self.taken[length].name
         if self.native is None:
@@ -76,7 +77,7 @@ class Choice:
         return "_without_".join([NATIVE, *sorted(self.native.without)])
 
     def describe(self) -> dict[str, dict[str, str]]:
-        """What rows of each length use, and the last reason why a kernel is not used in some."""
+        """The choice for JSON: kernels "used" by row length, and "not_used" with their reasons."""
         used = {str(length): self.name_of(length) for length in self.lengths}
         return {"used": used, "not_used": dict(self.refused)}
 
@@ -86,33 +87,36 @@ def choose_kernels(
     device: Device,
     dtype: DType,
     grid: BucketGrid,
-    wanted: str = AUTO,
-    known: Kernels | None = None,
+    option: str = AUTO,
+    candidates: Kernels | None = None,
     native_choice: Choice = Choice(),
 ) -> Choice:
-    """Try kernels on what this model asks of attention, each row length of the grid for itself.
+    """Try attention kernels on the calls of this model, in each row length of the grid.
 
-    `wanted` is "auto", "xla", or the kernel to use wherever it is right, fast or not. `known` are
-    the kernels by name; None: those of the device's platform. `native_choice` is `choose_native`'s.
-    Raises ConfigError, naming --kernels, where what was wanted can be used nowhere.
+    `option` is the value of --kernels: "auto", "xla", or a kernel to use wherever it is right, even
+    if it is slower. `candidates` are the kernels by name; None means those of the device's
+    platform. `native_choice` is the result of `choose_native`. Raises ConfigError if the option is
+    unknown, or if its kernel can be used in no row length.
     """
-    known = _of_platform(device.platform) if known is None else known
-    there = [AUTO, XLA, *([NATIVE] if device.platform == "cpu" else []), *known]
-    if wanted not in there:
-        raise ConfigError(f"--kernels {wanted}: on {device.platform} there are {', '.join(there)}")
+    candidates = _of_platform(device.platform) if candidates is None else candidates
+    options = [AUTO, XLA, *([NATIVE] if device.platform == "cpu" else []), *candidates]
+    if option not in options:
+        raise ConfigError(
+            f"--kernels {option}: on {device.platform} there are {', '.join(options)}"
+        )
     lengths = tuple(sorted({bucket.length for bucket in grid.buckets}))
     if native_choice.native is not None:
         choice = replace(native_choice, lengths=lengths)
     else:
-        if wanted != AUTO:
-            known = {name: known[name] for name in known if name == wanted}
+        if option != AUTO:
+            candidates = {name: candidates[name] for name in candidates if name == option}
         taken, refused = {}, {}
-        if known:
-            taken, refused = _tried(program, device, dtype, lengths, known, wanted == AUTO)
+        if candidates:
+            taken, refused = _tried(program, device, dtype, lengths, candidates, option == AUTO)
         choice = Choice(lengths, taken, {**native_choice.refused, **refused})
-    if wanted not in (AUTO, XLA) and not choice.taken and choice.native is None:
-        reason = choice.refused.get(wanted, f"no row holds {SHORTEST_PROBED_ROW} tokens")
-        raise ConfigError(f"--kernels {wanted} can be used nowhere: {reason}")
+    if option not in (AUTO, XLA) and not choice.taken and choice.native is None:
+        reason = choice.refused.get(option, f"no row holds {SHORTEST_PROBED_ROW} tokens")
+        raise ConfigError(f"--kernels {option} can be used nowhere: {reason}")
     if choice.taken or choice.native is not None or choice.refused:
         logger.info("kernels: used %(used)s, not used %(not_used)s", choice.describe())
     return choice
@@ -122,32 +126,35 @@ def choose_native(
     program: Program,
     device: Device,
     dtype: DType,
-    wanted: str,
+    option: str,
     cache_dir: Path,
     verdicts: Callable[[], Verdicts] | None = None,
 ) -> Choice:
-    """Whether a CPU runs the native kernels, and which of their calls; or why not.
+    """Choose which native kernels the model uses on a CPU, before there is a grid.
 
-    Compiled ones are kept in `cache_dir`. `verdicts` gives those of the model's calls; None: they
-    are tried. It holds for rows of any length, and so is known before there is a grid.
+    `option` is the value of --kernels. A compiled library is kept in `cache_dir`. `verdicts`
+    returns the results of earlier trials; None means that the calls are tried now. The choice holds
+    for rows of any length. Without native kernels it is XLA, with the reasons.
     """
-    if device.platform != "cpu" or wanted not in (AUTO, NATIVE):
+    if device.platform != "cpu" or option not in (AUTO, NATIVE):
         return Choice()
     if dtype != "bfloat16":
         return Choice(refused={NATIVE: f"computes in bfloat16, this model in {dtype}"})
     try:
         native.load_library(cache_dir)
-        found = try_native(program, device, dtype) if verdicts is None else verdicts()
+        verdict_of = try_native(program, device, dtype) if verdicts is None else verdicts()
     except native.Unavailable as error:
         return Choice(refused={NATIVE: str(error)})
-    except Exception as error:  # whatever it is, XLA goes on
+    except Exception as error:  # after any failure XLA is used
         return Choice(refused={NATIVE: _line(error)})
-    if not found:
+    if not verdict_of:
         return Choice(refused={NATIVE: UNSUITED})
-    reasons = {name: one.refusal(faster=wanted == AUTO) for name, one in found.items()}
+    reasons = {name: one.refusal(faster=option == AUTO) for name, one in verdict_of.items()}
     without = frozenset(name for name, reason in reasons.items() if reason)
     refused = {f"{NATIVE} {name}": reason for name, reason in reasons.items() if reason}
-    used = {name for name in found if name not in without and not NEEDED.get(name, set()) & without}
+    used = {
+        name for name in verdict_of if name not in without and not NEEDED.get(name, set()) & without
+    }
     if not used:
         return Choice(refused=refused)
     widths = {call.width for call in calls(program, dtype)}
@@ -157,11 +164,11 @@ def choose_native(
 
 
 def calls(program: Program, dtype: DType) -> Counter[Call]:
-    """What the layers of a model ask of attention, and how many of them ask it."""
-    noted: Counter[Call] = Counter()
+    """The attention calls of a model, and the number of layers that make each of them."""
+    counts: Counter[Call] = Counter()
 
-    def note(query, key, value, segments, sight: Sight):
-        noted[Call(query.shape[2], key.shape[2], query.shape[3], str(query.dtype), sight)] += 1
+    def count(query, key, value, segments, sight: Sight):
+        counts[Call(query.shape[2], key.shape[2], query.shape[3], str(query.dtype), sight)] += 1
         return jnp.zeros(query.shape, jnp.float32)
 
     leaves = [
@@ -169,16 +176,17 @@ def calls(program: Program, dtype: DType) -> Counter[Call]:
         for leaf in program.shapes.values()
     ]
     planes = jax.ShapeDtypeStruct((PackedTokens.PLANES, 1, SHORTEST_PROBED_ROW), jnp.int32)
-    with using(note):
+    with using(count):
         jax.eval_shape(
             lambda leaves, planes: program.forward(leaves, planes, 1, (program.primary,)),
             leaves,
             planes,
         )
-    return noted
+    return counts
 
 
 def _of_platform(platform: str) -> Kernels:
+    """The attention kernels of a platform, by name."""
     paths = kernels.KERNELS.get(platform, {})
     return {name: partial(kernels.kernel, path) for name, path in paths.items()}
 
@@ -188,28 +196,31 @@ def _tried(
     device: Device,
     dtype: DType,
     lengths: tuple[int, ...],
-    known: Kernels,
+    candidates: Kernels,
     faster: bool,
 ) -> tuple[dict[int, Kernel], dict[str, str]]:
-    """The kernel for each row length that has one, and why the others were not taken."""
-    asked = calls(program, dtype)
+    """Try each kernel in each row length, and compare it with XLA if it must be `faster`.
+
+    Returns the best kernel by row length, and for kernels that were not taken the last reason.
+    """
+    call_counts = calls(program, dtype)
     stop_at = time.monotonic() + PROBE_S
     refused: dict[str, str] = {}
-    there: list[Kernel] = []
-    for name, make in known.items():
+    usable: list[Kernel] = []
+    for name, make in candidates.items():
         try:
-            there.append(make())
+            usable.append(make())
         except Exception as error:  # not installed, or not for this machine
             refused[name] = _line(error)
     taken: dict[int, Kernel] = {}
-    for length in (n for n in lengths if n >= SHORTEST_PROBED_ROW and there):
+    for length in (n for n in lengths if n >= SHORTEST_PROBED_ROW and usable):
         try:
-            trial = KernelTrial(device, dtype, asked, length)
+            trial = KernelTrial(device, dtype, call_counts, length)
             best = trial.xla_ms if faster else float("inf")
-        except Exception as error:  # rows that XLA itself does not manage, here or at all
-            refused |= {kernel.name: f"rows of {length}: XLA: {_line(error)}" for kernel in there}
+        except Exception as error:  # XLA itself cannot compute these rows
+            refused |= {kernel.name: f"rows of {length}: XLA: {_line(error)}" for kernel in usable}
             continue
-        for kernel in there:
+        for kernel in usable:
             if time.monotonic() > stop_at:
                 refused[kernel.name] = f"rows of {length}: {PROBE_S:.0f} s of probing are over"
                 continue
@@ -226,26 +237,33 @@ def _tried(
 
 
 class NotRight(Exception):
-    """A kernel does not take a call, or its numbers are wrong."""
+    """A kernel does not take a call, or its results are wrong."""
 
 
 class KernelTrial:
-    """The attention of one model in rows of one length. Raises what XLA raises."""
+    """A trial of the attention calls of one model in rows of one length.
 
-    def __init__(self, device: Device, dtype: DType, asked: Counter[Call], length: int):
+    It runs XLA for comparison when it is made. Raises what XLA raises.
+    """
+
+    def __init__(self, device: Device, dtype: DType, call_counts: Counter[Call], length: int):
         self._device = device
         self._dtype: DType = dtype
-        self._asked = asked
+        self._call_counts = call_counts
         self._bucket = Bucket(max(PROBE_TOKENS // length, 1), length)
         self._segments = packed_segments(self._bucket)
-        self._operands = {call: self._drawn(call) for call in asked}
-        self._exact = {call: self._in_float32(call) for call in asked}
-        self.xla_ms = sum(self._run(by_xla, call)[1] * n for call, n in asked.items())
+        self._operands = {call: self._drawn(call) for call in call_counts}
+        self._exact = {call: self._in_float32(call) for call in call_counts}
+        self.xla_ms = sum(self._run(by_xla, call)[1] * n for call, n in call_counts.items())
 
     def milliseconds_if_right(self, kernel: Kernel) -> float:
-        """Of all layers together. Raises NotRight, and whatever the kernel raises."""
+        """The time of the attention of all layers with this kernel.
+
+        Raises NotRight if the kernel refuses a call or its results are wrong, and whatever the
+        kernel raises.
+        """
         total = 0.0
-        for call, layers in self._asked.items():
+        for call, layers in self._call_counts.items():
             if reason := kernel.refuses(call, self._bucket.length):
                 raise NotRight(reason)
             attend = partial(kernel.attend, slots=self._bucket.slots)
@@ -255,6 +273,7 @@ class KernelTrial:
         return total
 
     def _check(self, mixed: np.ndarray, call: Call) -> None:
+        """Compare a result with float32 attention, without padding. Raises NotRight."""
         exact, real = self._exact[call], self._segments != 0
         off = np.abs(mixed - exact) / (1 + np.abs(exact))
         worst = np.where(np.isfinite(off), off, np.inf)[real].max()
@@ -263,7 +282,7 @@ class KernelTrial:
             raise NotRight(f"{call}: off by {worst:.2g}, {allowed:.2g} are allowed")
 
     def _run(self, attend: Attend, call: Call) -> tuple[np.ndarray, float]:
-        """What comes out, and milliseconds of a run."""
+        """Compile and run a call. Returns the result, and the milliseconds of a run."""
         precision = "highest" if self._dtype == FLOAT32 else None
         jitted = jax.jit(lambda q, k, v, segments: attend(q, k, v, segments, call.sight))
         with jax.default_matmul_precision(precision):
@@ -278,6 +297,7 @@ class KernelTrial:
         return mixed, (time.perf_counter() - started_at) / PROBE_RUNS * 1000
 
     def _in_float32(self, call: Call) -> np.ndarray:
+        """The result of a call computed by XLA in float32."""
         *operands, segments = self._operands[call]
         wide = [x.astype(jnp.float32) for x in operands]
         with jax.default_matmul_precision("highest"):
@@ -286,7 +306,10 @@ class KernelTrial:
         return np.asarray(run(*wide, segments))
 
     def _drawn(self, call: Call) -> list[jax.Array]:
-        """Query, key and value of size one, NaN in padding, and the segments: on the device."""
+        """Draw query, key and value with variance 1 and NaN in padding.
+
+        Returns them and the segments, on the device.
+        """
         draw = np.random.default_rng(0)
         padding = (self._segments == 0)[..., None, None]
         operands: list[Any] = [self._segments]
@@ -298,6 +321,6 @@ class KernelTrial:
 
 
 def _line(error: Exception) -> str:
-    """The first line of an error, which may be a compiler's."""
+    """The first line of an error's message, which may be long if it is a compiler's."""
     first = (str(error).strip().splitlines() or [""])[0][:200]
     return first if isinstance(error, NotRight) else f"{type(error).__name__}: {first}"

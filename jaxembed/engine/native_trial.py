@@ -1,7 +1,7 @@
-"""Tries each native call that a model makes beside the same in XLA: is it right, and fast?
+"""Compares each native call that a model makes with XLA: whether it is right, and whether faster.
 
-The native kernels of one model are several calls: products, with GELU or a norm at their end, forms
-of attention, and fused halves of a layer. Each is tried on the model's own shapes.
+The calls are products, some followed by GELU or a norm, variants of attention, and fused halves of
+a layer. Each is tried with the model's own shapes.
 """
 
 import math
@@ -30,36 +30,39 @@ from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import DType
 
-# A few tokens, and many: other calls take them. The model's own grid is made after this.
+# Few tokens and many tokens, because different calls take them. There is no grid yet.
 TRIED = (Bucket(2, 16), Bucket(8, 128))
-TRIAL_S = 20.0  # calls whose turn comes later are not used
-RUNS = 30  # at most, the fastest of which counts: the machine may be busy
-RUNS_S = 0.05  # fewer, but three, where one takes long
-CLEARLY_SLOWER = 1.1  # times as long as XLA: less is within what such timings differ by
-BELIEVED = 3  # times that a call is timed before it is believed to be slower
-# What a result may differ from XLA's, absolutely and relatively: both round to bfloat16's 8 bits,
-# in another order. The most that was seen is 0.007, in attention; products were the same.
+TRIAL_S = 20.0  # time limit; calls that are not tried by then are not used
+RUNS = 30  # the fastest of at most so many runs counts, because the machine may be busy
+RUNS_S = 0.05  # a slow call runs for so long, at least three times
+CLEARLY_SLOWER = 1.1  # ratio to XLA's time; a smaller one may be noise
+BELIEVED = 3  # times that a call must be timed as slower before it is refused
+# The largest allowed difference to XLA's result, absolute and relative: both round to the 8 bits of
+# bfloat16, in another order. The largest one seen is 0.007, in attention; products were equal.
 MOST_OFF = 0.02
-# What a call is no use without: weights lie in panels only if products take them.
+# The calls that another call depends on: weights are packed into panels only if products take them.
 NEEDED = {name: {"linear"} for name in ("gelu", "norm", "self_attention", "mlp")}
 LATE = f"was not tried: {TRIAL_S:.0f} s were over"
 
-Operands = Mapping[str, Any]  # arrays by name, on the host or in a program
+Operands = Mapping[str, Any]  # arrays by name, on the host or traced
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one call by name, over the shapes that were tried."""
+    """The result of the trials of one call, over all shapes that were tried."""
 
-    off: float = 0.0  # the most that it differed from XLA, over one plus the number
-    times_xla: float = 0.0  # its time over XLA's: the geometric mean
+    off: float = 0.0  # largest difference to XLA, relative to one plus XLA's number
+    times_xla: float = 0.0  # ratio of its time to XLA's; the geometric mean over shapes
     failed: str = ""  # why it could not be tried
 
     def refusal(self, faster: bool) -> str | None:
-        """Why it is not used, if it is not; `faster` if it must not be slower than XLA."""
+        """The reason not to use the call, or None.
+
+        With `faster` it is also refused if it is clearly slower than XLA.
+        """
         if self.failed:
             return self.failed
-        if not self.off <= MOST_OFF:  # nor NaN
+        if not self.off <= MOST_OFF:  # also refuses NaN
             return f"off by {self.off:.2g}, {MOST_OFF:.2g} are allowed"
         if faster and self.times_xla > CLEARLY_SLOWER:
             return f"takes {self.times_xla:.2f} times as long as XLA"
@@ -70,56 +73,59 @@ Verdicts = dict[str, Verdict]
 
 
 def try_native(program: Program, device: Device, dtype: DType) -> Verdicts:
-    """A verdict for each native call that the model makes, by name."""
+    """Try each native call that the model makes. Returns a verdict for each, by name."""
     stop_at = time.monotonic() + TRIAL_S
     calls = noted_calls(program, dtype)
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="trial") as pool:
         trials = list(pool.map(lambda call: CallTrial(call, device, stop_at), calls))
-    tried: dict[str, list[Verdict]] = {}
+    verdicts_of: dict[str, list[Verdict]] = {}
     for trial in trials:
-        of_name = tried.setdefault(trial.call.name, [])
+        verdicts = verdicts_of.setdefault(trial.call.name, [])
         if time.monotonic() < stop_at:
-            of_name.append(trial.verdict())
-    return {name: _over_all(verdicts) for name, verdicts in tried.items()}
+            verdicts.append(trial.verdict())
+    return {name: _over_all(verdicts) for name, verdicts in verdicts_of.items()}
 
 
 def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
-    """The different native calls of a model, in few tokens and in many."""
+    """The different native calls that a model makes with few tokens and with many."""
     leaves = [_placed_shape(name, leaf, dtype) for name, leaf in program.shapes.items()]
-    noted: dict[native.NativeCall, None] = {}
+    calls: dict[native.NativeCall, None] = {}
     for bucket in TRIED:
         planes = jax.ShapeDtypeStruct((PackedTokens.PLANES, bucket.rows, bucket.length), jnp.int32)
 
         def forward(leaves, planes, slots: int = bucket.slots):
             return program.forward(leaves, planes, slots, (program.primary,))
 
-        with using(ByNative()), native.noting(noted):
+        with using(ByNative()), native.noting(calls):
             jax.eval_shape(forward, leaves, planes)
-    return list(noted)
+    return list(calls)
 
 
 def _placed_shape(name: str, leaf: jax.ShapeDtypeStruct, dtype: DType) -> jax.ShapeDtypeStruct:
-    """The shape of a parameter in a replica with the native layout."""
-    placed, shape = placed_dtype(name, len(leaf.shape), dtype), leaf.shape
-    if native.packable(name, shape, placed):
+    """The shape and dtype of a parameter in a replica that packs weights for native kernels."""
+    leaf_dtype, shape = placed_dtype(name, len(leaf.shape), dtype), leaf.shape
+    if native.packable(name, shape, leaf_dtype):
         shape = native.packed_shape(shape)
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(placed))
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(leaf_dtype))
 
 
 def _over_all(verdicts: list[Verdict]) -> Verdict:
-    """The verdict on a call by name, from those on its shapes."""
+    """Combine the verdicts of a call's shapes: the first failure, or else the worst difference."""
     if not verdicts:
         return Verdict(failed=LATE)
-    if failed := next((one for one in verdicts if one.failed), None):
-        return failed
-    off = [one.off for one in verdicts]
+    if failure := next((verdict for verdict in verdicts if verdict.failed), None):
+        return failure
+    off = [verdict.off for verdict in verdicts]
     most = math.nan if any(map(math.isnan, off)) else max(off)
-    return Verdict(most, geometric_mean(one.times_xla for one in verdicts))
+    return Verdict(most, geometric_mean(verdict.times_xla for verdict in verdicts))
 
 
 class CallTrial:
-    """One call with one shape, compiled beside the same in XLA, unless it is past `stop_at`. What
-    it or XLA raises is in the verdict."""
+    """A trial of one call with one shape, compiled as a native call and in XLA.
+
+    Nothing is compiled after `stop_at` (time.monotonic()). Errors are not raised but become part of
+    the verdict.
+    """
 
     def __init__(self, call: native.NativeCall, device: Device, stop_at: float):
         self.call = call
@@ -133,11 +139,14 @@ class CallTrial:
             ):
                 if time.monotonic() < stop_at:
                     self._programs.append(self._compiled(run, is_packed))
-        except Exception as error:  # whatever it is, XLA goes on
+        except Exception as error:  # after any failure XLA is used
             self._failed = _line(error)
 
     def verdict(self) -> Verdict:
-        """Run both, several times."""
+        """Run both programs several times, and return how results and times compare.
+
+        A failure of either program is part of the verdict and raises nothing.
+        """
         if self._failed or len(self._programs) < 2:
             return Verdict(failed=self._failed or LATE)
         try:
@@ -151,9 +160,9 @@ class CallTrial:
             _runner(program, operands, self._device)
             for program, operands in zip(self._programs, (packed, plain), strict=True)
         )
-        got, wanted = (np.asarray(result()).astype(np.float32) for result in (run, run_xla))
+        ours, xla = (np.asarray(result()).astype(np.float32) for result in (run, run_xla))
         real = plain["segments"] != 0 if "segments" in plain else ...
-        off = np.abs(got - wanted)[real] / (1 + np.abs(wanted[real]))
+        off = np.abs(ours - xla)[real] / (1 + np.abs(xla[real]))
         times_xla = math.inf
         for _ in range(BELIEVED):
             if times_xla > CLEARLY_SLOWER:
@@ -173,7 +182,7 @@ class CallTrial:
             for _, of in self.call.operands
         ]
 
-        def of_values(*values: Array) -> Array:  # JAX would sort a dict by its names
+        def of_values(*values: Array) -> Array:  # no dict, because JAX would sort its names
             return function(dict(zip(names, values, strict=True)))
 
         return compile_lowered(
@@ -182,7 +191,10 @@ class CallTrial:
 
 
 def _drawn(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Operands by name, for XLA and with weights in panels; NaN in padding of attention."""
+    """Draw the operands of a call, with NaN in the padding of attention.
+
+    Returns them by name twice: with plain weights for XLA, and with packed weights.
+    """
     draw = np.random.default_rng(0)
     plain = {}
     for name, of in call.operands:
@@ -210,9 +222,9 @@ def _drawn(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np
 def _runner(
     program: jax.stages.Compiled, operands: Operands, device: Device
 ) -> Callable[[], jax.Array]:
-    """A function that runs the program and waits for its end."""
-    placed = jax.device_put(tuple(operands.values()), SingleDeviceSharding(device))
-    return lambda: jax.block_until_ready(program(*placed))
+    """Place operands on the device. Returns a function that runs the program and waits for it."""
+    arrays = jax.device_put(tuple(operands.values()), SingleDeviceSharding(device))
+    return lambda: jax.block_until_ready(program(*arrays))
 
 
 def _line(error: Exception) -> str:
@@ -221,7 +233,7 @@ def _line(error: Exception) -> str:
 
 
 def _fastest_ms(*runs: Callable[[], Any]) -> list[float]:
-    """Milliseconds of the fastest run of each; they take turns."""
+    """The milliseconds of the fastest run of each function; they run in turns."""
     fastest = [math.inf] * len(runs)
     began_at = time.perf_counter()
     for turn in range(RUNS):
@@ -234,10 +246,8 @@ def _fastest_ms(*runs: Callable[[], Any]) -> list[float]:
     return fastest
 
 
-# ---- the same in XLA, as the towers say it -------------------------------------------------------
-
-
 def _linear_in_xla(call: native.NativeCall, of: Operands) -> Array:
+    """Compute in XLA, with the towers' layers, what the native call `linear` computes."""
     linear = _linear(of["kernel"], of["bias"])
     if call.name == "norm":
         eps = float(dict(call.attributes)["eps"])
@@ -249,15 +259,18 @@ def _linear_in_xla(call: native.NativeCall, of: Operands) -> Array:
 
 
 def _attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
+    """Compute in XLA what the native call `attention` computes."""
     return _attend(call, of["query"], of["key"], of["value"], of["segments"])
 
 
 def _joint_attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
+    """Compute in XLA what the native call `joint_attention` computes."""
     joint = of["joint"]
     return _attend(call, joint[:, :, 0], joint[:, :, 1], joint[:, :, 2], of["segments"])
 
 
 def _self_attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
+    """Compute in XLA what the native call `self_attention` computes."""
     rows, length, dim = call.shape
     heads = int(dict(call.attributes)["heads"])
     joint = _linear(of["kernel"], of["bias"]).rounded(of["hidden"])
@@ -267,6 +280,7 @@ def _self_attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
 
 
 def _mlp_in_xla(call: native.NativeCall, of: Operands) -> Array:
+    """Compute in XLA what the native call `mlp` computes."""
     eps = float(dict(call.attributes)["eps"])
     out, up, down = (
         _linear(of[f"{name}_kernel"], of[f"{name}_bias"]) for name in ("out", "up", "down")
@@ -279,19 +293,22 @@ def _mlp_in_xla(call: native.NativeCall, of: Operands) -> Array:
 
 
 def _attend(call: native.NativeCall, query, key, value, segments) -> Array:
-    sight = dict(call.attributes)
-    reach = int(sight.get("reach", -1))
-    seen = Sight(bool(sight.get("causal", 0)), None if reach < 0 else reach)
-    return by_xla(query, key, value, segments, seen).astype(call.dtype)
+    """Compute attention in XLA with the mask that the attributes of a call describe."""
+    attributes = dict(call.attributes)
+    reach = int(attributes.get("reach", -1))
+    sight = Sight(bool(attributes.get("causal", 0)), None if reach < 0 else reach)
+    return by_xla(query, key, value, segments, sight).astype(call.dtype)
 
 
 def _linear(kernel: Array, bias: Array) -> Linear:
+    """A linear layer with this weight and bias."""
     linear = Linear(1, 1)
     linear.kernel, linear.bias = nnx.Param(kernel), nnx.Param(bias)
     return linear
 
 
 def _layer_norm(scale: Array, shift: Array, eps: float) -> LayerNorm:
+    """A layer norm with this scale and shift."""
     norm = LayerNorm(1, eps=eps)
     norm.scale, norm.bias = nnx.Param(scale), nnx.Param(shift)
     return norm

@@ -1,4 +1,4 @@
-"""Times buckets: a thread that does it while nothing waits, and what a timing is."""
+"""Times buckets: on a thread while nothing waits, or at once for a caller that owns the device."""
 
 import logging
 import math
@@ -20,28 +20,27 @@ from jaxembed.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
-TIMING_S = 0.03  # at least, of runs of a bucket that make one timing
+TIMING_S = 0.03  # least total time of the runs that make one timing
 MOST_RUNS = 16  # of one timing
-SEGMENT = 20  # tokens of a sequence in a timed bucket: across tiles of 16, as real ones lie
-LULL = 4.0  # times as long as a run takes the device must have been idle before one
-SHORTEST_LULL_S = 0.02
-LOOK_S = 0.05  # between looks whether the device is idle
-WHILE_IDLE, BESIDE_BULK = -math.inf, math.inf  # urgencies
-BULK_SHARE = 0.01  # of the time, while bulk work leaves none idle
-AGAIN_S = 60.0  # between timings of buckets that were all timed often enough
+SEGMENT = 20  # tokens of a sequence in a timed bucket: not aligned to tiles of 16, like real ones
+LULL = 4.0  # the device must have been idle for this many times a run before a run
+SHORTEST_LULL_S = 0.02  # and for at least this long
+LOOK_S = 0.05  # between two checks whether the device is idle
+WHILE_IDLE, BESIDE_BULK = -math.inf, math.inf  # urgencies of a claim for the device
+BULK_SHARE = 0.01  # share of the time for timings while bulk work never ends
+AGAIN_S = 60.0  # between timings once every bucket was timed often enough
 
 
 class BucketTimer:
-    """Times the buckets of one engine on one device.
+    """Times the buckets of one engine on one device, in a thread.
 
-    It runs a bucket once at a time and gives the turn back in between, so that what comes waits for
-    one run at most; and it begins only after the device has been idle for several times as long. A
-    timing that is interrupted or hangs is dropped. Bulk work that never ends would keep it from
-    ever timing anything: beside that alone, which `is_bulk_alone` tells, it takes a hundredth of
-    the time.
+    It starts only after the device has been idle for several times as long as a run. After each run
+    it gives the device back, so that a request waits for one run at most. A timing that is
+    interrupted or hangs is dropped. If only bulk work runs, as `is_bulk_alone` tells, it takes a
+    hundredth of the time although the device is not idle.
 
-    `on_timed` is called once every bucket was timed often enough, and `timed` is set; after that
-    one bucket is timed again now and then. A run is inside `watch`.
+    `on_timed` is called when the last bucket was timed often enough, and `timed` is set then. Later
+    one bucket is timed again every AGAIN_S. Each run is within the context `watch`.
     """
 
     def __init__(
@@ -60,24 +59,24 @@ class BucketTimer:
         self._runner = runner
         self._turn = turn
         self._costs = costs
-        self._lock = lock  # of the costs
+        self._lock = lock  # for the costs
         self._telemetry = telemetry
         self._name = name
         self._is_bulk_alone = is_bulk_alone
         self._on_timed = on_timed
         self._watch = watch
-        self._beside_bulk_at = 0.0  # time.monotonic() from which on a run may be
+        self._beside_bulk_at = 0.0  # time.monotonic() from which the next run beside bulk may start
         self._stop = threading.Event()
         self.timed = threading.Event()
         self._again = 0  # timings after every bucket was timed often enough
         self.thread = Thread(target=self._work, name="time-buckets", daemon=True)
 
     def start(self) -> None:
-        """Begin; until `stop` it times each bucket again now and then."""
+        """Start the thread, which times buckets until `stop`."""
         self.thread.start()
 
     def stop(self) -> None:
-        """Time nothing more."""
+        """Let the thread end after the run that it is in."""
         self._stop.set()
 
     def _work(self) -> None:
@@ -89,7 +88,7 @@ class BucketTimer:
                     continue
                 try:
                     self._time(bucket, pair)
-                except Exception:  # batches on it will say so to those who wait
+                except Exception:  # requests get the error when a batch fails on the bucket
                     with self._lock:
                         self._costs.fail(bucket)
                     logger.warning(
@@ -100,7 +99,7 @@ class BucketTimer:
             pair.close()
 
     def _next(self) -> Bucket | None:
-        """The bucket to time now; one that was timed often enough comes after a long wait only."""
+        """The bucket to time now. If all were timed often enough, first wait for AGAIN_S."""
         with self._lock:
             bucket, usable = self._costs.untimed(), sorted(self._costs.usable)
         if bucket is not None:
@@ -114,8 +113,11 @@ class BucketTimer:
         return usable[self._again % len(usable)]
 
     def _time(self, bucket: Bucket, pair: "Together") -> None:
-        """One timing, unless it is interrupted. The first of several runs finds cold caches and
-        does not count; beside bulk work caches are warm and one run is enough."""
+        """Take one timing, unless it is interrupted.
+
+        The first of several runs does not count because its caches are cold. Beside bulk work
+        caches are warm, and one run is enough.
+        """
         planes = full_planes(bucket, SEGMENT)
         runs: list[float] = []
         while not runs or (sum(runs) < TIMING_S and len(runs) < MOST_RUNS):
@@ -128,24 +130,26 @@ class BucketTimer:
                     return
                 with self._watch(claim, bucket):
                     runs.append(pair.run(self._runner, bucket, planes))
-            if claim.overdue:  # how long it hung says nothing of the bucket
+            if claim.overdue:  # the time of a hung run says nothing about the bucket
                 raise TimeoutError("the run was overdue")
             if urgency == BESIDE_BULK:
                 runs = runs[-1:]
                 self._beside_bulk_at = time.monotonic() + runs[0] * self._turn.permits / BULK_SHARE
                 break
-        counted = runs[1:] or runs
+        counted_runs = runs[1:] or runs
         with self._lock:
             was_lacking = self._costs.untimed() is not None
-            self._costs.record(bucket, 1000 * sum(counted) / len(counted))
+            self._costs.record(bucket, 1000 * sum(counted_runs) / len(counted_runs))
             is_timed = was_lacking and self._costs.untimed() is None
         self._telemetry.bucket_timings.inc()
         if is_timed:
             self._on_timed()
 
     def _urgency(self, bucket: Bucket) -> float | None:
-        """That of a run of the bucket now: WHILE_IDLE if it is likely to end before the next
-        request comes. None if it must not be."""
+        """The urgency of a run of the bucket now; None if it must not run now.
+
+        It is WHILE_IDLE if the run will probably end before the next request comes.
+        """
         expected_s = self._costs.usable.get(bucket, 0.0) / 1000
         if self._turn.idle_s > max(LULL * expected_s, SHORTEST_LULL_S):
             return WHILE_IDLE
@@ -155,7 +159,7 @@ class BucketTimer:
 
 
 class Together:
-    """Threads that run one bucket at the same time, as the engine's threads do."""
+    """Threads that run the same bucket at the same time, as the engine's threads do."""
 
     def __init__(self, count: int):
         self._begin, self._end = Barrier(count + 1), Barrier(count + 1)
@@ -174,8 +178,11 @@ class Together:
     def run(
         self, runner: Runner, bucket: Bucket, planes: np.ndarray, seconds: float = 0.0
     ) -> float:
-        """Seconds of the device for a run: each thread runs the bucket once, or again and again for
-        so many seconds, and what each made in its time adds up. Raises what the runner raises."""
+        """Measure the seconds of device time for a run of a bucket.
+
+        Each thread runs the bucket once, or repeatedly for `seconds`. The rates of the threads are
+        added, and the result is the reciprocal. Raises what the runner raises.
+        """
         self._call = lambda: runner.run(bucket, planes, (runner.primary,))
         self._seconds = seconds
         self._per_s, self._errors = [], []
@@ -214,9 +221,13 @@ def milliseconds(
     seconds: float = TIMING_S,
     planes: np.ndarray | None = None,
 ) -> float:
-    """Of a bucket on the device, copies to and from it included, of `planes` or of short sequences:
-    kernels that skip what lies in other sequences take longer for long ones, but as much longer in
-    any bucket. For whoever has the device for himself. Raises what the runner raises."""
+    """Time a bucket on a device that nobody else uses. Returns milliseconds of device time a run.
+
+    The copies to and from the device are included. `together` threads run the bucket for `seconds`
+    each. `planes` is the batch; by default it holds short sequences. Kernels that skip other
+    sequences take longer for long ones, but by the same amount in any bucket. Raises what the
+    runner raises.
+    """
     pair = Together(together)
     try:
         filled = full_planes(bucket, SEGMENT) if planes is None else planes
@@ -226,8 +237,11 @@ def milliseconds(
 
 
 def full_planes(bucket: Bucket, segment: int) -> np.ndarray:
-    """A full bucket as `Runner.run` takes it, int32 `[planes, rows, length]`: every row sequences
-    of so many tokens, one after the other, the last one cut."""
+    """Make a full batch for `Runner.run`, int32 `[planes, rows, length]`.
+
+    Each row holds sequences of `segment` tokens one after the other, and the last one is cut. They
+    are longer if the row would have more sequences than slots.
+    """
     segment = max(segment, -(-bucket.length // bucket.slots))
     planes = np.zeros((PackedTokens.PLANES, bucket.rows, bucket.length), np.int32)
     ids, positions, segments, _, bounds = planes

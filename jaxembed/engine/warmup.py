@@ -1,4 +1,4 @@
-"""Compiles the buckets: what covers every request first, the rest behind traffic."""
+"""Compiles the buckets in the background: first those that cover every request, then the rest."""
 
 import logging
 import math
@@ -11,14 +11,15 @@ from jaxembed.errors import BackendError
 
 logger = logging.getLogger(__name__)
 
-QUIET_S = 5.0  # a device that has been idle for so long is not in use
-PAUSE = 2.0  # times as long as a bucket took is the pause after it, while the device is in use
-LULL_S, LOOK_S = 0.1, 0.02  # the next one begins when the device has been idle for so long,
-LONGEST_WAIT_S = 1.0  # or after so long all the same
+QUIET_S = 5.0  # a device that has been idle for this long is not in use
+PAUSE = 2.0  # pause after a compilation while the device is in use, in multiples of its time
+# The next compilation begins when the device has been idle for LULL_S, checked every LOOK_S.
+LULL_S, LOOK_S = 0.1, 0.02
+LONGEST_WAIT_S = 1.0  # after this long the next compilation begins in any case
 
 
 class CompilePlan:
-    """Which bucket to compile next. A bucket that a waiting sequence needs jumps the queue."""
+    """The order in which buckets are compiled. One that a waiting sequence needs goes first."""
 
     def __init__(self, grid: BucketGrid):
         self._pending = list(grid.by_use)
@@ -26,12 +27,15 @@ class CompilePlan:
 
     @property
     def is_done(self) -> bool:
-        """Whether every bucket is taken."""
+        """Whether `next` has returned every bucket."""
         return not self._pending
 
     def next(self, needed_length: int | None) -> Bucket | None:
-        """The next bucket, or None when all are taken. `needed_length` is the length of the oldest
-        sequence that no compiled bucket holds, if there is one."""
+        """Take the next bucket to compile; None if none is left.
+
+        `needed_length` is the length of the oldest waiting sequence that no compiled bucket holds,
+        or None.
+        """
         with self._lock:
             if not self._pending:
                 return None
@@ -42,7 +46,7 @@ class CompilePlan:
 
 
 class Warmup:
-    """Compiles a grid on background threads and tells the engine of every bucket that is ready."""
+    """Compiles a grid on background threads, and reports every bucket that is ready."""
 
     def __init__(
         self,
@@ -58,12 +62,19 @@ class Warmup:
         on_failure: Callable[[Exception], None] = lambda error: None,
         on_finish: Callable[[], None] = lambda: None,
     ):
-        """`idle_s` says for how long the device has had nothing to do. Once ready and in use, one
-        thread goes on, with pauses."""
+        """Prepare `workers` threads; `start` starts them.
+
+        `compile_bucket` compiles a bucket and makes it usable. `needed_length` is as in
+        CompilePlan.next. With `full`, every bucket must be compiled to be ready, otherwise only the
+        covering ones. `idle_s` returns for how long the device has been idle: once the model is
+        ready and in use, a single thread continues, with pauses. `on_progress` is called with the
+        number of buckets done and the total, `on_failure` with the error of a required bucket, and
+        `on_finish` when all are done.
+        """
         self.error: Exception | None = None
         self.compiled: list[Bucket] = []
         self._name = name
-        self._done = 0  # compiled or left out
+        self._done = 0  # number of buckets that are compiled or left out
         self._compile_bucket = compile_bucket
         self._needed_length = needed_length
         self._idle_s = idle_s
@@ -88,19 +99,23 @@ class Warmup:
         return self._ready.is_set() and self.error is None
 
     def start(self) -> None:
-        """Begin; the threads end when every bucket is taken."""
+        """Start the threads, which end when no bucket is left."""
         for thread in self.threads:
             thread.start()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until ready. Raises what the compiler raised on a bucket that is required."""
+        """Block until ready.
+
+        Raises TimeoutError, what the compiler raised on a required bucket, or BackendError after
+        `stop`.
+        """
         if not self._ready.wait(timeout_s):
             raise TimeoutError(f"not ready within {timeout_s} s")
         if self.error is not None:
             raise self.error
 
     def stop(self) -> None:
-        """Compile no further bucket. Whoever waits for readiness is told that it will not come."""
+        """Compile no further bucket. A thread in `wait` gets a BackendError."""
         self._stop.set()
         with self._lock:
             if not self._ready.is_set():
@@ -126,8 +141,11 @@ class Warmup:
             self._count()
 
     def _pause(self, took_s: float, goes_on: bool) -> None:
-        """While the device is in use, take a third of the time at most, and begin while it is idle.
-        Only one thread goes on."""
+        """Wait before the next compilation, if the device is in use.
+
+        Then compiling takes at most a third of the time, and begins while the device is idle.
+        `goes_on` is True for the one thread that continues; the others wait until it is not in use.
+        """
         if self._plan.is_done:
             return
         if self._idle_s() < QUIET_S and goes_on:
@@ -152,13 +170,13 @@ class Warmup:
             self._ready.set()
 
     def _count(self) -> None:
-        """One bucket more is dealt with: tell whoever follows the progress, and at the end."""
+        """Count a bucket that is done, report the progress, and report the end after the last."""
         with self._lock:
             self._done += 1
             done = self._done
         try:
             self._on_progress(done, self._total)
-        except Exception:  # a bar on a terminal that has gone must not stop the compiler
+        except Exception:  # a progress bar on a closed terminal must not stop the compilation
             logger.warning("%s: the progress could not be shown", self._name, exc_info=True)
         if done == self._total:
             elapsed = time.monotonic() - self._started_at
@@ -169,6 +187,7 @@ class Warmup:
             self._on_finish()
 
     def _on_failure(self, bucket: Bucket, error: Exception) -> None:
+        """Leave out a bucket that does not compile, or stop if it is a required one."""
         if bucket not in self._required:
             logger.warning(
                 "%s: bucket %s does not compile and is left out",

@@ -1,7 +1,7 @@
-"""Notices device calls that do not return. Knows no device and no request.
+"""Detects device calls that do not return. Knows no device and no request.
 
-A thread inside native code can be neither stopped nor joined, so nothing here ends it: those who
-wait are told, and whoever supervises the process must end it (`/livez` says when).
+A thread inside native code can be neither stopped nor joined. So requests that wait get an error,
+and the supervisor must end the process (`/livez` says when).
 """
 
 import logging
@@ -17,32 +17,32 @@ from jaxembed.engine.turn import Claim
 
 logger = logging.getLogger(__name__)
 
-OVERDUE_FACTOR = 20.0  # times the expected cost of a bucket, and at least
-OVERDUE_S = 60.0  # the first run of a program takes longer: page faults, a GPU's autotuning
+OVERDUE_FACTOR = 20.0  # a call is overdue after this many times the expected cost of its bucket
+OVERDUE_S = 60.0  # but not earlier: the first run has page faults, and on a GPU autotuning
 LOOK_EVERY_S = 1.0  # between two looks
-LOOKS_AT_LEAST = 5  # before a call is overdue
+LOOKS_AT_LEAST = 5  # looks before a call is overdue
 
 
 @dataclass(eq=False)
 class WatchedCall:
-    """A device call under way, in a turn of the device."""
+    """A device call in progress."""
 
-    claim: Claim
+    claim: Claim  # the turn of the device that it runs in
     bucket: Bucket
-    batch: Batch | None  # None where a bucket is timed
+    batch: Batch | None  # None if a bucket is timed
     age_s: float = 0.0
 
     def begin(self, bucket: Bucket) -> None:
-        """Another call for the same batch begins."""
+        """Restart the age at 0, because another call for the same batch begins on this bucket."""
         self.bucket, self.age_s = bucket, 0.0
 
 
 class Watchdog:
-    """Looks at the device calls of one engine once a second.
+    """A thread that looks at the device calls of one engine once a second.
 
-    A call is overdue when it takes OVERDUE_FACTOR times as long as its bucket should, and at least
-    `overdue_s`. Its claim is marked so, which takes the device out of use until the call returns,
-    and `on_overdue` is called once. `on_look` is called at each look.
+    A call is overdue after OVERDUE_FACTOR times the cost of its bucket, `cost_s(bucket)` seconds,
+    and not before `overdue_s`. Then its claim is marked, which takes the device out of use until
+    the call returns, and `on_overdue` is called once. `on_look` is called at each look.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Watchdog:
 
     @property
     def calls(self) -> list[WatchedCall]:
-        """The calls under way."""
+        """The calls in progress."""
         with self._lock:
             return list(self._calls)
 
@@ -72,7 +72,7 @@ class Watchdog:
     def watch(
         self, claim: Claim, bucket: Bucket, batch: Batch | None = None
     ) -> Iterator[WatchedCall]:
-        """Watch what is called inside."""
+        """Watch the device calls made in the block, which yields the watched call."""
         call = WatchedCall(claim, bucket, batch)
         with self._lock:
             self._calls.append(call)
@@ -83,18 +83,18 @@ class Watchdog:
                 self._calls.remove(call)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         self.thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Let the thread end."""
         self._stop.set()
 
     def _work(self) -> None:
         looked_at = time.monotonic()
         while not self._stop.wait(self._look_s):
             now = time.monotonic()
-            # a process that was stopped, or a machine that slept, has not waited meanwhile
+            # a look that comes late, as after a sleep of the machine, adds two intervals at most
             passed_s = min(now - looked_at, 2 * self._look_s)
             looked_at = now
             try:

@@ -1,4 +1,4 @@
-"""Attention within the segments of packed rows: one signature, an implementation per platform."""
+"""Computes attention within the segments of packed rows, with one implementation per platform."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,17 +14,17 @@ from jaxtyping import Array, Float, Int
 from jaxembed.models import native
 from jaxembed.models.tokens import Segments
 
-# Up to this row length the scores of a row are computed at once, above it this many queries at a
-# time. On CPU, MiniLM: a fifth slower at 128, 7 % faster at 256, a third at 512; blocks of 32 are
-# 4 to 8 % slower than of 64, of 128 no faster (benchmarks/README.md).
+# Rows up to this length compute all scores at once, longer rows one block of queries at a time. On
+# CPU with MiniLM blocks are a fifth slower at 128, 7 % faster at 256 and a third faster at 512
+# (benchmarks/README.md).
 WHOLE_SCORES = 128
-QUERY_BLOCK = 64
-LOCAL_BLOCK = 64  # where a token sees a window only: 12 to 16 % less time than 32, 128 no less
-ACCELERATOR_QUERY_BLOCK = 512  # fewer, larger steps; bounds the scores' memory at long rows
-ACCELERATOR_LOCAL_BLOCK = 128  # larger ones score keys that no query sees
-SIMD_FLOATS = 16  # float32 in a vector of AVX-512, two of AVX2
-MOST_PARTS = 32  # of a row of scores, a power of two: each is a slice in the program
-MASKED = -1e30  # finite, so that a query that sees nothing gets a uniform row and not NaN
+QUERY_BLOCK = 64  # queries on CPU: blocks of 32 are 4 to 8 % slower, blocks of 128 no faster
+LOCAL_BLOCK = 64  # on CPU with a window: 12 to 16 % less time than 32, and 128 gains nothing more
+ACCELERATOR_QUERY_BLOCK = 512  # fewer, larger steps; it bounds the memory of scores in long rows
+ACCELERATOR_LOCAL_BLOCK = 128  # with a window; larger blocks score keys that no query sees
+SIMD_FLOATS = 16  # float32 in one vector of AVX-512 or two of AVX2
+MOST_PARTS = 32  # parts of a row of scores, a power of two; each becomes a slice in the program
+MASKED = -1e30  # finite, so that a query that sees no key gets uniform weights and not NaN
 
 Heads = Float[Array, "rows length heads width"]
 Grouped = Float[Array, "rows length groups width"]
@@ -37,10 +37,10 @@ Joint = Float[Array, "rows length three heads width"]
 
 @dataclass(frozen=True)
 class Sight:
-    """Which tokens of its own segment a token sees: all of them, or less."""
+    """The attention mask: which tokens of its own segment a token sees. All of them by default."""
 
-    causal: bool = False  # none after itself
-    reach: int | None = None  # none further away than this, on either side
+    causal: bool = False  # if True, no token after itself
+    reach: int | None = None  # the largest distance on either side; None: no limit
 
 
 EVERYTHING = Sight()
@@ -55,20 +55,24 @@ def attend(
     segments: Segments,
     sight: Sight = EVERYTHING,
 ) -> Heads:
-    """softmax(query . key / sqrt(width)) . value, each token seeing tokens of its own segment.
+    """Compute softmax(query . key / sqrt(width)) . value within the segments of each row.
 
-    There may be fewer heads of keys and values than of queries: each then serves the same number
-    of neighbouring query heads. With `sight.reach` the cost is length times reach in rows longer
-    than WHOLE_SCORES. Scores and softmax are float32, products take the operands' dtype, the result
-    is float32, or of that dtype where the implementation has rounded it already. Padding may hold
-    NaN: its keys are masked and its values replaced, never multiplied by zero. What is traced
-    within `using` takes that implementation.
+    `query` is `[rows, length, heads, width]`. Keys and values may have fewer heads (groups): each
+    then serves heads / groups neighbouring query heads. The result has the shape of `query`. With
+    `sight.reach` the cost is length times reach in rows longer than WHOLE_SCORES.
+
+    Matrix products take operands of the given dtype; scores and softmax are float32. The result is
+    float32, or of the operands' dtype if the implementation rounds it. Padding may hold NaN: its
+    keys are masked and its values are replaced by zeros. `using` chooses the implementation.
     """
     return _IMPLEMENTATION.get()(query, key, value, segments, sight)
 
 
 def attend_joint(joint: Joint, segments: Segments, sight: Sight = EVERYTHING) -> Heads:
-    """The same for as many heads of keys and values as of queries, side by side in one array."""
+    """Compute attention as `attend` does, with query, key and value side by side in one array.
+
+    They have the same number of heads. The result is `[rows, length, heads, width]`.
+    """
     _, length, _, _, width = joint.shape
     if is_native("joint_attention") and native.takes(length, width, str(joint.dtype)):
         return native.joint_attention(joint, segments, sight.causal, sight.reach)
@@ -77,9 +81,9 @@ def attend_joint(joint: Joint, segments: Segments, sight: Sight = EVERYTHING) ->
 
 @contextmanager
 def using(implementation: Attend) -> Iterator[None]:
-    """Let `attend` be this one in all that this thread traces meanwhile.
+    """Make `attend` use this implementation in everything that this thread traces in the context.
 
-    JAX keeps what it traced of a function, and does not know of this: give jit a new one each time.
+    JAX caches traced functions and does not see this choice: pass a new function to jit each time.
     """
     before = _IMPLEMENTATION.set(implementation)
     try:
@@ -89,13 +93,16 @@ def using(implementation: Attend) -> Iterator[None]:
 
 
 def is_native(call: str) -> bool:
-    """Whether a call of the native kernels may be in what this thread traces."""
+    """Whether the program that this thread traces may use this native kernel.
+
+    `call` is one of native.CALLS, or a name of native.ENDS.
+    """
     used = _IMPLEMENTATION.get()
     return isinstance(used, ByNative) and call not in used.without
 
 
 def by_xla(query: Heads, key: Grouped, value: Grouped, segments: Segments, sight: Sight) -> Heads:
-    """The implementation in plain JAX, right everywhere: `attend` where no other was chosen."""
+    """Compute attention in plain JAX, which runs on every platform. The default of `attend`."""
     length, heads, width = query.shape[1:]
     groups = key.shape[2]
     query = (query.astype(jnp.float32) * width**-0.5).astype(query.dtype)
@@ -122,9 +129,10 @@ def by_xla(query: Heads, key: Grouped, value: Grouped, segments: Segments, sight
 
 @dataclass(frozen=True)
 class ByNative:
-    """The native kernels for what they take, else XLA. Where native.load_library has succeeded.
+    """An implementation that uses native kernels for the shapes that they take, and XLA otherwise.
 
-    `without` names calls that are not used, neither in attention nor around it.
+    native.load_library must have succeeded before. `without` names calls that are not to be used,
+    in attention or in the layers around it.
     """
 
     without: frozenset[str] = frozenset()
@@ -152,8 +160,10 @@ def _in_query_blocks(
     sight: Sight,
     size: int,
 ) -> QueryHeads:
-    """The same, `size` tokens' queries at a time: scores stay in the cache, and those of keys that
-    no query of the block reaches are not computed."""
+    """Compute attention for the queries of `size` tokens at a time.
+
+    The scores of a block stay in the cache, and keys that no query of the block sees are skipped.
+    """
     length = segments.shape[1]
     per_group = query.shape[1] // length
     size = min(size, length)
@@ -162,7 +172,7 @@ def _in_query_blocks(
     before = length if sight.reach is None else sight.reach
     after = 0 if sight.causal else before
     span = before + size + after
-    if span >= length:  # every key, as it lies
+    if span >= length:  # every block takes all keys
         before, span, around = 0, length, (0, 0)
     else:
         around = (before, padding + after)
@@ -194,8 +204,12 @@ def _mix(
     key_start: int | Int[Array, ""],
     sight: Sight,
 ) -> QueryHeads:
-    """`of_query` and `of_key` give the segments of tokens, the starts their first place in the row:
-    within a segment, distances in the row are distances in the sequence."""
+    """Compute attention of some queries over some keys of the same rows.
+
+    `of_query` and `of_key` are the segments of their tokens, `query_start` and `key_start` the
+    position of the first token in the row. Within a segment, distances in the row are distances in
+    the sequence.
+    """
     scores = jnp.einsum("bshk,bthk->bhst", query, key, preferred_element_type=jnp.float32)
     seen = of_query[:, :, None] == of_key[:, None, :]
     query_at = query_start + jnp.arange(of_query.shape[1])
@@ -214,16 +228,17 @@ def _mix(
 
 
 def _softmax_in_reductions(scores: AttentionScores, value: KeyHeads) -> Mixed:
-    """softmax(scores) . value."""
+    """Compute softmax(scores) . value."""
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     return _product(weights, value) / weights.sum(axis=-1, keepdims=True)
 
 
 def _softmax_in_lanes(scores: AttentionScores, value: KeyHeads) -> Mixed:
-    """The same for XLA:CPU, which runs a reduction over the last axis one element at a time.
+    """Compute softmax(scores) . value for XLA:CPU, without reductions over the last axis.
 
-    The largest score comes from elementwise maxima of 16 lanes, the sum of the weights from a
-    column of ones beside the values: three passes over the scores fewer.
+    XLA:CPU runs such a reduction one element at a time. Here elementwise maxima of 16 lanes give
+    the largest score, and a column of ones beside the values gives the sum of the weights. This
+    saves three passes over the scores.
     """
     weights = jnp.exp(scores - _largest(scores))
     ones = jnp.ones((*value.shape[:-1], 1), value.dtype)
@@ -232,14 +247,18 @@ def _softmax_in_lanes(scores: AttentionScores, value: KeyHeads) -> Mixed:
 
 
 def _product(weights: AttentionScores, value: KeyHeads) -> Mixed:
-    """The order of the axes matters to XLA:CPU: transposing the values beforehand makes it convert
-    both operands to float32, and asking for another order makes it transpose the weights."""
+    """Multiply weights and values, in an order of axes that XLA:CPU computes without copies.
+
+    If the values are transposed before, XLA:CPU converts both operands to float32; if the result
+    has another order, it transposes the weights.
+    """
     return jnp.einsum(
         "bhst,bthk->bhsk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
     )
 
 
 def _largest(scores: AttentionScores) -> Float[Array, "rows groups queries one"]:
+    """The largest score of each query, mostly by elementwise maxima of parts of its row."""
     keys = scores.shape[-1]
     if keys % SIMD_FLOATS == 0:
         parts = jnp.split(scores, gcd(keys // SIMD_FLOATS, MOST_PARTS), axis=-1)
@@ -250,7 +269,7 @@ def _largest(scores: AttentionScores) -> Float[Array, "rows groups queries one"]
 
 
 def _heads_to_queries(query: Heads, groups: int) -> QueryHeads:
-    """The heads that share a key's head, as that many queries of each token."""
+    """Turn the query heads that share a key head into several queries of each token."""
     rows, length, heads, width = query.shape
     if heads == groups:
         return query
@@ -259,6 +278,7 @@ def _heads_to_queries(query: Heads, groups: int) -> QueryHeads:
 
 
 def _queries_to_heads(mixed: QueryHeads, heads: int) -> Heads:
+    """The inverse of `_heads_to_queries`."""
     rows, queries, groups, width = mixed.shape
     if heads == groups:
         return mixed
@@ -268,12 +288,12 @@ def _queries_to_heads(mixed: QueryHeads, heads: int) -> Heads:
 
 
 def _padded(x: Array, around: tuple[int, int]) -> Array:
-    """Zeros before and after along the second axis."""
+    """Pad the second axis with this many zeros before and after."""
     if around == (0, 0):
         return x
     return jnp.pad(x, [(0, 0), around, *[(0, 0)] * (x.ndim - 2)])
 
 
 def _split(x: Array, blocks: int) -> Array:
-    """[rows, blocks * size, ...] as [blocks, rows, size, ...]."""
+    """Reshape [rows, blocks * size, ...] to [blocks, rows, size, ...]."""
     return x.reshape(x.shape[0], blocks, -1, *x.shape[2:]).swapaxes(0, 1)

@@ -1,8 +1,8 @@
-"""BERT and its kin: learned positions, norms after each block. Knows nothing of pooling.
+"""The towers of BERT, RoBERTa and DistilBERT: learned positions, and a norm after each block.
 
-Devlin et al. 2019, arXiv:1810.04805; names and order of operations as in transformers' BertModel.
-RoBERTa (Liu et al. 2019, arXiv:1907.11692) differs in where positions begin, DistilBERT (Sanh et
-al. 2019, arXiv:1910.01108) has no types.
+Devlin et al. 2019, arXiv:1810.04805. Names and the order of operations are those of transformers'
+BertModel. RoBERTa (Liu et al. 2019, arXiv:1907.11692) counts positions from another number;
+DistilBERT (Sanh et al. 2019, arXiv:1910.01108) has no token types. Knows nothing of pooling.
 """
 
 from dataclasses import dataclass
@@ -19,29 +19,28 @@ from jaxembed.models.tokens import Hidden, PackedTokens
 
 @dataclass(frozen=True)
 class BertConfig:
-    """`pad_id` is for RoBERTa, whose positions are counted from it; None is BERT. A
-    `type_vocab_size` of 0 is DistilBERT: tokens have no types."""
+    """The sizes of a BERT, RoBERTa or DistilBERT tower."""
 
     vocab_size: int
     hidden_size: int
     num_layers: int
     num_heads: int
     intermediate_size: int
-    max_positions: int
-    type_vocab_size: int
+    max_positions: int  # size of the table of positions
+    type_vocab_size: int  # 0: tokens have no types, as in DistilBERT
     norm_eps: float
-    activation: str
-    pad_id: int | None = None
+    activation: str  # a name in ACTIVATIONS
+    pad_id: int | None = None  # RoBERTa counts positions from it; None: positions start at 0
 
 
 class Bert(nnx.Module):
-    """Token ids in, the last hidden states out."""
+    """The tower: maps packed tokens to their last hidden states, float32 `[rows, length, dim]`."""
 
     Config = BertConfig
 
     @staticmethod
     def position_limit(config: BertConfig) -> int:
-        """Tokens the position table holds; JAX would clamp a later one without a word."""
+        """The most tokens of a sequence: JAX would clamp a later position without an error."""
         return config.max_positions - (0 if config.pad_id is None else config.pad_id + 1)
 
     def __init__(self, config: BertConfig):
@@ -56,6 +55,8 @@ class Bert(nnx.Module):
 
 
 class BertEmbeddings(nnx.Module):
+    """The sum of word, type and position embeddings, and its norm."""
+
     def __init__(self, config: BertConfig):
         self.word = Embedding(config.vocab_size, config.hidden_size)
         self.position = Embedding(config.max_positions, config.hidden_size)
@@ -75,8 +76,11 @@ class BertEmbeddings(nnx.Module):
 
 
 def positions_after_pad(tokens: PackedTokens, pad_id: int) -> Int[Array, "rows length"]:
-    """RoBERTa's positions: from pad_id + 1, and a pad token within a text has pad_id and is not
-    counted. transformers' create_position_ids_from_input_ids, within each segment of a row."""
+    """Compute RoBERTa's positions within each segment.
+
+    They start at pad_id + 1. A pad token within a text gets the position pad_id and is not counted.
+    This is transformers' create_position_ids_from_input_ids for packed rows.
+    """
     pads = (tokens.ids == pad_id).astype(jnp.int32)
     before = jnp.cumsum(pads, axis=1) - pads
     first = jnp.arange(tokens.ids.shape[1])[None] - tokens.positions
@@ -85,6 +89,8 @@ def positions_after_pad(tokens: PackedTokens, pad_id: int) -> Int[Array, "rows l
 
 
 class BertLayer(nnx.Module):
+    """One layer: attention and MLP, each followed by a residual connection and a norm."""
+
     def __init__(self, config: BertConfig):
         self.attention = BertAttention(config)
         self.attention_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
@@ -110,7 +116,7 @@ class BertLayer(nnx.Module):
 
 
 class BertAttention(nnx.Module):
-    """Up to the last product, which its norm takes with it."""
+    """Self-attention without its output product `out`, which the layer computes with the norm."""
 
     def __init__(self, config: BertConfig):
         dim = config.hidden_size
@@ -132,7 +138,7 @@ class BertAttention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Up to the last product, which its norm takes with it."""
+    """The MLP without its last product `down`, which the layer computes with the norm."""
 
     def __init__(self, config: BertConfig):
         self.up = Linear(config.hidden_size, config.intermediate_size)

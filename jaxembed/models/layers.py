@@ -1,7 +1,8 @@
-"""Layers that towers share: operands in the parameters' dtype, everything between in float32.
+"""Defines the layers that towers share.
 
-Parameters are declared as zeros of the right shape, and only ever made abstractly: their values
-come from a checkpoint.
+Products take operands in the parameters' dtype; everything else is float32. Parameters are declared
+as zeros of the right shape and only created abstractly, because a checkpoint brings their values.
+The weight of a Linear is its parameter `kernel`, a name that converted checkpoints hold.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from jaxembed.models.attention import is_native
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The exact form, x * Phi(x), by erf."""
+    """GELU in its exact form, x * Phi(x), computed by erf."""
     return 0.5 * x * (1.0 + lax.erf(x * 0.7071067811865476))
 
 
@@ -36,10 +37,11 @@ ACTIVATIONS: dict[str, Callable] = {
 
 
 class Linear(nnx.Module):
-    """x @ kernel + bias. The product is summed in float32 whatever the kernel's dtype.
+    """A linear layer: x @ weight + bias, in float32 sums whatever the weight's dtype.
 
-    A float32 kernel means float32, also within a bfloat16 program: the default precision is TF32
-    on GPU and bfloat16 passes on TPU. A kernel in panels is multiplied by the native kernels.
+    A float32 weight is multiplied in full float32, also within a bfloat16 program: the default
+    precision would be TF32 on GPU and bfloat16 passes on TPU. A weight in panels is multiplied by
+    the native kernels.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True):
@@ -63,7 +65,10 @@ class Linear(nnx.Module):
     def rounded(
         self, x: Float[Array, "rows length in"], activation: str = "identity"
     ) -> Float[Array, "rows length out"]:
-        """The activation of it in the kernel's dtype, for a product that would round it anyway."""
+        """Apply the layer and an activation, and round the result to the weight's dtype.
+
+        It is for results that are operands of a further product, which would round them anyway.
+        """
         kernel, bias = self.parameters
         gelu = activation == "gelu" and is_native("gelu")
         if native.is_packed(kernel) and (gelu or activation == "identity"):
@@ -72,12 +77,15 @@ class Linear(nnx.Module):
 
     @property
     def parameters(self) -> tuple[Any, Any]:
-        """Kernel and bias, or None: arrays, on a device or on the host."""
+        """The weight, and the bias or None, as arrays on a device or on the host."""
         return self.kernel[...], None if self.bias is None else self.bias[...]
 
 
 class Embedding(nnx.Module):
-    """A table of vectors. An index past the end would be clamped in silence: check before."""
+    """A table of vectors, looked up by index.
+
+    An index past the end is clamped without an error, so callers must check indices before.
+    """
 
     def __init__(self, size: int, dim: int):
         self.embedding = nnx.Param(jnp.zeros((size, dim), jnp.float32))
@@ -87,8 +95,11 @@ class Embedding(nnx.Module):
 
 
 def row_mean(x: Float[Array, "rows length dim"]) -> Float[Array, "rows length one"]:
-    """The mean over the last axis. On CPU as a product with ones: XLA:CPU runs a reduction over
-    the last axis one element at a time."""
+    """The mean over the last axis.
+
+    On CPU it is a product with ones, because XLA:CPU runs a reduction over the last axis one
+    element at a time.
+    """
 
     def by_product(x):
         ones = jnp.ones((x.shape[-1], 1), x.dtype)
@@ -101,7 +112,7 @@ def row_mean(x: Float[Array, "rows length dim"]) -> Float[Array, "rows length on
 
 
 class LayerNorm(nnx.Module):
-    """Mean zero, variance one over the last axis, then scale and, with `bias`, shift."""
+    """Layer norm: mean 0 and variance 1 over the last axis, then a scale and, if any, a shift."""
 
     def __init__(self, dim: int, *, eps: float, bias: bool = True):
         self.scale = nnx.Param(jnp.ones(dim, jnp.float32))
@@ -116,13 +127,13 @@ class LayerNorm(nnx.Module):
 
     @property
     def parameters(self) -> tuple[Any, Any]:
-        """Scale and shift, or None."""
+        """The scale, and the shift or None, as arrays."""
         return self.scale[...], None if self.bias is None else self.bias[...]
 
     def of_sum(
         self, hidden: Float[Array, "rows length dim"], linear: Linear, x: Float[Array, "..."]
     ) -> Float[Array, "rows length dim"]:
-        """The norm of hidden + linear(x)."""
+        """Compute the norm of hidden + linear(x), in one native call if possible."""
         kernel, bias = linear.parameters
         scale, shift = self.parameters
         if native.is_packed(kernel) and is_native("norm") and shift is not None:
@@ -131,7 +142,7 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square one over the last axis, then scale. Zhang and Sennrich 2019."""
+    """RMS norm: root mean square 1 over the last axis, then a scale. Zhang and Sennrich 2019."""
 
     def __init__(self, dim: int, *, eps: float):
         self.scale = nnx.Param(jnp.ones(dim, jnp.float32))
@@ -144,7 +155,7 @@ class RMSNorm(nnx.Module):
 
 
 class GatedMlp(nnx.Module):
-    """down(activation(gate(x)) * up(x)), gate and up in one product. Shazeer 2020."""
+    """A gated MLP: down(activation(gate(x)) * up(x)), gate and up in one product. Shazeer 2020."""
 
     def __init__(self, dim: int, width: int, *, activation: str, bias: bool = False):
         self.gate_up = Linear(dim, 2 * width, bias=bias)
@@ -160,9 +171,9 @@ class GatedMlp(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rotation:
-    """The angles by which rotary embeddings turn each token's heads. Su et al. 2021.
+    """The angles by which rotary position embeddings rotate each token's heads. Su et al. 2021.
 
-    float32 whatever the parameters are: bfloat16 rounds position 257 to 256.
+    They are float32 whatever the parameters' dtype, because bfloat16 rounds position 257 to 256.
     """
 
     cos: Float[Array, "rows length half"]
@@ -170,8 +181,11 @@ class Rotation:
 
     @classmethod
     def of(cls, positions: Int[Array, "rows length"], width: int, theta: float) -> "Rotation":
-        """position / theta^(2k / width) for the k-th pair of dimensions of a head."""
-        # the power rounded, then its reciprocal: what torch gives, to the bit but for one in 128
+        """Compute the angles: position / theta^(2k / width) for the k-th pair of dimensions.
+
+        `width` is the width of a head.
+        """
+        # rounding the power before its reciprocal gives torch's values: 127 of 128 bit for bit
         frequencies = 1 / (theta ** (np.arange(0, width, 2) / width)).astype(np.float32)
         angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None]
         return cls(jnp.cos(angles), jnp.sin(angles))
@@ -179,7 +193,7 @@ class Rotation:
     def __call__(
         self, x: Float[Array, "rows length heads width"]
     ) -> Float[Array, "rows length heads width"]:
-        """Turn dimension k together with k + width / 2, as transformers' rotate_half does."""
+        """Rotate dimensions k and k + width / 2 together, as transformers' rotate_half does."""
         cos, sin = self.cos[:, :, None], self.sin[:, :, None]
         first, second = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,6 +1,6 @@
-"""ModernBERT: rotary positions, layers that see a window, norms before each block.
+"""The tower of ModernBERT: rotary positions, local and global layers, a norm before each block.
 
-Warner et al. 2024, arXiv:2412.13663; names and order of operations as in transformers'
+Warner et al. 2024, arXiv:2412.13663. Names and the order of operations are those of transformers'
 ModernBertModel. Knows nothing of pooling.
 """
 
@@ -16,31 +16,33 @@ from jaxembed.models.tokens import Hidden, PackedTokens
 
 @dataclass(frozen=True)
 class ModernBertConfig:
+    """The sizes and switches of a ModernBERT tower."""
+
     vocab_size: int
     hidden_size: int
     num_layers: int
     num_heads: int
     intermediate_size: int
     max_positions: int
-    global_layers: Sequence[int]  # from 0; the others are local
-    local_reach: int  # how far a token of a local layer sees, to either side
-    global_theta: float
-    local_theta: float
+    global_layers: Sequence[int]  # numbers of the layers, from 0; the others are local
+    local_reach: int  # how many tokens a token of a local layer sees on either side
+    global_theta: float  # base of the rotary angles in global layers
+    local_theta: float  # the same in local layers
     norm_eps: float
-    activation: str
+    activation: str  # a name in ACTIVATIONS
     attention_bias: bool
     mlp_bias: bool
     norm_bias: bool
 
 
 class ModernBert(nnx.Module):
-    """Token ids in, the last hidden states out."""
+    """The tower: maps packed tokens to their last hidden states, float32 `[rows, length, dim]`."""
 
     Config = ModernBertConfig
 
     @staticmethod
     def position_limit(config: ModernBertConfig) -> int:
-        """Tokens it was trained on. Angles of later ones exist, and mean nothing to it."""
+        """The most tokens of a sequence: the tower was not trained on later positions."""
         return config.max_positions
 
     def __init__(self, config: ModernBertConfig):
@@ -54,15 +56,17 @@ class ModernBert(nnx.Module):
         self.local_theta = config.local_theta
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
-        far = Rotation.of(tokens.positions, self.head_width, self.global_theta)
-        near = Rotation.of(tokens.positions, self.head_width, self.local_theta)
+        global_rotation = Rotation.of(tokens.positions, self.head_width, self.global_theta)
+        local_rotation = Rotation.of(tokens.positions, self.head_width, self.local_theta)
         hidden = self.embeddings(tokens)
         for layer in self.layers:
-            hidden = layer(hidden, tokens, near if layer.is_local else far)
+            hidden = layer(hidden, tokens, local_rotation if layer.is_local else global_rotation)
         return self.norm(hidden)
 
 
 class ModernBertEmbeddings(nnx.Module):
+    """The word embeddings and their norm."""
+
     def __init__(self, config: ModernBertConfig):
         self.word = Embedding(config.vocab_size, config.hidden_size)
         self.norm = _norm(config)
@@ -72,10 +76,12 @@ class ModernBertEmbeddings(nnx.Module):
 
 
 class ModernBertLayer(nnx.Module):
+    """One layer: attention and gated MLP, each after a norm and with a residual connection."""
+
     def __init__(self, config: ModernBertConfig, number: int):
         self.is_local = number not in config.global_layers
         sight = Sight(reach=config.local_reach) if self.is_local else EVERYTHING
-        # the first layer's input comes from the norm of the embeddings
+        # the first layer has no norm: its input is normed embeddings
         self.attention_norm = _norm(config) if number else None
         self.attention = ModernBertAttention(config, sight)
         self.mlp_norm = _norm(config)
@@ -93,6 +99,8 @@ class ModernBertLayer(nnx.Module):
 
 
 class ModernBertAttention(nnx.Module):
+    """Self-attention with rotary positions, over a whole segment or within a window."""
+
     def __init__(self, config: ModernBertConfig, sight: Sight):
         dim = config.hidden_size
         self.num_heads = config.num_heads

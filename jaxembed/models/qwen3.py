@@ -1,6 +1,6 @@
-"""Qwen3 and Qwen2: rotary positions, grouped heads of keys and values, norms before each block.
+"""The tower of Qwen3 and Qwen2: rotary positions, grouped-query attention, norms before blocks.
 
-Yang et al. 2025, arXiv:2505.09388, and 2024, arXiv:2407.10671; order of operations as in
+Yang et al. 2025, arXiv:2505.09388, and 2024, arXiv:2407.10671. The order of operations is that of
 transformers' Qwen3Model and Qwen2Model. Knows nothing of pooling or of the language model's head.
 """
 
@@ -16,31 +16,33 @@ from jaxembed.models.tokens import Hidden, PackedTokens
 
 @dataclass(frozen=True)
 class Qwen3Config:
+    """The sizes and switches of a Qwen3 or Qwen2 tower."""
+
     vocab_size: int
     hidden_size: int
     num_layers: int
     num_heads: int
-    num_key_heads: int  # each serves num_heads / num_key_heads neighbouring heads of queries
+    num_key_heads: int  # each serves num_heads / num_key_heads neighbouring query heads
     head_width: int
     intermediate_size: int
     max_positions: int
-    rope_theta: float
+    rope_theta: float  # base of the rotary angles
     norm_eps: float
-    activation: str
-    qkv_bias: bool  # Qwen2
+    activation: str  # a name in ACTIVATIONS
+    qkv_bias: bool  # True in Qwen2
     out_bias: bool
-    qk_norm: bool  # Qwen3
+    qk_norm: bool  # a norm of each query and key head; True in Qwen3
     causal: bool
 
 
 class Qwen3(nnx.Module):
-    """Token ids in, the last hidden states out."""
+    """The tower: maps packed tokens to their last hidden states, float32 `[rows, length, dim]`."""
 
     Config = Qwen3Config
 
     @staticmethod
     def position_limit(config: Qwen3Config) -> int:
-        """Tokens it was trained on. Angles of later ones exist, and mean nothing to it."""
+        """The most tokens of a sequence: the tower was not trained on later positions."""
         return config.max_positions
 
     def __init__(self, config: Qwen3Config):
@@ -59,6 +61,8 @@ class Qwen3(nnx.Module):
 
 
 class Qwen3Embeddings(nnx.Module):
+    """The word embeddings."""
+
     def __init__(self, config: Qwen3Config):
         self.word = Embedding(config.vocab_size, config.hidden_size)
 
@@ -67,6 +71,8 @@ class Qwen3Embeddings(nnx.Module):
 
 
 class Qwen3Layer(nnx.Module):
+    """One layer: attention and gated MLP, each after a norm and with a residual connection."""
+
     def __init__(self, config: Qwen3Config):
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = Qwen3Attention(config)
@@ -81,6 +87,8 @@ class Qwen3Layer(nnx.Module):
 
 
 class Qwen3Attention(nnx.Module):
+    """Grouped-query self-attention with rotary positions."""
+
     def __init__(self, config: Qwen3Config):
         self.num_heads = config.num_heads
         self.num_key_heads = config.num_key_heads

@@ -1,4 +1,4 @@
-"""How two texts become one sequence: what stands around them. Knows no limits and no requests."""
+"""Joins two texts to one sequence, with the tokens around them. Knows no limits and no requests."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -16,24 +16,22 @@ PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Frame:
-    """The ids before, between and after two texts, int32 each.
+    """The token ids before, between and after the two texts of a pair."""
 
-    `types` are those of before, the first text, between, the second text and after; None where all
-    are zero. With a template the texts are what it makes of a query and a document.
-    """
-
-    before: np.ndarray
-    between: np.ndarray
-    after: np.ndarray
+    before: np.ndarray  # int32
+    between: np.ndarray  # int32
+    after: np.ndarray  # int32
+    # token types of before, the first text, between, the second text and after; None: all zero
     types: tuple[int, ...] | None = None
-    template: PairTemplate | None = None
+    template: PairTemplate | None = None  # wraps a query and a document before they are tokenized
 
     @property
     def length(self) -> int:
+        """The number of tokens besides those of the texts."""
         return len(self.before) + len(self.between) + len(self.after)
 
     def first(self, text: str, instruction: str | None) -> str:
-        """The first text as it is tokenized; None is the template's own instruction."""
+        """The first text as it is tokenized. Without an instruction the template's own is used."""
         if self.template is None:
             return text
         if instruction is None:
@@ -45,7 +43,10 @@ class Frame:
         return text if self.template is None else _fill(self.template.second, document=text)
 
     def join(self, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """The ids of the pair and, where there are any, its types; int32."""
+        """Join the ids of two texts. Returns the ids and the types of the pair, or None for types.
+
+        Both are int32 `[length]`.
+        """
         parts = (self.before, first, self.between, second, self.after)
         ids = np.concatenate(parts)
         if self.types is None:
@@ -54,7 +55,10 @@ class Frame:
 
 
 def template_frame(template: PairTemplate, tokenize: Callable[[str], Sequence[int]]) -> Frame:
-    """The frame of a language model. Raises CheckpointError for a template without the texts."""
+    """Make the frame of a language model's template; `tokenize` returns the ids of a text.
+
+    Raises CheckpointError if the template lacks the placeholder of a text.
+    """
     for part, placeholder in ((template.first, "{query}"), (template.second, "{document}")):
         if placeholder not in part:
             raise CheckpointError(f"the template for pairs has no {placeholder} in {part!r}")
@@ -67,10 +71,10 @@ def template_frame(template: PairTemplate, tokenize: Callable[[str], Sequence[in
 
 
 def tokenizer_frame(tokenizer: tokenizers.Tokenizer, *, with_types: bool) -> Frame:
-    """The frame that the tokenizer itself puts around two texts, read off a sample.
+    """Make the frame that the tokenizer itself puts around two texts, read from a sample.
 
-    Raises UnsupportedModel for a template that says more than what stands before, between and
-    after two texts: one that repeats or reorders them, or changes the type within a part.
+    `with_types` keeps the token types. Raises UnsupportedModel if the tokenizer's template is not a
+    frame: it repeats or reorders the texts, or changes the type within a part.
     """
     sample = tokenizer.encode("a", "b")
     owners = sample.sequence_ids
@@ -88,16 +92,17 @@ def tokenizer_frame(tokenizer: tokenizers.Tokenizer, *, with_types: bool) -> Fra
 
 
 def _fill(part: str, **texts: str) -> str:
-    """In one pass and braces as they are: what users write is never taken for a placeholder."""
-    return PLACEHOLDER.sub(lambda found: texts.get(found[1], found[0]), part)
+    """Fill the placeholders in one pass, so that braces in users' texts are not filled."""
+    return PLACEHOLDER.sub(lambda match: texts.get(match[1], match[0]), part)
 
 
 def _columns(sample):
+    """The id, the index of the text, and the special flag of each token."""
     return zip(sample.ids, sample.sequence_ids, sample.special_tokens_mask, strict=True)
 
 
 def _types(parts: Sequence[np.ndarray]) -> tuple[int, ...] | None:
-    """The type of each part, None where all are zero."""
+    """The type of each part; None if all are zero. Raises UnsupportedModel if a part has two."""
     kinds = [set(part.tolist()) or {0} for part in parts]
     if any(len(kind) > 1 for kind in kinds):
         raise UnsupportedModel("the tokenizer's template for pairs changes types within a part")

@@ -1,4 +1,4 @@
-"""Which of a checkpoint's prompts a text gets by what it is for. Knows no text, no wire format."""
+"""Chooses one of a checkpoint's prompts by the purpose of a text. Knows no wire format."""
 
 from collections.abc import Collection
 from typing import Literal
@@ -7,7 +7,7 @@ from jaxembed.errors import UnknownPurpose
 
 Role = Literal["query", "document", "classification", "clustering", "text-matching", "separation"]
 
-PURPOSES: dict[str, Role] = {  # by the names that Cohere, Voyage, NVIDIA and Jina have for them
+PURPOSES: dict[str, Role] = {  # by the names that Cohere, Voyage, NVIDIA and Jina use
     "query": "query",
     "search_query": "query",
     "document": "document",
@@ -18,30 +18,31 @@ PURPOSES: dict[str, Role] = {  # by the names that Cohere, Voyage, NVIDIA and Ji
     "text-matching": "text-matching",
     "separation": "separation",
 }
-SUFFIXES: dict[str, Role] = {".query": "query", ".passage": "document"}  # `retrieval.query`
-PROMPTS: dict[Role, tuple[str, ...]] = {  # those sentence-transformers looks for, in this order
+SUFFIXES: dict[str, Role] = {".query": "query", ".passage": "document"}  # as in `retrieval.query`
+PROMPTS: dict[Role, tuple[str, ...]] = {  # names that sentence-transformers tries, in this order
     "query": ("query",),
     "document": ("document", "passage", "corpus"),
 }
 
 
 def role_of(purpose: str) -> Role | None:
-    """What texts of this purpose are; None if it is not one that clients of other servers name."""
+    """The role of texts with this purpose; None if no API that we know has such a purpose."""
     return PURPOSES.get(purpose) or next(
         (role for suffix, role in SUFFIXES.items() if purpose.endswith(suffix)), None
     )
 
 
 def prompt_of_role(role: Role, prompts: Collection[str]) -> str | None:
-    """The name of the prompt that sentence-transformers chooses for a role, if it is there."""
+    """The prompt name that sentence-transformers chooses for a role; None if there is none."""
     return next((name for name in PROMPTS.get(role, ()) if name in prompts), None)
 
 
 def prompt_for(purpose: str, prompts: Collection[str]) -> str | None:
-    """The name of the prompt for a purpose: the one of that very name, the one that
-    sentence-transformers chooses, or another for the same role. None if there is none.
+    """The name of the prompt for a purpose; None if the checkpoint has none for it.
 
-    Raises UnknownPurpose.
+    It is the prompt with the name of the purpose, else the one that sentence-transformers chooses
+    for its role, else another with the same role. `prompts` are the checkpoint's names. Raises
+    UnknownPurpose if the purpose has no role.
     """
     role = role_of(purpose)
     if role is None:

@@ -1,4 +1,4 @@
-"""A tokenizer file, in batches and without the interpreter lock. Knows no prompts and no pairs."""
+"""Tokenizes texts in batches, without holding the interpreter lock. Knows no prompts or pairs."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,21 +13,21 @@ from jaxembed.memory import KIB
 
 Side = Literal["left", "right"]
 
-# Characters for each token that are read of a long text at first: real texts have 1 to 6 of them a
-# token, whatever the tokenizer, so that one reading nearly always is enough.
+# Of a long text this many characters for each needed token are read first. Real texts have 1 to 6
+# characters a token with any tokenizer, so that nearly always one reading is enough.
 FIRST_CUT = 7
-# A cut changes the tokens of the words near it. What is kept lies so many tokens, and so many of
-# the tokenizer's words, away from it: a special token that it runs through is several of them.
+# A cut changes the tokens of the words near it. So the kept tokens must be this many tokens and
+# words of the tokenizer away from it; a special token that is cut in two becomes several of them.
 CUT_MARGIN = 128  # tokens
 CUT_WORDS = 8
-SHORT_CHARACTERS = 512  # characters: at most 0.2 ms
-INPUTS_A_JOB = 64  # inputs a tokenizer thread is given at once: some 7 ms of texts of 100 tokens
-JOB_CHARACTERS = 32 * KIB  # that these have in all: 10 to 20 ms of prose, at worst 60 ms
-MOST_READ = 512 * KIB  # characters of a text that are read in search of enough tokens
-# Memory while a character is tokenized with its words, at most: measured 648 with WordPiece, 758
-# with byte-level BPE (emojis), 369 with Unigram. A ligature that XLM-R takes apart (U+FDFA) needs
-# 2018, and 20 us. A thread so needs 25 MB for a job, 45 MB for a text at limit 8192, and 400 MB for
-# one that must be read on to the most.
+SHORT_CHARACTERS = 512  # characters of a text that is tokenized with the lock held: 0.2 ms at most
+INPUTS_A_JOB = 64  # inputs in one job of a tokenizer thread: about 7 ms for texts of 100 tokens
+JOB_CHARACTERS = 32 * KIB  # total characters of a job: 10 to 20 ms of prose, at worst 60 ms
+MOST_READ = 512 * KIB  # characters of a text that are read at most to find enough tokens
+# Bytes of memory per character while a text is tokenized with its words. Measured maxima: 648 with
+# WordPiece, 758 with byte-level BPE (emojis), 369 with Unigram. A ligature that XLM-R decomposes
+# (U+FDFA) needs 2018 bytes and 20 us. So a thread needs 25 MB for a job, 45 MB for a text with the
+# limit 8192, and 400 MB for a text of which MOST_READ characters are read.
 CHARACTER_BYTES = 800
 
 WORD_END = re.compile(r"(?<=\S) ")
@@ -35,22 +35,26 @@ Item = TypeVar("Item")
 
 
 class Tokenizer:
-    """One tokenizer, shared by all threads: it is configured once and never per request."""
+    """A tokenizer that all threads share: it is configured once and not changed by requests.
+
+    Raises CheckpointError if the file at `path` cannot be read.
+    """
 
     def __init__(self, path: Path):
         self.file = _read(path)
-        self.file.no_padding()  # all-MiniLM-L6-v2 stores both, fixed at 128
+        self.file.no_padding()  # the file of all-MiniLM-L6-v2 sets padding and truncation to 128
         self.file.no_truncation()
 
     def encode(self, texts: Sequence[str], *, special: bool = True, fast: bool = True) -> list:
-        """The tokenizers.Encoding of each text; `fast` is without offsets and words.
+        """Tokenize each text. Returns one tokenizers.Encoding each.
 
-        Text that spells a special token becomes that token, as in transformers. Raises
-        TokenizerError.
+        `special` adds the tokenizer's special tokens. `fast` leaves out offsets and words. Text
+        that spells a special token becomes that token, as in transformers. Raises TokenizerError if
+        the tokenizer refuses a text.
         """
         encode = self.file.encode_batch_fast if fast else self.file.encode_batch
         try:
-            # encode_batch() gives the interpreter lock away, and has to get it back
+            # encode_batch() releases the interpreter lock and then waits for it
             if len(texts) == 1 and len(texts[0]) <= SHORT_CHARACTERS:
                 return [self.file.encode(texts[0], add_special_tokens=special)]
             return encode(list(texts), add_special_tokens=special)
@@ -60,11 +64,12 @@ class Tokenizer:
     def encode_enough(
         self, texts: Iterable[str], most: int, side: Side, *, special: bool = True
     ) -> Iterator[tuple[tokenizers.Encoding, bool]]:
-        """The Encoding of each text, and whether it is that of the whole text.
+        """Tokenize as much of each text as is needed to keep `most` tokens.
 
-        A long text is read until `most` of its tokens are known to be those of the whole text,
-        which has more than `most`. `side` is the one that tokens are cut from. Raises InvalidInput
-        for a text of which `most_read` characters don't tell: one of few tokens or endless words.
+        Yields the tokenizers.Encoding of each text, and whether it is that of the whole text. A
+        long text is read only until `most` of its tokens are certain to be those of the whole text.
+        `side` is the side that tokens are cut from. Raises InvalidInput if `most_read` characters
+        of a text do not suffice, because its words are too long, and TokenizerError.
         """
         first_cut = FIRST_CUT * (most + CUT_MARGIN)
         for chunk in chunks(texts, len):
@@ -80,14 +85,14 @@ class Tokenizer:
     def rows(
         self, texts: Iterable[str], most: int, side: Side
     ) -> Iterator[tuple[np.ndarray, bool]]:
-        """int32 ids without special tokens, otherwise as `encode_enough`."""
+        """Yield what `encode_enough` does, as int32 ids `[tokens]` without special tokens."""
         for encoding, whole in self.encode_enough(texts, most, side, special=False):
             yield np.array(encoding.ids, np.int32), whole
 
     def _read_on(
         self, text: str, encoding, most: int, side: Side, *, special: bool
     ) -> tuple[tokenizers.Encoding, bool]:
-        """`encode_enough` of a text that was read to the first cut."""
+        """Read more of a text than the first cut, whose encoding is given, as far as needed."""
         cut = FIRST_CUT * (most + CUT_MARGIN)
         while cut < len(text) and not _is_enough(encoding, most, side):
             if cut >= most_read(most):
@@ -109,14 +114,14 @@ def _read(path: Path) -> tokenizers.Tokenizer:
 
 
 def most_read(most: int) -> int:
-    """Characters of a text that are read at most to find `most` tokens."""
+    """The number of characters of a text that are read at most to find `most` tokens."""
     return max(MOST_READ, 2 * FIRST_CUT * (most + CUT_MARGIN))
 
 
 def chunks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """The items in order, so many at a time that tokenizing them takes little time and memory.
+    """Divide items into chunks that take little time and memory to tokenize, in order.
 
-    `size` is the characters of one; one that is over JOB_CHARACTERS is a chunk by itself.
+    `size` returns the characters of an item; an item with more than JOB_CHARACTERS is alone.
     """
     chunk: list[Item] = []
     room = JOB_CHARACTERS
@@ -132,14 +137,17 @@ def chunks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[
 
 
 def cut_tokens(ids: np.ndarray, most: int, side: Side) -> np.ndarray:
-    """At most `most` of them; the others are cut from `side`."""
+    """Cut token ids from `side` so that at most `most` are left."""
     return ids[:most] if side == "right" else ids[max(len(ids) - most, 0) :]
 
 
 def _cut(text: str, most: int, side: Side) -> str:
-    """The first `most` characters, or the last: of these what follows the first word, because a
-    tokenizer with words goes on after a space as if nothing had been before it. The rest of a
-    number or of a line of dashes it might take apart otherwise."""
+    """The first `most` characters of a text, or about the last ones if it is cut from the left.
+
+    A left cut begins at the first space, because a tokenizer with words continues after a space as
+    if nothing had been before it. The rest of a number or of a line of dashes might be tokenized in
+    another way.
+    """
     if side == "right" or len(text) <= most:
         return text[:most]
     space = WORD_END.search(text, len(text) - most)
@@ -147,7 +155,7 @@ def _cut(text: str, most: int, side: Side) -> str:
 
 
 def _is_enough(encoding: tokenizers.Encoding, most: int, side: Side) -> bool:
-    """Whether `most` tokens at the end that is kept lie far enough from the cut."""
+    """Whether the `most` tokens that are kept are far enough from the cut."""
     if len(encoding) <= most + CUT_MARGIN:
         return False
     words = [word for word in encoding.word_ids if word is not None]  # special tokens have none
@@ -157,6 +165,7 @@ def _is_enough(encoding: tokenizers.Encoding, most: int, side: Side) -> bool:
 
 
 def _reason(texts: Sequence[str], error: Exception) -> str:
+    """The reason why the tokenizer refused one of these texts, for people."""
     for text in texts:
         try:
             text.encode()

@@ -1,1 +1,1 @@
-"""Finds the grid of buckets that serves a traffic at least cost on this device."""
+"""Finds the grid of buckets that serves given traffic at the least cost on this device."""

@@ -1,4 +1,4 @@
-"""The costs of buckets on this device: some are measured, the others are interpolated."""
+"""Measures what buckets cost on this device, and interpolates the cost of the others."""
 
 import time
 from bisect import bisect_left
@@ -14,29 +14,28 @@ from jaxembed.engine.timing import SEGMENT, full_planes, milliseconds
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.outputs import OutputName
 
-PAIRS = 7  # of timings with long sequences and with short ones
+PAIRS = 7  # pairs of timings: one with long sequences, one with short ones
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one compiled bucket: milliseconds of a run of short sequences with its copies,
-    seconds to compile with nothing cached, and bytes of device memory besides the parameters."""
+    """The measured cost of one compiled bucket."""
 
-    ms: float
-    compile_s: float
-    temporary_bytes: int
+    ms: float  # a run of short sequences, including the copies to and from the device
+    compile_s: float  # with nothing cached
+    temporary_bytes: int  # of device memory, besides the parameters
 
 
 class Workbench:
-    """A model on the device, and every bucket compiled once however many grids have it.
+    """A model on the device, with each bucket compiled only once although several grids have it.
 
-    It answers an engine as a runner, to which compiling what is compiled costs nothing.
+    An engine can use it as its runner; to compile a compiled bucket again then costs nothing.
     """
 
     def __init__(self, replica: Replica):
         self.costs: dict[Bucket, Cost] = {}
-        self.timings: dict[Bucket, list[float]] = {}  # milliseconds each
-        self.tokens_run = 0  # padding counted
+        self.timings: dict[Bucket, list[float]] = {}  # milliseconds
+        self.tokens_run = 0  # padding included
         self.primary: OutputName = replica.primary
         self.run_in_float32 = replica.run_in_float32
         self._replica = replica
@@ -47,16 +46,17 @@ class Workbench:
         return self._replica.float32_bucket
 
     def compile(self, bucket: Bucket) -> None:
-        """Compile and time a bucket, unless that is done. Raises the errors of XLA."""
+        """Compile and time a bucket, unless this was done before. Raises what XLA raises."""
         if bucket not in self.costs:
             self._measure(bucket)
 
     def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
+        """Run a batch as `Replica.run` does, and count its tokens."""
         self.tokens_run += bucket.tokens
         return self._replica.run(bucket, planes, outputs)
 
     def time_again(self, buckets: Iterable[Bucket]) -> None:
-        """Time each once more: the median counts."""
+        """Time each of these buckets once more; its cost becomes the median of its timings."""
         for bucket in buckets:
             self.costs[bucket] = replace(self.costs[bucket], ms=self._time(bucket))
 
@@ -68,8 +68,11 @@ class Workbench:
         self.costs[bucket] = Cost(ms, seconds, self._replica.temporary_bytes(bucket))
 
     def pair_ms(self, bucket: Bucket) -> float:
-        """Milliseconds for each pair of tokens in one sequence, by the difference that long ones
-        make to a compiled bucket of long rows: what kernels take that skip other sequences."""
+        """Measure what attention costs for each pair of tokens of one sequence, in milliseconds.
+
+        It compares runs of a compiled bucket of long rows with one sequence a row and with short
+        sequences. The difference is above 0 with kernels that skip other sequences of a row.
+        """
         whole = full_planes(bucket, bucket.length)
         times = [
             milliseconds(self, bucket, self._permits, planes=whole)
@@ -90,16 +93,16 @@ class Workbench:
 
 
 class CostTable:
-    """Milliseconds of any bucket, from those measured.
+    """The cost of any bucket in milliseconds, measured or interpolated.
 
-    Along the tokens of a batch, and then along the length of its rows, costs are read off straight
-    lines between neighbours: products cost by the token, attention by the token and the length.
-    Below the first measured batch of a length they shrink with the tokens, beyond the last they
-    grow on as before.
+    Costs are interpolated linearly, first over the tokens of a batch, then over the row length:
+    matrix products cost by the token, attention by the token and the row length. Below the smallest
+    measured batch of a length the cost is proportional to the tokens. Above the largest it goes on
+    with the last slope.
     """
 
     def __init__(self, costs: Mapping[Bucket, Cost]):
-        self._known = {bucket: cost.ms for bucket, cost in costs.items()}
+        self._measured_ms = {bucket: cost.ms for bucket, cost in costs.items()}
         self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for length in sorted({bucket.length for bucket in costs}):
             points = sorted((b.tokens, cost.ms) for b, cost in costs.items() if b.length == length)
@@ -108,9 +111,9 @@ class CostTable:
         self._lengths = list(self._curves)  # sorted
 
     def ms(self, bucket: Bucket) -> float:
-        """The measured cost of a bucket, or an estimate."""
-        if bucket in self._known:
-            return self._known[bucket]
+        """The cost of a run of this bucket in milliseconds; an estimate unless it was measured."""
+        if bucket in self._measured_ms:
+            return self._measured_ms[bucket]
         right = bisect_left(self._lengths, bucket.length)
         if right == len(self._lengths):
             return self._on_curve(self._lengths[-1], bucket.tokens)
@@ -123,18 +126,22 @@ class CostTable:
         return lower + (bucket.length - short) / (long - short) * (upper - lower)
 
     def _on_curve(self, length: int, tokens: int) -> float:
-        known, ms = self._curves[length]
-        if len(known) == 1 or tokens < known[0]:
-            return float(ms[0] * tokens / known[0])
-        if tokens > known[-1]:
-            slope = (ms[-1] - ms[-2]) / (known[-1] - known[-2])
-            return float(ms[-1] + max(slope, ms[-1] / known[-1]) * (tokens - known[-1]))
-        return float(np.interp(tokens, known, ms))
+        """Estimate the cost of a batch of `tokens` tokens in rows of a measured length."""
+        points, ms = self._curves[length]
+        if len(points) == 1 or tokens < points[0]:
+            return float(ms[0] * tokens / points[0])
+        if tokens > points[-1]:
+            slope = (ms[-1] - ms[-2]) / (points[-1] - points[-2])
+            return float(ms[-1] + max(slope, ms[-1] / points[-1]) * (tokens - points[-1]))
+        return float(np.interp(tokens, points, ms))
 
 
 def probes(lengths: Sequence[int], most_tokens: int, shards: int) -> list[Bucket]:
-    """A sparse set of buckets whose costs tell about the rest: of each length one row, and batches
-    of a sixteenth, a quarter and all of `most_tokens`."""
+    """Choose a few buckets to measure, from which the costs of the rest are interpolated.
+
+    For each row length it takes one row, and batches of a sixteenth, a quarter and all of
+    `most_tokens`. The number of rows is a multiple of `shards`.
+    """
     steps = (0, most_tokens // 16, most_tokens // 4, most_tokens)
     pairs = (
         (max(tokens // (length * shards), 1), length) for length in lengths for tokens in steps

@@ -1,6 +1,6 @@
-"""How long the inputs of somebody's traffic are: from texts, a file of lengths or a live server.
+"""Reads the distribution of input lengths from texts, a file of lengths or a live server.
 
-Knows no model: whoever has texts brings what counts their tokens.
+It knows no model: the caller passes a function that counts the tokens of texts.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,11 +16,11 @@ from jaxembed.errors import ConfigError
 from jaxembed.fetch import fetch
 from jaxembed.json_file import read_user_json, shown
 
-SAMPLE = 20_000  # texts that are tokenized; their lengths' quantiles are known to 1 % by then
+SAMPLE = 20_000  # texts to tokenize; with these the quantiles are exact to about 1 %
 TEXTS_COUNTED_AT_ONCE = 1024  # texts tokenized in one call
-LONGEST = 2**19  # no model takes more
+LONGEST = 2**19  # tokens; no model takes longer inputs
 SERIES = "jaxembed_input_tokens"
-MOST_INPUTS = 2**40  # of one length; their sum must be an int64
+MOST_INPUTS = 2**40  # inputs of one length; their sum must fit an int64
 LENGTHS_FORM = (
     'a list of lengths such as [9, 12, 9], or counts by length such as {"9": 2, "12": 1}; '
     "texts go into a .txt or .jsonl file"
@@ -33,23 +33,25 @@ SERVER = (
 
 @dataclass(frozen=True)
 class Lengths:
-    """`counts[n]` inputs of n tokens, and where that is from."""
+    """A distribution of input lengths, and the file or URL that it came from."""
 
-    counts: np.ndarray  # int64 [longest + 1]
+    counts: np.ndarray  # int64 [longest + 1]; counts[n] is the number of inputs of n tokens
     source: str
 
     def cut(self, limit: int) -> "Lengths":
-        """As a model of this limit sees them: longer inputs are cut."""
-        kept = self.counts[: limit + 1].copy()
-        kept[-1] += self.counts[limit + 1 :].sum()
-        return Lengths(kept, self.source)
+        """The lengths as a model with this limit has them: longer inputs count as `limit` long."""
+        counts = self.counts[: limit + 1].copy()
+        counts[-1] += self.counts[limit + 1 :].sum()
+        return Lengths(counts, self.source)
 
     @property
     def total(self) -> int:
+        """The number of inputs."""
         return int(self.counts.sum())
 
     @property
     def mean(self) -> float:
+        """The mean length in tokens."""
         return float(self.counts @ np.arange(len(self.counts))) / self.total
 
     @property
@@ -59,20 +61,25 @@ class Lengths:
 
     @property
     def longest(self) -> int:
+        """The longest length in tokens."""
         return int(self.present[-1])
 
     def quantile(self, share: float) -> int:
-        """The length that this share of the inputs does not exceed."""
+        """The length in tokens that this share (0 to 1) of the inputs does not exceed."""
         return int(np.searchsorted(np.cumsum(self.counts), share * self.total))
 
     def draw(self, count: int, random: np.random.Generator) -> list[int]:
-        """Lengths in this mix, in random order. Evenly spread over the quantiles, so that a small
-        sample has the mean and the tail of all."""
+        """Draw `count` lengths from the distribution, in random order.
+
+        The sample is stratified over the quantiles, so that even a small one has the mean and the
+        tail of the distribution.
+        """
         shares = (np.arange(count) + random.random(count)) / count
         lengths = np.searchsorted(np.cumsum(self.counts), shares * self.total, side="right")
         return random.permutation(lengths).tolist()
 
     def describe(self) -> dict[str, Any]:
+        """Summarise the distribution for JSON; lengths are in tokens."""
         return {
             "source": self.source,
             "inputs": self.total,
@@ -88,7 +95,11 @@ def of_texts(
     count_tokens: Callable[[Sequence[str]], Sequence[int]],
     source: str,
 ) -> Lengths:
-    """SAMPLE of the texts, each as likely as the others, as `count_tokens` counts them."""
+    """Measure the lengths of up to SAMPLE texts, drawn at random with equal probability.
+
+    `count_tokens` returns the tokens of each text that it is given. Raises ConfigError if there is
+    no text.
+    """
     sample, lengths = _sample(texts), []
     for first in range(0, len(sample), TEXTS_COUNTED_AT_ONCE):
         lengths += count_tokens(sample[first : first + TEXTS_COUNTED_AT_ONCE])
@@ -96,7 +107,7 @@ def of_texts(
 
 
 def _sample(texts: Iterable[str]) -> list[str]:
-    """Reservoir sampling: algorithm R (Vitter 1985)."""
+    """Draw SAMPLE texts by reservoir sampling: algorithm R (Vitter 1985)."""
     random, sample = Random(0), []
     for number, text in enumerate(texts):
         if number < SAMPLE:
@@ -107,15 +118,18 @@ def _sample(texts: Iterable[str]) -> list[str]:
 
 
 def of_file(path: Path) -> Lengths:
-    """From JSON: a list of lengths, or an object of counts by length. Raises ConfigError."""
-    said = read_user_json(path, str(path), LENGTHS_FORM)
-    pairs: list[tuple[Any, Any]]  # of whatever JSON has
-    if isinstance(said, dict):
-        pairs = [(_number(length), count) for length, count in said.items()]
-    elif isinstance(said, list):
-        pairs = [(length, 1) for length in said]
+    """Read a JSON file with a list of lengths, or an object of counts by length.
+
+    Raises ConfigError if the file cannot be read, holds anything else, or has no inputs.
+    """
+    content = read_user_json(path, str(path), LENGTHS_FORM)
+    pairs: list[tuple[Any, Any]]  # any JSON values, checked below
+    if isinstance(content, dict):
+        pairs = [(_number(length), count) for length, count in content.items()]
+    elif isinstance(content, list):
+        pairs = [(length, 1) for length in content]
     else:
-        raise ConfigError(f"{path}: it holds {shown(said)}; wanted {LENGTHS_FORM}")
+        raise ConfigError(f"{path}: it holds {shown(content)}; wanted {LENGTHS_FORM}")
     for length, count in pairs:
         if type(length) is not int or length < 1:
             raise ConfigError(
@@ -130,14 +144,15 @@ def of_file(path: Path) -> Lengths:
 
 
 def _number(key: str) -> int | str:
-    """A key of a JSON object as the number it may be."""
+    """Parse a key of a JSON object as a number; return it unchanged if it is not one."""
     return int(key) if key.isascii() and key.isdecimal() and len(key) < 20 else key
 
 
 def of_server(url: str, model: str | None = None) -> Lengths:
-    """What a live server has answered since it started, from its metrics. Raises ConfigError.
+    """Read the lengths of what a live server has answered since its start, from its metrics.
 
-    Of several models, the one of this served name.
+    `model` is the served name, needed if the server has several models. Raises ConfigError if the
+    metrics cannot be fetched or have no inputs of this model.
     """
     url = url if url.endswith("/metrics") else url.rstrip("/") + "/metrics"
     text = fetch(url, SERVER).decode(errors="replace")
@@ -145,38 +160,41 @@ def of_server(url: str, model: str | None = None) -> Lengths:
 
 
 def _buckets(text: str, model: str | None, url: str) -> list[tuple[int, int]]:
-    """Upper bound of each bucket of the histogram and the inputs up to there."""
+    """The buckets of the model's histogram: upper bound, and number of inputs up to it."""
     try:
         families = {family.name: family for family in text_string_to_metric_families(text)}
-    except (ValueError, IndexError) as error:  # as the parser meets what it does not know
+    except (ValueError, IndexError) as error:  # the parser raises both for text it cannot parse
         raise ConfigError(f"{url} answers with no metrics; {SERVER}") from error
     if SERIES not in families:
         raise ConfigError(f"{url} has no series {SERIES}; {SERVER}")
     samples = [s for s in families[SERIES].samples if s.name.endswith("_bucket")]
     names = sorted({s.labels["model"] for s in samples if "model" in s.labels})
     if names and model not in names:
-        asked = "" if model is None else f", not {model}"
+        model_name = "" if model is None else f", not {model}"
         raise ConfigError(
-            f"{url} serves {', '.join(names)}{asked}; say which with --served-model-name"
+            f"{url} serves {', '.join(names)}{model_name}; say which with --served-model-name"
         )
-    chosen = [s for s in samples if not names or s.labels["model"] == model]
-    return [(int(float(s.labels["le"])), int(s.value)) for s in chosen if s.labels["le"] != "+Inf"]
+    own_samples = [s for s in samples if not names or s.labels["model"] == model]
+    return [
+        (int(float(s.labels["le"])), int(s.value)) for s in own_samples if s.labels["le"] != "+Inf"
+    ]
 
 
 def _spread(buckets: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
-    """The inputs of each bucket, evenly over its lengths: what is between is not known."""
-    below, counted = 0, 0
+    """Spread the inputs of each histogram bucket evenly over its lengths. Yields length, count."""
+    below, below_count = 0, 0
     for bound, upto in buckets:
         places = bound - below
         for k in range(places):
             yield (
                 below + 1 + k,
-                (upto - counted) * (k + 1) // places - (upto - counted) * k // places,
+                (upto - below_count) * (k + 1) // places - (upto - below_count) * k // places,
             )
-        below, counted = bound, upto
+        below, below_count = bound, upto
 
 
 def _lengths(pairs: Sequence[tuple[int, int]], source: str) -> Lengths:
+    """Add up pairs of length and count. Raises ConfigError if there are no inputs."""
     counts = np.zeros(min(max((n for n, _ in pairs), default=0), LONGEST) + 1, np.int64)
     for length, count in pairs:
         counts[min(length, LONGEST)] += count

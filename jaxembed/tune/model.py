@@ -1,4 +1,4 @@
-"""The model that a grid is tuned for: on the device, with nothing compiled yet."""
+"""Loads the model that a grid is tuned for onto the device, with nothing compiled yet."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,25 +18,27 @@ from jaxembed.spec import ModelSpec
 from jaxembed.tasks import KIND
 from jaxembed.tune.cost import Workbench
 
-TOKENIZERS = 4
+TOKENIZERS = 4  # threads
 
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model as a server with the same settings would run it, but on one replica: all of them
-    have the same grid."""
+    """A model as a server with the same settings would run it, but with one replica only.
+
+    All replicas of a server have the same grid, so one is enough to tune it.
+    """
 
     name: str
     spec: ModelSpec
-    plan: Plan  # its grid is the one before
+    plan: Plan  # its grid is the one before the tuning
     config: EngineConfig
     workbench: Workbench
     processor: TextProcessor
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Of each text with its prompt, cut to the limit.
+        """Count the tokens of each text with its prompt, cut to the input limit.
 
-        Raises EmptyInput, TokenizerError, or WrongTask where inputs are pairs.
+        Raises EmptyInput, TokenizerError, or WrongTask if the model takes pairs of texts.
         """
         if self.spec.task == "rerank":
             raise WrongTask(
@@ -48,13 +50,17 @@ class MeasuredModel:
         return [encoding.length for encoding in encodings]
 
     def close(self) -> None:
+        """Stop the tokenizer threads."""
         self.processor.executor.shutdown()
 
 
 def load_measured(
     model: str | None, *, cache_dir: Path, config: EngineConfig, text: TextConfig, **source: Any
 ) -> MeasuredModel:
-    """`source` is as for `hub.resolve`. Raises CheckpointError or ConfigError."""
+    """Load a model onto the device. `source` holds the other arguments of `hub.resolve`.
+
+    Raises CheckpointError if the model cannot be read, and ConfigError if the settings do not fit.
+    """
     if config.null_model:
         raise ConfigError("--null-model runs on no device, so there is nothing to tune")
     if config.parallel == "replicas":
@@ -62,12 +68,12 @@ def load_measured(
     path = hub.resolve(model, cache_dir=cache_dir, **source)
     spec = checkpoint.load_spec(path)
     forward = program(spec)
-    made = make_plan(spec, forward, config, cache_dir)
+    plan = make_plan(spec, forward, config, cache_dir)
     processor = TextProcessor(
-        checkpoint.tokenizer_path(path), spec, made.max_input_tokens, text, TOKENIZERS
+        checkpoint.tokenizer_path(path), spec, plan.max_input_tokens, text, TOKENIZERS
     )
-    seat = seats_of(made, forward, checkpoint.stream_params(path, spec, forward.order))[0]
+    seat = seats_of(plan, forward, checkpoint.stream_params(path, spec, forward.order))[0]
     assert isinstance(seat.runner, Replica)
     return MeasuredModel(
-        model or hub.DEFAULT_MODEL, spec, made, config, Workbench(seat.runner), processor
+        model or hub.DEFAULT_MODEL, spec, plan, config, Workbench(seat.runner), processor
     )

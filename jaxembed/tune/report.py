@@ -1,4 +1,4 @@
-"""What a tuning found, as a table for a terminal and as a picture."""
+"""Shows the result of a tuning as a table for a terminal and as a plot."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ LOADS = ("full load", "requests of 4, 16, 64 texts", "lone texts")
 
 
 def table(tuning: Tuning) -> str:
-    """Before and after, and how sure the difference is."""
+    """Write the figures of both grids, and the median and range of their ratio over the rounds."""
     about = tuning.lengths.describe()
     plan = tuning.model.plan
     lines = [
@@ -65,7 +65,7 @@ def _cell(value: int | float) -> str:
 
 
 def check_picture(path: Path) -> None:
-    """Raises ConfigError unless a picture can be drawn there."""
+    """Raise ConfigError unless a plot can be written to this path."""
     if path.suffix not in PICTURES:
         raise ConfigError(f"--picture {path}: wanted a name that ends in {' or '.join(PICTURES)}")
     if not path.absolute().parent.is_dir():
@@ -77,8 +77,11 @@ def check_picture(path: Path) -> None:
 
 
 def draw(tuning: Tuning, path: Path) -> None:
-    """The lengths, and the buckets of both grids with what a token costs in them. Needs
-    matplotlib. Raises ConfigError."""
+    """Plot the input lengths, and the buckets of both grids with their cost of a token.
+
+    The suffix of `path` chooses the format. Needs matplotlib. Raises ConfigError if the file cannot
+    be written.
+    """
     from matplotlib.figure import Figure as Canvas  # only pictures need it
 
     figure = Canvas(figsize=(9, 6), layout="constrained")
@@ -119,6 +122,7 @@ def draw(tuning: Tuning, path: Path) -> None:
 
 
 def _cheapest(tuning: Tuning) -> float:
+    """The least cost of a token in any bucket, as the log10 of microseconds."""
     sides = (tuning.before, tuning.after)
     costs = [side.costs[b].ms / b.tokens for side in sides for b in side.grid.buckets]
     return float(np.log10(1000 * min(costs)))

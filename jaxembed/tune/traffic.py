@@ -1,7 +1,7 @@
-"""A length mix under three loads, and what a grid makes of it by its buckets' costs.
+"""Samples traffic for three loads, and predicts the figures of a grid from its buckets' costs.
 
-The loads: a lone text on an idle server, requests of 4, 16 and 64 texts on an idle server, and a
-queue that is never empty.
+The loads are a lone text on an idle server, requests of 4, 16 and 64 texts on an idle server, and
+full load, which is a queue that is never empty.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,15 @@ from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.tune.lengths import Lengths
 from jaxembed.work import Encoding, work_of
 
-REQUEST_SIZES = (4, 16, 64)
-REQUESTS = 6  # of each size; fewer where texts are long
-LONE = 64
+REQUEST_SIZES = (4, 16, 64)  # texts
+REQUESTS = 6  # requests of each size; fewer if texts are long
+LONE = 64  # lone texts
 LEAST_TEXTS, MOST_TEXTS = 64, 8192  # at full load
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seeded samples of sequences, no two alike, for each load."""
+    """Random sequences for each load: lone texts, requests, and the queue at full load."""
 
     lone: list[Encoding]
     requests: list[list[Encoding]]
@@ -33,20 +33,25 @@ class Traffic:
 
     @property
     def full_tokens(self) -> int:
+        """The number of tokens at full load."""
         return sum(encoding.length for encoding in self.full)
 
     @cached_property
     def lone_lengths(self) -> list[int]:
+        """The tokens of each lone text."""
         return [encoding.length for encoding in self.lone]
 
     @cached_property
     def queues(self) -> list[list[Entry]]:
-        """What waits at full load, and of each request."""
+        """The entries that wait at full load, then those of each request."""
         return [Ticket(work_of(one), {"dense": 1}).entries for one in (self.full, *self.requests)]
 
 
 def traffic_of(lengths: Lengths, vocab_size: int, full_tokens: int, seed: int) -> Traffic:
-    """About `full_tokens` tokens at full load."""
+    """Draw traffic with these lengths and about `full_tokens` tokens at full load.
+
+    Token ids are random below `vocab_size`; the same `seed` gives the same traffic.
+    """
     random = np.random.default_rng(seed)
 
     def draw(count: int) -> list[Encoding]:
@@ -63,17 +68,17 @@ def traffic_of(lengths: Lengths, vocab_size: int, full_tokens: int, seed: int) -
 
 @dataclass(frozen=True)
 class Figures:
-    """How fast a grid is under each load, as predicted or as measured."""
+    """The speed of a grid under each load, predicted or measured."""
 
     full_tokens_per_s: float  # useful tokens
     full_fill: float  # useful tokens over the buckets' tokens
-    request_ms: float  # of the requests of several texts, the geometric mean
-    lone_ms: float  # the geometric mean
+    request_ms: float  # geometric mean over the requests of several texts
+    lone_ms: float  # geometric mean over the lone texts
     lone_p50_ms: float
     lone_p95_ms: float
 
     def ratios(self, other: "Figures") -> tuple[float, float, float]:
-        """What each load takes longer than with the other: full, requests, lone."""
+        """The time of each load relative to the other's: full load, requests, lone texts."""
         return (
             other.full_tokens_per_s / self.full_tokens_per_s,
             self.request_ms / other.request_ms,
@@ -81,13 +86,18 @@ class Figures:
         )
 
     def describe(self) -> dict[str, float]:
+        """The figures by name, rounded to five digits for JSON."""
         return {name: float(f"{value:.5g}") for name, value in asdict(self).items()}
 
 
 def figures(
     full_tokens: int, full_ms: float, padded: int, requests: Sequence[float], lone: Sequence[float]
 ) -> Figures:
-    """From milliseconds."""
+    """Summarise the times of all loads, which are in milliseconds.
+
+    `full_tokens` useful tokens took `full_ms` in buckets of `padded` tokens together. `requests`
+    and `lone` are the times of each request and each lone text.
+    """
     return Figures(
         full_tokens_per_s=full_tokens / full_ms * 1000,
         full_fill=full_tokens / padded,
@@ -104,9 +114,12 @@ def predict_figures(
     most: int | None = None,
     pair_ms: float = 0.0,
 ) -> Figures:
-    """Compose batches as the engine does, and add up what their buckets cost, and what their long
-    sequences cost on top: `pair_ms` for each pair of tokens. `most` sequences stand in a batch. Of
-    the host's own time only the part of each batch is in it."""
+    """Predict the figures of a grid by composing batches as the engine does and adding their cost.
+
+    `cost` holds the milliseconds of each bucket of the grid. Long sequences cost `pair_ms` more for
+    each pair of their tokens. A batch has at most `most` sequences. Of the host's time only the
+    part that each batch costs is counted.
+    """
     (full_ms, padded), *requests = [_drain(queue, cost, most, pair_ms) for queue in traffic.queues]
     alone = {
         length: HOST_MS + min(ms for bucket, ms in cost.items() if bucket.length >= length)
@@ -119,7 +132,7 @@ def predict_figures(
 def _drain(
     waiting: Sequence[Entry], cost: Mapping[Bucket, float], most: int | None, pair_ms: float
 ) -> tuple[float, int]:
-    """Milliseconds and tokens of all batches until nothing waits."""
+    """Compose batches until nothing waits. Returns their milliseconds and their buckets' tokens."""
     enough = LOOKED_AT * max(bucket.tokens for bucket in cost)
     ms, padded = pair_ms * sum(entry.length**2 for entry in waiting), 0
     while waiting:
@@ -128,14 +141,14 @@ def _drain(
         batch = place(bucket, window[:1], window[1:], most=most)
         ms += cost[bucket] + HOST_MS
         padded += bucket.tokens
-        taken = set(batch.entries)
-        rest = [entry for entry in window if entry not in taken]
+        batch_entries = set(batch.entries)
+        rest = [entry for entry in window if entry not in batch_entries]
         waiting = [*rest, *waiting[len(window) :]]
     return ms, padded
 
 
 def _window(waiting: Sequence[Entry], enough: int) -> Sequence[Entry]:
-    """The first entries, of so many tokens or the next more."""
+    """The first entries that have at least `enough` tokens together, or all if they have fewer."""
     held = 0
     for count, entry in enumerate(waiting, start=1):
         held += entry.length

@@ -1,4 +1,4 @@
-"""Two grids on the real engine, in turns: what disturbs the machine for a while disturbs both."""
+"""Measures two grids on the real engine in turns, so that disturbances of the machine hit both."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,15 @@ from jaxembed.tune.traffic import Figures, Traffic, figures
 from jaxembed.work import Encoding, work_of
 
 TICKET = 32  # sequences in each request at full load
-TURNS = 4  # of each grid in a round: a machine that others use changes from second to second
+TURNS = 4  # turns of each grid in a round; a shared machine changes from second to second
 
 
 class Stage:
-    """An engine with the buckets of all grids that are tried, each compiled and timed.
+    """An engine with the buckets of all grids under trial, each compiled and timed.
 
-    They share it, for two engines are never the same: their threads' memory lies elsewhere. Buckets
-    cost what the workbench has measured; none is timed again.
+    The grids share one engine because two engines differ in speed: their threads' memory is at
+    other addresses. The engine takes the bucket costs from the workbench and times none again.
+    It is a context manager that closes the engine.
     """
 
     def __init__(
@@ -60,14 +61,14 @@ class Stage:
 
 
 class GridTrial:
-    """One grid on a stage."""
+    """Runs traffic with one grid on a stage."""
 
     def __init__(self, stage: Stage, grid: BucketGrid):
         self._workbench, self._engine = stage.workbench, stage.engine
         self._grid = grid
 
     def run(self, traffic: Traffic, turns: "Turns") -> None:
-        """Once through each load."""
+        """Run each load once, and add the times to `turns`."""
         self._engine.restrict(self._grid.buckets)
         turns.lone += [self._ms([one]) for one in traffic.lone]
         turns.requests += [self._ms(request) for request in traffic.requests]
@@ -77,7 +78,7 @@ class GridTrial:
         turns.full_tokens += traffic.full_tokens
 
     def _ms(self, encodings: Sequence[Encoding]) -> float:
-        # as bulk, or the engine would keep batches brief at full load for the lone texts before it
+        # as bulk: after interactive texts the engine would keep batches short at full load
         start = time.perf_counter()
         self._engine.submit(work_of(encodings), priority="bulk").result()
         return (time.perf_counter() - start) * 1000
@@ -95,55 +96,61 @@ class GridTrial:
 
 @dataclass
 class Turns:
-    """What one grid took for each load in a round, all its turns together."""
+    """The times of one grid for each load in a round, all its turns together."""
 
-    full_tokens: int = 0
+    full_tokens: int = 0  # useful tokens at full load
     full_ms: float = 0.0
     padded: int = 0  # tokens of the buckets run at full load
-    requests: list[float] = field(default_factory=list)
-    lone: list[float] = field(default_factory=list)
+    requests: list[float] = field(default_factory=list)  # milliseconds
+    lone: list[float] = field(default_factory=list)  # milliseconds
 
     @property
     def figures(self) -> Figures:
+        """The figures of these times."""
         return figures(self.full_tokens, self.full_ms, self.padded, self.requests, self.lone)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Figures of two grids, round by round."""
+    """The figures of two grids in each round."""
 
     before: list[Figures]
     after: list[Figures]
 
     @property
     def ratios(self) -> np.ndarray:
-        """What each load takes longer after than before, in the median round: full, requests,
-        lone."""
+        """The time of each load relative to before, in the median round.
+
+        The three loads are full load, requests and lone texts.
+        """
         return np.median(self.by_round, axis=0)
 
     @property
     def by_round(self) -> np.ndarray:
-        """The same of each round, `[rounds, loads]`."""
+        """The time of each load relative to before in each round, float64 `[rounds, loads]`."""
         rounds = zip(self.after, self.before, strict=True)
         return np.array([after.ratios(before) for after, before in rounds])
 
 
 def compare(before: GridTrial, after: GridTrial, traffic: Traffic, rounds: int) -> Comparison:
-    """In each round both take several turns, and the one that goes first changes."""
+    """Run traffic with both grids, after a round of warm-up that does not count.
+
+    In each round both take TURNS turns; which of them goes first alternates.
+    """
     runs: dict[GridTrial, list[Figures]] = {before: [], after: []}
     for trial in runs:
         trial.run(traffic, Turns())
     for _ in range(rounds):
-        taken = {trial: Turns() for trial in runs}
+        turns_of = {trial: Turns() for trial in runs}
         for number in range(TURNS):
             for trial in [before, after][:: 1 if number % 2 else -1]:
-                trial.run(traffic, taken[trial])
-        for trial, turns in taken.items():
+                trial.run(traffic, turns_of[trial])
+        for trial, turns in turns_of.items():
             runs[trial].append(turns.figures)
     return Comparison(runs[before], runs[after])
 
 
 def median(runs: Sequence[Figures]) -> Figures:
-    """Of each figure."""
+    """The median of each figure over these runs."""
     fields = {name: [getattr(run, name) for run in runs] for name in runs[0].describe()}
     return Figures(**{name: float(np.median(values)) for name, values in fields.items()})

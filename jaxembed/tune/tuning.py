@@ -1,4 +1,4 @@
-"""From a length mix to the grid of least cost: measure, search, measure what was found, try it."""
+"""Tunes a grid for given input lengths: measures buckets, searches, and tries what it found."""
 
 import json
 import logging
@@ -29,43 +29,44 @@ from jaxembed.work import Encoding
 
 logger = logging.getLogger(__name__)
 
-BATCHES = 32  # of the token budget, at full load: the last ones, not full, shall count for little;
-SEARCHED_TEXTS = 100  # in the search, which looks at thousands of grids, rather so many texts, or
-LEAST_BATCHES = 8
-REPEATS = 4  # searches at most, each followed by measuring what it found
-PROBING = 0.35  # of the time given, for buckets that tell about others;
-MEASURING = 0.6  # by then what the search chose is measured too, and the rest is for trying
-SEARCH_S = 15.0
-LAST_TIMINGS = 3  # more of every bucket at least, before the last search
-QUICK_MS = 500.0  # a bucket may take to tell what long sequences cost
-MOST_TOKENS = 4  # times the token budget in use: buckets no larger than this are looked at
-ROOM = 4  # usual inputs in the longest row looked at
-STRAYS = 4  # lone texts of any length, beside traffic.LONE of the mix in the search
-SLOWER = 1.05  # than the slowest bucket in use no bucket may be: whoever comes next waits for it
-BETTER = 0.01  # a grid must gain at least this much to replace the one in use
-NO_SLOWER = 0.005  # what noise may make of two equal grids in the median of the rounds
-MOST_ROUNDS = 0.75  # of the trial must agree
-NOISY = 1.25
-NOISE = 1.05  # that a load may take longer in a round
+BATCHES = 32  # full batches at full load in the trial, so that the last, partial ones count little
+SEARCHED_TEXTS = 100  # texts at full load in the search, which is shorter: it tries many grids
+LEAST_BATCHES = 8  # full batches at full load in the search, at least
+REPEATS = 4  # searches at most; after each one the buckets that it chose are measured
+PROBING = 0.35  # share of the given time after which no more probes are measured
+MEASURING = 0.6  # share of the given time after which the trial starts
+SEARCH_S = 15.0  # time limit of one search
+LAST_TIMINGS = 3  # least number of further timings of every bucket before the last search
+QUICK_MS = 500.0  # only a bucket faster than this is used to measure what long sequences cost
+MOST_TOKENS = 4  # the largest candidate bucket, in multiples of the token budget in use
+ROOM = 4  # the longest candidate row, in multiples of the mean input
+STRAYS = 4  # lone texts of rare lengths that the search adds to the sampled ones
+SLOWER = 1.05  # limit of a bucket's time relative to the slowest in use: the next request waits
+BETTER = 0.01  # gain in the objective that a grid needs to replace the one in use
+NO_SLOWER = 0.005  # loss in the median round that may be noise between two equal grids
+MOST_ROUNDS = 0.75  # share of the rounds in which the grid must be better
+NOISY = 1.25  # ratio of the fastest round to the slowest of one grid that shows a busy machine
+NOISE = 1.05  # a load may take this many times as long in one round without a penalty
 PACKAGES = ("jaxembed", "jax", "jaxlib")
 
 
-TuningProgress = Callable[[str, int, int], object]  # what, how many of it, of how many
+TuningProgress = Callable[[str, int, int], object]  # step, number done, total number
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a grid may cost, and finding it."""
+    """The limits of a tuning: its time, and what the grid may cost to compile."""
 
-    seconds: float = 120.0  # of finding: about, the trial is finished in any case
+    seconds: float = 120.0  # approximate; the trial is finished in any case
     most_buckets: int = MOST_DEFAULT_BUCKETS
-    compile_s: float | None = None  # of all buckets, one after the other, nothing cached
-    rounds: int = 5  # of the trial
+    # time to compile all buckets one after the other, with nothing cached; None: no limit
+    compile_s: float | None = None
+    rounds: int = 5  # rounds of the trial
 
 
 @dataclass(frozen=True)
 class GridResult:
-    """A grid, what it costs to compile, and what it makes of the traffic."""
+    """A grid, the costs of its buckets, and its predicted and measured figures."""
 
     grid: BucketGrid
     costs: dict[Bucket, Cost]
@@ -74,26 +75,31 @@ class GridResult:
 
     @property
     def compile_s(self) -> float:
+        """Seconds to compile all buckets with nothing cached."""
         return sum(self.costs[bucket].compile_s for bucket in self.grid.buckets)
 
     @property
     def covering_s(self) -> float:
-        """Of what is compiled before a server with --warmup minimal is ready."""
+        """Seconds to compile the buckets that a server with --warmup minimal needs to be ready."""
         return sum(self.costs[bucket].compile_s for bucket in self.grid.covering)
 
     @property
     def temporary_bytes(self) -> int:
+        """Device memory that the largest bucket needs besides the parameters."""
         return max(self.costs[bucket].temporary_bytes for bucket in self.grid.buckets)
 
     @property
     def max_batch_tokens(self) -> int:
+        """Tokens of the largest bucket."""
         return max(bucket.tokens for bucket in self.grid.buckets)
 
     @property
     def slowest_ms(self) -> float:
+        """Milliseconds of the slowest bucket."""
         return max(self.costs[bucket].ms for bucket in self.grid.buckets)
 
     def describe(self) -> dict[str, Any]:
+        """The grid and its figures as values for JSON."""
         return {
             "buckets": [[bucket.rows, bucket.length] for bucket in self.grid.buckets],
             "max_batch_tokens": self.max_batch_tokens,
@@ -108,19 +114,22 @@ class GridResult:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The grid in use and the one found, tried against each other."""
+    """The result of a tuning: the grid in use (before), the one found (after), and their trial."""
 
     model: MeasuredModel
     lengths: Lengths
     before: GridResult
     after: GridResult
     comparison: Comparison
-    seconds: float
+    seconds: float  # that the tuning took
 
     @property
     def is_better(self) -> bool:
-        """Whether the trial bore out the search: no slower, and better with what each bucket saved
-        is worth."""
+        """Whether the grid found should replace the one in use.
+
+        It must not be slower in the median round. Together with WORTH for each bucket saved, it
+        must be better in most rounds, and by more than BETTER in the median round.
+        """
         rounds = zip(self.comparison.after, self.comparison.before, strict=True)
         gains = -np.array([objective(after, before, NOISE) for after, before in rounds])
         saved = WORTH * (len(self.before.grid.buckets) - len(self.after.grid.buckets))
@@ -129,16 +138,19 @@ class Tuning:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether one and the same grid was now fast and now slow: the machine was busy."""
+        """Whether the grid in use was much faster in one round than in another: a busy machine."""
         rates = [figures.full_tokens_per_s for figures in self.comparison.before]
         return max(rates) > NOISY * min(rates)
 
     def write(self, path: Path) -> None:
-        """The better grid, for --buckets, with what it was tuned on. Raises ConfigError."""
+        """Write the better grid as JSON for --buckets, with the facts that it was tuned on.
+
+        Raises ConfigError if the file cannot be written.
+        """
         side, plan = self.after if self.is_better else self.before, self.model.plan
         file = {
             "buckets": [[bucket.rows, bucket.length] for bucket in side.grid.buckets],
-            # no less than before: as many batches' worth of tokens may wait
+            # no less than before, because the size of the queue follows from it
             "max_batch_tokens": max(side.max_batch_tokens // plan.shards, plan.max_batch_tokens),
             "tuned": {
                 "model": self.model.name,
@@ -159,9 +171,9 @@ class Tuning:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
     def _costs(self, side: GridResult) -> dict[str, Any] | None:
-        """The timings of a grid's buckets, so that a server need not take them again."""
+        """The timings of a grid's buckets for the file, so that a server need not time them."""
         file = self.model.plan.cost_file
-        assert file is not None  # there is no tuning of the null model
+        assert file is not None  # the null model, which has none, cannot be tuned
         timings = {bucket: self.model.workbench.timings[bucket] for bucket in side.grid.buckets}
         return {"identity": file.identity, "timings": file.encode(timings)}
 
@@ -178,20 +190,21 @@ def tune(
 ) -> Tuning:
     """Find the buckets of least cost for these lengths, and try them against `model.plan.grid`.
 
-    Least means: the weighted geometric mean of the time at full load, of requests of several texts
-    and of a lone text, none of them over 1 % worse than before, no bucket slower than the slowest
-    in use. Raises what XLA raises on a bucket.
+    The cost is the weighted geometric mean of the times at full load, of requests of several texts
+    and of lone texts. A load more than 1 % slower than before is penalised, and buckets much slower
+    than the slowest in use are excluded. `on_progress` is called with each step. Raises what XLA
+    raises on a bucket, and ConfigError if there are no lengths.
     """
     started_at = time.monotonic()
     lengths = lengths.cut(model.plan.max_input_tokens)
     tuner = _Tuner(model, lengths, budget, started_at, on_progress)
-    found = tuner.find()
-    before, after, comparison = tuner.tried(found)
+    candidate = tuner.find()
+    before, after, comparison = tuner.tried(candidate)
     return Tuning(model, lengths, before, after, comparison, time.monotonic() - started_at)
 
 
 def check_grid_path(path: Path) -> None:
-    """Raises ConfigError unless a grid can be written there."""
+    """Raise ConfigError unless a grid can be written to this path."""
     if path.suffix != ".json":
         raise ConfigError(f"--output {path}: wanted a name that ends in .json")
     if not path.absolute().parent.is_dir():
@@ -199,6 +212,8 @@ def check_grid_path(path: Path) -> None:
 
 
 class _Tuner:
+    """One tuning: the model, the sampled traffic, and the deadlines of its steps."""
+
     def __init__(
         self,
         model: MeasuredModel,
@@ -220,7 +235,7 @@ class _Tuner:
         self.pair_ms = 0.0
 
     def find(self) -> BucketGrid:
-        """The grid with the least predicted cost of those whose buckets are all measured."""
+        """Measure and search. Returns the grid of least predicted cost, all buckets measured."""
         self._measure(self.grid.buckets, "the grid in use", math.inf)
         costs = self.workbench.costs
         rows = [b for b in self.grid.buckets if b.length <= self._covering_length]
@@ -234,10 +249,10 @@ class _Tuner:
         self._measure(around, "probes", self.probes_until)
         for _ in range(REPEATS):
             chosen = self._search(self._allowed(self._lattice()))
-            unknown = chosen - self.workbench.costs.keys()
-            if not unknown or time.monotonic() > self.deadline:
+            unmeasured = chosen - self.workbench.costs.keys()
+            if not unmeasured or time.monotonic() > self.deadline:
                 break
-            self._measure(sorted(unknown), "what the search chose", self.deadline)
+            self._measure(sorted(unmeasured), "what the search chose", self.deadline)
         timings = 0
         while timings < LAST_TIMINGS or time.monotonic() < self.deadline:
             timings += 1
@@ -246,20 +261,19 @@ class _Tuner:
         chosen = self._search(self._allowed(self.workbench.costs))
         return BucketGrid(tuple(sorted(chosen)))
 
-    def tried(self, found: BucketGrid) -> tuple[GridResult, GridResult, Comparison]:
-        """Both grids on the engine, with texts that the search has not seen."""
+    def tried(self, candidate: BucketGrid) -> tuple[GridResult, GridResult, Comparison]:
+        """Try both grids on the engine, with texts that the search has not seen."""
         self.on_progress("trying the grid found beside the one in use", 1, 1)
         traffic = self._traffic(BATCHES * self.most_tokens, seed=1)
         plan = self.model.plan
-        grids = (self.grid, found)
-        with Stage(
-            self.workbench, grids, self.model.spec.widths, plan.platform, self.most
-        ) as stage:
+        grids = (self.grid, candidate)
+        widths = self.model.spec.widths
+        with Stage(self.workbench, grids, widths, plan.platform, self.most) as stage:
             before, after = (GridTrial(stage, grid) for grid in grids)
             comparison = compare(before, after, traffic, self.budget.rounds)
         sides = [
             GridResult(grid, self.workbench.costs, self._predicted(grid, traffic), median(runs))
-            for grid, runs in ((self.grid, comparison.before), (found, comparison.after))
+            for grid, runs in ((self.grid, comparison.before), (candidate, comparison.after))
         ]
         return sides[0], sides[1], comparison
 
@@ -268,8 +282,7 @@ class _Tuner:
         return traffic_of(self.lengths, vocabulary, tokens, seed)
 
     def _with_strays(self, traffic: Traffic) -> Traffic:
-        """And lone texts of lengths that nobody has sent yet, or seldom: they shall not wait for a
-        row of the limit each."""
+        """Add lone texts of rare lengths, so that each does not get a row as long as the limit."""
         lengths = np.geomspace(min(SHORTEST_ROW, self._limit), self._limit, STRAYS).astype(int)
         strays = [Encoding(np.full(length, 1, np.int32)) for length in lengths]
         return replace(traffic, lone=[*traffic.lone, *strays])
@@ -287,16 +300,19 @@ class _Tuner:
         return self.model.plan.max_input_tokens
 
     def _lengths(self) -> list[int]:
-        """Row lengths up to what holds the longest input, or several usual ones; beyond only the
-        limit and those in use."""
+        """The row lengths to try, in tokens, shortest first.
+
+        They go up to one that holds the longest input or several mean ones. The limit and the
+        lengths in use are always among them.
+        """
         in_use = {bucket.length for bucket in self.grid.buckets}
         kernels = self.model.plan.kernels
-        if kernels.taken:  # in other rows no kernel was tried
+        if kernels.taken:  # no kernel was tried for other row lengths
             return sorted(in_use)
         fitting = row_lengths(self._limit)
         if kernels.joins:
             fitting = row_lengths(max(self._limit, self.most_tokens // self._shards))
-        if kernels.native:  # takes no attention of others, which makes them slower than the next
+        if kernels.native:  # attention of other lengths is not native, and slower than the next's
             fitting = [n for n in fitting if n % native.TILE == 0]
         longest = next((n for n in fitting if n >= self.lengths.longest), self._limit)
         most = max(longest, ROOM * self.lengths.mean)
@@ -304,10 +320,11 @@ class _Tuner:
 
     @property
     def _covering_length(self) -> int:
-        """Of the rows in use, the shortest that hold every input."""
+        """The shortest row length in use that holds every input."""
         return min(b.length for b in self.grid.buckets if b.length >= self._limit)
 
     def _lattice(self) -> list[Bucket]:
+        """All candidate buckets: every row length with every row count up to MOST_TOKENS."""
         return [
             Bucket(rows * self._shards, length)
             for length in self._lengths()
@@ -317,7 +334,7 @@ class _Tuner:
         ]
 
     def _allowed(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """Those that are not slower than what runs now, as far as is known."""
+        """The buckets whose cost, measured or estimated, is within the limit of SLOWER."""
         table = CostTable(self.workbench.costs)
         return [bucket for bucket in buckets if table.ms(bucket) <= self.slowest_ms]
 
@@ -337,6 +354,7 @@ class _Tuner:
         return search.run()
 
     def _affords(self, buckets: Iterable[Bucket]) -> bool:
+        """Whether these buckets keep to the budget; unmeasured ones count with the median time."""
         chosen = list(buckets)
         if len(chosen) > self.budget.most_buckets:
             return False
@@ -348,6 +366,7 @@ class _Tuner:
         return seconds <= self.budget.compile_s
 
     def _measure(self, buckets: Iterable[Bucket], what: str, until: float) -> None:
+        """Compile and time the buckets that are not measured yet, until a time.monotonic()."""
         new = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self.workbench.costs]
         for number, bucket in enumerate(new, start=1):
             if time.monotonic() > until:

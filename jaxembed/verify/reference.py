@@ -1,4 +1,4 @@
-"""What sentence-transformers computes, in float32 on the CPU. Only this module imports it."""
+"""Runs sentence-transformers in float32 on the CPU. No other module imports it."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -19,28 +19,28 @@ PACKAGE = "sentence_transformers"
 REQUIREMENT = "sentence-transformers>=6.2"  # as in tests/parity/requirements.txt
 OLDEST = (6, 2)
 
-# Of a pair over the limit the second text is cut, which is one of transformers' ways and ours.
+# Of a pair over the limit, cut the second text, as we do.
 CUT_SECOND = {"text": {"truncation": "only_second"}}
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What came of one group: float32 `[inputs, width]`, vectors or logits, and the token ids."""
+    """The results of one group of inputs."""
 
-    outputs: np.ndarray
-    ids: list[list[int]]
+    outputs: np.ndarray  # float32 [inputs, width]: embeddings or logits
+    ids: list[list[int]]  # token ids of each input
 
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """What the reference computed, a result a group."""
+    """The results of the reference for each group."""
 
-    version: str
+    version: str  # of sentence-transformers
     results: list[Computed]
 
 
 def check_installed() -> None:
-    """Raises ConfigError where sentence-transformers is not installed; imports nothing."""
+    """Raise ConfigError unless sentence-transformers is installed. Imports nothing."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
             f"sentence-transformers is not installed; pip install '{REQUIREMENT}' (it brings torch)"
@@ -50,9 +50,9 @@ def check_installed() -> None:
 def run_apart(
     folder: Path, task: Task, template: bool, limit: int | None, groups: Sequence[InputGroup]
 ) -> ReferenceRun:
-    """`run_reference` in a process of its own: its memory is free again when this returns.
+    """Call `run_reference` in a process of its own, so that its memory is free when this returns.
 
-    Raises ConfigError for whatever ends it.
+    Raises ConfigError if the process fails for any reason.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
@@ -63,7 +63,7 @@ def run_apart(
             ) from error
         except ConfigError:
             raise
-        except Exception as error:  # another library's: whatever it is, nothing can be compared
+        except Exception as error:  # any error of the library means that nothing can be compared
             raise ConfigError(
                 f"sentence-transformers cannot run {folder}: {type(error).__name__}: {error}"
             ) from error
@@ -72,12 +72,13 @@ def run_apart(
 def run_reference(
     folder: Path, task: Task, template: bool, limit: int | None, groups: Sequence[InputGroup]
 ) -> ReferenceRun:
-    """The results of the groups, one input at a time, so that nothing is padded.
+    """Compute the results of the groups, one input at a time, so that nothing is padded.
 
-    Inputs are cut at the model's own limit, or at `limit` where that is less. `template` says
-    whether a language model is asked with one. Raises ConfigError for too old a version.
+    `folder` holds the checkpoint. Inputs are cut at the model's own limit, or at `limit` tokens if
+    that is less. `template` says whether the model is a language model that is prompted with a
+    template. Raises ConfigError if the installed version is too old.
     """
-    # an optional package, and only here
+    # an optional package that only this function needs
     import sentence_transformers  # pyright: ignore[reportMissingImports]
 
     version = sentence_transformers.__version__
@@ -112,11 +113,14 @@ def _results(model: Any, group: InputGroup, of_pairs: dict[str, Any], compute: A
 
 
 def _vector(model: Any, group: InputGroup, one: str, features: Any) -> np.ndarray:
-    """As users get it, whatever `encode` does besides running the modules."""
+    """The embedding of one text, float32 `[dim]`, from `encode`, as users get it."""
     vectors = model.encode([one], prompt_name=group.prompt_name, show_progress_bar=False)
     return np.asarray(vectors[0], np.float32)
 
 
 def _logits(model: Any, group: InputGroup, one: str | tuple[str, str], features: Any) -> np.ndarray:
-    """`predict` takes no single texts, and its activation is not always the one that we apply."""
+    """The logits of one text or pair, float32 `[labels]`.
+
+    They do not come from `predict`, which takes no single texts, and which may apply an activation.
+    """
     return np.asarray(model(features)["scores"][0], np.float32).reshape(-1)

@@ -1,4 +1,4 @@
-"""The report of a verification for a terminal, and its row in the table of verified models."""
+"""Reports a verification: lines for a terminal, and a row for the table of verified models."""
 
 import platform
 from collections.abc import Iterator
@@ -32,85 +32,86 @@ RANK = {
 }
 
 
-def report_lines(found: Verification) -> Iterator[str]:
-    """The report, line by line."""
-    spec, task = found.spec, found.spec.task
-    yield f"{found.name} ({_identity(found)}): {spec.architecture}, {task}, {_outputs(found)}"
+def report_lines(result: Verification) -> Iterator[str]:
+    """Yield the lines of the report."""
+    spec, task = result.spec, result.spec.task
+    yield f"{result.name} ({_identity(result)}): {spec.architecture}, {task}, {_outputs(result)}"
     normalized = ", normalised" if spec.head.normalize else ""
     prompts = ", ".join(sorted(spec.prompts)) or "none"
     yield f"pooling {' + '.join(spec.head.pooling)}{normalized}; prompts: {prompts}"
     yield (
-        f"compared with sentence-transformers {found.reference.version} in float32 on the CPU; "
-        f"inputs cut at {found.limit} tokens"
+        f"compared with sentence-transformers {result.reference.version} in float32 on the CPU; "
+        f"inputs cut at {result.limit} tokens"
     )
-    yield from ("", *_token_lines(found))
+    yield from ("", *_token_lines(result))
     yield f"\n{MEASURE[task]}:"
     yield f"{'':10}{'inputs':>8}{'median':>10}{'worst':>10}{'bound':>10}  {RANK[task]}"
-    for one in found.agreements:
-        yield from _agreement_lines(one, found)
-    verdict = "agrees" if found.agrees else "DISAGREES"
-    yield f"\n{found.name} {verdict} ({found.seconds:.0f} s)"
+    for one in result.agreements:
+        yield from _agreement_lines(one, result)
+    verdict = "agrees" if result.agrees else "DISAGREES"
+    yield f"\n{result.name} {verdict} ({result.seconds:.0f} s)"
 
 
-def markdown_row(found: Verification) -> str:
-    """The row for HEADER."""
-    spec, exact, served = found.spec, found.agreements[0], found.agreements[-1]
+def markdown_row(result: Verification) -> str:
+    """The verification as a row of the Markdown table that HEADER begins."""
+    spec, exact, served = result.spec, result.agreements[0], result.agreements[-1]
     cells = [
-        Path(found.name).name if Path(found.name).exists() else found.name,
-        _identity(found),
+        Path(result.name).name if Path(result.name).exists() else result.name,
+        _identity(result),
         spec.task,
         spec.architecture,
-        _outputs(found),
+        _outputs(result),
         f"{__version__}, {metadata.version('jax')}",
-        f"sentence-transformers {found.reference.version}",
-        f"{found.device}, {platform.machine()}",
+        f"sentence-transformers {result.reference.version}",
+        f"{result.device}, {platform.machine()}",
         f"{exact.distances.max():.1e}",
         f"{served.dtype} {served.distances.max():.1e}",
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def _identity(found: Verification) -> str:
-    spec = found.spec
+def _identity(result: Verification) -> str:
+    spec = result.spec
     return (
         f"revision {spec.revision[:12]}" if spec.revision else f"content {spec.content_hash[:12]}"
     )
 
 
-def _outputs(found: Verification) -> str:
-    spec = found.spec
+def _outputs(result: Verification) -> str:
+    spec = result.spec
     unit = "dimension" if spec.task == "embed" else "logit"
     return f"{spec.dim} {unit}{'s' * (spec.dim > 1)}"
 
 
-def _token_lines(found: Verification) -> Iterator[str]:
-    count = sum(len(group.inputs) for group in found.groups)
-    if not found.different:
+def _token_lines(result: Verification) -> Iterator[str]:
+    count = sum(len(group.inputs) for group in result.groups)
+    if not result.different:
         yield f"tokens: the same for all {count} inputs"
         return
-    group, number = found.different[0]
-    yield f"tokens: DIFFERENT for {len(found.different)} of {count} inputs, first for"
-    yield f"  {_place(found.groups[group], number)}"
-    for who, results in (("jaxembed", found.got), ("reference", found.reference.results)):
+    group, number = result.different[0]
+    yield f"tokens: DIFFERENT for {len(result.different)} of {count} inputs, first for"
+    yield f"  {_place(result.groups[group], number)}"
+    for who, results in (("jaxembed", result.got), ("reference", result.reference.results)):
         ids = results[group].ids[number]
         more = " ..." if len(ids) > MOST_SHOWN_IDS else ""
-        shown = " ".join(map(str, ids[:MOST_SHOWN_IDS])) + more
-        yield f"  {who + ':':11} {len(ids)} tokens: {shown}"
+        excerpt = " ".join(map(str, ids[:MOST_SHOWN_IDS])) + more
+        yield f"  {who + ':':11} {len(ids)} tokens: {excerpt}"
 
 
-def _agreement_lines(one: Agreement, found: Verification) -> Iterator[str]:
+def _agreement_lines(one: Agreement, result: Verification) -> Iterator[str]:
     distances = one.distances
     figures = (np.median(distances), distances[one.worst], one.bound)
     cells = "".join(f"{figure:>10.1e}" for figure in figures)
     yield f"{one.dtype:10}{len(distances):>8}{cells}  {one.rank:.3f}"
-    group, number = locate(one.worst, found.groups)
-    yield f"{'':10}worst: {_place(found.groups[group], number)}"
+    group, number = locate(one.worst, result.groups)
+    yield f"{'':10}worst: {_place(result.groups[group], number)}"
     if len(one.lengths):
         yield f"{'':10}lengths of vectors within {one.lengths.max():.1e}"
 
 
 def _place(group: InputGroup, number: int) -> str:
+    """Describe one input: its group, its number, and the start of its text."""
     one = group.inputs[number]
     text = one if isinstance(one, str) else one[1]
-    shown = repr(text) if len(text) <= MOST_SHOWN_TEXT else f"{text[:MOST_SHOWN_TEXT]!r} ..."
-    return f"{group.name}, {number + 1} of {len(group.inputs)}: {shown}"
+    excerpt = repr(text) if len(text) <= MOST_SHOWN_TEXT else f"{text[:MOST_SHOWN_TEXT]!r} ..."
+    return f"{group.name}, {number + 1} of {len(group.inputs)}: {excerpt}"

@@ -1,11 +1,11 @@
-"""The inputs that are compared: a fixed list, and from it the groups for a model. Runs nothing."""
+"""Lists the texts to compare, and forms groups of inputs from them for a model. Runs nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxembed.spec import ModelSpec
 
-EVERY_NTH = 5  # of the texts, for all groups after the first
+EVERY_NTH = 5  # all groups after the first have one text in five
 
 _SENTENCE = (
     "the old lighthouse keeper wrote down every ship that passed the cape and what it carried "
@@ -54,24 +54,26 @@ QUERIES = ["how do vaccines work", "Hauptstadt von China? 北京"]
 
 @dataclass(frozen=True)
 class InputGroup:
-    """Inputs that are computed alike: texts after a prompt of the checkpoint, None the default one;
-    or pairs of texts."""
+    """Texts, or pairs of texts, that are computed with the same prompt."""
 
     name: str
     inputs: tuple[str, ...] | tuple[tuple[str, str], ...]
-    prompt_name: str | None = None
+    prompt_name: str | None = None  # a prompt of the checkpoint; None: its default
 
 
 def long_texts(limit: int) -> list[str]:
-    """Texts about as long as a limit in tokens, and far over it."""
+    """Make texts that are about as long as a limit in tokens, and some that are much longer."""
     lines = (f"Line {k}: the keeper counted {k * 37 % 101} ships." for k in range(limit // 8 + 2))
     words = ("word " * max(limit + by, 1) for by in (-4, -2, -1, 1))
     return [" ".join(lines), "我喜欢在北京吃饺子。" * (limit // 3 + 1), *words]
 
 
 def input_groups(spec: ModelSpec, limit: int, more: Sequence[str]) -> list[InputGroup]:
-    """What to compare of a model that takes `limit` tokens; `more` are texts of the user's own."""
-    # a language model's template stands around the pair: sentence-transformers cuts it off
+    """Form the groups of inputs for a model that takes `limit` tokens.
+
+    `more` are the user's own texts, added to ours.
+    """
+    # no long texts with a template: sentence-transformers would cut off the end of the template
     cut = long_texts(limit) if spec.template is None else []
     texts = tuple(dict.fromkeys([*TEXTS, *cut, *more]))
     some = tuple(dict.fromkeys([*TEXTS[::EVERY_NTH], *cut[:1]]))
@@ -79,7 +81,7 @@ def input_groups(spec: ModelSpec, limit: int, more: Sequence[str]) -> list[Input
         prompted = [InputGroup(f"prompt {name!r}", some, name) for name in sorted(spec.prompts)]
         return [InputGroup("texts", texts), *prompted]
     pairs = [
-        InputGroup(f"pairs with {query!r}", tuple((query, text) for text in chosen))
-        for query, chosen in zip(QUERIES, (texts, some), strict=True)
+        InputGroup(f"pairs with {query!r}", tuple((query, text) for text in documents))
+        for query, documents in zip(QUERIES, (texts, some), strict=True)
     ]
     return [InputGroup("texts", texts), *pairs] if spec.task == "classify" else pairs

@@ -1,4 +1,4 @@
-"""A model and its reference, one after the other, and what came of it. Prints nothing."""
+"""Runs a model and its reference one after the other, and compares the results. Prints nothing."""
 
 import gc
 import logging
@@ -25,7 +25,7 @@ from jaxembed.verify.texts import InputGroup, input_groups
 
 logger = logging.getLogger(__name__)
 
-# Of an input, where nobody says: a text of 8,192 tokens takes minutes on a CPU in float32.
+# The default limit of an input: one of 8,192 tokens takes minutes on a CPU in float32.
 MOST_INPUT_TOKENS = 2048
 
 RunReference = Callable[..., ReferenceRun]
@@ -33,7 +33,7 @@ RunReference = Callable[..., ReferenceRun]
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared, and how it agrees."""
+    """The results of a model and of the reference, and how they agree."""
 
     name: str
     spec: ModelSpec
@@ -42,16 +42,17 @@ class Verification:
     groups: list[InputGroup]
     got: list[Computed]  # in float32
     reference: ReferenceRun
-    agreements: list[Agreement]  # float32, and the served dtype where that is another
+    agreements: list[Agreement]  # in float32, and in the served dtype if that is another
     seconds: float
 
     @cached_property
     def different(self) -> list[tuple[int, int]]:
-        """Group and input of each that is tokenized otherwise than by the reference."""
+        """The inputs with other token ids than in the reference: group, and index in it."""
         return different_tokens(self.got, self.reference.results)
 
     @property
     def agrees(self) -> bool:
+        """Whether all token ids are equal and all results are within the bounds."""
         return not self.different and all(one.within_bounds for one in self.agreements)
 
 
@@ -64,10 +65,12 @@ def verify_model(
     run_reference: RunReference = run_apart,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
-    """Compare a model with sentence-transformers, on texts of ours and these.
+    """Compare a model with sentence-transformers, on our texts and on `texts`.
 
-    `source` are the arguments of `hub.resolve`. Never are two models in memory at once. Raises
-    ConfigError or CheckpointError where nothing can be compared.
+    `model` is a name or a path; None means the default model. `source` holds the arguments of
+    `hub.resolve`. `on_progress` is called while buckets compile, with the number done and the
+    total. Only one model is in memory at a time. Raises ConfigError or CheckpointError if the
+    comparison is not possible.
     """
     started = time.monotonic()
     check_installed()
@@ -87,7 +90,8 @@ def verify_model(
     got, facts = _run(load, config, groups)
     results = {facts["dtype"]: got}
     if facts["dtype"] != "float32":
-        kernels = "xla" if config.kernels == "xla" else "auto"  # others are for narrow dtypes
+        # the native kernels compute bfloat16, so --kernels native cannot be kept
+        kernels = "xla" if config.kernels == "xla" else "auto"
         results["float32"], _ = _run(
             load, replace(config, dtype="float32", kernels=kernels), groups
         )
@@ -109,7 +113,7 @@ def verify_model(
 
 
 def check_template(spec: ModelSpec, folder: Path) -> None:
-    """Raises ConfigError for a language model that the reference would ask in words of its own."""
+    """Raise ConfigError if the reference would prompt a language model with another template."""
     if spec.template is not None and not (folder / "modules.json").is_file():
         raise ConfigError(
             f"{folder} has no modules.json: sentence-transformers does not know the template that "
@@ -118,23 +122,29 @@ def check_template(spec: ModelSpec, folder: Path) -> None:
 
 
 def _limited(spec: ModelSpec, config: EngineConfig) -> tuple[int, EngineConfig]:
-    """How many tokens an input has at most, and the config with that where it is not the model's
-    own limit. Raises ConfigError for more than that: the reference would cut earlier."""
+    """Choose the input limit in tokens. Returns it, and the config with it where it is needed.
+
+    Raises ConfigError if the config asks for more than the checkpoint says, because the reference
+    would cut earlier.
+    """
     own = summary(spec)["limits"]["served_by_default"]
-    given = config.max_input_tokens
-    if given is not None and given > spec.max_input_tokens:
+    flag = config.max_input_tokens
+    if flag is not None and flag > spec.max_input_tokens:
         raise ConfigError(
-            f"--max-input-length {given} is more than the {spec.max_input_tokens} tokens at which "
+            f"--max-input-length {flag} is more than the {spec.max_input_tokens} tokens at which "
             "the checkpoint says to cut, and the reference does"
         )
-    limit = given or min(own, MOST_INPUT_TOKENS)
+    limit = flag or min(own, MOST_INPUT_TOKENS)
     return limit, config if limit == own else replace(config, max_input_tokens=limit)
 
 
 def _run(
     load: Callable[[EngineConfig], Embedder], config: EngineConfig, groups: Sequence[InputGroup]
 ) -> tuple[list[Computed], dict[str, Any]]:
-    """The results of the groups, and what was found out about the model; it is gone after that."""
+    """Load a model, compute the groups, and free the model.
+
+    Returns the results, and the model's `dtype`, `device` and `spec` by these names.
+    """
     started = time.monotonic()
     embedder = load(config)
     try:

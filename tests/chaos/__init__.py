@@ -1,5 +1,5 @@
-"""A seeded storm on a real server: faults beneath it, rude clients, signals, and an oracle.
+"""A chaos test: a real server with injected faults, misbehaving clients, signals, and an oracle.
 
-Every request has one allowed outcome, and after the storm nothing is held. By hand, from the
-repository: `python -m tests.chaos --seconds 3600 --seed 7 --model sentence-transformers/...`.
+Every request must have one allowed outcome, and after the storm the server must hold no resources.
+By hand: `python -m tests.chaos --seconds 3600 --seed 7 --model sentence-transformers/...`.
 """

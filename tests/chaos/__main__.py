@@ -1,6 +1,6 @@
-"""A storm by hand. The last line is one JSON object; the status is 1 after a violation.
+"""Runs a storm from the command line. The last line is JSON; the exit status is 1 on a violation.
 
-Flags that are not listed go to `jaxembed serve`.
+Flags that are not listed are passed to `jaxembed serve`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 def main() -> int:
-    """Lives until the time is up, and a last one that ends in peace."""
+    """Run lives of a server until the time is up. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0, help="about; a life is finished")
     parser.add_argument("--seed", type=int, default=0)
@@ -28,19 +28,19 @@ def main() -> int:
     parser.add_argument("--actions", type=int, default=60, help="of each client in a wave")
     parser.add_argument("--fault-rate", type=float, default=0.02, help="of calls that fail")
     parser.add_argument("--cache-dir", type=Path, help="kept for the next storm")
-    given, flags = parser.parse_known_args()
+    options, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         weather = Weather(
-            given.seed,
-            given.model,
-            (given.cache_dir or Path(folder)).absolute(),
-            given.reranker,
-            given.clients,
-            given.fault_rate,
+            options.seed,
+            options.model,
+            (options.cache_dir or Path(folder)).absolute(),
+            options.reranker,
+            options.clients,
+            options.fault_rate,
             tuple(flags),
         )
         storm = Storm(weather)
-        asyncio.run(_blow(storm, given.seconds, given.actions))
+        asyncio.run(_blow(storm, options.seconds, options.actions))
     sums = storm.sums()
     if sums["violations"]:
         print("\n".join(["the log of the server:", *storm.wrong_logs]), file=sys.stderr)
@@ -50,6 +50,7 @@ def main() -> int:
 
 
 async def _blow(storm: Storm, seconds: float, actions: int) -> None:
+    """Run a first life, random ones until the time is up, and a last one that ends quietly."""
     random = Random(f"{storm.weather.seed}/lives")
     deadline = time.monotonic() + seconds
     await storm.live(Life((Wave(actions, armed=False), Wave(actions, armed=True))))

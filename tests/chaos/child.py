@@ -1,9 +1,10 @@
-"""A server as `jaxembed serve` starts it, with faults put into what it runs on.
+"""Starts a server as `jaxembed serve` does, with faults injected into its runners and tokenizers.
 
 python tests/chaos/child.py '{"seed": "7/0", "armed": PATH, ...}' serve ...
 
-The n-th call of a runner or tokenizer draws its fault from the seed and n, while the file `armed`
-is there. Each fault is a line of JSON on standard output, which outlives this process.
+While the file `armed` exists, the n-th call of a runner or tokenizer draws its fault from the seed
+and n. Each fault is written to standard output as a line of JSON, which the storm can read even
+after this process is killed.
 """
 
 import asyncio
@@ -22,11 +23,11 @@ import numpy as np
 RUNNER_FAULTS = {"no_memory": 3, "internal": 3, "memory_error": 1, "nan": 4, "slow": 4, "hang": 0.5}
 TOKENIZER_FAULTS = {"tokenizer_error": 3.0, "tokenizer_slow": 2.0}
 SLOW_S, TOKENIZER_SLOW_S = 0.2, 0.05
-OVER_OVERDUE_S = 1.0  # that a hang is longer than a watchdog's patience
+OVER_OVERDUE_S = 1.0  # a hang lasts this much longer than the watchdog's limit
 
 
 class Faults:
-    """Which call fails how: a share `rate` of all, by kind as the weights say."""
+    """Chooses the calls that fail, a share `rate` of all, and their kinds by weight."""
 
     def __init__(self, seed: str, armed: str, rate: float, overdue_s: float):
         self.lasts_s = {
@@ -41,7 +42,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def draw(self, part: str, weights: dict[str, float]) -> str | None:
-        """The fault of this call, if it is to have one; it is told before it happens."""
+        """The kind of fault of this call, or None. It is written out before it happens."""
         if not os.path.exists(self._armed):
             return None
         with self._lock:
@@ -51,18 +52,18 @@ class Faults:
                 return None
             (kind,) = chance.choices(list(weights), list(weights.values()))
             now = time.monotonic()
-            told = {"kind": kind, "n": n, "from": now, "until": now + self.lasts_s.get(kind, 0.0)}
-            print(json.dumps(told), flush=True)
+            fault = {"kind": kind, "n": n, "from": now, "until": now + self.lasts_s.get(kind, 0.0)}
+            print(json.dumps(fault), flush=True)
         return kind
 
     def wait(self, kind: str) -> None:
-        """What is slow or hangs takes its time."""
+        """Sleep for as long as a fault of this kind lasts."""
         if kind in self.lasts_s:
             time.sleep(self.lasts_s[kind])
 
 
 class FaultyRunner:
-    """A runner of the engine that fails as devices do."""
+    """A runner of the engine that sometimes fails as devices do."""
 
     def __init__(self, runner, faults: Faults):
         self._runner = runner
@@ -72,6 +73,7 @@ class FaultyRunner:
         return getattr(self._runner, name)
 
     def run(self, bucket, planes, outputs):
+        """Run a batch with the fault that is drawn: an error, a delay, or NaN in a row."""
         kind = self._faults.draw("runner", RUNNER_FAULTS)
         if kind == "no_memory":
             raise RuntimeError(f"RESOURCE_EXHAUSTED: Out of memory while trying {bucket}")
@@ -86,21 +88,21 @@ class FaultyRunner:
             return answer
         spoilt = {name: np.array(values) for name, values in answer.items()}
         for values in spoilt.values():
-            values[0] = np.nan  # a row: of all buckets the first is the fullest
+            values[0] = np.nan  # the first row of a batch is the fullest
         return spoilt
 
 
 class FaultyTokenizer:
-    """A tokenizer file's tokenizer that raises, or takes its time."""
+    """A tokenizer that sometimes raises an error or is slow."""
 
     def __init__(self, tokenizer, faults: Faults):
         self._tokenizer = tokenizer
         self._faults = faults
 
     def __getattr__(self, name: str):
-        found = getattr(self._tokenizer, name)
+        attribute = getattr(self._tokenizer, name)
         if name not in ("encode", "encode_batch", "encode_batch_fast"):
-            return found
+            return attribute
 
         def call(*arguments, **options):
             kind = self._faults.draw("tokenizer", TOKENIZER_FAULTS)
@@ -108,13 +110,13 @@ class FaultyTokenizer:
                 raise Exception("chaos: the tokenizer fails")
             if kind is not None:
                 self._faults.wait(kind)
-            return found(*arguments, **options)
+            return attribute(*arguments, **options)
 
         return call
 
 
 def spoil(models, faults: Faults, overdue_s: float) -> None:
-    """Put the faults beneath every model."""
+    """Put faulty runners and tokenizers into every model, and shorten the watchdogs' limits."""
     for embedder in models:
         for seat in embedder.engine.seats:
             seat.runner = FaultyRunner(seat.runner, faults)
@@ -125,7 +127,7 @@ def spoil(models, faults: Faults, overdue_s: float) -> None:
 
 
 def show_tasks(*_: object) -> None:
-    """What every task of the event loop waits for, into the log."""
+    """Log what every task of the event loop waits for."""
     for task in [one for one in gc.get_objects() if isinstance(one, asyncio.Task)]:
         print(f"task {task!r}", file=sys.stderr)
         awaited = task.get_coro()
@@ -137,10 +139,10 @@ def show_tasks(*_: object) -> None:
 
 
 def main() -> None:
-    """The command line, whose server gets its faults once its models are built."""
+    """Run the command line, and inject the faults once the server's models are built."""
     plan = json.loads(sys.argv[1])
     signal.signal(signal.SIGUSR1, show_tasks)
-    if plan["disk"] == "full":  # no regular file can grow; Python ignores the signal
+    if plan["disk"] == "full":  # no regular file can grow; Python ignores SIGXFSZ
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     from jaxembed import cli
     from jaxembed.server import run as server

@@ -1,4 +1,4 @@
-"""Clients of a storm: decent ones, and those that break off, dawdle or talk nonsense."""
+"""The clients of a storm: some behave well, others disconnect, send slowly or send garbage."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,13 +9,13 @@ from .corpus import Ask, Corpus
 from .ledger import Entry, Ledger
 from .wire import Http1, Http2, Lost, Message
 
-PATIENCE_S = 60.0  # for an answer
+PATIENCE_S = 60.0  # time limit of an action
 HUGE_HEADER_BYTES = 200_000
 DAWDLE_S = 0.01
 
 
 class Client:
-    """One client, whose n-th action depends on its seed and n alone."""
+    """One client. Its n-th action depends only on its seed and n."""
 
     def __init__(self, seed: str, port: int, corpus: Corpus, ledger: Ledger):
         self._random = Random(seed)
@@ -41,14 +41,14 @@ class Client:
         }
 
     async def act(self) -> None:
-        """The next action."""
+        """Do the next action. An action without an end, or a lost connection, is a violation."""
         (action,) = self._random.choices(list(self._actions), list(self._actions.values()))
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await action()
         except TimeoutError:
             self._ledger.violate(None, f"{action.__name__} had no end within {PATIENCE_S} s")
-        except Lost as lost:  # before anything was asked
+        except Lost as lost:  # before any request was sent
             if self._ledger.signalled_at is None:
                 self._ledger.violate(None, f"{action.__name__}: {lost}")
         finally:
@@ -58,6 +58,7 @@ class Client:
             self._opened.clear()
 
     async def close(self) -> None:
+        """Close the connection that is kept open."""
         if self._kept is not None:
             await self._kept.close()
             self._kept = None
@@ -71,7 +72,7 @@ class Client:
         return wire
 
     async def _ask_in_turn(self) -> None:
-        """One after the other, on a connection that is kept."""
+        """Send requests one after the other on a connection that is kept open."""
         for _ in range(self._random.randint(1, 4)):
             if self._kept is None:
                 self._kept = await self._open()
@@ -80,18 +81,18 @@ class Client:
                 await self.close()
 
     async def _pipeline(self) -> None:
-        """Several at once on one connection of HTTP/1.1; answers come in their order."""
+        """Send several requests at once on one HTTP/1.1 connection; answers come in order."""
         wire = await self._open()
         asks = [self._draw() for _ in range(self._random.randint(2, 5))]
-        asks = [ask for ask in asks if ask.refused != 413]  # whose connection may be closed
+        asks = [ask for ask in asks if ask.refused != 413]  # a 413 may close the connection
         entries = [self._ledger.sent(ask) for ask in asks]
-        with suppress(Lost):  # the answers say the same
+        with suppress(Lost):  # a lost connection is noticed when answers are read
             await wire.send(b"".join(ask.message.http1() for ask in asks))
         for entry in entries:
             await self._finish(entry, wire)
 
     async def _multiplex(self) -> None:
-        """Several at once on one connection of HTTP/2; the client gives up on some."""
+        """Send several requests at once on one HTTP/2 connection, and reset some streams."""
         wire = Http2(await self._open())
         streams = []
         try:
@@ -114,14 +115,17 @@ class Client:
             await wire.close()
 
     async def _vanish_in_body(self) -> None:
+        """Disconnect before the whole body is sent."""
         message = self._corpus.draw(self._random).message
         data = message.http1()
         await self._vanish_after(data[: len(data) - len(message.body or b"") // 2 - 1])
 
     async def _vanish_before_answer(self) -> None:
+        """Disconnect after the request is sent."""
         await self._vanish_after(self._draw().message.http1())
 
     async def _vanish_in_answer(self) -> None:
+        """Disconnect after the first bytes of the answer."""
         wire = await self._open()
         ask = self._draw()
         entry = self._ledger.sent(ask)
@@ -134,7 +138,7 @@ class Client:
         self._ledger.vanished(entry)
 
     async def _half_close(self) -> None:
-        """All is said, and the answer still wanted; the server may take that for good-bye."""
+        """Close the sending side and read the answer; the server may treat it as a disconnect."""
         wire = await self._open()
         ask = self._draw()
         entry = self._ledger.sent(ask)
@@ -146,7 +150,7 @@ class Client:
             self._ledger.vanished(entry)
 
     async def _dawdle(self) -> None:
-        """A sender that is slow, and gets its answer all the same."""
+        """Send a request slowly; it must be answered."""
         wire = await self._open()
         ask = self._draw()
         entry = self._ledger.sent(ask)
@@ -157,16 +161,16 @@ class Client:
                 await wire.send(data[at : at + step])
                 await asyncio.sleep(DAWDLE_S)
         except Lost:
-            pass  # 413 comes early
+            pass  # a 413 is answered before the body is sent
         await self._finish(entry, wire)
 
     async def _say_garbage(self) -> None:
-        """What is no HTTP is refused with a 4xx, or closed without a word."""
+        """Send random bytes: the server must answer with a 4xx, or close the connection."""
         garbage = self._random.randbytes(self._random.randint(1, 2000)) + b"\r\n\r\n"
         await self._expect_refusal(garbage)
 
     async def _say_too_little(self) -> None:
-        """A body that is longer than its length says is a broken one, then garbage."""
+        """Send a body longer than its Content-Length: broken JSON, then garbage."""
         message = Message("/embed", b'{"inputs": "a cat", "model": "e"}')
         data = message.http1(length=len(message.body or b"") - 5)
         wire = await self._open()
@@ -175,17 +179,18 @@ class Client:
         await wire.rest()
 
     async def _promise_too_much(self) -> None:
-        """The server waits for the rest of the body, until the client goes."""
+        """Send a body shorter than its Content-Length, let the server wait, and disconnect."""
         message = self._corpus.plain().message
         await self._vanish_after(message.http1(length=len(message.body or b"") + 100))
 
     async def _send_huge_header(self) -> None:
+        """Send a header that is too long, which must be refused."""
         message = self._corpus.plain().message
         message.headers["x-huge"] = "a" * HUGE_HEADER_BYTES
         await self._expect_refusal(message.http1())
 
     async def _break_http2(self) -> None:
-        """A preface, then nonsense."""
+        """Send the preface of HTTP/2, then random bytes."""
         frames = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + self._random.randbytes(200)
         wire = await self._open()
         try:
@@ -197,19 +202,20 @@ class Client:
         self._ledger.outcomes["nonsense closed"] += 1
 
     async def _expect_refusal(self, data: bytes) -> None:
+        """Send data that the server must refuse with a 4xx, or by closing the connection."""
         wire = await self._open()
         try:
             await wire.send(data)
             wire.half_close()
         except (Lost, OSError):
             pass
-        said = await wire.rest()
-        if said and not said.startswith(b"HTTP/1.1 4"):
-            self._ledger.violate(None, f"nonsense was answered with {said[:100]!r}")
-        self._ledger.outcomes["nonsense refused" if said else "nonsense closed"] += 1
+        answer = await wire.rest()
+        if answer and not answer.startswith(b"HTTP/1.1 4"):
+            self._ledger.violate(None, f"nonsense was answered with {answer[:100]!r}")
+        self._ledger.outcomes["nonsense refused" if answer else "nonsense closed"] += 1
 
     async def _vanish_after(self, data: bytes) -> None:
-        """Send this much, wait a moment, and go."""
+        """Send this data, wait a moment, and disconnect."""
         wire = await self._open()
         entry = self._ledger.sent(Ask("vanishing", Message("/")))
         try:
@@ -221,7 +227,10 @@ class Client:
         self._ledger.vanished(entry)
 
     async def _finish(self, entry: Entry, wire: Http1, data: bytes = b"") -> bool:
-        """Send what is left of a request and read its answer; whether the connection can go on."""
+        """Send the rest of a request and read its answer.
+
+        Returns whether the connection can be used again.
+        """
         try:
             await wire.send(data)
             reply = await wire.reply()

@@ -1,4 +1,4 @@
-"""What is asked in a storm, and which answer to each request is right."""
+"""The requests of a storm, and which answer to each of them is right."""
 
 import base64
 import json
@@ -20,8 +20,8 @@ ODD_TEXTS = [
     "a\tb\nc",
     "  cat  ",
 ]
-FIRST_ID, LAST_ID = 5, 30  # of tokens that every vocabulary here has
-MOST_INPUTS = 64  # in a request, as the server is told
+FIRST_ID, LAST_ID = 5, 30  # token ids that every vocabulary here has
+MOST_INPUTS = 64  # in a request; the server is started with this limit
 PAYLOAD_LIMIT = 256 * 1024
 EMBEDDER, RERANKER = "e", "r"  # served names
 
@@ -30,24 +30,23 @@ Input = str | list[int]
 
 @dataclass(frozen=True)
 class Ask:
-    """A request, and which answer is the right one: `right` says so of a 200, `refused` is the
-    status of a request that is at fault."""
+    """A request, and its right answer."""
 
     kind: str
     message: Message
-    right: Callable[[Reply], bool] = lambda reply: False
-    refused: int | None = None
-    err: str | None = None  # under which te_request_failure counts the refusal
-    stamped: bool = False  # counted by te_request_success
+    right: Callable[[Reply], bool] = lambda reply: False  # whether an answer with 200 is right
+    refused: int | None = None  # the expected status if the request is wrong
+    err: str | None = None  # the label under which te_request_failure counts the refusal
+    stamped: bool = False  # whether te_request_success counts it
 
 
 class Corpus:
-    """Inputs, and the undisturbed answer to each, which `learn` asks for."""
+    """Inputs, and the right answer to each, which `learn` gets from a server without faults."""
 
     def __init__(self, seed: int, reranks: bool):
         random = Random(f"{seed}/corpus")
         self.reranks = reranks
-        self.exact = True  # float32 is compared by value, other dtypes by cosine
+        self.exact = True  # results in float32 are compared by value, others by cosine
         self.inputs: list[Input] = list(ODD_TEXTS)
         for most, count in ((4, 20), (30, 12), (400, 6)):
             self.inputs += [_text(random, random.randint(1, most)) for _ in range(count)]
@@ -63,7 +62,7 @@ class Corpus:
         self._texts = [k for k, one in enumerate(self.inputs) if isinstance(one, str)]
 
     async def learn(self, ask: Callable[[Message], Awaitable[Reply]]) -> None:
-        """Ask for each input alone."""
+        """Ask for each input alone, and keep the answers. `ask` sends a message."""
         info = (await ask(Message(f"/info?model={EMBEDDER}"))).json()
         self.exact = info["model_dtype"] == "float32"
         for k, one in enumerate(self.inputs):
@@ -79,7 +78,7 @@ class Corpus:
                 self._scores[q, k] = rank["score"]
 
     def calm(self) -> list[Ask]:
-        """A request for each input and each kind of answer."""
+        """Requests for each input alone, and one of each further kind."""
         asks = [self._ask_embed([k], {}) for k in range(len(self.inputs))]
         return [
             *asks,
@@ -89,7 +88,7 @@ class Corpus:
         ]
 
     def draw(self, random: Random) -> Ask:
-        """Some request."""
+        """Draw a request of a random kind."""
         kinds = {
             self._draw_embed: 8,
             self._draw_openai: 6,
@@ -103,10 +102,8 @@ class Corpus:
         return kind(random)
 
     def plain(self) -> Ask:
-        """The simplest request."""
+        """A simple request."""
         return self._ask_embed([7], {})
-
-    # a draw of each kind
 
     def _draw_embed(self, random: Random) -> Ask:
         options: dict = (
@@ -127,12 +124,14 @@ class Corpus:
 
     def _draw_ranks(self, random: Random) -> Ask:
         q, texts = random.randrange(len(self.queries)), random.choices(self._texts, k=12)
-        wanted = [self._scores[q, k] for k in texts]
+        expected = [self._scores[q, k] for k in texts]
 
         def right(reply: Reply) -> bool:
             scores = {rank["index"]: rank["score"] for rank in reply.json()}
-            return len(scores) == len(wanted) and bool(
-                np.allclose([scores[k] for k in range(len(wanted))], wanted, atol=self._score_atol)
+            return len(scores) == len(expected) and bool(
+                np.allclose(
+                    [scores[k] for k in range(len(expected))], expected, atol=self._score_atol
+                )
             )
 
         return Ask("rerank", self._rerank(q, texts), right, stamped=True)
@@ -146,25 +145,23 @@ class Corpus:
         path = random.choice(["/health", "/ready", "/livez", "/metrics", "/v1/models"])
         return Ask(f"probe {path}", Message(path), lambda reply: True)
 
-    # requests whose answer is known
-
     def _ask_embed(self, places: Sequence[int], options: dict, octets: bool = False) -> Ask:
-        wanted = np.stack([self._vectors[k] for k in places])
+        expected = np.stack([self._vectors[k] for k in places])
         if dimensions := options.get("dimensions"):
-            wanted = wanted[:, :dimensions]
-            wanted = wanted / np.linalg.norm(wanted, axis=1, keepdims=True)
+            expected = expected[:, :dimensions]
+            expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
         message = _embed([self.inputs[k] for k in places], **options)
         if octets:
             message.headers["accept"] = "application/octet-stream"
 
         def right(reply: Reply) -> bool:
             got = _octets(reply) if octets else _matrix(reply)
-            return self._same(got, wanted)
+            return self._same(got, expected)
 
         return Ask("embed", message, right, stamped=True)
 
     def _ask_openai(self, places: Sequence[int], form: str) -> Ask:
-        wanted = np.stack([self._vectors[k] for k in places])
+        expected = np.stack([self._vectors[k] for k in places])
         body = {
             "input": [self.inputs[k] for k in places],
             "encoding_format": form,
@@ -176,7 +173,7 @@ class Corpus:
             rows = [one["embedding"] for one in data]
             if form == "base64":
                 rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
-            return self._same(np.array(rows, np.float32), wanted)
+            return self._same(np.array(rows, np.float32), expected)
 
         return Ask(f"openai {form}", _message("/v1/embeddings", **body), right, stamped=True)
 
@@ -184,25 +181,27 @@ class Corpus:
         inputs = [self.inputs[k] for k in places]
 
         def right(reply: Reply) -> bool:
-            found = [np.array(rows, np.float32) for rows in reply.json()]
-            return len(found) == len(places) and all(
-                self._same(rows, self._hidden[k]) for rows, k in zip(found, places, strict=True)
+            matrices = [np.array(rows, np.float32) for rows in reply.json()]
+            return len(matrices) == len(places) and all(
+                self._same(rows, self._hidden[k]) for rows, k in zip(matrices, places, strict=True)
             )
 
         message = _message("/embed_all", inputs=inputs, model=EMBEDDER)
         return Ask("embed_all", message, right, stamped=True)
 
     def _ask_pieces(self, places: Sequence[int]) -> Ask:
-        wanted = [self._pieces[k] for k in places]
+        expected = [self._pieces[k] for k in places]
         body = {"inputs": [self.inputs[k] for k in places], "model": EMBEDDER}
-        return Ask("tokenize", _message("/tokenize", **body), lambda reply: reply.json() == wanted)
+        return Ask(
+            "tokenize", _message("/tokenize", **body), lambda reply: reply.json() == expected
+        )
 
     def _rerank(self, query: int, places: Sequence[int]) -> Message:
         texts = [self.inputs[k] for k in places]
         return _message("/rerank", query=self.queries[query], texts=texts, model=RERANKER)
 
     def _some(self, random: Random, most: int) -> list[int]:
-        """Places of inputs; the same one may come twice."""
+        """The indices of some inputs; an index may come twice."""
         count = 1 if random.random() < 0.4 else random.randint(1, most)
         return random.choices(range(len(self.inputs)), k=count)
 
@@ -210,15 +209,17 @@ class Corpus:
     def _score_atol(self) -> float:
         return 1e-5 if self.exact else 2e-2  # bfloat16 rounds a logit of 4 to 0.016
 
-    def _same(self, got: np.ndarray, wanted: np.ndarray) -> bool:
-        """As tests/test_invariance.py has it: other company in a batch changes the order of sums,
-        and what bfloat16 rounds."""
-        if got.shape != wanted.shape or not np.isfinite(got).all():
+    def _same(self, got: np.ndarray, expected: np.ndarray) -> bool:
+        """Whether two results are equal, with the tolerances of tests/test_invariance.py.
+
+        Other sequences in a batch change the order of sums and the rounding of bfloat16.
+        """
+        if got.shape != expected.shape or not np.isfinite(got).all():
             return False
         if self.exact:
-            return bool(np.allclose(got, wanted, rtol=1e-5, atol=1e-5))
-        norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(wanted, axis=-1)
-        return bool(((got * wanted).sum(axis=-1) > 0.9999 * norms).all())
+            return bool(np.allclose(got, expected, rtol=1e-5, atol=1e-5))
+        norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(expected, axis=-1)
+        return bool(((got * expected).sum(axis=-1) > 0.9999 * norms).all())
 
 
 BAD = [

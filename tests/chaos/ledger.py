@@ -1,4 +1,4 @@
-"""What came of every request, and whether that was allowed."""
+"""Records the outcome of every request, and judges whether it was allowed."""
 
 import time
 from collections import Counter
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from .corpus import Ask
 from .wire import Reply
 
-SLACK_S = 2.0  # that a fault's effect may outlast the fault: it is noticed, logged, answered
-SICK_S = 15.0  # that probes may be red after a fault: a sick seat is tried once a second
+SLACK_S = 2.0  # time by which an effect may outlast its fault until it is answered
+SICK_S = 15.0  # time for which probes may fail after a fault: a sick seat is tried once a second
 DEVICE = ("no_memory", "internal", "memory_error", "nan", "hang")
-MOST_SHOWN = 20  # violations
-SHOWN_BYTES = 300  # of an answer
+MOST_SHOWN = 20  # violations that are kept
+SHOWN_BYTES = 300  # bytes of an answer in a violation
 
 
 @dataclass
 class Fault:
-    """One that was injected, on the clock of `time.monotonic`, which all processes share."""
+    """An injected fault. Times are of `time.monotonic`, which all processes share."""
 
     kind: str
     begin: float
@@ -29,12 +29,12 @@ class Entry:
 
     ask: Ask
     sent_at: float
-    life: int
+    life: int  # number of the server process
 
 
 @dataclass
 class Excuse:
-    """An outcome that is allowed if one of these faults happened just then."""
+    """An outcome that is allowed if one of these faults happened at that time."""
 
     entry: Entry
     kinds: tuple[str, ...]
@@ -44,8 +44,11 @@ class Excuse:
 
 
 class Ledger:
-    """Each request has exactly one outcome: right, refused as expected, overloaded (429), failed by
-    a fault that was injected just then, or lost with a client or server that was ended."""
+    """The outcomes of all requests, and the violations.
+
+    Each request must have exactly one outcome: right, refused as expected, overloaded (429), failed
+    by a fault that was injected at that time, or lost with a client or server that was ended.
+    """
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -53,26 +56,26 @@ class Ledger:
         self.faults: list[Fault] = []
         self.violations: list[str] = []
         self.life = 0
-        self.signalled_at: float | None = None  # in this life of the server
-        self.counted: Counter[str] = Counter()  # in this life, as its metrics count
+        self.signalled_at: float | None = None  # when this server process was told to end
+        self.counted: Counter[str] = Counter()  # outcomes of this life, as its metrics count them
         self._open: dict[int, Entry] = {}
         self._excuses: list[Excuse] = []
 
     def begin_life(self) -> None:
-        """Another process serves from here on."""
+        """Note that another server process is started."""
         self.life += 1
         self.signalled_at = None
         self.counted.clear()
 
     def sent(self, ask: Ask) -> Entry:
-        """A request is on its way."""
+        """Note that a request is sent."""
         self.kinds[ask.kind] += 1
         entry = Entry(ask, time.monotonic(), self.life)
         self._open[id(entry)] = entry
         return entry
 
     def answered(self, entry: Entry, reply: Reply) -> None:
-        """Judge an answer."""
+        """Judge the answer to a request."""
         self._settle(entry)
         ask, text = entry.ask, reply.body.decode(errors="replace")
         status, err = reply.status, None
@@ -101,19 +104,19 @@ class Ledger:
             self.counted[err] += 1
 
     def lost(self, entry: Entry, why: object) -> None:
-        """The connection ended, and not by the client."""
+        """Note that the connection ended before the answer, and not by the client."""
         self._settle(entry)
         self.counted["lost"] += 1
         self._lost_to_signal(entry, "lost with the server", str(why))
 
     def vanished(self, entry: Entry) -> None:
-        """The client went away by itself."""
+        """Note that the client disconnected by itself."""
         self._settle(entry)
         self.outcomes["lost with the client"] += 1
         self.counted["lost"] += 1
 
     def violate(self, entry: Entry | None, what: str) -> None:
-        """Something that must not be."""
+        """Record a violation."""
         self.outcomes["VIOLATION"] += 1
         if len(self.violations) < MOST_SHOWN:
             of = "" if entry is None else f"{entry.ask.kind} (life {entry.life}): "
@@ -121,7 +124,10 @@ class Ledger:
             self.violations.append(f"{of}{what} {body.decode(errors='replace')}".strip())
 
     def close(self) -> None:
-        """No request is on its way and every fault is known: judge what was put off."""
+        """Judge the outcomes that need an excuse, now that all faults are known.
+
+        A request without an outcome is a violation.
+        """
         for entry in self._open.values():
             self.violate(entry, "no outcome")
         self._open.clear()
@@ -138,6 +144,7 @@ class Ledger:
         self._excuses.clear()
 
     def _judge_right(self, entry: Entry, reply: Reply) -> None:
+        """Judge an answer with status 200."""
         self.counted["success"] += entry.ask.stamped
         try:
             is_right = entry.ask.right(reply)
@@ -150,6 +157,7 @@ class Ledger:
             self.violate(entry, f"a wrong answer: {reply.body[:SHOWN_BYTES]!r}")
 
     def _excuse(self, entry: Entry, kinds: tuple[str, ...], what: str, slack_s=SLACK_S) -> None:
+        """Note an outcome that needs a fault of one of these kinds; `close` judges it."""
         if self.signalled_at is not None and what == "red probe":
             self.outcomes["drained"] += 1
             return
@@ -157,12 +165,14 @@ class Ledger:
         self._excuses.append(Excuse(entry, kinds, begin, time.monotonic(), what))
 
     def _lost_to_signal(self, entry: Entry, outcome: str, why: str) -> None:
+        """Note an outcome that is allowed only after the server was told to end."""
         if self.signalled_at is None:
             self.violate(entry, f"{outcome}, but nobody ended the server: {why[:SHOWN_BYTES]}")
         else:
             self.outcomes[outcome] += 1
 
     def _settle(self, entry: Entry) -> None:
+        """Note that a request has its outcome; a second one is a violation."""
         if id(entry) not in self._open:
             self.violate(entry, "a second outcome")
         self._open.pop(id(entry), None)

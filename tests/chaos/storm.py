@@ -1,4 +1,4 @@
-"""A storm: lives of a server, waves of clients in each, and what must be as before after a wave."""
+"""Runs a storm: server processes (lives) with waves of clients, and checks after each wave."""
 
 import asyncio
 import contextlib
@@ -26,13 +26,13 @@ End = Literal["quiet", "SIGTERM", "SIGKILL"]
 
 CHILD = Path(__file__).with_name("child.py")
 START_S, STOP_S, QUIET_S = 300.0, 60.0, 30.0
-OVERDUE_S = 2.0  # a watchdog's patience in a storm
-MOST_ADMITTED = 80  # inputs: eight clients go past it now and then
-MOST_GROWTH = 0.35  # of resident memory after the first wave of a life: buckets not used before
+OVERDUE_S = 2.0  # limit of the watchdog in a storm
+MOST_ADMITTED = 80  # inputs, a limit that eight clients sometimes exceed
+MOST_GROWTH = 0.35  # relative growth of memory allowed after a life's first wave, for new buckets
 DRAIN_S = 5.0
 TOKENIZER_THREADS = 2  # of each model
-NEW_THREADS = TOKENIZER_THREADS + 3  # that a model starts when first wanted; three time buckets
-LOG_LINES = 400
+NEW_THREADS = TOKENIZER_THREADS + 3  # threads that a model starts later; three time buckets
+LOG_LINES = 400  # last lines of the log that are kept
 GAUGES = (
     "te_queue_size",
     "jaxembed_queue_tokens",
@@ -47,16 +47,16 @@ REFUSALS = ("overloaded", "inference", "tokenization", "validation", "batch_size
 
 @dataclass(frozen=True)
 class Wave:
-    """Clients that act so often each; faults may be armed, and the end may be violent."""
+    """Clients that all act at the same time."""
 
-    actions: int
-    armed: bool
-    end: End = "quiet"
+    actions: int  # of each client
+    armed: bool  # whether faults are injected
+    end: End = "quiet"  # or the signal that ends the server in the middle of the wave
 
 
 @dataclass(frozen=True)
 class Life:
-    """One process that serves."""
+    """The waves of one server process, and the state of its disk."""
 
     waves: tuple[Wave, ...]
     disk: Disk = "fine"
@@ -64,20 +64,20 @@ class Life:
 
 @dataclass(frozen=True)
 class Weather:
-    """All that a storm depends on, but for the threads' luck."""
+    """Everything that a storm depends on, except the timing of threads."""
 
     seed: int
     embedder: str
     cache_dir: Path
     reranker: str | None = None
     clients: int = 8
-    fault_rate: float = 0.02  # of the calls of runners and tokenizers
-    flags: tuple[str, ...] = ()
+    fault_rate: float = 0.02  # share of the calls of runners and tokenizers that fail
+    flags: tuple[str, ...] = ()  # of `jaxembed serve`
 
 
 @dataclass
 class Server:
-    """A child process, and what it says."""
+    """The server process, its log, and the readers of its output."""
 
     process: asyncio.subprocess.Process
     ledger: Ledger
@@ -86,6 +86,7 @@ class Server:
 
     @classmethod
     async def start(cls, weather: Weather, life: Life, number: int, port: int, ledger: Ledger):
+        """Start the process of a life, and the tasks that read its faults and its log."""
         plan = {
             "seed": f"{weather.seed}/{number}",
             "armed": str(weather.cache_dir / "armed"),
@@ -93,12 +94,12 @@ class Server:
             "overdue_s": OVERDUE_S,
             "disk": life.disk,
         }
-        named = [f"{EMBEDDER}={weather.embedder}"]
-        named += [f"{RERANKER}={weather.reranker}"] if weather.reranker else []
+        served_names = [f"{EMBEDDER}={weather.embedder}"]
+        served_names += [f"{RERANKER}={weather.reranker}"] if weather.reranker else []
         models = [weather.embedder, *([weather.reranker] if weather.reranker else [])]
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(CHILD), json.dumps(plan), "serve", *models,
-            *(flag for name in named for flag in ("--served-model-name", name)),
+            *(flag for name in served_names for flag in ("--served-model-name", name)),
             "--port", str(port), "--cache-dir", str(weather.cache_dir), "--offline",
             "--max-client-batch-size", str(MOST_INPUTS), "--payload-limit", str(PAYLOAD_LIMIT),
             "--max-concurrent-requests", str(MOST_ADMITTED), "--accept-bare-token-ids",
@@ -114,8 +115,11 @@ class Server:
         return server
 
     async def wait(self) -> int:
-        """Until the process has ended and all it said is read; its status, or the signal below
-        zero. One that does not end is killed, and that is a violation."""
+        """Wait until the process has ended and its output is read.
+
+        Returns its exit status, or minus the signal that ended it. A process that does not end is
+        killed, which is a violation.
+        """
         try:
             async with asyncio.timeout(STOP_S):
                 status = await self.process.wait()
@@ -129,8 +133,8 @@ class Server:
     async def _read_faults(self) -> None:
         assert self.process.stdout is not None
         async for line in self.process.stdout:
-            told = json.loads(line)
-            self.ledger.faults.append(Fault(told["kind"], told["from"], told["until"]))
+            fault = json.loads(line)
+            self.ledger.faults.append(Fault(fault["kind"], fault["from"], fault["until"]))
 
     async def _read_log(self) -> None:
         assert self.process.stderr is not None
@@ -139,23 +143,23 @@ class Server:
 
 
 class Storm:
-    """Runs lives one after the other; `sums()` says what came of it."""
+    """Runs lives one after the other; `sums()` returns the results."""
 
     def __init__(self, weather: Weather):
         self.weather = weather
         self.ledger = Ledger()
         self.corpus = Corpus(weather.seed, weather.reranker is not None)
-        self.levels: list[dict[str, int]] = []  # of each quiet moment
+        self.levels: list[dict[str, int]] = []  # memory, threads and files between waves
         self.wrong_logs: list[str] = []
         self._armed = weather.cache_dir / "armed"
         self._port = _free_port()
         self._lives = 0
         self._waves = 0
-        self._learnt: dict[str, float] = {}  # what the metrics of this life count besides
+        self._learnt: dict[str, float] = {}  # counts of this life's metrics from before its waves
         self._started_at = time.monotonic()
 
     async def live(self, life: Life) -> None:
-        """Start a server, let its waves pass, end it."""
+        """Start a server, run its waves, and end it."""
         self._lives += 1
         self.ledger.begin_life()
         self._spoil_disk(life.disk)
@@ -179,7 +183,7 @@ class Storm:
                 self.wrong_logs = list(server.log)
 
     def sums(self) -> dict:
-        """What came of it, as JSON takes it."""
+        """The counts and violations of the storm, as values for JSON."""
         ledger = self.ledger
         return {
             "seed": self.weather.seed,
@@ -195,7 +199,7 @@ class Storm:
         }
 
     async def _wave(self, server: Server, wave: Wave) -> None:
-        """All clients at once; a violent end comes in the middle."""
+        """Run all clients of a wave; a signal that ends the server is sent in the middle."""
         self._waves += 1
         random = Random(f"{self.weather.seed}/{self._waves}/signal")
         total = self.weather.clients * wave.actions
@@ -225,16 +229,18 @@ class Storm:
             self.ledger.close()
 
     async def _end(self, server: Server, end: End) -> None:
+        """End the server unless a signal did, and check its exit status."""
         if self.ledger.signalled_at is None:
             self.ledger.signalled_at = time.monotonic()
             server.process.terminate()
         status = await server.wait()
-        wanted = -signal.SIGKILL if end == "SIGKILL" else 0
-        if status != wanted:
-            self.ledger.violate(None, f"the server ended with {status} instead of {wanted}")
+        expected = -signal.SIGKILL if end == "SIGKILL" else 0
+        if status != expected:
+            self.ledger.violate(None, f"the server ended with {status} instead of {expected}")
         self.ledger.close()
 
     async def _ready(self, server: Server) -> None:
+        """Wait until the server is ready. Raises RuntimeError if it is not in time."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and server.process.returncode is None:
             with contextlib.suppress(Lost):
@@ -244,7 +250,7 @@ class Storm:
         raise RuntimeError("the server does not become ready:\n" + "\n".join(server.log))
 
     async def _calm(self) -> None:
-        """Undisturbed: learn the answers, or see that another process gives the same."""
+        """Without faults, learn the right answers, or check that a new process gives the same."""
         if self._lives == 1:
             await self.corpus.learn(self._ask)
             self._learnt = await self._metrics()
@@ -268,17 +274,18 @@ class Storm:
             await wire.close()
 
     async def _metrics(self) -> dict[str, float]:
-        """Sums over the models: of a gauge, or of a counter by its first label."""
+        """Read the metrics, summed over models and labels; failures are also summed by `err`."""
         text = (await self._ask(Message("/metrics"))).body.decode()
-        found: dict[str, float] = defaultdict(float)
+        sums: dict[str, float] = defaultdict(float)
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                found[sample.name.removesuffix("_total")] += sample.value
+                sums[sample.name.removesuffix("_total")] += sample.value
                 if "err" in sample.labels:
-                    found[sample.labels["err"]] += sample.value
-        return found
+                    sums[sample.labels["err"]] += sample.value
+        return sums
 
     async def _level(self, server: Server, first: bool = False) -> dict[str, int]:
+        """Measure memory, threads and open files of the server, and keep them in `levels`."""
         process = psutil.Process(server.process.pid)
         level = {
             "life": self._lives,
@@ -290,13 +297,13 @@ class Storm:
         return level
 
     async def _be_quiet(self, server: Server, before: dict[str, int]) -> None:
-        """After a wave nothing is held, all is counted, and a plain request is answered."""
+        """Check after a wave that nothing is held, all is counted, and a request is answered."""
         models = 2 if self.weather.reranker else 1
         most_threads = before["threads"] + models * NEW_THREADS
         process = psutil.Process(server.process.pid)
         deadline = time.monotonic() + QUIET_S
         while True:
-            await asyncio.sleep(0.1)  # or the last question's own connection is still open
+            await asyncio.sleep(0.1)  # until the connection of the last check is closed
             threads, files = process.num_threads(), process.num_fds()
             metrics = await self._metrics()
             probes = [
@@ -305,13 +312,13 @@ class Storm:
             held = {name: metrics[name] for name in GAUGES if metrics[name]}
             held |= {"threads": threads} if threads > most_threads else {}
             if files > before["fds"]:
-                opened = [one.status for one in process.net_connections()]
-                held |= {"fds": files, "connections": opened}
+                states = [one.status for one in process.net_connections()]
+                held |= {"fds": files, "connections": states}
             held |= {"probes": probes} if probes != [200, 200, 200] else {}
             if not held:
                 break
             if time.monotonic() > deadline:
-                server.process.send_signal(signal.SIGUSR1)  # its tasks, into its log
+                server.process.send_signal(signal.SIGUSR1)  # log its tasks
                 self.ledger.violate(None, f"still held after a wave: {held}, before it {before}")
                 break
         self._check_counts(metrics)
@@ -322,14 +329,14 @@ class Storm:
         await self._ask_one(self.corpus.plain())
 
     def _check_counts(self, metrics: dict[str, float]) -> None:
-        """Each answer is counted once; what was lost with a client may be counted or not."""
-        counted, lost = self.ledger.counted, self.ledger.counted["lost"]
+        """Check that metrics count each answer once. Requests lost with a client may be counted."""
+        counts, lost = self.ledger.counted, self.ledger.counted["lost"]
         pairs = {"success": "te_request_success", **{err: err for err in REFUSALS}}
         for ours, theirs in pairs.items():
-            found = metrics[theirs] - self._learnt.get(theirs, 0)
-            if not counted[ours] <= found <= counted[ours] + lost:
+            count = metrics[theirs] - self._learnt.get(theirs, 0)
+            if not counts[ours] <= count <= counts[ours] + lost:
                 self.ledger.violate(
-                    None, f"{ours}: {counted[ours]} seen, {lost} lost, the server counts {found}"
+                    None, f"{ours}: {counts[ours]} seen, {lost} lost, the server counts {count}"
                 )
         accepted, answered = metrics["te_request_count"], metrics["te_request_success"]
         failed = metrics["te_request_failure"]
@@ -338,6 +345,7 @@ class Storm:
             self.ledger.violate(None, what)
 
     def _spoil_disk(self, disk: Disk) -> None:
+        """Damage the cache directory as this state of the disk says."""
         costs = self.weather.cache_dir / "costs"
         if costs.is_file():
             costs.unlink()
@@ -358,7 +366,7 @@ def _free_port() -> int:
 
 
 def draw_life(random: Random, actions: int) -> Life:
-    """A life of a long storm: some waves, of which about one in three has no faults beneath."""
+    """Draw a life of a long storm: waves, about a third of them without faults, and an end."""
     waves = [Wave(actions, random.random() < 0.7) for _ in range(random.randint(2, 9))]
     ends: list[End] = ["quiet", "SIGTERM", "SIGKILL"]
     (end,) = random.choices(ends, [1, 2, 2])

@@ -1,4 +1,4 @@
-"""Clients that send what they are told to, byte by byte: HTTP/1.1, and HTTP/2 without TLS."""
+"""Connections that send exactly the given bytes: HTTP/1.1, and HTTP/2 without TLS."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ class Lost(Exception):
 
 @dataclass
 class Message:
-    """A request."""
+    """An HTTP request."""
 
     path: str
     body: bytes | None = None  # None is a GET
@@ -34,7 +34,7 @@ class Message:
             self.headers = {"content-type": "application/json", **self.headers}
 
     def http1(self, length: int | None = None) -> bytes:
-        """As bytes; `length` is what it says of its body where that is not the truth."""
+        """The request as bytes of HTTP/1.1. `length` is a false Content-Length to send."""
         headers = {"host": HOST, **self.headers}
         if self.body is not None:
             headers["content-length"] = str(len(self.body) if length is None else length)
@@ -44,32 +44,33 @@ class Message:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back."""
+    """An HTTP answer."""
 
     status: int
     headers: dict[str, str]
     body: bytes
 
     def json(self):
+        """The body, decoded from JSON."""
         return json.loads(self.body)
 
 
 class Http1:
-    """One connection."""
+    """One HTTP/1.1 connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.reader, self.writer = reader, writer
 
     @classmethod
     async def open(cls, port: int) -> "Http1":
-        """Raises Lost if nobody listens."""
+        """Connect to a port of this machine. Raises Lost if nothing listens there."""
         try:
             return cls(*await asyncio.open_connection(HOST, port, limit=LINE_BYTES))
         except OSError as error:
             raise Lost(f"no connection: {error}") from error
 
     async def send(self, data: bytes) -> None:
-        """Raises Lost."""
+        """Send bytes. Raises Lost if the connection is closed."""
         try:
             self.writer.write(data)
             await self.writer.drain()
@@ -77,7 +78,7 @@ class Http1:
             raise Lost(f"while sending: {error}") from error
 
     async def reply(self) -> Reply:
-        """The next answer. Raises Lost."""
+        """Read the next answer. Raises Lost if the connection ends before."""
         try:
             head = await self.reader.readuntil(b"\r\n\r\n")
             status, *lines = head.decode("latin-1").split("\r\n")
@@ -94,7 +95,7 @@ class Http1:
         return Reply(int(status.split(" ")[1]), headers, body)
 
     async def _chunks(self) -> bytes:
-        """A body that came as it was made."""
+        """Read a body with chunked encoding."""
         parts = []
         while size := int(await self.reader.readuntil(b"\r\n"), 16):
             parts.append(await self.reader.readexactly(size))
@@ -103,32 +104,34 @@ class Http1:
         return b"".join(parts)
 
     async def ask(self, message: Message) -> Reply:
-        """Raises Lost."""
+        """Send a request and read its answer. Raises Lost if the connection ends before."""
         await self.send(message.http1())
         return await self.reply()
 
     async def rest(self) -> bytes:
-        """All that comes until the server closes."""
+        """Read everything until the server closes the connection."""
         try:
             return await self.reader.read()
         except OSError:
             return b""
 
     def half_close(self) -> None:
+        """Close the sending side of the connection."""
         self.writer.write_eof()
 
     def abort(self) -> None:
-        """Vanish at once."""
+        """Drop the connection at once."""
         self.writer.transport.abort()
 
     async def close(self) -> None:
+        """Close the connection."""
         self.writer.close()
         with suppress(OSError):
             await self.writer.wait_closed()
 
 
 class Http2:
-    """One connection, on which several requests run at once."""
+    """One HTTP/2 connection, on which several requests run at once."""
 
     def __init__(self, connection: Http1):
         self._wire = connection
@@ -140,8 +143,11 @@ class Http2:
         self._reading = asyncio.create_task(self._read())
 
     async def ask(self, message: Message) -> tuple[int, asyncio.Future[Reply]]:
-        """Send it; its stream, and the answer to come, which may raise Lost."""
-        if self._reading.done():  # nobody would tell that there is no answer
+        """Send a request. Returns its stream, and a future of the answer, which may raise Lost.
+
+        Raises Lost if the connection is closed.
+        """
+        if self._reading.done():  # nothing would resolve the future
             raise Lost("the server closed the connection before")
         try:
             stream = self._state.get_next_available_stream_id()
@@ -176,18 +182,19 @@ class Http2:
         return stream, reply
 
     async def reset(self, stream: int) -> None:
-        """The client does not want the answer any more."""
+        """Cancel a request by resetting its stream."""
         try:
             self._state.reset_stream(stream)
         except h2.exceptions.ProtocolError:
-            return  # it is there already, or the connection has gone
+            return  # the answer has arrived, or the connection is closed
         await self._flush()
 
     async def close(self) -> None:
+        """Close the connection, and cancel the answers that are missing."""
         self._reading.cancel()
         for reply in self._replies.values():
             reply.cancel()
-        replies = self._replies.values()  # looked at, or asyncio complains of their errors
+        replies = self._replies.values()  # awaited, or asyncio would log their errors
         await asyncio.gather(self._reading, *replies, return_exceptions=True)
         await self._wire.close()
 
@@ -195,6 +202,7 @@ class Http2:
         await self._wire.send(self._state.data_to_send())
 
     async def _read(self) -> None:
+        """Read frames until the connection ends; then the missing answers raise Lost."""
         lost = "the server closed the connection"
         try:
             while data := await self._wire.reader.read(READ_BYTES):
@@ -213,8 +221,8 @@ class Http2:
         self._room.set()
         match event:
             case h2.events.ResponseReceived(stream_id=stream, headers=headers):
-                found = {_text(name): _text(value) for name, value in headers}
-                self._parts[stream][0].update(found)
+                decoded = {_text(name): _text(value) for name, value in headers}
+                self._parts[stream][0].update(decoded)
             case h2.events.DataReceived(stream_id=stream, data=data):
                 self._parts[stream][1].append(data)
                 self._state.acknowledge_received_data(event.flow_controlled_length, stream)

@@ -1,8 +1,9 @@
-"""Products and attention in bfloat16 on x86-64, in C, called by XLA:CPU's programs.
+"""Native kernels: matrix products and attention in bfloat16 on x86-64, written in C for XLA:CPU.
 
-XLA:CPU runs a transformer as many small loops over memory. calls.h does a layer of BERT in two
-calls, of a few tokens in five; other towers take its products and attention. Wheels bring the
-kernels compiled, for AVX512_BF16 and for AMX: without either, XLA does it all.
+XLA:CPU runs a transformer as many small loops over memory. The kernels in calls.h compute a layer
+of BERT in two calls, or in five if there are few tokens; other towers use those for products and
+attention. Wheels hold the kernels compiled for AVX512_BF16 and for AMX. A CPU without either uses
+XLA for everything.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,9 +25,9 @@ from jaxembed.models.native.library import operand_names
 from jaxembed.models.native.library import source_digest as source_digest
 from jaxembed.models.tokens import Segments
 
-MOST_OF_A_ROW = 2**19  # elements: each item of `self_attention` holds a row, in a core's cache
-TILE = 16  # lines of a tile: tokens, or neighbouring pairs of features
-PANEL = 32  # columns that lie together
+MOST_OF_A_ROW = 2**19  # elements: `self_attention` keeps the row of a work item in a core's cache
+TILE = 16  # lines of an AMX tile: tokens, or pairs of neighbouring features
+PANEL = 32  # columns of a panel
 
 RoundedHeads = BFloat16[Array, "rows length heads width"]
 RoundedGrouped = BFloat16[Array, "rows length groups width"]
@@ -34,34 +35,36 @@ RoundedJoint = BFloat16[Array, "rows length three heads width"]
 Panels = BFloat16[Array, "columns steps two pairs lanes both"]
 
 
-# What a call is named where it is tried: a product by what is at its end.
-ENDS = ("linear", "gelu", "norm")
+ENDS = ("linear", "gelu", "norm")  # names of the `linear` call by its mode, in trials and refusals
 
 
 @dataclass(frozen=True)
 class NativeCall:
-    """A call with the shapes and dtypes of its operands, by name, and its attributes."""
+    """A call of a native kernel: its target, the shapes of its operands, and its attributes."""
 
-    target: str
-    shape: tuple[int, ...]
-    dtype: str
-    operands: tuple[tuple[str, jax.ShapeDtypeStruct], ...]
-    attributes: tuple[tuple[str, Any], ...]
+    target: str  # one of CALLS
+    shape: tuple[int, ...]  # of the result
+    dtype: str  # of the result
+    operands: tuple[tuple[str, jax.ShapeDtypeStruct], ...]  # by name
+    attributes: tuple[tuple[str, Any], ...]  # by name
 
     @property
     def name(self) -> str:
-        """That of the target, but for products: linear, gelu or norm, by what is at their end."""
+        """The name of the target; a `linear` call is named by its mode: linear, gelu or norm."""
         mode = dict(self.attributes).get("mode")
         return self.target if mode is None else ENDS[mode]
 
     def run(self, operands: Mapping[str, Array]) -> Array:
-        """The result, in a program that is being traced. Raises TypeError unless it has each of its
-        operands, whose order the library tells."""
+        """Add the call to the program that is being traced, and return its result.
+
+        `operands` are arrays by name; the library tells their order. Raises TypeError if the names
+        are not those that the call takes.
+        """
         attributes = dict(self.attributes)
         names = operand_names(self.target, int(attributes.get("mode", 0)))
         if operands.keys() != set(names):
-            came = ", ".join(operands)
-            raise TypeError(f"native {self.target} takes {', '.join(names)}, not {came}")
+            given_names = ", ".join(operands)
+            raise TypeError(f"native {self.target} takes {', '.join(names)}, not {given_names}")
         result = jax.ShapeDtypeStruct(self.shape, self.dtype)
         call = jax.ffi.ffi_call(f"jaxembed_{self.target}", result)
         return call(*(operands[name] for name in names), **attributes)
@@ -71,9 +74,12 @@ _noted: ContextVar[dict[NativeCall, None] | None] = ContextVar("noted", default=
 
 
 @contextmanager
-def noting(noted: dict[NativeCall, None]) -> Iterator[None]:
-    """Let what this thread traces meanwhile note its different calls, in order, and make none."""
-    before = _noted.set(noted)
+def noting(calls: dict[NativeCall, None]) -> Iterator[None]:
+    """Record the native calls that this thread traces in the context, instead of making them.
+
+    Each different call is added to `calls` once, in order; its result is zeros.
+    """
+    before = _noted.set(calls)
     try:
         yield
     finally:
@@ -81,31 +87,37 @@ def noting(noted: dict[NativeCall, None]) -> Iterator[None]:
 
 
 def packable(name: str, shape: tuple[int, ...], dtype: str) -> bool:
-    """Whether a parameter is the kernel of a product that `linear` takes."""
+    """Whether a parameter is a weight that can be packed into panels for `linear`.
+
+    `name` is the parameter's path; `shape` and `dtype` are those before packing.
+    """
     matrix = name.endswith(".kernel") and len(shape) == 2 and dtype == "bfloat16"
     return matrix and shape[0] % PANEL == 0 and shape[1] % PANEL == 0
 
 
 def packed(kernel: np.ndarray) -> np.ndarray:
-    """`[K, N]` as the panels product.h takes: `[N / 32, K / 32, 2, 16, 16, 2]`, the axes being
-    columns by 32, features by 32, tiles of 16 columns, pairs of features, columns, a pair."""
+    """Pack a weight `[K, N]` into the panels that product.h takes, on the host.
+
+    The result is `[N / 32, K / 32, 2, 16, 16, 2]`. Its axes are blocks of 32 columns, blocks of 32
+    features, tiles of 16 columns, pairs of features, columns of a tile, and the two of a pair.
+    """
     k, n = kernel.shape
     split = kernel.reshape(k // PANEL, TILE, 2, n // PANEL, 2, TILE)
     return np.ascontiguousarray(split.transpose(3, 0, 4, 1, 5, 2))
 
 
 def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """That of a parameter once it is packed."""
+    """The shape of a packed weight, from its shape `[K, N]` before."""
     return (shape[1] // PANEL, shape[0] // PANEL, 2, TILE, TILE, 2)
 
 
 def is_packed(kernel: Any) -> bool:
-    """Whether a parameter, on a device or on the host, lies in panels."""
+    """Whether a weight, on a device or on the host, is packed into panels."""
     return kernel.ndim == 6
 
 
 def plain_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """That of a parameter before it was packed, or as it is."""
+    """The shape of a weight before it was packed; other shapes are returned unchanged."""
     return (shape[1] * PANEL, shape[0] * PANEL) if len(shape) == 6 else shape
 
 
@@ -117,9 +129,10 @@ def linear(
     gelu: bool = False,
     dtype: str = "float32",
 ) -> Float[Array, "... out"]:
-    """x . kernel + bias, through the exact gelu if wanted, rounded to `dtype` at the end.
+    """Compute x . weight + bias, optionally its exact GELU, and round the result to `dtype`.
 
-    x is bfloat16, or float32 that is rounded to it; sums are float32.
+    `kernel` is the packed weight. `x` is bfloat16, or float32 that is rounded to it. Sums are
+    float32.
     """
     return _linear(x, kernel, bias, {}, mode=int(gelu), eps=0.0, dtype=dtype)
 
@@ -133,13 +146,13 @@ def linear_norm(
     shift: Float[Array, " out"],
     eps: float,
 ) -> Float[Array, "rows length out"]:
-    """The layer norm of residual + x . kernel + bias, in float32."""
+    """Compute the layer norm of residual + x . weight + bias. The result is float32."""
     norm = {"residual": residual, "scale": scale, "shift": shift}
     return _linear(x, kernel, bias, norm, mode=2, eps=eps, dtype="float32")
 
 
 def takes(length: int, width: int, dtype: str) -> bool:
-    """Whether `attention` takes rows of a length and heads of a width."""
+    """Whether `attention` takes rows of this length, heads of this width, and this dtype."""
     return length % TILE == 0 and width % PANEL == 0 and dtype == "bfloat16"
 
 
@@ -151,7 +164,10 @@ def attention(
     causal: bool,
     reach: int | None,
 ) -> RoundedHeads:
-    """As models.attention.attend; zeros in padding. Keys of other segments cost nothing."""
+    """Compute attention as models.attention.attend does; padding gets zeros.
+
+    Keys of other segments are skipped and cost nothing. Shapes must satisfy `takes`.
+    """
     operands = {"query": query, "key": key, "value": value, "segments": segments}
     return _call("attention", query.shape, query.dtype, operands, **_sight(causal, reach))
 
@@ -159,7 +175,10 @@ def attention(
 def joint_attention(
     joint: RoundedJoint, segments: Segments, causal: bool, reach: int | None
 ) -> RoundedHeads:
-    """The same for query, key and value side by side, as one product makes them."""
+    """Compute attention with query, key and value side by side in one array.
+
+    The result is `[rows, length, heads, width]`.
+    """
     rows, length, _, heads, width = joint.shape
     shape = (rows, length, heads, width)
     operands = {"joint": joint, "segments": segments}
@@ -167,16 +186,20 @@ def joint_attention(
 
 
 def takes_mlp(hidden: Float[Array, "rows length dim"], *kernels: Array) -> bool:
-    """Whether `mlp` takes what is behind attention. A few tokens are faster product by product:
-    their columns are shared out over the cores."""
+    """Whether `mlp` takes these hidden states and weights.
+
+    With few tokens, separate products are faster because the cores share their columns.
+    """
     return hidden.shape[0] * hidden.shape[1] > PANEL and all(map(is_packed, kernels))
 
 
 def takes_self_attention(
     hidden: Float[Array, "rows length dim"], heads: int, kernel: Array
 ) -> bool:
-    """Whether `self_attention` takes these rows: few tokens are faster in two calls, as above, and
-    so are rows too long for a core's cache."""
+    """Whether `self_attention` takes these hidden states and this weight.
+
+    Few tokens, and rows too long for a core's cache, are faster as two calls.
+    """
     rows, length, dim = hidden.shape
     fits = takes(length, dim // heads, "bfloat16") and length * dim <= MOST_OF_A_ROW
     return fits and rows * length > PANEL and is_packed(kernel)
@@ -189,7 +212,10 @@ def self_attention(
     segments: Segments,
     heads: int,
 ) -> BFloat16[Array, "rows length dim"]:
-    """The product that makes queries, keys and values, and their attention."""
+    """Compute the product that gives queries, keys and values, and their attention, in one call.
+
+    `kernel` is the packed weight of that product, without a mask other than the segments.
+    """
     bias = _or_zeros(bias, 3 * hidden.shape[2])
     operands = {"hidden": hidden, "kernel": kernel, "bias": bias, "segments": segments}
     return _call("self_attention", hidden.shape, jnp.bfloat16, operands, heads=np.int64(heads))
@@ -203,9 +229,11 @@ def mlp(
     down: tuple[Array | None, ...],
     eps: float,
 ) -> Float[Array, "rows length dim"]:
-    """What is behind attention in a layer: hidden = norm(hidden + mixed . out), then
-    norm(hidden + gelu(hidden . up) . down). Each has kernel and bias, `out` and `down` their norm's
-    scale and shift too."""
+    """Compute the rest of a BERT layer after attention, in one call.
+
+    It is hidden = norm(hidden + mixed . out), then norm(hidden + gelu(hidden . up) . down). `up` is
+    a packed weight and a bias (or None); `out` and `down` also have their norm's scale and shift.
+    """
     parameters = {"out": out, "up": up, "down": down}
     parts = ("kernel", "bias", "scale", "shift")
     operands = {
@@ -229,17 +257,18 @@ def _linear(x, kernel, bias, norm, *, mode: int, eps: float, dtype: str):
 
 
 def _call(name: str, shape: tuple[int, ...], dtype: Any, operands: dict[str, Array], **attributes):
-    """What a call in C gives, of one shape; or a note of it."""
+    """Make a native call and return its result; within `noting`, record it and return zeros."""
     shapes = ((k, jax.ShapeDtypeStruct(x.shape, x.dtype)) for k, x in operands.items())
     call = NativeCall(name, shape, str(jnp.dtype(dtype)), tuple(shapes), tuple(attributes.items()))
-    noted = _noted.get()
-    if noted is None:
+    calls = _noted.get()
+    if calls is None:
         return call.run(operands)
-    noted[call] = None
+    calls[call] = None
     return jnp.zeros(shape, dtype)
 
 
 def _columns(kernel: Array | None) -> int:
+    """The number of columns of a packed weight."""
     assert kernel is not None
     return kernel.shape[0] * PANEL
 

@@ -1,4 +1,4 @@
-// Attention within the segments of packed rows.
+// Computes attention within the segments of packed rows.
 #pragma once
 
 #include "numbers.h"
@@ -6,17 +6,17 @@
 #include "scratch.h"
 
 typedef struct {
-  const bf16 *query, *key, *value;  // of the first head
+  const bf16 *query, *key, *value;  // start of the first head
   const int32_t* segments;
   bf16* mixed;
-  int64_t query_stride, key_stride, value_stride, mixed_stride;  // from token to token
-  int64_t rows, length, heads, groups, width;
-  int64_t heads_per_item;  // of keys and values
+  int64_t query_stride, key_stride, value_stride, mixed_stride;  // elements from token to token
+  int64_t rows, length, heads, groups, width;  // groups: heads of keys and values
+  int64_t heads_per_item;                      // groups that one work item computes
   int causal;
-  int64_t reach;  // the length, where it does not matter
+  int64_t reach;  // largest distance that a token sees; the length if there is no limit
 } Attention;
 
-// 16 lines of 16 pairs, turned: line p of `to` gets pair p of each line.
+// Transpose 16 lines of 16 pairs: line p of `to` gets pair p of each line of `from`.
 static inline void turn(const bf16* from, int64_t stride, bf16* to) {
   __m512i a[16], b[16];
   for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * stride);
@@ -43,7 +43,7 @@ static inline void turn(const bf16* from, int64_t stride, bf16* to) {
   for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * STEP, a[i]);
 }
 
-// Keys as the panels that queries are multiplied with: [length / 32][width / 32][2 tiles].
+// Lay out the keys as panels, [length / 32][width / 32][2 tiles], that queries are multiplied with.
 static void turn_keys(const Attention* t, const bf16* key, int64_t padded, bf16* panels) {
   for (int64_t first = 0; first < padded; first += TILE)
     for (int64_t step = 0; step < t->width / STEP; step++) {
@@ -54,8 +54,8 @@ static void turn_keys(const Attention* t, const bf16* key, int64_t padded, bf16*
     }
 }
 
-// Values as the panels that weights are multiplied with: [width / 32][length / 32][2 tiles], zeros
-// in padding, where there may be NaN.
+// Lay out the values as panels, [width / 32][length / 32][2 tiles], that the softmax weights are
+// multiplied with. Padding, which may hold NaN, becomes zeros.
 static void pair_values(const Attention* t, const bf16* value, const int32_t* segments,
                         int64_t padded, bf16* panels) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
@@ -75,10 +75,11 @@ static void pair_values(const Attention* t, const bf16* value, const int32_t* se
     }
 }
 
-// softmax of one query's scores over the keys [low, high) into weights, and one over their sum.
+// Write the numerators of one query's softmax over the keys [low, high) to `weights`. Returns the
+// reciprocal of their sum, or 0 for a query of padding.
 static inline float softmax_row(const Attention* t, const int32_t* segments, int64_t at, int64_t low,
                                 int64_t high, float* scores, bf16* weights) {
-  if (!segments[at]) {  // padding among the queries: all of it may be NaN
+  if (!segments[at]) {  // a query of padding, whose scores may all be NaN
     memset(weights + low, 0, (high - low) * sizeof(bf16));
     return 0.0f;
   }
@@ -103,7 +104,7 @@ static inline float softmax_row(const Attention* t, const int32_t* segments, int
     _mm512_storeu_ps(scores + j, score);
     largest = _mm512_max_ps(largest, score);
   }
-  // softmax(s / sqrt(width)) by powers of two
+  // softmax(s / sqrt(width)), computed with powers of two
   const __m512 factor = _mm512_div_ps(_mm512_set1_ps(1.4426950408889634f),
                                       _mm512_sqrt_ps(_mm512_set1_ps((float)t->width)));
   const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
@@ -120,10 +121,11 @@ static inline float softmax_row(const Attention* t, const int32_t* segments, int
   return 1.0f / _mm512_reduce_add_ps(sum);
 }
 
-// From one query's scores to the next one's: with a power of two, those of sixteen queries would
-// have a few lines of the first-level cache between them.
+// The stride from one query's scores to the next one's. It is not a power of two, or the scores of
+// sixteen queries would share a few lines of the first-level cache.
 static int64_t stride_of_scores(int64_t padded) { return padded + PANEL; }
 
+// The bytes of scratch memory that `attend` needs.
 static size_t attention_memory(int64_t length, int64_t width) {
   const size_t padded = parts(length, STEP) * STEP;
   return 2 * padded * width * sizeof(bf16) +                                  // keys and values
@@ -131,7 +133,8 @@ static size_t attention_memory(int64_t length, int64_t width) {
          PANEL * PANEL * sizeof(float);
 }
 
-// Some heads of keys and values of a row, and the queries that they serve.
+// Compute one row of attention for the groups [first_group, last_group) and the query heads that
+// they serve. `memory` has attention_memory bytes.
 static void attend(const Attention* t, int64_t row, int64_t first_group, int64_t last_group,
                    char* memory) {
   const int64_t length = t->length, width = t->width, per_group = t->heads / t->groups;
@@ -149,7 +152,7 @@ static void attend(const Attention* t, int64_t row, int64_t first_group, int64_t
                 values);
     for (int64_t first = 0; first < length; first += PANEL) {
       const int rows = (int)min64(PANEL, length - first);
-      // a segment's tokens lie side by side: the keys that these queries see are one stretch
+      // the tokens of a segment are adjacent, so these queries see one contiguous range of keys
       int64_t real = 0, low = length, high = 0;
       for (int64_t at = first; at < first + rows; at++) {
         if (!segments[at]) continue;
@@ -194,6 +197,7 @@ static void attend(const Attention* t, int64_t row, int64_t first_group, int64_t
   }
 }
 
+// A work item of attention: some groups of one row. Returns 0, or -1 if memory is short.
 static int attention_item(const void* arguments, int64_t item) {
   const Attention* t = arguments;
   const int64_t parts_of_row = parts(t->groups, t->heads_per_item);

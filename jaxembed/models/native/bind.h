@@ -1,5 +1,5 @@
-// A call that came, compared with its table: a slip is an error that says what came and what was
-// wanted.
+// Checks a call from XLA against its table in operands.h, and gives access to its operands. A
+// mismatch becomes an error that names both what came and what is expected.
 #pragma once
 
 #include <float.h>
@@ -9,21 +9,24 @@
 
 #include "operands.h"
 
+// A call whose operands, attributes and sizes are known.
 typedef struct {
   const Call* call;
   XLA_FFI_Buffer* operands[MOST_OPERANDS];
   XLA_FFI_Buffer* result;
   const void* attributes[MOST_ATTRIBUTES];
-  int64_t sizes[SIZES];  // zero: not known yet
-  const int64_t* leading;
+  int64_t sizes[SIZES];    // 0: not known yet
+  const int64_t* leading;  // the leading axes, which all operands with LEADING share
   int64_t leading_axes;
 } Bound;
 
+// The text of a message; what does not fit is cut off.
 typedef struct {
   size_t used;
   char text[512];
 } Text;
 
+// Append formatted text.
 static void add(Text* to, const char* format, ...) {
   va_list values;
   va_start(values, format);
@@ -33,6 +36,7 @@ static void add(Text* to, const char* format, ...) {
   if (size > 0) to->used += (size_t)min64(size, (int64_t)left - 1);
 }
 
+// Create an error for XLA; XLA frees it.
 static XLA_FFI_Error* error_of(XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code,
                                const char* call, const char* message) {
   Text text = {0};
@@ -43,10 +47,12 @@ static XLA_FFI_Error* error_of(XLA_FFI_CallFrame* frame, XLA_FFI_Error_Code code
   return frame->api->XLA_FFI_Error_Create(&args);
 }
 
+// Create the error of a call that does not match its table.
 static XLA_FFI_Error* slip(XLA_FFI_CallFrame* frame, const Bound* bound, const Text* message) {
   return error_of(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, bound->call->name, message->text);
 }
 
+// Append the name of a dtype.
 static void add_dtype(Text* to, int dtype) {
   switch (dtype) {
     case XLA_FFI_DataType_F32: add(to, "f32"); return;
@@ -58,7 +64,7 @@ static void add_dtype(Text* to, int dtype) {
   }
 }
 
-// Such as "f32[3, 16, 64]".
+// Append the dtype and shape of a buffer, such as "f32[3, 16, 64]".
 static void add_buffer(Text* to, const XLA_FFI_Buffer* buffer) {
   add_dtype(to, buffer->dtype);
   for (int64_t i = 0; i < buffer->rank; i++)
@@ -66,7 +72,7 @@ static void add_buffer(Text* to, const XLA_FFI_Buffer* buffer) {
   add(to, buffer->rank ? "]" : "[]");
 }
 
-// Such as "f32 or bf16 [rows = 3, length (a multiple of 16), heads]".
+// Append what an operand must be, such as "f32 or bf16 [rows = 3, length (a multiple of 16)]".
 static void add_operand(Text* to, const Bound* bound, const Operand* operand) {
   const char* before = "";
   for (int dtype = 0; dtype < 64; dtype++)
@@ -86,13 +92,15 @@ static void add_operand(Text* to, const Bound* bound, const Operand* operand) {
   add(to, "]");
 }
 
+// Whether a size keeps its rule and equals the known value of its name; an unknown one is set.
 static int is_size(Size size, int64_t value, int64_t* sizes) {
   if (value < 1 || value % size_rules[size].multiple) return 0;
   if (!sizes[size]) sizes[size] = value;
   return sizes[size] == value;
 }
 
-// The axes in front, of which a shape leaves open how many there are: the same in all operands.
+// Whether the first `axes` axes of a buffer are the leading ones of the call; unknown ones are set.
+// Their number is free, but it and the sizes are the same for all operands with LEADING.
 static int is_leading(const XLA_FFI_Buffer* buffer, int64_t axes, Bound* bound) {
   if (axes < 0) return 0;
   int64_t product = 1;
@@ -111,6 +119,7 @@ static int is_leading(const XLA_FFI_Buffer* buffer, int64_t axes, Bound* bound) 
   return 1;
 }
 
+// Whether a buffer has the shape of an operand. Sizes that were not known are set.
 static int is_shape(const Operand* operand, const XLA_FFI_Buffer* buffer, Bound* bound) {
   const Size* shape = operand->shape;
   const int64_t* dims = buffer->dims;
@@ -132,6 +141,7 @@ static int is_shape(const Operand* operand, const XLA_FFI_Buffer* buffer, Bound*
   return 1;
 }
 
+// Check one buffer, and keep the sizes that it sets. Returns an error if it does not match.
 static XLA_FFI_Error* bind_buffer(XLA_FFI_CallFrame* frame, const Operand* operand,
                                   const char* kind, const XLA_FFI_Buffer* buffer, Bound* bound) {
   Bound with = *bound;
@@ -148,6 +158,7 @@ static XLA_FFI_Error* bind_buffer(XLA_FFI_CallFrame* frame, const Operand* opera
   return slip(frame, bound, &text);
 }
 
+// Check all operands and the result.
 static XLA_FFI_Error* bind_buffers(XLA_FFI_CallFrame* frame, Bound* bound) {
   const Operand* operands = bound->call->operands;
   int64_t count = 0;
@@ -168,6 +179,7 @@ static XLA_FFI_Error* bind_buffers(XLA_FFI_CallFrame* frame, Bound* bound) {
   return bind_buffer(frame, &bound->call->result, "result", bound->result, bound);
 }
 
+// The index of an attribute, or -1.
 static int64_t place_of_attribute(const XLA_FFI_Attrs* attributes, const char* name) {
   for (int64_t i = 0; i < attributes->size; i++) {
     const XLA_FFI_ByteSpan* span = attributes->names[i];
@@ -176,7 +188,7 @@ static int64_t place_of_attribute(const XLA_FFI_Attrs* attributes, const char* n
   return -1;
 }
 
-// The value of an attribute if it is a number of that dtype, else NULL.
+// A pointer to the value of an attribute if it is a number of this dtype, else NULL.
 static const void* number(const XLA_FFI_CallFrame* frame, const char* name,
                           XLA_FFI_DataType dtype) {
   const int64_t place = place_of_attribute(&frame->attrs, name);
@@ -185,13 +197,14 @@ static const void* number(const XLA_FFI_CallFrame* frame, const char* name,
   return scalar->dtype == dtype ? scalar->value : NULL;
 }
 
+// Whether a number is in the range of its attribute.
 static int is_in_range(const Attribute* attribute, const void* value) {
   if (attribute->dtype == XLA_FFI_DataType_F32)
     return *(const float*)value >= 0 && *(const float*)value <= FLT_MAX;
   return *(const int64_t*)value >= attribute->least && *(const int64_t*)value <= attribute->most;
 }
 
-// Such as "attribute reach: -5 came, wanted an s64 of at least -1".
+// Append what is wrong, such as "attribute reach: -5 came, wanted an s64 of at least -1".
 static void add_attribute(Text* to, const Attribute* attribute, const void* value, int is_there) {
   const int is_real = attribute->dtype == XLA_FFI_DataType_F32;
   add(to, "attribute %s: ", attribute->name);
@@ -203,6 +216,7 @@ static void add_attribute(Text* to, const Attribute* attribute, const void* valu
   if (!is_real && attribute->most < INT64_MAX) add(to, ", at most %lld", (long long)attribute->most);
 }
 
+// Check one attribute, and keep its value.
 static XLA_FFI_Error* bind_attribute(XLA_FFI_CallFrame* frame, const Attribute* attribute,
                                      const void** value, Bound* bound) {
   *value = number(frame, attribute->name, attribute->dtype);
@@ -216,6 +230,7 @@ static XLA_FFI_Error* bind_attribute(XLA_FFI_CallFrame* frame, const Attribute* 
   return slip(frame, bound, &text);
 }
 
+// Check all attributes; there must be no others.
 static XLA_FFI_Error* bind_attributes(XLA_FFI_CallFrame* frame, Bound* bound) {
   const Attribute* attributes = bound->call->attributes;
   int64_t count = 0;
@@ -231,11 +246,12 @@ static XLA_FFI_Error* bind_attributes(XLA_FFI_CallFrame* frame, Bound* bound) {
   return slip(frame, bound, &text);
 }
 
+// Check the relations between sizes.
 static XLA_FFI_Error* bind_relations(XLA_FFI_CallFrame* frame, const Bound* bound) {
   for (const Relation* relation = bound->call->relations; relation->part; relation++) {
     const int64_t part = bound->sizes[relation->part], of = bound->sizes[relation->of];
     const int64_t times = relation->times;
-    // `part` <= `of` / `times`, or the product could overflow
+    // test part <= of / times first, or times * part could overflow
     if (part <= of / times && (relation->is_equal ? times * part == of : of % (times * part) == 0))
       continue;
     Text text = {0};
@@ -248,7 +264,7 @@ static XLA_FFI_Error* bind_relations(XLA_FFI_CallFrame* frame, const Bound* boun
   return NULL;
 }
 
-// NULL, and all in `bound`, where a call is as its table says.
+// Check a call against its table. Returns NULL and fills `bound` if it matches, else an error.
 static XLA_FFI_Error* bind_call(XLA_FFI_CallFrame* frame, const Call* call, Bound* bound) {
   *bound = (Bound){.call = call, .sizes = {[THREE] = 3}};
   XLA_FFI_Error* error = bind_attributes(frame, bound);
@@ -256,23 +272,26 @@ static XLA_FFI_Error* bind_call(XLA_FFI_CallFrame* frame, const Call* call, Boun
   return error ? error : bind_relations(frame, bound);
 }
 
-// What is asked for below is in the tables: another name is a slip in these files.
+// The data of an operand. The name must be in the call's table, as the names below must.
 static void* data_of(const Bound* bound, const char* operand) {
   int64_t i = 0;
   while (strcmp(bound->call->operands[i].name, operand)) i++;
   return bound->operands[i]->data;
 }
 
+// A pointer to the value of an attribute.
 static const void* attribute_of(const Bound* bound, const char* name) {
   int64_t i = 0;
   while (strcmp(bound->call->attributes[i].name, name)) i++;
   return bound->attributes[i];
 }
 
+// The value of an S64 attribute.
 static int64_t whole_of(const Bound* bound, const char* name) {
   return *(const int64_t*)attribute_of(bound, name);
 }
 
+// The value of an F32 attribute.
 static float real_of(const Bound* bound, const char* name) {
   return *(const float*)attribute_of(bound, name);
 }

@@ -1,4 +1,5 @@
-// What XLA calls: each shares a call's work out over items and threads.
+// The functions that XLA calls. Each divides its work into items and runs them on threads. It
+// returns NULL, or an error.
 #pragma once
 
 #include "bind.h"
@@ -9,9 +10,10 @@ static XLA_FFI_Error* out_of_memory(XLA_FFI_CallFrame* frame, const char* call) 
   return error_of(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, call, "out of memory");
 }
 
-// XLA first asks for which version of its interface this was compiled.
+// Whether XLA asks for metadata, as it does first: it is given the version of its interface that
+// this was compiled for.
 static int asks_for_metadata(XLA_FFI_CallFrame* frame) {
-  // jaxlib 0.11 gave this type another name, and kept what is in it
+  // __typeof__, because jaxlib 0.11 renamed this type; its fields are the same
   const __typeof__(*frame->extension_start)* extension = frame->extension_start;
   if (!extension || extension->type != XLA_FFI_Extension_Metadata) return 0;
   XLA_FFI_Metadata* metadata = ((XLA_FFI_Metadata_Extension*)extension)->metadata;
@@ -21,11 +23,12 @@ static int asks_for_metadata(XLA_FFI_CallFrame* frame) {
   return 1;
 }
 
-// The same for Python, which compares them with those of the installed jaxlib.
+// The same versions for Python, which compares them with those of the installed jaxlib.
 const int jaxembed_ffi_major = XLA_FFI_API_MAJOR, jaxembed_ffi_minor = XLA_FFI_API_MINOR;
 
-enum { MOST_SHARED = 64 };  // blocks whose columns are shared out
+enum { MOST_SHARED = 64 };  // with more blocks than this, threads do not share a block's columns
 
+// A linear layer; with mode NORM, the layer norm of its sum with a residual.
 XLA_FFI_Error* jaxembed_linear(XLA_FFI_CallFrame* frame) {
   if (asks_for_metadata(frame)) return NULL;
   const int64_t* mode = number(frame, "mode", XLA_FFI_DataType_S64);
@@ -50,7 +53,7 @@ XLA_FFI_Error* jaxembed_linear(XLA_FFI_CallFrame* frame) {
     l.scale = data_of(&bound, "scale");
     l.shift = data_of(&bound, "shift");
   }
-  // Blocks that stay in the second-level cache; where there are few rows, the columns are shared out
+  // A block stays in the second-level cache. With few blocks, threads share the columns of each.
   const int worth_sharing = (double)l.rows * l.k * l.n > 2e6;
   const int64_t threads = worth_sharing ? share_of_threads(frame) : 1;
   l.block = max64(PANEL, min64(128, 131072 / l.k / PANEL * PANEL));
@@ -69,6 +72,7 @@ XLA_FFI_Error* jaxembed_linear(XLA_FFI_CallFrame* frame) {
   return NULL;
 }
 
+// Run attention with the operands that `t` already has.
 static XLA_FFI_Error* attention_of(XLA_FFI_CallFrame* frame, const Bound* bound, Attention* t) {
   t->segments = data_of(bound, "segments");
   t->mixed = bound->result->data;
@@ -87,6 +91,7 @@ static XLA_FFI_Error* attention_of(XLA_FFI_CallFrame* frame, const Bound* bound,
   return NULL;
 }
 
+// Attention with query, key and value in arrays of their own.
 XLA_FFI_Error* jaxembed_attention(XLA_FFI_CallFrame* frame) {
   if (asks_for_metadata(frame)) return NULL;
   Bound bound;
@@ -101,6 +106,7 @@ XLA_FFI_Error* jaxembed_attention(XLA_FFI_CallFrame* frame) {
   return attention_of(frame, &bound, &t);
 }
 
+// Attention with query, key and value side by side in one array.
 XLA_FFI_Error* jaxembed_joint_attention(XLA_FFI_CallFrame* frame) {
   if (asks_for_metadata(frame)) return NULL;
   Bound bound;
@@ -116,6 +122,7 @@ XLA_FFI_Error* jaxembed_joint_attention(XLA_FFI_CallFrame* frame) {
   return attention_of(frame, &bound, &t);
 }
 
+// The product that gives queries, keys and values, and their attention.
 XLA_FFI_Error* jaxembed_self_attention(XLA_FFI_CallFrame* frame) {
   if (asks_for_metadata(frame)) return NULL;
   Bound bound;
@@ -138,8 +145,8 @@ XLA_FFI_Error* jaxembed_self_attention(XLA_FFI_CallFrame* frame) {
                                    .heads = heads,
                                    .width = dim / heads,
                                    .reach = length}};
-  // Enough rows to be worth the reading of the kernel, not so many heads that the cache overflows,
-  // and items for several threads.
+  // An item has enough rows to make up for reading the weight, few enough heads to stay in the
+  // cache, and there are items for all threads.
   s.rows_per_item = max64(1, 128 / length);
   const int64_t row_parts = parts(rows, s.rows_per_item);
   const int64_t tokens = s.rows_per_item * length;
@@ -153,6 +160,7 @@ XLA_FFI_Error* jaxembed_self_attention(XLA_FFI_CallFrame* frame) {
   return NULL;
 }
 
+// The rest of a BERT layer after attention.
 XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
   if (asks_for_metadata(frame)) return NULL;
   Bound bound;

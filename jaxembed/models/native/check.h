@@ -1,23 +1,24 @@
-// A product on this machine against the same one in whole numbers.
+// Checks that products are right on this machine, with one of small integers, which is exact.
 #pragma once
 
 #include "linear.h"
 #include "tiles.h"
 
-// Cut, not rounded.
+// Convert to bfloat16 by cutting bits off, without rounding.
 static bf16 narrow(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
   return (bf16)(bits >> 16);
 }
 
-// Whether products come out right on this machine: 0, else a process exits with what is returned.
+// Returns 0 if a product is right on this machine, 2 if AMX may not be used, 3 if memory is short,
+// 4 if a number is wrong. The process that checks exits with this status (FAULTS in library.py).
 int jaxembed_check(void) {
   enum { ROWS = 40, K = 64, N = 64 };
   static bf16 x[ROWS * K], kernel[K * N];
   static float bias[N], y[ROWS * N];
   if (jaxembed_prepare()) return 2;
-  // small whole numbers: bfloat16 holds them, and sums of their products, exactly
+  // small integers: they are exact in bfloat16, and the sums of their products in float32
   for (int i = 0; i < ROWS * K; i++) x[i] = narrow((float)(i * 7 % 13 - 6));
   float plain[K * N];
   for (int row = 0; row < K; row++)

@@ -1,5 +1,8 @@
-"""Compiles the native kernels for an instruction set. The build of the wheel runs this file where
-jaxembed is not installed: it uses the standard library alone."""
+"""Compiles the native kernels for an instruction set.
+
+The build of the wheel runs this file without jaxembed installed, so it uses only the standard
+library.
+"""
 
 import hashlib
 import importlib.util
@@ -12,18 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-SOURCE = Path(__file__).with_name("native.c")  # which includes the headers beside it
-LIBRARIES = Path(__file__).with_name("libs")  # what was built ahead
+SOURCE = Path(__file__).with_name("native.c")  # it includes the headers beside it
+LIBRARIES = Path(__file__).with_name("libs")  # libraries built before, which a wheel holds
 COMPILERS = ("cc", "gcc", "clang")
-COMPILE_S = 120.0
-OLDEST_GLIBC = 17  # of manylinux2014, the oldest that pip and jaxlib know by such a name
+COMPILE_S = 120.0  # time limit
+OLDEST_GLIBC = 17  # N of glibc 2.N of manylinux2014, the oldest such tag of pip and jaxlib
 
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared")
-# Never -march=native: a library is built on one machine and used on another.
+# No -march=native: a library is built on one machine and used on others.
 AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
 AMX_FLAGS = (*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16")
 
-# What these flags let a compiler use, by the names of /proc/cpuinfo.
+# The CPU features that these flags let a compiler use, as /proc/cpuinfo names them.
 _V2 = frozenset({"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -31,24 +34,24 @@ _AVX512_BF16 = _V4 | {"avx512_bf16"}
 
 
 class Unavailable(Exception):
-    """Why this machine has no native kernels, in one line."""
+    """This machine cannot use the native kernels. The message is the reason, in one line."""
 
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """What a library is compiled for."""
+    """A set of CPU instructions that a library is compiled for."""
 
     name: str
-    flags: tuple[str, ...]  # of the compiler
-    cpu_flags: frozenset[str]  # which a CPU must have
+    flags: tuple[str, ...]  # for the compiler
+    cpu_flags: frozenset[str]  # features that a CPU must have, as /proc/cpuinfo names them
 
     @property
     def built(self) -> Path:
-        """Where its library is, if one was built ahead."""
+        """The path of its library in the package; the file need not exist."""
         return LIBRARIES / f"{self.name}.so"
 
 
-# The fastest first.
+# Sorted by speed, the fastest first.
 INSTRUCTION_SETS = (
     InstructionSet("amx", FLAGS + AMX_FLAGS, _AVX512_BF16 | {"amx_tile", "amx_bf16"}),
     InstructionSet("avx512_bf16", FLAGS + AVX512_FLAGS, _AVX512_BF16),
@@ -56,18 +59,18 @@ INSTRUCTION_SETS = (
 
 
 def sources() -> list[Path]:
-    """The files in C. The first one includes the others."""
+    """The C files of the kernels. The first one includes the others."""
     return [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
 
 
 def digest(instruction_set: InstructionSet) -> str:
-    """Names what a library is made of: sources and flags. Raises OSError."""
+    """A hash of the sources and the flags of a library. Raises OSError if a source is missing."""
     parts = [*(path.read_bytes() for path in sources()), *map(str.encode, instruction_set.flags)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def headers() -> Path:
-    """The folder of XLA's headers, which jaxlib brings. Raises Unavailable."""
+    """The folder of XLA's headers in jaxlib. Raises Unavailable if jaxlib is not installed."""
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or not spec.submodule_search_locations:
         raise Unavailable("jaxlib, whose headers the native kernels need, is not installed")
@@ -75,26 +78,29 @@ def headers() -> Path:
 
 
 def find_compiler() -> str | None:
-    """The C compiler of this machine."""
+    """The path of a C compiler on this machine, or None."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def compile_library(instruction_set: InstructionSet, library: Path) -> None:
-    """Raises Unavailable, and OSError where files cannot be read."""
+    """Compile a shared library to the path `library`.
+
+    Raises Unavailable if there is no compiler or it fails, and OSError if a source is missing.
+    """
     compiler = find_compiler()
     if compiler is None:
         raise Unavailable("there is no C compiler: install gcc or clang")
-    of_source = f'-DJAXEMBED_SOURCE="{digest(instruction_set)}"'
-    options = [*instruction_set.flags, of_source, f"-I{headers()}", "-o", str(library)]
-    done = run_command([compiler, *options, str(SOURCE)], COMPILE_S)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        said = next((line for line in lines if "error" in line), lines[-1] if lines else "nothing")
-        raise Unavailable(f"{compiler} exited with {done.returncode}: {said[:200]}")
+    source = f'-DJAXEMBED_SOURCE="{digest(instruction_set)}"'
+    options = [*instruction_set.flags, source, f"-I{headers()}", "-o", str(library)]
+    process = run_command([compiler, *options, str(SOURCE)], COMPILE_S)
+    if process.returncode:
+        lines = process.stderr.strip().splitlines()
+        error = next((line for line in lines if "error" in line), lines[-1] if lines else "nothing")
+        raise Unavailable(f"{compiler} exited with {process.returncode}: {error[:200]}")
 
 
 def run_command(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Raises Unavailable if it does not end in time."""
+    """Run a command and capture its output. Raises Unavailable if it exceeds its time limit."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=seconds
@@ -104,13 +110,18 @@ def run_command(command: list[str], seconds: float) -> subprocess.CompletedProce
 
 
 def build_ahead() -> str:
-    """Compile a library for each instruction set into the package, and return the tag of a wheel
-    that holds them. Raises Unavailable and OSError, and then none is left there."""
+    """Compile a library for each instruction set into the package.
+
+    Returns the tag of a wheel that holds them. Raises Unavailable or OSError if one cannot be
+    built; then the package holds none.
+    """
     shutil.rmtree(LIBRARIES, ignore_errors=True)
     libc = platform.libc_ver()[0]
     if (sys.platform, platform.machine(), libc) != ("linux", "x86_64", "glibc"):
-        here = f"{sys.platform} {platform.machine()} {libc}".strip()
-        raise Unavailable(f"the native kernels are for Linux x86_64 with glibc, this is {here}")
+        platform_name = f"{sys.platform} {platform.machine()} {libc}".strip()
+        raise Unavailable(
+            f"the native kernels are for Linux x86_64 with glibc, this is {platform_name}"
+        )
     partial = LIBRARIES.with_name(f".libs.partial-{uuid4().hex}")
     partial.mkdir()
     try:
@@ -124,7 +135,9 @@ def build_ahead() -> str:
 
 
 def newest_glibc(library: bytes) -> int:
-    """N of the newest GLIBC_2.N among the versions of symbols that a shared library asks for,
-    whose names are in its bytes."""
+    """The N of the newest symbol version GLIBC_2.N that a shared library needs.
+
+    `library` is the content of the file, in which the names of the versions stand.
+    """
     versions = re.findall(rb"\0GLIBC_2\.(\d+)(?=[\0.])", library)
     return max([OLDEST_GLIBC, *map(int, versions)])

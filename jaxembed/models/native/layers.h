@@ -1,17 +1,19 @@
-// Several products and attention in one call, so that what lies between stays in a core's cache.
+// Computes several products and attention in one call, so that intermediate results stay in a
+// core's cache.
 #pragma once
 
 #include "attention.h"
 #include "linear.h"
 
-// Everything behind the attention of a layer: hidden <- norm(hidden + mixed . out), then
-// norm(hidden + gelu(hidden . up) . down), a block of rows at a time: what lies between stays in the
-// second-level cache.
+// The rest of a layer after attention: hidden <- norm(hidden + mixed . out), then
+// norm(hidden + gelu(hidden . up) . down). It takes a block of rows at a time, whose intermediate
+// results stay in the second-level cache.
 typedef struct {
   Linear out, up, down;
   int64_t rows, block;
 } Mlp;
 
+// A work item of the MLP: one block of rows. Returns 0, or -1 if memory is short.
 static int mlp_item(const void* arguments, int64_t item) {
   const Mlp* m = arguments;
   const int64_t first = item * m->block, rows = min64(m->block, m->rows - first);
@@ -44,14 +46,15 @@ static int mlp_item(const void* arguments, int64_t item) {
   return 0;
 }
 
-// Attention from the hidden states: some heads of some rows, whose queries, keys and values stay in
-// the second-level cache.
+// Attention from the hidden states. An item has some heads of some rows, whose queries, keys and
+// values stay in the second-level cache.
 typedef struct {
   Linear qkv;
   Attention attention;
   int64_t rows_per_item;
 } SelfAttention;
 
+// A work item of self-attention. Returns 0, or -1 if memory is short.
 static int self_attention_item(const void* arguments, int64_t item) {
   const SelfAttention* s = arguments;
   Attention t = s->attention;

@@ -1,5 +1,8 @@
-"""Loads the native kernels into the process and lets XLA call them. The library is one that was
-built ahead, or, in a source checkout without one, compiled into the cache directory."""
+"""Loads the native kernels into the process and registers them with XLA.
+
+The library comes with the package; a source checkout without one compiles it into the cache
+directory.
+"""
 
 import ctypes
 import hashlib
@@ -23,9 +26,9 @@ from jaxembed.models.native.compiler import InstructionSet, Unavailable
 logger = logging.getLogger(__name__)
 
 CPU = Path("/proc/cpuinfo")
-CHECK_S = 20.0
+CHECK_S = 20.0  # time limit
 CALLS = ("linear", "attention", "joint_attention", "self_attention", "mlp")
-FAULTS = {  # what jaxembed_check of check.h returns
+FAULTS = {  # the meaning of what jaxembed_check in check.h returns
     2: "the system does not let this process use AMX",
     3: "there was no memory for the check",
     4: "what was compiled gives wrong numbers on this machine",
@@ -37,9 +40,11 @@ _instruction_set: InstructionSet | None = None  # of the library
 
 
 def load_library(cache_dir: Path) -> None:
-    """Let XLA call the kernels. Those compiled here are kept in `cache_dir`.
+    """Load the kernels and register them with XLA; further calls do nothing.
 
-    The first ones serve the whole process: XLA refuses others of the same name. Raises Unavailable.
+    A library that must be compiled here is kept in `cache_dir`. The first library serves the whole
+    process, because XLA refuses another of the same name. Raises Unavailable if the machine has no
+    kernels.
     """
     global _library, _instruction_set
     with _loading:
@@ -48,13 +53,17 @@ def load_library(cache_dir: Path) -> None:
 
 
 def source_digest() -> str:
-    """Names what the kernels are made of that are loaded, or that this CPU would load."""
+    """A hash of the sources of the kernels that are loaded, or that this CPU would load."""
     runnable = _runnable() or compiler.INSTRUCTION_SETS
     return compiler.digest(_instruction_set or runnable[0])
 
 
 def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
-    """The operands of a call in their order, as the table in C has them."""
+    """The names of a call's operands in order, from the table in operands.h.
+
+    `call` is one of CALLS; `mode` matters for `linear` alone. Raises RuntimeError before the
+    library is loaded.
+    """
     if _library is None:
         raise RuntimeError("native kernels are used before they are loaded: a bug in jaxembed")
     operand = _library.jaxembed_operand
@@ -66,7 +75,7 @@ def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
 
 
 def _loaded(cache_dir: Path) -> tuple[ctypes.CDLL, InstructionSet]:
-    """The fastest kernels that run on this machine."""
+    """Load the fastest kernels that run on this machine. Raises Unavailable if none does."""
     reasons: list[str] = []
     for instruction_set in _runnable():
         try:
@@ -85,7 +94,7 @@ def _loaded(cache_dir: Path) -> tuple[ctypes.CDLL, InstructionSet]:
 
 
 def _runnable() -> tuple[InstructionSet, ...]:
-    """The instruction sets of this CPU, by what the system says."""
+    """The instruction sets whose features this CPU has, as far as the system tells."""
     try:
         lines = CPU.read_text().splitlines()
     except OSError:
@@ -95,14 +104,14 @@ def _runnable() -> tuple[InstructionSet, ...]:
 
 
 def _opened(instruction_set: InstructionSet, cache_dir: Path) -> ctypes.CDLL:
-    """The library, tried and loaded. Raises Unavailable and OSError."""
+    """Check a library in another process and load it. Raises Unavailable or OSError."""
     ahead = _is_built(instruction_set)
     path = instruction_set.built if ahead else _compiled(instruction_set, cache_dir)
     try:
         _check(path)
         library = ctypes.CDLL(str(path))
-    except (OSError, Unavailable) as error:  # such as half of a file
-        if not ahead:  # the next start makes it anew
+    except (OSError, Unavailable) as error:  # such as a truncated file
+        if not ahead:  # the next start compiles it again
             with suppress(OSError):
                 path.unlink()
         if isinstance(error, OSError):
@@ -115,8 +124,10 @@ def _opened(instruction_set: InstructionSet, cache_dir: Path) -> ctypes.CDLL:
 
 
 def _is_built(instruction_set: InstructionSet) -> bool:
-    """Whether the package holds a library made of the sources that it holds: in a checkout they may
-    have changed since."""
+    """Whether the package holds a library that was built from the sources that it holds.
+
+    In a checkout the sources may have changed since the build.
+    """
     made_of = compiler.digest(instruction_set).encode()
     try:
         return made_of in instruction_set.built.read_bytes()
@@ -125,14 +136,14 @@ def _is_built(instruction_set: InstructionSet) -> bool:
 
 
 def _compiled(instruction_set: InstructionSet, cache_dir: Path) -> Path:
-    """The library of this machine's own compiler, which is kept in the cache directory."""
+    """Compile a library into the cache directory, unless it is there. Returns its path."""
     try:
         refuse_shared(cache_dir)
     except ConfigError as error:
         raise Unavailable(str(error)) from error
     parts = [_header().read_bytes(), compiler.digest(instruction_set).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    # absolute: a bare name is looked up elsewhere
+    # absolute, because the loader searches other folders for a bare name
     library = cache_dir.absolute() / f"native-{instruction_set.name}-{key}.so"
     if _is_kept(library):
         return library
@@ -140,14 +151,14 @@ def _compiled(instruction_set: InstructionSet, cache_dir: Path) -> Path:
         make_private(cache_dir)
         with replacing(library) as partial:
             compiler.compile_library(instruction_set, partial)
-            partial.chmod(0o700)  # whatever the umask is: it runs in this process
+            partial.chmod(0o700)  # whatever the umask: others must not change code that runs here
     except OSError as error:
         raise Unavailable(f"cannot compile in {cache_dir}: {error.strerror}") from error
     return library
 
 
 def _is_kept(library: Path) -> bool:
-    """Raises Unavailable where what is kept may be somebody else's."""
+    """Whether a compiled library exists. Raises Unavailable if others could have changed it."""
     try:
         status = library.lstat()
     except FileNotFoundError:
@@ -161,10 +172,11 @@ def _is_kept(library: Path) -> bool:
 
 
 def _check(path: Path) -> None:
-    """In a process of its own: what crashes there does not take the server with it.
+    """Run the library's own check in another process, so that a crash does not end the server.
 
-    It is isolated (-I): Python would import a ctypes.py of the working directory, and run it. It
-    needs the standard library alone, which is found without any path of ours, nor site (-S).
+    That process is isolated (-I), or Python would import a ctypes.py of the working directory. It
+    needs only the standard library, and so no site packages (-S). Raises Unavailable if the check
+    fails.
     """
     code = f"import ctypes, sys; sys.exit(ctypes.CDLL({str(path)!r}).jaxembed_check())"
     status = compiler.run_command([sys.executable, "-I", "-S", "-c", code], CHECK_S).returncode
@@ -174,15 +186,18 @@ def _check(path: Path) -> None:
 
 
 def _register(library: ctypes.CDLL) -> None:
-    """Raises Unavailable where jaxlib is too old for the library, or does not take its calls."""
+    """Register the calls with XLA.
+
+    Raises Unavailable if jaxlib is too old for the library, or refuses its calls.
+    """
     built_for = tuple(
         ctypes.c_int.in_dll(library, f"jaxembed_ffi_{part}").value for part in ("major", "minor")
     )
     installed = _interface()
     if installed and (installed[0] != built_for[0] or installed < built_for):
-        built, there = (".".join(map(str, version)) for version in (built_for, installed))
+        ours, theirs = (".".join(map(str, version)) for version in (built_for, installed))
         raise Unavailable(
-            f"the native kernels were built for XLA FFI {built}, the installed jaxlib has {there}: "
+            f"the native kernels were built for XLA FFI {ours}, the installed jaxlib has {theirs}: "
             "upgrade jaxlib, or build jaxembed with this one"
         )
     try:
@@ -197,8 +212,7 @@ def _register(library: ctypes.CDLL) -> None:
 
 
 def _interface() -> tuple[int, ...]:
-    """Major and minor version of the installed jaxlib's FFI; nothing where its header does not
-    say."""
+    """Major and minor version of the installed jaxlib's FFI; empty if its header does not say."""
     try:
         text = _header().read_text()
     except OSError:

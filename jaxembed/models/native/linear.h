@@ -1,4 +1,4 @@
-// Linear layers: products with a whole weight, and what is done to the sums.
+// Computes linear layers: products with a whole weight, then bias, GELU or layer norm.
 #pragma once
 
 #include <stdatomic.h>
@@ -7,24 +7,25 @@
 #include "product.h"
 #include "scratch.h"
 
-enum { CHUNK = 384 };  // features: so much of a panel stays in the first-level cache
+enum { CHUNK = 384 };  // features of a panel that stay in the first-level cache
 enum { PLAIN = 0, GELU = 1, NORM = 2 };  // NORM: layer norm of the sum with `residual`
 
 typedef struct {
   const void* x;  // [rows, k]
-  const bf16* kernel;
+  const bf16* kernel;  // the weight, in panels
   const float *bias, *residual, *scale, *shift;
-  void* y;             // [rows, n], its first column being `y_column`
+  void* y;             // [rows, n], starting at column `y_column`
   int64_t rows, k, n;
   int64_t y_stride, y_column;
   int64_t block;         // rows of an item, a multiple of 32
-  int64_t columns;       // of an item, a multiple of 32
-  int64_t column_parts;  // items that share a block
+  int64_t columns;       // columns of an item, a multiple of 32
+  int64_t column_parts;  // number of items that share a block
   int x_is_float, y_is_float, y_in_tiles, mode;
   float eps;
-  atomic_int* unfinished;  // of each block, its items; the last one does the norm
+  atomic_int* unfinished;  // number of unfinished items of each block; the last computes the norm
 } Linear;
 
+// Apply layer norm to the rows [first, last) of y in place.
 static void norm_rows(const Linear* l, int64_t first, int64_t last) {
   const int64_t n = l->n;
   for (int64_t row = first; row < last; row++) {
@@ -46,8 +47,8 @@ static void norm_rows(const Linear* l, int64_t first, int64_t last) {
   }
 }
 
-// Rows as tiles of 16 rows and 32 features, one behind the other: [rows / 16][k / 32][16][32].
-// The copy is where float32 is rounded and missing rows become zeros; gelu's result is stored so.
+// Copy rows of x into tiles of 16 rows and 32 features: [rows / 16][k / 32][16][32]. Float32 is
+// rounded, and missing rows of the last tile become zeros. With y_in_tiles, y has this layout too.
 static void lay_in_tiles(const Linear* l, int64_t first, int64_t last, bf16* tiles) {
   const int64_t k = l->k, padded = parts(last - first, TILE) * TILE;
   for (int64_t row = 0; row < padded; row++) {
@@ -66,6 +67,7 @@ static void lay_in_tiles(const Linear* l, int64_t first, int64_t last, bf16* til
   }
 }
 
+// Add bias and residual, or apply GELU, to the sums of 32 columns, and store them in y.
 static inline void finish_columns(const Linear* l, int64_t row, int rows, int64_t column,
                                   const float* sums) {
   const __m512 bias[2] = {_mm512_loadu_ps(l->bias + column),
@@ -91,12 +93,13 @@ static inline void finish_columns(const Linear* l, int64_t row, int rows, int64_
   }
 }
 
-// The columns [start, end) of rows [first, last), which lie in tiles; sums has room for 32 columns.
+// Compute the columns [start, end) of the rows [first, last), which are in `tiles`. `sums` has room
+// for 32 columns of these rows.
 static void multiply(const Linear* l, const bf16* tiles, int64_t first, int64_t last, int64_t start,
                      int64_t end, float* sums) {
   const int64_t k = l->k;
   for (int64_t column = start; column < end; column += PANEL)
-    // so much of a panel as stays in the first-level cache while the rows pass by
+    // a chunk of the panel stays in the first-level cache while it is multiplied with all rows
     for (int64_t from = 0; from < k; from += CHUNK) {
       const int64_t steps = min64(CHUNK, k - from) / STEP;
       const bf16* panel = l->kernel + column * k + from * PANEL;
@@ -110,6 +113,8 @@ static void multiply(const Linear* l, const bf16* tiles, int64_t first, int64_t 
     }
 }
 
+// A work item of a linear layer: some columns of a block of rows. Returns 0, or -1 if memory is
+// short.
 static int linear_item(const void* arguments, int64_t item) {
   const Linear* l = arguments;
   const int64_t block = item / l->column_parts, part = item % l->column_parts;

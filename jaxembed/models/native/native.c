@@ -1,11 +1,12 @@
-// The products and the attention of a transformer in bfloat16 on x86-64, called by XLA:CPU programs.
+// Products and attention of a transformer in bfloat16 on x86-64, called by programs of XLA:CPU.
 //
-// Needs AVX512_BF16; AMX_BF16 is used where the compiler targets it. Operands are bfloat16, sums,
-// softmax and norms are float32. One unit for the compiler: what is called in loops is inlined.
+// The kernels need AVX512_BF16, and use AMX_BF16 if they are compiled for it. Operands are
+// bfloat16; sums, softmax and norms are float32. All files are one translation unit, so that the
+// compiler can inline what is called in loops.
 
 #define _GNU_SOURCE
 #include "calls.h"
 #include "check.h"
 
-// Which sources and flags this was made of, to be found in the file.
+// The hash of the sources and flags of this library, which Python looks for in the file.
 const char jaxembed_source[] = JAXEMBED_SOURCE;

@@ -1,17 +1,18 @@
-// Functions of sixteen float32 at a time.
+// Mathematical functions of sixteen float32 at a time.
 #pragma once
 
 #include <immintrin.h>
 
 #include "sizes.h"
 
+// Round 32 float32 to bfloat16 and store them.
 static inline void store_bf16(bf16* to, __m512 low, __m512 high) {
   _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
 // 2^x for x <= 0, also -infinity: a polynomial of degree 4, relative error 2.6e-6.
 static inline __m512 exp2_vector(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-1000.0f), x);  // in this order NaN stays
+  x = _mm512_max_ps(_mm512_set1_ps(-1000.0f), x);  // in this order of operands NaN stays NaN
   __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m512 f = _mm512_sub_ps(x, whole);
   __m512 y = _mm512_set1_ps(0.009570096619427204f);
@@ -22,7 +23,8 @@ static inline __m512 exp2_vector(__m512 x) {
   return _mm512_scalef_ps(y, whole);
 }
 
-// x * Phi(x) by erf(z) = z p(z^2), of degree 10 on |z| < 3.25 and constant outside: off by 6e-6.
+// Exact GELU, x * Phi(x), by erf(z) = z p(z^2): p has degree 10 on |z| < 3.25, erf is constant
+// outside. The error is 6e-6.
 static inline __m512 gelu_vector(__m512 x) {
   const __m512 edge = _mm512_set1_ps(3.25f);
   __m512 z = _mm512_mul_ps(x, _mm512_set1_ps(0.70710678f));

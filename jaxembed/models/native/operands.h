@@ -1,6 +1,6 @@
-// What each call takes and gives: operands in their order, dtypes, shapes, attributes. It is written
-// here alone: Python asks for the order, and a call is compared with its table before anything is
-// read.
+// Declares what each call takes and returns: operands in order, dtypes, shapes, attributes. These
+// tables are the only place: Python reads the order from here, and each call is checked against its
+// table before any data is read.
 #pragma once
 
 #include <string.h>
@@ -9,10 +9,10 @@
 #include "sizes.h"
 #include "xla/ffi/api/c_api.h"
 
-// Sizes that have a name. One name has one value in a call.
+// The names of sizes. A name has the same value in all operands of a call.
 typedef enum {
   NO_SIZE,
-  LEADING,  // any number of axes
+  LEADING,  // any number of axes; the value is the product of their sizes
   ROWS,
   LENGTH,
   THREE,
@@ -29,7 +29,7 @@ typedef enum {
 
 static const struct {
   const char* name;
-  int64_t multiple;  // of what a size must be a multiple
+  int64_t multiple;  // the size must be a multiple of this
 } size_rules[SIZES] = {
     [LEADING] = {"...", 1},  [ROWS] = {"rows", 1},      [LENGTH] = {"length", TILE},
     [THREE] = {"three", 3},  [HEADS] = {"heads", 1},    [GROUPS] = {"groups", 1},
@@ -43,26 +43,26 @@ enum { MOST_OPERANDS = 12, MOST_AXES = 6, MOST_ATTRIBUTES = 2, MOST_RELATIONS = 
 
 typedef struct {
   const char* name;
-  uint64_t dtypes;  // one bit for each that is taken
+  uint64_t dtypes;  // one bit for each dtype that is taken
   Size shape[MOST_AXES];
-  int in_panels;  // a weight of that shape, in panels
+  int in_panels;  // whether it is a weight of that shape, packed into panels
 } Operand;
 
 typedef struct {
   const char* name;
-  XLA_FFI_DataType dtype;  // F32, finite and not negative; or S64 of a range
+  XLA_FFI_DataType dtype;  // F32, finite and not negative; or S64 from `least` to `most`
   int64_t least, most;
-  Size size;  // what its value is, if it has a name
+  Size size;  // the size that the value gives, or NO_SIZE
 } Attribute;
 
-// `times` * `part` divides `of`, or is equal to it.
+// A rule between two sizes: times * part divides `of`, or equals it if is_equal is set.
 typedef struct {
   int64_t times;
   Size part, of;
   int is_equal;
 } Relation;
 
-// Each array ends with a name, or a size, that is zero.
+// The table of a call. Each array ends with an element whose name or size is zero.
 typedef struct {
   const char* name;
   Operand operands[MOST_OPERANDS + 1], result;
@@ -84,7 +84,7 @@ static const Call linear_call = {
     .attributes = {MODE, EPS},
 };
 
-static const Call linear_norm_call = {  // with mode NORM
+static const Call linear_norm_call = {  // linear with mode NORM
     .name = "linear",
     .operands = {{"x", DTYPE(F32) | DTYPE(BF16), {LEADING, IN}},
                  {"kernel", DTYPE(BF16), {IN, OUT}, .in_panels = 1},
@@ -144,7 +144,7 @@ static const Call mlp_call = {
     .attributes = {EPS},
 };
 
-// The name of operand `i` of a call in a mode of it; NULL after the last one.
+// The name of operand `i` of a call in a mode; NULL after the last one, or for an unknown call.
 const char* jaxembed_operand(const char* call, int64_t mode, int64_t i) {
   static const Call* const calls[] = {&linear_call, &attention_call, &joint_attention_call,
                                       &self_attention_call, &mlp_call};

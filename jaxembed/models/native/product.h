@@ -1,7 +1,8 @@
-// The product of some rows with a panel, which all else is made of.
+// Computes the product of some rows with a panel, from which all other products are built.
 //
-// A weight [K, N] lies in panels of 32 columns: [N / 32][K / 32][2][16][16][2], that is, for 32 of
-// K and 16 columns a tile of AMX, whose 16 lines hold two neighbours of K for each column.
+// A weight [K, N] is packed into panels of 32 columns: [N / 32][K / 32][2][16][16][2]. Each 32
+// features of K and 16 columns are one AMX tile, whose 16 lines hold two neighbouring features for
+// each column.
 #pragma once
 
 #include <immintrin.h>
@@ -9,14 +10,15 @@
 
 #include "sizes.h"
 
-// c[rows, 32] = a[rows, 32 * steps] . one panel, for 16 or 32 rows; added to c where `add` is set.
-// From step to step a moves by `a_step` elements, and by `a_lower` to its second 16 rows.
+// Compute c[rows, 32] = a[rows, 32 * steps] . panel for 16 or 32 rows, or add it to c if `add` is
+// set. `a_step` is the distance in elements from one step of a to the next, `a_lower` that to its
+// second 16 rows.
 #ifdef __AMX_BF16__
 static inline void product(const bf16* a, int64_t a_stride, int64_t a_step, int64_t a_lower,
                            int rows, const bf16* panel, int64_t steps, int add, float* c,
                            int64_t c_stride) {
   const int64_t a_bytes = a_stride * 2, c_bytes = c_stride * 4;
-  __asm__ volatile("" ::: "memory");  // gcc does not see what loads of tiles read
+  __asm__ volatile("" ::: "memory");  // gcc does not know that tile loads read memory
   if (add) {
     _tile_loadd(0, c, c_bytes);
     _tile_loadd(1, c + TILE, c_bytes);

@@ -1,6 +1,6 @@
-// Scratch memory: one growing piece for each thread, in huge pages.
+// Provides scratch memory: one growing block for each thread, in huge pages.
 //
-// Walking the tables of small pages takes longer than the products (2.5 times, in a virtual machine).
+// With small pages, page table walks take 2.5 times as long as the products (in a virtual machine).
 #pragma once
 
 #include <pthread.h>
@@ -11,13 +11,15 @@ enum { HUGE = 2 << 20 };
 
 static __thread char* scratch_memory;
 static __thread size_t scratch_size;
-static pthread_key_t at_exit;  // of a thread: frees its scratch memory
+static pthread_key_t at_exit;  // frees the scratch memory of a thread when it ends
 static pthread_once_t at_exit_made = PTHREAD_ONCE_INIT;
 
 static int at_exit_failed;
 
 static void make_at_exit(void) { at_exit_failed = pthread_key_create(&at_exit, free); }
 
+// The thread's scratch memory, with at least `size` bytes; NULL if memory is short. It is valid
+// until the thread's next call.
 static void* scratch(size_t size) {
   if (size <= scratch_size) return scratch_memory;
   pthread_once(&at_exit_made, make_at_exit);

@@ -1,4 +1,4 @@
-// Work that is shared out over the threads of XLA:CPU.
+// Runs the items of a call on the threads of XLA:CPU.
 #pragma once
 
 #include <immintrin.h>
@@ -11,10 +11,11 @@
 #include "tiles.h"
 #include "xla/ffi/api/c_api.h"
 
-typedef int Work(const void* arguments, int64_t item);  // 0, or -1 where memory is short
+typedef int Work(const void* arguments, int64_t item);  // returns 0, or -1 if memory is short
 
+// The items of one call. The last owner frees it.
 typedef struct {
-  atomic_int owners;  // the call, and every helper that was scheduled
+  atomic_int owners;  // the call itself, and each scheduled helper
   atomic_int failed;
   atomic_llong next, done;
   int64_t items;
@@ -22,8 +23,9 @@ typedef struct {
   char arguments[];
 } Job;
 
-static atomic_int running;  // calls at this moment, of all programs
+static atomic_int running;  // number of calls that run now, of all programs
 
+// Run items until none is left to start.
 static void run_items(Job* job) {
   for (;;) {
     int64_t item = atomic_fetch_add(&job->next, 1);
@@ -33,10 +35,12 @@ static void run_items(Job* job) {
   }
 }
 
+// Give up one ownership of a job.
 static void disown(Job* job) {
   if (atomic_fetch_sub(&job->owners, 1) == 1) free(job);
 }
 
+// The task of a helper thread.
 static void help(void* data) {
   Job* job = data;
   if (atomic_load(&job->next) < job->items) {
@@ -47,13 +51,15 @@ static void help(void* data) {
   disown(job);
 }
 
+// Free an error of XLA.
 static void forget(XLA_FFI_CallFrame* frame, XLA_FFI_Error* error) {
   XLA_FFI_Error_Destroy_Args args = {.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE,
                                      .error = error};
   frame->api->XLA_FFI_Error_Destroy(&args);
 }
 
-// The threads that a call may use now, the calling one among them: others may be running too.
+// The number of threads that a call should use now, including its own: a fair share of the pool if
+// other calls run at the same time.
 static int64_t share_of_threads(XLA_FFI_CallFrame* frame) {
   int64_t threads = 1;
   XLA_FFI_ThreadPool_NumThreads_Args args = {
@@ -61,12 +67,13 @@ static int64_t share_of_threads(XLA_FFI_CallFrame* frame) {
       .ctx = frame->ctx,
       .num_threads = &threads};
   XLA_FFI_Error* error = frame->api->XLA_FFI_ThreadPool_NumThreads(&args);
-  if (error) forget(frame, error), threads = 1;  // no pool: the calling thread does it all
+  if (error) forget(frame, error), threads = 1;  // no pool: only the calling thread
   return max64(1, threads / (atomic_load(&running) + 1));
 }
 
-// Run the items on some threads. Helpers that come too late find nothing left to do, and nobody
-// waits for them: they may stand behind another program's work.
+// Run the items on some threads, with a copy of the arguments. Returns when all are done: 0, or not
+// 0 if memory was short. Helpers that start too late find nothing to do. The call does not wait for
+// them, because they may be queued behind another program's work.
 static int on_threads(XLA_FFI_CallFrame* frame, Work* work, const void* arguments, size_t size,
                       int64_t items, int64_t threads) {
   Job* job = malloc(sizeof(Job) + size);

@@ -1,4 +1,4 @@
-// The tiles of AMX in this thread. Without AMX there is nothing to do.
+// Configures the AMX tiles of a thread. Without AMX these functions do nothing.
 #pragma once
 
 #include <immintrin.h>
@@ -14,7 +14,7 @@ typedef struct {
   uint8_t rows[16];
 } TileConfig;
 
-static const TileConfig all_whole = {
+static const TileConfig all_whole = {  // all eight tiles of full size
     .palette = 1,
     .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
     .rows = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE},
@@ -28,7 +28,8 @@ static void tiles_on(void) {}
 static void tiles_off(void) {}
 #endif
 
-// Leave to use AMX's tiles, which a process asks for once: 0 where it is given, or not needed.
+// Request the permission to use AMX tiles, once for the process. Returns 0 if it is granted or not
+// needed, else 1.
 int jaxembed_prepare(void) {
 #ifdef __AMX_BF16__
   enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
