@@ -61,7 +61,7 @@ def start(laps: Laps, cache_dir, model_name) -> None:
     import jax
 
     from jaxembed import checkpoint, hub
-    from jaxembed.cli import configure_jax
+    from jaxembed.cli.jax_setup import configure_jax
     from jaxembed.config import EngineConfig
     from jaxembed.engine.build import make_plan
     from jaxembed.engine.replica import Replica

@@ -14,7 +14,12 @@ import sources
 from click.testing import CliRunner
 from conftest import save_tiny
 
-from jaxembed import cli, hub
+from jaxembed import hub
+from jaxembed.cli import cli
+from jaxembed.cli.logs import JsonFormatter
+from jaxembed.cli.serve import OF_ONE_MODEL, model_aliases, models_given, serve_command
+from jaxembed.cli.server_options import server_config
+from jaxembed.cli.settings import engine_config
 from jaxembed.config import EngineConfig, ServerConfig
 from jaxembed.spec import DenseLayer
 
@@ -34,8 +39,8 @@ def _parsed(monkeypatch):
 
     def parse(line: str, env: dict[str, str] | None = None) -> dict:
         seen: dict = {}
-        monkeypatch.setattr(cli.serve_command, "callback", lambda **flags: seen.update(flags))
-        result = CliRunner(env=env).invoke(cli.cli, ["serve", *line.split()])
+        monkeypatch.setattr(serve_command, "callback", lambda **flags: seen.update(flags))
+        result = CliRunner(env=env).invoke(cli, ["serve", *line.split()])
         assert result.exit_code == 0, result.output
         return seen
 
@@ -68,7 +73,7 @@ def test_help_imports_neither_jax_nor_the_server():
 
 def test_a_tei_command_line_is_understood(parsed):
     flags = parsed(TEI_COMMAND_LINE)
-    config = cli._server_config(flags)
+    config = server_config(flags)
     assert config == ServerConfig(
         host="0.0.0.0",
         port=3000,
@@ -78,7 +83,7 @@ def test_a_tei_command_line_is_understood(parsed):
         payload_limit=2_000_000,
         prometheus_port=9000,
     )
-    engine = cli._engine_config(flags)
+    engine = engine_config(flags)
     assert (engine.max_batch_tokens, engine.max_batch_requests) == (16384, 8)
     assert flags["model_id"] == ("some/model",)
     assert flags["served_model_name"] == ("name",)
@@ -86,8 +91,8 @@ def test_a_tei_command_line_is_understood(parsed):
 
 
 def test_bare_token_ids_are_accepted_only_on_request(parsed):
-    assert not cli._server_config(parsed("")).accept_bare_token_ids
-    assert cli._server_config(parsed("--accept-bare-token-ids")).accept_bare_token_ids
+    assert not server_config(parsed("")).accept_bare_token_ids
+    assert server_config(parsed("--accept-bare-token-ids")).accept_bare_token_ids
 
 
 def test_every_flag_of_tei_has_its_environment_variable(parsed):
@@ -107,7 +112,7 @@ def test_every_flag_of_tei_has_its_environment_variable(parsed):
     assert flags["port"] == 3000
     assert flags["auto_truncate"] is False
     assert flags["api_key"] == ("one", "two")
-    assert cli._engine_config(flags).max_batch_tokens == 4096
+    assert engine_config(flags).max_batch_tokens == 4096
     assert flags["dtype"] == "float16"
     assert flags["pooling"] == "cls"
 
@@ -123,8 +128,8 @@ def test_hostname_counts_only_as_an_ip_address(parsed, hostname, host):
 
 def test_defaults_of_the_flags_are_those_of_the_settings(parsed):
     flags = parsed("", {"HOSTNAME": ""})
-    assert cli._server_config(flags) == ServerConfig()
-    assert cli._engine_config(flags) == EngineConfig()
+    assert server_config(flags) == ServerConfig()
+    assert engine_config(flags) == EngineConfig()
 
 
 @pytest.mark.parametrize(
@@ -144,10 +149,10 @@ def test_models_come_from_the_line_or_else_from_the_variable(monkeypatch, line, 
     seen = []
 
     def callback(model, model_id, **_):
-        seen.append(cli._models_given(model, model_id))
+        seen.append(models_given(model, model_id))
 
-    monkeypatch.setattr(cli.serve_command, "callback", callback)
-    result = CliRunner(env={"MODEL_ID": variable}).invoke(cli.cli, ["serve", *line.split()])
+    monkeypatch.setattr(serve_command, "callback", callback)
+    result = CliRunner(env={"MODEL_ID": variable}).invoke(cli, ["serve", *line.split()])
     assert result.exit_code == 0, result.output
     assert seen == [models]
 
@@ -163,12 +168,12 @@ def test_models_come_from_the_line_or_else_from_the_variable(monkeypatch, line, 
     ],
 )
 def test_served_names_belong_to_the_model_they_name_or_to_the_only_one(names, models, aliases):
-    assert cli._aliases(names, models) == aliases
+    assert model_aliases(names, models) == aliases
 
 
 @pytest.mark.parametrize("given", ["nan", "inf", "-1"])
 def test_a_time_that_is_no_number_of_seconds_is_refused(given):
-    result = CliRunner().invoke(cli.cli, ["serve", "--drain-timeout", given])
+    result = CliRunner().invoke(cli, ["serve", "--drain-timeout", given])
     assert result.exit_code == 2
     assert "--drain-timeout" in result.output
 
@@ -176,10 +181,10 @@ def test_a_time_that_is_no_number_of_seconds_is_refused(given):
 @pytest.mark.parametrize("name", ["x", "x=c", "=a", "x=", ""])
 def test_a_served_name_of_no_one_model_is_refused(name):
     with pytest.raises(click.UsageError, match=f"--served-model-name {name}: wanted NAME=MODEL"):
-        cli._aliases([name], ["a", "b"])
+        model_aliases([name], ["a", "b"])
 
 
-@pytest.mark.parametrize("flag", cli.OF_ONE_MODEL)
+@pytest.mark.parametrize("flag", OF_ONE_MODEL)
 def test_a_flag_of_one_model_is_refused_with_several(flag):
     option = "--" + flag.replace("_", "-")
     done = run("serve", "a", "b", option, "1" if flag != "pooling" else "cls")
@@ -423,11 +428,11 @@ def test_embed_refuses_such_a_model_without_its_weights(tmp_path):
 
 def test_log_lines_can_be_json():
     record = logging.LogRecord("jaxembed", logging.INFO, "", 0, "%d of %d", (1, 2), None)
-    line = json.loads(cli.JsonFormatter().format(record))
+    line = json.loads(JsonFormatter().format(record))
     assert (line["level"], line["message"]) == ("INFO", "1 of 2")
 
 
 def test_every_option_says_what_it_is_for():
-    for command in cli.cli.commands.values():
+    for command in cli.commands.values():
         options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
         assert [p.name for p in options if not p.help] == []

@@ -8,7 +8,7 @@ import click
 import pytest
 import yaml
 
-from jaxembed import cli
+from jaxembed.cli.serve import serve_command
 from jaxembed.config import ServerConfig
 from jaxembed.server.openapi import document
 from jaxembed.telemetry import Telemetry
@@ -30,13 +30,13 @@ SUPERVISOR_S = 15  # that it is to wait beyond the drain, README.md, "Operations
 
 
 def variables() -> set[str]:
-    options = [option for option in cli.serve_command.params if isinstance(option, click.Option)]
+    options = [option for option in serve_command.params if isinstance(option, click.Option)]
     return {option.envvar for option in options if isinstance(option.envvar, str)}
 
 
 def command(*arguments: str) -> dict:
     """What `jaxembed serve` makes of the arguments. Raises on those that it does not know."""
-    return cli.serve_command.make_context("serve", list(arguments)).params
+    return serve_command.make_context("serve", list(arguments)).params
 
 
 def instruction(dockerfile: str, name: str) -> str:

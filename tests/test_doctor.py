@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from fake_embedder import FakeEmbedder
 
-from jaxembed import cli
+from jaxembed.cli import cli
 from jaxembed.config import ServerConfig
 from jaxembed.doctor import history, machine
 from jaxembed.doctor.examine import examine
@@ -626,7 +626,7 @@ def told(*facts: Facts) -> tuple[int, bytes]:
 
 
 def doctor(*arguments: str):
-    return CliRunner(env={"API_KEY": ""}).invoke(cli.cli, ["doctor", *arguments])
+    return CliRunner(env={"API_KEY": ""}).invoke(cli, ["doctor", *arguments])
 
 
 @pytest.mark.parametrize(("make", "status"), [(asked, 0), (SICK[-1][2], 1)])
@@ -693,7 +693,9 @@ def test_a_model_or_a_server_is_examined_and_not_both():
 
 
 def test_without_a_server_it_says_what_this_machine_has(tiny_checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "configure_jax", lambda *_: None)  # it would hold for other tests
+    monkeypatch.setattr(
+        "jaxembed.cli.doctor.configure_jax", lambda *_: None
+    )  # it would hold for other tests
     flags = ["--model", str(tiny_checkpoint), "--cache-dir", str(tmp_path / "cache")]
     done = doctor(*flags, "--dtype", "float32", "--kernels", "xla", "--json")
     said = msgspec.json.decode(done.stdout, type=LocalExamination)

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from conftest import LIMIT, WORDS, save_tiny
 
 from benchmarks import bench_tune
-from jaxembed import EngineConfig, TextConfig, cli
+from jaxembed import EngineConfig, TextConfig
+from jaxembed.cli import cli
 from jaxembed.engine.batch import HOST_MS
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid, read_grid
 from jaxembed.engine.build import make_plan
@@ -574,11 +575,11 @@ def test_texts_do_not_say_how_long_pairs_are(tmp_path):
 )
 def test_what_cannot_be_read_or_written_is_known_at_once(tmp_path, monkeypatch, line, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "configure_jax", lambda *_: None)
+    monkeypatch.setattr("jaxembed.cli.tune.configure_jax", lambda *_: None)
     monkeypatch.setattr("jax.config.update", lambda *_: None)
     (tmp_path / "lengths.json").write_text("[9]")
     (tmp_path / "grid.json").write_text('{"buckets": [[1, 16]]}')
-    result = CliRunner().invoke(cli.cli, ["tune", *line.split()])
+    result = CliRunner().invoke(cli, ["tune", *line.split()])
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
 
@@ -586,7 +587,7 @@ def test_what_cannot_be_read_or_written_is_known_at_once(tmp_path, monkeypatch, 
 def test_the_command_writes_a_grid_and_says_what_it_is_worth(
     tmp_path, monkeypatch, tiny_checkpoint, grid_file, few_texts
 ):
-    monkeypatch.setattr(cli, "configure_jax", lambda *_: None)
+    monkeypatch.setattr("jaxembed.cli.tune.configure_jax", lambda *_: None)
     monkeypatch.setattr("jax.config.update", lambda *_: None)
     (tmp_path / "texts.txt").write_text("the cat sat\nthe dog runs\n")
     out = tmp_path / "grid.json"
@@ -595,7 +596,7 @@ def test_the_command_writes_a_grid_and_says_what_it_is_worth(
         "--dtype", "float32", "--buckets", str(grid_file), "--max-batch-tokens", "128",
         "--seconds", "1", "--max-buckets", "2", "--cache-dir", str(tmp_path),
     ]  # fmt: skip
-    result = CliRunner().invoke(cli.cli, line, catch_exceptions=False)
+    result = CliRunner().invoke(cli, line, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert "2 inputs of" in result.stdout
     assert f"jaxembed serve --buckets {out}" in result.stdout

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from conftest import save_tiny, tiny_spec
 from test_golden import read, write_source
 
-from jaxembed import EngineConfig, cli
+from jaxembed import EngineConfig
+from jaxembed.cli import cli
 from jaxembed.errors import CheckpointError, ConfigError
 from jaxembed.spec import PairTemplate
 from jaxembed.verify import verification
@@ -217,7 +218,7 @@ def test_a_reranker_whose_template_the_reference_lacks_is_refused(tmp_path):
 
 
 def run_cli(*arguments: str):
-    return CliRunner().invoke(cli.cli, ["verify", *arguments])
+    return CliRunner().invoke(cli, ["verify", *arguments])
 
 
 def test_the_command_runs_the_reference_apart_and_says_by_its_status_what_came_of_it(
@@ -225,7 +226,9 @@ def test_the_command_runs_the_reference_apart_and_says_by_its_status_what_came_o
 ):
     flags = [str(source), "--dtype", "float32", "--devices", "1", "--buckets", str(grid)]
     flags += ["--max-batch-tokens", "256", "--cache-dir", str(grid.parent / "cache")]
-    monkeypatch.setattr(cli, "configure_jax", lambda *_: None)  # the tests' own stays
+    monkeypatch.setattr(
+        "jaxembed.cli.verify.configure_jax", lambda *_: None
+    )  # the tests' own stays
     result = run_cli(*flags)
     assert result.exit_code == 0, result.output
     assert "source agrees" in result.stdout
@@ -239,7 +242,7 @@ def test_the_command_runs_the_reference_apart_and_says_by_its_status_what_came_o
 
 def test_a_reference_that_fails_is_an_error_and_no_disagreement(source, grid, monkeypatch):
     monkeypatch.setenv("FAKE_FAILURE", "out of luck")
-    monkeypatch.setattr(cli, "configure_jax", lambda *_: None)
+    monkeypatch.setattr("jaxembed.cli.verify.configure_jax", lambda *_: None)
     result = run_cli(str(source), "--cache-dir", str(grid.parent / "cache"))
     assert isinstance(result.exception, ConfigError)
     assert "RuntimeError: out of luck" in str(result.exception)

@@ -1,0 +1,66 @@
+"""The command line: a file for each command. Only this package reads the environment."""
+
+import logging
+import os
+import sys
+import threading
+from typing import NoReturn
+
+import click
+
+from jaxembed import __version__
+from jaxembed.cli.convert import convert_command
+from jaxembed.cli.doctor import doctor_command
+from jaxembed.cli.embed import embed_command
+from jaxembed.cli.info import info_command
+from jaxembed.cli.serve import serve_command
+from jaxembed.cli.status import EXIT_REFUSED
+from jaxembed.cli.tune import tune_command
+from jaxembed.cli.verify import verify_command
+from jaxembed.errors import JaxembedError
+
+# Commands import JAX, the engine and the server inside their functions: --help stays quick.
+
+IN_XLA = ("compile-", "seat-", "time-buckets", "timing-")  # how names of threads in XLA begin
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, "-V", "--version", prog_name="jaxembed")
+def cli() -> None:
+    """Embed, rerank and classify texts on JAX: CPU, GPU and TPU."""
+
+
+for _command in (
+    serve_command,
+    convert_command,
+    embed_command,
+    tune_command,
+    verify_command,
+    doctor_command,
+    info_command,
+):
+    cli.add_command(_command)
+
+
+def main() -> None:
+    """Run the command line. A JaxembedError ends it with one line and exit status 2."""
+    try:
+        cli(standalone_mode=True)
+    except SystemExit as done:
+        _exit(done.code if isinstance(done.code, int) else 1)
+    except JaxembedError as error:
+        click.echo(f"jaxembed: {error}", err=True)
+        _exit(EXIT_REFUSED)
+
+
+def _exit(status: int) -> NoReturn:
+    """End the process, at once if a thread is still inside XLA.
+
+    Such a thread compiles or is in a call that hangs. It cannot be stopped, and the interpreter's
+    clean-up would unwind it and abort the process.
+    """
+    if any(thread.name.startswith(IN_XLA) for thread in threading.enumerate()):
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -1,0 +1,5 @@
+"""Runs the command line as `python -m jaxembed.cli`."""
+
+from jaxembed.cli import main
+
+main()

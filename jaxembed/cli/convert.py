@@ -1,0 +1,28 @@
+"""`jaxembed convert`: a checkpoint directory from a Hugging Face model."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jaxembed.cli.logs import configure_logging
+from jaxembed.cli.options import MODEL_OPTIONS
+from jaxembed.cli.settings import model_source
+
+
+@click.command("convert")
+@click.argument("model")
+@click.argument("out", type=click.Path(path_type=Path))
+@MODEL_OPTIONS
+def convert_command(model: str, out: Path, **flags: Any) -> None:
+    """Convert MODEL, a Hugging Face directory or a hub id, to the checkpoint directory OUT."""
+    configure_logging()
+    os.environ["JAX_PLATFORMS"] = "cpu"  # saving starts a backend: leave accelerators to others
+    from jaxembed import hub
+
+    source = model_source(flags)
+    del source["cache_dir"]
+    spec = hub.convert_model(model, out, **source)
+    gives = f"{spec.dim} dimensions" if spec.task == "embed" else f"labels {', '.join(spec.labels)}"
+    click.echo(f"{out}: {spec.architecture}, {spec.task}, {gives}, {spec.max_input_tokens} tokens")

@@ -1,0 +1,80 @@
+"""`jaxembed embed`: a file of vectors from a file of texts."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jaxembed.cli.jax_setup import configure_jax
+from jaxembed.cli.loading import load_embedder
+from jaxembed.cli.logs import configure_logging
+from jaxembed.cli.options import (
+    ENGINE_OPTIONS,
+    FIELD_FLAG,
+    MODEL_FLAG,
+    MODEL_OPTIONS,
+    TEXT_OPTIONS,
+)
+from jaxembed.cli.settings import model_source
+from jaxembed.errors import WrongTask
+
+logger = logging.getLogger("jaxembed")
+
+
+@click.command("embed")
+@click.argument("texts")
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path), required=True, help=".npy or .jsonl."
+)
+@MODEL_FLAG
+@FIELD_FLAG
+@click.option("--prompt-name", help="Prompt of the model to put before every text.")
+@click.option("--dimensions", type=click.IntRange(1), help="Cut the vectors to this many.")
+@MODEL_OPTIONS
+@ENGINE_OPTIONS
+@TEXT_OPTIONS
+def embed_command(
+    texts: str,
+    output: Path,
+    model: str | None,
+    field: str,
+    prompt_name: str | None,
+    dimensions: int | None,
+    **flags: Any,
+) -> None:
+    """Embed the TEXTS of a .txt file (a line each), a .jsonl file or standard input (-)."""
+    configure_logging()
+    from tqdm import tqdm
+
+    from jaxembed.bulk import check_vectors_path, embed_file, read_text_file
+
+    lines = read_text_file(texts, field)  # a missing file is reported before a long load
+    check_vectors_path(output)
+    _refuse_other_tasks(model, flags)
+    embedder = load_embedder(model, flags)
+    started_at = time.monotonic()
+    with tqdm(unit=" texts", desc="embed", disable=None) as bar:
+        count = embed_file(
+            embedder,
+            lines,
+            output,
+            on_progress=bar.update,
+            prompt_name=prompt_name,
+            dimensions=dimensions,
+        )
+    seconds = time.monotonic() - started_at
+    embedder.close()
+    logger.info("%d texts to %s in %.1f s, %.0f a second", count, output, seconds, count / seconds)
+
+
+def _refuse_other_tasks(model: str | None, flags: dict[str, Any]) -> None:
+    """Raise WrongTask if the model gives no vectors, before its weights are downloaded."""
+    configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
+    from jaxembed import hub
+    from jaxembed.tasks import KIND
+
+    task = hub.describe_model(model, **model_source(flags)).task
+    if task != "embed":
+        raise WrongTask(f"{model} is {KIND[task]}, which gives no vectors; use `jaxembed serve`")

@@ -1,0 +1,37 @@
+"""Log lines on standard error, as text or as JSON."""
+
+import logging
+import os
+
+LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def configure_logging(json_output: bool = False) -> None:
+    """Log to standard error: jaxembed from LOG_LEVEL (by default INFO) up, its libraries from
+    WARNING up."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if json_output else logging.Formatter(LINE))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    # Orbax logs many lines for each file, and tracebacks of errors that it also raises
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    level = os.environ.get("LOG_LEVEL", "info").upper()
+    levels = logging.getLevelNamesMapping()
+    for name in ("jaxembed", "converters"):
+        logging.getLogger(name).setLevel(levels.get(level, logging.INFO))
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats each log line as one JSON object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        import orjson
+
+        line = {
+            "timestamp": self.formatTime(record),
+            "level": record.levelname,
+            "target": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line).decode()

@@ -1,0 +1,134 @@
+"""Options that several commands share, and the functions that make options."""
+
+import math
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jaxembed.config import EngineConfig
+
+
+class FiniteRange(click.FloatRange):
+    """The type of finite numbers within bounds. Click's range would let nan pass."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
+
+
+def tei_option(flag: str, **attributes: Any) -> Callable:
+    """An option that can also be set by TEI's environment variable, its name in capitals."""
+    name = flag.removeprefix("--").split("/")[0]
+    return click.option(flag, envvar=name.upper().replace("-", "_"), show_envvar=True, **attributes)
+
+
+def together(*options: Callable) -> Callable:
+    """One decorator that adds all of the options, in this order."""
+    return lambda command: reduce(lambda wrapped, option: option(wrapped), options[::-1], command)
+
+
+MODEL_FLAG = click.option(
+    "--model", "-m", help="A directory or a hub id. Default: all-MiniLM-L6-v2."
+)
+FIELD_FLAG = click.option(
+    "--field", default="text", show_default=True, help="Of objects in a .jsonl file."
+)
+
+MODEL_OPTIONS = together(
+    tei_option("--revision", help="Branch, tag or commit of a hub model."),
+    click.option("--offline", is_flag=True, help="Use only what is downloaded already."),
+    tei_option("--hf-token", help="Token for the hub."),
+    tei_option("--dense-path", help="Use this Dense module instead of the one in modules.json."),
+    click.option(
+        "--cache-dir",
+        envvar="JAXEMBED_CACHE",
+        show_envvar=True,
+        type=click.Path(path_type=Path),
+        default=lambda: Path.home() / ".cache" / "jaxembed",
+        show_default="~/.cache/jaxembed",
+        help="Converted models and compiled programs. Refused where others can write.",
+    ),
+    tei_option(
+        "--huggingface-hub-cache",
+        type=click.Path(path_type=Path),
+        help="Where hub downloads are kept.",
+    ),
+)
+
+ENGINE_OPTIONS = together(
+    tei_option(
+        "--pooling",
+        type=click.Choice(["cls", "mean", "last-token"]),
+        help="Pool this way instead of as the checkpoint says.",
+    ),
+    tei_option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16", "float16"]),
+        help="Default: bfloat16 where the device multiplies it natively, else float32.",
+    ),
+    click.option("--devices", type=click.IntRange(1), help="Use this many. Default: all."),
+    click.option(
+        "--parallel",
+        type=click.Choice(["replicas", "sharded"]),
+        default="replicas",
+        show_default=True,
+        help="One replica a device, or every batch over all devices.",
+    ),
+    click.option(
+        "--warmup",
+        type=click.Choice(["minimal", "full"]),
+        help="Buckets compiled before ready. Default: full on a GPU, else minimal.",
+    ),
+    click.option(
+        "--kernels",
+        default=EngineConfig.kernels,
+        show_default=True,
+        help="The fastest that are right; xla; native (CPU); flash or triton (GPU); splash (TPU).",
+    ),
+    tei_option("--max-batch-tokens", type=click.IntRange(1), help="Of a batch, padding counted."),
+    tei_option("--max-batch-requests", type=click.IntRange(1), help="Sequences in a batch."),
+    click.option(
+        "--buckets",
+        type=click.Path(path_type=Path),
+        help="JSON file with the grid of shapes; `jaxembed tune` writes one.",
+    ),
+    click.option(
+        "--max-input-length",
+        envvar="MAX_INPUT_LENGTH",
+        show_envvar=True,
+        type=click.IntRange(1),
+        help="Tokens of an input. Default: what the model says.",
+    ),
+    click.option(
+        "--device-memory-fraction",
+        type=FiniteRange(0, 1, min_open=True),
+        help="Share of a GPU's memory to take; taken as needed, not at once.",
+    ),
+    click.option("--null-model", is_flag=True, hidden=True, help="Constants: measures the host."),
+)
+
+TEXT_OPTIONS = together(
+    tei_option(
+        "--auto-truncate",
+        type=bool,
+        is_flag=False,
+        flag_value=True,
+        default=True,
+        show_default=True,
+        help="Cut inputs over the limit unless the request says otherwise.",
+    ),
+    tei_option("--default-prompt", help="Text put before every input."),
+    tei_option("--default-prompt-name", help="The same, by its name in the model's prompts."),
+    tei_option(
+        "--tokenization-workers",
+        type=click.IntRange(1),
+        help="Tokenizer threads. Default: cores less one, at least 4.",
+    ),
+)

@@ -1,0 +1,151 @@
+"""`jaxembed serve`: one or several models over HTTP."""
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from jaxembed.cli.loading import load_embedder
+from jaxembed.cli.logs import configure_logging
+from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_OPTIONS
+from jaxembed.cli.server_options import SERVER_OPTIONS, server_config
+from jaxembed.cli.settings import engine_config
+from jaxembed.errors import ConfigError, JaxembedError
+from jaxembed.signals import end_at_signals
+
+logger = logging.getLogger("jaxembed")
+
+_ALONE = "serve that model in a process of its own"
+_CONVERT = "convert that model with `jaxembed convert {flag}`, and serve what comes out"
+OF_ONE_MODEL = {  # flags that only a lone model can have: what to do instead for one of several
+    "revision": _CONVERT,
+    "dense_path": _CONVERT,
+    "pooling": _ALONE,
+    "buckets": _ALONE,
+    "max_input_length": _ALONE,
+    "default_prompt": _ALONE,
+    "default_prompt_name": _ALONE,
+}
+
+
+@click.command("serve")
+@click.argument("model", nargs=-1)
+@SERVER_OPTIONS
+@MODEL_OPTIONS
+@ENGINE_OPTIONS
+@TEXT_OPTIONS
+def serve_command(
+    model: tuple[str, ...],
+    model_id: tuple[str, ...],
+    served_model_name: tuple[str, ...],
+    json_output: bool,
+    **flags: Any,
+) -> None:
+    """Serve MODEL over HTTP with the APIs of OpenAI, TEI, Jina and Cohere.
+
+    MODEL is a directory or a hub id; without one it is all-MiniLM-L6-v2. Several models share the
+    devices and the limits on waiting work; a request says in `model` which one it wants.
+    """
+    models = models_given(model, model_id)
+    if len(models) > 1:
+        _refuse_flags_of_one_model(flags, models)
+    _refuse_blank_keys(flags["api_key"])
+    if flags["otlp_endpoint"]:
+        raise click.UsageError("--otlp-endpoint: traces are not exported; use /metrics")
+    configure_logging(json_output)
+    end_at_signals()
+    from jaxembed.hub import DEFAULT_MODEL
+    from jaxembed.server.models import Models, served_names
+    from jaxembed.server.run import listen, run
+
+    models = models or (DEFAULT_MODEL,)
+    aliases = model_aliases(served_model_name, models)
+    served_names(models, aliases)  # refuses two models of one name, before a long load
+    config = server_config(flags)
+    listener = listen(config.host, config.port)  # refuses a port in use
+    logger.info(_access_line(config.api_keys))
+    run(Models(_load_models(models, flags), aliases), config, listener)
+
+
+def models_given(model: tuple[str, ...], model_id: tuple[str, ...]) -> tuple[str, ...]:
+    """The models to serve, each once: those of the command line, or of the variable MODEL_ID where
+    the command line names none."""
+    source = click.get_current_context().get_parameter_source("model_id")
+    if model and source is ParameterSource.ENVIRONMENT:
+        return tuple(dict.fromkeys(model))
+    return tuple(dict.fromkeys(model + model_id))
+
+
+def _refuse_blank_keys(keys: tuple[str, ...]) -> None:
+    """Raise ConfigError if a key is blank. To click a blank variable is an unset one, so the server
+    would be open to everybody."""
+    blank = [key for key in keys if not key.strip()]
+    if blank:
+        raise ConfigError(
+            f"--api-key is blank ({blank[0]!r}); give a key that clients can send, or leave the "
+            "flag out and unset API_KEY to serve without one"
+        )
+    variable = os.environ.get("API_KEY")
+    if not keys and variable is not None:
+        raise ConfigError(
+            f"API_KEY is set but blank ({variable!r}); give it a key that clients must send, or "
+            "unset it to serve without one"
+        )
+
+
+def _access_line(keys: tuple[str, ...]) -> str:
+    """The log line that says whether requests need a key."""
+    if not keys:
+        return "no API key is required; set --api-key (API_KEY) to require one"
+    return f"requests need {'the API key' if len(keys) == 1 else f'one of {len(keys)} API keys'}"
+
+
+def _refuse_flags_of_one_model(flags: dict[str, Any], models: Sequence[str]) -> None:
+    """Raise UsageError if a flag is given that only a lone model can have."""
+    given = [name for name in OF_ONE_MODEL if flags[name] is not None]
+    if given:
+        flag = "--" + given[0].replace("_", "-")
+        raise click.UsageError(
+            f"{flag} is for one model, and there are {len(models)}: {', '.join(models)}; "
+            + OF_ONE_MODEL[given[0]].format(flag=flag)
+        )
+
+
+def model_aliases(names: Sequence[str], models: Sequence[str]) -> dict[str, list[str]]:
+    """The names of each model, from `NAME=MODEL`, or from `NAME` where there is one model.
+
+    Raises UsageError for a name that belongs to none of them.
+    """
+    aliases: dict[str, list[str]] = {}
+    for given in names:
+        name, equals, model = given.partition("=")
+        if not equals and len(models) == 1:
+            model = models[0]
+        if not name or model not in models:
+            raise click.UsageError(
+                f"--served-model-name {given}: wanted NAME=MODEL, where MODEL is one of "
+                + ", ".join(models)
+            )
+        aliases.setdefault(model, []).append(name)
+    return aliases
+
+
+def _load_models(models: Sequence[str], flags: dict[str, Any]) -> list:
+    """Load the models one after the other; those already loaded compile meanwhile."""
+    from jaxembed.engine.admission import capacity_of
+
+    capacity = capacity_of(engine_config(flags))
+    loaded: list = []
+    for model in models:
+        try:
+            loaded.append(load_embedder(model, flags, capacity=capacity, wait=False))
+        except JaxembedError as error:
+            for embedder in loaded:
+                embedder.close(timeout_s=0.0)
+            if len(models) == 1:
+                raise
+            raise ConfigError(f"{model} cannot be served: {error}") from error
+    return loaded

@@ -1,0 +1,124 @@
+"""Options of the HTTP server, and its settings from them."""
+
+import ipaddress
+import os
+from typing import Any
+
+import click
+
+from jaxembed.cli.options import FiniteRange, tei_option, together
+from jaxembed.config import EngineConfig, ServerConfig
+from jaxembed.memory import MIB
+
+
+def _ip_address(text: str) -> str | None:
+    """The text if it is an IP address, else None: containers set HOSTNAME to their own name."""
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        return None
+
+
+SERVER_OPTIONS = together(
+    tei_option("--model-id", multiple=True, help="The same as MODEL; repeat for several."),
+    tei_option(
+        "--served-model-name",
+        multiple=True,
+        metavar="NAME[=MODEL]",
+        help="Name in requests and answers, in place of MODEL; repeat for aliases. Of several "
+        "models, say which.",
+    ),
+    click.option(
+        "--host",
+        "--hostname",
+        "host",
+        default=lambda: _ip_address(os.environ.get("HOSTNAME", "")) or "127.0.0.1",
+        show_default="127.0.0.1",
+        help="Address to listen on.  [env var: HOSTNAME, if an IP address]",
+    ),
+    click.option(
+        "-p",
+        "--port",
+        envvar="PORT",
+        show_envvar=True,
+        type=click.IntRange(0, 65535),
+        default=8080,
+        show_default=True,
+        help="0 is any free port.",
+    ),
+    tei_option("--api-key", multiple=True, help="Key that clients must send; repeat for several."),
+    tei_option(
+        "--cors-allow-origin",
+        multiple=True,
+        help="Repeat for several. Default: any (*) with --api-key, else none.",
+    ),
+    tei_option(
+        "--max-concurrent-requests",
+        type=click.IntRange(1),
+        default=EngineConfig.max_concurrent_requests,
+        show_default=True,
+        help="Inputs admitted and not yet answered.",
+    ),
+    click.option(
+        "--max-queue-bytes",
+        type=click.IntRange(MIB),
+        default=EngineConfig.max_queue_bytes,
+        show_default=True,
+        help="Memory that requests hold until they are answered.",
+    ),
+    click.option(
+        "--max-queue-tokens", type=click.IntRange(1), help="Tokens admitted and not yet answered."
+    ),
+    tei_option(
+        "--max-client-batch-size",
+        type=click.IntRange(0),
+        default=ServerConfig.max_client_batch_size,
+        show_default=True,
+        help="Inputs in one request; 0 is unlimited.",
+    ),
+    tei_option(
+        "--payload-limit",
+        type=click.IntRange(1),
+        default=32 * MIB,
+        show_default=True,
+        help="Bytes in one request.",
+    ),
+    click.option(
+        "--accept-bare-token-ids",
+        is_flag=True,
+        help="Run token ids on /v1/embeddings that lack the tokenizer's special tokens.",
+    ),
+    click.option(
+        "--drain-timeout",
+        type=FiniteRange(0),
+        default=ServerConfig.drain_timeout_s,
+        show_default=True,
+        help="Seconds to finish admitted requests after SIGTERM.",
+    ),
+    tei_option(
+        "--prometheus-port",
+        type=click.IntRange(0, 65535),
+        help="Serve /metrics on a second port too.",
+    ),
+    tei_option("--json-output", is_flag=True, help="Log lines as JSON."),
+    # flags of TEI that have no effect here: there is no backend process and nothing is traced
+    tei_option("--uds-path", hidden=True),
+    tei_option("--disable-spans", is_flag=True, hidden=True),
+    tei_option("--otlp-service-name", hidden=True),
+    tei_option("--otlp-endpoint", hidden=True),
+)
+
+
+def server_config(flags: dict[str, Any]) -> ServerConfig:
+    """The server's settings, from the flags of `serve`."""
+    return ServerConfig(
+        host=flags["host"],
+        port=flags["port"],
+        api_keys=flags["api_key"],
+        cors_allow_origins=flags["cors_allow_origin"],
+        max_client_batch_size=flags["max_client_batch_size"],
+        payload_limit=flags["payload_limit"],
+        accept_bare_token_ids=flags["accept_bare_token_ids"],
+        drain_timeout_s=flags["drain_timeout"],
+        prometheus_port=flags["prometheus_port"],
+    )

@@ -1,0 +1,51 @@
+"""Settings of the hub, the engine and the texts, from the flags of a command."""
+
+import os
+from typing import Any
+
+from jaxembed.config import EngineConfig, TextConfig
+
+
+def model_source(flags: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that tell the hub where a model comes from. Sets HF_HUB_CACHE if asked to."""
+    if flags["huggingface_hub_cache"]:
+        os.environ["HF_HUB_CACHE"] = str(flags["huggingface_hub_cache"])
+    return {
+        "revision": flags["revision"],
+        "offline": flags["offline"],
+        "token": flags["hf_token"],
+        "dense_path": flags["dense_path"],
+        "cache_dir": flags["cache_dir"],
+    }
+
+
+def engine_config(flags: dict[str, Any]) -> EngineConfig:
+    """The engine's settings. The limits of admission are flags of `serve` alone."""
+    admission = {
+        name: flags[name]
+        for name in ("max_concurrent_requests", "max_queue_tokens", "max_queue_bytes")
+        if flags.get(name) is not None
+    }
+    return EngineConfig(
+        dtype=flags["dtype"],
+        devices=flags["devices"],
+        parallel=flags["parallel"],
+        warmup=flags["warmup"],
+        kernels=flags["kernels"],
+        max_batch_tokens=flags["max_batch_tokens"],
+        max_batch_requests=flags["max_batch_requests"],
+        buckets=flags["buckets"],
+        max_input_tokens=flags["max_input_length"],
+        null_model=flags["null_model"],
+        **admission,
+    )
+
+
+def text_config(flags: dict[str, Any]) -> TextConfig:
+    """How texts become tokens where a request does not say."""
+    return TextConfig(
+        truncate=flags["auto_truncate"],
+        default_prompt=flags["default_prompt"],
+        default_prompt_name=flags["default_prompt_name"],
+        workers=flags["tokenization_workers"],
+    )

@@ -1,0 +1,115 @@
+"""`jaxembed tune`: the grid of buckets that fits a given traffic."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jaxembed.cli.jax_setup import configure_jax
+from jaxembed.cli.logs import configure_logging
+from jaxembed.cli.options import (
+    ENGINE_OPTIONS,
+    FIELD_FLAG,
+    MODEL_FLAG,
+    MODEL_OPTIONS,
+    TEXT_OPTIONS,
+    FiniteRange,
+)
+from jaxembed.cli.progress import step_lines
+from jaxembed.cli.settings import engine_config, model_source, text_config
+
+
+@click.command("tune")
+@click.argument("traffic")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    default=Path("buckets.json"),
+    show_default=True,
+    help="The grid, for `jaxembed serve --buckets`.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path),
+    help="A .png or .svg of lengths and buckets. Needs matplotlib.",
+)
+@MODEL_FLAG
+@FIELD_FLAG
+@click.option("--served-model-name", help="Of a server with several models, the one to read.")
+@click.option(
+    "--seconds",
+    type=FiniteRange(1),
+    default=120.0,
+    show_default=True,
+    help="Of the search, about. Both grids are tried on the engine after it.",
+)
+@click.option(
+    "--max-buckets",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="At most, of the new grid.",
+)
+@click.option(
+    "--compile-seconds",
+    type=FiniteRange(0, min_open=True),
+    help="At most, for all of its buckets one by one, nothing cached.",
+)
+@MODEL_OPTIONS
+@ENGINE_OPTIONS
+@TEXT_OPTIONS
+def tune_command(
+    traffic: str,
+    output: Path,
+    picture: Path | None,
+    model: str | None,
+    field: str,
+    served_model_name: str | None,
+    seconds: float,
+    max_buckets: int,
+    compile_seconds: float | None,
+    **flags: Any,
+) -> None:
+    """Find the buckets that serve TRAFFIC at least cost on this device.
+
+    TRAFFIC is a .txt or .jsonl file of texts, standard input (-), a .json file of lengths in tokens
+    ([9, 12] or {"9": 120}), or the URL of a server of ours, whose metrics say how long its inputs
+    are. The grid found is tried beside the one in use, that of --buckets or the default one, and
+    the better of them is written. The device must have nothing else to do meanwhile.
+    """
+    configure_logging()
+    from jaxembed.bulk import read_text_file
+    from jaxembed.tune import lengths, report
+    from jaxembed.tune.model import load_measured
+    from jaxembed.tune.tuning import Budget, check_grid_path, tune
+
+    check_grid_path(output)  # here and below: report what cannot be read or written before loading
+    if picture is not None:
+        report.check_picture(picture)
+    texts = counted = None
+    if traffic.startswith(("http://", "https://")):
+        counted = lengths.of_server(traffic, served_model_name)
+    elif traffic.endswith(".json"):
+        counted = lengths.of_file(Path(traffic))
+    else:
+        texts = read_text_file(traffic, field)
+    configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
+    import jax
+
+    jax.config.update("jax_enable_compilation_cache", False)  # compiling is measured, too
+    loaded = load_measured(
+        model, config=engine_config(flags), text=text_config(flags), **model_source(flags)
+    )
+    if texts is not None:
+        counted = lengths.of_texts(texts, loaded.count_tokens, traffic)
+    assert counted is not None
+    budget = Budget(seconds, max_buckets, compile_seconds)
+    tuning = tune(loaded, counted, budget, step_lines())
+    tuning.write(output)
+    click.echo(report.table(tuning))
+    if picture is not None:
+        report.draw(tuning, picture)
+    loaded.close()
+    outcome = "is better" if tuning.is_better else "is not better: the one before was kept"
+    click.echo(f"\nThe grid found {outcome}. Use it: jaxembed serve --buckets {output}")
