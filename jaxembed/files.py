@@ -5,19 +5,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+PARTIAL = ".partial-"  # in the names of unfinished copies, before a random part
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path` to write to; it replaces `path` at the end of the block.
+    """A path to write to, beside `path`; at the end of the block it replaces `path`.
 
-    Readers see the old file or the new one, never a part. If the block raises, the old file stays
-    and the temporary one is removed. Raises OSError if the file cannot be replaced.
+    Readers see the old file or the new one, never a part of one. If the block raises, the old file
+    stays and the new one is removed. Raises OSError if the new file cannot take its place.
     """
-    # no process id in the name: two containers that share a folder may have the same one
-    partial = path.with_name(f".{path.name}.partial-{uuid4().hex}")
+    # random: two containers that share a folder may have the same process id
+    partial = path.with_name(f".{path.name}{PARTIAL}{uuid4().hex}")
     try:
         yield partial
         partial.replace(path)
     finally:
-        with suppress(OSError):  # usually it is already renamed; the disk may also be read-only now
+        with suppress(OSError):  # it is gone if all went well; or the disk has become read-only
             partial.unlink()
+
+
+def is_copy_of(path: Path, name: str) -> bool:
+    """Whether `path` is the file `name`, or a copy that `replacing` has not finished."""
+    return path.name == name or path.name.startswith(f".{name}{PARTIAL}")

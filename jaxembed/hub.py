@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from jaxembed import checkpoint
 from jaxembed.cache_folder import make_private, refuse_shared
 from jaxembed.errors import CheckpointError
-from jaxembed.files import replacing
+from jaxembed.files import is_copy_of, replacing
 from jaxembed.spec import FORMAT_VERSION, ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -420,7 +420,7 @@ def _sizes(entry: Path) -> dict[str, int]:
     return {
         str(path.relative_to(entry)): path.stat().st_size
         for path in sorted(entry.rglob("*"))
-        if path.is_file() and path.name.removeprefix(".").split(".partial-")[0] != RECORD
+        if path.is_file() and not is_copy_of(path, RECORD)
     }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxembed.files import replacing
+from jaxembed.files import is_copy_of, replacing
 
 
 def test_the_new_file_takes_the_place_of_the_old_one_at_the_end(tmp_path):
@@ -37,3 +37,12 @@ def test_two_that_write_at_once_do_not_meet(tmp_path):
         first.write_text("1")
         second.write_text("2")
     assert path.read_text() == "1"  # the block that ended last
+
+
+def test_a_file_and_its_unfinished_copies_are_told_from_all_others(tmp_path):
+    with replacing(tmp_path / "a.json") as partial:
+        partial.write_text("new")
+        assert is_copy_of(partial, "a.json")
+        assert not is_copy_of(partial, "b.json")
+    assert is_copy_of(tmp_path / "a.json", "a.json")
+    assert not is_copy_of(tmp_path / "aa.json", "a.json")
