@@ -4,6 +4,7 @@ vLLM has a route of this name with another answer (`data[].probs`).
 """
 
 import time
+from collections.abc import Awaitable
 from typing import Literal
 
 import msgspec
@@ -11,6 +12,7 @@ from quart import Blueprint, Response, g
 
 from jaxembed.errors import EmptyInput
 from jaxembed.options import ScoreOptions
+from jaxembed.server.answering import encode_answer, score_inputs
 from jaxembed.server.body import (
     AnyPriority,
     RequestTexts,
@@ -57,11 +59,12 @@ async def classify() -> Response:
     """Every label of each input with its score. A reranker has one label."""
     with current_meter() as meter:
         body = await read_body_as(ClassifyRequest)
-        embedder = meter.find(body.model, "classify")
-        inputs = _read_input(body.input)
-        meter.accept(inputs)
-        options = ScoreOptions(truncate=body.truncate, priority=priority_of(body.priority))
-        answer = await embedder.score(inputs.items, options)
+        answer = await score_inputs(
+            meter,
+            body.model,
+            lambda: _read_input(body.input),
+            lambda: ScoreOptions(truncate=body.truncate, priority=priority_of(body.priority)),
+        )
         rest = {
             "object": "classify",
             "id": f"classify-{g.request_id}",
@@ -69,10 +72,12 @@ async def classify() -> Response:
             "model": meter.served_name,
             "usage": usage_of(answer),
         }
-        with meter.time("encode"):
+
+        def encode() -> Awaitable[Response]:
             data = json_predictions(answer, raw_scores=bool(body.raw_scores), ties="first")
-            response = await json_stream(json_answer({"data": data}, rest))
-        return meter.stamp(response, answer)
+            return json_stream(json_answer({"data": data}, rest))
+
+        return await encode_answer(meter, answer, encode)
 
 
 def _read_input(raw: str | list[str | list[str]]) -> RequestTexts:

@@ -3,6 +3,7 @@
 import msgspec
 from quart import Blueprint, Response, g
 
+from jaxembed.server.answering import encode_answer
 from jaxembed.server.body import read_body_as
 from jaxembed.server.encoding import json_answer, json_stream
 from jaxembed.server.meter import current_meter
@@ -40,6 +41,6 @@ async def rerank_cohere() -> Response:
             "tokens": {"input_tokens": int(answer.num_tokens.sum()), "output_tokens": 0},
         }
         rest = {"id": g.request_id, "meta": meta}
-        with meter.time("encode"):
-            response = await json_stream(json_answer({"results": results()}, rest))
-        return meter.stamp(response, answer)
+        return await encode_answer(
+            meter, answer, lambda: json_stream(json_answer({"results": results()}, rest))
+        )

@@ -5,11 +5,13 @@ of Voyage do too, but for the name of the list of results: the answer has it und
 """
 
 import time
+from collections.abc import Awaitable
 from typing import Literal
 
 import msgspec
 from quart import Blueprint, Response, g
 
+from jaxembed.server.answering import encode_answer
 from jaxembed.server.body import read_body_as
 from jaxembed.server.encoding import json_answer, json_stream
 from jaxembed.server.meter import Meter, current_meter
@@ -40,7 +42,7 @@ async def rerank_jina() -> Response:
 
 
 async def answer_jina(meter: Meter, body: DocumentsRequest) -> Response:
-    """The answer to one body, from wherever it came."""
+    """The answer to one body, whichever route it came by."""
     answer, results = await rerank_documents(meter, body)
     rest = {
         "object": "rerank",
@@ -49,7 +51,8 @@ async def answer_jina(meter: Meter, body: DocumentsRequest) -> Response:
         "model": meter.served_name,
         "usage": usage_of(answer),
     }
-    with meter.time("encode"):
-        parts = json_answer({"results": results(), "data": results()}, rest)
-        response = await json_stream(parts)
-    return meter.stamp(response, answer)
+
+    def encode() -> Awaitable[Response]:
+        return json_stream(json_answer({"results": results(), "data": results()}, rest))
+
+    return await encode_answer(meter, answer, encode)

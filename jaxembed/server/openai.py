@@ -14,6 +14,7 @@ from jaxembed.errors import InvalidInput, UnknownPurpose
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import to_base64
 from jaxembed.processors.prompts import Role, prompt_for, role_of
+from jaxembed.server.answering import embed_inputs, encode_answer
 from jaxembed.server.body import AnyPriority, InputUnion, priority_of, read_body_as, read_inputs
 from jaxembed.server.encoding import (
     json_answer,
@@ -22,7 +23,7 @@ from jaxembed.server.encoding import (
     octet_response,
     wants_octets,
 )
-from jaxembed.server.meter import current_meter
+from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.service import current_service
 from jaxembed.server.unsupported import ModelRequest, agreed
 from jaxembed.server.usage import Usage, usage_of
@@ -75,24 +76,21 @@ class EmbeddingsResponse(msgspec.Struct):
 @blueprint.post("/v1/embeddings")
 @blueprint.post("/embeddings")
 async def embeddings() -> Response:
-    """The whole way of a request, from JSON to vectors and back."""
+    """Answer a request for vectors."""
     with current_meter() as meter:
         body = await read_body_as(EmbeddingsRequest)
-        embedder = meter.find(body.model, "embed")
-        inputs = read_inputs(body.input, field="input")
-        meter.accept(inputs)
-        asked = options(body, embedder.spec.prompts)
-        answer = await embedder.answer(inputs.items, asked)
-        with meter.time("encode"):
-            response = await respond(answer, body.encoding_format, meter.served_name)
-        if asked.prompt is not None or asked.prompt_name is not None:
-            response.headers.add(PROMPT, asked.prompt_name or "")
-        return meter.stamp(response, answer)
+        answer = await embed_inputs(
+            meter,
+            body.model,
+            lambda: read_inputs(body.input, field="input"),
+            lambda spec: options(body, spec.prompts),
+        )
+        return await encode_answer(meter, answer, lambda: respond(meter, body, answer))
 
 
 def options(body: EmbeddingsRequest, prompts: Mapping[str, str]) -> EncodeOptions:
-    """What to ask of an Embedder with these prompts. This route normalises unless asked not to, as
-    OpenAI does."""
+    """The options of an Embedder with these prompts. This route normalises unless the body says
+    otherwise, as OpenAI does. Raises InvalidInput for fields that contradict each other."""
     prompt, prompt_name = chosen_prompt(body, prompts)
     return EncodeOptions(
         prompt=prompt,
@@ -135,11 +133,22 @@ def chosen_prompt(
     return ("" if name is None else None), name
 
 
-async def respond(answer: Embeddings, encoding_format: Format | None, model: str) -> Response:
-    """The vectors in the form asked for."""
+async def respond(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> Response:
+    """The vectors in the requested form, and a header with the prompt that the body chose."""
     if wants_octets():
-        return octet_response(answer.dense)
-    vector = to_base64 if encoding_format == "base64" else _as_is
+        response = octet_response(answer.dense)
+    else:
+        base64 = body.encoding_format == "base64"
+        response = await _json_response(answer, meter.served_name, base64=base64)
+    prompt, prompt_name = chosen_prompt(body, meter.embedder.spec.prompts)
+    if prompt is not None or prompt_name is not None:
+        response.headers.add(PROMPT, prompt_name or "")
+    return response
+
+
+async def _json_response(answer: Embeddings, model: str, *, base64: bool) -> Response:
+    """An EmbeddingsResponse, each vector as a list of floats or in base64."""
+    vector = to_base64 if base64 else _as_is
 
     def items(start: int, stop: int) -> list[dict]:
         return [

@@ -9,9 +9,10 @@ import numpy as np
 
 from jaxembed.errors import InvalidInput, NoInputs
 from jaxembed.options import ScoreOptions, Scores
+from jaxembed.server.answering import score_documents
 from jaxembed.server.body import AnyPriority, priority_of
 from jaxembed.server.meter import Meter
-from jaxembed.server.scoring import json_ranks, score_documents
+from jaxembed.server.scoring import json_ranks
 from jaxembed.server.unsupported import ModelRequest, agreed
 
 
@@ -55,8 +56,8 @@ class Result(msgspec.Struct, omit_defaults=True):
 async def rerank_documents(
     meter: Meter, body: DocumentsRequest
 ) -> tuple[Scores, Callable[[], AsyncIterator[bytes]]]:
-    """The model's answer, and what gives the best documents as Results: a JSON list inside, in
-    slices, anew at each call."""
+    """The model's answer, and a function that gives the best documents as Results: at each call the
+    inside of a JSON list, in slices."""
     _check(body)
     texts = [item if isinstance(item, str) else item.text for item in body.documents]
     options = ScoreOptions(

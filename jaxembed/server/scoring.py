@@ -1,15 +1,14 @@
-"""What the routes of rerankers and classifiers have in common. Knows no dialect."""
+"""Turns scores into the lists that the routes of rerankers and classifiers answer with. Knows no
+dialect."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from jaxembed.options import ScoreOptions, Scores
+from jaxembed.options import Scores
 from jaxembed.postprocess import Ties, rank
-from jaxembed.server.body import check_batch
 from jaxembed.server.encoding import OBJECT_WIDTH, json_items, object_width
-from jaxembed.server.meter import Meter, RequestSize
 
 
 class Prediction(msgspec.Struct):
@@ -17,24 +16,6 @@ class Prediction(msgspec.Struct):
 
     score: float
     label: str
-
-
-async def score_documents(
-    meter: Meter,
-    model: str | None,
-    query: str,
-    documents: Sequence[str],
-    options: ScoreOptions,
-    *,
-    field: str,
-) -> Scores:
-    """Accept a request to rerank and run it; the documents came in `field`. The query counts once
-    for each document, as in TEI."""
-    embedder = meter.find(model, "rerank")
-    check_batch(len(documents))
-    characters = len(query) * len(documents) + sum(map(len, documents))
-    meter.accept(RequestSize("batch", characters, field))
-    return await embedder.score_documents(query, documents, options)
 
 
 def json_ranks(

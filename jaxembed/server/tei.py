@@ -12,8 +12,9 @@ from quart import Blueprint, Response
 
 from jaxembed.errors import EmptyInput, InvalidInput, NoInputs, WrongTask
 from jaxembed.inputs import Priority, Tokens
-from jaxembed.options import EncodeOptions
+from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import similarity
+from jaxembed.server.answering import embed_inputs, encode_answer
 from jaxembed.server.body import (
     InputUnion,
     RequestInputs,
@@ -132,21 +133,21 @@ async def embed_all() -> Response:
     """One vector per token, special tokens included, before pooling."""
     with current_meter() as meter:
         body = await read_body_as(EmbedAllRequest)
-        embedder = meter.find(body.model, "embed")
-        inputs = read_inputs(body.inputs, field="inputs")
-        meter.accept(inputs)
-        options = EncodeOptions(
-            outputs=frozenset({"tokens"}),
-            prompt_name=body.prompt_name,
-            truncate=body.truncate,
-            truncation_side=SIDES[body.truncation_direction],
-            normalize=False,
-            priority=priority_of(body.priority),
+        answer = await embed_inputs(
+            meter,
+            body.model,
+            lambda: read_inputs(body.inputs, field="inputs"),
+            lambda spec: EncodeOptions(
+                outputs=frozenset({"tokens"}),
+                prompt_name=body.prompt_name,
+                truncate=body.truncate,
+                truncation_side=SIDES[body.truncation_direction],
+                normalize=False,
+                priority=priority_of(body.priority),
+            ),
         )
-        answer = await embedder.answer(inputs.items, options)
-        with meter.time("encode"):
-            response = await json_stream(json_matrices(answer.tokens))
-        return meter.stamp(response, answer)
+        matrices = answer.tokens or []
+        return await encode_answer(meter, answer, lambda: json_stream(json_matrices(matrices)))
 
 
 @blueprint.post("/similarity")
@@ -154,18 +155,19 @@ async def similarities() -> Response:
     """The cosine of the source with each sentence."""
     with current_meter() as meter:
         body = await read_body_as(SimilarityRequest)
-        embedder = meter.find(body.model, "embed")
-        inputs = _texts_to_compare(body.inputs)
-        meter.accept(inputs)
         parameters = body.parameters or SimilarityParameters()
-        options = EncodeOptions(
-            prompt_name=parameters.prompt_name,
-            truncate=parameters.truncate,
-            truncation_side=SIDES[parameters.truncation_direction],
-            normalize=True,
-            priority=priority_of(body.priority),
+        answer = await embed_inputs(
+            meter,
+            body.model,
+            lambda: _texts_to_compare(body.inputs),
+            lambda spec: EncodeOptions(
+                prompt_name=parameters.prompt_name,
+                truncate=parameters.truncate,
+                truncation_side=SIDES[parameters.truncation_direction],
+                normalize=True,
+                priority=priority_of(body.priority),
+            ),
         )
-        answer = await embedder.answer(inputs.items, options)
         scores = similarity(answer.dense[0], answer.dense[1:])
         response = json_response(orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY))
         return meter.stamp(response, answer)
@@ -204,34 +206,38 @@ async def decode_ids() -> Response:
 
 @blueprint.post("/embed_sparse")
 async def embed_sparse() -> Response:
-    """A task there are no models for yet: said in TEI's words rather than with a 404."""
+    """Refuse in TEI's words what no model here can do yet, instead of answering 404."""
     raise WrongTask("Model is not an embedding model with SPLADE pooling")
 
 
 async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Response:
-    """The vectors of one /embed body, from wherever it came."""
-    embedder = meter.find(body.model, "embed")
-    inputs = read_inputs(body.inputs, field="inputs")
-    meter.accept(inputs)
-    options = EncodeOptions(
-        prompt_name=body.prompt_name,
-        truncate=body.truncate,
-        truncation_side=SIDES[body.truncation_direction],
-        dimensions=_check_dimensions(body.dimensions, embedder.spec.dim),
-        normalize=body.normalize,
-        priority=priority_of(body.priority),
+    """The answer to one /embed body, whichever route it came by."""
+    answer = await embed_inputs(
+        meter,
+        body.model,
+        lambda: read_inputs(body.inputs, field="inputs"),
+        lambda spec: EncodeOptions(
+            prompt_name=body.prompt_name,
+            truncate=body.truncate,
+            truncation_side=SIDES[body.truncation_direction],
+            dimensions=_check_dimensions(body.dimensions, spec.dim),
+            normalize=body.normalize,
+            priority=priority_of(body.priority),
+        ),
     )
-    answer = await embedder.answer(inputs.items, options)
-    with meter.time("encode"):
-        if octets:
-            response = octet_response(answer.dense)
-        else:
-            response = await json_stream(json_matrix(answer.dense))
-    return meter.stamp(response, answer)
+    return await encode_answer(meter, answer, lambda: _vectors(answer, octets=octets))
+
+
+async def _vectors(answer: Embeddings, *, octets: bool) -> Response:
+    """The vectors as raw float32 or as JSON."""
+    if octets:
+        return octet_response(answer.dense)
+    return await json_stream(json_matrix(answer.dense))
 
 
 def _check_dimensions(dimensions: int | None, largest: int) -> int | None:
-    """TEI's two messages; unlike OpenAI's route, 0 is an error here."""
+    """The dimensions, if they are from 1 to `largest`. Raises InvalidInput with TEI's messages;
+    unlike on OpenAI's route, 0 is an error here."""
     if dimensions == 0:
         raise InvalidInput(
             "Input validation error: `dimensions` should be positive", field="dimensions"

@@ -1,7 +1,9 @@
-"""What Text Embeddings Inference 1.9 scores: /predict, and its body for /rerank. Knows no devices.
+"""The routes of Text Embeddings Inference 1.9 that score: /predict, and its body for /rerank.
 
-The route /rerank is in `hosted.py`, because clients send it Jina's body too.
+The route /rerank is in `hosted.py`, because clients send it Jina's body too. Knows no devices.
 """
+
+from collections.abc import Awaitable
 
 import msgspec
 import numpy as np
@@ -10,6 +12,7 @@ from quart import Blueprint, Response
 from jaxembed.errors import EmptyInput, NoInputs
 from jaxembed.inputs import Priority
 from jaxembed.options import ScoreOptions
+from jaxembed.server.answering import encode_answer, score_documents, score_inputs
 from jaxembed.server.body import (
     RequestTexts,
     priority_of,
@@ -19,7 +22,7 @@ from jaxembed.server.body import (
 from jaxembed.server.decoding import mixed
 from jaxembed.server.encoding import json_list, json_stream
 from jaxembed.server.meter import Meter, current_meter
-from jaxembed.server.scoring import json_predictions, json_ranks, score_documents
+from jaxembed.server.scoring import json_predictions, json_ranks
 from jaxembed.server.tei import SIDES, Direction
 from jaxembed.server.unsupported import ModelRequest
 
@@ -69,7 +72,8 @@ async def predict() -> Response:
 
 
 async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
-    """The texts in order of their scores; of equal ones the last first, as in TEI."""
+    """The answer to one TEI body for /rerank: best first, and of equal texts the last first, as in
+    TEI."""
     texts = body.texts
     if not texts:
         raise NoInputs("texts")
@@ -81,37 +85,41 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
     )
     answer = await score_documents(meter, body.model, body.query, texts, options, field="texts")
 
-    def shown(i: int, score: np.float32) -> dict:
+    def item(i: int, score: np.float32) -> dict:
         text = {"text": texts[i]} if body.return_text else {}
         return {"index": i, **text, "score": score}
 
-    with meter.time("encode"):
+    def encode() -> Awaitable[Response]:
         inside = json_ranks(
             answer,
-            shown,
+            item,
             texts if body.return_text else None,
             raw_scores=body.raw_scores,
             ties="last",
         )
-        response = await json_stream(json_list(inside))
-    return meter.stamp(response, answer)
+        return json_stream(json_list(inside))
+
+    return await encode_answer(meter, answer, encode)
 
 
 async def answer_predict(meter: Meter, body: PredictRequest) -> Response:
-    """The answer to one /predict body, from wherever it came."""
-    embedder = meter.find(body.model, "classify")
-    inputs = _read_inputs(body.inputs)
-    meter.accept(inputs)
-    options = ScoreOptions(
-        truncate=body.truncate,
-        truncation_side=SIDES[body.truncation_direction],
-        priority=priority_of(body.priority),
+    """The answer to one /predict body, whichever route it came by."""
+    answer = await score_inputs(
+        meter,
+        body.model,
+        lambda: _read_inputs(body.inputs),
+        lambda: ScoreOptions(
+            truncate=body.truncate,
+            truncation_side=SIDES[body.truncation_direction],
+            priority=priority_of(body.priority),
+        ),
     )
-    answer = await embedder.score(inputs.items, options)
-    with meter.time("encode"):
+
+    def encode() -> Awaitable[Response]:
         inside = json_predictions(answer, raw_scores=body.raw_scores, ties="last")
-        response = await json_stream(inside if inputs.method == "single" else json_list(inside))
-    return meter.stamp(response, answer)
+        return json_stream(inside if meter.size.method == "single" else json_list(inside))
+
+    return await encode_answer(meter, answer, encode)
 
 
 def _read_inputs(raw: str | list[str | list[str]]) -> RequestTexts:
