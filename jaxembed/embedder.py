@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxembed import checkpoint, hub
 from jaxembed.config import EngineConfig, TextConfig
-from jaxembed.engine.admission import Admission, Capacity, capacity_of
+from jaxembed.engine.admission import Admission, Capacity, Held, capacity_of
 from jaxembed.engine.build import build, make_plan
 from jaxembed.engine.compiles import compile_events
 from jaxembed.engine.engine import EngineState
@@ -220,54 +220,77 @@ class Embedder:
 
     # -- the server -------------------------------------------------------------------------------
 
-    async def answer(self, inputs: Sequence[Input], options: EncodeOptions) -> Embeddings:
-        """Admit a request, tokenize it off the loop, run it, shape its vectors.
+    async def answer(
+        self, inputs: Sequence[Input], options: EncodeOptions, held: Held | None = None
+    ) -> Embeddings:
+        """Admit a request, as a part of the one that `held` counts for, tokenize it off the loop,
+        run it, shape its vectors.
 
         Raises WrongTask, Overloaded before any work is done, and the errors of InvalidInput and
         BackendError. Cancelling the task takes what is queued of the request along.
         """
-        return await self._admitted(self.tasks.embed(inputs, options), inputs)
+        return await self._admitted(self.tasks.embed(inputs, options), inputs, held)
 
-    async def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> Scores:
+    async def score(
+        self, inputs: Sequence[Text | Pair], options: ScoreOptions, held: Held | None = None
+    ) -> Scores:
         """The logits of each text or pair, from a classifier or reranker; else as `answer`."""
-        return await self._admitted(self.tasks.score(inputs, options), inputs)
+        return await self._admitted(self.tasks.score(inputs, options), inputs, held)
 
     async def score_documents(
-        self, query: str, documents: Sequence[str], options: ScoreOptions
+        self,
+        query: str,
+        documents: Sequence[str],
+        options: ScoreOptions,
+        held: Held | None = None,
     ) -> Scores:
         """The logits of each document beside the query, from a reranker; else as `answer`."""
         request = self.tasks.rerank(query, documents, options)
-        return await self._admitted(request, [Pair(query, document) for document in documents])
+        pairs = [Pair(query, document) for document in documents]
+        return await self._admitted(request, pairs, held)
 
-    async def _admitted(self, request: Request[Answer], inputs: Sequence[Input]) -> Answer:
+    async def _admitted(
+        self, request: Request[Answer], inputs: Sequence[Input], held: Held | None
+    ) -> Answer:
         if not inputs:
             raise NoInputs()
         shows_tokens = "tokens" in request.outputs
         with self.admission.admit(
             len(inputs),
             self.processor.estimate(inputs),
+            held,
             input_bytes=INPUT_BYTES + 2 * FLOAT_BYTES * self.spec.dim,
             token_bytes=TOKEN_BYTES + shows_tokens * FLOAT_BYTES * self.spec.hidden_size,
         ) as permit:
             return await self.runner.run_async(request, permit.correct)
 
     async def tokenize_async(
-        self, texts: Sequence[str], *, add_special_tokens: bool, prompt_name: str | None
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        prompt_name: str | None,
+        held: Held | None = None,
     ) -> list[list[TokenPiece]]:
         """The tokens of each text with their byte offsets; nothing is cut. A character counts as a
         token, those of the prompt once for each text."""
         prompt = self.processor.prompt(None, prompt_name)
         characters = sum(map(len, texts)) + len(texts) * len(prompt)
         call = partial(self.processor.pieces, texts, special=add_special_tokens, prompt=prompt)
-        with self.admission.admit(len(texts), characters, token_bytes=PIECE_BYTES):
+        with self.admission.admit(len(texts), characters, held, token_bytes=PIECE_BYTES):
             return await self.runner.off_loop(call)
 
     async def decode_async(
-        self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool
+        self,
+        ids: Sequence[Sequence[int]],
+        *,
+        skip_special_tokens: bool,
+        held: Held | None = None,
     ) -> list[str]:
         """The text of each list of ids."""
         call = partial(self.processor.decode, ids, skip_special_tokens=skip_special_tokens)
-        with self.admission.admit(len(ids), sum(map(len, ids)), token_bytes=DECODED_BYTES):
+        tokens = sum(map(len, ids))
+        with self.admission.admit(len(ids), tokens, held, token_bytes=DECODED_BYTES):
             return await self.runner.off_loop(call)
 
     # -- state ------------------------------------------------------------------------------------

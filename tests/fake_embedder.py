@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.embedder import Embedder
-from jaxembed.engine.admission import Admission, Capacity
+from jaxembed.engine.admission import Admission, Capacity, Held
 from jaxembed.engine.engine import EngineState
 from jaxembed.errors import InputTooLong, ShuttingDown
 from jaxembed.inputs import Input, Pair, Text, Tokens
@@ -91,13 +91,16 @@ class FakeEmbedder(Embedder):
         self.entered = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.asked: list[EncodeOptions | ScoreOptions] = []
+        self.held: list[Held | None] = []  # of each call
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Return at once: it is ready from the start."""
 
-    async def answer(self, inputs: Sequence[Input], options: EncodeOptions) -> Embeddings:
+    async def answer(
+        self, inputs: Sequence[Input], options: EncodeOptions, held: Held | None = None
+    ) -> Embeddings:
         check_task(self.name, self.spec, "embed")
-        await self._weather()
+        await self._weather(held)
         self.asked.append(options)
         check_dimensions(self.spec, options.dimensions)
         lengths = self._lengths(inputs, options)
@@ -118,9 +121,11 @@ class FakeEmbedder(Embedder):
             inference_s=0.003,
         )
 
-    async def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> Scores:
+    async def score(
+        self, inputs: Sequence[Text | Pair], options: ScoreOptions, held: Held | None = None
+    ) -> Scores:
         check_task(self.name, self.spec, "classify")
-        await self._weather()
+        await self._weather(held)
         self.asked.append(options)
         lengths = self._lengths(inputs, options)
         return Scores(
@@ -135,14 +140,19 @@ class FakeEmbedder(Embedder):
         )
 
     async def score_documents(
-        self, query: str, documents: Sequence[str], options: ScoreOptions
+        self,
+        query: str,
+        documents: Sequence[str],
+        options: ScoreOptions,
+        held: Held | None = None,
     ) -> Scores:
         check_task(self.name, self.spec, "rerank")
         check_query(query)
-        return await self.score([Pair(query, document) for document in documents], options)
+        pairs = [Pair(query, document) for document in documents]
+        return await self.score(pairs, options, held)
 
-    async def tokenize_async(self, texts, *, add_special_tokens, prompt_name):
-        await self._weather()
+    async def tokenize_async(self, texts, *, add_special_tokens, prompt_name, held=None):
+        await self._weather(held)
         return [
             [
                 TokenPiece(id=1, text="[CLS]", special=True, start=None, stop=None),
@@ -151,8 +161,8 @@ class FakeEmbedder(Embedder):
             for text in texts
         ]
 
-    async def decode_async(self, ids, *, skip_special_tokens):
-        await self._weather()
+    async def decode_async(self, ids, *, skip_special_tokens, held=None):
+        await self._weather(held)
         return [" ".join(map(str, sequence)) for sequence in ids]
 
     def describe(self) -> dict:
@@ -174,7 +184,8 @@ class FakeEmbedder(Embedder):
             raise InputTooLong(MAX_TOKENS, int(lengths.max()), int(lengths.argmax()))
         return lengths
 
-    async def _weather(self) -> None:
+    async def _weather(self, held: Held | None) -> None:
+        self.held.append(held)
         if self.draining:
             raise ShuttingDown("the server is shutting down", retry_after_s=5)
         if self.failure is not None:

@@ -46,11 +46,11 @@ def test_a_refused_request_leaves_nothing_behind():
 
 def test_the_parts_of_one_request_enter_together_or_not_at_all():
     door = admission(inputs=2)
-    with door.capacity.request():
-        first, *others = [door.admit(2, 2) for _ in range(3)]
+    with door.capacity.request() as held:
+        first, *others = [door.admit(2, 2, held) for _ in range(3)]
     assert door.inputs == 6
-    with door.capacity.request(), pytest.raises(Overloaded):
-        door.admit(1, 1)
+    with door.capacity.request() as held, pytest.raises(Overloaded):
+        door.admit(1, 1, held)
     for permit in (first, *others):
         permit.release()
     door.admit(2, 2)
@@ -92,7 +92,7 @@ def test_bytes_are_held_until_the_request_is_answered_and_never_pass_their_limit
     door = Admission(capacity, 0, lambda: 0.0)
     with capacity.request() as held:
         held.charge(1000)
-        with door.admit(2, 100, input_bytes=50, token_bytes=10) as permit:
+        with door.admit(2, 100, held, input_bytes=50, token_bytes=10) as permit:
             assert capacity.bytes == held.bytes == 2100
             permit.correct(80)
             assert capacity.bytes == 1900

@@ -412,7 +412,9 @@ def test_tokenize_and_decode_run_off_the_loop(embedder):
 def test_the_prompt_of_each_text_counts_among_the_memory_of_its_tokens(embedder):
     async def held_bytes():
         with embedder.admission.capacity.request() as held:
-            await embedder.tokenize_async(["a"] * 5, add_special_tokens=True, prompt_name="query")
+            await embedder.tokenize_async(
+                ["a"] * 5, add_special_tokens=True, prompt_name="query", held=held
+            )
             return held.bytes
 
     assert asyncio.run(held_bytes()) == 5 * len("what is a") * PIECE_BYTES

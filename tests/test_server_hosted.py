@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from fake_embedder import CLASSIFIER, DIM, RERANKER, FakeEmbedder
+from fake_embedder import CLASSIFIER, DIM, RERANKER, SPEC, FakeEmbedder
 from test_server_openai import ask, unit
 
 from jaxembed.config import ServerConfig
@@ -99,12 +99,12 @@ def test_vertex_begins_a_bounded_number_of_instances_at_once():
     class Counting(FakeEmbedder):
         now = most = 0
 
-        async def answer(self, inputs, options):
+        async def answer(self, inputs, options, held=None):
             self.now += 1
             self.most = max(self.most, self.now)
             await asyncio.sleep(0.001)
             self.now -= 1
-            return await super().answer(inputs, options)
+            return await super().answer(inputs, options, held)
 
     embedder = Counting()
     body = {"instances": [{"inputs": "a"}] * (3 * INSTANCES_AT_ONCE)}
@@ -146,3 +146,30 @@ def test_vertex_counts_instances_before_it_reads_them():
     response, answer = ask({"instances": instances}, path="/vertex", models=three())
     assert response.status_code == 422
     assert "batch size 2049 > maximum allowed batch size 2048" in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "spec", "calls"),
+    [
+        ("/v1/embeddings", {"input": "a"}, SPEC, 1),
+        ("/embed", {"inputs": "a"}, SPEC, 1),
+        ("/embed_all", {"inputs": "a"}, SPEC, 1),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}, SPEC, 1),
+        ("/tokenize", {"inputs": "a"}, SPEC, 1),
+        ("/decode", {"ids": [1]}, SPEC, 1),
+        ("/predict", {"inputs": "a"}, CLASSIFIER, 1),
+        ("/classify", {"input": "a"}, CLASSIFIER, 1),
+        ("/rerank", {"query": "a", "texts": ["b"]}, RERANKER, 1),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}, RERANKER, 1),
+        ("/v2/rerank", {"query": "a", "documents": ["b"]}, RERANKER, 1),
+        ("/vertex", {"instances": [{"inputs": "a"}, {"inputs": "b"}]}, SPEC, 2),
+    ],
+)
+def test_all_that_a_request_asks_of_a_model_counts_as_one_request(path, body, spec, calls):
+    embedder = FakeEmbedder(spec=spec)
+    response, _ = ask(body, path=path, embedder=embedder)
+    assert response.status_code == 200
+    held = embedder.held
+    assert len(held) == calls
+    assert held[0] is not None
+    assert set(held) == {held[0]}

@@ -1,11 +1,10 @@
-"""What may enter: whole requests, by inputs, by tokens and by bytes, refused at once when full."""
+"""Admits whole requests, by their inputs, tokens and bytes, or refuses them at once when full."""
 
 import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Literal
 
 from jaxembed.config import EngineConfig
@@ -18,12 +17,10 @@ RESERVE = 8  # beyond the limits, this part of each is for small requests
 
 Limit = Literal["inputs", "tokens", "bytes"]
 
-_held: ContextVar["Held | None"] = ContextVar("held", default=None)
-
 
 class Held:
-    """What one request makes the process hold, in bytes, until it is released: its body, its texts
-    and tokens, its answer until that is sent. `entered` once a model has admitted some part of it.
+    """The bytes of memory that one request holds until it is released: its body, its texts and
+    tokens, its answer until that is sent. `entered` is set once a model has admitted a part of it.
     """
 
     def __init__(self, capacity: "Capacity"):
@@ -67,7 +64,7 @@ class Held:
             self.charge(count - self.bytes)
 
     def release(self) -> None:
-        """The request is answered, or nobody waits for it."""
+        """Count nothing more of the request: it is answered, or nobody waits for it."""
         self.charge(-self.bytes)
 
 
@@ -100,20 +97,15 @@ class Capacity:
 
     @contextmanager
     def request(self) -> Iterator[Held]:
-        """What is admitted in here, in tasks started here too, is one request: after its first part
-        has entered none is refused for want of inputs or tokens, and its bytes are held to the end.
-        """
+        """The memory that one request holds, released at the end of the block."""
         held = Held(self)
-        before = _held.set(held)
         try:
             yield held
         finally:
-            _held.reset(before)
             held.release()
 
     def has_reserve(self, inputs: int, tokens: int) -> bool:
-        """Whether a request is small and the others leave it room: a flood of large ones must not
-        keep it out."""
+        """Whether a request is small and the reserve, closed to large requests, has room for it."""
         is_small = inputs * SMALL <= self.max_inputs and tokens * SMALL <= self.max_tokens
         return (
             is_small
@@ -122,8 +114,10 @@ class Capacity:
         )
 
     def full_limit(self, door: "Admission") -> "Limit | None":
-        """A limit that its count has reached, and of which the model has its share: what it brings,
-        or an equal part of `max_tokens` and of `max_inputs`."""
+        """A limit that is reached and of which the model has its share; None if there is none.
+
+        Its share is what it brings, or an equal part of `max_tokens` and of `max_inputs`.
+        """
         models = len(self.doors)
         tokens_share = self._max_tokens / models if self._max_tokens else door.share
         if self.tokens >= self.max_tokens and door.tokens >= tokens_share:
@@ -142,13 +136,13 @@ class Capacity:
 
     @property
     def wait_s(self) -> float:
-        """Seconds of work of all models; those whose rate nobody has measured count nothing."""
+        """Seconds of work that waits, of all models whose rate has been measured."""
         rates = [(door.tokens, door.tokens_per_s()) for door in self.doors]
         return sum((tokens / rate for tokens, rate in rates if rate > 0), 0.0)
 
 
 def capacity_of(config: EngineConfig) -> Capacity:
-    """The limits that the settings ask for."""
+    """The capacity that the settings ask for."""
     return Capacity(config.max_concurrent_requests, config.max_queue_tokens, config.max_queue_bytes)
 
 
@@ -175,14 +169,22 @@ class Admission:
             capacity.doors.append(self)
 
     def admit(
-        self, inputs: int, tokens: int, *, input_bytes: int = 0, token_bytes: int = 0
+        self,
+        inputs: int,
+        tokens: int,
+        held: Held | None = None,
+        *,
+        input_bytes: int = 0,
+        token_bytes: int = 0,
     ) -> "Permit":
-        """Let a request in that will hold so many bytes for each input and each token.
+        """Let in a request that will hold this many bytes for each input and for each token.
 
-        Raises Overloaded, ShuttingDown, or RequestTooLarge where it could never enter, and keeps
-        nothing of it.
+        With `held` it is a part of the request that `held` counts for: after the first part has
+        entered no other is refused for want of inputs or tokens, and their bytes are counted until
+        `held` is released. Raises Overloaded or ShuttingDown, or RequestTooLarge if it could never
+        enter; then nothing of it is counted.
         """
-        capacity, held = self.capacity, _held.get()
+        capacity = self.capacity
         permit = Permit(self, held or Held(capacity), inputs, token_bytes, is_own=held is None)
         with capacity.lock:
             if self.draining:
@@ -240,14 +242,14 @@ class Permit:
         self._count(self._inputs, tokens)
 
     def correct(self, tokens: int) -> None:
-        """The request turned out to hold this many tokens. Raises as `Held.charge`."""
+        """Replace the guess of the request's tokens by their number. Raises as `Held.charge`."""
         with self._admission.capacity.lock:
             more = tokens - self._tokens
             self.held._charge(more * self._token_bytes)
             self._count(0, more)
 
     def release(self) -> None:
-        """The request is answered, or nobody waits for it."""
+        """Give the place back: the request is answered, or nobody waits for it."""
         with self._admission.capacity.lock:
             self._count(-self._inputs, -self._tokens)
             self._inputs = 0
@@ -279,5 +281,5 @@ def _reason(capacity: Capacity) -> str:
 
 
 def _retry_after_s(capacity: Capacity) -> int:
-    """Seconds until half of what waits is done, at the rates of late."""
+    """Seconds until half of the waiting work is done, at the latest rates."""
     return min(max(math.ceil(capacity.wait_s / 2), 1), LONGEST_RETRY_S)

@@ -24,7 +24,7 @@ async def embed_inputs(
     """The vectors of a request to embed. `read` and `options` are called once the model is known:
     they raise what is wrong with the body."""
     embedder, inputs = _accept(meter, model, "embed", read)
-    return await embedder.answer(inputs.items, options(embedder.spec))
+    return await embedder.answer(inputs.items, options(embedder.spec), meter.held)
 
 
 async def score_inputs(
@@ -35,7 +35,7 @@ async def score_inputs(
 ) -> Scores:
     """The logits of a request to classify, with `read` and `options` as in `embed_inputs`."""
     embedder, inputs = _accept(meter, model, "classify", read)
-    return await embedder.score(inputs.items, options())
+    return await embedder.score(inputs.items, options(), meter.held)
 
 
 async def score_documents(
@@ -56,7 +56,7 @@ async def score_documents(
         return RequestSize("batch", characters, field)
 
     embedder, _ = _accept(meter, model, "rerank", read)
-    return await embedder.score_documents(query, documents, options)
+    return await embedder.score_documents(query, documents, options, meter.held)
 
 
 async def encode_answer(

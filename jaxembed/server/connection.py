@@ -200,13 +200,13 @@ class IdleTimer:
 class BoundedBody(Body):
     """The body of a request as it arrives: the sender waits while much of it is unread.
 
-    What it will take is charged to the request before it is kept. `discard` throws away what is
-    unread and all that follows.
+    The memory that it will take is charged to `held`, the request's, before it is kept. `discard`
+    throws away what is unread and all that follows.
     """
 
     def __init__(self, held: Held):
         super().__init__(None, None)
-        self._held = held
+        self.held = held
         self._has_room = asyncio.Event()
         self._discarded: int | None = None  # bytes, once nobody will read them
         self._is_answered = asyncio.Event()
@@ -226,7 +226,7 @@ class BoundedBody(Body):
 
     def _keep(self, data: bytes) -> None:
         try:
-            self._held.charge(COPIES * len(data))
+            self.held.charge(COPIES * len(data))
         except (Overloaded, InvalidInput) as error:
             self._must_raise = error
             self.discard()
@@ -245,7 +245,7 @@ class BoundedBody(Body):
         """Nobody will read the rest."""
         if self._discarded is None:
             self._discarded = 0
-            self._held.charge(-COPIES * len(self._data))
+            self.held.charge(-COPIES * len(self._data))
             self.clear()
             self._has_room.set()
 
@@ -271,15 +271,14 @@ class Exchange(ASGIHTTPConnection):
     it, and a second one waits for the client to go away, which cancels the first."""
 
     _body: BoundedBody
-    _held: Held
     _is_received = False  # all of the body
 
     async def __call__(self, receive: Any, send: Any) -> None:
         task = asyncio.current_task()
         assert task is not None
-        with self.app.capacity.request() as self._held:  # pyright: ignore[reportAttributeAccessIssue]
+        with self.app.capacity.request() as held:  # pyright: ignore[reportAttributeAccessIssue]
             request = self._create_request_from_scope(send)
-            request.body = self._body = BoundedBody(self._held)
+            request.body = self._body = BoundedBody(held)
             watch = asyncio.create_task(self._receive(receive))
 
             def give_up(done: asyncio.Task) -> None:
@@ -326,7 +325,7 @@ class Exchange(ASGIHTTPConnection):
         if isinstance(body, DataBody):
             whole = body.data
             try:
-                self._held.cover(len(whole) if len(whole) > SMALL_ANSWER else 0)
+                self._body.held.cover(len(whole) if len(whole) > SMALL_ANSWER else 0)
             except (Overloaded, InvalidInput):  # no room even for an answer
                 status, whole = 503, b""
                 named = [header for header in headers if header[0] == b"x-request-id"]

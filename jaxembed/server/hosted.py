@@ -19,7 +19,6 @@ from jaxembed.server.jina import answer_jina
 from jaxembed.server.meter import Meter, blame, current_meter
 from jaxembed.server.models import Models
 from jaxembed.server.rerank import DocumentsRequest
-from jaxembed.server.service import current_service
 from jaxembed.server.tei import EmbedRequest, answer_embed
 from jaxembed.server.tei_scores import PredictRequest, RerankRequest, answer_predict, answer_rerank
 
@@ -75,11 +74,10 @@ async def invocations() -> Response:
 @blueprint.post("/vertex")
 async def vertex() -> Response:
     """What each instance asks for, all at once; the first failure answers for all."""
-    service = current_service()
-    with current_meter():
+    with current_meter() as whole:
         body = await read_body_as(VertexRequest)
-    requests = await _decode_instances(body.instances, service.models)
-    meters = [Meter(service) for _ in requests]
+    requests = await _decode_instances(body.instances, whole.service.models)
+    meters = [Meter(whole.service, whole.held) for _ in requests]
     gate = asyncio.Semaphore(INSTANCES_AT_ONCE)
     instances = (_instance(gate, *one) for one in zip(meters, requests, strict=True))
     results = await asyncio.gather(*instances, return_exceptions=True)

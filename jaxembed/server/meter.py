@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
+from typing import Literal, cast
 
-from quart import Response, g
+from quart import Response, g, request
 
 from jaxembed.embedder import Embedder
+from jaxembed.engine.admission import Held
 from jaxembed.options import Embeddings, Scores
+from jaxembed.server.connection import BoundedBody
 from jaxembed.server.service import Service, current_service
 from jaxembed.spec import Task
 from jaxembed.telemetry import Telemetry
@@ -42,8 +44,10 @@ class Meter:
     embedder: Embedder  # once found
     size: RequestSize  # once accepted
 
-    def __init__(self, service: Service):
+    def __init__(self, service: Service, held: Held):
+        """`held` is the memory of the whole HTTP request, of which this may be a part."""
         self.service = service
+        self.held = held
         self.started_at = time.perf_counter()
         self._stages: list[tuple[str, float]] = []
 
@@ -124,7 +128,7 @@ class Meter:
 def current_meter() -> Meter:
     """The meter of the current request, which starts when it is first asked for."""
     if "meter" not in g:
-        g.meter = Meter(current_service())
+        g.meter = Meter(current_service(), cast(BoundedBody, request.body).held)
     return g.meter
 
 

@@ -180,7 +180,10 @@ async def tokenize() -> Response:
         body = await read_body_as(TokenizeRequest)
         texts = _texts_to_show(body.inputs)
         tokens = await meter.find(body.model, None).tokenize_async(
-            texts, add_special_tokens=body.add_special_tokens, prompt_name=body.prompt_name
+            texts,
+            add_special_tokens=body.add_special_tokens,
+            prompt_name=body.prompt_name,
+            held=meter.held,
         )
         parts = []
         for pieces in tokens:
@@ -200,6 +203,7 @@ async def decode_ids() -> Response:
         texts = await meter.find(body.model, None).decode_async(
             [item.ids for item in items if isinstance(item, Tokens)],
             skip_special_tokens=body.skip_special_tokens,
+            held=meter.held,
         )
         return json_response(orjson.dumps(texts))
 
