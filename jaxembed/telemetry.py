@@ -31,7 +31,8 @@ FAILURES = (
     "dropped",
 )
 LANES = ("interactive", "bulk")
-STAGES = ("decode", "tokenization", "queue", "inference", "encode")
+ANSWER_STAGES = ("tokenization", "queue", "inference")  # which every answer of a model has
+STAGES = ("decode", *ANSWER_STAGES, "encode")
 OF_THE_PROCESS = {
     "jaxembed_compile_count",
     "jaxembed_compile_cache_hits",
@@ -46,11 +47,8 @@ class Counter(Gauge):
 
 
 class BulkHistogram(Histogram):
-    """A histogram that buffers values and counts many at once.
-
-    It counts them when the buffer is full or when somebody reads it. Counted one by one, values
-    would cost 2 us each.
-    """
+    """A histogram that counts values when it has many of them, or when it is read: counting each
+    one as it comes takes 2 us."""
 
     def _metric_init(self) -> None:
         super()._metric_init()
@@ -70,7 +68,7 @@ class BulkHistogram(Histogram):
             self._count_kept()
 
     def totals(self) -> tuple[int, float]:
-        """The number of values, and their sum."""
+        """The number of values and their sum."""
         self._count_kept()
         return int(sum(bucket.get() for bucket in self._buckets)), self._sum.get()
 
@@ -88,7 +86,7 @@ class BulkHistogram(Histogram):
 
 
 class LengthCounts(Collector):
-    """Exact counts of inputs by length, exposed as two histograms.
+    """Counts inputs of each length exactly, and shows them as two histograms.
 
     The buckets of `jaxembed_input_tokens` are as fine as `jaxembed tune` needs them.
     """
@@ -98,7 +96,7 @@ class LengthCounts(Collector):
         self._lock = threading.Lock()
 
     def observe_many(self, lengths: np.ndarray) -> None:
-        """Count answered inputs; `lengths` are their tokens, int `[inputs]`."""
+        """Count answered inputs of these numbers of tokens."""
         with self._lock:
             np.add.at(self._counts, np.minimum(lengths, len(self._counts) - 1), 1)
 
@@ -113,10 +111,8 @@ class LengthCounts(Collector):
 
 
 def row_lengths(most: int) -> list[int]:
-    """The lengths in tokens that are distinguished: every eighth up to 128, then eight an octave.
-
-    The last one is `most`.
-    """
+    """The row lengths that are told apart, up to the limit: every eighth token up to 128, then
+    eight to an octave."""
     octaves = (range(2**k, 2 ** (k + 1), max(2**k // 8, 8)) for k in range(3, 19))
     return [*(length for octave in octaves for length in octave if length < most), most]
 

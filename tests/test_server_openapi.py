@@ -10,7 +10,8 @@ from jaxembed.server.app import create_app
 from jaxembed.server.models import Models
 from jaxembed.server.openapi import as_openapi_3_0, document
 
-DOCUMENT = document()
+RULES = list(create_app(Models([FakeEmbedder()]), ServerConfig()).url_map.iter_rules())
+DOCUMENT = document(RULES)
 TYPES = {
     "object": dict,
     "array": list,
@@ -85,14 +86,20 @@ def inner_mismatch(value, schema, place):
 
 
 def test_it_lists_exactly_the_routes_there_are():
-    app = create_app(Models([FakeEmbedder()]), ServerConfig())
     routes = {
         (rule.rule.replace("<path:name>", "{name}"), method.lower())
-        for rule in app.url_map.iter_rules()
+        for rule in RULES
         for method in rule.methods - {"HEAD", "OPTIONS"}
         if rule.rule != "/docs/<name>"
     }
     assert routes == set(OPERATIONS)
+
+
+def test_a_handler_of_several_paths_is_described_at_each():
+    for path, other in (("/v1/embeddings", "/embeddings"), ("/classify", "/v1/classify")):
+        one, two = (DOCUMENT["paths"][name]["post"] for name in (path, other))
+        assert one["requestBody"] == two["requestBody"]
+        assert list(DOCUMENT["paths"]).index(other) == list(DOCUMENT["paths"]).index(path) + 1
 
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)

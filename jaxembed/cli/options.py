@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from jaxembed.config import EngineConfig
+from jaxembed.spec import DType
 
 
 class FiniteRange(click.FloatRange):
@@ -70,7 +71,7 @@ ENGINE_OPTIONS = together(
     ),
     tei_option(
         "--dtype",
-        type=click.Choice(["float32", "bfloat16", "float16"]),
+        type=click.Choice(get_args(DType)),
         help="Default: bfloat16 where the device multiplies it natively, else float32.",
     ),
     click.option("--devices", type=click.IntRange(1), help="Use this many. Default: all."),

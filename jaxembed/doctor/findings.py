@@ -19,12 +19,14 @@ from jaxembed.doctor.facts import (
 )
 from jaxembed.engine.cost_file import BUSY_SPREAD
 from jaxembed.engine.kernels import NATIVE, UNSUITED
+from jaxembed.telemetry import ANSWER_STAGES
 
-BUSY = 0.6  # share of the time from which a device, the event loop or the tokenizer is the limit
-IDLE = 0.02  # share of the time below which nothing is at work
-LOADED = 0.3  # share of the device time from which slow batches delay somebody
-OTHERS_SHARE = 0.3  # share of the usable cores that other programs must take to be reported
-THROTTLED_SHARE = 0.1  # share of the time for which the quota must stop the process
+# Shares of the time of the last minute
+BUSY = 0.6  # from which on a device, the event loop or the tokenizer threads are the limit
+IDLE = 0.02
+LOADED = 0.3  # of the devices: enough work for what slows down batches to be felt
+OTHERS_SHARE = 0.3  # of the usable cores that other programs take
+THROTTLED_SHARE = 0.1
 
 FEWEST = 10  # batches, requests or inputs; fewer do not make a reliable share
 MISFIT = 2.0  # ratio of the tokens run to the tokens needed from which a grid misfits
@@ -37,7 +39,7 @@ LONG_WAIT_S = 1.0  # a longer wait is reported; the time of four of the longest 
 
 @runtime_checkable
 class Setup(Protocol):
-    """The facts that exist before anything is served."""
+    """The facts that are known before a model is served."""
 
     device: DeviceFacts
     kernels: KernelFacts
@@ -55,7 +57,7 @@ def findings_before(setup: Setup) -> list[Finding]:
 
 
 def bound_by(facts: Facts) -> Bound:
-    """Name what limited the throughput in the window."""
+    """What limited the throughput in the last minute."""
     window, programs = facts.window, facts.programs
     if programs.compiled < programs.buckets and not programs.ready:
         return "compiling"
@@ -72,7 +74,8 @@ def bound_by(facts: Facts) -> Bound:
 
 
 def tokenizing_share(facts: Facts) -> float:
-    """The share of their time in which the tokenizer threads were busy or waited for each other."""
+    """The share of their time that all tokenizer threads were busy, waits for each other
+    included."""
     stage, seconds = facts.window.stages["tokenization"], facts.window.seconds
     return (
         stage.count
@@ -83,20 +86,15 @@ def tokenizing_share(facts: Facts) -> float:
 
 
 def needed_tokens(bucket: BucketFacts, least: int) -> int:
-    """Estimate the tokens of the smallest bucket that would hold this bucket's average batch.
-
-    Default buckets have powers of two, so the useful tokens of a batch are rounded up to one, with
-    `least` tokens at least and those of the bucket at most.
-    """
+    """The approximate size, in tokens, of the smallest bucket that holds an average batch of this
+    bucket: a power of two, as in the default grid."""
     useful = max(bucket.useful_tokens / max(bucket.runs, 1), least, 1.0)
     return min(2 ** math.ceil(math.log2(useful)), bucket.tokens)
 
 
 def _has_smaller(facts: Facts, bucket: BucketFacts) -> bool:
-    """Whether the grid has a compiled bucket of the needed size.
-
-    If it has, the engine chose the larger bucket because that costs no more.
-    """
+    """Whether the grid has a bucket of the needed size. If so, the larger one was chosen because it
+    costs no more."""
     useful = bucket.useful_tokens / bucket.runs
     needed = needed_tokens(bucket, facts.admission.least_batch_tokens)
     return any(
@@ -355,7 +353,7 @@ def _somebody_waits(facts: Facts) -> Finding | None:
 
 def _tokenizing_is_slow(facts: Facts) -> Finding | None:
     stages = facts.window.stages
-    tokenizing, queue, inference = (stages[n] for n in ("tokenization", "queue", "inference"))
+    tokenizing, queue, inference = (stages[name] for name in ANSWER_STAGES)
     is_slow = tokenizing.mean_ms > max(SLOW_TOKENIZING_MS, queue.mean_ms + inference.mean_ms)
     if tokenizing.count < FEWEST or not is_slow:
         return None

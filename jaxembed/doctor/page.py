@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from typing import get_args
 
 from jaxembed.doctor.facts import (
     Bound,
@@ -16,6 +17,7 @@ from jaxembed.doctor.facts import (
 )
 from jaxembed.doctor.findings import tokenizing_share
 from jaxembed.doctor.probe import Probe
+from jaxembed.engine.costs import CostSource
 
 BOUNDS: dict[Bound, str] = {
     "idle": "nothing: there is hardly any work",
@@ -27,7 +29,7 @@ BOUNDS: dict[Bound, str] = {
     "compiling": "the compiler: the model is not ready",
 }
 WIDTH = 100  # characters of a line
-MOST_BUCKETS = 6  # buckets shown, those with the most device time
+MOST_BUCKETS = 6  # that are shown, those that took the most time
 
 
 def model_page(url: str, examination: Examination, probe: Probe | None = None) -> str:
@@ -67,7 +69,7 @@ def local_page(examination: LocalExamination) -> str:
 
 
 def _finding_lines(findings: Sequence[Finding]) -> list[str]:
-    """The findings with evidence and remedy, line by line."""
+    """The lines that say what is wrong and what helps."""
     if not findings:
         return ["Nothing is wrong."]
     lines = ["Findings, worst first:"]
@@ -81,7 +83,7 @@ def _finding_lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def _wrapped(before: str, text: str) -> list[str]:
-    """Wrap a text at WIDTH without splitting words or flags; indent later lines like the first."""
+    """The text in lines of at most WIDTH, words and flags unbroken, all indented alike."""
     return textwrap.wrap(
         text,
         WIDTH,
@@ -127,7 +129,7 @@ def _computes_with(examination: Examination) -> Iterator[str]:
 
 
 def _kernel_lines(kernels: KernelFacts) -> Iterator[str]:
-    """The row lengths that each kernel computes, and why other kernels are not used."""
+    """The lines that say which kernel computes which row lengths, and why others do not."""
     lengths: dict[str, list[str]] = {}
     for length, name in kernels.used.items():
         lengths.setdefault(name, []).append(length)
@@ -143,7 +145,7 @@ def _is_compiled(examination: Examination) -> Iterator[str]:
     facts = examination.facts
     programs = facts.programs
     sources = [bucket.cost_from for bucket in facts.buckets]
-    counts = [f"{sources.count(name)} {name}" for name in ("kept", "timed", "assumed")]
+    counts = [f"{sources.count(name)} {name}" for name in get_args(CostSource)]
     yield f"{programs.compiled} of {programs.buckets} buckets compiled; costs: {', '.join(counts)}"
     yield (
         f"programs since the start: {programs.compiles} compiled, {programs.cache_hits} from the "

@@ -31,8 +31,8 @@ class Held:
     def charge(self, count: int) -> None:
         """Count more bytes, before they are held; fewer where `count` is negative.
 
-        Raises Overloaded where there is no room, RequestTooLarge where there never will be, and
-        counts nothing then.
+        Raises Overloaded if there is no room now, RequestTooLarge if there never will be; then it
+        counts nothing.
         """
         with self._capacity.lock:
             self._charge(count)
@@ -59,7 +59,7 @@ class Held:
         capacity.bytes += count
 
     def cover(self, count: int) -> None:
-        """`charge` what is missing to this many bytes."""
+        """Charge what is missing to `count` bytes in all."""
         if count > self.bytes:
             self.charge(count - self.bytes)
 
@@ -71,9 +71,9 @@ class Held:
 class Capacity:
     """The limits of one process, over all its models, because these share its devices.
 
-    Without `max_tokens` the limit is the sum of what the models bring. A model may go past the
-    limits up to its own share of them: its turn of the device comes however long the others' work
-    is, so their flood must not keep it out. What requests hold in `bytes` never passes `max_bytes`.
+    Without `max_tokens` the limit is the sum of the models' shares. A model may exceed the limits
+    up to its own share of them: devices serve models in turn however much work the others have, so
+    a flood to one must not keep out requests to another. `bytes` never exceeds `max_bytes`.
     """
 
     def __init__(
@@ -150,11 +150,11 @@ class Admission:
     """Counts what is admitted to one model and not yet answered.
 
     A request enters while each count is below the capacity's limit or below the model's share of
-    it, even if it alone overshoots them, so that no size starves; small requests have a reserve
-    beyond the limits. So all models together hold at most the limit, the shares of all but one, the
-    reserve, and one request each, which brings at most LARGEST times the limit of tokens. Before
-    tokenizing a request's tokens are a guess; `Permit.correct` mends it. `share` is what the model
-    adds to a capacity without `max_tokens`.
+    it, even if it alone exceeds them, so that requests of all sizes are served; small requests have
+    a reserve beyond the limits. So all models together hold at most the limit, the shares of all
+    but one, the reserve, and one request each of at most LARGEST times the limit of tokens. Before
+    tokenizing, a request's tokens are a guess; `Permit.correct` corrects it. `share` is the number
+    of tokens that the model adds to the limit of a capacity without `max_tokens`.
     """
 
     def __init__(self, capacity: Capacity, share: int, tokens_per_s: Callable[[], float]):
@@ -224,7 +224,8 @@ class Permit:
     def __init__(
         self, admission: Admission, held: Held, inputs: int, token_bytes: int, *, is_own: bool
     ):
-        """`is_own` says that the request is this part alone, and its bytes are released with it."""
+        """With `is_own` this is the whole request: its bytes are released together with the
+        place."""
         self.held = held
         self._admission = admission
         self._inputs = inputs

@@ -49,7 +49,7 @@ NULL_TOKEN_MS = 1e-5  # constants cost next to nothing
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions that are made before anything is loaded. Every field is final."""
+    """The decisions that are made before a model is loaded; no field changes later."""
 
     devices: tuple[Device, ...]  # none for the null model
     dtype: DType
@@ -74,7 +74,7 @@ class Plan:
 
 
 def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Path) -> Plan:
-    """Decide devices, dtype, limits and grid. Raises ConfigError naming the flag at fault."""
+    """Decide devices, dtype, limits and grid. Raises ConfigError, which names the flag at fault."""
     devices = () if config.null_model else _devices(config.devices)
     dtype: DType = config.dtype or (native_dtype(devices[0], cache_dir) if devices else "float32")
     given = read_grid(config.buckets) if config.buckets is not None else None
@@ -133,7 +133,7 @@ def build(
     name: str = "model",
 ) -> Engine:
     """An engine that is not started yet. `load` gives the parameters, from a generator if the host
-    is not to hold them all at once; the null model needs none."""
+    should not hold them all at once; the null model needs none."""
     if plan.devices:
         seats = seats_of(plan, program, load())
     else:
@@ -175,7 +175,7 @@ def _keep(file: CostFile | None, costs: BucketCosts) -> None:
 def cost_identity(
     spec: ModelSpec, devices: Sequence[Device], dtype: DType, shards: int
 ) -> dict[str, Any]:
-    """All that the costs of buckets depend on, except the kernel that each of them runs with."""
+    """Everything that the costs of buckets depend on, except the kernel of each bucket."""
     threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     return {
         **tuned_for(spec, devices, dtype),
@@ -183,12 +183,17 @@ def cost_identity(
         "shards": shards,
         "threads": threads,
         "native": native.source_digest(),
-        "versions": {name: metadata.version(name) for name in ("jaxembed", "jax", "jaxlib")},
+        "versions": package_versions(),
     }
 
 
+def package_versions() -> dict[str, str]:
+    """The versions of the packages that decide what a bucket costs."""
+    return {name: metadata.version(name) for name in ("jaxembed", "jax", "jaxlib")}
+
+
 def _tuned_timings(given: GridFile, file: CostFile) -> Timings:
-    """Those that `jaxembed tune` wrote beside a grid, if they are of the same identity."""
+    """The timings that `jaxembed tune` wrote beside a grid, if they have the same identity."""
     costs = given.tuned.get("costs")
     if not isinstance(costs, dict) or costs.get("identity") != file.identity:
         return {}
@@ -200,7 +205,8 @@ def _tuned_timings(given: GridFile, file: CostFile) -> Timings:
 
 
 def _devices(count: int | None) -> tuple[Device, ...]:
-    """The first `count` local devices. Never jax.devices(): those of other hosts hang."""
+    """The first `count` local devices. jax.devices() would give those of other hosts, which
+    hang."""
     local = jax.local_devices()
     if count is not None and not 0 < count <= len(local):
         raise ConfigError(f"--devices {count}: this machine has {len(local)}")
@@ -251,8 +257,7 @@ def _float32_twin(plan: Plan) -> Bucket | None:
 
 
 def _limit(spec: ModelSpec, config: EngineConfig) -> int:
-    """The most tokens of an input: the user's limit, or that of the model. Raises ConfigError for
-    more than the model has positions for."""
+    """The most tokens of an input: the user's limit, at most the positions of the model."""
     positions = position_limit(spec)
     if config.max_input_tokens is None:
         return spec.max_input_tokens if positions is None else min(spec.max_input_tokens, positions)
@@ -274,7 +279,7 @@ def tuned_for(spec: ModelSpec, devices: Sequence[Device], dtype: DType) -> dict[
 
 
 def _warn_of_another_tuning(given: GridFile, here: dict[str, str]) -> None:
-    """Log that a grid was tuned for something else: it serves, but may not be the fastest."""
+    """Warn if the grid was tuned for something else: it works, but may not be the fastest."""
     others = [
         f"{name} {given.tuned[name]}, here it is {value}"
         for name, value in here.items()
@@ -289,7 +294,7 @@ def _warn_of_another_tuning(given: GridFile, here: dict[str, str]) -> None:
 
 
 def _clamped(limit: int, budget: int, config: EngineConfig) -> int:
-    """The limit, or what the grid can hold if that is less and the user did not insist."""
+    """The limit, or the grid's longest row if that is shorter and the user set no limit."""
     if config.buckets is not None:
         return limit
     held = LONGEST_DEFAULT_ROW

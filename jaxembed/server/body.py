@@ -17,6 +17,7 @@ from jaxembed.inputs import Input, Pair, Priority, Text, Tokens
 from jaxembed.server import decoding
 from jaxembed.server.connection import BoundedBody
 from jaxembed.server.decoding import TokenId, mixed
+from jaxembed.server.encoding import JSON
 from jaxembed.server.errors import BadField, BadJson
 from jaxembed.server.meter import Method, RequestSize, current_meter
 from jaxembed.server.service import current_service
@@ -31,8 +32,8 @@ PRIORITY = "x-priority"  # the header of clients that cannot change bodies
 
 T = TypeVar("T")
 
-BODY_S = 60.0  # to send a body in
-DISCARD_S = 4.0  # without a byte of it; less than closing servers give their requests
+BODY_S = 60.0  # that a client has to send a body
+DISCARD_S = 4.0  # without a byte of a refused body; less than a closing server gives requests
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,11 @@ async def read_body_as(kind: type[T]) -> T:
 
 
 async def read_data() -> bytearray:
-    """The body of the current request, which says that it is JSON."""
+    """The bytes of a body that the request declares as JSON. Raises UnsupportedMediaType and
+    BadJson."""
     mimetype = request.mimetype
     suffixed = mimetype.startswith("application/") and mimetype.endswith("+json")
-    if mimetype != "application/json" and not suffixed:
+    if mimetype != JSON and not suffixed:
         raise UnsupportedMediaType
     if (coding := request.headers.get("Content-Encoding", "identity")) != "identity":
         raise BadJson(f"`Content-Encoding: {coding}` is not supported; send the body as it is")
@@ -68,7 +70,7 @@ async def read_data() -> bytearray:
 
 
 async def read_body() -> bytearray:
-    """The bytes of the body, if they are no more than the limit and arrive in time."""
+    """The bytes of the body. Raises RequestEntityTooLarge and RequestTimeout."""
     limit = current_service().config.payload_limit
     if (request.content_length or 0) > limit:
         raise RequestEntityTooLarge
@@ -85,7 +87,7 @@ async def read_body() -> bytearray:
 
 
 async def discard_body() -> None:
-    """Let a refused client finish sending: one whose connection is reset never reads why."""
+    """Let a refused client finish sending: if its connection were reset it would not read why."""
     body = cast(BoundedBody, request.body)
     body.discard()
     with contextlib.suppress(TimeoutError):
@@ -96,12 +98,12 @@ async def discard_body() -> None:
 def decode_body(
     data: bytes | bytearray | msgspec.Raw, kind: type[T], at_once: int = decoding.AT_ONCE
 ) -> Awaitable[T]:
-    """JSON as `kind`, with no more inputs than one request may have."""
+    """The JSON as `kind`. Raises BadJson, BadField, and BatchTooLarge for too many inputs."""
     return decoding.decode(data, kind, _check_count, at_once)
 
 
 def _check_count(place: str, count: int) -> None:
-    """Raises InvalidInput for a list with at least `count` items that is too long."""
+    """Raise InvalidInput if a list with at least `count` items is too long."""
     if not place.endswith("]"):
         check_batch(count)
     elif count > 2:
@@ -152,13 +154,13 @@ def read_texts_and_pairs(
 
 
 def priority_of(asked: AnyPriority | None) -> Priority | None:
-    """What the body asks for or, where it does not, the header. Raises InvalidInput."""
+    """The priority in the body, else that in the header, else None. Raises InvalidInput."""
     if asked is not None and not isinstance(asked, int):
         return asked
     headers = request.headers.getlist(PRIORITY)
     if not headers:
         return None
-    header = ", ".join(headers)  # what one that is sent twice means in HTTP
+    header = ", ".join(headers)  # how HTTP reads a header that is sent twice
     for priority in get_args(Priority):
         if header == priority:
             return priority
@@ -169,8 +171,8 @@ def priority_of(asked: AnyPriority | None) -> Priority | None:
 
 
 def check_batch(count: int) -> None:
-    """Raises BatchTooLarge when a request carries more inputs than one request may, and
-    RequestTooLarge when these could never be admitted."""
+    """Raise BatchTooLarge if `count` inputs are more than one request may have, and RequestTooLarge
+    if they could never be admitted."""
     service = current_service()
     limit, max_bytes = service.config.max_client_batch_size, service.models.capacity.max_bytes
     if 0 < limit < count:

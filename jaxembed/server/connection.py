@@ -1,12 +1,12 @@
-"""A client's connection and a request on it: Hypercorn's and Quart's, with less work for each
-request, and with bounds on what a client makes it hold. Knows no route.
+"""A client's connection and a request on it: Hypercorn's and Quart's classes with less work for
+each request and with limits on the memory that a client can make it hold. Knows no route.
 
 On Python 3.11 Hypercorn 0.18 and Quart 0.22 start seven tasks for a request and write its answer in
-two pieces. Here it is two tasks and one piece. Of the processor time of a `/ping` one piece spares
-5 %, the timer 8 %, two tasks 7 %, each give or take 5 %. This overrides what neither documents, so
-pyproject.toml admits only the versions that it was tried with. It could go when Hypercorn takes a
-class of connections as a setting, closes what its client has closed and expects data after an
-answer, and when Quart lets the sender of a body wait.
+two pieces. Here it is two tasks and one piece. Of the processor time of a `/ping` one piece saves
+5 %, the timer 8 %, two tasks 7 %, each give or take 5 %. Neither library documents what is
+overridden here, so pyproject.toml admits only the versions that were tested. This file could go
+when Hypercorn takes a class of connections as a setting, closes what its client has closed and
+expects data after an answer, and when Quart lets the sender of a body wait.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ from jaxembed.engine.admission import Held
 from jaxembed.errors import InvalidInput, Overloaded
 from jaxembed.memory import KIB, MIB
 
-COPIES = 3  # of a body: as it came, and what is decoded of it; up to 5 of texts with emojis
+COPIES = 3  # times its length that a body takes, raw and decoded; up to 5 for texts with emojis
 MOST_UNREAD = 64 * KIB  # bytes of a body that wait for its reader
-MOST_DISCARDED = 256 * MIB  # bytes of a body that nobody reads, until its client is not read either
+MOST_DISCARDED = 256 * MIB  # bytes of a discarded body, after which its client is read no more
 # Memory of an open connection beside what its requests are charged for, at most: the buffers of
 # asyncio, h11 and Hypercorn, and with HTTP/2 those of a hundred streams, with small answers.
 CONNECTION_BYTES = 4 * MIB
@@ -40,9 +40,9 @@ SMALL_ANSWER = 8 * KIB  # bytes that need no room: probes and refusals are answe
 MOST_FRAMES = 2 * KIB  # bytes of HTTP/2 that are read at once: 140 small frames take h2 10 ms
 FRAME_HEAD = 9  # bytes in front of each frame of HTTP/2
 MOST_SENT = 256 * KIB  # bytes of an answer that are sent at once
-SEND_S = 60  # for a client to take as much
-SEND_TIMEOUT_S = 600  # to take all of an answer
-CLOSE_TIMEOUT_S = 60  # for what is written already to reach a client, after the last answer
+SEND_S = 60  # that a client has to take MOST_SENT bytes
+SEND_TIMEOUT_S = 600  # that a client has to take a whole answer
+CLOSE_TIMEOUT_S = 60  # that written bytes have to reach the client after the last answer
 MOST_HELD = 64 * KIB  # bytes of an answer that wait for the rest of it
 
 _connection: ContextVar["Connection | None"] = ContextVar("connection", default=None)
@@ -84,7 +84,7 @@ class Connection(TCPServer):
             await self._lose()
 
     def _send(self, data: bytes) -> None:
-        """Write it, if it is little before the loop's next turn."""
+        """Write the data: a small piece together with others before the loop's next turn."""
         if not data:
             return
         if not self._held:
@@ -95,8 +95,9 @@ class Connection(TCPServer):
             self._write_held()
 
     async def _lose(self) -> None:
-        """The client is gone. What waits for an answer to be read before it looks at the next
-        request, as Hypercorn does where requests are sent ahead, would wait for ever."""
+        """End the connection of a client that is gone. Where requests were sent ahead, Hypercorn
+        waits for an answer to be read before it looks at the next request: it would wait for
+        ever."""
         await self.protocol.handle(Closed())
         reading = None if self._is_lost else self._reading
         if reading is not None and reading is not asyncio.current_task():
@@ -106,7 +107,7 @@ class Connection(TCPServer):
     def _write_held(self) -> None:
         held, self._held, self._bytes_held = b"".join(self._held), [], 0
         if held:
-            with contextlib.suppress(ConnectionError, RuntimeError):  # closed: the reader sees it
+            with contextlib.suppress(ConnectionError, RuntimeError):  # the reader sees the close
                 self.writer.write(held)
 
     async def _initiate_server_close(self) -> None:
@@ -118,10 +119,10 @@ class Connection(TCPServer):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await super()._close()
-        self.abort()  # a client that does not read would hold it for good
+        self.abort()  # or a client that does not read would keep it open for ever
 
     def abort(self) -> None:
-        """Close it now, whatever waits to be sent."""
+        """Close the connection now, and drop what waits to be sent."""
         self.writer.transport.abort()
 
     async def _read_data(self) -> None:
@@ -141,9 +142,10 @@ class Connection(TCPServer):
         self.idle.end()
 
     async def _read_next(self, read: Callable[[int], Awaitable[bytes]], count: int) -> bytes:
-        """The next bytes that came, of HTTP/2 only a few: frames are small or large, and h2 takes
-        its time for each. It looks at the length of a frame only when all of it has come, and to
-        Hypercorn such a connection is busy even before its first request."""
+        """The next bytes of the client; of HTTP/2 only a few, because h2 spends time on each frame
+        however small. Raises ConnectionError for a frame that is too long: h2 checks the length
+        only when all of it has come. Also starts the idle timer before the first request, where
+        Hypercorn takes a connection of HTTP/2 for busy."""
         protocol = self.protocol.protocol
         if not isinstance(protocol, H2Protocol):
             return await read(count)
@@ -152,7 +154,7 @@ class Connection(TCPServer):
             raise ConnectionError("an HTTP/2 frame is longer than allowed")
         if not protocol.streams and not self.idle.running:
             await self.idle.restart(self._task_group, self._idle_timeout)
-        await asyncio.sleep(0)  # reading what has come already gives nobody else a turn
+        await asyncio.sleep(0)  # reading what has come already would let no other task run
         return await read(min(count, MOST_FRAMES))
 
     async def _idle_timeout(self) -> None:
@@ -166,8 +168,8 @@ class Connection(TCPServer):
 
 
 class IdleTimer:
-    """In place of Hypercorn's AsyncioSingleTask, which starts and cancels tasks at every request:
-    40 us."""
+    """A timer in place of Hypercorn's AsyncioSingleTask, which starts and cancels tasks at every
+    request and so takes 40 us."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -179,7 +181,7 @@ class IdleTimer:
         return self._timer is not None
 
     async def restart(self, tasks: Any, action: Callable[[], Awaitable[None]]) -> None:
-        """Spawn the action in Hypercorn's TaskGroup once the time has passed."""
+        """Start the timer anew: after the time it spawns the action in Hypercorn's TaskGroup."""
         await self.stop()
         if not self._ended:
             loop = asyncio.get_running_loop()
@@ -191,7 +193,7 @@ class IdleTimer:
             self._timer = None
 
     def end(self) -> None:
-        """Stop for good."""
+        """Stop the timer, so that it cannot be started again."""
         self._ended = True
         if self._timer is not None:
             self._timer.cancel()
@@ -208,11 +210,11 @@ class BoundedBody(Body):
         super().__init__(None, None)
         self.held = held
         self._has_room = asyncio.Event()
-        self._discarded: int | None = None  # bytes, once nobody will read them
+        self._discarded: int | None = None  # bytes, after `discard`
         self._is_answered = asyncio.Event()
 
     async def put(self, data: bytes) -> None:
-        """Keep a piece; wait while too many of them are unread."""
+        """Keep a piece of the body; wait while too many bytes are unread."""
         if self._discarded is None:
             self._keep(data)
         while self._discarded is None and len(self._data) >= MOST_UNREAD:
@@ -242,7 +244,7 @@ class BoundedBody(Body):
         return data
 
     def discard(self) -> None:
-        """Nobody will read the rest."""
+        """Throw away what is unread and what still comes."""
         if self._discarded is None:
             self._discarded = 0
             self.held.charge(-COPIES * len(self._data))
@@ -250,14 +252,14 @@ class BoundedBody(Body):
             self._has_room.set()
 
     def end_answer(self) -> None:
-        """Discard at once what still comes, however much: Hypercorn queues the end of the
-        connection behind it."""
+        """Discard at once all that still comes: Hypercorn queues the end of the connection behind
+        it."""
         self.discard()
         self._is_answered.set()
 
     async def end(self, pause_s: float) -> None:
-        """Wait until its client has sent all of a discarded body, or more than will be discarded,
-        or nothing for `pause_s`."""
+        """Wait until the client has sent all of a discarded body, or more than will be discarded,
+        or nothing for `pause_s` seconds."""
         before = None
         while self._discarded != before and not self._complete.is_set():
             before = self._discarded
@@ -267,8 +269,8 @@ class BoundedBody(Body):
 
 
 class Exchange(ASGIHTTPConnection):
-    """A request and its answer, and the memory they hold. The task that Hypercorn started handles
-    it, and a second one waits for the client to go away, which cancels the first."""
+    """A request, its answer and the memory that they hold. The task that Hypercorn started handles
+    the request; a second task waits for the client to go away, and then cancels the first."""
 
     _body: BoundedBody
     _is_received = False  # all of the body
@@ -300,7 +302,7 @@ class Exchange(ASGIHTTPConnection):
                     watch.cancel()
 
     async def _receive(self, receive: Any) -> None:
-        """Put the body where it can be read; return when the client is gone."""
+        """Collect the body as it arrives; return when the client is gone."""
         while (message := await receive())["type"] == "http.request":
             if data := message.get("body"):
                 await self._body.put(data)
@@ -309,7 +311,8 @@ class Exchange(ASGIHTTPConnection):
                 self._body.set_complete()
 
     async def _send_response(self, send: Any, response: ResponseTypes) -> None:
-        """Send it as fast as its client reads; close the connection of one that does not."""
+        """Send the response as fast as its client reads; close the connection if it does not
+        read."""
         self._body.discard()
         assert isinstance(response, Response)
         try:

@@ -4,7 +4,7 @@ from functools import cache
 
 import orjson
 import swagger_ui_bundle
-from quart import Blueprint, Response
+from quart import Blueprint, Response, current_app
 from werkzeug.exceptions import NotFound
 
 from jaxembed.server.encoding import json_response
@@ -63,4 +63,4 @@ def _read(name: str) -> bytes:
 
 @cache
 def _document() -> bytes:
-    return orjson.dumps(document())
+    return orjson.dumps(document(current_app.url_map.iter_rules()))

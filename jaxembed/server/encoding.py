@@ -1,8 +1,8 @@
 """Turns vectors into response bodies, a slice at a time. Knows no route and no model.
 
-orjson and base64 hold the GIL, so a thread would not help: the event loop is given a turn between
-slices instead. A large answer leaves slice by slice, as fast as its client reads: it is never there
-as a whole.
+orjson and base64 hold the GIL, so a thread would not help; instead other tasks of the event loop
+run between slices. A large answer is made slice by slice, as fast as its client reads, and is never
+in memory as a whole.
 """
 
 import asyncio
@@ -15,9 +15,10 @@ from quart import Response, request
 from jaxembed.memory import MIB
 from jaxembed.postprocess import to_bytes
 
+JSON = "application/json"
 OCTETS = "application/octet-stream"
 SLICE_FLOATS = 32 * 1024  # about 0.7 ms of orjson
-MOST_JOINED = MIB  # bytes of an answer that leaves as a whole, with its length
+MOST_JOINED = MIB  # bytes of an answer that is sent as a whole, with its length
 OBJECT_WIDTH = 8  # floats that take as long as an object of two fields
 
 
@@ -41,8 +42,8 @@ async def json_items(
 
 
 def object_width(texts: Sequence[str]) -> int:
-    """The width of small objects that hold one of `texts` each: 8 characters take as long as a
-    float, 2.5 ns."""
+    """The width of small objects that hold one of `texts` each. Encoding 8 characters takes as long
+    as a float, 2.5 ns."""
     return OBJECT_WIDTH + sum(map(len, texts)) // max(1, 8 * len(texts))
 
 
@@ -85,24 +86,24 @@ async def json_answer(
 
 
 def wants_octets() -> bool:
-    """Whether the client would rather have raw float32 than JSON."""
+    """Whether the client prefers raw float32 to JSON."""
     if OCTETS not in request.headers.get("accept", ""):
-        return False  # nearly all requests: spares them the parsing
-    return request.accept_mimetypes.best_match(["application/json", OCTETS]) == OCTETS
+        return False  # nearly all requests, which need no parsing
+    return request.accept_mimetypes.best_match([JSON, OCTETS]) == OCTETS
 
 
-def json_response(body: bytes) -> Response:
-    return Response(body, content_type="application/json")
+def json_response(body: bytes, status: int = 200) -> Response:
+    return Response(body, status, content_type=JSON)
 
 
 async def json_stream(parts: AsyncIterator[bytes]) -> Response:
-    """The parts as one body where they are few; else they are made as the client reads them."""
+    """A response of the parts: as one body if they are small, else made as the client reads."""
     first, size = [], 0
     async for part in parts:
         first.append(part)
         size += len(part)
         if size >= MOST_JOINED:
-            return Response(_rest(b"".join(first), parts), content_type="application/json")
+            return Response(_rest(b"".join(first), parts), content_type=JSON)
     return json_response(b"".join(first))
 
 

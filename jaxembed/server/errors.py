@@ -1,4 +1,4 @@
-"""The one place where an error becomes a status and a body, in the dialect of the route asked."""
+"""Turns each error into a status and a body, in the dialect of the route. No other file does."""
 
 import logging
 from collections.abc import Sequence
@@ -30,6 +30,7 @@ from jaxembed.errors import (
     UnknownPurpose,
     WrongTask,
 )
+from jaxembed.server.encoding import json_response
 from jaxembed.server.meter import current_meter
 from jaxembed.server.service import current_service
 
@@ -100,11 +101,8 @@ REPLIES: dict[type[Exception], Reply] = {
 }
 # fmt: on
 
-UNPREFIXED = (
-    "/embeddings",
-    "/classify",
-    "/models",
-)  # Infinity has them here, its errors like OpenAI's
+# Routes that Infinity has without /v1; its errors look like OpenAI's.
+UNPREFIXED = ("/embeddings", "/classify", "/models")
 
 HINTS = {
     404: "no such route; GET /docs lists them",
@@ -117,20 +115,20 @@ HINTS = {
 
 
 def dialect_of(path: str) -> Dialect:
-    """OpenAI's error bodies under /v1/ and on routes known from there, Cohere's under /v2/, and
-    TEI's everywhere else."""
+    """The dialect of a route's errors: OpenAI's under /v1/ and on the routes of UNPREFIXED,
+    Cohere's under /v2/, TEI's on all others."""
     if path.startswith("/v2/"):
         return "cohere"
     return "openai" if path.startswith("/v1/") or path in UNPREFIXED else "tei"
 
 
 def rule_of(error: Exception) -> Reply:
-    """The rule of the error's class, or of its nearest ancestor that has one."""
+    """The reply of the error's class, or of the nearest ancestor that has one."""
     return next(REPLIES[kind] for kind in type(error).__mro__ if kind in REPLIES)
 
 
 async def refuse(error: Exception) -> Response:
-    """The answer to a request that failed with one of our errors, or with one nobody foresaw."""
+    """The answer to a request that failed with an error of ours or an unexpected one, counted."""
     rule = rule_of(error)
     if rule.err is not None:
         current_meter().telemetry.request_failure.labels(rule.err).inc()
@@ -148,7 +146,8 @@ async def refuse(error: Exception) -> Response:
 
 
 async def refuse_http(error: HTTPException) -> Response:
-    """404, 405, 413, 415 and their like as JSON, saying what would have been right."""
+    """The answer to an error of HTTP (404, 405, 413, 415, ...) as JSON, with what would be
+    right."""
     status = error.code or 500
     message = _hint(status, error)
     match dialect_of(request.path):
@@ -166,7 +165,7 @@ async def refuse_http(error: HTTPException) -> Response:
 
 
 def _places(error: Exception) -> tuple[str | None, str | None]:
-    """The field at fault, and the path of the input in it where that is known."""
+    """The field at fault and the path of the input in it, each None if unknown."""
     field, index = getattr(error, "field", None), getattr(error, "index", None)
     size = getattr(current_meter(), "size", None)
     if field is not None:
@@ -188,7 +187,8 @@ def _hint(status: int, error: HTTPException) -> str:
 
 
 def _message(error: Exception, rule: Reply, field: str | None) -> str:
-    """The text for the client: a failure of ours carries the request id and no internals."""
+    """The message for the client. For a failure of the server it holds the request id and no
+    internals, and the log gets the details."""
     if rule.err != "inference":
         return _clipped(_words(error, field or "inputs"))
     request_id = g.get("request_id", "-")
@@ -200,7 +200,7 @@ def _message(error: Exception, rule: Reply, field: str | None) -> str:
 
 
 def _words(error: Exception, field: str) -> str:
-    """TEI's words where it has some for the error, else the error's own."""
+    """The error in TEI's words if TEI has it, else its own message."""
     match error:
         case NoInputs():
             return f"`{field}` cannot be empty"
@@ -228,7 +228,7 @@ def _words(error: Exception, field: str) -> str:
 
 
 def _about_bare_ids(field: str, before: Sequence[int], after: Sequence[int]) -> str:
-    """What is wrong with token ids, and the two ways out."""
+    """The message about refused token ids, with the two ways to have inputs accepted."""
     reason = "which adds no special tokens to tell them by"
     if before or after:
         around = f"{list(before)} before and {list(after)} after"
@@ -241,7 +241,7 @@ def _about_bare_ids(field: str, before: Sequence[int], after: Sequence[int]) -> 
 
 
 def _clipped(message: str) -> str:
-    """Without the middle of a long one: it may quote a value of any size."""
+    """The message, without its middle if it is long: it may quote a value of any size."""
     half = LONGEST_MESSAGE // 2
     return message if len(message) <= 2 * half else f"{message[:half]} ... {message[-half:]}"
 
@@ -257,7 +257,7 @@ def _tei(status: int, message: str, kind: str) -> Response:
 
 
 def _json(status: int, body: dict) -> Response:
-    return Response(orjson.dumps(body), status, content_type="application/json")
+    return json_response(orjson.dumps(body), status)
 
 
 def _with_headers(response: Response, error: Exception) -> Response:

@@ -1,8 +1,8 @@
-"""The routes whose body says what it asks for: /rerank, which TEI and Jina both have, and those of
+"""The routes whose body decides what is done: /rerank, which TEI and Jina both have, and those of
 hosting platforms, which know no tasks: /, /invocations (SageMaker), /vertex.
 
-A body with a `query` is one for /rerank. Any other is one for /embed or /predict, as the model can
-that it names; if it names none, for /embed where an embedding model is served.
+A body with a `query` is handled as by /rerank. Any other is handled as by /embed or /predict,
+whichever the model that it names can do; without a name by /embed if an embedding model is served.
 """
 
 import asyncio
@@ -24,13 +24,14 @@ from jaxembed.server.tei_scores import PredictRequest, RerankRequest, answer_pre
 
 blueprint = Blueprint("hosted", __name__)
 
-INSTANCES_AT_ONCE = 64  # of a /vertex request: each takes the loop some 0.3 ms to begin
+INSTANCES_AT_ONCE = 64  # of a /vertex request: starting one takes the event loop 0.3 ms
 
 AnyRequest = EmbedRequest | RerankRequest | DocumentsRequest | PredictRequest
 
 
 class Asked(msgspec.Struct):
-    """As much of a body as says what it asks for; `texts` are TEI's, `documents` Jina's."""
+    """The fields of a body that tell for which route it is; `texts` are TEI's, `documents`
+    Jina's."""
 
     model: str | None = None
     query: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -61,9 +62,18 @@ async def rerank_texts() -> Response:
 
 
 @blueprint.post("/")
+async def root() -> Response:
+    """The answer of the route that the body is for."""
+    return await _answer_body()
+
+
 @blueprint.post("/invocations")
 async def invocations() -> Response:
-    """Whatever the body asks for."""
+    """The answer of the route that the body is for, to SageMaker."""
+    return await _answer_body()
+
+
+async def _answer_body() -> Response:
     with current_meter() as meter:
         data = await read_data()
         with meter.time("decode"):
@@ -73,7 +83,7 @@ async def invocations() -> Response:
 
 @blueprint.post("/vertex")
 async def vertex() -> Response:
-    """What each instance asks for, all at once; the first failure answers for all."""
+    """The answers to all instances, which run at the same time; or the first one's failure."""
     with current_meter() as whole:
         body = await read_body_as(VertexRequest)
     requests = await _decode_instances(body.instances, whole.service.models)
@@ -93,7 +103,7 @@ async def vertex() -> Response:
 async def decode_any(
     data: bytes | bytearray | msgspec.Raw, models: Models, at_once: int = AT_ONCE
 ) -> AnyRequest:
-    """The body of one of the routes with a task."""
+    """The body, as a request of the route that it is for. Raises BadField and BadJson."""
     asked = await decode_body(data, Asked, at_once)
     if asked.query is not msgspec.UNSET:
         return await _decode_rerank(data, asked, at_once)
@@ -105,7 +115,7 @@ async def decode_any(
 async def _decode_rerank(
     data: bytes | bytearray | msgspec.Raw, asked: Asked, at_once: int = AT_ONCE
 ) -> RerankRequest | DocumentsRequest:
-    """TEI's body, or Jina's: clients send both to /rerank."""
+    """A body for /rerank in TEI's form or in Jina's. Raises BadField for neither."""
     if asked.texts is not msgspec.UNSET:
         return await decode_body(data, RerankRequest, at_once)
     if asked.documents is not msgspec.UNSET:
@@ -116,12 +126,13 @@ async def _decode_rerank(
 
 
 async def _decode_instances(instances: list[msgspec.Raw], models: Models) -> list[AnyRequest]:
-    """The bodies in a /vertex request, as many as one request may have inputs."""
+    """The bodies in a /vertex request. Raises BatchTooLarge if they are more than one request may
+    have inputs."""
     check_batch(len(instances))
     requests = []
     count = 0
     for instance in instances:
-        # as much at once as of one body, all instances together
+        # all instances together decode as much at once as one body
         requests.append(await decode_any(instance, models, AT_ONCE // len(instances)))
         count += _count(requests[-1])
         check_batch(count)
@@ -129,7 +140,7 @@ async def _decode_instances(instances: list[msgspec.Raw], models: Models) -> lis
 
 
 async def answer_any(meter: Meter, body: AnyRequest, *, octets: bool) -> Response:
-    """As the route that the body is for; `octets` is for vectors only."""
+    """The answer of the route that the body is for; `octets` gives vectors as raw float32."""
     match body:
         case EmbedRequest():
             return await answer_embed(meter, body, octets=octets)
@@ -144,7 +155,7 @@ async def answer_any(meter: Meter, body: AnyRequest, *, octets: bool) -> Respons
 async def _instance(gate: asyncio.Semaphore, meter: Meter, body: AnyRequest) -> bytes:
     """The answer to one instance of a /vertex request, counted as a request of its own."""
     async with gate:
-        await asyncio.sleep(0)  # the others of the server have their turn
+        await asyncio.sleep(0)  # let other requests run
         return await _answer_instance(meter, body)
 
 
@@ -155,7 +166,7 @@ async def _answer_instance(meter: Meter, body: AnyRequest) -> bytes:
 
 
 def _count(body: AnyRequest) -> int:
-    """How many inputs a body has; a text, a pair or a list of token ids is one."""
+    """The number of inputs of a body; a text, a pair or a list of token ids is one."""
     match body:
         case RerankRequest(texts=texts):
             return len(texts)

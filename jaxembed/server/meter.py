@@ -23,11 +23,11 @@ Method = Literal["single", "batch"]
 
 @dataclass(frozen=True)
 class RequestSize:
-    """What is counted of a request."""
+    """The size of a request, for its metrics and headers."""
 
     method: Method
     characters: int  # Unicode code points of the texts, plus one for each token id
-    field: str  # that holds the inputs
+    field: str  # the field of the body that holds the inputs
 
     def place(self, index: int) -> str:
         """The path of one input."""
@@ -35,14 +35,14 @@ class RequestSize:
 
 
 class Meter:
-    """Counts a request when it is accepted and when it is answered, or when its client vanishes.
+    """Counts a request when it is accepted and when it is answered, or when its client goes away.
 
-    All is counted for the model that was found, and before that for the first one. Whatever else
-    goes wrong is counted where it becomes an answer, in `errors.refuse`.
+    It is counted for the model that was found, and before that for the first model. `errors.refuse`
+    counts failures.
     """
 
-    embedder: Embedder  # once found
-    size: RequestSize  # once accepted
+    embedder: Embedder  # set by `find`
+    size: RequestSize  # set by `accept`
 
     def __init__(self, service: Service, held: Held):
         """`held` is the memory of the whole HTTP request, of which this may be a part."""
@@ -72,12 +72,12 @@ class Meter:
 
     @property
     def telemetry(self) -> Telemetry:
-        """Of the model that the request is counted for."""
+        """The metrics of the model that the request is counted for."""
         return getattr(self, "embedder", self.service.models.first).telemetry
 
     @contextmanager
     def time(self, stage: Literal["decode", "encode"]) -> Iterator[None]:
-        """Observe how long a stage took, at the end of the request: then its model is known."""
+        """Time a stage; observed at the end of the request, when its model is known."""
         started_at = time.perf_counter()
         try:
             yield
@@ -85,7 +85,7 @@ class Meter:
             self._stages.append((stage, time.perf_counter() - started_at))
 
     def find(self, name: str | None, task: Task | None) -> Embedder:
-        """`Models.find`: from here on the request is counted for this model."""
+        """The model that `Models.find` gives; from now on the request is counted for it."""
         self.embedder = self.service.models.find(name, task)
         return self.embedder
 
@@ -114,7 +114,7 @@ class Meter:
         return response
 
     def _count(self, answer: Embeddings | Scores) -> float:
-        """Count the request as answered; the seconds since it came."""
+        """Count the request as answered, and return the seconds since it came."""
         total_s = time.perf_counter() - self.started_at
         telemetry = self.telemetry
         telemetry.request_success.labels(self.size.method).inc()
@@ -126,15 +126,15 @@ class Meter:
 
 
 def current_meter() -> Meter:
-    """The meter of the current request, which starts when it is first asked for."""
+    """The meter of the current request; the first call starts it."""
     if "meter" not in g:
         g.meter = Meter(current_service(), cast(BoundedBody, request.body).held)
     return g.meter
 
 
 def blame(meter: Meter) -> None:
-    """The failure of the current request is to be counted for this one's model: of several that
-    make up the request, it is the one that failed."""
+    """Count the failure of the current request for this meter's model. The meter is of the part of
+    the request that failed."""
     g.meter = meter
 
 

@@ -30,7 +30,7 @@ from jaxembed.server.usage import Usage, usage_of
 
 blueprint = Blueprint("openai", __name__)
 
-PROMPT = "x-prompt-name"  # the header that says which prompt a request has chosen
+PROMPT = "x-prompt-name"  # the header that names the prompt which the request chose
 
 Format = Literal["float", "base64"]
 
@@ -106,8 +106,8 @@ def options(body: EmbeddingsRequest, prompts: Mapping[str, str]) -> EncodeOption
 def chosen_prompt(
     body: EmbeddingsRequest, prompts: Mapping[str, str]
 ) -> tuple[str | None, str | None]:
-    """The text and the name of the prompt that the body asks for: no text and no name leave it to
-    the server, and an empty text is for a purpose that the checkpoint has no prompt for.
+    """The text and the name of the prompt that the body asks for. With neither the server chooses;
+    the text is empty if the checkpoint has no prompt for the purpose.
 
     Raises InvalidInput for an unknown purpose, and for fields that contradict each other.
     """

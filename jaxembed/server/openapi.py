@@ -4,10 +4,14 @@
 from a CDN.
 """
 
+import re
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import msgspec
+from werkzeug.routing import Rule
 
 from jaxembed import __version__
 from jaxembed.inputs import Priority
@@ -24,13 +28,13 @@ from jaxembed.server import (
     tei_scores,
 )
 from jaxembed.server.body import PRIORITY
-from jaxembed.server.encoding import OCTETS
+from jaxembed.server.encoding import JSON, OCTETS
 from jaxembed.server.errors import Dialect, dialect_of
 from jaxembed.server.rerank import DocumentsRequest
 from jaxembed.server.unsupported import ModelRequest, unserved
 
-JSON = "application/json"
 ALWAYS_REFUSED = "always 424"
+PATH_PARAMETER = re.compile(r"<(?:\w+:)?(\w+)>")
 
 
 class OpenAIErrorDetail(msgspec.Struct):
@@ -74,10 +78,10 @@ class AnyOf:
 
 @dataclass(frozen=True)
 class Route:
-    """One operation: `response` is a type for JSON, a media type for anything else, or nothing."""
+    """What a handler takes and gives. `response` is a type for JSON, a media type for anything
+    else, or None."""
 
-    method: Literal["get", "post"]
-    path: str
+    endpoint: str  # `<blueprint>.<handler>`, whose paths and method are at the handler
     summary: str
     request: Any = None
     response: Any = None
@@ -91,54 +95,49 @@ RANKINGS = AnyOf(list[tei_scores.Rank], jina.JinaResponse)
 LABELS = AnyOf(list[scoring.Prediction], list[list[scoring.Prediction]])
 ANY_REQUEST = AnyOf(tei.EmbedRequest, *RERANKS.kinds, tei_scores.PredictRequest)
 ANY_RESPONSE = AnyOf(VECTORS, *RANKINGS.kinds, *LABELS.kinds)
-UNQUEUED = (tei.TokenizeRequest, tei.DecodeRequest)  # no device, so no priority
+UNQUEUED = (tei.TokenizeRequest, tei.DecodeRequest)  # they run no device, so they take no priority
 
 # fmt: off
 ROUTES = (
-    Route("post", "/v1/embeddings", "Embed, as OpenAI", openai.EmbeddingsRequest,
+    Route("openai.embeddings", "Embed, as OpenAI", openai.EmbeddingsRequest,
           openai.EmbeddingsResponse, octets=True),
-    Route("post", "/embeddings", "Embed, as OpenAI", openai.EmbeddingsRequest,
-          openai.EmbeddingsResponse, octets=True),
-    Route("get", "/v1/models", "The served names", response=ops.ModelList),
-    Route("get", "/models", "The served names, as Infinity", response=ops.ModelList),
-    Route("get", "/v1/models/{name}", "One served name", response=ops.ServedModel),
-    Route("post", "/embed", "One vector per input", tei.EmbedRequest, VECTORS, octets=True),
-    Route("post", "/embed_all", "One vector per token", tei.EmbedAllRequest, list[VECTORS]),
-    Route("post", "/similarity", "Cosines", tei.SimilarityRequest, list[float]),
-    Route("post", "/tokenize", "Tokens", tei.TokenizeRequest, list[list[tei.Token]]),
-    Route("post", "/decode", "Text of token ids", tei.DecodeRequest, list[str]),
-    Route("post", "/embed_sparse", f"Not for this kind of model: {ALWAYS_REFUSED}"),
-    Route("post", "/rerank", "Texts by how well they answer a query; also takes Jina's body",
+    Route("ops.list_models", "The served names", response=ops.ModelList),
+    Route("ops.list_models_unprefixed", "The served names, as Infinity", response=ops.ModelList),
+    Route("ops.model", "One served name", response=ops.ServedModel),
+    Route("tei.embed", "One vector per input", tei.EmbedRequest, VECTORS, octets=True),
+    Route("tei.embed_all", "One vector per token", tei.EmbedAllRequest, list[VECTORS]),
+    Route("tei.similarities", "Cosines", tei.SimilarityRequest, list[float]),
+    Route("tei.tokenize", "Tokens", tei.TokenizeRequest, list[list[tei.Token]]),
+    Route("tei.decode_ids", "Text of token ids", tei.DecodeRequest, list[str]),
+    Route("tei.embed_sparse", f"Not for this kind of model: {ALWAYS_REFUSED}"),
+    Route("hosted.rerank_texts", "Texts by how well they answer a query; also takes Jina's body",
           RERANKS, RANKINGS),
-    Route("post", "/predict", "Labels with scores", tei_scores.PredictRequest, LABELS),
-    Route("post", "/v1/rerank", "Rerank, as Jina", DocumentsRequest, jina.JinaResponse),
-    Route("post", "/v2/rerank", "Rerank, as Cohere", DocumentsRequest, cohere.CohereResponse),
-    Route("post", "/classify", "Labels with scores, as Infinity", classify.ClassifyRequest,
+    Route("tei_scores.predict", "Labels with scores", tei_scores.PredictRequest, LABELS),
+    Route("jina.rerank_jina", "Rerank, as Jina", DocumentsRequest, jina.JinaResponse),
+    Route("cohere.rerank_cohere", "Rerank, as Cohere", DocumentsRequest, cohere.CohereResponse),
+    Route("classify.classify", "Labels with scores, as Infinity", classify.ClassifyRequest,
           classify.ClassifyResponse),
-    Route("post", "/v1/classify", "Labels with scores, as Infinity", classify.ClassifyRequest,
-          classify.ClassifyResponse),
-    Route("post", "/", "What the body asks for", ANY_REQUEST, ANY_RESPONSE, octets=True),
-    Route("post", "/invocations", "What the body asks for, for SageMaker", ANY_REQUEST,
+    Route("hosted.root", "What the body asks for", ANY_REQUEST, ANY_RESPONSE, octets=True),
+    Route("hosted.invocations", "What the body asks for, for SageMaker", ANY_REQUEST,
           ANY_RESPONSE, octets=True),
-    Route("post", "/vertex", "What each instance asks for, for Vertex AI", hosted.VertexRequest,
+    Route("hosted.vertex", "What each instance asks for, for Vertex AI", hosted.VertexRequest,
           hosted.VertexResponse),
-    Route("get", "/info", "A model and its limits; with `verbose` what its speed depends on",
+    Route("info.info", "A model and its limits; with `verbose` what its speed depends on",
           response=info.Info, query=("model", "verbose")),
-    Route("get", "/", "Health"),
-    Route("get", "/health", "Whether the model answers", response=ops.Health),
-    Route("get", "/ping", "Health, for SageMaker"),
-    Route("get", "/livez", "Whether the process can go on"),
-    Route("get", "/ready", "Whether traffic should come here"),
-    Route("get", "/metrics", "Prometheus metrics", response="text/plain"),
-    Route("get", "/docs", "This page", response="text/html"),
-    Route("get", "/openapi.json", "This document", response=dict[str, Any]),
-    Route("get", "/api-doc/openapi.json", "This document", response=dict[str, Any]),
+    Route("ops.probe", "Health"),
+    Route("ops.health", "Whether the model answers", response=ops.Health),
+    Route("ops.ping", "Health, for SageMaker"),
+    Route("ops.livez", "Whether the process can go on"),
+    Route("ops.ready", "Whether traffic should come here"),
+    Route("metrics.metrics", "Prometheus metrics", response="text/plain"),
+    Route("docs.page", "This page", response="text/html"),
+    Route("docs.openapi", "This document", response=dict[str, Any]),
 )
 # fmt: on
 
 
-def document() -> dict:
-    """The whole document."""
+def document(rules: Iterable[Rule]) -> dict:
+    """The OpenAPI document of the routes in ROUTES, with the paths and methods of these rules."""
     kinds = [
         kind
         for route in ROUTES
@@ -154,8 +153,10 @@ def document() -> dict:
         components[name] = _of_served(schema)
     schemas = {str(kind): shape for kind, shape in zip(kinds, shapes, strict=True)}
     paths: dict[str, dict] = {}
+    operations = _operations(rules)
     for route in ROUTES:
-        paths.setdefault(route.path, {})[route.method] = _operation(route, schemas)
+        for path, method in operations[route.endpoint]:
+            paths.setdefault(path, {})[method] = _operation(route, path, method, schemas)
     return {
         "openapi": "3.0.3",
         "info": {"title": "jaxembed", "version": __version__},
@@ -202,12 +203,23 @@ def _schema(body: Any, schemas: dict[str, dict]) -> dict:
     return found[0] if len(found) == 1 else {"anyOf": found}
 
 
-def _operation(route: Route, schemas: dict[str, dict]) -> dict:
-    name = route.path.strip("/").replace("/", "_").replace("{", "").replace("}", "") or "root"
-    error = ERRORS[dialect_of(route.path)]
+def _operations(rules: Iterable[Rule]) -> dict[str, list[tuple[str, str]]]:
+    """The paths of each endpoint with their methods, in the order in which they stand there:
+    decorators are applied from the last to the first."""
+    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for rule in rules:
+        path = PATH_PARAMETER.sub(r"{\1}", rule.rule)
+        for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}:
+            found[rule.endpoint].insert(0, (path, method.lower()))
+    return found
+
+
+def _operation(route: Route, path: str, method: str, schemas: dict[str, dict]) -> dict:
+    name = path.strip("/").replace("/", "_").replace("{", "").replace("}", "") or "root"
+    error = ERRORS[dialect_of(path)]
     operation: dict[str, Any] = {
         "summary": route.summary,
-        "operationId": f"{route.method}_{name}",
+        "operationId": f"{method}_{name}",
         "tags": [error.__name__.removesuffix("Error")],
         "responses": {
             "default": {"description": "Error", "content": {JSON: {"schema": schemas[str(error)]}}}
@@ -218,16 +230,16 @@ def _operation(route: Route, schemas: dict[str, dict]) -> dict:
     if route.request is not None:
         body = {"required": True, "content": {JSON: {"schema": _schema(route.request, schemas)}}}
         operation["requestBody"] = body
-    if parameters := _parameters(route):
+    if parameters := _parameters(route, path):
         operation["parameters"] = parameters
     return operation
 
 
-def _parameters(route: Route) -> list[dict]:
-    """What a request says outside its body."""
+def _parameters(route: Route, path: str) -> list[dict]:
+    """The parameters of a request outside its body: in the path, the query and headers."""
     text = {"type": "string"}
     parameters: list[dict] = []
-    if "{name}" in route.path:
+    if "{name}" in path:
         parameters.append({"name": "name", "in": "path", "required": True, "schema": text})
     for name in route.query:
         parameters.append({"name": name, "in": "query", "schema": text, "allowEmptyValue": True})

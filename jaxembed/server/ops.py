@@ -53,11 +53,16 @@ class Health(msgspec.Struct):
 
 
 @blueprint.get("/")
-@blueprint.get("/ping")
 async def probe() -> Response:
     """200 while every model answers."""
     _check_health()
     return Response(b"")
+
+
+@blueprint.get("/ping")
+async def ping() -> Response:
+    """200 while every model answers, for SageMaker."""
+    return await probe()
 
 
 @blueprint.get("/health")

@@ -1,5 +1,5 @@
-"""Reranks a body with `documents`. Jina and Cohere take the same body, and give the same results
-in different answers."""
+"""Reranks a body with `documents`. Jina and Cohere take the same body and give the same results, in
+different answers."""
 
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -85,7 +85,7 @@ async def rerank_documents(
 
 
 def _check(body: DocumentsRequest) -> None:
-    """Raises InvalidInput for what is empty, or out of range."""
+    """Raise NoInputs if there are no documents, InvalidInput for a number out of range."""
     if not body.documents:
         raise NoInputs("documents")
     for field in ("top_n", "top_k", "max_tokens_per_doc"):

@@ -27,8 +27,8 @@ def json_ranks(
     ties: Ties,
     top_n: int | None = None,
 ) -> AsyncIterator[bytes]:
-    """The inside of a JSON list: best first, `item` makes an object of a place and its score, a
-    numpy.float32. `texts` are the documents, if the objects hold them."""
+    """The inside of a JSON list, best first. `item` makes an object of an index and its score, a
+    numpy.float32; `texts` are the documents, if the objects hold them."""
     found = answer.shown(raw_scores)[:, 0]
     order = rank(answer.logits[:, 0], ties)[:top_n].tolist()
 

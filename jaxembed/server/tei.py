@@ -146,7 +146,7 @@ async def embed_all() -> Response:
                 priority=priority_of(body.priority),
             ),
         )
-        matrices = answer.tokens or []
+        matrices = answer.tokens
         return await encode_answer(meter, answer, lambda: json_stream(json_matrices(matrices)))
 
 
@@ -266,7 +266,7 @@ def _texts_to_show(inputs: str | list[str]) -> list[str]:
 
 
 def _texts_to_compare(wanted: SimilarityInputs) -> RequestInputs:
-    """The source and its sentences in one batch: the limit counts the source too, as TEI's."""
+    """The source and its sentences in one batch: as in TEI, the limit counts the source too."""
     if not wanted.sentences:
         raise NoInputs("inputs.sentences")
     return read_inputs([wanted.source_sentence, *wanted.sentences], field="inputs")

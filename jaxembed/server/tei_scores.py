@@ -123,7 +123,7 @@ async def answer_predict(meter: Meter, body: PredictRequest) -> Response:
 
 
 def _read_inputs(raw: str | list[str | list[str]]) -> RequestTexts:
-    """The forms that PredictRequest lists."""
+    """The inputs, in one of the forms that PredictRequest lists."""
     if isinstance(raw, str):
         return read_texts_and_pairs([[raw]], "inputs", "single")
     if not raw:

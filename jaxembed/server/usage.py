@@ -1,4 +1,4 @@
-"""What OpenAI's answers, and those that follow them, say of the tokens of a request."""
+"""The token counts in the answers of OpenAI and of those who follow it."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""Shows the result of a tuning as a table for a terminal and as a plot."""
+"""Shows the result of a tuning as a table for a terminal and as a picture."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxembed.errors import ConfigError
+from jaxembed.output_path import check_output
 from jaxembed.tune.tuning import GridResult, Tuning
 
 ROWS: dict[str, Callable[[GridResult], float]] = {
@@ -29,7 +30,7 @@ LOADS = ("full load", "requests of 4, 16, 64 texts", "lone texts")
 
 
 def table(tuning: Tuning) -> str:
-    """Write the figures of both grids, and the median and range of their ratio over the rounds."""
+    """The grids before and after as a table, with how certain their difference is."""
     about = tuning.lengths.describe()
     plan = tuning.model.plan
     lines = [
@@ -65,11 +66,8 @@ def _cell(value: int | float) -> str:
 
 
 def check_picture(path: Path) -> None:
-    """Raise ConfigError unless a plot can be written to this path."""
-    if path.suffix not in PICTURES:
-        raise ConfigError(f"--picture {path}: wanted a name that ends in {' or '.join(PICTURES)}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--picture {path}: there is no directory {path.absolute().parent}")
+    """Raise ConfigError unless a picture can be drawn there."""
+    check_output(path, "--picture", PICTURES)
     try:
         import matplotlib  # noqa: F401  only pictures need it
     except ImportError as error:

@@ -1,4 +1,5 @@
-"""Tunes a grid for given input lengths: measures buckets, searches, and tries what it found."""
+"""Finds the grid of least cost for a length mix: measures, searches, measures the result, tries
+it."""
 
 import json
 import logging
@@ -7,17 +8,17 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxembed.engine.bucket import MOST_DEFAULT_BUCKETS, SHORTEST_ROW, Bucket, BucketGrid
-from jaxembed.engine.build import tuned_for
+from jaxembed.engine.build import package_versions, tuned_for
 from jaxembed.errors import ConfigError
 from jaxembed.files import replacing
 from jaxembed.models import native
+from jaxembed.output_path import check_output
 from jaxembed.telemetry import row_lengths
 from jaxembed.tune.cost import Cost, CostTable, probes
 from jaxembed.tune.lengths import Lengths
@@ -47,7 +48,6 @@ NO_SLOWER = 0.005  # loss in the median round that may be noise between two equa
 MOST_ROUNDS = 0.75  # share of the rounds in which the grid must be better
 NOISY = 1.25  # ratio of the fastest round to the slowest of one grid that shows a busy machine
 NOISE = 1.05  # a load may take this many times as long in one round without a penalty
-PACKAGES = ("jaxembed", "jax", "jaxlib")
 
 
 TuningProgress = Callable[[str, int, int], object]  # step, number done, total number
@@ -55,9 +55,9 @@ TuningProgress = Callable[[str, int, int], object]  # step, number done, total n
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a tuning: its time, and what the grid may cost to compile."""
+    """Limits on a grid and on the time for finding it."""
 
-    seconds: float = 120.0  # approximate; the trial is finished in any case
+    seconds: float = 120.0  # for finding, approximately; the trial is always finished
     most_buckets: int = MOST_DEFAULT_BUCKETS
     # time to compile all buckets one after the other, with nothing cached; None: no limit
     compile_s: float | None = None
@@ -80,7 +80,7 @@ class GridResult:
 
     @property
     def covering_s(self) -> float:
-        """Seconds to compile the buckets that a server with --warmup minimal needs to be ready."""
+        """Seconds to compile what a server with --warmup minimal needs to be ready."""
         return sum(self.costs[bucket].compile_s for bucket in self.grid.covering)
 
     @property
@@ -125,11 +125,8 @@ class Tuning:
 
     @property
     def is_better(self) -> bool:
-        """Whether the grid found should replace the one in use.
-
-        It must not be slower in the median round. Together with WORTH for each bucket saved, it
-        must be better in most rounds, and by more than BETTER in the median round.
-        """
+        """Whether the trial confirmed the search: the new grid is no slower, and better if each
+        bucket that it saves counts as a gain of WORTH."""
         rounds = zip(self.comparison.after, self.comparison.before, strict=True)
         gains = -np.array([objective(after, before, NOISE) for after, before in rounds])
         saved = WORTH * (len(self.before.grid.buckets) - len(self.after.grid.buckets))
@@ -138,7 +135,7 @@ class Tuning:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the grid in use was much faster in one round than in another: a busy machine."""
+        """Whether the same grid was fast in one round and slow in another: the machine was busy."""
         rates = [figures.full_tokens_per_s for figures in self.comparison.before]
         return max(rates) > NOISY * min(rates)
 
@@ -150,13 +147,13 @@ class Tuning:
         side, plan = self.after if self.is_better else self.before, self.model.plan
         file = {
             "buckets": [[bucket.rows, bucket.length] for bucket in side.grid.buckets],
-            # no less than before, because the size of the queue follows from it
+            # no less than before, so that as many tokens may wait
             "max_batch_tokens": max(side.max_batch_tokens // plan.shards, plan.max_batch_tokens),
             "tuned": {
                 "model": self.model.name,
                 **tuned_for(self.model.spec, plan.devices, plan.dtype),
                 "costs": self._costs(side),
-                "versions": {name: metadata.version(name) for name in PACKAGES},
+                "versions": package_versions(),
                 "max_input_tokens": plan.max_input_tokens,
                 "lengths": self.lengths.describe(),
                 "before": self.before.measured.describe(),
@@ -204,11 +201,8 @@ def tune(
 
 
 def check_grid_path(path: Path) -> None:
-    """Raise ConfigError unless a grid can be written to this path."""
-    if path.suffix != ".json":
-        raise ConfigError(f"--output {path}: wanted a name that ends in .json")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--output {path}: there is no directory {path.absolute().parent}")
+    """Raise ConfigError unless a grid can be written there."""
+    check_output(path, "--output", [".json"])
 
 
 class _Tuner:
@@ -282,7 +276,8 @@ class _Tuner:
         return traffic_of(self.lengths, vocabulary, tokens, seed)
 
     def _with_strays(self, traffic: Traffic) -> Traffic:
-        """Add lone texts of rare lengths, so that each does not get a row as long as the limit."""
+        """The traffic and lone texts of lengths that are rare or missing in it, so that no such
+        text needs a row of the limit."""
         lengths = np.geomspace(min(SHORTEST_ROW, self._limit), self._limit, STRAYS).astype(int)
         strays = [Encoding(np.full(length, 1, np.int32)) for length in lengths]
         return replace(traffic, lone=[*traffic.lone, *strays])
@@ -300,19 +295,16 @@ class _Tuner:
         return self.model.plan.max_input_tokens
 
     def _lengths(self) -> list[int]:
-        """The row lengths to try, in tokens, shortest first.
-
-        They go up to one that holds the longest input or several mean ones. The limit and the
-        lengths in use are always among them.
-        """
+        """The row lengths to consider: those up to the longest input or ROOM average ones, the
+        limit, and those in use."""
         in_use = {bucket.length for bucket in self.grid.buckets}
         kernels = self.model.plan.kernels
-        if kernels.taken:  # no kernel was tried for other row lengths
+        if kernels.taken:  # kernels were tried in these rows only
             return sorted(in_use)
         fitting = row_lengths(self._limit)
         if kernels.joins:
             fitting = row_lengths(max(self._limit, self.most_tokens // self._shards))
-        if kernels.native:  # attention of other lengths is not native, and slower than the next's
+        if kernels.native:  # it has no attention for other lengths, which are slower
             fitting = [n for n in fitting if n % native.TILE == 0]
         longest = next((n for n in fitting if n >= self.lengths.longest), self._limit)
         most = max(longest, ROOM * self.lengths.mean)
@@ -334,7 +326,7 @@ class _Tuner:
         ]
 
     def _allowed(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """The buckets whose cost, measured or estimated, is within the limit of SLOWER."""
+        """The buckets that are, as far as is known, no slower than the slowest allowed."""
         table = CostTable(self.workbench.costs)
         return [bucket for bucket in buckets if table.ms(bucket) <= self.slowest_ms]
 
