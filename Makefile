@@ -15,8 +15,14 @@ INSTALL := --no-build-isolation --no-deps --editable .
 REQUIREMENTS = $(PYTHON) -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print("hatchling", "editables", *project["dependencies"], *project["optional-dependencies"].get("$(1)", []), sep="\n")'
 
+# $(call EXTRA,extra): what an extra adds, one a line
+EXTRA = $(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*project["optional-dependencies"]["$(1)"], sep="\n")'
+SPHINX = $(VENV)-docs/bin/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet -c docs .
+
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format parity golden chaos eval bench bench-peers bench-gpu plots constraints clean
+.PHONY: help serve test check format docs docs-links parity golden chaos eval bench bench-peers bench-gpu plots \
+	constraints clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -36,6 +42,12 @@ check: $(VENV)/dev.stamp  ## lint, types, import layers
 format: $(VENV)/dev.stamp  ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(VENV)-docs/stamp  ## build the site in docs/_build/html; a link that leads nowhere is an error
+	$(SPHINX) docs/_build/html
+
+docs-links: $(VENV)-docs/stamp  ## check the links of the documents to other sites (needs the internet)
+	$(SPHINX) --builder linkcheck docs/_build/links
 
 parity: $(VENV)-parity/stamp  ## compare with transformers and sentence-transformers (needs torch)
 	$(VENV)-parity/bin/pytest tests/parity $(ARGS)
@@ -75,7 +87,7 @@ constraints: $(VENV)/dev.stamp  ## pin what is installed now, for this Python
 		> constraints/python-$(VERSION).txt
 
 clean:  ## remove the environments
-	rm -rf $(VENV) $(VENV)-parity $(VENV)-peers
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-parity $(VENV)-peers
 
 $(VENV)/python.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -94,6 +106,12 @@ $(VENV)/serve.stamp: $(VENV)/python.stamp pyproject.toml $(CONSTRAINTS)
 $(VENV)/dev.stamp: $(VENV)/serve.stamp
 	$(call REQUIREMENTS,dev) > $(VENV)/requirements.txt
 	$(PIP) --requirement $(VENV)/requirements.txt
+	@touch $@
+
+$(VENV)-docs/stamp: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)-docs
+	$(call EXTRA,docs) > $(VENV)-docs/requirements.txt
+	$(PIP:$(BIN)/%=$(VENV)-docs/bin/%) --requirement $(VENV)-docs/requirements.txt
 	@touch $@
 
 $(VENV)-parity/stamp: pyproject.toml tests/parity/requirements.txt $(CONSTRAINTS)

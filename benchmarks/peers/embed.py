@@ -34,7 +34,7 @@ class Jaxembed:
 
         from jaxembed import Embedder, EngineConfig, memory
 
-        memory.keep()  # as README says for a program that wants what the command line does
+        memory.keep()  # as docs/library.md says: what the command line does
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         chosen: Any = None if dtype == "default" else dtype
         self._embedder = Embedder(model, config=EngineConfig(dtype=chosen, warmup="full"))
