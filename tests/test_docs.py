@@ -1,0 +1,227 @@
+"""The documents, held against the code: flags, routes, metrics, errors, the map, and every path,
+command and name that CONTRIBUTING.md mentions. `make docs` checks their links."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxembed.server.errors import REPLIES, dialect_of
+from jaxembed.server.openapi import document
+from jaxembed.telemetry import FAILURES, LANES, STAGES, Telemetry
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [
+    *sorted(DOCS.rglob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    ROOT / "benchmarks" / "README.md",
+    ROOT / "deploy" / "kubernetes" / "README.md",
+]
+DIALECTS = {"OpenAI": "openai", "TEI": "tei", "Cohere": "cohere"}
+MODEL, ENGINE, TEXTS = "Model", "Engine", "Texts"  # sections of docs/configuration.md
+COMMANDS = {  # and the sections with the flags that they share with others
+    "serve": ("Server", MODEL, ENGINE, TEXTS),
+    "convert": (MODEL,),
+    "embed": (MODEL, ENGINE, TEXTS),
+    "info": (MODEL,),
+    "tune": (MODEL, ENGINE, TEXTS),
+    "doctor": (MODEL, ENGINE),
+    "verify": (MODEL, ENGINE),
+}
+OPTION = re.compile(r"^  (-\S.*?)(?:\s{2,}|$)", re.MULTILINE)
+CODE = re.compile(r"`([^`]+)`")
+FENCE = re.compile(r"^```.*?^```\n", re.MULTILINE | re.DOTALL)
+PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:py|md|toml|txt|json)")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).name)
+
+
+def sections(page: Path) -> dict[str, str]:
+    """The text below each heading of a page, up to the next heading of any level."""
+    _, *parts = re.split(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def table(text: str) -> list[list[str]]:
+    """The cells of the first table in a text, without its head."""
+    rows = re.search(r"^\|.*(?:\n\|.*)*", text, re.MULTILINE)
+    lines = rows[0].splitlines()[2:] if rows else []
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def codes(text: str) -> list[str]:
+    """What is set in code type, outside blocks of code. A line may end within it."""
+    return [" ".join(code.split()) for code in CODE.findall(FENCE.sub("", text))]
+
+
+# Flags
+
+
+def documented_flags(command: str) -> dict[frozenset[str], tuple[str, str | None]]:
+    """By the spellings of each flag, its variable and its default, None where that is described in
+    words."""
+    shared = sections(DOCS / "configuration.md")
+    texts = [shared[name] for name in COMMANDS[command]]
+    texts.append(sections(DOCS / "command-line.md")[command])
+    flags = {}
+    for flag, variable, default, _ in (row for text in texts for row in table(text)):
+        exact = CODE.fullmatch(default)
+        flags[frozenset(codes(flag))] = (variable.strip("`"), exact[1] if exact else None)
+    return flags
+
+
+def offered_flags(command: str) -> dict[frozenset[str], tuple[str, str | None]]:
+    """The same, from what `--help` prints."""
+    program = f"import sys; from jaxembed.cli import main; sys.argv[1:] = ['{command}', '--help']"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}; main()"], cwd=ROOT, capture_output=True, text=True
+    )
+    _, *parts = OPTION.split(done.stdout.split("Options:\n")[1])
+    flags = {}
+    for head, text in zip(parts[::2], parts[1::2], strict=True):
+        spellings = frozenset(re.findall(r"(?<![\w-])-{1,2}[a-z][\w-]*", head))
+        words = " ".join(text.split())
+        variable = re.search(r"env var: (\w+)", words)
+        default = re.search(r"default: \(?([^;)\]]+)", words)
+        flags[spellings] = (variable[1] if variable else "", default[1] if default else None)
+    del flags[frozenset({"-h", "--help"})]
+    return flags
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_flags_of_a_command_are_documented_with_variables_and_defaults(command):
+    assert documented_flags(command) == offered_flags(command)
+
+
+def test_every_command_is_documented():
+    program = "import sys; from jaxembed.cli import main; sys.argv[1:] = ['--help']; main()"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    commands = re.findall(r"^  (\w+) ", done.stdout.split("Commands:\n")[1], re.MULTILINE)
+    assert set(commands) == set(COMMANDS)
+
+
+# Routes, errors, metrics
+
+
+def documented_routes() -> dict[tuple[str, str], str]:
+    """The dialect of the errors of each path and method."""
+    routes = {}
+    for cell, _, dialect in table(sections(DOCS / "http-api.md")["Routes"]):
+        method = cell.split()[0].lower()
+        routes |= {(path, method): DIALECTS[dialect] for path in codes(cell)}
+    return routes
+
+
+def test_every_route_is_documented_with_the_dialect_of_its_errors():
+    paths = document()["paths"]
+    offered = {(path, method): dialect_of(path) for path in paths for method in paths[path]}
+    assert documented_routes() == offered
+
+
+def test_every_error_is_documented_with_its_statuses():
+    documented = {
+        name.strip("`"): cells[:5]
+        for name, *cells in table(sections(DOCS / "errors.md")["Statuses"])
+    }
+    assert documented == {
+        kind.__name__: [
+            str(reply.tei_status),
+            f"`{reply.tei_type}`",
+            str(reply.openai_status),
+            f"`{reply.openai_type}`",
+            f"`{reply.code}`" if reply.code else "",
+        ]
+        for kind, reply in REPLIES.items()
+    }
+
+
+def offered_series() -> dict[str, tuple[str, set[str]]]:
+    """The type and the labels of each series."""
+    series: dict[str, tuple[str, set[str]]] = {}
+    for metric in Telemetry().registry.collect():
+        labels = {label for sample in metric.samples for label in sample.labels} - {"le"}
+        series[metric.name] = (metric.type, labels)
+    return series
+
+
+def test_every_metric_is_documented_with_its_type_and_labels():
+    found = sections(DOCS / "metrics.md")
+    rows = table(found["TEI's series"]) + table(found["Series of jaxembed"])
+    documented = {codes(name)[0]: (kind, set(codes(labels))) for name, kind, labels, _ in rows}
+    assert documented == offered_series()
+
+
+def test_every_value_of_a_label_is_documented():
+    mentioned = set(codes((DOCS / "metrics.md").read_text()))
+    assert mentioned >= {*FAILURES, *LANES, *STAGES}
+
+
+# The map, and what pages mention
+
+
+def test_the_map_is_made_from_the_modules_as_they_are():
+    spec = importlib.util.spec_from_file_location("modules", DOCS / "modules.py")
+    assert spec is not None
+    assert spec.loader is not None
+    modules = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(modules)
+    page = DOCS / "architecture.md"
+    assert page.read_text() == modules.with_map(page.read_text()), "run python docs/modules.py"
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@each_page
+def test_every_make_target_that_a_page_names_exists(page):
+    text = page.read_text()
+    commands = "\n".join([*codes(text), *FENCE.findall(text)])
+    named = re.findall(r"(?:^|&& )make ([a-z][a-z-]*)", commands, re.MULTILINE)
+    assert set(named) <= targets()
+
+
+@each_page
+def test_every_file_of_the_code_that_a_page_names_exists(page):
+    folders = "jaxembed|converters|benchmarks|tests|docs|deploy|examples|constraints"
+    named = [
+        code for code in codes(page.read_text()) if re.fullmatch(rf"(?:{folders})/[\w./-]+", code)
+    ]
+    built = {code for code in named if code.startswith("docs/_build")}
+    assert {code for code in named if not (ROOT / code).exists()} <= built
+
+
+def words_of(files: list[Path]) -> set[str]:
+    return {word for path in files for word in re.findall(r"\w+", path.read_text())}
+
+
+def test_every_name_in_contributing_is_in_the_code():
+    folders = ("jaxembed", "converters", "tests", "docs", "constraints")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    known = words_of([*files, ROOT / "pyproject.toml"])
+    names = {path.name for path in files}
+    for code in codes((ROOT / "CONTRIBUTING.md").read_text()):
+        if PATH.fullmatch(code) and "/" not in code:
+            assert code in names or (ROOT / code).is_file(), f"no file {code}"
+        elif re.fullmatch(r"[\w.]+(\([\w, ]*\))?", code):
+            assert set(re.findall(r"[A-Za-z_]\w*", code)) <= known, f"nothing is called {code}"
+
+
+def test_every_name_that_contributing_says_is_in_a_file_is_there():
+    prose = FENCE.sub("", (ROOT / "CONTRIBUTING.md").read_text())
+    one = r"`(\w+)(?:\([^`]*)?`"
+    found = re.findall(rf"((?:{one}(?:,| and)?\s+)+)(?:in|of)\s+`([\w/.]+\.py)`", prose)
+    assert len(found) > 10
+    for group, _, file in found:
+        missing = set(re.findall(one, group)) - words_of([ROOT / file])
+        assert not missing, f"{file} has no {missing}"
+
+
+def test_the_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 100 and not line.startswith(("|", "!"))] == []
