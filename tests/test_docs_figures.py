@@ -1,0 +1,97 @@
+"""The measured figures in the documents, held against the committed results that they come from."""
+
+import json
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+INTEL, AMD = "cpu-intel-xeon-2-cores", "cpu-amd-epyc-2-cores"
+BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def result(name: str, device: str = INTEL) -> dict:
+    return json.loads((RESULTS / device / f"{name}.json").read_text())
+
+
+def cosine(value: float) -> str:
+    return f"{value:.5f}".removesuffix(".00000")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_latency_and_throughput_beside_infinity(page):
+    peers = result("bench_peers")
+    ratios = {ratio["figure"]: ratio["median"] for ratio in peers["ratios"]}
+    found = {(one["scenario"], one["load"], one["server"]): one for one in peers["summary"]}
+
+    def pair(scenario: str, load: str, figure: str, form: str) -> list[str]:
+        servers = ("jaxembed", "infinity")
+        return [form.format(found[scenario, load, server][figure]) for server in servers]
+
+    rows = [
+        [*pair("bulk", "bulk", "texts_per_s", "{:.0f} texts/s"), f"{ratios['bulk texts/s']:.1f}"],
+        [*pair("lone", "query", "p50_ms", "{:.1f} ms"), f"{ratios['lone query p50']:.1f}"],
+        [
+            *pair("under bulk", "query", "p99_ms", "{:,.0f} ms"),
+            f"{ratios['query p99 under bulk']:.0f}",
+        ],
+    ]
+    text = (ROOT / page).read_text()
+    assert [row for row in rows if f"| {' | '.join(row)} |" not in text] == []
+
+
+def test_tokens_a_second_of_each_library():
+    for one in result("bench_libraries")["results"]:
+        cosines = f"{cosine(one['cosine'])}, {cosine(one['worst_cosine'])}"
+        assert f"| {one['tokens_per_s']:,.0f} | {cosines} |" in BENCHMARKS
+
+
+def test_rates_by_length_of_the_texts():
+    for one in result("bench_engine")["results"]:
+        rates = f"{one['tokens_per_s']:,.0f} | {one['texts_per_s']:,.0f}"
+        assert f"| {rates} | {one['fill']:.2f} | {one['of_best']:.2f} |" in BENCHMARKS
+    for one in result("bench_engine", AMD)["results"]:
+        assert f"| {one['tokens_per_s']:,.0f} |\n" in BENCHMARKS
+
+
+def test_the_share_of_the_ceiling_that_each_bucket_reaches():
+    for one in result("bench_model")["buckets"]:
+        rates = f"{one['ms_median']:.1f} | {one['tokens_per_s']:,.0f} | {one['tflop_per_s']:.2f}"
+        assert f"| {one['bucket']} | {rates} | {one['share']:.2f} |" in BENCHMARKS
+
+
+@pytest.mark.parametrize(("start", "cache"), [("cold", "empty"), ("warm", "warm")])
+def test_the_times_of_a_start(start, cache):
+    starts = [one for one in result("bench_start")["starts"] if one["start"] == start]
+    figures = {
+        name: median(one[name] for one in starts)
+        for name in ("embeddings_s", "ready_s", "compiled")
+    }
+    times = f"{figures['embeddings_s']:.1f} s | {figures['ready_s']:.1f} s"
+    assert f"| {cache} | {times} | {figures['compiled']:.0f} |" in BENCHMARKS
+
+
+def test_what_a_tuned_grid_gains():
+    for one in result("bench_tune")["results"]:
+        gains = [
+            f"{gain['median']:.2f} ({gain['least']:.2f} to {gain['most']:.2f})"
+            for gain in one["after_over_before"].values()
+        ]
+        counts = ", ".join(str(len(one[grid]["buckets"])) for grid in ("before", "after"))
+        assert f"| {' | '.join(gains)} | {counts} |" in BENCHMARKS
+
+
+def test_what_two_models_leave_each_other():
+    rates = {
+        (one["load"], one["with"]): one["texts_per_s"]
+        for one in result("bench_pair", AMD)["results"]
+    }
+    assert f"| {rates['bulk', 'alone']:,.0f} | {rates['bulk', 'all']:,.0f} |" in BENCHMARKS
+    assert f"| {rates['rerank', 'alone']:.1f} | {rates['rerank', 'all']:.1f} |" in BENCHMARKS
+
+
+def test_the_score_on_sts_b():
+    for one in result("eval_sts", AMD)["results"]:
+        assert f"{one['spearman']:.2f} in float32 and in bfloat16" in BENCHMARKS
