@@ -1,46 +1,57 @@
-"""Writes the map of docs/architecture.md: one line a module, the first sentence of its docstring.
+"""Writes the layers and the map of modules into docs/architecture.md.
 
-python docs/modules.py
+The layers are those of pyproject.toml, and the map is the first sentence of each module's
+docstring.
+
+    python docs/modules.py
 """
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
-BEGIN, END = "<!-- modules -->\n", "<!-- end of modules -->\n"
 TREES = ("jaxembed", "converters", "benchmarks")
 
 
 def main() -> None:
-    PAGE.write_text(with_map(PAGE.read_text()))
+    PAGE.write_text(written(PAGE.read_text()))
 
 
-def with_map(text: str) -> str:
-    """The page with the map of the modules as they are now."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{module_map()}\n{END}{rest.split(END)[1]}"
+def written(page: str) -> str:
+    """The page with its layers and its map as they are now."""
+    for name, lines in (("layers", _layers()), ("modules", _modules())):
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+        before, rest = page.split(begin)
+        page = "\n".join([f"{before}{begin}", *lines, "", f"{end}{rest.split(end)[1]}"])
+    return page
 
 
-def module_map() -> str:
-    """One heading and one table a package, in Markdown."""
-    return "\n".join(line for package in _packages() for line in _section(package))
+def _layers() -> Iterator[str]:
+    """A numbered list, from top to bottom."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    for number, layer in enumerate(layers, 1):
+        modules = (module.removeprefix("jaxembed.") for module in layer.split(" | "))
+        yield f"{number}. {', '.join(f'`{module}`' for module in modules)}"
 
 
-def _packages() -> Iterator[Path]:
+def _modules() -> Iterator[str]:
+    """A heading and a table for each package."""
     for tree in TREES:
-        yield from sorted(path.parent for path in (ROOT / tree).rglob("__init__.py"))
+        for package in sorted(path.parent for path in (ROOT / tree).rglob("__init__.py")):
+            yield from _package(package)
 
 
-def _section(package: Path) -> Iterator[str]:
-    name = package.relative_to(ROOT).as_posix()
-    modules = sorted(path for path in package.glob("*.py") if path.stem != "__init__")
-    yield f"### {name}\n\n{_docstring(package / '__init__.py')}\n"
+def _package(folder: Path) -> Iterator[str]:
+    modules = sorted(path for path in folder.glob("*.py") if path.stem != "__init__")
+    yield f"### {folder.relative_to(ROOT).as_posix()}\n\n{_docstring(folder / '__init__.py')}\n"
     if modules:
         yield "| module | |\n|---|---|"
     for module in modules:
-        yield f"| `{module.name}` | {_first_sentence(_docstring(module))} |"
+        yield f"| `{module.name}` | {_docstring(module).split('. ')[0].rstrip('.')} |"
     yield ""
 
 
@@ -50,10 +61,6 @@ def _docstring(module: Path) -> str:
     if text is None:
         raise ValueError(f"{module} has no docstring")
     return " ".join(text.split("\n\n")[0].split())
-
-
-def _first_sentence(text: str) -> str:
-    return text.split(". ")[0].rstrip(".")
 
 
 if __name__ == "__main__":
