@@ -9,7 +9,7 @@ from jaxembed.outputs import OutputName
 from jaxembed.postprocess import rank, scores
 from jaxembed.processors.tokenizer import Side
 from jaxembed.spec import ScoreFunction
-from jaxembed.work import Ragged, Result
+from jaxembed.work import Ragged, WorkResult
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ScoreOptions:
 class Embeddings:
     """The answer to a request, in input order."""
 
-    values: Result  # of each output asked for; `dense` is cut and normalised as asked
+    values: WorkResult  # of each output asked for; `dense` is cut and normalised as asked
     num_tokens: np.ndarray  # int [n], tokens really run
     truncated: int  # inputs that were cut
     tokenization_s: float  # this and the next two are means over the inputs

@@ -116,14 +116,14 @@ class Ragged:
         return (self[index] for index in range(len(self)))
 
 
-Result = dict[OutputName, Any]
+WorkResult = dict[OutputName, Any]
 """The answer to one request: for each output float32 `[all slots, width]`, in the order of the
 bounds, or a Ragged with an array `[length, width]` for each sequence."""
 
 
-def empty_result(work: Work, widths: Mapping[OutputName, int]) -> Result:
+def empty_result(work: Work, widths: Mapping[OutputName, int]) -> WorkResult:
     """A result for the work, to be filled; `widths` are those of the model's outputs."""
-    result: Result = {}
+    result: WorkResult = {}
     for name in work.outputs:
         if OUTPUTS[name].per == "slot":
             result[name] = np.empty((len(work.bounds), widths[name]), np.float32)

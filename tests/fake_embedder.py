@@ -19,7 +19,7 @@ from jaxembed.processors.text import TokenPiece
 from jaxembed.spec import ModelSpec, Pooled, scoring_heads
 from jaxembed.tasks import check_dimensions, check_query, check_task
 from jaxembed.telemetry import Telemetry
-from jaxembed.work import Ragged, Result
+from jaxembed.work import Ragged, WorkResult
 
 DIM = 8
 MAX_TOKENS = 16
@@ -111,7 +111,7 @@ class FakeEmbedder(Embedder):
         )
         rows = [np.full((n, DIM), n, np.float32) for n in np.minimum(lengths, MAX_TOKENS)]
         tokens = Ragged(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
-        everything: Result = {"dense": dense, "tokens": tokens}
+        everything: WorkResult = {"dense": dense, "tokens": tokens}
         return Embeddings(
             {name: everything[name] for name in options.outputs},
             num_tokens=np.minimum(lengths, MAX_TOKENS),

@@ -28,6 +28,8 @@ NOT_OURS = {  # read by Python, JAX and NVIDIA's toolkit
     "NVIDIA_VISIBLE_DEVICES",
     "NVIDIA_DRIVER_CAPABILITIES",
 }
+APP = create_app(Models([FakeEmbedder()]), ServerConfig())
+PATHS = {rule.rule for rule in APP.url_map.iter_rules()}
 SUPERVISOR_S = 15  # that it is to wait beyond the drain, docs/operations.md, "Stop"
 
 

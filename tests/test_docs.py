@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_embedder import FakeEmbedder
 
+from jaxembed.config import ServerConfig
+from jaxembed.server.app import create_app
 from jaxembed.server.errors import REPLIES, dialect_of
+from jaxembed.server.models import Models
 from jaxembed.server.openapi import document
 from jaxembed.telemetry import FAILURES, LANES, STAGES, Telemetry
 
@@ -117,7 +121,8 @@ def documented_routes() -> dict[tuple[str, str], str]:
 
 
 def test_every_route_is_documented_with_the_dialect_of_its_errors():
-    paths = document()["paths"]
+    app = create_app(Models([FakeEmbedder()]), ServerConfig())
+    paths = document(app.url_map.iter_rules())["paths"]
     offered = {(path, method): dialect_of(path) for path in paths for method in paths[path]}
     assert documented_routes() == offered
 

@@ -31,7 +31,6 @@ INTERFACES = {
         "config",
     },
     "an attention kernel": {"KERNEL", "attend", "refuses"},
-    "a head that pools, and the vectors of one": {"Pooled"},
 }
 
 

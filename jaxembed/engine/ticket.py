@@ -12,7 +12,7 @@ import numpy as np
 from jaxembed.engine.bucket import least_row
 from jaxembed.errors import Cancelled
 from jaxembed.outputs import OutputName
-from jaxembed.work import Ragged, Result, Work, empty_result
+from jaxembed.work import Ragged, Work, WorkResult, empty_result
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Ticket:
             except Exception:  # other tickets of the batch are not settled yet
                 logger.exception("a waiter could not be woken")
 
-    def result(self, timeout_s: float | None = None) -> Result:
+    def result(self, timeout_s: float | None = None) -> WorkResult:
         """Wait for the answer. Raises its error, Cancelled, or TimeoutError."""
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"no answer within {timeout_s} s")
