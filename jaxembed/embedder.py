@@ -5,7 +5,7 @@ vectors = embedder.encode(["a text", "another"])  # float32 [2, 384]
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from jaxembed.runner import RequestRunner
 from jaxembed.spec import ModelSpec, Pooling
 from jaxembed.tasks import KIND, Answer, Request, Tasks
 from jaxembed.telemetry import Telemetry
+from jaxembed.work import WorkResult
 
 QUEUED_BATCHES = 64  # of waiting work a device may have before requests are refused
 INPUT_BYTES = 1024  # of memory an input takes beside its text and its tokens: measured 0.8 KB
@@ -209,6 +210,34 @@ class Embedder:
         """`classify` without blocking the event loop."""
         request = self.tasks.score(_texts_and_pairs(inputs), ScoreOptions(**options))
         return (await self.runner.run_async(request)).labelled(raw_scores)
+
+    def compute(
+        self,
+        inputs: str | Sequence[str | tuple[str, str]],
+        outputs: Collection[str],
+        **options,
+    ) -> WorkResult:
+        """Several outputs of the model in one pass, by name: of `dense` and `logits` float32
+        `[n, width]`, of `tokens` an array `[length, width]` for each input.
+
+        They are as the heads of the model give them: not normalised, and no scores. A classifier's
+        `dense` is the vector that its pooling gives, before the layers that make logits. Options
+        are prompt, prompt_name (of an embedding model), truncate, truncation_side and priority.
+        Raises InvalidInput for outputs that the model does not have (`spec.widths` has them all),
+        and the errors of InvalidInput and BackendError.
+        """
+        request = self.tasks.compute(_texts_and_pairs(inputs), outputs, _compute_options(options))
+        return self.runner.run(request)
+
+    async def compute_async(
+        self,
+        inputs: str | Sequence[str | tuple[str, str]],
+        outputs: Collection[str],
+        **options,
+    ) -> WorkResult:
+        """`compute` without blocking the event loop."""
+        request = self.tasks.compute(_texts_and_pairs(inputs), outputs, _compute_options(options))
+        return await self.runner.run_async(request)
 
     def _with_prompt(self, role: Role, options: dict) -> dict:
         """The options with the checkpoint's prompt for the role, or with none: its default prompt
@@ -412,6 +441,13 @@ def _encode_options(options: dict[str, Any]) -> EncodeOptions:
     """Raises TypeError for an option that the methods of the library do not have."""
     if "outputs" in options:
         raise TypeError("encode gives one vector a text; for token vectors use answer()")
+    return EncodeOptions(**options)
+
+
+def _compute_options(options: dict[str, Any]) -> EncodeOptions:
+    """Raises TypeError for an option that `compute` does not have."""
+    if unknown := sorted({"outputs", "dimensions", "normalize", "bare_ids"} & options.keys()):
+        raise TypeError(f"compute takes no {', '.join(unknown)}: it gives outputs as they are")
     return EncodeOptions(**options)
 
 

@@ -1,6 +1,6 @@
 """The tasks of a model: how inputs are tokenized and how answers are made. Runs nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
@@ -16,6 +16,7 @@ from jaxembed.outputs import OutputName
 from jaxembed.postprocess import shape_vectors
 from jaxembed.processors.text import Rules, TextProcessor, Tokenized
 from jaxembed.spec import ModelSpec, Task
+from jaxembed.work import WorkResult
 
 DOES: dict[Task, tuple[Task, ...]] = {  # the tasks that a model of each task can do
     "embed": ("embed",),
@@ -27,7 +28,6 @@ KIND: dict[Task, str] = {
     "classify": "a classifier",
     "rerank": "a reranker",
 }
-DENSE: frozenset[OutputName] = frozenset({"dense"})
 LOGITS: frozenset[OutputName] = frozenset({"logits"})
 
 Answer = TypeVar("Answer")
@@ -90,8 +90,7 @@ class Tasks:
             prompt, self._truncate(options), options.truncation_side, bare_ids=options.bare_ids
         )
         answer = partial(self._embeddings, options=options)
-        outputs = options.outputs | DENSE  # without vectors there is no answer to give
-        return Request(inputs, self._encoding(rules), outputs, answer, options.priority)
+        return Request(inputs, self._encoding(rules), options.outputs, answer, options.priority)
 
     def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> Request[Scores]:
         """The request for the logits of each text or pair."""
@@ -111,6 +110,27 @@ class Tasks:
         check_query(query)
         begin = partial(self._processor.beside, query, self._rules(options))
         return Request(documents, begin, LOGITS, self._scores, options.priority)
+
+    def compute(
+        self, inputs: Sequence[Input], outputs: Collection[str], options: EncodeOptions
+    ) -> Request[WorkResult]:
+        """The request for any outputs of the model, as its heads give them. Raises InvalidInput for
+        outputs that it does not have."""
+        offered = self._spec.widths
+        unknown = [name for name in outputs if name not in offered]
+        if unknown or not outputs:
+            raise InvalidInput(
+                f"`outputs` must be some of {', '.join(offered)}. "
+                f"Given: {', '.join(unknown) or 'none'}",
+                field="outputs",
+            )
+        prompt = ""
+        if self._spec.task == "embed":
+            prompt = self._processor.prompt(options.prompt, options.prompt_name)
+        rules = Rules(prompt, self._truncate(options), options.truncation_side)
+        chosen: frozenset[OutputName] = frozenset(name for name in offered if name in outputs)
+        begin = self._encoding(rules)
+        return Request(inputs, begin, chosen, lambda run: run.ticket.values, options.priority)
 
     def _encoding(self, rules: Rules) -> Callable[[], Tokenize]:
         return lambda: partial(self._processor.encode, rules=rules)

@@ -319,15 +319,16 @@ def test_waking_a_loop_that_is_closed_harms_no_thread_of_the_engine(embedder, mo
     """A loop may be closed without cancelling its tasks; an engine thread does the waking."""
     wakes, usual = [], embedder.engine.submit
 
-    def submit(encodings, outputs, wake, priority):
+    def submit(work, wake, priority):
         wakes.append(wake)
-        return usual(encodings, outputs)
+        return usual(work)
 
     monkeypatch.setattr(embedder.engine, "submit", submit)
 
     async def until_it_is_submitted():
-        while not wakes:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(WAIT_S):
+            while not wakes:
+                await asyncio.sleep(0)
 
     loop = asyncio.new_event_loop()
     coroutine = embedder.encode_async("cat")

@@ -45,7 +45,7 @@ class Runner(Protocol):
 
     @property
     def primary(self) -> OutputName:
-        """The output that the model is served for; every program computes it, and "tokens"."""
+        """The output that the model is served for."""
         ...
 
     def compile(self, bucket: Bucket) -> None: ...
@@ -80,6 +80,7 @@ class Replica:
         self.devices = tuple(devices)
         self.dtype: DType = dtype
         self.primary: OutputName = program.primary
+        self.outputs = program.outputs
         self._forward = program.forward
         self._mesh = _mesh(devices)
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
@@ -138,18 +139,16 @@ class Replica:
                 f"{len(self.devices)} devices"
             )
 
-        outputs: tuple[OutputName, ...] = (self.primary, "tokens")
-
         def forward(parameters, planes):
             leaves = [leaf.astype(jnp.float32) for leaf in parameters]
             leaves = leaves if dtype == FLOAT32 else parameters
-            return self._forward(leaves, planes, bucket.slots, outputs)
+            return self._forward(leaves, planes, bucket.slots, self.outputs)
 
         mapped = jax.shard_map(
             forward,
             mesh=self._mesh,
             in_specs=(PartitionSpec(), PartitionSpec(None, "data")),
-            out_specs={name: PartitionSpec("data") for name in outputs},
+            out_specs={name: PartitionSpec("data") for name in self.outputs},
             check_vma=False,
         )
         shape = (PackedTokens.PLANES, bucket.rows, bucket.length)

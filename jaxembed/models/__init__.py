@@ -112,11 +112,13 @@ class Program:
     `forward(parameters, planes, slots, outputs)` gives float32 arrays by the name of the output:
     `[rows, slots, width]`, or `[rows, length, width]` for "tokens", none normalised. It computes
     the `outputs` asked for and no others. `slots` and `outputs` are static: each choice of them is
-    a program of its own. `primary` is the output that the model is served for.
+    a program of its own. `primary` is the output that the model is served for, `outputs` are all
+    that it can give.
     """
 
     shapes: dict[str, jax.ShapeDtypeStruct]
     primary: OutputName
+    outputs: tuple[OutputName, ...]
     forward: Callable[
         [Sequence[Array], Int[Array, "planes rows length"], int, Collection[OutputName]],
         dict[OutputName, Array],
@@ -157,7 +159,7 @@ def program(spec: ModelSpec) -> Program:
         model = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
         return model(PackedTokens.unstack(planes, slots), outputs)
 
-    return Program(shapes, spec.primary, forward)
+    return Program(shapes, spec.primary, (*spec.heads, "tokens"), forward)
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
