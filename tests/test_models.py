@@ -38,12 +38,16 @@ BGE_LARGE = {
 }
 
 
+SLOTS = 4
+
+
 def planes_of(ids: list[int], length: int = 16) -> np.ndarray:
     """One sequence in one row."""
-    planes = np.zeros((PackedTokens.FIELDS, 1, length), np.int32)
+    planes = np.zeros((PackedTokens.PLANES, 1, length), np.int32)
     planes[0, 0, : len(ids)] = ids
     planes[1, 0, : len(ids)] = np.arange(len(ids))
-    planes[[2, 4], 0, : len(ids)] = 1
+    planes[2, 0, : len(ids)] = 1
+    planes[4, 0, SLOTS] = len(ids)  # its first slot begins at 0
     return planes
 
 
@@ -52,7 +56,7 @@ def forward(spec: ModelSpec, parameters=None):
     model = program(spec)
     leaves = model.order(parameters or random_parameters(spec))
     planes, outputs = planes_of([2, 7, 8, 9, 3]), ("dense", "tokens")
-    output = jax.jit(model.forward, static_argnums=(2, 3))(leaves, planes, 4, outputs)
+    output = jax.jit(model.forward, static_argnums=(2, 3))(leaves, planes, SLOTS, outputs)
     return np.asarray(output["dense"])[0, 0], np.asarray(output["tokens"])[0]
 
 
@@ -81,7 +85,7 @@ def test_a_full_size_model_is_checked_without_making_its_weights():
     spec = tiny_spec(config=BGE_LARGE, hidden_size=1024, pooling=("cls",), max_input_tokens=512)
     model = program(spec)
     assert sum(np.prod(shape.shape) for shape in model.shapes.values()) == 334_092_288
-    planes = jax.ShapeDtypeStruct((PackedTokens.FIELDS, 4, 512), jnp.int32)
+    planes = jax.ShapeDtypeStruct((PackedTokens.PLANES, 4, 512), jnp.int32)
     run = partial(model.forward, slots=128, outputs=("dense", "tokens"))
     output = jax.eval_shape(run, [*model.shapes.values()], planes)
     assert (output["dense"].shape, output["dense"].dtype) == ((4, 128, 1024), jnp.float32)
@@ -269,7 +273,7 @@ def test_logits_and_the_pooled_vector_come_from_one_pass(classifier):
 
 def test_a_program_computes_only_what_it_is_asked_for(classifier):
     model = program(classifier)
-    planes = jax.ShapeDtypeStruct((PackedTokens.FIELDS, 1, 16), jnp.int32)
+    planes = jax.ShapeDtypeStruct((PackedTokens.PLANES, 1, 16), jnp.int32)
 
     def lowered(*outputs: OutputName):
         run = jax.jit(partial(model.forward, slots=4, outputs=outputs))

@@ -25,7 +25,9 @@ from jaxembed.errors import (
 from jaxembed.server.app import create_app
 from jaxembed.server.models import Models, served_names
 from jaxembed.spec import DenseLayer
-from jaxembed.work import Encoding
+from jaxembed.work import Encoding, work_of
+
+LOGITS = frozenset({"logits"})
 
 SPECS = {"embed": SPEC, "rerank": RERANKER, "classify": CLASSIFIER}
 
@@ -316,7 +318,8 @@ def test_two_models_together_have_no_more_programs_in_flight_than_one(pair, monk
             for k in range(0, 200, 40)
         ]
         sequences = [Encoding(np.array(bits, np.int32) + 7) for bits in different[200:]]
-        tickets = [pair["r"].engine.ask(sequences[k : k + 40]) for k in range(0, 200, 40)]
+        works = [work_of(sequences[k : k + 40], LOGITS) for k in range(0, 200, 40)]
+        tickets = [pair["r"].engine.submit(work) for work in works]
         responses = await asyncio.gather(*asked)
         for ticket in tickets:
             await asyncio.to_thread(ticket.result, 30.0)

@@ -36,6 +36,7 @@ from jaxembed.tune.search import Search, objective, row_counts
 from jaxembed.tune.traffic import Figures, figures, predict_figures, traffic_of
 from jaxembed.tune.trial import Comparison, GridTrial, Stage, Turns, compare
 from jaxembed.tune.tuning import Budget, GridResult, Tuning, _Tuner, tune
+from jaxembed.work import work_of
 
 
 def mix(*lengths: int) -> Lengths:
@@ -456,7 +457,7 @@ def test_each_grid_runs_on_its_own_buckets_of_the_one_engine(opened, monkeypatch
             assert (Bucket(1, 16) in ran) == (grid is more)  # for one short text it costs less
             assert turns.full_tokens <= turns.padded
     with pytest.raises(BackendError, match="closed"):
-        stage.engine.ask(traffic.lone[:1])
+        stage.engine.submit(work_of(traffic.lone[:1]))
 
 
 def test_two_grids_take_turns_and_each_goes_first_as_often():

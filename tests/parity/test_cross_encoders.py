@@ -16,6 +16,7 @@ from jaxembed import Embedder
 from jaxembed.inputs import Pair
 from jaxembed.outputs import OutputName
 from jaxembed.processors.text import Rules
+from jaxembed.work import work_of
 from parity import sentences
 from parity.test_towers import SIZES, ragged
 
@@ -91,7 +92,7 @@ def apart(got: np.ndarray, wanted: np.ndarray) -> float:
 
 def test_logits_agree_at_every_length_packed_several_to_a_row(scorers, note):
     encodings = ragged(scorers.torch.model.config, scorers.embedder.max_input_tokens)
-    got = scorers.embedder.engine.submit(encodings, LOGITS).result().values["logits"]
+    got = scorers.embedder.engine.submit(work_of(encodings, LOGITS)).result()["logits"]
     wanted = [make.logits(scorers.torch.model, one.ids, one.types) for one in encodings]
     figure = apart(got, np.stack(wanted))
     note(f"logits within {figure:.1e}")

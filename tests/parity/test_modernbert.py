@@ -18,7 +18,7 @@ from jaxembed import Embedder, checkpoint
 from jaxembed.config import TextConfig
 from jaxembed.inputs import Text
 from jaxembed.processors.text import Rules, TextProcessor
-from jaxembed.work import Encoding
+from jaxembed.work import Encoding, work_of
 from parity import sentences
 from parity.reference import relative
 
@@ -77,9 +77,10 @@ def apart(pair: Pair, lengths: list[int]) -> tuple[float, float]:
     draw = np.random.default_rng(0)
     sequences = [draw.integers(0, 50368, length, dtype=np.int32) for length in lengths]
     encodings = [Encoding(ids, None) for ids in sequences]
-    ticket = pair.embedder.engine.submit(encodings, frozenset({"logits", "tokens"})).result()
+    work = work_of(encodings, frozenset({"logits", "tokens"}))
+    result = pair.embedder.engine.submit(work).result()
     of_hidden, of_logits = [], []
-    for ids, tokens, logits in zip(sequences, ticket.tokens, ticket.values["logits"], strict=True):
+    for ids, tokens, logits in zip(sequences, result["tokens"], result["logits"], strict=True):
         hidden, wanted = answers(pair.torch, ids)
         of_hidden.append(relative(tokens, hidden))
         of_logits.append(np.abs(logits - wanted).max())

@@ -14,7 +14,7 @@ from golden.families import FAMILIES, WORDS
 from jaxembed import Embedder
 from jaxembed.inputs import Text
 from jaxembed.processors.text import Rules
-from jaxembed.work import Encoding
+from jaxembed.work import Encoding, work_of
 from parity.reference import relative
 
 BASE = {
@@ -106,8 +106,8 @@ class Towers:
         return self.embedder.max_input_tokens
 
     def hidden(self, encodings: list[Encoding]) -> list[np.ndarray]:
-        ticket = self.embedder.engine.submit(encodings, frozenset({"tokens"})).result()
-        return [tokens for tokens in ticket.tokens if tokens is not None]
+        work = work_of(encodings, frozenset({"tokens"}))
+        return list(self.embedder.engine.submit(work).result()["tokens"])
 
     def apart(self, encodings: list[Encoding]) -> float:
         """The largest relative distance of any token's hidden state from transformers'."""
