@@ -57,6 +57,11 @@ class Work:
         return len(self.planes["ids"])
 
     @property
+    def has_spans(self) -> bool:
+        """Whether some sequence has several slots."""
+        return len(self.bounds) > len(self.lengths)
+
+    @property
     def encodings(self) -> list[Encoding]:
         """The sequences one by one, as views of the columns."""
         ends = np.cumsum(self.lengths)[:-1]
@@ -85,6 +90,9 @@ def work_of(
 
 def join_work(parts: Sequence[Work], outputs: frozenset[OutputName]) -> Work:
     """The sequences of all parts, in order, as one request for these outputs."""
+    if len(parts) == 1:
+        (part,) = parts
+        return Work(part.planes, part.lengths, part.bounds, part.slots, outputs)
     names = [name for name in PLANES if any(name in part.planes for part in parts)]
     return Work(
         {name: _joined([_plane(part, name) for part in parts]) for name in ("ids", *names[1:])},

@@ -31,19 +31,26 @@ class Batch:
     starts: np.ndarray
 
     @cached_property
-    def slot_counts(self) -> np.ndarray:
-        """How many slots each entry has."""
+    def slot_counts(self) -> np.ndarray | None:
+        """How many slots each entry has; None if each has one."""
+        if all(entry.slots == 1 for entry in self.entries):
+            return None
         return np.array([entry.slots for entry in self.entries])
 
-    @cached_property
+    @property
     def slot_rows(self) -> np.ndarray:
         """The row of each slot of each entry, one entry after the other."""
-        return np.repeat(self.rows, self.slot_counts)
+        return self.by_slot(self.rows)
 
-    @cached_property
+    @property
     def all_slots(self) -> np.ndarray:
         """The number of each of these slots in its row."""
-        return flat_ranges(self.slots, self.slot_counts)
+        counts = self.slot_counts
+        return self.slots if counts is None else flat_ranges(self.slots, counts)
+
+    def by_slot(self, values: np.ndarray) -> np.ndarray:
+        """The value of each entry for each of its slots."""
+        return values if self.slot_counts is None else np.repeat(values, self.slot_counts)
 
     @property
     def useful_tokens(self) -> int:
@@ -119,7 +126,7 @@ def place(bucket: Bucket, *groups: Sequence[Entry], most: int | None = None) -> 
             if spot is not None:
                 placed.append(entry)
                 spots.append(spot)
-    rows, segments, slots, starts = np.array(spots, np.int32).reshape(-1, 4).T
+    rows, segments, slots, starts = (np.array([spot[k] for spot in spots], int) for k in range(4))
     return Batch(bucket, placed, rows, segments, slots, starts)
 
 
@@ -193,7 +200,7 @@ def pack(batch: Batch) -> np.ndarray:
             types[offset : offset + entry.length] = entry.types
     places = batch.slot_rows * bucket.length + batch.all_slots
     starts, ends = np.concatenate([entry.bounds for entry in entries]).T
-    shift = np.repeat(batch.starts, batch.slot_counts)
+    shift = batch.by_slot(batch.starts)
     bounds[places] = starts + shift
     bounds[places + bucket.slots] = ends + shift
     return planes.reshape(PackedTokens.PLANES, bucket.rows, bucket.length)

@@ -68,6 +68,11 @@ class BucketGrid:
         return max(bucket.length for bucket in self.buckets)
 
     @property
+    def most_slots(self) -> int:
+        """The most slots of a row: spans that one input may have."""
+        return max(bucket.slots for bucket in self.buckets)
+
+    @property
     def covering(self) -> tuple[Bucket, ...]:
         """What must be compiled to serve anything: each length at its fewest rows, shortest
         first, and the largest bucket, unless one of these has as many tokens. With them every

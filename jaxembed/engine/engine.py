@@ -285,15 +285,16 @@ class Engine:
 
     def _check(self, work: Work) -> None:
         """Raise the error of the first sequence that no bucket of the grid holds."""
-        longest, shortest = int(work.lengths.max()), int(work.lengths.min())
-        if shortest == 0:
-            raise EmptyInput(index=int(work.lengths.argmin()))
+        lengths = work.lengths.tolist()
+        longest = max(lengths)
+        if min(lengths) == 0:
+            raise EmptyInput(index=lengths.index(0))
         if longest > self.grid.max_length:
-            raise InputTooLong(self.grid.max_length, longest, int(work.lengths.argmax()))
-        most_slots = max(bucket.slots for bucket in self.grid.buckets)
-        if int(work.slots.max()) > most_slots:
-            at = int(work.slots.argmax())
-            raise TooManySpans(most_slots, int(work.slots[at]), at)
+            raise InputTooLong(self.grid.max_length, longest, lengths.index(longest))
+        if work.has_spans:
+            slots, limit = work.slots.tolist(), self.grid.most_slots
+            if max(slots) > limit:
+                raise TooManySpans(limit, max(slots), slots.index(max(slots)))
 
     def wait_timed(self, timeout_s: float | None = None) -> None:
         """Block until every bucket was timed. Needs times in which nothing runs. Raises

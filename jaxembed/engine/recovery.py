@@ -37,22 +37,22 @@ class Answers:
     error: Exception | None = None
 
     @cached_property
-    def slot_counts(self) -> np.ndarray:
-        """How many slots each entry has."""
-        return np.array([entry.slots for entry in self.entries])
-
-    @cached_property
-    def first_slots(self) -> np.ndarray:
-        """Where the slots of each entry begin among those of all."""
-        return np.cumsum(self.slot_counts) - self.slot_counts
+    def slots(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Where the slots of each entry begin among those of all, and how many each has; None if
+        each has one."""
+        if all(entry.slots == 1 for entry in self.entries):
+            return None
+        counts = np.array([entry.slots for entry in self.entries])
+        return np.cumsum(counts) - counts, counts
 
     def values_of(self, chosen: Sequence[int], outputs: Iterable[OutputName]) -> Values:
         """These outputs of the entries with the numbers `chosen`, in their order."""
-        slots: Sequence[int] | np.ndarray = chosen
-        if len(self.entries) and self.slot_counts.max() > 1:
-            slots = flat_ranges(self.first_slots[chosen], self.slot_counts[chosen])
+        places: Sequence[int] | np.ndarray = chosen
+        if self.slots is not None:
+            first, counts = self.slots
+            places = flat_ranges(first[chosen], counts[chosen])
         return {
-            name: self.values[name][slots]
+            name: self.values[name][places]
             if OUTPUTS[name].per == "slot"
             else [self.values[name][k] for k in chosen]
             for name in outputs
@@ -193,7 +193,9 @@ def _finite(answers: Answers) -> np.ndarray:
     for name, values in answers.values.items():
         if OUTPUTS[name].per == "slot":
             of_slots = np.asarray(np.isfinite(values).all(axis=1))
-            finite &= np.logical_and.reduceat(of_slots, answers.first_slots)
+            if answers.slots is not None:
+                of_slots = np.logical_and.reduceat(of_slots, answers.slots[0])
+            finite &= of_slots
         else:
             finite &= np.array([np.isfinite(rows).all() for rows in values])
     return finite

@@ -49,8 +49,6 @@ class Ticket:
         self._wake = wake
         self._done = threading.Event()
         self._lock = threading.Lock()
-        self._first_slots = np.cumsum(work.slots) - work.slots
-        self._has_spans = len(work.bounds) > count
 
     @property
     def error(self) -> Exception | None:
@@ -70,9 +68,10 @@ class Ticket:
         self._settle(index)
 
     def _slots_of(self, index: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
-        if not self._has_spans:
+        slots = self.work.slots
+        if not self.work.has_spans:
             return index
-        return flat_ranges(self._first_slots[index], self.work.slots[index])
+        return flat_ranges((np.cumsum(slots) - slots)[index], slots[index])
 
     def fail(self, index: list[int], error: Exception) -> None:
         """These sequences, if they have no answer yet, will have none. The others still run."""
@@ -180,11 +179,11 @@ def _entries(ticket: Ticket) -> list[Entry]:
     """An entry for each sequence that is unlike the others."""
     work = ticket.work
     found: dict[Key, Entry] = {}
-    starts = (np.cumsum(work.lengths) - work.lengths).tolist()
-    first_bounds = (np.cumsum(work.slots) - work.slots).tolist()
-    columns = zip(starts, work.lengths.tolist(), first_bounds, work.slots.tolist(), strict=True)
-    for index, column in enumerate(columns):
-        entry = Entry(ticket, index, *column)
+    start = first_bound = 0
+    columns = zip(work.lengths.tolist(), work.slots.tolist(), strict=True)
+    for index, (length, slots) in enumerate(columns):
+        entry = Entry(ticket, index, start, length, first_bound, slots)
+        start, first_bound = start + length, first_bound + slots
         twin = found.setdefault(entry.key, entry)
         if twin is not entry:
             twin.claims[ticket].append(index)
