@@ -45,7 +45,7 @@ VERSIONS = {
     "format-2-classifier": Version("3610ae5", "bert_classifier"),
     "format-2-dense": Version("3610ae5", "bert_concatenated"),
     # heads with names
-    "format-3": Version("5c9022a", "bert_concatenated", tunes=True),
+    "format-3": Version("712725a", "bert_concatenated", tunes=True),
 }
 
 # Run in each version. Costs are kept by those that tune, of a busy machine too: nobody uses these.
