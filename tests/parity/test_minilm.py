@@ -90,5 +90,5 @@ def test_a_copy_saved_by_this_sentence_transformers_has_the_same_parameters(refe
     assert first.keys() == second.keys()
     for name, array in first.items():
         np.testing.assert_array_equal(second[name], array, err_msg=name)
-    for name in ("architecture", "config", "pooling", "modules", "max_input_tokens", "dtype"):
+    for name in ("architecture", "config", "heads", "max_input_tokens", "dtype"):
         assert getattr(specs[0], name) == getattr(specs[1], name), name
