@@ -139,9 +139,9 @@ class Recorder:
     def float32_bucket(self) -> Bucket | None:
         return self.runner.float32_bucket
 
-    def run_in_float32(self, planes: np.ndarray, outputs: Iterable[OutputName]):
+    def run_in_float32(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]):
         """Run a batch in float32, without recording it."""
-        return self.runner.run_in_float32(planes, outputs)
+        return self.runner.run_in_float32(bucket, planes, outputs)
 
     def busy_s(self) -> float:
         """The seconds in which at least one program ran."""

@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxembed import memory
 from jaxembed.errors import CheckpointError
+from jaxembed.files import PARTIAL
 from jaxembed.outputs import OutputName
 from jaxembed.spec import (
     FORMAT_VERSION,
@@ -247,7 +248,7 @@ def _name(spec: ModelSpec, stored: str) -> str:
 
 
 def _partial_prefix(path: Path) -> str:
-    return f".{path.name}.partial-"
+    return f".{path.name}{PARTIAL}"
 
 
 def _write(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> ModelSpec:

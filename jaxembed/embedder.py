@@ -440,7 +440,7 @@ def _pooled(spec: ModelSpec, pooling: Pooling) -> ModelSpec:
 def _encode_options(options: dict[str, Any]) -> EncodeOptions:
     """Raises TypeError for an option that the methods of the library do not have."""
     if "outputs" in options:
-        raise TypeError("encode gives one vector a text; for token vectors use answer()")
+        raise TypeError("encode gives one vector a text; for other outputs use compute()")
     return EncodeOptions(**options)
 
 

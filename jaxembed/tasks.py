@@ -124,13 +124,22 @@ class Tasks:
                 f"Given: {', '.join(unknown) or 'none'}",
                 field="outputs",
             )
-        prompt = ""
-        if self._spec.task == "embed":
-            prompt = self._processor.prompt(options.prompt, options.prompt_name)
+        prompt = self._prompt(options)
         rules = Rules(prompt, self._truncate(options), options.truncation_side)
         chosen: frozenset[OutputName] = frozenset(name for name in offered if name in outputs)
         begin = self._encoding(rules)
         return Request(inputs, begin, chosen, lambda run: run.ticket.values, options.priority)
+
+    def _prompt(self, options: EncodeOptions) -> str:
+        """The prompt of the options. Raises InvalidInput for one to a model that takes none."""
+        if self._spec.task == "embed":
+            return self._processor.prompt(options.prompt, options.prompt_name)
+        for field in ("prompt", "prompt_name"):
+            if getattr(options, field) is not None:
+                raise InvalidInput(
+                    f"{KIND[self._spec.task]} takes no `{field}`; leave it out", field=field
+                )
+        return ""
 
     def _encoding(self, rules: Rules) -> Callable[[], Tokenize]:
         return lambda: partial(self._processor.encode, rules=rules)

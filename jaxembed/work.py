@@ -64,6 +64,8 @@ class Work:
     @property
     def encodings(self) -> list[Encoding]:
         """The sequences one by one, as views of the columns."""
+        if not len(self):  # np.split makes one part of nothing
+            return []
         ends = np.cumsum(self.lengths)[:-1]
         ids = np.split(self.planes["ids"], ends)
         types = np.split(self.planes["types"], ends) if "types" in self.planes else repeat(None)

@@ -104,11 +104,11 @@ class SumRunner(Runner):
         return self._float32
 
     def run_in_float32(
-        self, planes: np.ndarray, outputs: Iterable[OutputName]
+        self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
     ) -> dict[OutputName, np.ndarray]:
         self.wide_runs += 1
-        assert self._float32 is not None
-        return self._sums(planes, self._float32.slots, outputs, guilty=(self.WORSE,))
+        assert bucket == self._float32
+        return self._sums(planes, bucket.slots, outputs, guilty=(self.WORSE,))
 
     def _sums(self, planes, slots, outputs, guilty) -> dict[OutputName, np.ndarray]:
         ids, segments = planes[0].astype(np.float32), planes[2]

@@ -183,6 +183,7 @@ def test_of_a_long_value_only_the_beginning_is_shown(write):
         ("[]", "no bucket in it"),
         ("[[0, 16]]", "bucket 0x16 has no tokens"),
         ("[[1, 0]]", "bucket 1x0 has no tokens"),
+        ("[[4, 1]]", "bucket 4x1 is too short: a row has 2 tokens or more"),
         ("[[-1, 16]]", "bucket -1x16 has no tokens"),
         ("[[5, 16]]", r"5x16 holds 80 tokens, over max_batch_tokens=64; raise --max-batch-tokens"),
         ("[[1, 8]]", r"longest row holds 8 tokens, the model's limit is 16.*--max-input-length 8"),

@@ -29,6 +29,7 @@ INTERFACES = {
         "TARGET",
         "classifier",
         "config",
+        "score_head",
     },
     "an attention kernel": {"KERNEL", "attend", "refuses"},
 }
@@ -41,7 +42,8 @@ def defined(file: Path) -> Iterator[str]:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 names = [node.name]
             case ast.Assign():
-                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+                targets = (one for target in node.targets for one in ast.walk(target))
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
             case ast.AnnAssign(target=ast.Name(id=name)):
                 names = [name]
             case _:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from conftest import LIMIT, WORDS, save_tiny
-from fakes import SMALL_GRID, WAIT_S, EngineUnderTest, SumRunner, ticket_of
+from fakes import SMALL_GRID, WAIT_S, EngineUnderTest, SumRunner, count_of, ticket_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -115,6 +115,7 @@ def test_spans_survive_halving_and_running_alone():
     dense = ticket.values["dense"].reshape(8, 9)
     for k in set(range(8)) - {3}:
         assert dense[k].tolist() == [2.0 * (20 + k)] * 9
+    assert count_of(engine.telemetry.split_batches) > 0
     engine.close(WAIT_S)
 
 
@@ -187,3 +188,14 @@ def test_an_embedders_vectors_are_not_normalised(embedder):
     result = embedder.compute(["the cat"], ["dense"])
     wanted = embedder.encode(["the cat"], normalize=False)
     np.testing.assert_array_equal(result["dense"], wanted)
+
+
+@pytest.mark.parametrize("field", ["prompt", "prompt_name"])
+def test_a_classifier_takes_no_prompt(classifier, field):
+    with pytest.raises(InvalidInput, match=f"a classifier takes no `{field}`") as raised:
+        classifier.compute("the cat", ["logits"], **{field: "query"})
+    assert raised.value.field == field
+
+
+def test_no_sequences_have_no_encodings():
+    assert work_of([]).encodings == []

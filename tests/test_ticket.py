@@ -118,3 +118,13 @@ def test_a_waiter_in_another_thread_is_released():
     ticket.answer([0], {"dense": rows(3)})
     waiter.join(30)
     np.testing.assert_array_equal(seen[0], rows(3))
+
+
+def test_sequences_share_a_key_only_if_they_have_the_same_answer():
+    """The types of one and the bounds of the other are the same bytes."""
+    ids, shared = np.arange(4, dtype=np.int32), ((0, 4), (1, 3))
+    typed = Encoding(ids, np.array([0, 1, 0, 2], np.int32), shared)
+    spanned = Encoding(ids, spans=((0, 1), (0, 2), *shared))
+    tickets = [Ticket(work_of([one]), {"dense": 1}) for one in (typed, spanned, typed)]
+    keys = [ticket.entries[0].key for ticket in tickets]
+    assert keys[0] == keys[2] != keys[1]

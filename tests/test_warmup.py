@@ -233,7 +233,7 @@ class Device:
 
 def test_once_ready_and_in_use_one_thread_goes_on_with_pauses(monkeypatch):
     monkeypatch.setattr(warmup_module, "LONGEST_WAIT_S", 0.02)
-    monkeypatch.setattr(warmup_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(warmup_module, "IDLE_CHECK_S", 0.001)
     compiler, device = Compiler(), Device(idle_s=0.0)
     names: list[str] = []
 

@@ -72,7 +72,7 @@ def choose_bucket(
     is chosen, the host's part counted; if the batch shall be `brief`, the briefest of those that
     are nearly as good.
     """
-    lengths = np.array([entry.least_row for entry in waiting])  # they are short of slots at most
+    lengths = np.array([entry.least_row for entry in waiting])
     holding = [bucket for bucket in cost if bucket.fits(waiting[0].least_row)]
     near = 1 - BRIEF_LOSS if brief else 1.0
     rates: dict[Bucket, float] = {}

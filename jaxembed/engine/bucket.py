@@ -23,8 +23,8 @@ GRID_FORM = '{"buckets": [[rows, length], ...]}, as `jaxembed tune` writes it'
 
 
 def least_row(length: int, slots: int) -> int:
-    """The length of the shortest row that has room for a sequence of so many tokens and slots.
-    `Bucket.fits` is asked in other words: what fits a row of that length fits every longer one."""
+    """The length of the shortest row that has room for a sequence of `length` tokens with `slots`
+    slots. Every longer row has room for it too, so `Bucket.fits` needs only this number."""
     if slots == 1:
         return length
     return max(length, TOKENS_PER_SLOT * slots) if slots <= MOST_SLOTS else NO_ROW

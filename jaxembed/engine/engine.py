@@ -551,7 +551,7 @@ def _settle(answers: Answers, started_at: float, seconds: float) -> None:
         if answers.error is not None:
             ticket.fail(places, _named(answers.error, places))
             continue
-        ticket.answer(at, answers.values_of(chosen, ticket.outputs))
+        ticket.answer(at, answers.values_of(chosen, ticket.work.outputs))
 
 
 def _fail(entries: Iterable[Entry], error: Exception) -> None:

@@ -167,7 +167,7 @@ class Recovery:
 
     def _in_float32(self, batch: Batch) -> Answers:
         outputs = _outputs(batch.entries)
-        return _gather(batch, self._runner.run_in_float32(pack(batch), outputs))
+        return _gather(batch, self._runner.run_in_float32(batch.bucket, pack(batch), outputs))
 
 
 def _outputs(entries: Iterable[Entry]) -> set[OutputName]:

@@ -55,7 +55,9 @@ class Runner(Protocol):
     @property
     def float32_bucket(self) -> Bucket | None: ...
 
-    def run_in_float32(self, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs: ...
+    def run_in_float32(
+        self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
+    ) -> Outputs: ...
 
 
 class Replica:
@@ -112,9 +114,12 @@ class Replica:
         """The bucket that has a program in float32 as well; None where no bucket has."""
         return None if self._float32 is None else self._twin
 
-    def run_in_float32(self, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
-        """Run the `float32_bucket` in float32, otherwise as `run`."""
+    def run_in_float32(
+        self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
+    ) -> Outputs:
+        """Run the `float32_bucket`, the only one allowed, in float32; otherwise as `run`."""
         assert self._float32 is not None
+        assert bucket == self._twin
         return self._fetch(self._float32(self._parameters, self._placed(planes)), outputs)
 
     def program_text(self, bucket: Bucket) -> str:
@@ -210,8 +215,11 @@ class NullReplica:
     def float32_bucket(self) -> None:
         """None: constants are finite."""
 
-    def run_in_float32(self, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
-        raise NotImplementedError("a null replica has no program in float32")
+    def run_in_float32(
+        self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
+    ) -> Outputs:
+        """As `run`: constants are float32."""
+        return self.run(bucket, planes, outputs)
 
 
 @cache

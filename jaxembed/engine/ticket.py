@@ -37,7 +37,6 @@ class Ticket:
         """`widths` are those of the outputs, in floats."""
         count = len(work)
         self.work = work
-        self.outputs = work.outputs
         self.values = empty_result(work, widths)
         self.queue_s = np.zeros(count)
         self.inference_s = np.zeros(count)
@@ -150,7 +149,7 @@ class Entry:
     @property
     def outputs(self) -> set[OutputName]:
         """All outputs that somebody asked for."""
-        return set().union(*(ticket.outputs for ticket in self.claims))
+        return set().union(*(ticket.work.outputs for ticket in self.claims))
 
     @property
     def ids(self) -> np.ndarray:
@@ -194,13 +193,13 @@ def _key(entry: Entry) -> Key:
     """The tokens of a short sequence. A digest of others, for tokens of all that waits would be
     kept twice; nobody can make two texts share one."""
     ids, types, length = entry.ids, entry.types, entry.length
-    bounds = entry.bounds.tobytes()
     if length <= KEPT_TWICE and types is None and entry.slots == 1:
-        return ids.tobytes(), length, bounds
+        return ids.tobytes(), length, entry.bounds.tobytes()
     digest = blake2b(ids.data, digest_size=16)
     if types is not None:
         digest.update(types.data)
-    if entry.slots > 1:
-        digest.update(bounds)
-        bounds = b""
-    return digest.digest(), length, bounds
+    if entry.slots == 1:
+        return digest.digest(), length, entry.bounds.tobytes()
+    digest.update(entry.bounds.tobytes())
+    # the count tells where the types end and the bounds begin
+    return digest.digest(), length, entry.slots.to_bytes(4, "little")

@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 
 QUIET_S = 5.0  # a device that has been idle for this long is not in use
 PAUSE = 2.0  # pause after a compilation while the device is in use, in multiples of its time
-# The next compilation begins when the device has been idle for LULL_S, checked every LOOK_S.
-LULL_S, LOOK_S = 0.1, 0.02
+# The next compilation begins when the device has been idle for LULL_S, looked at this often.
+LULL_S, IDLE_CHECK_S = 0.1, 0.02
 LONGEST_WAIT_S = 1.0  # after this long the next compilation begins in any case
 
 
@@ -153,7 +153,7 @@ class Warmup:
         until = time.monotonic() + (LONGEST_WAIT_S if goes_on else math.inf)
         lull_s = LULL_S if goes_on else QUIET_S
         while self._idle_s() < lull_s and time.monotonic() < until:
-            if self._plan.is_done or self._stop.wait(LOOK_S):
+            if self._plan.is_done or self._stop.wait(IDLE_CHECK_S):
                 return
 
     def _on_success(self, bucket: Bucket) -> None:

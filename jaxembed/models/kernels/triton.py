@@ -22,7 +22,7 @@ LOG2_E = 1.4426950408889634
 TRITON_NARROWEST_HEAD = 16  # of Triton's products
 TRITON_WIDEST_HEAD = 256
 WIDE_HEAD = 64  # above it fewer queries and more warps: registers and shared memory are full
-QUERY_BLOCK, WIDE_QUERY_BLOCK = 128, 64
+NARROW_QUERY_TILE, WIDE_QUERY_TILE = 128, 64
 KEY_BLOCK = 64
 
 
@@ -54,7 +54,7 @@ def attend(
     rows, length, heads, width = query.shape
     per_group = heads // key.shape[2]
     wide = width > WIDE_HEAD
-    query_block = query_block or (WIDE_QUERY_BLOCK if wide else QUERY_BLOCK)
+    query_block = query_block or (WIDE_QUERY_TILE if wide else NARROW_QUERY_TILE)
     scale = width**-0.5 * LOG2_E
     value = without_padding(value, segments)
     filled = max(TRITON_NARROWEST_HEAD, pl.next_power_of_2(width)) - width
