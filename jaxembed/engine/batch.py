@@ -1,4 +1,7 @@
-"""A bucket for what waits, and its layout: `choose`, `place` and `pack`, three pure functions."""
+"""Chooses a bucket for waiting entries, places them in its rows and packs them into arrays.
+
+Pure functions: they start no threads, read no clock and change no queue.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,17 +14,26 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.ticket import Entry, flat_ranges
 from jaxembed.models.tokens import PackedTokens
 
-EXPECTED_FILL = 0.97  # of a bucket with enough waiting; 0.94 to 1.00 on real length mixes
-LOOKAHEAD = 1.25  # times a bucket's tokens are looked at to fill it
-HOST_MS = 0.6  # for composing, packing and settling a batch: 0.4 to 0.8 on two cores, two at a time
-BRIEF_MS = 25.0  # a batch that a lone query may have to wait for need be no shorter
-BRIEF_LOSS = 0.25  # of the best rate, at most, to be brief; less, for the estimate fills no gaps
+# Expected share of useful tokens in a bucket if enough entries wait. Measured: 0.94 to 1.00 on real
+# length mixes.
+EXPECTED_FILL = 0.97
+LOOKAHEAD = 1.25  # tokens of the entries that are considered for a bucket, as multiple of its own
+# Host time of a batch: composing, packing and settling. Measured: 0.4 to 0.8 ms on two cores with
+# two batches at a time.
+HOST_MS = 0.6
+BRIEF_MS = 25.0  # shorter runs than this are not preferred: a lone query may wait for so long
+# The largest share of the throughput that is given up for a brief batch. The real loss is smaller,
+# because the estimate of useful tokens does not count short sequences that fill gaps.
+BRIEF_LOSS = 0.25
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences placed on a bucket: entry k is segment `segments[k]` of row `rows[k]`, starts at
-    token `starts[k]` of it, and has the slots from `slots[k]` on."""
+    """Entries with their places on a bucket.
+
+    Entry k is in row `rows[k]`, where it is segment `segments[k]` and starts at token `starts[k]`.
+    Its slots in this row are numbered from `slots[k]`. All four are int arrays `[entries]`.
+    """
 
     bucket: Bucket
     entries: list[Entry]
@@ -32,45 +44,49 @@ class Batch:
 
     @cached_property
     def slot_counts(self) -> np.ndarray | None:
-        """How many slots each entry has; None if each has one."""
+        """The number of slots of each entry; None if each has one."""
         if all(entry.slots == 1 for entry in self.entries):
             return None
         return np.array([entry.slots for entry in self.entries])
 
     @property
     def slot_rows(self) -> np.ndarray:
-        """The row of each slot of each entry, one entry after the other."""
+        """The row of each slot, for the slots of all entries in order: int `[all slots]`."""
         return self.by_slot(self.rows)
 
     @property
     def all_slots(self) -> np.ndarray:
-        """The number of each of these slots in its row."""
+        """The number of each slot within its row, in the same order as `slot_rows`."""
         counts = self.slot_counts
         return self.slots if counts is None else flat_ranges(self.slots, counts)
 
     def by_slot(self, values: np.ndarray) -> np.ndarray:
-        """The value of each entry for each of its slots."""
+        """Repeat the value of each entry for each of its slots: `[entries]` to `[all slots]`."""
         return values if self.slot_counts is None else np.repeat(values, self.slot_counts)
 
     @property
     def useful_tokens(self) -> int:
+        """The number of tokens of all entries, without padding."""
         return sum(entry.length for entry in self.entries)
 
     @property
     def fill(self) -> float:
+        """The share of useful tokens in the bucket, from 0 to 1."""
         return self.useful_tokens / self.bucket.tokens
 
 
 def choose_bucket(
     waiting: Sequence[Entry], cost: Mapping[Bucket, float], brief: bool = False
 ) -> Bucket:
-    """The bucket to run next for the entries that wait, the first of which must be in the batch.
+    """Choose the bucket for the next batch of the `waiting` entries, in their order.
 
-    `cost` gives the measured milliseconds of every bucket that may be used, full of short
-    sequences: what long ones cost on top they cost in any bucket. Among those that hold the first
-    entry, and there must be one, the one with the fewest milliseconds per useful token
-    is chosen, the host's part counted; if the batch shall be `brief`, the briefest of those that
-    are nearly as good.
+    The first entry must be in the batch, so only buckets that hold it are considered; there must be
+    one. Of these it returns the bucket with the fewest milliseconds per useful token, with the host
+    time counted. With `brief` it returns the shortest run whose throughput is at most BRIEF_LOSS
+    lower.
+
+    `cost` has the milliseconds of every usable bucket, measured with short sequences. Long
+    sequences take longer, but by the same amount in any bucket.
     """
     lengths = np.array([entry.least_row for entry in waiting])
     holding = [bucket for bucket in cost if bucket.fits(waiting[0].least_row)]
@@ -78,24 +94,25 @@ def choose_bucket(
     rates: dict[Bucket, float] = {}
     best = math.inf
     for bucket in sorted(holding, key=lambda bucket: cost[bucket] / bucket.tokens):
-        if near * cost[bucket] / bucket.tokens > best:  # nor is any that follows, were it full
+        # even full, this bucket is too slow, and so are the ones that follow
+        if near * cost[bucket] / bucket.tokens > best:
             break
         rates[bucket] = (cost[bucket] + HOST_MS) / _useful(lengths, bucket)
         best = min(best, rates[bucket])
     if not brief:
         return min(rates, key=rates.__getitem__)
-    nearly = [bucket for bucket in rates if near * rates[bucket] <= best]
-    return min(nearly, key=lambda bucket: (max(cost[bucket], BRIEF_MS), rates[bucket]))
+    candidates = [bucket for bucket in rates if near * rates[bucket] <= best]
+    return min(candidates, key=lambda bucket: (max(cost[bucket], BRIEF_MS), rates[bucket]))
 
 
 def _useful(lengths: np.ndarray, bucket: Bucket) -> float:
-    """About how many tokens of the oldest entries `place` would get onto a bucket.
+    """Estimate the useful tokens of a batch on the bucket; `lengths` are in the order of the queue.
 
-    No two of more than half a row stand in one. Where these alone outnumber the rows, the longest
-    take them, and what is shorter goes beside them as far as there is room: of each row all but
-    half a short sequence on average.
+    Two sequences longer than half a row do not fit in one row. If there are more of these than
+    rows, the longest get a row each, and shorter ones fill the rest of the rows. On average half a
+    short sequence of each row stays empty.
     """
-    if len(lengths) == 1:  # a lone query: 5 us of numpy for each bucket would be felt
+    if len(lengths) == 1:  # a lone query, for which 5 us of numpy a bucket would matter
         return float(lengths[0])
     fitting = lengths[bucket.fits(lengths)]
     first = fitting[: min(_enough(fitting, bucket), bucket.rows * bucket.slots)]
@@ -103,19 +120,22 @@ def _useful(lengths: np.ndarray, bucket: Bucket) -> float:
     useful = float(first.sum())
     if wide > bucket.rows:
         first = np.sort(first)[::-1]
-        tops, short = first[: bucket.rows], first[wide:]
-        useful = float(tops.sum())
+        longest, short = first[: bucket.rows], first[wide:]
+        useful = float(longest.sum())
         if len(short):
-            rooms = bucket.length - tops
-            held = float(np.sum(rooms[rooms >= short[-1]] - short[-1] / 2))
-            useful += min(held, float(short.sum()))
+            rooms = bucket.length - longest
+            filled = float(np.sum(rooms[rooms >= short[-1]] - short[-1] / 2))
+            useful += min(filled, float(short.sum()))
     return min(useful, max(EXPECTED_FILL * bucket.tokens, float(fitting[0])))
 
 
 def place(bucket: Bucket, *groups: Sequence[Entry], most: int | None = None) -> Batch:
-    """Put as many entries as fit on the bucket: one group after the other, and of each the longest
-    first into the fullest row that still holds it (best fit decreasing). `most` limits the number
-    of sequences."""
+    """Place as many entries as fit on the bucket. Returns the batch.
+
+    The groups are placed one after the other. The entries of a group are placed from the longest to
+    the shortest, each in the fullest row that still has room for it (best fit decreasing). `most`
+    is the largest number of entries; None means no limit.
+    """
     shelf = Shelf(bucket)
     placed, spots = [], []
     for group in groups:
@@ -131,35 +151,40 @@ def place(bucket: Bucket, *groups: Sequence[Entry], most: int | None = None) -> 
 
 
 def _first(group: Sequence[Entry], bucket: Bucket) -> list[Entry]:
-    """The first entries that fit on the bucket: those that fill it, and some to fill gaps with."""
+    """The first entries of a group that fit on the bucket, LOOKAHEAD times its tokens of them."""
     lengths = np.array([entry.least_row for entry in group])
     enough = _enough(np.where(bucket.fits(lengths), lengths, 0), bucket)
     return [entry for entry in group[:enough] if bucket.fits(entry.least_row)]
 
 
 def _enough(lengths: np.ndarray, bucket: Bucket) -> int:
-    """How many of the lengths fill a bucket, and a quarter more."""
+    """The number of lengths, from the first, that add up to LOOKAHEAD times the bucket's tokens."""
     return int(np.searchsorted(np.cumsum(lengths), LOOKAHEAD * bucket.tokens)) + 1
 
 
 class Shelf:
-    """The free room of a bucket's rows, found in constant time by the bits of one integer."""
+    """The free tokens and slots of a bucket's rows.
+
+    The fullest row with enough room is found in constant time, by the bits of one integer.
+    """
 
     def __init__(self, bucket: Bucket):
         self._free: dict[int, list[int]] = {bucket.length: list(range(bucket.rows))[::-1]}
-        self._rooms = 1 << bucket.length  # bit n is set where some row has n tokens free
+        self._rooms = 1 << bucket.length  # bit n is set if some row has n free tokens
         self._segments = [0] * bucket.rows
-        self._used = [0] * bucket.rows  # slots
+        self._used = [0] * bucket.rows  # slots in use
         self._length = bucket.length
         self._slots = bucket.slots
 
     def put(self, length: int, slots: int = 1) -> tuple[int, int, int, int] | None:
-        """The row, segment, first slot and start for a sequence, in the fullest row that holds it.
-        None if no row does."""
-        found = self._find(length, slots)
-        if found is None:
+        """Reserve a place for a sequence in the fullest row that has room for it.
+
+        Returns its row, segment, first slot and first token; None if no row has room.
+        """
+        spot = self._find(length, slots)
+        if spot is None:
             return None
-        room, row = found
+        room, row = spot
         slot, start = self._used[row], self._length - room
         self._used[row] += slots
         self._segments[row] += 1
@@ -169,7 +194,10 @@ class Shelf:
         return row, self._segments[row], slot, start
 
     def _find(self, length: int, slots: int) -> tuple[int, int] | None:
-        """Take a row with the least room for the sequence; its room and its number."""
+        """Remove the fullest row that has room for a sequence from the free rows.
+
+        Returns its free tokens and its number; None if no row has room.
+        """
         rooms = self._rooms >> length << length
         while rooms:
             room = (rooms & -rooms).bit_length() - 1
@@ -185,11 +213,11 @@ class Shelf:
 
 
 def pack(batch: Batch) -> np.ndarray:
-    """The batch as int32 `[planes, rows, length]`, in the order of PackedTokens' planes."""
+    """Lay out a batch as int32 `[planes, rows, length]`, in the order of PackedTokens' planes."""
     bucket, entries = batch.bucket, batch.entries
     planes = np.zeros((PackedTokens.PLANES, bucket.tokens), np.int32)
     lengths = np.array([entry.length for entry in entries])
-    offsets = batch.rows * bucket.length + batch.starts  # of each sequence in a plane
+    offsets = batch.rows * bucket.length + batch.starts  # of each sequence in a flat plane
     target = flat_ranges(offsets, lengths)
     ids, positions, segments, types, bounds = planes
     ids[target] = np.concatenate([entry.ids for entry in entries])

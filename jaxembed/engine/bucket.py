@@ -1,4 +1,4 @@
-"""The static shapes that programs are compiled for. Knows no JAX and no queue."""
+"""Defines the static shapes that programs are compiled for. Knows no JAX and no queue."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,17 +14,22 @@ from jaxembed.json_file import read_user_json, shown
 SHORTEST_ROW = 16  # a lone query of MiniLM takes 2.5 ms in it and 3.4 ms in a row of 32
 LONGEST_DEFAULT_ROW = 8192
 MOST_DEFAULT_BUCKETS = 20
-TPU_TILE = 128  # lanes of a register: shorter rows leave them idle, and splash takes none
-MOST_SLOTS = 128  # in a row: pooling costs slots * length, and short texts have shorter rows
-SHORTEST_LENGTH = 2  # of a row: the bounds of its one slot take two places of a plane
-TOKENS_PER_SLOT = 4  # of a row; two of them hold the bounds of its slot
-NO_ROW = 2**31 - 1  # as a row length: no row has so many slots
+TPU_TILE = 128  # lanes of a TPU register; splash takes no shorter rows, and they leave lanes idle
+# The largest number of slots in a row: pooling costs slots * length, and short texts are in shorter
+# rows.
+MOST_SLOTS = 128
+SHORTEST_LENGTH = 2  # tokens of a row: the bounds of its only slot need two places in a plane
+TOKENS_PER_SLOT = 4  # tokens of a row for each slot; the bounds of the slot need two of them
+NO_ROW = 2**31 - 1  # the row length for a sequence that has more slots than any row
 GRID_FORM = '{"buckets": [[rows, length], ...]}, as `jaxembed tune` writes it'
 
 
 def least_row(length: int, slots: int) -> int:
-    """The length of the shortest row that has room for a sequence of `length` tokens with `slots`
-    slots. Every longer row has room for it too, so `Bucket.fits` needs only this number."""
+    """The length of the shortest row that has room for a sequence; NO_ROW if no row has.
+
+    The sequence has `length` tokens and `slots` slots. Every longer row has room for it too, so
+    `Bucket.fits` needs only this number.
+    """
     if slots == 1:
         return length
     return max(length, TOKENS_PER_SLOT * slots) if slots <= MOST_SLOTS else NO_ROW
@@ -32,24 +37,30 @@ def least_row(length: int, slots: int) -> int:
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """A batch of `rows` rows of `length` tokens, each with room for `slots` pooled outputs."""
+    """The shape of a batch: `rows` rows of `length` tokens, each row with `slots` slots."""
 
     rows: int
     length: int
 
     @property
     def tokens(self) -> int:
+        """The number of tokens of all rows, with padding."""
         return self.rows * self.length
 
     @property
     def slots(self) -> int:
-        """Sequences or spans that a row holds. A quarter of its tokens is enough for real queries:
-        at most 5 in a row of 32 and 16 in one of 128 were seen on MS MARCO's."""
+        """The largest number of sequences or spans in a row.
+
+        A quarter of the tokens is enough for real queries: those of MS MARCO need at most 5 slots
+        in a row of 32 tokens and 16 in a row of 128.
+        """
         return min(max(self.length // TOKENS_PER_SLOT, 1), MOST_SLOTS)
 
     def fits(self, least_row: int | np.ndarray) -> bool | np.ndarray:
-        """Whether a sequence with this `least_row` fits an empty row; for an array of several the
-        answer is an array."""
+        """Whether a sequence with this `least_row` fits in an empty row.
+
+        For an array of several sequences it returns a bool array.
+        """
         return least_row <= self.length
 
     def __str__(self) -> str:
@@ -64,19 +75,21 @@ class BucketGrid:
 
     @property
     def max_length(self) -> int:
-        """Of a row, which may be longer than an input may be."""
+        """The length of the longest row; inputs may have a lower limit."""
         return max(bucket.length for bucket in self.buckets)
 
     @property
     def most_slots(self) -> int:
-        """The most slots of a row: spans that one input may have."""
+        """The largest number of slots in a row: an input may have at most so many spans."""
         return max(bucket.slots for bucket in self.buckets)
 
     @property
     def covering(self) -> tuple[Bucket, ...]:
-        """What must be compiled to serve anything: each length at its fewest rows, shortest
-        first, and the largest bucket, unless one of these has as many tokens. With them every
-        request has a place."""
+        """The buckets that must be compiled to serve any request.
+
+        They are the bucket with the fewest rows of each length, from the shortest length on, and
+        then the bucket with the most tokens, unless one of the others has as many.
+        """
         fewest = {b.length: b for b in sorted(self.buckets, reverse=True)}
         first = sorted(fewest.values(), key=lambda b: b.length)
         largest = max(self.buckets, key=lambda b: (b.tokens, -b.length))
@@ -85,7 +98,7 @@ class BucketGrid:
 
     @property
     def by_use(self) -> tuple[Bucket, ...]:
-        """Every bucket in the order to compile them: the covering ones, then the largest."""
+        """All buckets in the order to compile them: the covering ones, then the others by size."""
         rest = sorted(set(self.buckets) - set(self.covering), key=lambda b: (-b.tokens, b.length))
         return self.covering + tuple(rest)
 
@@ -93,20 +106,21 @@ class BucketGrid:
 def default_grid(
     limit: int, max_batch_tokens: int, shards: int = 1, tile: int = 1, join: bool = False
 ) -> BucketGrid:
-    """At most 20 buckets for sequences up to `limit` tokens.
+    """A grid of at most 20 buckets for sequences of up to `limit` tokens.
 
-    Lengths are powers of two from 16, the last one the limit itself; rows are powers of two (times
-    `shards`) from one to what the token budget of a device holds. Rows longer than the budget come
-    one at a time. While there are more than 20 buckets, rows between the fewest and the most are
-    thinned out. With a `tile` all lengths are multiples of it.
+    Row lengths are powers of two from 16 on, and the last one is the limit, at most 8192. The
+    numbers of rows are powers of two, times `shards`, from one to the token budget
+    `max_batch_tokens` of a device. A row longer than the budget is alone in its bucket. While there
+    are more than 20 buckets, numbers of rows between the smallest and the largest are left out. All
+    lengths are multiples of `tile`.
 
-    With `join` there is one row of the whole budget as well, where that is half as long again as
-    the limit at least: the more inputs share a row, the less of it they leave. It is for programs
-    in which a sequence costs the same however long its row is.
+    With `join`, one bucket has a single row of the whole budget, at most 8192 tokens, if that is at
+    least 1.5 times the longest other row: the more inputs share a row, the less of it stays empty.
+    It is for programs in which a sequence costs the same in a row of any length.
     """
     lengths = _lengths(min(limit, LONGEST_DEFAULT_ROW), tile)
     per_device = {length: _powers(max(max_batch_tokens // length, 1)) for length in lengths}
-    unit = max(tile, SHORTEST_ROW)  # no length is finer, and no kernel's tile
+    unit = max(tile, SHORTEST_ROW)  # every length and every kernel's tile is a multiple of it
     joined = min(max_batch_tokens, LONGEST_DEFAULT_ROW) // unit * unit
     if join and joined >= 1.5 * lengths[-1]:
         per_device[joined] = [1]
@@ -123,18 +137,18 @@ def default_grid(
 
 @dataclass(frozen=True)
 class GridFile:
-    """What a file of --buckets says, not yet held against a model."""
+    """The content of a --buckets file, not yet checked against a model."""
 
     path: Path
     buckets: tuple[Bucket, ...]
-    max_batch_tokens: int | None = None  # of one device; None: as without a file
-    tuned: dict[str, Any] = field(default_factory=dict)  # by `jaxembed tune`: on what, and how
+    max_batch_tokens: int | None = None  # of one device; None if the file has none
+    tuned: dict[str, Any] = field(default_factory=dict)  # what `jaxembed tune` adds
 
     def grid(self, limit: int, max_batch_tokens: int, shards: int = 1) -> BucketGrid:
-        """The grid, if it serves inputs up to the limit.
+        """The grid of these buckets, for inputs of up to `limit` tokens.
 
-        Raises ConfigError for a bucket over the token budget of a device, rows that don't divide
-        over the devices, or a grid too short for the limit.
+        Raises ConfigError for a bucket over the token budget of a device, for rows that cannot be
+        divided equally among the `shards` devices, or if no row holds an input of `limit` tokens.
         """
         if problems := list(_problems(self.buckets, limit, max_batch_tokens, shards)):
             raise ConfigError(f"--buckets {self.path}: " + "; ".join(problems))
@@ -142,30 +156,33 @@ class GridFile:
 
 
 def read_grid(path: Path) -> GridFile:
-    """A grid from a file: {"buckets": [[rows, length], ...]}, and what `jaxembed tune` adds.
+    """Read a grid file: {"buckets": [[rows, length], ...]}, and what `jaxembed tune` adds.
 
-    Raises ConfigError for a file that can't be read or says something else.
+    Raises ConfigError if the file cannot be read or has another content.
     """
-    said = read_user_json(path, f"--buckets {path}", GRID_FORM)
-    if problem := next(_malformed(said), None):
-        raise ConfigError(f"--buckets {path}: {problem}; wanted {GRID_FORM}{_of_another(said)}")
-    buckets = sorted({Bucket(rows, length) for rows, length in said["buckets"]})
-    return GridFile(path, tuple(buckets), said.get("max_batch_tokens"), said.get("tuned", {}))
+    content = read_user_json(path, f"--buckets {path}", GRID_FORM)
+    if problem := next(_malformed(content), None):
+        raise ConfigError(
+            f"--buckets {path}: {problem}; wanted {GRID_FORM}{_version_hint(content)}"
+        )
+    buckets = sorted({Bucket(rows, length) for rows, length in content["buckets"]})
+    return GridFile(path, tuple(buckets), content.get("max_batch_tokens"), content.get("tuned", {}))
 
 
-def _malformed(said: Any) -> Iterator[str]:
-    if not isinstance(said, dict):
-        yield f"it holds {shown(said)}"
-    elif "buckets" not in said:
+def _malformed(content: Any) -> Iterator[str]:
+    """Yield what is wrong with the form of a grid file's content."""
+    if not isinstance(content, dict):
+        yield f"it holds {shown(content)}"
+    elif "buckets" not in content:
         yield 'there is no "buckets" in it'
-    elif not isinstance(said["buckets"], list):
-        yield f'"buckets" is {shown(said["buckets"])}, no list'
+    elif not isinstance(content["buckets"], list):
+        yield f'"buckets" is {shown(content["buckets"])}, no list'
     else:
-        for number, pair in enumerate(said["buckets"]):
+        for number, pair in enumerate(content["buckets"]):
             numbers = pair if isinstance(pair, list) else []
             if [type(n) for n in numbers] != [int, int]:
                 yield f"buckets[{number}] is {shown(pair)}, not two whole numbers"
-        budget, tuned = said.get("max_batch_tokens"), said.get("tuned", {})
+        budget, tuned = content.get("max_batch_tokens"), content.get("tuned", {})
         if budget is not None and (type(budget) is not int or budget < 1):
             yield (
                 f'"max_batch_tokens" is {shown(budget)}, no whole number from 1 on; leave it to '
@@ -175,18 +192,19 @@ def _malformed(said: Any) -> Iterator[str]:
             yield f'"tuned" is {shown(tuned)}, no object'
 
 
-def _of_another(said: Any) -> str:
-    """What to add about a file that another version of `jaxembed tune` wrote."""
-    tuned = said.get("tuned") if isinstance(said, dict) else None
+def _version_hint(content: Any) -> str:
+    """A hint for the error message if another version of jaxembed wrote the file, else empty."""
+    tuned = content.get("tuned") if isinstance(content, dict) else None
     versions = tuned.get("versions") if isinstance(tuned, dict) else None
     writer = versions.get("jaxembed") if isinstance(versions, dict) else None
-    here = metadata.version("jaxembed")
-    if writer in (None, here):
+    version = metadata.version("jaxembed")
+    if writer in (None, version):
         return ""
-    return f"; jaxembed {shown(writer)} wrote it, this is {here}: run `jaxembed tune` again"
+    return f"; jaxembed {shown(writer)} wrote it, this is {version}: run `jaxembed tune` again"
 
 
 def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -> Iterable[str]:
+    """Yield the reasons why the buckets cannot serve a model with this limit and token budget."""
     if not buckets:
         yield "no bucket in it"
         return
@@ -211,12 +229,13 @@ def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -
 
 
 def _lengths(limit: int, tile: int) -> list[int]:
+    """The row lengths of a default grid: powers of two, and the limit rounded up to full tiles."""
     longest = -(-limit // tile) * tile
     shortest = max(SHORTEST_ROW, tile)
     return [2**k for k in range(4, 14) if shortest <= 2**k < longest] + [longest]
 
 
 def _powers(most: int) -> list[int]:
-    """1, 4, 16, ... and the largest power of two that fits."""
+    """Numbers of rows up to `most`: powers of four, and the largest power of two."""
     largest = 2 ** (most.bit_length() - 1)
     return sorted({largest, *(4**k for k in range(8) if 4**k < largest)})
