@@ -25,7 +25,7 @@ from fakes import (
 
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.engine import FAILURES_TO_SICK, Engine
-from jaxembed.engine.lanes import MOST_LOOKED_AT, Lane
+from jaxembed.engine.lanes import MOST_WINDOW_ENTRIES, Lane
 from jaxembed.engine.replica import NullReplica
 from jaxembed.engine.turn import DeviceTurn, Share
 from jaxembed.errors import BackendError, Cancelled, EmptyInput, InputTooLong
@@ -149,7 +149,7 @@ def test_cancelled_work_leaves_the_queue_and_never_runs(start, runner):
 def test_a_request_behind_very_many_cancelled_ones_still_runs(start, runner):
     engine = start(runner)
     first = blocked(engine, runner)
-    gone = engine.ask([encoding(50, k) for k in range(MOST_LOOKED_AT + 10)])
+    gone = engine.ask([encoding(50, k) for k in range(MOST_WINDOW_ENTRIES + 10)])
     kept = engine.ask([encoding(60)])
     engine.cancel(gone)
     runner.gate.set()
@@ -257,7 +257,7 @@ def test_a_long_sequence_waits_for_its_bucket_while_short_ones_run(start, runner
 def test_short_requests_run_behind_very_many_that_wait_for_a_bucket(start, runner):
     runner.slow_to_compile[LONG] = threading.Event()
     engine = start(runner, ready=False)
-    long = engine.ask([encoding(*[9] * 16, k) for k in range(MOST_LOOKED_AT + 1)])
+    long = engine.ask([encoding(*[9] * 16, k) for k in range(MOST_WINDOW_ENTRIES + 1)])
     assert sums(engine.ask([encoding(5)])) == [5.0]
     engine.cancel(long)
     runner.slow_to_compile[LONG].set()

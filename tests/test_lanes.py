@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxembed.engine import lanes as lanes_module
 from jaxembed.engine.batch import BRIEF_MS
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.lanes import INTERACTIVE_INPUTS, MOST_LOOKED_AT, Lanes
+from jaxembed.engine.lanes import INTERACTIVE_INPUTS, MOST_WINDOW_ENTRIES, Lanes
 from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.work import Encoding
 
@@ -180,7 +180,7 @@ def test_batches_are_brief_while_somebody_asks_and_long_when_nobody_does():
     asked_at = query.queued_at
     assert query in share_of(queue.next(now=asked_at).entries)
     assert queue.next(now=asked_at + 1).bucket == brief
-    assert queue.next(now=asked_at + lanes_module.ABOUT_S + 1).bucket == long
+    assert queue.next(now=asked_at + lanes_module.EXPECTED_S + 1).bucket == long
 
 
 def test_batches_are_not_brief_at_any_price():
@@ -322,7 +322,7 @@ def test_composing_a_batch_costs_the_same_however_much_waits(tickets, monkeypatc
         before = looks
         queue.next()
         assert looks - before <= 2 * 4 * FULL.tokens  # seen, and looked at again if it is kept
-    assert max(1, 4 * FULL.tokens) <= MOST_LOOKED_AT
+    assert max(1, 4 * FULL.tokens) <= MOST_WINDOW_ENTRIES
 
 
 def test_all_that_waits_can_be_told_that_it_fails():

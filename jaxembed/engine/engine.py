@@ -433,7 +433,7 @@ class Engine:
         model."""
         with self._lock:
             if self._lanes.runnable or (seat.sick and not self._closing):
-                ahead = BORROWED_S if self._lanes.is_asked else 0.0
+                ahead = BORROWED_S if self._lanes.has_interactive else 0.0
                 return ahead - seat.turn.begin(seat.share)
             return self._idle_urgency()
 

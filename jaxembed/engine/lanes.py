@@ -1,6 +1,6 @@
-"""What waits for a batch, and what is next: two lanes, and fair turns between the requests of each.
+"""Queues requests in two lanes, with fair turns in each, and composes the next batch of them.
 
-Pure data: it starts no threads and asks no clock. Whoever shares it holds a lock.
+It starts no threads and reads no clock. Threads that share it must hold a lock.
 """
 
 import heapq
@@ -14,72 +14,79 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.ticket import Entry, Key, Ticket
 from jaxembed.inputs import Priority
 
-# A request is interactive by itself where somebody may wait for it: few inputs, and so few tokens
-# that they take a small share of the longest a batch lasts.
+# A request without a priority is interactive if it is small: it has at most so many inputs, and at
+# most this share of the tokens of the largest bucket, so that it takes a small part of a batch.
 INTERACTIVE_INPUTS = 8
-INTERACTIVE_SHARE = 1 / 8  # of the tokens of the largest bucket
+INTERACTIVE_SHARE = 1 / 8
 
-# Of the device's time while both lanes have work. Bulk leads at least every fourth batch of equal
-# cost, so it never starves; interactive work below its own share never waits for more than a batch.
+# The share of the device time for each lane while both have work. Bulk leads at least every fourth
+# batch of equal cost, so it never starves. Interactive work that has had less than its share waits
+# for one batch at most.
 SHARES: dict[Priority, float] = {"interactive": 3 / 4, "bulk": 1 / 4}
 
-INTERLEAVED = 512  # tokens of a request before the next one's turn: some dozen short texts
-LOOKED_AT = 4  # largest buckets' worth of tokens: enough to choose what goes well together
-MOST_LOOKED_AT = 4096  # entries; bounds the work of a choice, however deep the queue is
-ABOUT_S = 5.0  # after an interactive request the next one is expected for so long
+INTERLEAVED = 512  # tokens of a request before the turn of the next one: some dozen short texts
+# The entries that are considered for a batch, in tokens, as multiple of the largest bucket's. They
+# are enough to find sequences that fill rows well.
+WINDOW_BUCKETS = 4
+MOST_WINDOW_ENTRIES = (
+    4096  # entries that are considered at most, which bounds the time in a long queue
+)
+EXPECTED_S = 5.0  # seconds after an interactive request in which the next one is expected
 
 
 @dataclass(eq=False, repr=False)
 class Flow:
-    """What waits of one request.
+    """The waiting entries of one request.
 
-    `entries` are in reverse, the next one last; `parked` are too long for every bucket compiled so
-    far. `inputs` and `tokens` count what waits as often as it was asked for.
+    `entries` are in reverse order, so that the next one is last. `parked` are the entries that fit
+    on no bucket compiled so far. `inputs` and `tokens` count duplicates as often as they occur.
     """
 
     ticket: Ticket
     lane: "Lane"
     number: int
-    start: float  # on the lane's clock of tokens: where its next entry begins
+    start: float  # on the lane's clock, in tokens: where the next entry begins
     entries: list[Entry]
     parked: list[Entry]
     inputs: int
     tokens: int
-    looked_at: int = 0  # entries, from the next one on, while a batch is chosen
-    has_gaps: bool = False  # some of those were taken through another request
+    window_size: int = 0  # number of entries, from the next one on, that are considered for a batch
+    has_gaps: bool = False  # whether some of these were taken in the turn of another request
 
     def close_gaps(self) -> None:
-        """Keep what was looked at and not taken."""
-        at = -self.looked_at
+        """Remove the entries of the window that were taken."""
+        at = -self.window_size
         self.entries[at:] = [entry for entry in self.entries[at:] if not entry.taken]
         self.has_gaps = False
 
 
 @dataclass(eq=False, repr=False)
 class Lane:
-    """The requests of one priority, in the order of start-time fair queueing (Goyal, Vin and Cheng,
-    1996) by tokens.
+    """The requests of one priority, in the order of start-time fair queueing by tokens.
 
-    A new request begins at `clock`, where the last one served has come to, and so behind every one
-    that waits, but no more than `INTERLEAVED` tokens of each: a small one passes a huge one, and
-    none is ever passed for good.
+    The algorithm is by Goyal, Vin and Cheng (1996). A new request begins at `clock`, the position
+    of the latest request that was served. So it waits for at most INTERLEAVED tokens of each
+    request before it: a small request passes a huge one, and none waits forever.
     """
 
     share: float
-    end: float = 0.0  # milliseconds on the clock of both lanes, that it has had already
-    clock: float = 0.0  # tokens
+    end: float = 0.0  # milliseconds on the clock of both lanes up to which it has had its time
+    clock: float = 0.0  # in tokens
     inputs: int = 0
     tokens: int = 0
-    order: list[tuple[float, int, Flow]] = field(default_factory=list)  # sorted; who has entries
-    _looked_at: int = 0  # flows, from the first on, while a batch is chosen
+    order: list[tuple[float, int, Flow]] = field(default_factory=list)  # flows with entries, sorted
+    _window_size: int = 0  # number of flows, from the first on, that are considered for a batch
 
     def look(self, enough: int) -> dict[Entry, None]:
-        """The entries that are next, of so many tokens or MOST_LOOKED_AT at most, as an ordered
-        set. The work is in proportion to that and not to what waits."""
+        """The next entries in order, with `enough` tokens together or MOST_WINDOW_ENTRIES of them.
+
+        They are the keys of the dict. The time depends on their number, not on the queue's length.
+        Afterwards `settle` must be called.
+        """
         window: dict[Entry, None] = {}
         order, later = self.order, []
-        held, at = 0, 0
-        while held < enough and len(window) < MOST_LOOKED_AT:
+        tokens, at = 0, 0
+        while tokens < enough and len(window) < MOST_WINDOW_ENTRIES:
             if at < len(order) and not (later and later[0] < order[at]):
                 tag, number, flow = order[at]
                 at += 1
@@ -89,117 +96,136 @@ class Lane:
                 break
             ahead = order[at][0] if at < len(order) else math.inf
             until = INTERLEAVED + (min(ahead, later[0][0]) if later else ahead)
-            entries, looked_at = flow.entries, flow.looked_at
-            most = looked_at + MOST_LOOKED_AT - len(window)
-            while looked_at < min(len(entries), most) and tag <= until and held < enough:
-                looked_at += 1
-                entry = entries[-looked_at]
+            entries, count = flow.entries, flow.window_size
+            most = count + MOST_WINDOW_ENTRIES - len(window)
+            while count < min(len(entries), most) and tag <= until and tokens < enough:
+                count += 1
+                entry = entries[-count]
                 if entry.taken:
                     flow.has_gaps = True
                     continue
                 window[entry] = None
-                held += entry.length
+                tokens += entry.length
                 tag += entry.length
-            flow.looked_at = looked_at
-            if looked_at < len(entries):
+            flow.window_size = count
+            if count < len(entries):
                 heapq.heappush(later, (tag, number, flow))
-        self._looked_at = at
+        self._window_size = at
         return window
 
-    def settle(self, had: Mapping[Flow, int]) -> None:
-        """A batch was chosen: move the flows that had so many tokens of it."""
-        passed = []
-        for item in self.order[: self._looked_at]:
+    def settle(self, served: Mapping[Flow, int]) -> None:
+        """Move the flows that were served by a batch to their new places in the order.
+
+        `served` has the tokens that each flow of both lanes has in the batch.
+        """
+        unserved = []
+        for item in self.order[: self._window_size]:
             flow = item[2]
-            if flow.has_gaps or flow in had:
+            if flow.has_gaps or flow in served:
                 flow.close_gaps()
-            if flow not in had and flow.entries:
-                passed.append(item)
-        looked_at = self.order[: self._looked_at]
-        self.order[: self._looked_at] = passed
-        for flow, tokens in had.items():
+            if flow not in served and flow.entries:
+                unserved.append(item)
+        window = self.order[: self._window_size]
+        self.order[: self._window_size] = unserved
+        for flow, tokens in served.items():
             if flow.lane is self:
-                if not flow.looked_at:  # its entry was taken through another request
+                if not flow.window_size:  # its entry was taken in the turn of another request
                     self.remove(flow)
                 flow.start += tokens
                 self.clock = max(self.clock, flow.start)
                 if flow.inputs:
                     self.insert(flow)
-        for _, _, flow in looked_at:
-            flow.looked_at = 0
-        self._looked_at = 0
+        for _, _, flow in window:
+            flow.window_size = 0
+        self._window_size = 0
 
     def insert(self, flow: Flow) -> None:
+        """Put a flow into the order, by its start; nothing happens if it has no entries."""
         if flow.entries:
             insort(self.order, (flow.start, flow.number, flow))
 
     def remove(self, flow: Flow) -> None:
+        """Take a flow out of the order; nothing happens if it has no entries."""
         if flow.entries:
             del self.order[bisect_left(self.order, (flow.start, flow.number))]
 
 
 class Lanes:
-    """All that waits, whose it is, and what of it runs next.
+    """The queue of an engine: the waiting sequences of all requests in two lanes.
 
-    Sequences that are the same wait once, in the turn of each request that asked for them: taken in
-    the first of these turns, whatever becomes of the others.
+    A sequence that several requests asked for waits once, in the turns of all of them. It is taken
+    in the first of these turns.
     """
 
     def __init__(self, largest: int):
-        """`largest` is the tokens of the largest bucket."""
+        """Make an empty queue; `largest` is the number of tokens of the largest bucket."""
         self._lanes: dict[Priority, Lane] = {name: Lane(SHARES[name]) for name in SHARES}
         self._interactive, self._bulk = self._lanes["interactive"], self._lanes["bulk"]
         self._most_interactive = max(INTERACTIVE_SHARE * largest, 1)
         self._flows: dict[Ticket, Flow] = {}  # oldest first
         self._waiting: dict[Key, Entry] = {}
-        self._longest = 0  # row of a compiled bucket
-        self._number = 0
-        self._clock = 0.0  # milliseconds
-        self._interactive_at = -math.inf
+        self._longest = 0  # length of the longest row of a compiled bucket
+        self._number = 0  # of the latest flow
+        self._clock = 0.0  # in milliseconds of device time
+        self._interactive_at = -math.inf  # time.monotonic() of the latest interactive request
 
     @property
     def inputs(self) -> int:
-        """That wait; what is the same counts as often as it was asked for."""
+        """The number of waiting inputs; duplicates count as often as they occur."""
         return sum(lane.inputs for lane in self._lanes.values())
 
     @property
     def tokens(self) -> int:
+        """The number of tokens of the waiting inputs."""
         return sum(lane.tokens for lane in self._lanes.values())
 
     @property
     def runnable(self) -> bool:
-        """Whether something waits that a compiled bucket holds."""
+        """Whether an entry waits that fits on a compiled bucket."""
         return any(lane.order for lane in self._lanes.values())
 
     @property
-    def is_asked(self) -> bool:
-        """Whether some of that is interactive."""
+    def has_interactive(self) -> bool:
+        """Whether an interactive entry waits that fits on a compiled bucket."""
         return bool(self._interactive.order)
 
     def is_bulk_alone(self, now: float) -> bool:
-        """Whether something waits, and nothing interactive has come of late."""
-        return self.runnable and not self.is_asked and now - self._interactive_at > ABOUT_S
+        """Whether only bulk work waits, and the last interactive request is a while ago.
+
+        `now` is time.monotonic().
+        """
+        return (
+            self.runnable and not self.has_interactive and now - self._interactive_at > EXPECTED_S
+        )
 
     @property
     def needed_length(self) -> int | None:
-        """The least row of the oldest sequence that fits no compiled bucket."""
+        """The `least_row` of the oldest entry that fits on no compiled bucket; None if all fit."""
         return next((f.parked[0].least_row for f in self._flows.values() if f.parked), None)
 
     def inputs_of(self, priority: Priority) -> int:
+        """The number of waiting inputs in a lane."""
         return self._lanes[priority].inputs
 
     def tokens_of(self, priority: Priority) -> int:
+        """The number of tokens of the waiting inputs in a lane."""
         return self._lanes[priority].tokens
 
     def oldest_of(self, priority: Priority) -> float | None:
-        """When the oldest request of a lane that still waits was queued, by time.monotonic()."""
+        """The time.monotonic() at which the oldest waiting request of a lane was queued.
+
+        None if nothing waits in it.
+        """
         lane = self._lanes[priority]
         if not lane.inputs:
             return None
         return next((f.ticket.queued_at for f in self._flows.values() if f.lane is lane), None)
 
     def add(self, ticket: Ticket, priority: Priority | None = None) -> None:
-        """Queue a ticket's entries and let the ticket forget them: they point back."""
+        """Queue the entries of a ticket. Without a priority its size decides the lane.
+
+        The ticket's own list of them is emptied, because entries and ticket refer to each other.
+        """
         inputs, tokens = len(ticket.work), ticket.work.tokens
         lane = self._lanes[priority or self._priority(inputs, tokens)]
         if lane is self._interactive:
@@ -216,7 +242,7 @@ class Lanes:
         lane.insert(flow)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Forget what waits of a ticket; what others asked for as well stays."""
+        """Remove a ticket. Its waiting entries are removed unless another ticket asked for them."""
         flow = self._flows.pop(ticket, None)
         if flow is None:
             return
@@ -230,47 +256,49 @@ class Lanes:
                     del self._waiting[entry.key]
 
     def lengthen(self, longest: int) -> None:
-        """Buckets with rows of this length are compiled."""
+        """Set the longest row of the compiled buckets, and queue parked entries that fit now."""
         self._longest = longest
         for flow in self._flows.values():
             ready = [entry for entry in flow.parked if entry.least_row <= longest]
             if ready:
                 flow.lane.remove(flow)
-                if not flow.entries:  # rest earns no credit
+                if not flow.entries:  # time without work earns no credit
                     flow.start = max(flow.start, flow.lane.clock)
                 flow.parked = [entry for entry in flow.parked if entry.least_row > longest]
                 flow.entries[:0] = ready[::-1]
                 flow.lane.insert(flow)
 
     def clear(self) -> Iterable[Entry]:
-        """Forget all that waits, and return it."""
+        """Remove all waiting entries and return them."""
         waiting = self._waiting.values()
         self._flows, self._waiting = {}, {}
         for lane in self._lanes.values():
-            lane.inputs = lane.tokens = lane._looked_at = 0
+            lane.inputs = lane.tokens = lane._window_size = 0
             lane.order = []
         return waiting
 
     def take(
         self, cost: Mapping[Bucket, float], now: float, most: int | None = None
     ) -> Batch | None:
-        """The batch to run next, of at most so many sequences; None if nothing waits that a bucket
-        holds. `cost` gives the measured milliseconds of every bucket that may be used.
+        """Take the next batch out of the queue; None if no waiting entry fits on a compiled bucket.
 
-        The lane that has had less of its share leads: its entries decide on the bucket, and the
-        first of them is in the batch. What room is left the other lane fills; interactive entries
-        come first wherever they fit.
+        The lane that has had less of its share of device time leads: its entries decide the bucket,
+        and its first entry is in the batch. The entries of the other lane fill the room that is
+        left. Apart from the first entry, interactive ones are placed before bulk ones.
+
+        `cost` has the milliseconds of every usable bucket, `now` is time.monotonic(), and `most` is
+        the largest number of sequences in the batch; None means no limit.
         """
         while self.runnable:
             lead = min((lane for lane in self._lanes.values() if lane.order), key=self._begin)
-            enough = LOOKED_AT * max(bucket.tokens for bucket in cost)
+            enough = WINDOW_BUCKETS * max(bucket.tokens for bucket in cost)
             if window := list(lead.look(enough))[:most]:
                 batch = self._compose(lead, window, cost, now, most)
                 self._clock = self._begin(lead)
                 lead.end = self._clock + cost[batch.bucket] / lead.share
                 self._remove(batch)
                 return batch
-            lead.settle({})  # all of it was taken through other requests
+            lead.settle({})  # all entries of the window were taken in other requests' turns
         return None
 
     def _compose(
@@ -281,17 +309,22 @@ class Lanes:
         now: float,
         most: int | None,
     ) -> Batch:
-        brief = lead is self._bulk and now - self._interactive_at < ABOUT_S
+        """Choose a bucket for the window of the lane that leads, and place both lanes' entries.
+
+        The batch is brief if bulk leads while an interactive request may come soon.
+        """
+        brief = lead is self._bulk and now - self._interactive_at < EXPECTED_S
         bucket = choose_bucket(window, cost, brief)
         other = self._bulk if lead is self._interactive else self._interactive
-        chosen = set(window)
-        beside = [e for e in other.look(LOOKED_AT * bucket.tokens) if e not in chosen]
+        leading = set(window)
+        fillers = [e for e in other.look(WINDOW_BUCKETS * bucket.tokens) if e not in leading]
         first, rest = window[:1], window[1:]
-        groups = (first, rest, beside) if lead is self._interactive else (first, beside, rest)
+        groups = (first, rest, fillers) if lead is self._interactive else (first, fillers, rest)
         return place(bucket, *groups, most=most)
 
     def _remove(self, batch: Batch) -> None:
-        had: dict[Flow, int] = {}
+        """Remove the entries of a batch from the flows of every ticket that asked for them."""
+        served: dict[Flow, int] = {}
         for entry in batch.entries:
             entry.taken = True
             for ticket, index in entry.claims.items():
@@ -300,26 +333,30 @@ class Lanes:
                 flow.tokens -= count * entry.length
                 flow.lane.inputs -= count
                 flow.lane.tokens -= count * entry.length
-                had[flow] = had.get(flow, 0) + entry.length
+                served[flow] = served.get(flow, 0) + entry.length
         for lane in self._lanes.values():
-            lane.settle(had)
-        for flow in had:
+            lane.settle(served)
+        for flow in served:
             if not flow.inputs:
                 del self._flows[flow.ticket]
-        for entry in batch.entries:  # at the end: `clear` still finds them if anything fails here
+        for entry in batch.entries:  # last, so that `clear` still finds them after an error here
             del self._waiting[entry.key]
 
     def _joined(self, ticket: Ticket, entry: Entry) -> Entry:
-        """The entry, or the one that waits already for the same answer."""
+        """The entry, or the waiting one with the same key after it was joined by the ticket."""
         twin = self._waiting.setdefault(entry.key, entry)
         if twin is not entry:
             twin.claims[ticket] = entry.claims[ticket]
         return twin
 
     def _priority(self, inputs: int, tokens: int) -> Priority:
+        """The priority of a request of this size if the client gave none."""
         small = inputs <= INTERACTIVE_INPUTS and tokens <= self._most_interactive
         return "interactive" if small else "bulk"
 
     def _begin(self, lane: Lane) -> float:
-        """Where the lane's next batch begins on the clock; rest earns no credit."""
+        """The time on the clock at which the lane's next batch begins.
+
+        A lane earns no credit for time in which it had no work.
+        """
         return max(self._clock, lane.end)

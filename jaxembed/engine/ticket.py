@@ -1,4 +1,4 @@
-"""One request in the engine: its answer, filled sequence by sequence, and who waits for it."""
+"""Holds one request in the engine: its sequences, its answer and the callback of its client."""
 
 import logging
 import threading
@@ -16,16 +16,18 @@ from jaxembed.work import Ragged, Work, WorkResult, empty_result
 
 logger = logging.getLogger(__name__)
 
-KEPT_TWICE = 32  # tokens: to look at them takes a tenth of the time of a digest
+# Tokens of a sequence up to which its key holds the tokens instead of a digest: it takes a tenth of
+# the time.
+MOST_KEY_TOKENS = 32
 
 Key = tuple[bytes, int, bytes]  # equal for sequences that have the same answer
 
 
 class Ticket:
-    """The answer to one request, complete when every sequence is answered or one has failed.
+    """The answer to one request. It is complete when every sequence was answered or has failed.
 
-    `result` has an array for each output of the work. `wake` is called once, from an engine
-    thread, when the ticket is complete.
+    `result` waits for it. Threads of the engine fill in the `values`: an array for each output of
+    the work.
     """
 
     def __init__(
@@ -34,7 +36,11 @@ class Ticket:
         widths: Mapping[OutputName, int],
         wake: Callable[[], object] | None = None,
     ):
-        """`widths` are those of the outputs, in floats."""
+        """Make the entries and the empty answer of a request.
+
+        `widths` are the numbers of columns of the model's outputs. `wake` is called once, from an
+        engine thread, when the ticket is complete; not if it was cancelled before.
+        """
         count = len(work)
         self.work = work
         self.values = empty_result(work, widths)
@@ -44,20 +50,22 @@ class Ticket:
         self.entries = _entries(self)
         self.cancelled = False
         self._failures: dict[int, Exception] = {}
-        self._open = np.ones(count, bool)  # not settled yet
+        self._open = np.ones(count, bool)  # sequences that are neither answered nor failed
         self._wake = wake
         self._done = threading.Event()
         self._lock = threading.Lock()
 
     @property
     def error(self) -> Exception | None:
-        """The failure of the first input that has one, in input order."""
+        """The error of the first input in order that failed; None if none did."""
         return self._failures[min(self._failures)] if self._failures else None
 
     def answer(self, index: Sequence[int] | np.ndarray, values: Mapping[OutputName, Any]) -> None:
-        """Take the answers of the sequences at `index`, which are all different. Of an output by
-        slots `values` has an array `[all slots of these, width]`, of one by tokens an array for
-        each sequence."""
+        """Write the answers of the sequences at `index`, which are all different.
+
+        `values` has an array `[slots of these sequences, width]` for each output per slot, and a
+        list with the array of each sequence for each output per token.
+        """
         for name, column in self.values.items():
             if isinstance(column, Ragged):
                 for i, rows in zip(index, values[name], strict=True):
@@ -67,19 +75,20 @@ class Ticket:
         self._settle(index)
 
     def _slots_of(self, index: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
+        """The numbers of the slots of these sequences among all slots of the request."""
         slots = self.work.slots
         if not self.work.has_spans:
             return index
         return flat_ranges((np.cumsum(slots) - slots)[index], slots[index])
 
     def fail(self, index: list[int], error: Exception) -> None:
-        """These sequences, if they have no answer yet, will have none. The others still run."""
+        """Fail the sequences at `index` that have no answer yet. The others still run."""
         with self._lock:
             self._failures.update((i, error) for i in index if self._open[i])
         self._settle(index)
 
     def cancel(self) -> bool:
-        """Nobody waits any more. False if the ticket was complete already."""
+        """Mark the ticket as abandoned by its client. Returns False if it was already complete."""
         with self._lock:
             if self._done.is_set():
                 return False
@@ -88,6 +97,7 @@ class Ticket:
             return True
 
     def _settle(self, index: Sequence[int] | np.ndarray) -> None:
+        """Note that these sequences are answered or failed; the last ones complete the ticket."""
         with self._lock:
             were_open = bool(self._open[index].any())
             self._open[index] = False
@@ -104,7 +114,11 @@ class Ticket:
                 logger.exception("a waiter could not be woken")
 
     def result(self, timeout_s: float | None = None) -> WorkResult:
-        """Wait for the answer. Raises its error, Cancelled, or TimeoutError."""
+        """Wait for the answer and return it: an array or a Ragged for each output.
+
+        Raises the error of the first input that failed, Cancelled, or TimeoutError after
+        `timeout_s` seconds.
+        """
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"no answer within {timeout_s} s")
         if self.cancelled:
@@ -115,10 +129,11 @@ class Ticket:
 
 
 class Entry:
-    """One sequence that waits for a place in a batch, and whose answer it is: `claims` gives the
-    places in each ticket that asked for it. Once it is `taken` nobody may join.
+    """One sequence that waits for a place in a batch.
 
-    Its tokens lie in the planes of `work` from `start` on, its bounds from `first_bound` on.
+    `claims` has the index of the sequence in each ticket that asked for it, several times if it
+    occurs several times. `taken` is set when the entry is in a batch: then no ticket may join.
+    Its tokens are in the planes of `work` from `start` on, and its bounds from `first_bound` on.
     """
 
     __slots__ = (
@@ -148,52 +163,55 @@ class Entry:
 
     @property
     def outputs(self) -> set[OutputName]:
-        """All outputs that somebody asked for."""
+        """All outputs that the tickets asked for."""
         return set().union(*(ticket.work.outputs for ticket in self.claims))
 
     @property
     def ids(self) -> np.ndarray:
-        """Its token ids, int32 `[length]`."""
+        """The token ids, int32 `[length]`."""
         return self.work.planes["ids"][self.start : self.start + self.length]
 
     @property
     def types(self) -> np.ndarray | None:
-        """Its token types, int32 `[length]`; None where all are zero."""
+        """The token types, int32 `[length]`; None if all are zero."""
         types = self.work.planes.get("types")
         return None if types is None else types[self.start : self.start + self.length]
 
     @property
     def bounds(self) -> np.ndarray:
-        """Its bounds, int32 `[slots, 2]`."""
+        """The bounds of its slots, int32 `[slots, 2]`."""
         return self.work.bounds[self.first_bound : self.first_bound + self.slots]
 
 
 def flat_ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The numbers `first[k]` to `first[k] + counts[k] - 1` for each k, one after the other."""
+    """The integers from `first[k]` to `first[k] + counts[k] - 1` for each k, concatenated."""
     before = np.cumsum(counts) - counts
     return np.repeat(first - before, counts) + np.arange(int(counts.sum()))
 
 
 def _entries(ticket: Ticket) -> list[Entry]:
-    """An entry for each sequence that is unlike the others."""
+    """Make an entry for each different sequence of a ticket."""
     work = ticket.work
-    found: dict[Key, Entry] = {}
+    entry_of: dict[Key, Entry] = {}
     start = first_bound = 0
     columns = zip(work.lengths.tolist(), work.slots.tolist(), strict=True)
     for index, (length, slots) in enumerate(columns):
         entry = Entry(ticket, index, start, length, first_bound, slots)
         start, first_bound = start + length, first_bound + slots
-        twin = found.setdefault(entry.key, entry)
+        twin = entry_of.setdefault(entry.key, entry)
         if twin is not entry:
             twin.claims[ticket].append(index)
-    return list(found.values())
+    return list(entry_of.values())
 
 
 def _key(entry: Entry) -> Key:
-    """The tokens of a short sequence. A digest of others, for tokens of all that waits would be
-    kept twice; nobody can make two texts share one."""
+    """A key that is equal for sequences with the same tokens, types and bounds.
+
+    It holds the tokens of a short sequence. For others it holds a digest, because the tokens would
+    be in memory twice; the digest is cryptographic, so no client can make two sequences share one.
+    """
     ids, types, length = entry.ids, entry.types, entry.length
-    if length <= KEPT_TWICE and types is None and entry.slots == 1:
+    if length <= MOST_KEY_TOKENS and types is None and entry.slots == 1:
         return ids.tobytes(), length, entry.bounds.tobytes()
     digest = blake2b(ids.data, digest_size=16)
     if types is not None:
@@ -201,5 +219,5 @@ def _key(entry: Entry) -> Key:
     if entry.slots == 1:
         return digest.digest(), length, entry.bounds.tobytes()
     digest.update(entry.bounds.tobytes())
-    # the count tells where the types end and the bounds begin
+    # the number of slots tells where the types end and the bounds begin
     return digest.digest(), length, entry.slots.to_bytes(4, "little")

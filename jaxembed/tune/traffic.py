@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxembed.engine.batch import HOST_MS, choose_bucket, place
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.lanes import LOOKED_AT
+from jaxembed.engine.lanes import WINDOW_BUCKETS
 from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.tune.lengths import Lengths
 from jaxembed.work import Encoding, work_of
@@ -133,7 +133,7 @@ def _drain(
     waiting: Sequence[Entry], cost: Mapping[Bucket, float], most: int | None, pair_ms: float
 ) -> tuple[float, int]:
     """Compose batches until nothing waits. Returns their milliseconds and their buckets' tokens."""
-    enough = LOOKED_AT * max(bucket.tokens for bucket in cost)
+    enough = WINDOW_BUCKETS * max(bucket.tokens for bucket in cost)
     ms, padded = pair_ms * sum(entry.length**2 for entry in waiting), 0
     while waiting:
         window = _window(waiting, enough)[:most]
