@@ -10,7 +10,7 @@ import numpy as np
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.embedder import Embedder
 from jaxembed.engine.admission import Admission, Capacity, Held
-from jaxembed.engine.engine import EngineState
+from jaxembed.engine.state import EngineState
 from jaxembed.errors import InputTooLong, ShuttingDown
 from jaxembed.inputs import Input, Pair, Text, Tokens
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores

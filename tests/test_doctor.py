@@ -37,7 +37,7 @@ from jaxembed.doctor.history import WINDOW_S, History, ModelTotals, Moment, Wind
 from jaxembed.doctor.page import QUESTIONS, model_page
 from jaxembed.doctor.probe import PROBES, ask
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.engine import BucketUse
+from jaxembed.engine.state import BucketUse
 from jaxembed.errors import ConfigError, Unanswered
 from jaxembed.server.app import create_app
 from jaxembed.server.models import Models

@@ -24,7 +24,7 @@ from jaxembed.engine.admission import Limit
 from jaxembed.engine.bucket import SHORTEST_ROW, TPU_TILE
 from jaxembed.engine.build import Plan
 from jaxembed.engine.calibrate import BATCH_S, native_dtype
-from jaxembed.engine.engine import BucketUse, EngineState
+from jaxembed.engine.state import BucketUse, EngineState
 from jaxembed.models import position_limit
 from jaxembed.telemetry import STAGES
 

@@ -10,7 +10,7 @@ from jaxembed.doctor.machine import machine_counts
 from jaxembed.embedder import Embedder
 from jaxembed.engine.admission import Limit
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.engine import BucketUse
+from jaxembed.engine.state import BucketUse
 from jaxembed.telemetry import STAGES, Counter, Telemetry
 
 WINDOW_S = 60.0  # samples older than this are dropped

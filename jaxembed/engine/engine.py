@@ -1,8 +1,9 @@
-"""One queue, and threads that pull from it: sequences in, tickets answered.
+"""Queues requests and runs them in batches, on threads that answer their tickets.
 
-Life of a sequence: `submit` puts it in a lane; a thread of a free replica takes the device's turn,
-then the lanes choose a batch out of what waits at that moment, the replica runs it, and the answers
-are written into the tickets. There are no timers: batches grow while the devices are busy.
+`submit` puts the sequences of a request into a lane. A thread of a free replica takes the turn of
+its device, and only then a batch of what waits at that moment. The replica runs the batch, and the
+thread writes the answers into the tickets. No timer delays a batch: batches grow while the devices
+are busy.
 """
 
 import atexit
@@ -20,11 +21,13 @@ import numpy as np
 from jaxembed import memory
 from jaxembed.engine.batch import HOST_MS, Batch, place
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.costs import BucketCosts, CostSource
+from jaxembed.engine.costs import BucketCosts
 from jaxembed.engine.lanes import Lanes
 from jaxembed.engine.recovery import Answers, Recovery, reference_to
 from jaxembed.engine.replica import Runner
-from jaxembed.engine.ticket import Entry, Ticket
+from jaxembed.engine.settlement import fail_entries, settle_answers
+from jaxembed.engine.state import BucketUse, EngineState, LaneState
+from jaxembed.engine.ticket import Ticket
 from jaxembed.engine.timing import BucketTimer
 from jaxembed.engine.turn import Claim, DeviceTurn, Share
 from jaxembed.engine.warmup import Warmup
@@ -34,7 +37,6 @@ from jaxembed.errors import (
     DeviceStuck,
     EmptyInput,
     InputTooLong,
-    NotFinite,
     TooManySpans,
 )
 from jaxembed.inputs import Priority
@@ -44,92 +46,49 @@ from jaxembed.work import Encoding, Work, work_of
 
 logger = logging.getLogger(__name__)
 
-FAILURES_TO_SICK = 3
-EXIT_S = 5.0  # for the threads of an engine nobody closed, when the interpreter ends
-PROBE_EVERY_S = 1.0
-RATE_OVER = 10  # batches, about
+FAILURES_TO_SICK = 3  # consecutive failed batches after which a seat is sick
+EXIT_S = 5.0  # time limit for an engine that is still open when the interpreter ends
+PROBE_EVERY_S = 1.0  # seconds between two probes of a sick seat
+RATE_BATCHES = 10  # number of recent batches that the throughput is computed from, about
 INTERNAL = "an internal error, see the server's log"
 NOT_COMPILED = "the model could not be compiled"
-BORROWED_S = 0.3  # of device time, by a model with interactive work: two batches of a CPU
+# Device time that a model with interactive work may borrow from its future: two batches on a CPU.
+BORROWED_S = 0.3
 
 
 @dataclass(eq=False)
 class Seat:
-    """A runner, the turn of its devices and what it has had of them."""
+    """A runner, the turn of its device, and its share of the device time."""
 
     runner: Runner
     turn: DeviceTurn
-    failures: int = 0  # batches in a row, under the engine's lock
+    failures: int = 0  # number of consecutive failed batches; protected by the engine's lock
     share: Share = field(default_factory=Share)
 
     @property
     def sick(self) -> bool:
+        """Whether several batches in a row have failed on it."""
         return self.failures >= FAILURES_TO_SICK
 
     @property
     def stuck(self) -> bool:
-        """Whether its device does not return from a call: of this model or of one that shares it.
-        It takes no work until then."""
+        """Whether its device does not return from a call of this model or of another one.
+
+        It takes no work until the call returns.
+        """
         return self.turn.stuck
-
-
-@dataclass(frozen=True)
-class BucketUse:
-    """What the batches of one bucket come to, since the start."""
-
-    runs: int = 0
-    useful_tokens: int = 0
-    device_s: float = 0.0
-
-    def __add__(self, other: "BucketUse") -> "BucketUse":
-        return BucketUse(
-            self.runs + other.runs,
-            self.useful_tokens + other.useful_tokens,
-            self.device_s + other.device_s,
-        )
-
-    def __sub__(self, other: "BucketUse") -> "BucketUse":
-        return BucketUse(
-            self.runs - other.runs,
-            self.useful_tokens - other.useful_tokens,
-            self.device_s - other.device_s,
-        )
-
-
-@dataclass(frozen=True)
-class LaneState:
-    """What waits in one lane; what is the same counts as often as it was asked for."""
-
-    inputs: int
-    tokens: int
-    oldest_s: float  # the wait of the oldest request so far
-
-
-@dataclass(frozen=True)
-class EngineState:
-    """What an engine holds and does at one moment."""
-
-    waiting_inputs: int  # what is the same counts as often as it was asked for
-    waiting_tokens: int
-    lanes: dict[Priority, LaneState]
-    failures: tuple[int, ...]  # batches that failed in a row, of each seat
-    shares: tuple[float, ...]  # seconds on the device's clock that each seat has had
-    costs: dict[Bucket, float]  # milliseconds of a run of each bucket that may be used
-    cost_sources: dict[Bucket, CostSource]
-    drift: float  # by which every cost is multiplied, see BucketCosts
-    spread: float  # of the timings of a bucket
-    timed: bool  # every bucket often enough
-    ran: dict[Bucket, BucketUse]
-    longest_call_s: float  # the age of the oldest device call under way
-    closing: bool
-    threads: int  # alive
 
 
 class Engine:
     """Batches sequences and runs them on every seat.
 
-    `submit` may be called from any thread. Nothing compiles on its way: buckets are used as they
-    become ready, and a sequence that fits none yet waits.
+    `submit` may be called from any thread. No request starts a compilation: buckets are used when
+    they are compiled, and a sequence that fits on none of these yet waits.
+
+    `widths` are the numbers of columns of the model's outputs. `max_batch_requests` is the largest
+    number of sequences in a batch. `keep_costs` is called when every bucket was timed often enough,
+    and when the engine closes. See Warmup for `full_warmup`, `compile_workers` and `on_progress`,
+    and Watchdog for `overdue_s`.
     """
 
     def __init__(
@@ -149,8 +108,7 @@ class Engine:
         on_progress: Callable[[int, int], None] | None = None,
         keep_costs: Callable[[BucketCosts], object] = lambda costs: None,
     ):
-        """`widths` are those of the model's outputs, in floats. `keep_costs` is called when every
-        bucket was timed often enough, and when the engine closes."""
+        """Prepare the threads; `start` starts them."""
         self.grid = grid
         self.name = name  # of the model, for the log
         self._costs = costs
@@ -162,10 +120,10 @@ class Engine:
         self._probe_every_s = probe_every_s
         self._lanes = Lanes(max(bucket.tokens for bucket in grid.buckets))
         self._ran: dict[Bucket, BucketUse] = {}
-        self._ran_tokens = self._ran_s = 0.0  # of late, useful tokens and seconds of batches
+        self._ran_tokens = self._ran_s = 0.0  # decaying sums over the recent batches
         self._closing = False
         self._lock = threading.RLock()
-        self._idle = {seat: threading.Condition(self._lock) for seat in seats}  # who waits for work
+        self._idle = {seat: threading.Condition(self._lock) for seat in seats}  # idle threads
         self.warmup = Warmup(
             grid,
             self._compile,
@@ -195,36 +153,44 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Compiled far enough to serve anything, and not failing batch after batch."""
+        """Whether any request can be served: enough buckets are compiled, and a seat is healthy."""
         return self.warmup.ready and self.healthy
 
     @property
     def healthy(self) -> bool:
-        """Whether some seat answers: one that fails batch after batch only probes meanwhile, and
-        one that is stuck does nothing."""
+        """Whether some seat is neither sick nor stuck.
+
+        A sick seat only probes its device while another seat is healthy, and a stuck one does
+        nothing.
+        """
         return not all(seat.sick or seat.stuck for seat in self.seats)
 
     @property
     def stuck(self) -> bool:
-        """Whether no seat returns from the call it is in. What waits fails and what comes is
-        refused; if a call does return after all, its seat is in use again."""
+        """Whether every seat is stuck.
+
+        Then waiting requests fail and new ones are refused. A seat whose call returns after all is
+        used again.
+        """
         return all(seat.stuck for seat in self.seats)
 
     @property
     def tokens_per_s(self) -> float:
-        """Useful tokens of the latest batches over the seconds that they took of their devices, of
-        all devices together; 0 before the first batch."""
+        """The recent throughput of all seats together, in useful tokens per second of device time.
+
+        0 before the first batch.
+        """
         return len(self.seats) * self._ran_tokens / max(self._ran_s, 1e-6)
 
     def restrict(self, buckets: Iterable[Bucket]) -> None:
-        """Let batches use only these of the compiled buckets, from now on."""
+        """Use only these of the compiled buckets for batches from now on."""
         with self._lock:
             self._costs.restrict(buckets)
             self._lanes.lengthen(max(bucket.length for bucket in self._costs.usable))
 
-    def snapshot(self) -> "EngineState":
-        """What the engine holds and does at this moment."""
-        spread = self._costs.spread  # sorts every timing: not under the lock
+    def snapshot(self) -> EngineState:
+        """The state of the engine at this moment."""
+        spread = self._costs.spread  # without the lock, because it sorts all timings
         calls = self._watchdog.calls
         with self._lock:
             return EngineState(
@@ -250,7 +216,7 @@ class Engine:
         return LaneState(lanes.inputs_of(name), lanes.tokens_of(name), oldest_s)
 
     def start(self) -> None:
-        """Start compiling and serving."""
+        """Start the threads that compile buckets and serve requests."""
         atexit.register(self._leave)
         self.warmup.start()
         self._watchdog.start()
@@ -263,11 +229,15 @@ class Engine:
         wake: Callable[[], object] | None = None,
         priority: Priority | None = None,
     ) -> Ticket:
-        """Queue one request. `wake` is called once, from an engine thread, when it is answered.
+        """Queue one request and return its ticket.
 
-        Without a priority a small request is interactive and a large one bulk. A sequence that
-        waits already, for this request or another, is computed once for all. Raises EmptyInput,
-        InputTooLong, TooManySpans, BackendError and DeviceStuck.
+        `wake` is called once, from an engine thread, when the ticket is complete. Without a
+        priority a small request is interactive and a large one is bulk. Equal sequences that wait
+        at the same time, also those of different requests, are computed once.
+
+        Raises EmptyInput, InputTooLong or TooManySpans for a sequence that no bucket can hold,
+        BackendError if the engine is closed or the model could not be compiled, and DeviceStuck if
+        every seat is stuck.
         """
         self._check(work)
         ticket = Ticket(work, self._widths, wake)
@@ -280,11 +250,11 @@ class Engine:
                 raise DeviceStuck
             self._lanes.add(ticket, priority)
             for idle in self._idle.values():
-                idle.notify(self._lanes.inputs)  # more threads would only be in its way
+                idle.notify(self._lanes.inputs)  # more threads would only slow the others down
         return ticket
 
     def _check(self, work: Work) -> None:
-        """Raise the error of the first sequence that no bucket of the grid holds."""
+        """Raise EmptyInput, InputTooLong or TooManySpans for a sequence that no bucket can hold."""
         lengths = work.lengths.tolist()
         longest = max(lengths)
         if min(lengths) == 0:
@@ -297,13 +267,15 @@ class Engine:
                 raise TooManySpans(limit, max(slots), slots.index(max(slots)))
 
     def wait_timed(self, timeout_s: float | None = None) -> None:
-        """Block until every bucket was timed. Needs times in which nothing runs. Raises
-        TimeoutError."""
+        """Block until every bucket was timed often enough, which needs times in which nothing runs.
+
+        Raises TimeoutError after `timeout_s` seconds.
+        """
         if not self._timer.timed.wait(timeout_s):
             raise TimeoutError(f"not every bucket was timed within {timeout_s} s")
 
     def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits for the ticket: what is queued of it will not run."""
+        """Mark the ticket as abandoned by its client, and remove its sequences from the queue."""
         with self._lock:
             if not ticket.cancel():
                 return
@@ -311,8 +283,10 @@ class Engine:
         self._telemetry.cancelled_requests.inc()
 
     def close(self, timeout_s: float = 20.0) -> None:
-        """Finish the queue, stop the threads. What waits for a bucket not compiled yet fails, and
-        what is not answered when the time is up."""
+        """Serve what is queued, and end the threads.
+
+        Requests fail that are not answered within `timeout_s`, or that fit on no compiled bucket.
+        """
         self.warmup.stop()
         self._timer.stop()
         with self._lock:
@@ -323,8 +297,8 @@ class Engine:
         closed = BackendError("the engine is closed")
         self._fail_waiting(closed)
         self._watchdog.stop()
-        for call in self._watchdog.calls:  # its thread did not end in time
-            _fail(call.batch.entries if call.batch else [], closed)
+        for call in self._watchdog.calls:  # of threads that did not end in time
+            fail_entries(call.batch.entries if call.batch else [], closed)
         _join([*self.warmup.threads, self._timer.thread, self._watchdog.thread], deadline)
         if was_open:
             self._keep_costs()
@@ -337,7 +311,11 @@ class Engine:
         return [*self._threads, *self.warmup.threads, *others]
 
     def _leave(self) -> None:
-        """The interpreter ends: a thread that is still inside XLA then aborts it."""
+        """Close the engine when the interpreter ends.
+
+        It waits for the compiling threads, because the interpreter aborts if a thread is inside XLA
+        when it ends.
+        """
         self.close(EXIT_S)
         _join(self.warmup.threads, math.inf)
 
@@ -368,7 +346,7 @@ class Engine:
         return threading.Thread(target=memory.in_kept_heap, args=(serve,), name=name, daemon=True)
 
     def _serve(self, seat: Seat) -> None:
-        """A thread's life: wait, take the device's turn, take a batch, run it, settle it."""
+        """Serve batches until the engine is closed and its queue is empty."""
         while self._wait_for_work(seat):
             try:
                 self._serve_batch(seat)
@@ -377,8 +355,10 @@ class Engine:
                 self._fail_waiting(BackendError(INTERNAL))
 
     def _serve_batch(self, seat: Seat) -> None:
-        """Take a batch in the device's turn and settle it: each of its entries is answered or
-        failed, whatever is raised."""
+        """Take the turn of the device, then a batch, run it and settle it.
+
+        Each of its entries is answered or failed, whatever is raised.
+        """
         batch = None
         try:
             with seat.turn.hold(lambda: self._urgency(seat), seat.share) as claim:
@@ -393,26 +373,31 @@ class Engine:
                 seconds = time.monotonic() - started_at
             if claim.overdue:
                 logger.warning("%s: the device returned after %.0f s", self.name, seconds)
-                return  # those who waited were told
+                return  # its entries were failed when it became overdue
             self._note(seat, batch, results, claim)
             for answers in results:
-                _settle(answers, started_at, seconds)
-        except BaseException:  # a thread must not take its batch with it
+                settle_answers(answers, started_at, seconds)
+        except BaseException:  # a thread that ends must not leave its batch unanswered
             if batch is None:
                 raise
             logger.exception("a batch could not be run or settled. This is a bug in jaxembed")
-            _fail(batch.entries, BackendError(INTERNAL))
+            fail_entries(batch.entries, BackendError(INTERNAL))
 
     def _recovery(self, seat: Seat, call: WatchedCall) -> Recovery:
         return Recovery(seat.runner, lambda: self._costs.usable, self._telemetry, call.begin)
 
     def _is_out(self, seat: Seat) -> bool:
-        """Whether a seat is stuck, or fails while another is well: failing fast, it would take most
-        batches."""
+        """Whether a seat takes no batches: it is stuck, or it is sick while another is healthy.
+
+        A sick seat would take most batches, because they fail fast.
+        """
         return seat.stuck or (seat.sick and self.healthy)
 
     def _wait_for_work(self, seat: Seat) -> bool:
-        """Wait for something to run; False when the engine is closed and the queue empty."""
+        """Wait for work. Returns False when the engine is closed and its queue is empty.
+
+        For a sick seat it returns True every PROBE_EVERY_S, so that it can probe.
+        """
 
         def has_work() -> bool:
             return self._lanes.runnable and not self._is_out(seat)
@@ -427,10 +412,12 @@ class Engine:
             idle.notify_all()
 
     def _urgency(self, seat: Seat) -> float:
-        """The model whose next program begins first on the turn's clock is the most urgent, so that
-        all that have work get equal time, however much of it they have. A probe is work too. For
-        interactive work a model goes ahead of its time, else it waited for one batch of each other
-        model."""
+        """The urgency of a seat's claim for the turn; a probe counts as work.
+
+        The model whose next program begins first on the turn's clock is the most urgent, so that
+        all models with work get equal time. A model with interactive work goes ahead of its time:
+        otherwise it would wait for one batch of each other model.
+        """
         with self._lock:
             if self._lanes.runnable or (seat.sick and not self._closing):
                 ahead = BORROWED_S if self._lanes.has_interactive else 0.0
@@ -438,23 +425,28 @@ class Engine:
             return self._idle_urgency()
 
     def _idle_urgency(self) -> float:
-        """After everybody else; before them when the engine closes, for it only leaves."""
+        """The urgency without work: the lowest, or the highest when the engine closes.
+
+        A thread of a closed engine gives the turn back at once.
+        """
         return math.inf if self._closing else -math.inf
 
     def _take(self) -> Batch | None:
-        """Take the next batch out of the lanes. None if nothing waits that a bucket holds."""
+        """Take the next batch out of the lanes; None if nothing waits that fits on a bucket."""
         with self._lock:
             try:
                 return self._lanes.take(self._costs.usable, time.monotonic(), self._most)
             except Exception:
                 logger.exception("no batch could be composed. This is a bug in jaxembed")
-                waiting = self._lanes.clear()  # before anybody sees lanes that are half changed
-        _fail(waiting, BackendError(INTERNAL))
+                waiting = self._lanes.clear()  # under the lock, because they may be inconsistent
+        fail_entries(waiting, BackendError(INTERNAL))
         return None
 
     def _probe(self, seat: Seat) -> Batch | None:
-        """One token on the smallest bucket when batches have failed in a row, to see whether the
-        device is well again."""
+        """A batch of one token on the smallest bucket if the seat is sick, else None.
+
+        It shows whether the device works again.
+        """
         usable = self._costs.usable
         if not seat.sick or seat.stuck or not usable or self._closing:
             return None
@@ -463,24 +455,24 @@ class Engine:
         return place(min(usable, key=lambda bucket: bucket.tokens), ticket.entries)
 
     def _note(self, seat: Seat, batch: Batch, results: Sequence[Answers], claim: Claim) -> None:
-        """Count a batch that was run, and what it took of the device."""
+        """Record a batch that was run and its device time: failures, costs, totals and metrics."""
         answered = [answers for answers in results if answers.error is None and answers.entries]
         with self._lock:
             seat.failures = 0 if answered else seat.failures + 1
             use = BucketUse(1, batch.useful_tokens, claim.took_s)
             self._ran[batch.bucket] = self._ran.get(batch.bucket, BucketUse()) + use
-            if [answers.entries for answers in answered] == [batch.entries]:  # as it was placed
+            if [answers.entries for answers in answered] == [batch.entries]:  # not split
                 if not claim.mixed and batch.bucket in self._costs.usable:
                     self._costs.observe(batch.bucket, 1000 * claim.took_s)
-                kept = 1 - 1 / RATE_OVER
-                self._ran_tokens = kept * self._ran_tokens + batch.useful_tokens
-                self._ran_s = kept * self._ran_s + claim.took_s
+                decay = 1 - 1 / RATE_BATCHES
+                self._ran_tokens = decay * self._ran_tokens + batch.useful_tokens
+                self._ran_s = decay * self._ran_s + claim.took_s
         self._telemetry.batch_size.observe(len(batch.entries))
         self._telemetry.batch_tokens.observe(batch.useful_tokens)
         self._telemetry.batch_fill.observe(batch.fill)
 
     def _compile(self, bucket: Bucket) -> None:
-        """Compile a bucket on every seat, and only then let batches use it."""
+        """Compile a bucket on every seat, and then let batches use it."""
         for seat in self.seats:
             seat.runner.compile(bucket)
         with self._lock:
@@ -489,18 +481,18 @@ class Engine:
             self._wake_all()
 
     def _is_bulk_alone(self) -> bool:
-        """Whether bulk work waits and nothing else has for a while."""
+        """Whether only bulk work waits, and the last interactive request is a while ago."""
         with self._lock:
             return self._lanes.is_bulk_alone(time.monotonic())
 
     def _fail_waiting(self, error: Exception) -> None:
-        """Nothing that waits will be answered: tell those who wait."""
+        """Fail all waiting requests."""
         with self._lock:
             waiting = self._lanes.clear()
-        _fail(waiting, error)
+        fail_entries(waiting, error)
 
     def _fail_overdue(self, call: WatchedCall) -> None:
-        """A device does not return from a call: tell those who wait for it."""
+        """Fail the entries of a batch whose device call does not return."""
         text = "%s: %s is overdue: nothing more runs on its device until it returns"
         if call.batch is None:
             logger.error(text, self.name, f"the timing of bucket {call.bucket}")
@@ -509,11 +501,14 @@ class Engine:
         logger.error(text, self.name, words)
         self._telemetry.failed_batches.inc()
         failure = f"the device did not return in time from this batch (reference {reference})"
-        _fail(call.batch.entries, BackendError(failure))
+        fail_entries(call.batch.entries, BackendError(failure))
 
     def _look(self) -> None:
-        """Once a second: fail what came to wait before the last device got stuck, and wake threads
-        that went to sleep while theirs was."""
+        """Fail all waiting requests if every seat is stuck; otherwise wake threads if work waits.
+
+        The watchdog calls it once a second. Requests may have been queued just before the last
+        device got stuck, and threads may have gone to sleep while their device was stuck.
+        """
         if self.stuck:
             self._fail_waiting(DeviceStuck())
             return
@@ -522,44 +517,17 @@ class Engine:
                 self._wake_all()
 
     def _needed_length(self) -> int | None:
-        """The length of the oldest sequence that no compiled bucket holds."""
+        """The shortest row that holds the oldest sequence that fits on no compiled bucket."""
         with self._lock:
             return self._lanes.needed_length
 
 
 def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
+    """Wait until the threads that were started end, but not beyond the `deadline`.
+
+    It is a time.monotonic(), or infinity.
+    """
     for thread in threads:
-        if thread.ident is not None:  # it was started
+        if thread.ident is not None:
             left_s = deadline - time.monotonic()
             thread.join(None if math.isinf(left_s) else max(0.0, left_s))
-
-
-def _settle(answers: Answers, started_at: float, seconds: float) -> None:
-    """Write the answers into their tickets, in one step for each ticket."""
-    by_ticket: dict[Ticket, tuple[list[int], list[int]]] = {}
-    for k, entry in enumerate(answers.entries):
-        for ticket, index in entry.claims.items():
-            if ticket not in by_ticket:
-                by_ticket[ticket] = ([], [])
-            chosen, places = by_ticket[ticket]
-            chosen += [k] * len(index)
-            places += index
-    for ticket, (chosen, places) in by_ticket.items():
-        at = np.array(places)
-        ticket.queue_s[at] = started_at - ticket.queued_at
-        ticket.inference_s[at] = seconds
-        if answers.error is not None:
-            ticket.fail(places, _named(answers.error, places))
-            continue
-        ticket.answer(at, answers.values_of(chosen, ticket.work.outputs))
-
-
-def _fail(entries: Iterable[Entry], error: Exception) -> None:
-    for entry in entries:
-        for ticket, index in entry.claims.items():
-            ticket.fail(index, error)
-
-
-def _named(error: Exception, places: list[int]) -> Exception:
-    """Whose text it is at whom the error lies, for the one who asked."""
-    return NotFinite(f"input {min(places)}: {error}") if isinstance(error, NotFinite) else error

@@ -1,0 +1,59 @@
+"""Defines what an engine reports of itself: its queue, its costs and the use of its buckets."""
+
+from dataclasses import dataclass
+
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.costs import CostSource
+from jaxembed.inputs import Priority
+
+
+@dataclass(frozen=True)
+class BucketUse:
+    """Totals over the batches of one bucket since the start of the engine."""
+
+    runs: int = 0
+    useful_tokens: int = 0
+    device_s: float = 0.0
+
+    def __add__(self, other: "BucketUse") -> "BucketUse":
+        return BucketUse(
+            self.runs + other.runs,
+            self.useful_tokens + other.useful_tokens,
+            self.device_s + other.device_s,
+        )
+
+    def __sub__(self, other: "BucketUse") -> "BucketUse":
+        return BucketUse(
+            self.runs - other.runs,
+            self.useful_tokens - other.useful_tokens,
+            self.device_s - other.device_s,
+        )
+
+
+@dataclass(frozen=True)
+class LaneState:
+    """The queue of one lane. Duplicates count as often as they occur."""
+
+    inputs: int
+    tokens: int
+    oldest_s: float  # seconds that the oldest waiting request has waited; 0 if none waits
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """The state of an engine at one moment."""
+
+    waiting_inputs: int  # duplicates count as often as they occur
+    waiting_tokens: int
+    lanes: dict[Priority, LaneState]
+    failures: tuple[int, ...]  # number of consecutive failed batches of each seat
+    shares: tuple[float, ...]  # seconds on the device's clock up to which each seat had its time
+    costs: dict[Bucket, float]  # milliseconds of a run of each usable bucket
+    cost_sources: dict[Bucket, CostSource]
+    drift: float  # factor of all costs, see BucketCosts
+    spread: float  # how much timings of one bucket differ, see BucketCosts
+    timed: bool  # whether every bucket was timed often enough
+    ran: dict[Bucket, BucketUse]
+    longest_call_s: float  # age of the oldest device call in progress; 0 if there is none
+    closing: bool
+    threads: int  # number of threads that are alive
