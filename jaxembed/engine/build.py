@@ -44,40 +44,45 @@ from jaxembed.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
-NULL_TOKEN_MS = 1e-5  # constants cost next to nothing
+NULL_TOKEN_MS = 1e-5  # of the null model, which returns constants
 
 
 @dataclass(frozen=True)
 class Plan:
     """The decisions that are made before a model is loaded; no field changes later."""
 
-    devices: tuple[Device, ...]  # none for the null model
+    devices: tuple[Device, ...]  # empty for the null model
     dtype: DType
     max_input_tokens: int
-    max_batch_tokens: int  # of one device; a longer row stands alone in its batch
+    max_batch_tokens: int  # of one device; a longer row is alone in its batch
     grid: BucketGrid
     shards: int  # devices that share each batch
     full_warmup: bool
     kernels: Choice
-    token_ms: float  # roughly, of a token in a full bucket: until buckets are timed
-    cost_file: CostFile | None  # None for the null model, whose buckets cost nothing
-    timings: Timings  # of buckets, by an earlier run
+    token_ms: float  # estimated milliseconds per token of a full bucket, until buckets are timed
+    cost_file: CostFile | None  # None for the null model
+    timings: Timings  # of buckets, from an earlier run
 
     @property
     def platform(self) -> str:
+        """JAX's name for the kind of device: "cpu", "gpu" or "tpu"; "null" for the null model."""
         return self.devices[0].platform if self.devices else "null"
 
     @property
     def device_name(self) -> str:
-        """Such as "cpu" or "NVIDIA H200"."""
+        """The name of the device's model, such as "cpu" or "NVIDIA H200"."""
         return self.devices[0].device_kind if self.devices else "null"
 
 
 def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Path) -> Plan:
-    """Decide devices, dtype, limits and grid. Raises ConfigError, which names the flag at fault."""
+    """Decide devices, dtype, limits, grid and kernels.
+
+    On a CPU it measures its speed and tries native kernels, unless `cache_dir` has the results.
+    Raises ConfigError, which names the flag at fault.
+    """
     devices = () if config.null_model else _devices(config.devices)
     dtype: DType = config.dtype or (native_dtype(devices[0], cache_dir) if devices else "float32")
-    given = read_grid(config.buckets) if config.buckets is not None else None
+    grid_file = read_grid(config.buckets) if config.buckets is not None else None
     shards = len(devices) if config.parallel == "sharded" and devices else 1
     native_choice = Choice()
     identity = cost_identity(spec, devices, dtype, shards) if devices else {}
@@ -87,20 +92,20 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
             program, devices[0], dtype, config.kernels, cache_dir, verdicts
         )
     budget = config.max_batch_tokens
-    if budget is None and given is not None:
-        budget = given.max_batch_tokens
+    if budget is None and grid_file is not None:
+        budget = grid_file.max_batch_tokens
     if budget is None and devices:
         budget = batch_tokens(program, devices[0], dtype, cache_dir, native_choice.joins)
     limit = _limit(spec, config)
     if budget is None:
         budget = ACCELERATOR_TOKENS
-    if config.max_batch_tokens is None and given is not None:
+    if config.max_batch_tokens is None and grid_file is not None:
         budget = max(budget, limit)  # the user's grid must hold the longest input
     limit = _clamped(limit, budget, config)
-    if given is not None:
-        grid = given.grid(limit, budget, shards)
+    if grid_file is not None:
+        grid = grid_file.grid(limit, budget, shards)
         if devices:
-            _warn_of_another_tuning(given, tuned_for(spec, devices, dtype))
+            _warn_of_another_tuning(grid_file, tuned_for(spec, devices, dtype))
     else:
         on_tpu = bool(devices) and devices[0].platform == "tpu"
         tile = TPU_TILE if on_tpu else 1
@@ -109,14 +114,14 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
         config.warmup is None and bool(devices) and devices[0].platform == "gpu"
     )
     if not devices:
-        nothing = (Choice(), NULL_TOKEN_MS, None, {})
-        return Plan(devices, dtype, limit, budget, grid, shards, full, *nothing)
+        without_device = (Choice(), NULL_TOKEN_MS, None, {})
+        return Plan(devices, dtype, limit, budget, grid, shards, full, *without_device)
     kernels = choose_kernels(
         program, devices[0], dtype, grid, config.kernels, native_choice=native_choice
     )
     per_token = token_ms(program, devices[0], dtype, cache_dir, native_choice.joins)
     file = CostFile(cache_dir, identity, lambda bucket: kernels.name_of(bucket.length))
-    timings = file.load() | (_tuned_timings(given, file) if given is not None else {})
+    timings = file.load() | (_tuned_timings(grid_file, file) if grid_file is not None else {})
     return Plan(
         devices, dtype, limit, budget, grid, shards, full, kernels, per_token, file, timings
     )
@@ -132,8 +137,12 @@ def build(
     on_progress: Callable[[int, int], None] | None = None,
     name: str = "model",
 ) -> Engine:
-    """An engine that is not started yet. `load` gives the parameters, from a generator if the host
-    should not hold them all at once; the null model needs none."""
+    """Place the parameters on the devices, and make an engine that is not started yet.
+
+    `load` returns the parameters by name, from a generator if the host should not hold all of them
+    at once. It is not called for the null model. `on_progress` is as in Warmup. Raises
+    CheckpointError if the parameters do not fit the program, and what `load` raises.
+    """
     if plan.devices:
         seats = seats_of(plan, program, load())
     else:
@@ -155,19 +164,23 @@ def build(
 def kept_verdicts(
     program: Program, device: Device, dtype: DType, cache_dir: Path, identity: dict[str, Any]
 ) -> Verdicts:
-    """The verdicts on the native calls of a model: those of an earlier run, or of a trial now,
-    which are kept if every call could be tried."""
+    """The verdicts on the native calls of a model, from an earlier run or from a trial now.
+
+    They are kept in `cache_dir` for the next run if every call could be tried. `identity` is
+    everything that they depend on.
+    """
     file = KeptFile(cache_dir, identity, "verdicts", "-native")
-    kept = file.load(lambda found: {name: Verdict(**one) for name, one in found.items()})
+    kept = file.load(lambda fields: {name: Verdict(**one) for name, one in fields.items()})
     if kept is not None:
         return kept
     verdicts = try_native(program, device, dtype)
-    if not any(one.failed for one in verdicts.values()):  # as where the machine is too busy
+    if not any(one.failed for one in verdicts.values()):  # on a busy machine some are too late
         file.save({name: asdict(one) for name, one in verdicts.items()})
     return verdicts
 
 
 def _keep(file: CostFile | None, costs: BucketCosts) -> None:
+    """Save the timings, if there are any."""
     if file is not None and costs.timings:
         file.save(costs.timings, costs.spread)
 
@@ -192,21 +205,26 @@ def package_versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in ("jaxembed", "jax", "jaxlib")}
 
 
-def _tuned_timings(given: GridFile, file: CostFile) -> Timings:
-    """The timings that `jaxembed tune` wrote beside a grid, if they have the same identity."""
-    costs = given.tuned.get("costs")
+def _tuned_timings(grid_file: GridFile, file: CostFile) -> Timings:
+    """The timings that `jaxembed tune` wrote into a grid file, if they have the same identity.
+
+    Damaged ones are logged and ignored.
+    """
+    costs = grid_file.tuned.get("costs")
     if not isinstance(costs, dict) or costs.get("identity") != file.identity:
         return {}
     try:
         return {b: often_enough(ms) for b, ms in file.decode(costs["timings"]).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        logger.warning("--buckets %s: the costs in it are ignored: %s", given.path, error)
+        logger.warning("--buckets %s: the costs in it are ignored: %s", grid_file.path, error)
         return {}
 
 
 def _devices(count: int | None) -> tuple[Device, ...]:
-    """The first `count` local devices. jax.devices() would give those of other hosts, which
-    hang."""
+    """The first `count` local devices, or all. Raises ConfigError if there are not so many.
+
+    jax.devices() would also return the devices of other hosts, and a program on these hangs.
+    """
     local = jax.local_devices()
     if count is not None and not 0 < count <= len(local):
         raise ConfigError(f"--devices {count}: this machine has {len(local)}")
@@ -216,7 +234,10 @@ def _devices(count: int | None) -> tuple[Device, ...]:
 def seats_of(
     plan: Plan, program: Program, parameters: Iterable[tuple[str, np.ndarray]]
 ) -> list[Seat]:
-    """One replica a device, or one over all of them."""
+    """Make a seat with a replica for each device, or one for all devices if they share batches.
+
+    Raises CheckpointError if the parameters do not fit the program.
+    """
     groups: Sequence[Sequence[Device]]
     groups = [plan.devices] if plan.shards > 1 else [[device] for device in plan.devices]
     twin = _float32_twin(plan)
@@ -241,15 +262,19 @@ def seats_of(
     ]
 
 
-_TURNS: dict[Device, DeviceTurn] = {}  # of this process
+_TURNS: dict[Device, DeviceTurn] = {}
 
 
 def turn_of(device: Device) -> DeviceTurn:
-    """The one turn of a device, shared by the engines of every model on it."""
+    """The only turn of a device in this process, shared by the engines of all models."""
     return _TURNS.setdefault(device, DeviceTurn.for_platform(device.platform))
 
 
 def _float32_twin(plan: Plan) -> Bucket | None:
+    """The bucket that gets a second program in float32; None if the model is not in float16.
+
+    It is the smallest bucket that holds every sequence.
+    """
     if plan.dtype != "float16":
         return None
     longest = [b for b in plan.grid.buckets if b.length == plan.grid.max_length]
@@ -257,7 +282,10 @@ def _float32_twin(plan: Plan) -> Bucket | None:
 
 
 def _limit(spec: ModelSpec, config: EngineConfig) -> int:
-    """The most tokens of an input: the user's limit, at most the positions of the model."""
+    """The largest number of tokens of an input: the user's limit, or else the model's.
+
+    Raises ConfigError if the user's limit exceeds the positions of the model.
+    """
     positions = position_limit(spec)
     if config.max_input_tokens is None:
         return spec.max_input_tokens if positions is None else min(spec.max_input_tokens, positions)
@@ -270,7 +298,7 @@ def _limit(spec: ModelSpec, config: EngineConfig) -> int:
 
 
 def tuned_for(spec: ModelSpec, devices: Sequence[Device], dtype: DType) -> dict[str, str]:
-    """The facts that costs of buckets depend on, as `jaxembed tune` writes them beside a grid."""
+    """The model, dtype and device that a grid is tuned for, as `jaxembed tune` writes them."""
     return {
         "content_hash": spec.content_hash,
         "dtype": dtype,
@@ -278,42 +306,45 @@ def tuned_for(spec: ModelSpec, devices: Sequence[Device], dtype: DType) -> dict[
     }
 
 
-def _warn_of_another_tuning(given: GridFile, here: dict[str, str]) -> None:
+def _warn_of_another_tuning(grid_file: GridFile, current: dict[str, str]) -> None:
     """Warn if the grid was tuned for something else: it works, but may not be the fastest."""
-    others = [
-        f"{name} {given.tuned[name]}, here it is {value}"
-        for name, value in here.items()
-        if given.tuned.get(name, value) != value
+    differences = [
+        f"{name} {grid_file.tuned[name]}, here it is {value}"
+        for name, value in current.items()
+        if grid_file.tuned.get(name, value) != value
     ]
-    if others:
+    if differences:
         logger.warning(
             "--buckets %s was tuned for %s: run `jaxembed tune` again",
-            given.path,
-            "; for ".join(others),
+            grid_file.path,
+            "; for ".join(differences),
         )
 
 
 def _clamped(limit: int, budget: int, config: EngineConfig) -> int:
-    """The limit, or the grid's longest row if that is shorter and the user set no limit."""
+    """The limit, or the longest row of the default grid if that is shorter; a warning is logged.
+
+    A grid of the user's own is checked elsewhere. Raises ConfigError if the user set the limit.
+    """
     if config.buckets is not None:
         return limit
-    held = LONGEST_DEFAULT_ROW
+    longest = LONGEST_DEFAULT_ROW
     if config.max_batch_tokens is not None:
-        held = min(held, budget)
-    if limit <= held:
+        longest = min(longest, budget)
+    if limit <= longest:
         return limit
     remedy = "give a longer grid with --buckets"
-    if held < LONGEST_DEFAULT_ROW:
+    if longest < LONGEST_DEFAULT_ROW:
         remedy = f"raise --max-batch-tokens, now {budget}"
     if config.max_input_tokens is not None:
         raise ConfigError(
-            f"--max-input-length {limit} does not fit: the default buckets hold {held} tokens; "
+            f"--max-input-length {limit} does not fit: the default buckets hold {longest} tokens; "
             f"{remedy}"
         )
     logger.warning(
         "the model takes %d tokens, the grid holds %d: longer inputs are cut; %s",
         limit,
-        held,
+        longest,
         remedy,
     )
-    return held
+    return longest

@@ -1,5 +1,8 @@
-"""Runs a batch so that only the sequences at fault fail: a batch that does not fit is halved, and
-a sequence whose result is not finite runs alone."""
+"""Runs a batch so that only the sequences at fault fail.
+
+A batch that does not fit in the memory is run in halves, and a sequence whose result is not finite
+is run alone.
+"""
 
 import logging
 import uuid
@@ -20,16 +23,16 @@ from jaxembed.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
-
-Values = Mapping[OutputName, Any]  # np.ndarray of slots, or a list of np.ndarray
+Values = Mapping[OutputName, Any]  # an array for outputs per slot, a list of arrays for others
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a run gave for some entries: `values`, or one `error` for all of them.
+    """The result of a run for some entries: `values`, or an `error` for all of them.
 
-    Of an output by slots `values` has an array `[slots of all entries, width]`, of one by tokens an
-    array for each entry: views of the whole bucket's output, to be copied before they are kept.
+    `values` has an array `[slots of all entries, width]` for each output per slot, and a list with
+    the array of each entry for each output per token. These are views of the output of the whole
+    bucket, so they must be copied to be kept.
     """
 
     entries: Sequence[Entry]
@@ -38,15 +41,17 @@ class Answers:
 
     @cached_property
     def slots(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Where the slots of each entry begin among those of all, and how many each has; None if
-        each has one."""
+        """The first slot of each entry among the slots of all, and its number of slots.
+
+        Both are int arrays `[entries]`. None if each entry has one slot.
+        """
         if all(entry.slots == 1 for entry in self.entries):
             return None
         counts = np.array([entry.slots for entry in self.entries])
         return np.cumsum(counts) - counts, counts
 
     def values_of(self, chosen: Sequence[int], outputs: Iterable[OutputName]) -> Values:
-        """These outputs of the entries with the numbers `chosen`, in their order."""
+        """The values of these outputs for the entries with the numbers `chosen`, in this order."""
         places: Sequence[int] | np.ndarray = chosen
         if self.slots is not None:
             first, counts = self.slots
@@ -60,7 +65,10 @@ class Answers:
 
 
 def reference_to(batch: Batch) -> tuple[str, str]:
-    """A reference for those who wait, and the words by which the log names the batch with it."""
+    """Make a random reference for the error messages of a batch.
+
+    Returns it and a description of the batch for the log, which contains the reference.
+    """
     reference = uuid.uuid4().hex[:12]
     lengths = sorted((entry.length for entry in batch.entries), reverse=True)[:8]
     count = len(batch.entries)
@@ -69,8 +77,11 @@ def reference_to(batch: Batch) -> tuple[str, str]:
 
 
 class Recovery:
-    """Runs batches on a runner; `buckets()` are those compiled so far. `on_call` is called before
-    each call of the runner."""
+    """Runs batches on a runner, again in parts if something fails.
+
+    `buckets` returns the buckets compiled so far. `on_call` is called with the bucket before each
+    call of the runner.
+    """
 
     def __init__(
         self,
@@ -85,13 +96,14 @@ class Recovery:
         self._on_call = on_call
 
     def run(self, batch: Batch) -> list[Answers]:
-        """Every entry of the batch, answered or failed. Raises nothing."""
+        """Run a batch. Returns the answers or errors of all its entries, and raises nothing."""
         try:
             return self._run(batch)
-        except Exception as error:  # whatever it is goes to those who wait
+        except Exception as error:  # any error goes to the tickets
             return [self._failed(batch, error)]
 
     def _run(self, batch: Batch) -> list[Answers]:
+        """Run a batch, and then each sequence alone whose result is not finite."""
         try:
             answers = self._attempt(batch)
         except Exception as error:
@@ -99,22 +111,24 @@ class Recovery:
         finite = _finite(answers)
         if finite.all():
             return [answers]
-        suspects = [e for e, good in zip(answers.entries, finite, strict=True) if not good]
+        suspects = [e for e, ok in zip(answers.entries, finite, strict=True) if not ok]
         results = []
         if finite.any():
-            good = np.flatnonzero(finite).tolist()
-            values = answers.values_of(good, answers.values)
-            results.append(Answers([answers.entries[k] for k in good], values))
+            chosen = np.flatnonzero(finite).tolist()
+            values = answers.values_of(chosen, answers.values)
+            results.append(Answers([answers.entries[k] for k in chosen], values))
         for entry in suspects:
             results += self._alone(entry, batch)
         return results
 
     def _attempt(self, batch: Batch) -> Answers:
+        """Run a batch once. Raises what the runner raises."""
         names = _outputs(batch.entries)
         self._on_call(batch.bucket)
         return _gather(batch, self._runner.run(batch.bucket, pack(batch), names))
 
     def _after_failure(self, batch: Batch, error: Exception) -> list[Answers]:
+        """Run a batch in halves if it did not fit in the memory; otherwise fail it."""
         smaller = self._smaller(batch)
         if "RESOURCE_EXHAUSTED" in str(error) and smaller is not None:
             self._telemetry.split_batches.inc()
@@ -125,6 +139,7 @@ class Recovery:
         return [self._failed(batch, error)]
 
     def _failed(self, batch: Batch, error: Exception) -> Answers:
+        """Log and count a failed batch. Returns a BackendError with its reference as the answer."""
         reference, words = reference_to(batch)
         logger.error("%s failed", words, exc_info=error)
         self._telemetry.failed_batches.inc()
@@ -132,7 +147,10 @@ class Recovery:
         return Answers(batch.entries, error=failure)
 
     def _smaller(self, batch: Batch) -> list[Batch] | None:
-        """The batch on buckets of half its tokens at most; None where there are none."""
+        """Divide a batch into batches on a bucket with at most half its tokens.
+
+        None if there is no such bucket that holds its longest sequence.
+        """
         longest = max(entry.least_row for entry in batch.entries)
         half = batch.bucket.tokens // 2
         fitting = [b for b in self._buckets() if b.fits(longest) and b.tokens <= half]
@@ -146,7 +164,7 @@ class Recovery:
         return parts
 
     def _alone(self, entry: Entry, batch: Batch) -> list[Answers]:
-        """The sequence by itself, then in float32 where the model is float16."""
+        """Run a sequence alone, and then in float32 if the model is in float16."""
         self._telemetry.not_finite.inc()
         fitting = [b for b in self._buckets() if b.fits(entry.least_row)]
         bucket = min(fitting, key=lambda b: b.tokens, default=batch.bucket)
@@ -162,8 +180,8 @@ class Recovery:
                     return [answers]
         except Exception as error:
             return self._after_failure(alone, error)
-        how = "alone" if twin is None else "alone and in float32"
-        return [Answers([entry], error=NotFinite(f"the result is not finite, run {how}"))]
+        attempts = "alone" if twin is None else "alone and in float32"
+        return [Answers([entry], error=NotFinite(f"the result is not finite, run {attempts}"))]
 
     def _in_float32(self, batch: Batch) -> Answers:
         outputs = _outputs(batch.entries)
@@ -171,12 +189,12 @@ class Recovery:
 
 
 def _outputs(entries: Iterable[Entry]) -> set[OutputName]:
-    """All outputs that somebody asked for."""
+    """All outputs that the tickets of these entries asked for."""
     return set().union(*(entry.outputs for entry in entries))
 
 
 def _gather(batch: Batch, output: dict[OutputName, np.ndarray]) -> Answers:
-    """Each entry's own part of a bucket's outputs."""
+    """Gather the values of each entry from the outputs of a bucket."""
     values: dict[OutputName, Any] = {}
     for name, array in output.items():
         if OUTPUTS[name].per == "slot":
@@ -188,7 +206,7 @@ def _gather(batch: Batch, output: dict[OutputName, np.ndarray]) -> Answers:
 
 
 def _finite(answers: Answers) -> np.ndarray:
-    """Which entries have finite values only, bool `[entries]`."""
+    """Whether all values of each entry are finite, bool `[entries]`."""
     finite = np.ones(len(answers.entries), bool)
     for name, values in answers.values.items():
         if OUTPUTS[name].per == "slot":

@@ -1,6 +1,6 @@
-"""One copy of the parameters on its devices, and one compiled program for each bucket.
+"""Holds a copy of the parameters on its devices, and runs one compiled program for each bucket.
 
-Knows nothing of requests: packed tokens in, outputs out.
+Knows nothing of requests: it takes packed tokens and returns outputs.
 """
 
 import logging
@@ -26,9 +26,9 @@ from jaxembed.spec import DType
 
 logger = logging.getLogger(__name__)
 
-Device = Any  # a jax.Device, which JAX exports as a variable and no checker takes for a type
+Device = Any  # jax.Device, which type checkers refuse because JAX exports it as a variable
 
-Outputs = dict[OutputName, np.ndarray]
+Outputs = dict[OutputName, np.ndarray]  # float32 `[rows, slots or length, width]`
 
 FLOAT32: DType = "float32"
 
@@ -41,27 +41,35 @@ SAFE_FUSION: dict[str, str | bool] = {
 
 @runtime_checkable
 class Runner(Protocol):
-    """What the engine asks of a replica; NullReplica answers the same."""
+    """The interface that the engine needs: Replica and NullReplica implement it."""
 
     @property
     def primary(self) -> OutputName:
         """The output that the model is served for."""
         ...
 
-    def compile(self, bucket: Bucket) -> None: ...
+    def compile(self, bucket: Bucket) -> None:
+        """Prepare a bucket. Raises what the compiler raises."""
+        ...
 
-    def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs: ...
+    def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
+        """Run a prepared bucket on packed tokens and return these outputs of all its rows."""
+        ...
 
     @property
-    def float32_bucket(self) -> Bucket | None: ...
+    def float32_bucket(self) -> Bucket | None:
+        """The bucket that `run_in_float32` takes; None if there is none."""
+        ...
 
     def run_in_float32(
         self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
-    ) -> Outputs: ...
+    ) -> Outputs:
+        """Run the `float32_bucket` in float32; otherwise as `run`."""
+        ...
 
 
 class Replica:
-    """A model on one device, or on several in lockstep, each with a share of the rows."""
+    """A model on one device, or on several that run every batch together, each some of its rows."""
 
     def __init__(
         self,
@@ -73,11 +81,13 @@ class Replica:
         attention: Callable[[Bucket], Attend] = lambda bucket: by_xla,
         native_layout: bool = False,
     ):
-        """Raises CheckpointError if the parameters are not those of the program.
+        """Place the parameters on the devices.
 
-        What `place_parameters` has put on these devices already stays where it is. `attention`
-        gives what the program of a bucket attends with; the twin takes XLA's. With
-        `native_layout` the weights lie as native.linear takes them.
+        Raises CheckpointError if they are not those of the program. Parameters that
+        `place_parameters` has placed already are not copied. `attention` returns the attention
+        implementation for the program of a bucket; the program in float32 uses XLA's.
+        `float32_twin` is the bucket that also gets a program in float32. With `native_layout`
+        weights are packed into panels, as native.linear takes them.
         """
         self.devices = tuple(devices)
         self.dtype: DType = dtype
@@ -95,10 +105,11 @@ class Replica:
         self._parameters = list(placed.values())
 
     def compile(self, bucket: Bucket) -> None:
-        """Make the program of a bucket. Raises what XLA raises.
+        """Compile the program of a bucket. Raises what XLA raises, and ConfigError.
 
-        Of the `float32_twin` a second program is kept that computes in float32, with the same
-        parameters, for sequences whose activations leave float16's range.
+        The `float32_twin` gets a second program that computes in float32 with the same parameters,
+        for sequences whose activations exceed the range of float16. The ConfigError says that the
+        rows cannot be divided equally among the devices.
         """
         self._programs[bucket] = self._compile(bucket, self.dtype)
         if bucket == self._twin:
@@ -106,38 +117,44 @@ class Replica:
         memory.trim()
 
     def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
-        """Run a bucket and copy the outputs asked for to the host. Blocks without the GIL."""
+        """Run a compiled bucket, and copy the `outputs` to the host.
+
+        `planes` is a packed batch, int32 `[planes, rows, length]`. It waits for the device without
+        holding the GIL. Raises what XLA raises.
+        """
         return self._fetch(self._programs[bucket](self._parameters, self._placed(planes)), outputs)
 
     @property
     def float32_bucket(self) -> Bucket | None:
-        """The bucket that has a program in float32 as well; None where no bucket has."""
+        """The bucket that also has a program in float32; None if there is none."""
         return None if self._float32 is None else self._twin
 
     def run_in_float32(
         self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
     ) -> Outputs:
-        """Run the `float32_bucket`, the only one allowed, in float32; otherwise as `run`."""
+        """Run the `float32_bucket`, the only bucket allowed, in float32; otherwise as `run`."""
         assert self._float32 is not None
         assert bucket == self._twin
         return self._fetch(self._float32(self._parameters, self._placed(planes)), outputs)
 
     def program_text(self, bucket: Bucket) -> str:
-        """The optimised program of a bucket, as HLO."""
+        """The optimised HLO of the program of a bucket."""
         return self._programs[bucket].as_text() or ""
 
     def temporary_bytes(self, bucket: Bucket) -> int:
-        """Device memory a run of the bucket takes besides the parameters."""
+        """The device memory that a run of the bucket needs besides the parameters, in bytes."""
         memory: Any = self._programs[bucket].memory_analysis()  # None on no platform of ours
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
     def _placed(self, planes: np.ndarray) -> jax.Array:
+        """Copy a packed batch to the devices, divided by rows."""
         return jax.device_put(planes, NamedSharding(self._mesh, PartitionSpec(None, "data")))
 
     def _fetch(self, computed: dict[OutputName, Any], names: Iterable[OutputName]) -> Outputs:
         return {name: np.asarray(computed[name]) for name in names}
 
     def _compile(self, bucket: Bucket, dtype: DType) -> jax.stages.Compiled:
+        """Compile the program of a bucket that computes in this dtype."""
         if bucket.rows % len(self.devices):
             raise ConfigError(
                 f"{bucket.rows} rows of bucket {bucket} do not divide over "
@@ -174,8 +191,11 @@ def place_parameters(
     dtype: DType,
     native_layout: bool = False,
 ) -> list[dict[str, jax.Array]]:
-    """The parameters on each group of devices. They may come from a generator: the host holds one
-    at a time. With `native_layout` weights are laid as native.linear takes them."""
+    """Cast the parameters and copy them to each group of devices. Returns them for each group.
+
+    They may come from a generator, so that the host holds one at a time. With `native_layout`
+    weights are packed into panels, as native.linear takes them.
+    """
     shardings = [NamedSharding(_mesh(devices), PartitionSpec()) for devices in groups]
     placed: list[dict[str, jax.Array]] = [{} for _ in shardings]
     for name, leaf in parameters:
@@ -184,7 +204,7 @@ def place_parameters(
             cast = native.packed(np.asarray(cast))
         for copies, sharding in zip(placed, shardings, strict=True):
             copies[name] = jax.device_put(cast, sharding)
-        jax.block_until_ready([copies[name] for copies in placed])  # before the next takes memory
+        jax.block_until_ready([copies[name] for copies in placed])  # before the next needs memory
     return placed
 
 
@@ -193,18 +213,18 @@ def _mesh(devices: Sequence[Device]) -> Mesh:
 
 
 class NullReplica:
-    """Answers with constants and runs no device: what is left is the cost of the host."""
+    """A replica that returns constants and uses no device, to measure the work of the host."""
 
     def __init__(self, primary: OutputName, widths: Mapping[OutputName, int]):
-        """`widths` are the numbers of columns of the model's outputs."""
+        """Make a replica for outputs of these `widths`, which are numbers of columns."""
         self.primary: OutputName = primary
         self._widths = widths
 
     def compile(self, bucket: Bucket) -> None:
-        """Nothing to compile."""
+        """Do nothing."""
 
     def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
-        """Ones of the right shapes."""
+        """Return ones in the shapes of these outputs."""
         columns = {"slot": bucket.slots, "token": bucket.length}
         return {
             name: np.ones((bucket.rows, columns[OUTPUTS[name].per], self._widths[name]), np.float32)
@@ -213,18 +233,21 @@ class NullReplica:
 
     @property
     def float32_bucket(self) -> None:
-        """None: constants are finite."""
+        """None, because constants are always finite."""
 
     def run_in_float32(
         self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
     ) -> Outputs:
-        """As `run`: constants are float32."""
+        """Return what `run` returns, because the constants are float32."""
         return self.run(bucket, planes, outputs)
 
 
 @cache
 def compiler_options(platform: str) -> dict[str, str | bool]:
-    """XLA's options for a platform: on CPU the safe fusion setting, where XLA knows it."""
+    """XLA's compiler options for a platform: on a CPU SAFE_FUSION, if this XLA has the option.
+
+    The first call compiles a small program to find that out. Raises what XLA raises.
+    """
     if platform != "cpu":
         return {}
     try:
@@ -238,13 +261,14 @@ def compiler_options(platform: str) -> dict[str, str | bool]:
 
 
 def _cast(name: str, leaf: Any, dtype: DType) -> Any:
-    """The parameter, on the host or placed, in the dtype it is served in."""
+    """Convert a parameter, on the host or on a device, to the dtype that it is served in."""
     return leaf.astype(jnp.dtype(placed_dtype(name, leaf.ndim, dtype)), copy=False)
 
 
 def placed_dtype(name: str, axes: int, dtype: DType) -> DType:
-    """Matrices of the tower in the dtype that products take; vectors (norms, biases) stay float32.
+    """The dtype of a parameter on the device: `dtype` for weights of the tower, else float32.
 
-    So do the heads: they are small, and scores come straight out of them.
+    `axes` is its number of axes. Vectors, such as norms and biases, stay in float32, and so do the
+    heads: they are small, and scores come directly from them.
     """
     return FLOAT32 if axes < 2 or name.startswith("heads.") else dtype
