@@ -1,1 +1,1 @@
-"""What turns inputs into encodings: text so far."""
+"""Turns the inputs of requests into encodings. So far they are texts, pairs and token ids."""

@@ -1,4 +1,4 @@
-"""Joins two texts to one sequence, with the tokens around them. Knows no limits and no requests."""
+"""Joins two texts into one sequence with special tokens. Knows no limits and no requests."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,7 +9,8 @@ import numpy as np
 import tokenizers
 
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.spec import PairTemplate
+from jaxembed.processors.tokenizer import Tokenizer
+from jaxembed.spec import ModelSpec, PairTemplate
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -52,6 +53,24 @@ class Frame:
         if self.types is None:
             return ids, None
         return ids, np.repeat(np.array(self.types, np.int32), [len(part) for part in parts])
+
+
+def find_frame(tokenizer: Tokenizer, spec: ModelSpec, *, with_types: bool) -> Frame | None:
+    """The frame of a model's pairs: that of its template, or else the one of its tokenizer.
+
+    None if the tokenizer's template is not a frame and the model is no reranker. Raises
+    CheckpointError if a placeholder is missing, and UnsupportedModel for such a reranker.
+    """
+    if spec.template is not None:
+        return template_frame(
+            spec.template, lambda text: tokenizer.encode([text], special=False)[0].ids
+        )
+    try:
+        return tokenizer_frame(tokenizer.file, with_types=with_types)
+    except UnsupportedModel:
+        if spec.task == "rerank":
+            raise
+        return None
 
 
 def template_frame(template: PairTemplate, tokenize: Callable[[str], Sequence[int]]) -> Frame:

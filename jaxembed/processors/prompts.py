@@ -1,13 +1,18 @@
-"""Chooses one of a checkpoint's prompts by the purpose of a text. Knows no wire format."""
+"""Chooses one of a checkpoint's prompts: by name, by the purpose of a text, or the default.
 
-from collections.abc import Collection
+Knows no wire format.
+"""
+
+from collections.abc import Collection, Mapping
 from typing import Literal
 
-from jaxembed.errors import UnknownPurpose
+from jaxembed.config import TextConfig
+from jaxembed.errors import ConfigError, InvalidInput, UnknownPrompt, UnknownPurpose
+from jaxembed.spec import ModelSpec
 
 Role = Literal["query", "document", "classification", "clustering", "text-matching", "separation"]
 
-PURPOSES: dict[str, Role] = {  # by the names that Cohere, Voyage, NVIDIA and Jina use
+PURPOSES: dict[str, Role] = {  # keys are the names in the APIs of Cohere, Voyage, NVIDIA and Jina
     "query": "query",
     "search_query": "query",
     "document": "document",
@@ -25,8 +30,33 @@ PROMPTS: dict[Role, tuple[str, ...]] = {  # names that sentence-transformers tri
 }
 
 
+def default_prompt(config: TextConfig, spec: ModelSpec) -> str:
+    """The prompt for inputs without one: the one of the flags, or else of the checkpoint, or empty.
+
+    Raises ConfigError if the flags give two prompts or the checkpoint has none with the name.
+    """
+    if config.default_prompt is not None and config.default_prompt_name is not None:
+        raise ConfigError("set --default-prompt or --default-prompt-name, not both")
+    if config.default_prompt is not None:
+        return config.default_prompt
+    name = config.default_prompt_name or spec.default_prompt_name
+    if name is None:
+        return ""
+    try:
+        return named_prompt(name, spec.prompts)
+    except InvalidInput as error:
+        raise ConfigError(f"--default-prompt-name {name}: {error}") from error
+
+
+def named_prompt(name: str, prompts: Mapping[str, str]) -> str:
+    """The prompt with this name. Raises UnknownPrompt if there is none."""
+    if name in prompts:
+        return prompts[name]
+    raise UnknownPrompt(name, sorted(prompts))
+
+
 def role_of(purpose: str) -> Role | None:
-    """The role of texts with this purpose; None if no API that we know has such a purpose."""
+    """The role of texts with this purpose; None if no known API has such a purpose."""
     return PURPOSES.get(purpose) or next(
         (role for suffix, role in SUFFIXES.items() if purpose.endswith(suffix)), None
     )

@@ -107,6 +107,7 @@ class Tokenizer:
 
 
 def _read(path: Path) -> tokenizers.Tokenizer:
+    """Read a tokenizer.json. Raises CheckpointError if that fails."""
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no other class
