@@ -160,6 +160,7 @@ def _kept(file: Path) -> dict[str, float]:
 
 
 def _keep(rates: dict, file: Path) -> None:
+    """Write the rates into the file. A failure is logged and raises nothing."""
     try:
         make_private(file.parent)
         with replacing(file) as partial:

@@ -18,7 +18,7 @@ import jax.monitoring
 
 logger = logging.getLogger(__name__)
 
-WORKERS = 2  # threads
+WORKERS = 2  # number of compiling threads
 NICENESS = 10  # a ninth of the CPU share of a serving thread, if both want the same core
 STACK_BYTES = 64 * 1024 * 1024  # with large models XLA overflows the usual 8 MiB of a thread
 UNREADABLE_PROGRAM = "Error reading persistent compilation cache entry"  # start of JAX's warning
@@ -59,6 +59,7 @@ def _queue() -> SimpleQueue:
 
 
 def _work(queue: SimpleQueue) -> None:
+    """Compile the programs of the queue, in a thread that never ends."""
     _give_way()
     while True:
         compiled, lowered, options = queue.get()

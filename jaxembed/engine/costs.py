@@ -140,9 +140,11 @@ class BucketCosts:
         return len(timings) >= TIMINGS or sum(timings) >= TIMED_MS
 
     def _update(self) -> None:
+        """Replace `usable` by the current costs."""
         self.usable = {bucket: self.drift * self._cost(bucket) for bucket in self._buckets}
 
     def _cost(self, bucket: Bucket) -> float:
+        """The cost of a bucket without the drift: the median of its timings, or an estimate."""
         timings = self._timings.get(bucket)
         return median(timings) if timings else self._estimate(bucket)
 

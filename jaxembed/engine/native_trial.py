@@ -155,6 +155,7 @@ class CallTrial:
             return Verdict(failed=_line(error))
 
     def _compared(self) -> Verdict:
+        """Run both programs on the same operands and compare them. Raises what XLA raises."""
         plain, packed = _drawn(self.call)
         run, run_xla = (
             _runner(program, operands, self._device)
@@ -173,6 +174,7 @@ class CallTrial:
     def _compiled(
         self, function: Callable[[Operands], Array], is_packed: bool
     ) -> jax.stages.Compiled:
+        """Compile a function of the operands; `is_packed` says how the weights are laid out."""
         names = [name for name, _ in self.call.operands]
         sharding = SingleDeviceSharding(self._device)
         shapes = [
@@ -228,6 +230,7 @@ def _runner(
 
 
 def _line(error: Exception) -> str:
+    """The class of an error and the first line of its message."""
     first = (str(error).strip().splitlines() or [""])[0][:200]
     return f"{type(error).__name__}: {first}"
 

@@ -21,14 +21,14 @@ from jaxembed.telemetry import Telemetry
 logger = logging.getLogger(__name__)
 
 TIMING_S = 0.03  # least total time of the runs that make one timing
-MOST_RUNS = 16  # of one timing
+MOST_RUNS = 16  # largest number of runs that make one timing
 SEGMENT = 20  # tokens of a sequence in a timed bucket: not aligned to tiles of 16, like real ones
 LULL = 4.0  # the device must have been idle for this many times a run before a run
-SHORTEST_LULL_S = 0.02  # and for at least this long
-LOOK_S = 0.05  # between two checks whether the device is idle
+SHORTEST_LULL_S = 0.02  # the device must have been idle for at least this long
+LOOK_S = 0.05  # seconds between two checks whether the device is idle
 WHILE_IDLE, BESIDE_BULK = -math.inf, math.inf  # urgencies of a claim for the device
 BULK_SHARE = 0.01  # share of the time for timings while bulk work never ends
-AGAIN_S = 60.0  # between timings once every bucket was timed often enough
+AGAIN_S = 60.0  # seconds between timings once every bucket was timed often enough
 
 
 class BucketTimer:
@@ -80,6 +80,7 @@ class BucketTimer:
         self._stop.set()
 
     def _work(self) -> None:
+        """Take one timing after the other until `stop`; the threads of `pair` make the runs."""
         pair = Together(self._turn.permits)
         try:
             while not self._stop.is_set():
@@ -162,6 +163,7 @@ class Together:
     """Threads that run the same bucket at the same time, as the engine's threads do."""
 
     def __init__(self, count: int):
+        """Start `count` threads, which wait for `run`."""
         self._begin, self._end = Barrier(count + 1), Barrier(count + 1)
         self._count = count
         self._call: Callable[[], object] = lambda: None
@@ -197,6 +199,7 @@ class Together:
         self._begin.abort()
 
     def _work(self) -> None:
+        """Take part in each measurement of `run` until `close`."""
         while True:
             try:
                 self._begin.wait()

@@ -180,9 +180,10 @@ class DeviceTurn:
 
     @property
     def _free(self) -> int:
+        """The number of permits that no claim holds."""
         return self.permits - sum(claim.permits for claim in self._holding)
 
     @property
     def _choosing(self) -> bool:
-        """Whether a claim is granted but not charged yet: until then the next one is not known."""
+        """Whether a granted claim is not charged yet, so that the next one cannot be chosen."""
         return any(c.share is not None and c.expected_s is None for c in self._holding)

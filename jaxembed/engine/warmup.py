@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 
 QUIET_S = 5.0  # a device that has been idle for this long is not in use
 PAUSE = 2.0  # pause after a compilation while the device is in use, in multiples of its time
-# The next compilation begins when the device has been idle for LULL_S, looked at this often.
-LULL_S, IDLE_CHECK_S = 0.1, 0.02
+LULL_S = 0.1  # the next compilation begins when the device has been idle for this long
+IDLE_CHECK_S = 0.02  # seconds between two checks whether it has been
 LONGEST_WAIT_S = 1.0  # after this long the next compilation begins in any case
 
 
@@ -123,6 +123,7 @@ class Warmup:
                 self._ready.set()
 
     def _work(self, goes_on: bool) -> None:
+        """Compile buckets until none is left; `goes_on` is as in `_pause`."""
         took_s = 0.0
         while not self._stop.is_set():
             if self._ready.is_set():
@@ -157,6 +158,7 @@ class Warmup:
                 return
 
     def _on_success(self, bucket: Bucket) -> None:
+        """Note a compiled bucket, and whether the model is ready now."""
         with self._lock:
             self.compiled.append(bucket)
             done = len(self.compiled)

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 OVERDUE_FACTOR = 20.0  # a call is overdue after this many times the expected cost of its bucket
 OVERDUE_S = 60.0  # but not earlier: the first run has page faults, and on a GPU autotuning
-LOOK_EVERY_S = 1.0  # between two looks
-LOOKS_AT_LEAST = 5  # looks before a call is overdue
+LOOK_EVERY_S = 1.0  # seconds between two looks, at most
+LOOKS_AT_LEAST = 5  # number of looks before a call is overdue, at least
 
 
 @dataclass(eq=False)
@@ -91,6 +91,7 @@ class Watchdog:
         self._stop.set()
 
     def _work(self) -> None:
+        """Look at every call at regular intervals until `stop`."""
         looked_at = time.monotonic()
         while not self._stop.wait(self._look_s):
             now = time.monotonic()
@@ -105,6 +106,7 @@ class Watchdog:
                 logger.exception("the watchdog failed. This is a bug in jaxembed")
 
     def _look_at(self, call: WatchedCall, passed_s: float) -> None:
+        """Add the passed time to the age of a call, and mark and report it once it is overdue."""
         call.age_s += passed_s
         allowed_s = max(OVERDUE_FACTOR * self._cost_s(call.bucket), self._overdue_s)
         if call.age_s > allowed_s and not call.claim.overdue:
