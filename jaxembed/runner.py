@@ -1,26 +1,25 @@
-"""One request, from its inputs to its answer: chunks to tokenizer threads, then the engine.
-
-For a thread that may block, and for an event loop that may not.
-"""
+"""Runs one request: tokenizer threads, the engine, the answer. In a thread that may block, and
+on an event loop that may not."""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from itertools import islice
 
 import numpy as np
 
-from jaxembed.engine.engine import Engine
+from jaxembed.engine.client import EngineClient
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, InvalidInput
 from jaxembed.inputs import Priority, Text
 from jaxembed.outputs import OutputName
-from jaxembed.processors.text import Tokenized, characters
+from jaxembed.processors.text import Row, TextProcessor, Tokenized, characters
 from jaxembed.processors.tokenizer import SHORT_CHARACTERS, chunks
+from jaxembed.request import Answer, Request, Run
 from jaxembed.spec import ModelSpec, Task
-from jaxembed.tasks import Answer, Request, Run, Tokenize
 from jaxembed.telemetry import ANSWER_STAGES, Telemetry
 from jaxembed.work import Work, join_work, work_of
 
@@ -28,13 +27,20 @@ from jaxembed.work import Work, join_work, work_of
 class RequestRunner:
     """Runs the requests of one model and counts what is answered, until it is closed.
 
-    What takes one job to tokenize is one; else `begin` is, and then each chunk, so that a huge
-    query keeps one tokenizer thread busy and not all of them. Jobs are small: one that has begun is
-    finished, those that have not are dropped with the request.
+    A small request is tokenized in one job. For a large one `Request.share` is a job, and then
+    `Request.prepare` of each chunk, so that a huge query keeps one tokenizer thread busy and not
+    all of them. When a request is dropped, its jobs that have begun are finished and the others are
+    dropped too.
     """
 
-    def __init__(self, executor: Executor, engine: Engine, telemetry: Telemetry, spec: ModelSpec):
-        self._executor = executor
+    def __init__(
+        self,
+        processor: TextProcessor,
+        engine: EngineClient,
+        telemetry: Telemetry,
+        spec: ModelSpec,
+    ):
+        self._processor = processor
         self._engine = engine
         self._telemetry = telemetry
         self._series = _series(telemetry, spec.task)
@@ -43,7 +49,7 @@ class RequestRunner:
         self._closed = False
 
     def run(self, request: Request[Answer]) -> Answer:
-        """Wait for the answer. Raises BackendError when closed."""
+        """Block until the answer is there. Raises the errors of InvalidInput and BackendError."""
         if not request.items:
             return self._nothing(request)
         started_at = time.monotonic()
@@ -55,16 +61,17 @@ class RequestRunner:
         except BaseException:
             self._engine.cancel(ticket)
             raise
-        return request.answer(self._count(Run(ticket, tokenized, tokenization_s)))
+        return request.finish(self._spec, self._count(Run(ticket, tokenized, tokenization_s)))
 
     async def run_async(
         self,
         request: Request[Answer],
         on_tokens: Callable[[int], object] = lambda tokens: None,
     ) -> Answer:
-        """`run` without blocking the loop; `on_tokens` is told how many tokens there are.
+        """`run` without blocking the event loop. `on_tokens` is called with the number of tokens
+        before they are queued.
 
-        Cancelling the task takes along what is queued of the request.
+        If the task is cancelled, what is still queued of the request is dropped.
         """
         if not request.items:
             return self._nothing(request)
@@ -73,27 +80,28 @@ class RequestRunner:
         tokenization_s = time.monotonic() - started_at
         on_tokens(tokenized.work.tokens)
         ticket = await self._submit(tokenized.work, request.priority)
-        return request.answer(self._count(Run(ticket, tokenized, tokenization_s)))
+        return request.finish(self._spec, self._count(Run(ticket, tokenized, tokenization_s)))
 
     def off_loop(self, call: Callable, *arguments) -> asyncio.Future:
-        """The call in a tokenizer thread, to be awaited. Raises BackendError when closed."""
+        """Make the call in a tokenizer thread; to be awaited. Raises BackendError when closed."""
         return asyncio.wrap_future(self._in_thread(call, *arguments))
 
     def close(self) -> None:
         """Take no further request."""
         self._closed = True
-        self._executor.shutdown(wait=False)
+        self._processor.executor.shutdown(wait=False)
 
     def _tokenize(self, request: Request) -> Tokenized:
         if _is_brief(request.items) and not self._closed:
-            return _tokenize_whole(request)
+            return self._prepare_whole(request)
         if _is_one_job(request.items):
-            return self._in_thread(_tokenize_whole, request).result()
-        tokenize = self._in_thread(request.begin).result()
+            return self._in_thread(self._prepare_whole, request).result()
+        shared = self._in_thread(request.share, self._processor).result()
+        prepare = partial(self._prepare_chunk, request, shared)
         parts: list[Future] = []
         try:
             for first, chunk in _jobs(request.items):
-                parts.append(self._in_thread(_tokenize_chunk, tokenize, chunk, first))
+                parts.append(self._in_thread(prepare, chunk, first))
             for part in wait(parts, return_when=FIRST_EXCEPTION).done:
                 part.result()  # raises what one failed with, while others may wait
             return _join([part.result() for part in parts], request.outputs)
@@ -103,27 +111,43 @@ class RequestRunner:
 
     async def _tokenize_async(self, request: Request) -> Tokenized:
         if _is_brief(request.items) and not self._closed:
-            return _tokenize_whole(request)
+            return self._prepare_whole(request)
         if _is_one_job(request.items):
-            return await self.off_loop(_tokenize_whole, request)
-        tokenize = await self.off_loop(request.begin)
+            return await self.off_loop(self._prepare_whole, request)
+        shared = await self.off_loop(request.share, self._processor)
+        prepare = partial(self._prepare_chunk, request, shared)
         parts: list[asyncio.Future] = []
         try:
             for first, chunk in _jobs(request.items):
-                parts.append(self.off_loop(_tokenize_chunk, tokenize, chunk, first))
+                parts.append(self.off_loop(prepare, chunk, first))
             return _join(await asyncio.gather(*parts), request.outputs)
         except BaseException:
             _cancel(parts)
             raise
 
+    def _prepare_whole(self, request: Request) -> Tokenized:
+        shared = request.share(self._processor)
+        whole = request.prepare(self._processor, shared, request.items)
+        return _join([whole], request.outputs)
+
+    def _prepare_chunk(
+        self, request: Request, shared: Row | None, chunk: Sequence, first: int
+    ) -> Tokenized:
+        """Tokenize the items from number `first` on; an error names its item by that number."""
+        try:
+            return request.prepare(self._processor, shared, chunk)
+        except InvalidInput as error:
+            error.index = first + (error.index or 0)
+            raise
+
     def _in_thread(self, call: Callable, *arguments) -> Future:
         try:
-            return self._executor.submit(call, *arguments)
+            return self._processor.executor.submit(call, *arguments)
         except RuntimeError as error:  # it was shut down
             raise BackendError("this Embedder is closed") from error
 
     async def _submit(self, work: Work, priority: Priority | None) -> Ticket:
-        """Submit and wait; the engine wakes the loop once."""
+        """Submit the work and wait for its ticket; the engine wakes the event loop once."""
         loop = asyncio.get_running_loop()
         done = loop.create_future()
 
@@ -141,10 +165,10 @@ class RequestRunner:
         return ticket
 
     def _nothing(self, request: Request[Answer]) -> Answer:
-        """The answer where there are no items."""
+        """The answer to a request without items."""
         nothing = work_of([], request.outputs)
         ticket = Ticket(nothing, self._spec.widths)
-        return request.answer(Run(ticket, Tokenized(nothing, 0), 0.0))
+        return request.finish(self._spec, Run(ticket, Tokenized(nothing, 0), 0.0))
 
     def _count(self, run: Run) -> Run:
         telemetry, ticket, figures = self._telemetry, run.ticket, run.figures
@@ -164,7 +188,7 @@ class RequestRunner:
 
 
 def _series(telemetry: Telemetry, task: Task) -> tuple:
-    """The counters and durations of a task: TEI counts embedding models separately."""
+    """The metrics of a task: two counters and four durations, as TEI names them."""
     if task == "embed":
         return (
             telemetry.embed_count,
@@ -189,28 +213,16 @@ def _is_one_job(items: Sequence) -> bool:
 
 
 def _jobs(items: Sequence) -> Iterator[tuple[int, list]]:
-    """The items that each job tokenizes, after the index of the first of them."""
+    """For each job: the index of its first item, and its items."""
     first = 0
     for chunk in chunks(items, characters):
         yield first, chunk
         first += len(chunk)
 
 
-def _tokenize_chunk(tokenize: Tokenize, chunk: Sequence, first: int) -> Tokenized:
-    try:
-        return tokenize(chunk)
-    except InvalidInput as error:
-        error.index = first + (error.index or 0)
-        raise
-
-
 def _is_brief(items: Sequence) -> bool:
-    """Whether a thread would cost more than the work: 200 us, and 15 us for a short query."""
+    """Whether to tokenize in the calling thread: another costs 200 us, a short query 15 us."""
     return len(items) == 1 and isinstance(items[0], Text) and len(items[0].text) <= SHORT_CHARACTERS
-
-
-def _tokenize_whole(request: Request) -> Tokenized:
-    return _join([request.begin()(request.items)], request.outputs)
 
 
 def _finish(future: asyncio.Future) -> None:
@@ -219,7 +231,7 @@ def _finish(future: asyncio.Future) -> None:
 
 
 def _cancel(parts: Iterable[Future | asyncio.Future]) -> None:
-    for part in parts:  # they are for nothing now
+    for part in parts:
         part.cancel()
 
 

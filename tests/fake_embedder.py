@@ -1,4 +1,4 @@
-"""An Embedder without model or device: deterministic vectors and logits, and failures on demand."""
+"""A loaded model without model or device: deterministic vectors and logits, failures on demand."""
 
 import asyncio
 import zlib
@@ -8,16 +8,17 @@ import msgspec
 import numpy as np
 
 from jaxembed.config import EngineConfig, TextConfig
-from jaxembed.embedder import Embedder
 from jaxembed.engine.admission import Admission, Capacity, Held
 from jaxembed.engine.state import EngineState
 from jaxembed.errors import InputTooLong, ShuttingDown
 from jaxembed.inputs import Input, Pair, Text, Tokens
+from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.postprocess import shape_vectors
-from jaxembed.processors.text import TokenPiece
-from jaxembed.spec import ModelSpec, Pooled, scoring_heads
-from jaxembed.tasks import check_dimensions, check_query, check_task
+from jaxembed.processors.text import TextProcessor, TokenPiece
+from jaxembed.request import Answer, EncodeRequest, Request, ScoreRequest
+from jaxembed.spec import ModelSpec, PairTemplate, Pooled, scoring_heads
+from jaxembed.tasks import Tasks
 from jaxembed.telemetry import Telemetry
 from jaxembed.work import Ragged, WorkResult
 
@@ -37,6 +38,8 @@ SPEC = ModelSpec(
 )
 SCORER = msgspec.structs.replace(SPEC, heads=scoring_heads(LAST_TOKEN))
 RERANKER = msgspec.structs.replace(SCORER, labels=("LABEL_0",), score_function="sigmoid")
+TEMPLATE = PairTemplate("", "{instruction} {query}", "{document}", "", "Find what answers.")
+GENERATOR = msgspec.structs.replace(RERANKER, template=TEMPLATE)
 CLASSIFIER = msgspec.structs.replace(SCORER, labels=("bad", "fair", "good"))
 
 IDLE = EngineState(
@@ -57,13 +60,23 @@ IDLE = EngineState(
 )
 
 
-class FakeEmbedder(Embedder):
+class NoPrompts(TextProcessor):
+    """A processor of a model without prompts, which tokenizes nothing."""
+
+    def __init__(self):
+        pass
+
+    def prompt(self, prompt, prompt_name):
+        return prompt or ""
+
+
+class FakeEmbedder(LoadedModel):
     """One token a word. `failure` is raised by every call; `gate`, once set, holds calls back.
 
     `FakeEmbedder(spec=RERANKER)` and `spec=CLASSIFIER` score instead of embedding.
     """
 
-    # Class attributes, so that properties of the real Embedder can be set here.
+    # Class attributes, so that properties of the real one can be set here.
     spec = SPEC
     telemetry: Telemetry = None
     config = EngineConfig()
@@ -96,14 +109,31 @@ class FakeEmbedder(Embedder):
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Return at once: it is ready from the start."""
 
-    async def answer(
-        self, inputs: Sequence[Input], options: EncodeOptions, held: Held | None = None
-    ) -> Embeddings:
-        check_task(self.name, self.spec, "embed")
+    @property
+    def tasks(self) -> Tasks:
+        return Tasks(self.name, self.spec, NoPrompts(), self.text)
+
+    async def answer(self, request: Request[Answer], held: Held | None = None) -> Answer:
         await self._weather(held)
-        self.asked.append(options)
-        check_dimensions(self.spec, options.dimensions)
-        lengths = self._lengths(inputs, options)
+        self.asked.append(request.options)
+        inputs = request.inputs()
+        lengths = np.array([length(item) for item in inputs])
+        if lengths.max() > MAX_TOKENS and not request.rules.truncate:
+            raise InputTooLong(MAX_TOKENS, int(lengths.max()), int(lengths.argmax()))
+        figures = {
+            "num_tokens": np.minimum(lengths, MAX_TOKENS),
+            "truncated": int((lengths > MAX_TOKENS).sum()),
+            "tokenization_s": 0.001,
+            "queue_s": 0.002,
+            "inference_s": 0.003,
+        }
+        if isinstance(request, EncodeRequest):
+            return Embeddings(self._values(inputs, request.options, lengths), **figures)
+        assert isinstance(request, ScoreRequest)
+        values = np.stack([logits(item, len(self.spec.labels)) for item in inputs])
+        return Scores(values, self.spec.labels, self.spec.score_function, **figures)
+
+    def _values(self, inputs: Sequence[Input], options: EncodeOptions, lengths) -> WorkResult:
         dense = shape_vectors(
             np.stack([vector(item) for item in inputs]),
             dimensions=options.dimensions,
@@ -112,44 +142,7 @@ class FakeEmbedder(Embedder):
         rows = [np.full((n, DIM), n, np.float32) for n in np.minimum(lengths, MAX_TOKENS)]
         tokens = Ragged(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
         everything: WorkResult = {"dense": dense, "tokens": tokens}
-        return Embeddings(
-            {name: everything[name] for name in options.outputs},
-            num_tokens=np.minimum(lengths, MAX_TOKENS),
-            truncated=int((lengths > MAX_TOKENS).sum()),
-            tokenization_s=0.001,
-            queue_s=0.002,
-            inference_s=0.003,
-        )
-
-    async def score(
-        self, inputs: Sequence[Text | Pair], options: ScoreOptions, held: Held | None = None
-    ) -> Scores:
-        check_task(self.name, self.spec, "classify")
-        await self._weather(held)
-        self.asked.append(options)
-        lengths = self._lengths(inputs, options)
-        return Scores(
-            logits=np.stack([logits(item, len(self.spec.labels)) for item in inputs]),
-            labels=self.spec.labels,
-            score_function=self.spec.score_function,
-            num_tokens=np.minimum(lengths, MAX_TOKENS),
-            truncated=int((lengths > MAX_TOKENS).sum()),
-            tokenization_s=0.001,
-            queue_s=0.002,
-            inference_s=0.003,
-        )
-
-    async def score_documents(
-        self,
-        query: str,
-        documents: Sequence[str],
-        options: ScoreOptions,
-        held: Held | None = None,
-    ) -> Scores:
-        check_task(self.name, self.spec, "rerank")
-        check_query(query)
-        pairs = [Pair(query, document) for document in documents]
-        return await self.score(pairs, options, held)
+        return {name: everything[name] for name in options.outputs}
 
     async def tokenize_async(self, texts, *, add_special_tokens, prompt_name, held=None):
         await self._weather(held)
@@ -176,13 +169,6 @@ class FakeEmbedder(Embedder):
 
     def close(self, timeout_s: float | None = None) -> None:
         pass
-
-    def _lengths(self, inputs: Sequence[Input], options: EncodeOptions | ScoreOptions):
-        truncate = self.text.truncate if options.truncate is None else options.truncate
-        lengths = np.array([length(item) for item in inputs])
-        if lengths.max() > MAX_TOKENS and not truncate:
-            raise InputTooLong(MAX_TOKENS, int(lengths.max()), int(lengths.argmax()))
-        return lengths
 
     async def _weather(self, held: Held | None) -> None:
         self.held.append(held)

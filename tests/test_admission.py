@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxembed import Embedder, EngineConfig
-from jaxembed.engine.admission import LARGEST, LONGEST_RETRY_S, Admission, Capacity
+from jaxembed.engine.admission import LARGEST, LONGEST_RETRY_S, Admission, Capacity, Cost
 from jaxembed.errors import Overloaded, RequestTooLarge, ShuttingDown
 
 
@@ -18,28 +18,28 @@ def admission(inputs=10, tokens=100, rate=0.0) -> Admission:
 
 def test_a_request_enters_below_the_limits_even_if_it_alone_overshoots_them():
     door = admission(inputs=2, tokens=100)
-    with door.admit(1, 10), door.admit(50, 1600):
+    with door.admit(Cost(1, 10)), door.admit(Cost(50, 1600)):
         assert (door.inputs, door.tokens) == (51, 1610)
         with pytest.raises(Overloaded):
-            door.admit(1, 1)
+            door.admit(Cost(1, 1))
 
 
 @pytest.mark.parametrize(("inputs", "tokens"), [(10, 1), (1, 100)])
 def test_a_request_is_refused_at_either_limit_and_told_both(inputs, tokens):
     door = admission(inputs=10, tokens=100)
-    door.admit(inputs, tokens)
+    door.admit(Cost(inputs, tokens))
     with pytest.raises(Overloaded, match="--max-concurrent-requests") as raised:
-        door.admit(1, 1)
+        door.admit(Cost(1, 1))
     assert "--max-queue-tokens" in str(raised.value)
     assert f"{inputs} inputs and about {tokens} tokens" in str(raised.value)
 
 
 def test_a_refused_request_leaves_nothing_behind():
     door = admission(inputs=1)
-    permit = door.admit(1, 1)
+    permit = door.admit(Cost(1, 1))
     for _ in range(3):
         with pytest.raises(Overloaded):
-            door.admit(7, 7)
+            door.admit(Cost(7, 7))
     permit.release()
     assert (door.inputs, door.tokens) == (0, 0)
 
@@ -47,44 +47,44 @@ def test_a_refused_request_leaves_nothing_behind():
 def test_the_parts_of_one_request_enter_together_or_not_at_all():
     door = admission(inputs=2)
     with door.capacity.request() as held:
-        first, *others = [door.admit(2, 2, held) for _ in range(3)]
+        first, *others = [door.admit(Cost(2, 2), held) for _ in range(3)]
     assert door.inputs == 6
     with door.capacity.request() as held, pytest.raises(Overloaded):
-        door.admit(1, 1, held)
+        door.admit(Cost(1, 1), held)
     for permit in (first, *others):
         permit.release()
-    door.admit(2, 2)
+    door.admit(Cost(2, 2))
     with pytest.raises(Overloaded):  # what came in as one request is over
-        door.admit(1, 1)
+        door.admit(Cost(1, 1))
 
 
 def test_a_request_that_could_never_end_in_time_is_refused_for_good():
     door = admission(tokens=100)
-    door.admit(1, 100 * LARGEST).release()
+    door.admit(Cost(1, 100 * LARGEST)).release()
     with pytest.raises(RequestTooLarge, match=r"1601 tokens.*1600.*--max-queue-tokens"):
-        door.admit(1, 100 * LARGEST + 1)
+        door.admit(Cost(1, 100 * LARGEST + 1))
     assert (door.inputs, door.tokens, door.capacity.bytes) == (0, 0, 0)
 
 
 def test_small_requests_enter_a_full_server_until_their_reserve_is_full():
     door = admission(inputs=640, tokens=6400)
-    door.admit(10, 100_000)
+    door.admit(Cost(10, 100_000))
     with pytest.raises(Overloaded):
-        door.admit(1, 101)  # more than a 64th
-    small = [door.admit(1, 100) for _ in range(8)]  # an eighth
+        door.admit(Cost(1, 101))  # more than a 64th
+    small = [door.admit(Cost(1, 100)) for _ in range(8)]  # an eighth
     with pytest.raises(Overloaded):
-        door.admit(1, 1)
+        door.admit(Cost(1, 1))
     small[0].release()
-    door.admit(1, 100)
+    door.admit(Cost(1, 100))
 
 
 @pytest.mark.parametrize("large", [(640, 1), (1, 6400)])
 def test_a_flood_of_large_requests_never_takes_the_reserve(large):
     door = admission(inputs=640, tokens=6400)
-    door.admit(*large)
+    door.admit(Cost(*large))
     with pytest.raises(Overloaded):
-        door.admit(*large)
-    assert door.admit(1, 1)
+        door.admit(Cost(*large))
+    assert door.admit(Cost(1, 1))
 
 
 def test_bytes_are_held_until_the_request_is_answered_and_never_pass_their_limit():
@@ -92,9 +92,9 @@ def test_bytes_are_held_until_the_request_is_answered_and_never_pass_their_limit
     door = Admission(capacity, 0, lambda: 0.0)
     with capacity.request() as held:
         held.charge(1000)
-        with door.admit(2, 100, held, input_bytes=50, token_bytes=10) as permit:
+        with door.admit(Cost(2, 100, 1100), held) as permit:
             assert capacity.bytes == held.bytes == 2100
-            permit.correct(80)
+            permit.correct(Cost(2, 80, 900))
             assert capacity.bytes == 1900
         assert capacity.bytes == 1900  # its answer is not sent yet
         held.cover(1500)
@@ -107,7 +107,7 @@ def test_bytes_are_held_until_the_request_is_answered_and_never_pass_their_limit
 def test_a_part_that_is_a_request_by_itself_gives_its_bytes_back():
     capacity = Capacity(10, 1000, max_bytes=8000)
     door = Admission(capacity, 0, lambda: 0.0)
-    with door.admit(1, 10, input_bytes=7, token_bytes=1):
+    with door.admit(Cost(1, 10, 17)):
         assert capacity.bytes == 17
     assert capacity.bytes == 0
 
@@ -120,7 +120,7 @@ def test_what_finds_no_room_for_its_bytes_is_refused_and_leaves_nothing():
         with pytest.raises(Overloaded, match=r"hold 6900 bytes.*8000 .--max-queue-bytes"):
             other.charge(200)
         with pytest.raises(Overloaded):
-            door.admit(1, 20, token_bytes=10)
+            door.admit(Cost(1, 20, 200))
         assert (capacity.bytes, door.inputs, door.tokens) == (6900, 0, 0)
         with capacity.request() as small:
             small.charge(125)  # a 64th: the last part is for such
@@ -138,8 +138,8 @@ def test_what_could_never_be_held_is_refused_for_good():
 def test_a_guess_that_was_too_low_is_refused_once_it_is_known():
     capacity = Capacity(10, 1000, max_bytes=8000)
     door = Admission(capacity, 0, lambda: 0.0)
-    with door.admit(1, 10, token_bytes=100) as permit, pytest.raises(RequestTooLarge):
-        permit.correct(100)
+    with door.admit(Cost(1, 10, 1000)) as permit, pytest.raises(RequestTooLarge):
+        permit.correct(Cost(1, 100, 10_000))
     assert (capacity.bytes, door.tokens, door.inputs) == (0, 0, 0)
 
 
@@ -149,20 +149,20 @@ def test_the_limit_of_bytes_is_a_gibibyte_unless_it_is_given():
 
 def test_release_makes_room():
     door = admission(inputs=1)
-    door.admit(1, 1).release()
-    door.admit(1, 1)
+    door.admit(Cost(1, 1)).release()
+    door.admit(Cost(1, 1))
 
 
 def test_a_permit_is_released_when_its_request_fails():
     door = admission()
-    with pytest.raises(ValueError, match="request"), door.admit(3, 30):
+    with pytest.raises(ValueError, match="request"), door.admit(Cost(3, 30)):
         raise ValueError("request")
     assert (door.inputs, door.tokens) == (0, 0)
 
 
 def test_releasing_twice_counts_once():
     door = admission()
-    permit, other = door.admit(1, 10), door.admit(2, 20)
+    permit, other = door.admit(Cost(1, 10)), door.admit(Cost(2, 20))
     permit.release()
     permit.release()
     assert (door.inputs, door.tokens) == (2, 20)
@@ -172,10 +172,10 @@ def test_releasing_twice_counts_once():
 
 def test_correct_replaces_the_guess_and_release_takes_the_corrected_count():
     door = admission(tokens=100)
-    permit, other = door.admit(1, 99), door.admit(1, 5)
-    permit.correct(20)
+    permit, other = door.admit(Cost(1, 99)), door.admit(Cost(1, 5))
+    permit.correct(Cost(1, 20))
     assert door.tokens == 25
-    permit.correct(30)
+    permit.correct(Cost(1, 30))
     assert door.tokens == 35
     permit.release()
     assert (door.inputs, door.tokens) == (1, 5)
@@ -186,11 +186,11 @@ def test_correct_replaces_the_guess_and_release_takes_the_corrected_count():
 
 def test_draining_admits_nothing_more():
     door = admission()
-    permit = door.admit(1, 1)
+    permit = door.admit(Cost(1, 1))
     door.drain()
     assert door.draining
     with pytest.raises(ShuttingDown) as raised:
-        door.admit(1, 1)
+        door.admit(Cost(1, 1))
     assert raised.value.retry_after_s > 0
     permit.release()
 
@@ -207,23 +207,23 @@ def test_draining_admits_nothing_more():
 )
 def test_retry_after_is_the_time_for_half_of_what_waits_within_bounds(rate, seconds):
     door = admission(tokens=1000, rate=rate)
-    door.admit(1, 1000)
+    door.admit(Cost(1, 1000))
     with pytest.raises(Overloaded) as raised:
-        door.admit(1, 1)
+        door.admit(Cost(1, 1))
     assert raised.value.retry_after_s == seconds
 
 
 def test_models_of_one_capacity_share_its_limits():
     capacity = Capacity(max_inputs=3, max_tokens=100)
     one, other = (Admission(capacity, 0, lambda: 0.0) for _ in range(2))
-    permit = one.admit(2, 20)
-    other.admit(1, 30)
+    permit = one.admit(Cost(2, 20))
+    other.admit(Cost(1, 30))
     assert (capacity.inputs, capacity.tokens) == (3, 50)
     assert (one.inputs, other.inputs) == (2, 1)
     with pytest.raises(Overloaded, match="3 inputs and about 50 tokens wait, the limits are 3"):
-        one.admit(1, 1)
+        one.admit(Cost(1, 1))
     permit.release()
-    one.admit(1, 1)
+    one.admit(Cost(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -237,24 +237,24 @@ def test_a_flood_of_one_model_leaves_the_other_its_share(max_tokens, room):
     for flooded, calm in ((0, 1), (1, 0)):
         capacity = Capacity(100, max_tokens)
         doors = [Admission(capacity, share, lambda: 0.0) for share in (80, 20)]
-        doors[flooded].admit(5, 100)
+        doors[flooded].admit(Cost(5, 100))
         with pytest.raises(Overloaded):
-            doors[flooded].admit(2, 2)  # too large for the reserve
-        doors[calm].admit(1, room[calm] - 1)
-        doors[calm].admit(1, 1)
+            doors[flooded].admit(Cost(2, 2))  # too large for the reserve
+        doors[calm].admit(Cost(1, room[calm] - 1))
+        doors[calm].admit(Cost(1, 1))
         with pytest.raises(Overloaded, match="--max-queue-tokens"):
-            doors[calm].admit(2, 2)
+            doors[calm].admit(Cost(2, 2))
 
 
 def test_a_flood_of_inputs_leaves_the_other_model_an_equal_part():
     capacity = Capacity(max_inputs=3, max_tokens=1000)
     flooded, calm = (Admission(capacity, 0, lambda: 0.0) for _ in range(2))
-    flooded.admit(3, 3)
-    calm.admit(1, 1)
-    calm.admit(1, 1)  # the part is one and a half, and a request may overshoot it
+    flooded.admit(Cost(3, 3))
+    calm.admit(Cost(1, 1))
+    calm.admit(Cost(1, 1))  # the part is one and a half, and a request may overshoot it
     for door in (flooded, calm):
         with pytest.raises(Overloaded, match="--max-concurrent-requests"):
-            door.admit(1, 1)
+            door.admit(Cost(1, 1))
 
 
 @pytest.mark.parametrize("models", [1, 2, 3, 5])
@@ -266,7 +266,7 @@ def test_all_models_together_hold_the_limit_and_the_shares_of_all_but_one_at_mos
     for _ in range(5000):
         door = doors[draw.integers(models) if draw.random() < 0.5 else 0]  # one is asked the most
         try:
-            held.append(door.admit(int(draw.integers(1, largest + 1)), 1))
+            held.append(door.admit(Cost(int(draw.integers(1, largest + 1)), 1)))
         except Overloaded:
             if held and draw.random() < 0.3:
                 held.pop(draw.integers(len(held))).release()
@@ -278,10 +278,10 @@ def test_a_closed_model_takes_its_share_away_when_its_last_request_is_released()
     capacity = Capacity(max_inputs=10)
     Admission(capacity, 50, lambda: 0.0)
     door = Admission(capacity, 100, lambda: 0.0)
-    permit = door.admit(1, 10)
+    permit = door.admit(Cost(1, 10))
     door.close()
     with pytest.raises(ShuttingDown):
-        door.admit(1, 1)
+        door.admit(Cost(1, 1))
     assert (capacity.inputs, capacity.max_tokens) == (1, 150)
     permit.release()
     door.close()  # a second time changes nothing
@@ -316,10 +316,10 @@ def test_without_a_limit_on_tokens_each_model_brings_its_share():
 def test_retry_after_adds_up_the_work_of_all_models():
     capacity = Capacity(max_inputs=10, max_tokens=1000)
     quick, slow = (Admission(capacity, 0, lambda rate=rate: rate) for rate in (100.0, 10.0))
-    quick.admit(1, 800)  # 8 s of work
-    slow.admit(1, 200)  # 20 s
+    quick.admit(Cost(1, 800))  # 8 s of work
+    slow.admit(Cost(1, 200))  # 20 s
     with pytest.raises(Overloaded) as raised:
-        quick.admit(1, 1)
+        quick.admit(Cost(1, 1))
     assert raised.value.retry_after_s == 14
 
 
@@ -327,9 +327,9 @@ def test_draining_one_model_leaves_the_other_open():
     capacity = Capacity(10, 100)
     one, other = (Admission(capacity, 0, lambda: 0.0) for _ in range(2))
     one.drain()
-    other.admit(1, 1)
+    other.admit(Cost(1, 1))
     with pytest.raises(ShuttingDown):
-        one.admit(1, 1)
+        one.admit(Cost(1, 1))
 
 
 def test_many_threads_leave_the_counts_at_zero():
@@ -341,8 +341,8 @@ def test_many_threads_leave_the_counts_at_zero():
         barrier.wait()
         for _ in range(100):
             try:
-                with door.admit(1, 10) as permit:
-                    permit.correct(7)
+                with door.admit(Cost(1, 10)) as permit:
+                    permit.correct(Cost(1, 7))
                     assert door.inputs <= 4
             except Overloaded:
                 refused.append(1)
@@ -358,10 +358,10 @@ def test_many_threads_leave_the_counts_at_zero():
 @pytest.mark.parametrize(("inputs", "tokens", "limit"), [(10, 1, "inputs"), (1, 100, "tokens")])
 def test_a_refusal_is_counted_by_the_limit_that_had_no_room(inputs, tokens, limit):
     door = admission(inputs=10, tokens=100)
-    door.admit(inputs, tokens)
+    door.admit(Cost(inputs, tokens))
     for _ in range(2):
         with pytest.raises(Overloaded):
-            door.admit(5, 50)
+            door.admit(Cost(5, 50))
     assert door.capacity.refused == {limit: 2}
 
 

@@ -6,7 +6,8 @@ import re
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 
 import jax
@@ -16,7 +17,6 @@ from conftest import LIMIT, WORDS, save_tiny
 from fakes import is_work_in
 
 from jaxembed import Embedder, EngineConfig, Label, Ranked, TextConfig
-from jaxembed.embedder import EncodeOptions, ScoreOptions
 from jaxembed.engine.build import turn_of
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import (
@@ -31,14 +31,31 @@ from jaxembed.errors import (
     TokenizerError,
     WrongTask,
 )
-from jaxembed.inputs import Pair, Text, Tokens
+from jaxembed.inputs import Input, Pair, Text, Tokens
+from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.processors.text import PIECE_BYTES
 from jaxembed.processors.tokenizer import INPUTS_A_JOB
+from jaxembed.request import EncodeRequest
 from jaxembed.runner import RequestRunner
 from jaxembed.spec import DenseLayer, PairTemplate
 
 TEXTS = ["the cat sat on the mat", "a dog", "how is the sky", "where is the red train " * 6]
 WAIT_S = 30.0  # for what must happen
+
+
+async def embed(embedder: Embedder, inputs: Sequence[Input], options=None) -> Embeddings:
+    """The answer to a server."""
+    return await embedder.answer(embedder.tasks.embed(inputs, options or EncodeOptions()))
+
+
+async def score(scorer: Embedder, inputs: Sequence[Text | Pair], **options) -> Scores:
+    """The answer to a server."""
+    return await scorer.answer(scorer.tasks.score(inputs, ScoreOptions(**options)))
+
+
+async def rerank(reranker: Embedder, query: str, documents: Sequence[str]) -> Scores:
+    """The answer to a server."""
+    return await reranker.answer(reranker.tasks.rerank(query, documents, ScoreOptions()))
 
 
 @pytest.fixture(name="open_embedder")
@@ -237,7 +254,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
 
 def test_answer_takes_texts_pairs_and_tokens_and_tells_their_figures(embedder):
     inputs = [Text("a dog"), Pair("cat", "dog"), Tokens([2, 7, 3]), Text("cat " * 100)]
-    answer = asyncio.run(embedder.answer(inputs, EncodeOptions()))
+    answer = asyncio.run(embed(embedder, inputs))
     assert answer.dense.shape == (4, 32)
     assert answer.num_tokens.tolist() == [4, 5, 3, LIMIT]
     assert answer.truncated == 1
@@ -248,7 +265,7 @@ def test_answer_takes_texts_pairs_and_tokens_and_tells_their_figures(embedder):
 
 def test_answer_gives_token_vectors_where_asked(embedder):
     options = EncodeOptions(outputs=frozenset({"dense", "tokens"}), normalize=False)
-    answer = asyncio.run(embedder.answer([Text("a dog"), Text("the cat sat")], options))
+    answer = asyncio.run(embed(embedder, [Text("a dog"), Text("the cat sat")], options))
     assert [hidden.shape for hidden in answer.tokens] == [(4, 32), (5, 32)]
     means = [hidden.mean(axis=0) for hidden in answer.tokens]
     np.testing.assert_allclose(answer.dense, means, rtol=1e-4, atol=1e-5)
@@ -256,14 +273,12 @@ def test_answer_gives_token_vectors_where_asked(embedder):
 
 def test_answering_nothing_is_refused(embedder):
     with pytest.raises(EmptyInput):
-        asyncio.run(embedder.answer([], EncodeOptions()))
+        asyncio.run(embed(embedder, []))
 
 
 def test_many_async_calls_at_once_get_their_own_answers(embedder):
     async def all_at_once():
-        calls = [
-            embedder.answer([Text(TEXTS[k % 4])] * (k % 5 + 1), EncodeOptions()) for k in range(200)
-        ]
+        calls = [embed(embedder, [Text(TEXTS[k % 4])] * (k % 5 + 1)) for k in range(200)]
         return await asyncio.gather(*calls)
 
     wanted = embedder.encode(TEXTS)
@@ -297,7 +312,7 @@ def test_cancelling_a_call_takes_its_queued_work_along(embedder, held):
         first = asyncio.create_task(embedder.encode_async("cat"))
         await held.wait_entered()
         before = series(embedder)["jaxembed_cancelled_requests"]
-        task = asyncio.create_task(embedder.answer([Text("dog")] * 300, EncodeOptions()))
+        task = asyncio.create_task(embed(embedder, [Text("dog")] * 300))
         while queue_of(embedder)[0] != 300:  # the queue is what there is to wait on
             await asyncio.sleep(0)
         assert embedder.admission.inputs == 300
@@ -348,14 +363,14 @@ def test_a_full_server_refuses_before_any_work_and_recovers(open_embedder, held)
 
     async def scenario():
         options = EncodeOptions()
-        first = asyncio.create_task(embedder.answer([Text("cat")] * 5, options))  # overshoots
+        first = asyncio.create_task(embed(embedder, [Text("cat")] * 5, options))  # overshoots
         await held.wait_entered()
         with pytest.raises(Overloaded, match="--max-concurrent-requests") as raised:
-            await embedder.answer([Text("dog")], options)
+            await embed(embedder, [Text("dog")], options)
         assert raised.value.retry_after_s >= 1
         held.gate.set()
         await first
-        return await embedder.answer([Text("dog")], options)
+        return await embed(embedder, [Text("dog")], options)
 
     assert asyncio.run(scenario()).dense.shape == (1, 32)
     assert embedder.admission.inputs == 0
@@ -364,7 +379,7 @@ def test_a_full_server_refuses_before_any_work_and_recovers(open_embedder, held)
 def test_a_refused_request_gives_its_place_back(embedder):
     for inputs in ([Text("")], [Text("\ud800")], [Tokens([10**9])]):
         with pytest.raises((InvalidInput, TokenizerError)):
-            asyncio.run(embedder.answer(inputs, EncodeOptions()))
+            asyncio.run(embed(embedder, inputs))
     assert (embedder.admission.inputs, embedder.admission.tokens) == (0, 0)
 
 
@@ -373,7 +388,7 @@ def test_draining_refuses_and_close_finishes(open_embedder):
     embedder.drain()
     assert embedder.draining
     with pytest.raises(ShuttingDown):
-        asyncio.run(embedder.answer([Text("cat")], EncodeOptions()))
+        asyncio.run(embed(embedder, [Text("cat")]))
     embedder.close()
     with pytest.raises(BackendError, match="this Embedder is closed"):
         embedder.encode("cat")
@@ -389,12 +404,13 @@ def test_a_close_between_the_steps_of_a_request_is_told_as_one(open_embedder, ru
     embedder = open_embedder()
     request = embedder.tasks.embed([Text("cat")] * 300, EncodeOptions())
 
-    def begin():
-        embedder.close()
-        return request.begin()
+    class Closing(EncodeRequest):
+        def share(self, processor):
+            embedder.close()
 
+    closing = Closing(**{field.name: getattr(request, field.name) for field in fields(request)})
     with pytest.raises(BackendError, match="this Embedder is closed"):
-        run(embedder.runner, replace(request, begin=begin))
+        run(embedder.runner, closing)
 
 
 def test_tokenize_and_decode_run_off_the_loop(embedder):
@@ -492,7 +508,7 @@ def _classifier(open_scorer) -> Embedder:
 
 
 def logits_of(scorer, inputs, **options) -> np.ndarray:
-    return asyncio.run(scorer.score(inputs, ScoreOptions(**options))).logits
+    return asyncio.run(score(scorer, inputs, **options)).logits
 
 
 def test_reranking_gives_the_best_documents_first(reranker):
@@ -571,14 +587,14 @@ def test_a_reranker_scores_texts_and_pairs_too(reranker):
 
 def test_scores_tell_their_figures_and_no_prompt_is_added(reranker):
     """The checkpoint's default prompt has two tokens; the long document is cut to the limit."""
-    answer = asyncio.run(reranker.score_documents(QUERY, DOCUMENTS, ScoreOptions()))
+    answer = asyncio.run(rerank(reranker, QUERY, DOCUMENTS))
     assert answer.logits.shape == (5, 1)
     assert answer.logits.dtype == np.float32
     assert answer.num_tokens.tolist() == [10, 11, 12, LIMIT, 10]
     assert answer.truncated == 1
     assert min(answer.tokenization_s, answer.queue_s, answer.inference_s) > 0
     assert (reranker.admission.inputs, reranker.admission.tokens) == (0, 0)
-    alone = asyncio.run(reranker.score([Text("a dog")], ScoreOptions()))
+    alone = asyncio.run(score(reranker, [Text("a dog")]))
     assert alone.num_tokens.tolist() == [4]
 
 
@@ -604,7 +620,7 @@ def test_the_query_of_thousands_of_documents_is_tokenized_once(reranker, monkeyp
     monkeypatch.setattr(tokenizer, "encode", encode)
     documents = [WORDS[k % len(WORDS)] for k in range(1000)]
     ranked = reranker.rerank(QUERY, documents)
-    answer = asyncio.run(reranker.score_documents(QUERY, documents, ScoreOptions()))
+    answer = asyncio.run(rerank(reranker, QUERY, documents))
     assert len(answer.logits) == len(ranked) == 1000
     assert [texts for texts in shown if QUERY in texts] == [[QUERY]] * 2  # a request each
     assert max(map(len, shown)) == INPUTS_A_JOB
@@ -656,9 +672,9 @@ def test_an_empty_query_is_refused_and_an_empty_document_is_not(reranker):
         reranker.rerank("", ["cat"])
     assert raised.value.field == "query"
     with pytest.raises(EmptyInput):
-        asyncio.run(reranker.score_documents("", ["cat"], ScoreOptions()))
+        asyncio.run(rerank(reranker, "", ["cat"]))
     with pytest.raises(EmptyInput):
-        asyncio.run(reranker.score_documents("cat", [], ScoreOptions()))
+        asyncio.run(rerank(reranker, "cat", []))
     assert len(reranker.rerank("cat", ["dog", "", " "])) == 3
     assert reranker.admission.inputs == 0
 
@@ -673,10 +689,10 @@ def test_what_a_model_cannot_do_is_refused_by_what_it_is(embedder, reranker, cla
     with pytest.raises(WrongTask, match="is a reranker: it cannot embed"):
         reranker.encode(TEXTS)
     for call in (
-        reranker.answer([Text("cat")], EncodeOptions()),
+        embed(reranker, [Text("cat")]),
         classifier.encode_query_async("cat"),
-        classifier.score_documents(QUERY, DOCUMENTS, ScoreOptions()),
-        embedder.score([Text("cat")], ScoreOptions()),
+        rerank(classifier, QUERY, DOCUMENTS),
+        score(embedder, [Text("cat")]),
         embedder.rerank_async(QUERY, []),
         embedder.classify_async([]),
     ):
@@ -690,7 +706,7 @@ def test_a_language_model_is_asked_through_its_template(open_scorer):
     asked = open_scorer(template=template)
     raw = {"raw_scores": True}
     whole = Pair("red what", "dog")  # the first three ids stand for prefix and instruction
-    answer = asyncio.run(asked.score([whole], ScoreOptions()))
+    answer = asyncio.run(score(asked, [whole]))
     assert answer.num_tokens.tolist() == [6]
     (usual,), (other,) = (
         asked.rerank("red what", ["dog"], **raw),
@@ -712,7 +728,7 @@ def test_cancelling_a_rerank_takes_its_queued_work_along(reranker, held):
     async def scenario():
         first = asyncio.create_task(reranker.rerank_async(QUERY, ["cat"]))
         await held.wait_entered()
-        task = asyncio.create_task(reranker.score_documents(QUERY, ["dog"] * 300, ScoreOptions()))
+        task = asyncio.create_task(rerank(reranker, QUERY, ["dog"] * 300))
         while queue_of(reranker)[0] != 300:
             await asyncio.sleep(0.001)
         assert reranker.admission.inputs == 300
@@ -791,7 +807,7 @@ def test_a_limit_over_the_token_budget_is_clamped_unless_it_was_asked_for(open_e
     clamped = open_embedder(buckets=None, max_batch_tokens=32)
     assert clamped.max_input_tokens == 32
     assert "longer inputs are cut" in caplog.text
-    answer = asyncio.run(clamped.answer([Text("cat " * 100)], EncodeOptions()))
+    answer = asyncio.run(embed(clamped, [Text("cat " * 100)]))
     assert answer.num_tokens.tolist() == [32]
     with pytest.raises(ConfigError, match="--max-input-length 64 does not fit"):
         open_embedder(buckets=None, max_batch_tokens=32, max_input_tokens=64)

@@ -1,6 +1,7 @@
 """Pairs of texts: the tokenizer's own template, that of a language model, and what is cut."""
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from jaxembed.errors import (
     UnsupportedModel,
 )
 from jaxembed.inputs import Pair, Text
-from jaxembed.processors.text import Rules, TextProcessor
+from jaxembed.processors.text import Rules, TextProcessor, Tokenized
 from jaxembed.spec import PairTemplate
 
 CLS, SEP = 2, 3
@@ -38,6 +39,13 @@ def words(text: str) -> list[int]:
 
 def rules(*, truncate=True, side="right", **options) -> Rules:
     return Rules("", truncate, side, **options)
+
+
+def beside(
+    processor: TextProcessor, query: str, documents: Sequence[str], rules: Rules
+) -> Tokenized:
+    """The pairs of a query and each document."""
+    return processor.encode_beside(processor.query_row(query, rules), documents, rules)
 
 
 def roberta(tokenizer):
@@ -130,8 +138,8 @@ def test_a_pair_has_the_ids_and_types_that_the_tokenizer_gives_it(kinds, kind, f
     else:
         assert encoding.types.tolist() == wanted.type_ids
         assert encoding.types.dtype == np.int32
-    (beside,) = processor.beside(first, rules())([second]).work.encodings
-    assert beside.ids.tolist() == wanted.ids
+    (paired,) = beside(processor, first, [second], rules()).work.encodings
+    assert paired.ids.tolist() == wanted.ids
 
 
 def test_types_are_left_out_where_there_is_one(kinds, make):
@@ -147,10 +155,10 @@ def test_types_are_left_out_where_the_model_is_not_given_them(make):
         without = make(post_processor=post_processor, token_types=False)
         given = with_types.encode([Pair("a", "cat")], rules()).work.encodings[0]
         left_out = without.encode([Pair("a", "cat")], rules()).work.encodings[0]
-        beside = without.beside("a", rules())(["cat"]).work.encodings[0]
+        paired = beside(without, "a", ["cat"], rules()).work.encodings[0]
         assert given.types is not None
-        assert left_out.types is beside.types is None
-        assert given.ids.tolist() == left_out.ids.tolist() == beside.ids.tolist()
+        assert left_out.types is paired.types is None
+        assert given.ids.tolist() == left_out.ids.tolist() == paired.ids.tolist()
 
 
 def test_types_of_single_texts_are_left_out_too(make):
@@ -194,7 +202,7 @@ def test_a_filled_in_template_has_the_ids_of_the_whole(scorer, query, document, 
         return
     with_rules = rules(truncate=False, instruction=instruction)
     for encoded in (
-        scorer.beside(query, with_rules)([document]),
+        beside(scorer, query, [document], with_rules),
         scorer.encode([Pair(query, document or " ")], with_rules),
     ):
         assert encoded.work.encodings[0].ids.tolist() == wanted
@@ -238,13 +246,13 @@ def test_a_template_without_room_for_text_is_refused(make):
 
 def test_prefix_and_suffix_stay_when_a_template_is_cut(scorer):
     """24 less 7 ids around leaves 17: 6 of the query's, 11 of the document's."""
-    tokenized = scorer.beside("dog", rules())(["cat " * 30, "cat"])
+    tokenized = beside(scorer, "dog", ["cat " * 30, "cat"], rules())
     ids = tokenized.work.encodings[0].ids.tolist()
     around = [CLS, *words("a cat"), SEP], [SEP, *words("how train")]
     first = words("the red what dog mat")
     assert ids == [*around[0], *first, *words("is" + " cat" * 11), *around[1]]
     assert tokenized.truncated == 1
-    long_query = scorer.beside("dog " * 40, rules())(["cat", "dog"])
+    long_query = beside(scorer, "dog " * 40, ["cat", "dog"], rules())
     assert long_query.truncated == 2
     ids = long_query.work.encodings[0].ids.tolist()
     assert ids == [*around[0], *words("the red what" + " dog" * 14), *around[1]]
@@ -256,7 +264,7 @@ def test_the_tokens_of_documents_are_limited_as_asked(make, side, kept, truncate
     processor = make()
     with_rules = rules(side=side, truncate=truncate, max_second_tokens=3)
     documents = ["the dog sat on the mat", "cat", "the dog sat" if side == "right" else kept]
-    tokenized = processor.beside("a cat", with_rules)(documents)
+    tokenized = beside(processor, "a cat", documents, with_rules)
     first = [CLS, *words("a cat"), SEP]
     assert [encoding.ids.tolist() for encoding in tokenized.work.encodings] == [
         [*first, *words(kept), SEP],
@@ -271,11 +279,11 @@ def test_the_tokens_of_documents_are_limited_as_asked(make, side, kept, truncate
 def test_a_limit_on_documents_may_bring_them_under_the_limit(make):
     processor = make()
     limited = rules(truncate=False, max_second_tokens=11)
-    assert processor.beside("a cat", limited)(["dog " * 5000]).work.encodings[0].length == 16
+    assert beside(processor, "a cat", ["dog " * 5000], limited).work.encodings[0].length == 16
     with pytest.raises(InputTooLong, match="17 tokens, the limit is 16"):
-        processor.beside("a cat", rules(truncate=False, max_second_tokens=12))(["dog " * 5000])
+        beside(processor, "a cat", ["dog " * 5000], rules(truncate=False, max_second_tokens=12))
     with pytest.raises(InputTooLong, match="at least 17 tokens"):
-        processor.beside("a cat", rules(truncate=False))(["cat", "dog " * 5000])
+        beside(processor, "a cat", ["cat", "dog " * 5000], rules(truncate=False))
 
 
 @given(
@@ -310,12 +318,13 @@ def test_the_query_is_tokenized_once_whatever_the_number_of_threads(make, monkey
         return usual(texts, **options)
 
     monkeypatch.setattr(processor._tokenizer, "encode", encode)
-    encode_chunk = processor.beside("how is the sky", rules())
+    query = processor.query_row("how is the sky", rules())
     barrier, got = threading.Barrier(8), []
 
     def work() -> None:
         barrier.wait()
-        got.append(encode_chunk(["red", "blue"]).work.encodings[1].ids.tolist())
+        pairs = processor.encode_beside(query, ["red", "blue"], rules())
+        got.append(pairs.work.encodings[1].ids.tolist())
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
@@ -337,8 +346,8 @@ def test_megabytes_of_query_and_document_are_read_only_in_part(make, monkeypatch
 
     monkeypatch.setattr(processor._tokenizer, "encode", encode)
     document = "dog " * 1_000_000
-    tokenized = processor.beside("cat " * 1_000_000, rules())([document] * 3)
+    tokenized = beside(processor, "cat " * 1_000_000, [document] * 3, rules())
     assert [encoding.length for encoding in tokenized.work.encodings] == [16] * 3
-    limited = processor.beside("cat", rules(truncate=False, max_second_tokens=2))([document])
+    limited = beside(processor, "cat", [document], rules(truncate=False, max_second_tokens=2))
     assert limited.work.encodings[0].length == 6
     assert sum(shown) < 30_000

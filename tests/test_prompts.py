@@ -140,7 +140,9 @@ def test_the_vector_is_the_one_with_the_prompt(embedder):
         _, answer = ask(body | fields, models=Models([embedder]))
         return answer["data"][0]["embedding"]
 
-    query = asyncio.run(embedder.answer([Text("the cat")], EncodeOptions(prompt_name="query")))
+    query = asyncio.run(
+        embedder.answer(embedder.tasks.embed([Text("the cat")], EncodeOptions(prompt_name="query")))
+    )
     assert vector(input_type="search_query") == pytest.approx(query.dense[0].tolist(), abs=1e-6)
     assert vector(input_type="search_query") != pytest.approx(vector(), abs=1e-3)
     assert vector(task="clustering") == pytest.approx(vector(), abs=1e-6)

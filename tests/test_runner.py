@@ -11,14 +11,33 @@ from fakes import WAIT_S
 
 from jaxembed.errors import InputTooLong
 from jaxembed.inputs import Text
-from jaxembed.processors.text import Tokenized
+from jaxembed.processors.text import Rules, TextProcessor, Tokenized
 from jaxembed.processors.tokenizer import JOB_CHARACTERS
+from jaxembed.request import Request
 from jaxembed.runner import RequestRunner
-from jaxembed.tasks import Request
 from jaxembed.work import Encoding, work_of
 
 LONG = Text("x" * JOB_CHARACTERS)  # a job by itself
 OUTPUTS = frozenset({"dense"})
+RULES = Rules("", truncate=True, side="right")
+
+
+class Plain(Request):
+    """A request whose tokenizing a worker does, and whose answer are the tokens."""
+
+    def prepare(self, processor, shared, chunk):
+        return processor.worker.tokenize(chunk)
+
+    def finish(self, spec, run):
+        return run.tokenized
+
+
+class WorkersProcessor(TextProcessor):
+    """Has the threads of a worker, and nothing else."""
+
+    def __init__(self, worker: "OneWorker"):
+        self.worker = worker
+        self.executor = worker.executor
 
 
 class OneWorker:
@@ -26,14 +45,13 @@ class OneWorker:
 
     def __init__(self, embedder):
         self.executor = ThreadPoolExecutor(1)
-        self.runner = RequestRunner(
-            self.executor, embedder.engine, embedder.telemetry, embedder.spec
-        )
+        processor = WorkersProcessor(self)
+        self.runner = RequestRunner(processor, embedder.engine, embedder.telemetry, embedder.spec)
         self.begun: list[int] = []  # inputs of each job
         self.entered, self.gate = threading.Event(), threading.Event()
 
     def request(self, items: Sequence[Text]) -> Request:
-        return Request(items, lambda: self.tokenize, OUTPUTS, lambda run: run.tokenized)
+        return Plain(items, RULES, OUTPUTS, None)
 
     def tokenize(self, chunk: Sequence[Text]) -> Tokenized:
         self.begun.append(len(chunk))
@@ -95,14 +113,14 @@ def test_a_request_that_is_cancelled_before_its_turn_does_nothing(worker, count)
 
 
 @pytest.mark.parametrize("way", ["run", "run_async"])
-def test_a_job_that_fails_takes_along_those_that_have_not_begun(worker, way):
+def test_a_job_that_fails_takes_along_those_that_have_not_begun(monkeypatch, worker, way):
     def fail_first(chunk: Sequence[Text]) -> Tokenized:
         if not worker.begun:
             worker.begun.append(len(chunk))
             raise InputTooLong(8, 9)
         return worker.tokenize(chunk)
 
-    request = Request([LONG] * 9, lambda: fail_first, OUTPUTS, lambda run: run)
+    monkeypatch.setattr(Plain, "prepare", lambda self, processor, shared, chunk: fail_first(chunk))
     with pytest.raises(InputTooLong):
-        answer(worker, way, request)
+        answer(worker, way, worker.request([LONG] * 9))
     assert len(worker.finish()) <= 2  # the second may have begun by then

@@ -99,12 +99,12 @@ def test_vertex_begins_a_bounded_number_of_instances_at_once():
     class Counting(FakeEmbedder):
         now = most = 0
 
-        async def answer(self, inputs, options, held=None):
+        async def answer(self, request, held=None):
             self.now += 1
             self.most = max(self.most, self.now)
             await asyncio.sleep(0.001)
             self.now -= 1
-            return await super().answer(inputs, options, held)
+            return await super().answer(request, held)
 
     embedder = Counting()
     body = {"instances": [{"inputs": "a"}] * (3 * INSTANCES_AT_ONCE)}

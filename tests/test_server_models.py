@@ -13,7 +13,7 @@ from test_server_openai import ask
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.config import ServerConfig
-from jaxembed.engine.admission import Capacity
+from jaxembed.engine.admission import Capacity, Cost
 from jaxembed.errors import (
     BackendError,
     ConfigError,
@@ -283,8 +283,12 @@ def test_models_share_their_limits(pair):
     capacity = e.admission.capacity
     assert capacity is r.admission.capacity
     assert capacity.max_tokens == 2 * 64 * 128  # what each would have alone
-    with r.admission.admit(1000, 10), e.admission.admit(500, 10), pytest.raises(Overloaded):
-        e.admission.admit(17, 1)  # past the limit it has had its half, and is not small
+    with (
+        r.admission.admit(Cost(1000, 10)),
+        e.admission.admit(Cost(500, 10)),
+        pytest.raises(Overloaded),
+    ):
+        e.admission.admit(Cost(17, 1))  # past the limit it has had its half, and is not small
 
 
 def test_two_models_together_have_no_more_programs_in_flight_than_one(pair, monkeypatch):

@@ -296,12 +296,12 @@ from jaxembed.server.models import Models
 from jaxembed.server.run import run
 
 class Slow(FakeEmbedder):
-    async def answer(self, inputs, options, held=None):
+    async def answer(self, request, held=None):
         print("entered", flush=True)
         while not self.draining:
             await asyncio.sleep(0.01)
         self.draining = False  # let the fake answer what was admitted
-        answer = await super().answer(inputs, options, held)
+        answer = await super().answer(request, held)
         self.draining = True
         return answer
 

@@ -7,6 +7,7 @@ from public test suites.
 import gzip
 import hashlib
 import json
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from jaxembed.config import TextConfig
 from jaxembed.errors import EmptyInput
 from jaxembed.hub import DEFAULT_MODEL_PACKAGE
 from jaxembed.inputs import Pair, Text
-from jaxembed.processors.text import Rules, TextProcessor
+from jaxembed.processors.text import Rules, TextProcessor, Tokenized
 from jaxembed.processors.tokenizer import cut_tokens
 from jaxembed.spec import PairTemplate
 
@@ -85,6 +86,13 @@ def rules(*, truncate: bool, side="right") -> Rules:
     return Rules("", truncate, side)
 
 
+def beside(
+    processor: TextProcessor, query: str, documents: Sequence[str], rules: Rules
+) -> Tokenized:
+    """The pairs of a query and each document."""
+    return processor.encode_beside(processor.query_row(query, rules), documents, rules)
+
+
 def locals_of(case: dict) -> list[str]:
     return [name for name, same in case["reproduced_with"].items() if same]
 
@@ -145,7 +153,7 @@ def test_real_pairs_have_the_ids_that_the_tokenizer_gives_them(open_processor, n
     wanted = processor._tokenizer.file.encode(first, second).ids
     for encoded in (
         processor.encode([Pair(first, second)], rules(truncate=False)),
-        processor.beside(first, rules(truncate=False))([second]),
+        beside(processor, first, [second], rules(truncate=False)),
     ):
         assert encoded.work.encodings[0].ids.tolist() == wanted
 
@@ -208,7 +216,7 @@ def test_qwen3_reranker_gets_the_ids_of_its_model_card(open_processor, query, do
     processor = open_processor("qwen3-reranker")
     tokenizer = processor._tokenizer.file
     document = document * repeat
-    (encoding,) = processor.beside(query, rules(truncate=True))([document]).work.encodings
+    (encoding,) = beside(processor, query, [document], rules(truncate=True)).work.encodings
     assert encoding.types is None
     assert encoding.ids.tolist() == by_the_readme(tokenizer, query, document, LIMIT)
     whole = (

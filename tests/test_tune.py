@@ -28,7 +28,7 @@ from jaxembed.telemetry import Telemetry, exposition
 from jaxembed.tune import lengths as lengths_module
 from jaxembed.tune import traffic as traffic_module
 from jaxembed.tune import tuning as tuning_module
-from jaxembed.tune.cost import Cost, CostTable, probes
+from jaxembed.tune.cost import BucketCost, CostTable, probes
 from jaxembed.tune.lengths import Lengths, of_file, of_server, of_texts
 from jaxembed.tune.model import MeasuredModel, load_measured
 from jaxembed.tune.report import LOADS, draw, table
@@ -235,8 +235,8 @@ def test_a_url_that_leads_nowhere_is_told_with_its_reason(url, reason):
 # -- costs
 
 
-def costs(ms_of, buckets) -> dict[Bucket, Cost]:
-    return {bucket: Cost(ms_of(bucket), 1.0, bucket.tokens) for bucket in buckets}
+def costs(ms_of, buckets) -> dict[Bucket, BucketCost]:
+    return {bucket: BucketCost(ms_of(bucket), 1.0, bucket.tokens) for bucket in buckets}
 
 
 def physical(bucket: Bucket) -> float:
@@ -530,7 +530,7 @@ def test_the_row_that_always_stays_is_one_of_the_limit_and_not_a_longer_one(open
         return 0.0
 
     tuner = tuner_of(joined(opened, native=by_native, joins=True), 9)
-    costs = {bucket: Cost(bucket.tokens / 100, 0.1, 1) for bucket in tuner.grid.buckets}
+    costs = {bucket: BucketCost(bucket.tokens / 100, 0.1, 1) for bucket in tuner.grid.buckets}
     monkeypatch.setattr(tuning_module, "Search", Searched)
     monkeypatch.setattr(tuner, "_measure", lambda *arguments: None)
     monkeypatch.setattr(tuner.workbench, "costs", costs)

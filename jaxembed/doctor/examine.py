@@ -19,46 +19,46 @@ from jaxembed.doctor.facts import (
 from jaxembed.doctor.findings import bound_by, findings_of
 from jaxembed.doctor.history import Window
 from jaxembed.doctor.machine import has_avx512_bf16, machine_facts
-from jaxembed.embedder import Embedder
 from jaxembed.engine.admission import Limit
 from jaxembed.engine.bucket import SHORTEST_ROW, TPU_TILE
 from jaxembed.engine.build import Plan
 from jaxembed.engine.calibrate import BATCH_S, native_dtype
 from jaxembed.engine.state import BucketUse, EngineState
+from jaxembed.loaded_model import LoadedModel
 from jaxembed.models import position_limit
 from jaxembed.telemetry import STAGES
 
 
-def examine(models: Mapping[str, Embedder], window: Window) -> dict[str, Examination]:
+def examine(models: Mapping[str, LoadedModel], window: Window) -> dict[str, Examination]:
     """Collect the facts of each model and derive its findings.
 
     `models` are the loaded models by served name. Returns one examination for each, by the same
     name. `window` holds the counts of the last seconds.
     """
     examinations = {}
-    for name, embedder in models.items():
-        facts = facts_of(name, embedder, window)
+    for name, loaded in models.items():
+        facts = facts_of(name, loaded, window)
         examinations[name] = Examination(bound_by(facts), findings_of(facts), facts)
     return examinations
 
 
-def facts_of(name: str, embedder: Embedder, window: Window) -> Facts:
+def facts_of(name: str, loaded: LoadedModel, window: Window) -> Facts:
     """Collect the facts of one model. `window` holds what it counted in the last seconds."""
-    state = embedder.snapshot()
+    state = loaded.snapshot()
     return Facts(
         model=name,
-        task=embedder.spec.task,
-        device=_device(embedder, state),
-        kernels=kernel_facts(embedder.plan, embedder.config),
+        task=loaded.spec.task,
+        device=_device(loaded, state),
+        kernels=kernel_facts(loaded.plan, loaded.config),
         machine=machine_facts(),
-        programs=_programs(name, embedder, state, window),
-        buckets=_buckets(name, embedder, state, window),
+        programs=_programs(name, loaded, state, window),
+        buckets=_buckets(name, loaded, state, window),
         lanes={
             lane: LaneFacts(held.inputs, held.tokens, held.oldest_s)
             for lane, held in state.lanes.items()
         },
-        admission=_admission(name, embedder, window),
-        window=_work(name, embedder, window),
+        admission=_admission(name, loaded, window),
+        window=_work(name, loaded, window),
     )
 
 
@@ -87,10 +87,10 @@ def kernel_facts(plan: Plan, config: EngineConfig) -> KernelFacts:
     return KernelFacts(config.kernels, choice["used"], choice["not_used"])
 
 
-def _device(embedder: Embedder, state: EngineState) -> DeviceFacts:
-    facts = device_facts(embedder.plan, embedder.config)
+def _device(loaded: LoadedModel, state: EngineState) -> DeviceFacts:
+    facts = device_facts(loaded.plan, loaded.config)
     facts.failing = sum(failures > 0 for failures in state.failures)
-    facts.stuck = sum(seat.stuck for seat in embedder.engine.seats)
+    facts.stuck = sum(seat.stuck for seat in loaded.engine.seats)
     facts.longest_call_s = state.longest_call_s
     return facts
 
@@ -101,12 +101,12 @@ def _multiplies_bfloat16(plan: Plan) -> bool:
     return bool(plan.devices) and native_dtype(plan.devices[0]) == "bfloat16"
 
 
-def _programs(name: str, embedder: Embedder, state: EngineState, window: Window) -> ProgramFacts:
+def _programs(name: str, loaded: LoadedModel, state: EngineState, window: Window) -> ProgramFacts:
     return ProgramFacts(
-        ready=embedder.engine.warmup.ready,
-        healthy=embedder.healthy,
-        buckets=len(embedder.plan.grid.buckets),
-        compiled=len(embedder.engine.warmup.compiled),
+        ready=loaded.engine.warmup.ready,
+        healthy=loaded.healthy,
+        buckets=len(loaded.plan.grid.buckets),
+        compiled=len(loaded.engine.warmup.compiled),
         timed=state.timed,
         drift=state.drift,
         spread=state.spread,
@@ -116,11 +116,11 @@ def _programs(name: str, embedder: Embedder, state: EngineState, window: Window)
 
 
 def _buckets(
-    name: str, embedder: Embedder, state: EngineState, window: Window
+    name: str, loaded: LoadedModel, state: EngineState, window: Window
 ) -> list[BucketFacts]:
-    ran, compiled = window.ran(name), set(embedder.engine.warmup.compiled)
+    ran, compiled = window.ran(name), set(loaded.engine.warmup.compiled)
     facts = []
-    for bucket in embedder.plan.grid.buckets:
+    for bucket in loaded.plan.grid.buckets:
         use = ran.get(bucket, BucketUse())
         facts.append(
             BucketFacts(
@@ -138,10 +138,10 @@ def _buckets(
     return facts
 
 
-def _admission(name: str, embedder: Embedder, window: Window) -> AdmissionFacts:
-    plan, config, capacity = embedder.plan, embedder.config, embedder.admission.capacity
-    most = embedder.spec.max_input_tokens
-    positions = position_limit(embedder.spec) or most
+def _admission(name: str, loaded: LoadedModel, window: Window) -> AdmissionFacts:
+    plan, config, capacity = loaded.plan, loaded.config, loaded.admission.capacity
+    most = loaded.spec.max_input_tokens
+    positions = position_limit(loaded.spec) or most
 
     def limit(kind: Limit, allowed: int, held: int) -> LimitFacts:
         return LimitFacts(allowed, held, int(window.count(name, f"refused {kind}")))
@@ -159,15 +159,15 @@ def _admission(name: str, embedder: Embedder, window: Window) -> AdmissionFacts:
         buckets_asked=config.buckets is not None,
         max_input_tokens=plan.max_input_tokens,
         model_input_tokens=min(most, positions),
-        tokenization_workers=embedder.tokenization_workers,
+        tokenization_workers=loaded.tokenization_workers,
     )
 
 
-def _work(name: str, embedder: Embedder, window: Window) -> WindowFacts:
+def _work(name: str, loaded: LoadedModel, window: Window) -> WindowFacts:
     seconds = max(window.seconds, 1e-9)
     cpu_s = window.machine("cpu") or 0.0
     busy_s = window.machine("busy")
-    devices = max(len(embedder.plan.devices), 1)
+    devices = max(len(loaded.plan.devices), 1)
     device_s = window.device_s
     return WindowFacts(
         seconds=window.seconds,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import get_args
 
 from jaxembed.doctor.machine import machine_counts
-from jaxembed.embedder import Embedder
 from jaxembed.engine.admission import Limit
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.state import BucketUse
+from jaxembed.loaded_model import LoadedModel
 from jaxembed.telemetry import STAGES, Counter, Telemetry
 
 WINDOW_S = 60.0  # samples older than this are dropped
@@ -87,28 +87,28 @@ class History:
     def __len__(self) -> int:
         return len(self._moments)
 
-    def note(self, models: Mapping[str, Embedder], delay_s: float = 0.0) -> None:
+    def note(self, models: Mapping[str, LoadedModel], delay_s: float = 0.0) -> None:
         """Take a sample now, and drop those older than WINDOW_S."""
         self._moments.append(_moment(models, delay_s))
         oldest_at = self._moments[-1].at - WINDOW_S
         while self._moments[0].at < oldest_at:
             self._moments.popleft()
 
-    def window(self, models: Mapping[str, Embedder]) -> Window:
+    def window(self, models: Mapping[str, LoadedModel]) -> Window:
         """The window from the oldest sample until now; its length is 0 if there is no sample."""
         return Window([*self._moments, _moment(models, 0.0)])
 
 
-def _moment(models: Mapping[str, Embedder], delay_s: float) -> Moment:
-    totals = {name: _totals(embedder) for name, embedder in models.items()}
+def _moment(models: Mapping[str, LoadedModel], delay_s: float) -> Moment:
+    totals = {name: _totals(loaded) for name, loaded in models.items()}
     return Moment(time.monotonic(), machine_counts(), totals, delay_s)
 
 
-def _totals(embedder: Embedder) -> ModelTotals:
-    capacity = embedder.admission.capacity
-    counts = _counts(embedder.telemetry)
+def _totals(loaded: LoadedModel) -> ModelTotals:
+    capacity = loaded.admission.capacity
+    counts = _counts(loaded.telemetry)
     counts |= {f"refused {limit}": float(capacity.refused[limit]) for limit in get_args(Limit)}
-    return ModelTotals(counts, embedder.snapshot().ran)
+    return ModelTotals(counts, loaded.snapshot().ran)
 
 
 def _counts(telemetry: Telemetry) -> Counts:

@@ -5,7 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxembed.config import EngineConfig
 from jaxembed.errors import Overloaded, RequestTooLarge, ShuttingDown
@@ -16,6 +16,19 @@ SMALL = 64  # a small request brings at most this part of each limit
 RESERVE = 8  # beyond the limits, this part of each is for small requests
 
 Limit = Literal["inputs", "tokens", "bytes"]
+
+
+class Cost(NamedTuple):
+    """What a request, or a part of one, takes of the server until it is answered.
+
+    Before the request is tokenized `tokens` is estimated from its characters, and `bytes` with it;
+    `Permit.correct` replaces them. The bytes of its body and of its finished answer are not among
+    these: `Held` counts them as they come.
+    """
+
+    inputs: int
+    tokens: int
+    bytes: int = 0
 
 
 class Held:
@@ -104,13 +117,13 @@ class Capacity:
         finally:
             held.release()
 
-    def has_reserve(self, inputs: int, tokens: int) -> bool:
+    def has_reserve(self, cost: Cost) -> bool:
         """Whether a request is small and the reserve, closed to large requests, has room for it."""
-        is_small = inputs * SMALL <= self.max_inputs and tokens * SMALL <= self.max_tokens
+        is_small = cost.inputs * SMALL <= self.max_inputs and cost.tokens * SMALL <= self.max_tokens
         return (
             is_small
-            and (self.small_inputs + inputs) * RESERVE <= self.max_inputs
-            and (self.small_tokens + tokens) * RESERVE <= self.max_tokens
+            and (self.small_inputs + cost.inputs) * RESERVE <= self.max_inputs
+            and (self.small_tokens + cost.tokens) * RESERVE <= self.max_tokens
         )
 
     def full_limit(self, door: "Admission") -> "Limit | None":
@@ -153,8 +166,8 @@ class Admission:
     it, even if it alone exceeds them, so that requests of all sizes are served; small requests have
     a reserve beyond the limits. So all models together hold at most the limit, the shares of all
     but one, the reserve, and one request each of at most LARGEST times the limit of tokens. Before
-    tokenizing, a request's tokens are a guess; `Permit.correct` corrects it. `share` is the number
-    of tokens that the model adds to the limit of a capacity without `max_tokens`.
+    tokenizing, the cost of a request is an estimate; `Permit.correct` corrects it. `share` is the
+    number of tokens that the model adds to the limit of a capacity without `max_tokens`.
     """
 
     def __init__(self, capacity: Capacity, share: int, tokens_per_s: Callable[[], float]):
@@ -168,16 +181,8 @@ class Admission:
         with capacity.lock:
             capacity.doors.append(self)
 
-    def admit(
-        self,
-        inputs: int,
-        tokens: int,
-        held: Held | None = None,
-        *,
-        input_bytes: int = 0,
-        token_bytes: int = 0,
-    ) -> "Permit":
-        """Let in a request that will hold this many bytes for each input and for each token.
+    def admit(self, cost: Cost, held: Held | None = None) -> "Permit":
+        """Let in a request of this cost.
 
         With `held` it is a part of the request that `held` counts for: after the first part has
         entered no other is refused for want of inputs or tokens, and their bytes are counted until
@@ -185,21 +190,21 @@ class Admission:
         enter; then nothing of it is counted.
         """
         capacity = self.capacity
-        permit = Permit(self, held or Held(capacity), inputs, token_bytes, is_own=held is None)
+        permit = Permit(self, held or Held(capacity), is_own=held is None)
         with capacity.lock:
             if self.draining:
                 raise ShuttingDown("the server is shutting down", retry_after_s=5)
-            if tokens > LARGEST * capacity.max_tokens:
+            if cost.tokens > LARGEST * capacity.max_tokens:
                 raise RequestTooLarge(
-                    f"the request holds about {tokens} tokens, a request may hold "
+                    f"the request holds about {cost.tokens} tokens, a request may hold "
                     f"{LARGEST * capacity.max_tokens}; send less at a time or raise "
                     "--max-queue-tokens"
                 )
             full = None if permit.held.entered else capacity.full_limit(self)
-            if full is not None and not capacity.has_reserve(inputs, tokens):
+            if full is not None and not capacity.has_reserve(cost):
                 capacity.refused[full] += 1
                 raise Overloaded(_reason(capacity), _retry_after_s(capacity))
-            permit.enter(tokens, inputs * input_bytes)
+            permit.enter(cost)
         return permit
 
     def drain(self) -> None:
@@ -221,46 +226,41 @@ class Admission:
 class Permit:
     """The place that one request, or one part of it, has in a model until it is released."""
 
-    def __init__(
-        self, admission: Admission, held: Held, inputs: int, token_bytes: int, *, is_own: bool
-    ):
+    def __init__(self, admission: Admission, held: Held, *, is_own: bool):
         """With `is_own` this is the whole request: its bytes are released together with the
         place."""
         self.held = held
         self._admission = admission
-        self._inputs = inputs
-        self._tokens = 0
-        self._token_bytes = token_bytes
+        self._cost = Cost(0, 0)
         self._is_own = is_own
         self._in_reserve = False
 
-    def enter(self, tokens: int, count: int) -> None:
-        """Count the request in, with `count` bytes; called once, under the capacity's lock."""
-        self.held._charge(count + tokens * self._token_bytes)
+    def enter(self, cost: Cost) -> None:
+        """Count the request in; called once, under the capacity's lock. Raises as `Held.charge`."""
+        self.held._charge(cost.bytes)
         self.held.entered = True
-        capacity = self._admission.capacity
-        self._in_reserve = capacity.has_reserve(self._inputs, tokens)
-        self._count(self._inputs, tokens)
+        self._in_reserve = self._admission.capacity.has_reserve(cost)
+        self._count(cost)
 
-    def correct(self, tokens: int) -> None:
-        """Replace the guess of the request's tokens by their number. Raises as `Held.charge`."""
+    def correct(self, cost: Cost) -> None:
+        """Replace the estimated cost of the request by the true one. Raises as `Held.charge`."""
         with self._admission.capacity.lock:
-            more = tokens - self._tokens
-            self.held._charge(more * self._token_bytes)
-            self._count(0, more)
+            self.held._charge(cost.bytes - self._cost.bytes)
+            self._count(cost)
 
     def release(self) -> None:
         """Give the place back: the request is answered, or nobody waits for it."""
         with self._admission.capacity.lock:
-            self._count(-self._inputs, -self._tokens)
-            self._inputs = 0
+            self._count(Cost(0, 0))
             if self._is_own:
                 self.held._charge(-self.held.bytes)
 
-    def _count(self, inputs: int, tokens: int) -> None:
+    def _count(self, cost: Cost) -> None:
+        """Count this cost in place of the one counted so far."""
+        inputs, tokens = cost.inputs - self._cost.inputs, cost.tokens - self._cost.tokens
+        self._cost = cost
         self._admission.inputs += inputs
         self._admission.tokens += tokens
-        self._tokens += tokens
         if self._in_reserve:
             self._admission.capacity.small_inputs += inputs
             self._admission.capacity.small_tokens += tokens

@@ -3,7 +3,7 @@
 Knows no HTTP and no batches.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -122,21 +122,18 @@ class TextProcessor:
             for item in inputs
         )
 
-    def beside(self, query: str, rules: Rules) -> Callable[[Sequence[str]], Tokenized]:
-        """Tokenize a query once, to join it with documents.
-
-        Returns a function that encodes the pairs of the query and each of some documents, and
-        raises what `encode` does. Several threads may call it. Raises InvalidInput if the model
-        takes no pairs or the query cannot be tokenized, and TokenizerError.
-        """
+    def query_row(self, query: str, rules: Rules) -> Row:
+        """Tokenize a query once, for `encode_beside`. Raises InvalidInput if the model takes no
+        pairs or the query cannot be tokenized, and TokenizerError."""
         first = self._frame.first(query, rules.instruction)
         (row,) = self._tokenizer.rows([first], self.limit, rules.side)
+        return row
 
-        def encode(documents: Sequence[str]) -> Tokenized:
-            seconds = self._second_rows(documents, rules)
-            return _tokenized(self._pair(row, second, rules) for second in seconds)
-
-        return encode
+    def encode_beside(self, query: Row, documents: Sequence[str], rules: Rules) -> Tokenized:
+        """Tokenize the pairs of a query and each document; several threads may share the query.
+        Raises what `encode` does."""
+        seconds = self._second_rows(documents, rules)
+        return _tokenized(self._pair(query, second, rules) for second in seconds)
 
     def estimate(self, inputs: Sequence[Input]) -> int:
         """Estimate the number of tokens of the inputs before tokenization: one per 4 characters."""

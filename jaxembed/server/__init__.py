@@ -1,1 +1,1 @@
-"""The HTTP server: dialects over one Embedder. Knows nothing of devices, buckets or tokenizers."""
+"""The HTTP server: dialects over loaded models. Knows nothing of devices, buckets or tokenizers."""

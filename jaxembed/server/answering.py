@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from quart import Response
 
-from jaxembed.embedder import Embedder
+from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.server.body import RequestInputs, RequestTexts, check_batch
 from jaxembed.server.meter import Meter, RequestSize
@@ -23,8 +23,9 @@ async def embed_inputs(
 ) -> Embeddings:
     """The vectors of a request to embed. `read` and `options` are called once the model is known:
     they raise what is wrong with the body."""
-    embedder, inputs = _accept(meter, model, "embed", read)
-    return await embedder.answer(inputs.items, options(embedder.spec), meter.held)
+    loaded, inputs = _accept(meter, model, "embed", read)
+    request = loaded.tasks.embed(inputs.items, options(loaded.spec))
+    return await loaded.answer(request, meter.held)
 
 
 async def score_inputs(
@@ -34,8 +35,8 @@ async def score_inputs(
     options: Callable[[], ScoreOptions],
 ) -> Scores:
     """The logits of a request to classify, with `read` and `options` as in `embed_inputs`."""
-    embedder, inputs = _accept(meter, model, "classify", read)
-    return await embedder.score(inputs.items, options(), meter.held)
+    loaded, inputs = _accept(meter, model, "classify", read)
+    return await loaded.answer(loaded.tasks.score(inputs.items, options()), meter.held)
 
 
 async def score_documents(
@@ -55,8 +56,8 @@ async def score_documents(
         characters = len(query) * len(documents) + sum(map(len, documents))
         return RequestSize("batch", characters, field)
 
-    embedder, _ = _accept(meter, model, "rerank", read)
-    return await embedder.score_documents(query, documents, options, meter.held)
+    loaded, _ = _accept(meter, model, "rerank", read)
+    return await loaded.answer(loaded.tasks.rerank(query, documents, options), meter.held)
 
 
 async def encode_answer(
@@ -70,9 +71,9 @@ async def encode_answer(
 
 def _accept(
     meter: Meter, model: str | None, task: Task, read: Callable[[], Size]
-) -> tuple[Embedder, Size]:
+) -> tuple[LoadedModel, Size]:
     """The model, and what `read` gives, counted as accepted by this model."""
-    embedder = meter.find(model, task)
+    loaded = meter.find(model, task)
     inputs = read()
     meter.accept(inputs)
-    return embedder, inputs
+    return loaded, inputs

@@ -11,9 +11,9 @@ import msgspec
 from quart import request
 from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, UnsupportedMediaType
 
-from jaxembed.embedder import INPUT_BYTES
 from jaxembed.errors import BatchTooLarge, EmptyInput, InvalidInput, RequestTooLarge
 from jaxembed.inputs import Input, Pair, Priority, Text, Tokens
+from jaxembed.request import INPUT_BYTES
 from jaxembed.server import decoding
 from jaxembed.server.connection import BoundedBody
 from jaxembed.server.decoding import TokenId, mixed

@@ -1,4 +1,4 @@
-"""POST /v2/rerank in the words of Cohere. Knows JSON and the Embedder."""
+"""POST /v2/rerank in the words of Cohere. Knows JSON and no tokens."""
 
 import msgspec
 from quart import Blueprint, Response, g

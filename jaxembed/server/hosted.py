@@ -107,7 +107,7 @@ async def decode_any(
     asked = await decode_body(data, Asked, at_once)
     if asked.query is not msgspec.UNSET:
         return await _decode_rerank(data, asked, at_once)
-    if any(embedder.spec.task == "embed" for embedder in models.meant(asked.model)):
+    if any(loaded.spec.task == "embed" for loaded in models.meant(asked.model)):
         return await decode_body(data, EmbedRequest, at_once)
     return await decode_body(data, PredictRequest, at_once)
 

@@ -7,7 +7,7 @@ from quart import Blueprint, Response, request
 
 from jaxembed import __version__
 from jaxembed.doctor.examine import examine
-from jaxembed.embedder import Embedder
+from jaxembed.loaded_model import LoadedModel
 from jaxembed.server.connection import CONNECTION_BYTES
 from jaxembed.server.encoding import json_response
 from jaxembed.server.service import Service, current_service
@@ -48,34 +48,34 @@ async def info() -> Response:
     speed of every model under `jaxembed.doctor`."""
     service = current_service()
     name = request.args.get("model")
-    embedder = service.models[name] if name else service.models.first
-    answer = model_info(service, embedder)
+    loaded = service.models[name] if name else service.models.first
+    answer = model_info(service, loaded)
     if "verbose" in request.args:
         models = service.models.by_name()
         answer.jaxembed["doctor"] = examine(models, service.history.window(models))
     return json_response(msgspec.json.encode(answer))
 
 
-def model_info(service: Service, embedder: Embedder) -> Info:
+def model_info(service: Service, loaded: LoadedModel) -> Info:
     """The answer of /info about one model."""
-    more = embedder.describe()
+    more = loaded.describe()
     more["accounted_bytes"] = accounted_bytes(service)
     more["connection_bytes"] = CONNECTION_BYTES
     if len(service.models) > 1:
         more["models"] = [_summary(service, other) for other in service.models]
     return Info(
-        model_id=embedder.name,
-        model_sha=embedder.spec.revision,
-        model_dtype=embedder.dtype,
-        served_model_name=service.models.name_of(embedder),
-        model_type=_model_type(embedder),
-        max_concurrent_requests=embedder.config.max_concurrent_requests,
-        max_input_length=embedder.max_input_tokens,
-        max_batch_tokens=embedder.max_batch_tokens,
-        max_batch_requests=embedder.config.max_batch_requests,
+        model_id=loaded.name,
+        model_sha=loaded.spec.revision,
+        model_dtype=loaded.dtype,
+        served_model_name=service.models.name_of(loaded),
+        model_type=_model_type(loaded),
+        max_concurrent_requests=loaded.config.max_concurrent_requests,
+        max_input_length=loaded.max_input_tokens,
+        max_batch_tokens=loaded.max_batch_tokens,
+        max_batch_requests=loaded.config.max_batch_requests,
         max_client_batch_size=service.config.max_client_batch_size,
-        auto_truncate=embedder.text.truncate,
-        tokenization_workers=embedder.tokenization_workers,
+        auto_truncate=loaded.text.truncate,
+        tokenization_workers=loaded.tokenization_workers,
         version=__version__,
         sha=None,
         docker_label=None,
@@ -86,13 +86,13 @@ def model_info(service: Service, embedder: Embedder) -> Info:
 def accounted_bytes(service: Service) -> int:
     """The most bytes that clients can make the process take, without connections: the memory of
     requests and that of tokenizing."""
-    tokenizing = sum(embedder.tokenizing_bytes for embedder in service.models)
+    tokenizing = sum(loaded.tokenizing_bytes for loaded in service.models)
     return service.models.capacity.max_bytes + tokenizing
 
 
-def _model_type(embedder: Embedder) -> dict[str, dict[str, Any]]:
+def _model_type(loaded: LoadedModel) -> dict[str, dict[str, Any]]:
     """TEI's object with one key: the pooling of an embedding model, or the labels of others."""
-    spec = embedder.spec
+    spec = loaded.spec
     if spec.task == "embed":
         pooling = "+".join(TEI_POOLING_NAMES.get(name, name) for name in spec.head.pooling)
         return {"embedding": {"pooling": pooling}}
@@ -101,12 +101,12 @@ def _model_type(embedder: Embedder) -> dict[str, dict[str, Any]]:
     return {MODEL_TYPES[spec.task]: {"id2label": id2label, "label2id": label2id}}
 
 
-def _summary(service: Service, embedder: Embedder) -> dict[str, Any]:
+def _summary(service: Service, loaded: LoadedModel) -> dict[str, Any]:
     return {
-        "name": service.models.name_of(embedder),
-        "task": embedder.spec.task,
-        "dtype": embedder.dtype,
-        "max_input_length": embedder.max_input_tokens,
-        "max_batch_tokens": embedder.max_batch_tokens,
-        "max_batch_requests": embedder.config.max_batch_requests,
+        "name": service.models.name_of(loaded),
+        "task": loaded.spec.task,
+        "dtype": loaded.dtype,
+        "max_input_length": loaded.max_input_tokens,
+        "max_batch_tokens": loaded.max_batch_tokens,
+        "max_batch_requests": loaded.config.max_batch_requests,
     }

@@ -1,4 +1,4 @@
-"""POST /v1/rerank in the words of Jina. Knows JSON and the Embedder.
+"""POST /v1/rerank in the words of Jina. Knows JSON and no tokens.
 
 Infinity, vLLM and Cohere's own client for its first version speak this dialect, more or less. Those
 of Voyage do too, but for the name of the list of results: the answer has it under both.

@@ -10,8 +10,8 @@ from typing import Literal, cast
 
 from quart import Response, g, request
 
-from jaxembed.embedder import Embedder
 from jaxembed.engine.admission import Held
+from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, Scores
 from jaxembed.server.connection import BoundedBody
 from jaxembed.server.service import Service, current_service
@@ -41,7 +41,7 @@ class Meter:
     counts failures.
     """
 
-    embedder: Embedder  # set by `find`
+    loaded: LoadedModel  # set by `find`
     size: RequestSize  # set by `accept`
 
     def __init__(self, service: Service, held: Held):
@@ -68,12 +68,12 @@ class Meter:
     @property
     def served_name(self) -> str:
         """The name of the model found, as answers carry it."""
-        return self.service.models.name_of(self.embedder)
+        return self.service.models.name_of(self.loaded)
 
     @property
     def telemetry(self) -> Telemetry:
         """The metrics of the model that the request is counted for."""
-        return getattr(self, "embedder", self.service.models.first).telemetry
+        return getattr(self, "loaded", self.service.models.first).telemetry
 
     @contextmanager
     def time(self, stage: Literal["decode", "encode"]) -> Iterator[None]:
@@ -84,10 +84,10 @@ class Meter:
         finally:
             self._stages.append((stage, time.perf_counter() - started_at))
 
-    def find(self, name: str | None, task: Task | None) -> Embedder:
+    def find(self, name: str | None, task: Task | None) -> LoadedModel:
         """The model that `Models.find` gives; from now on the request is counted for it."""
-        self.embedder = self.service.models.find(name, task)
-        return self.embedder
+        self.loaded = self.service.models.find(name, task)
+        return self.loaded
 
     def accept(self, size: RequestSize) -> None:
         """Count the request as accepted by the model found."""
@@ -99,7 +99,7 @@ class Meter:
         total_ms = _ms(self._count(answer))
         response.headers.extend(  # `update` would look for each name first: 2 us a header
             {
-                "x-compute-type": compute_type(self.embedder),
+                "x-compute-type": compute_type(self.loaded),
                 "x-compute-time": total_ms,
                 "x-total-time": total_ms,
                 "x-tokenization-time": _ms(answer.tokenization_s),
@@ -138,9 +138,9 @@ def blame(meter: Meter) -> None:
     g.meter = meter
 
 
-def compute_type(embedder: Embedder) -> str:
+def compute_type(loaded: LoadedModel) -> str:
     """The device and dtype really used, in the form of TEI's header: `cpu+bfloat16`."""
-    return f"{embedder.device.lower().replace(' ', '-')}+{embedder.dtype}"
+    return f"{loaded.device.lower().replace(' ', '-')}+{loaded.dtype}"
 
 
 def _ms(seconds: float) -> str:

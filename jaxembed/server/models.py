@@ -3,9 +3,9 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxembed.embedder import Embedder
 from jaxembed.engine.admission import Capacity
 from jaxembed.errors import ConfigError, InvalidInput, UnknownModel, WrongTask
+from jaxembed.loaded_model import LoadedModel
 from jaxembed.spec import Task
 from jaxembed.tasks import DOES, KIND
 from jaxembed.telemetry import exposition
@@ -31,18 +31,16 @@ class Models:
     """
 
     def __init__(
-        self, embedders: Sequence[Embedder], aliases: Mapping[str, Sequence[str]] | None = None
+        self, models: Sequence[LoadedModel], aliases: Mapping[str, Sequence[str]] | None = None
     ):
-        self._embedders = tuple(embedders)
-        names = served_names([embedder.name for embedder in embedders], aliases or {})
+        self._loaded = tuple(models)
+        names = served_names([loaded.name for loaded in models], aliases or {})
         self._by_name = {
-            name: embedder
-            for embedder, owned in zip(embedders, names, strict=True)
-            for name in owned
+            name: loaded for loaded, owned in zip(models, names, strict=True) for name in owned
         }
 
-    def __iter__(self) -> Iterator[Embedder]:
-        return iter(self._embedders)
+    def __iter__(self) -> Iterator[LoadedModel]:
+        return iter(self._loaded)
 
     @property
     def capacity(self) -> Capacity:
@@ -50,9 +48,9 @@ class Models:
         return self.first.admission.capacity
 
     def __len__(self) -> int:
-        return len(self._embedders)
+        return len(self._loaded)
 
-    def __getitem__(self, name: str) -> Embedder:
+    def __getitem__(self, name: str) -> LoadedModel:
         """The model served under `name`. Raises UnknownModel, which says what there is."""
         try:
             return self._by_name[name]
@@ -68,22 +66,22 @@ class Models:
         return tuple(self._by_name)
 
     @property
-    def first(self) -> Embedder:
-        return self._embedders[0]
+    def first(self) -> LoadedModel:
+        return self._loaded[0]
 
-    def name_of(self, embedder: Embedder) -> str:
+    def name_of(self, loaded: LoadedModel) -> str:
         """The name that the model's answers carry: the first of its own."""
-        return next(name for name, served in self._by_name.items() if served is embedder)
+        return next(name for name, served in self._by_name.items() if served is loaded)
 
-    def by_name(self) -> dict[str, Embedder]:
+    def by_name(self) -> dict[str, LoadedModel]:
         """Each model by the name that its answers carry."""
-        return {self.name_of(embedder): embedder for embedder in self}
+        return {self.name_of(loaded): loaded for loaded in self}
 
-    def meant(self, name: str | None) -> list[Embedder]:
+    def meant(self, name: str | None) -> list[LoadedModel]:
         """The model of that name or, where none is named, all of them. Raises UnknownModel."""
         return [self[name]] if name and name != UNSPECIFIED else list(self)
 
-    def find(self, name: str | None, task: Task | None) -> Embedder:
+    def find(self, name: str | None, task: Task | None) -> LoadedModel:
         """The model of that name or, without one, the only model that does the task.
 
         A task of None is what every model does. A reranker also classifies, where no classifier
@@ -105,30 +103,30 @@ class Models:
 
     @property
     def healthy(self) -> bool:
-        return all(embedder.healthy for embedder in self)
+        return all(loaded.healthy for loaded in self)
 
     @property
     def ready(self) -> bool:
-        return all(embedder.ready for embedder in self)
+        return all(loaded.ready for loaded in self)
 
     @property
     def draining(self) -> bool:
-        return any(embedder.draining for embedder in self)
+        return any(loaded.draining for loaded in self)
 
     def drain(self) -> None:
         """Admit no further request."""
-        for embedder in self:
-            embedder.drain()
+        for loaded in self:
+            loaded.drain()
 
     def close(self, timeout_s: float) -> None:
         """Close every model, all within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        for embedder in self:
-            embedder.close(timeout_s=max(deadline - time.monotonic(), 0.0))
+        for loaded in self:
+            loaded.close(timeout_s=max(deadline - time.monotonic(), 0.0))
 
-    def _description(self, embedder: Embedder) -> str:
-        task = embedder.spec.task
-        return f"`{self.name_of(embedder)}` is {KIND[task]} ({TASK_ROUTES[task]})"
+    def _description(self, loaded: LoadedModel) -> str:
+        task = loaded.spec.task
+        return f"`{self.name_of(loaded)}` is {KIND[task]} ({TASK_ROUTES[task]})"
 
 
 def served_names(

@@ -1,6 +1,6 @@
-"""POST /v1/embeddings as OpenAI defines it. Knows JSON and the Embedder; no tokens, no devices.
+"""POST /v1/embeddings as OpenAI defines it. Knows JSON; no tokens, no devices.
 
-A request becomes `Input`s, the Embedder turns those into vectors, and these become the answer.
+A request becomes `Input`s, a loaded model turns those into vectors, and these become the answer.
 """
 
 from collections.abc import Mapping
@@ -89,7 +89,7 @@ async def embeddings() -> Response:
 
 
 def options(body: EmbeddingsRequest, prompts: Mapping[str, str]) -> EncodeOptions:
-    """The options of an Embedder with these prompts. This route normalises unless the body says
+    """The options for a model with these prompts. This route normalises unless the body says
     otherwise, as OpenAI does. Raises InvalidInput for fields that contradict each other."""
     prompt, prompt_name = chosen_prompt(body, prompts)
     return EncodeOptions(
@@ -140,7 +140,7 @@ async def respond(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> 
     else:
         base64 = body.encoding_format == "base64"
         response = await _json_response(answer, meter.served_name, base64=base64)
-    prompt, prompt_name = chosen_prompt(body, meter.embedder.spec.prompts)
+    prompt, prompt_name = chosen_prompt(body, meter.loaded.spec.prompts)
     if prompt is not None or prompt_name is not None:
         response.headers.add(PROMPT, prompt_name or "")
     return response

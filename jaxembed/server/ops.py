@@ -77,7 +77,7 @@ async def livez() -> Response:
     """200 while the process can do work, or will. 503 when no device of a model returns from its
     call: a thread in native code cannot be stopped, so whoever supervises the process must end it.
     """
-    if any(embedder.stuck for embedder in current_service().models):
+    if any(loaded.stuck for loaded in current_service().models):
         raise Unhealthy("stuck in a device call that does not return: end this process")
     return Response(b"")
 
@@ -131,13 +131,13 @@ def _check_health() -> None:
 
 
 def _model(name: str, models: Models) -> ServedModel:
-    embedder = models[name]
-    waiting = embedder.waiting
+    loaded = models[name]
+    waiting = loaded.waiting
     return ServedModel(
         id=name,
         created=0,
-        max_model_len=embedder.max_input_tokens,
-        task=embedder.spec.task,
-        capabilities=DOES[embedder.spec.task],
-        stats=QueueStats(waiting, waiting / embedder.config.max_concurrent_requests),
+        max_model_len=loaded.max_input_tokens,
+        task=loaded.spec.task,
+        capabilities=DOES[loaded.spec.task],
+        stats=QueueStats(waiting, waiting / loaded.config.max_concurrent_requests),
     )

@@ -20,8 +20,8 @@ from hypercorn.config import Config
 
 from jaxembed.config import ServerConfig
 from jaxembed.doctor.history import SAMPLE_S
-from jaxembed.embedder import Embedder
 from jaxembed.errors import BackendError, ConfigError
+from jaxembed.loaded_model import LoadedModel
 from jaxembed.server.app import Server, create_app, create_metrics_app
 from jaxembed.server.connection import Connection
 from jaxembed.server.models import Models
@@ -207,19 +207,19 @@ def _watch_readiness(models: Models, stop: Callable[[], object]) -> list[Backend
     """Call `stop` if a model fails to become ready; the list then holds why."""
     failures: list[BackendError] = []
 
-    def watch(embedder: Embedder) -> None:
+    def watch(loaded: LoadedModel) -> None:
         try:
-            embedder.wait_ready()
+            loaded.wait_ready()
             gc.freeze()  # all this stays; a collection that walked it would stop the loop for 50 ms
         except Exception as error:
-            if not embedder.draining:  # else it was told to stop before it was ready
+            if not loaded.draining:  # else it was told to stop before it was ready
                 reason = str(error).splitlines()[0]
-                failures.append(BackendError(f"{embedder.name} could not be compiled: {reason}"))
+                failures.append(BackendError(f"{loaded.name} could not be compiled: {reason}"))
                 failures[-1].__cause__ = error
                 stop()
 
-    for embedder in models:
-        threading.Thread(target=watch, args=(embedder,), name="wait-ready", daemon=True).start()
+    for loaded in models:
+        threading.Thread(target=watch, args=(loaded,), name="wait-ready", daemon=True).start()
     return failures
 
 

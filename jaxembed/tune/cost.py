@@ -18,7 +18,7 @@ PAIRS = 7  # pairs of timings: one with long sequences, one with short ones
 
 
 @dataclass(frozen=True)
-class Cost:
+class BucketCost:
     """The measured cost of one compiled bucket."""
 
     ms: float  # a run of short sequences, including the copies to and from the device
@@ -33,7 +33,7 @@ class Workbench:
     """
 
     def __init__(self, replica: Replica):
-        self.costs: dict[Bucket, Cost] = {}
+        self.costs: dict[Bucket, BucketCost] = {}
         self.timings: dict[Bucket, list[float]] = {}  # milliseconds
         self.tokens_run = 0  # padding included
         self.primary: OutputName = replica.primary
@@ -65,7 +65,7 @@ class Workbench:
         self._replica.compile(bucket)
         seconds = time.perf_counter() - start
         ms = self._time(bucket)
-        self.costs[bucket] = Cost(ms, seconds, self._replica.temporary_bytes(bucket))
+        self.costs[bucket] = BucketCost(ms, seconds, self._replica.temporary_bytes(bucket))
 
     def pair_ms(self, bucket: Bucket) -> float:
         """Measure what attention costs for each pair of tokens of one sequence, in milliseconds.
@@ -101,7 +101,7 @@ class CostTable:
     with the last slope.
     """
 
-    def __init__(self, costs: Mapping[Bucket, Cost]):
+    def __init__(self, costs: Mapping[Bucket, BucketCost]):
         self._measured_ms = {bucket: cost.ms for bucket, cost in costs.items()}
         self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for length in sorted({bucket.length for bucket in costs}):

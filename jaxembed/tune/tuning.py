@@ -20,7 +20,7 @@ from jaxembed.files import replacing
 from jaxembed.models import native
 from jaxembed.output_path import check_output
 from jaxembed.telemetry import row_lengths
-from jaxembed.tune.cost import Cost, CostTable, probes
+from jaxembed.tune.cost import BucketCost, CostTable, probes
 from jaxembed.tune.lengths import Lengths
 from jaxembed.tune.model import MeasuredModel
 from jaxembed.tune.search import WORTH, Search, objective, row_counts
@@ -69,7 +69,7 @@ class GridResult:
     """A grid, the costs of its buckets, and its predicted and measured figures."""
 
     grid: BucketGrid
-    costs: dict[Bucket, Cost]
+    costs: dict[Bucket, BucketCost]
     predicted: Figures
     measured: Figures
 

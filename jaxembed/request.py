@@ -1,0 +1,150 @@
+"""One request as plain data: how its inputs become the engine's work, and the result the answer.
+Runs nothing."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from jaxembed.engine.admission import Cost
+from jaxembed.engine.ticket import Ticket
+from jaxembed.inputs import Input, Pair, Priority
+from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
+from jaxembed.outputs import OutputName
+from jaxembed.postprocess import shape_vectors
+from jaxembed.processors.text import Row, Rules, TextProcessor, Tokenized
+from jaxembed.spec import ModelSpec
+from jaxembed.work import WorkResult
+
+INPUT_BYTES = 1024  # of memory an input takes beside its text and its tokens: measured 0.8 KB
+TOKEN_BYTES = 8  # a token takes: its id, twice while a batch is packed
+FLOAT_BYTES = 4
+LOGITS: frozenset[OutputName] = frozenset({"logits"})
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The results of the tokenizer and the engine for one request."""
+
+    ticket: Ticket
+    tokenized: Tokenized
+    tokenization_s: float  # of all inputs together
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """The fields that Embeddings and Scores have in common."""
+        return {
+            "num_tokens": self.tokenized.work.lengths.astype(np.int64),
+            "truncated": self.tokenized.truncated,
+            "tokenization_s": self.tokenization_s,
+            "queue_s": _mean(self.ticket.queue_s),
+            "inference_s": _mean(self.ticket.inference_s),
+        }
+
+
+@dataclass(frozen=True)
+class Request(ABC, Generic[Answer]):
+    """One request: `items` to tokenize by `rules`, and the `outputs` wanted of the engine.
+
+    `share` is called once, then `prepare` for each chunk of the items, in several threads at the
+    same time, and `finish` when the engine has answered.
+    """
+
+    items: Sequence
+    rules: Rules
+    outputs: frozenset[OutputName]
+    priority: Priority | None
+
+    def share(self, processor: TextProcessor) -> Row | None:
+        """What the chunks have in common, tokenized. Raises InvalidInput."""
+        return None
+
+    def prepare(self, processor: TextProcessor, shared: Row | None, chunk: Sequence) -> Tokenized:
+        """Tokenize some of the items. Raises InvalidInput or TokenizerError."""
+        return processor.encode(chunk, self.rules)
+
+    @abstractmethod
+    def finish(self, spec: ModelSpec, run: Run) -> Answer:
+        """Make the answer from the results."""
+
+    def inputs(self) -> Sequence[Input]:
+        """The items as inputs of the model."""
+        return self.items
+
+    def cost(self, spec: ModelSpec, tokens: int) -> Cost:
+        """What the request takes of the server if it has this many tokens."""
+        token_bytes = TOKEN_BYTES
+        if "tokens" in self.outputs:
+            token_bytes += FLOAT_BYTES * spec.hidden_size
+        input_bytes = INPUT_BYTES + 2 * FLOAT_BYTES * spec.dim
+        count = len(self.items)
+        return Cost(count, tokens, count * input_bytes + tokens * token_bytes)
+
+
+@dataclass(frozen=True)
+class EncodeRequest(Request[Embeddings]):
+    """A request for vectors; `items` are Inputs."""
+
+    options: EncodeOptions
+
+    def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
+        """Cut and normalise the vectors as the options say."""
+        values = dict(run.ticket.values)
+        if "dense" in values:
+            normalize = self.options.normalize
+            values["dense"] = shape_vectors(
+                values["dense"],
+                dimensions=self.options.dimensions,
+                normalize=spec.heads["dense"].normalize if normalize is None else normalize,
+            )
+        return Embeddings(values, **run.figures)
+
+
+@dataclass(frozen=True)
+class ScoreRequest(Request[Scores]):
+    """A request for logits; `items` are Texts and Pairs."""
+
+    options: ScoreOptions
+
+    def finish(self, spec: ModelSpec, run: Run) -> Scores:
+        """The logits, with what it takes to show them as scores."""
+        logits = run.ticket.values["logits"]
+        return Scores(logits, spec.labels, spec.score_function, **run.figures)
+
+
+@dataclass(frozen=True)
+class QueryRequest(ScoreRequest):
+    """A request for the logits of documents, the `items`, each beside the one query."""
+
+    query: str
+
+    def share(self, processor: TextProcessor) -> Row | None:
+        """Tokenize the query."""
+        return processor.query_row(self.query, self.rules)
+
+    def prepare(self, processor: TextProcessor, shared: Row | None, chunk: Sequence) -> Tokenized:
+        """Tokenize some of the documents, each beside the tokenized query."""
+        assert shared is not None
+        return processor.encode_beside(shared, chunk, self.rules)
+
+    def inputs(self) -> Sequence[Input]:
+        """The pairs of the query and each document."""
+        return [Pair(self.query, document) for document in self.items]
+
+
+@dataclass(frozen=True)
+class ComputeRequest(Request[WorkResult]):
+    """A request for any outputs of a model; `items` are Inputs."""
+
+    def finish(self, spec: ModelSpec, run: Run) -> WorkResult:
+        """The outputs as the heads give them."""
+        return run.ticket.values
+
+
+def _mean(seconds: np.ndarray) -> float:
+    return sum(seconds.tolist()) / len(seconds) if len(seconds) else 0.0
