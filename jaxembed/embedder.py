@@ -21,9 +21,10 @@ TextOrPair = str | tuple[str, str]
 
 
 class Embedder(LoadedModel):
-    """A model that encodes, reranks or classifies, for threads that may block and for event loops.
+    """A model to call from Python: it encodes, reranks or classifies.
 
-    It is made with the arguments of LoadedModel.
+    The arguments are those of LoadedModel: `model` is a directory (Hugging Face's or a converted
+    checkpoint), a hub id, or None for all-MiniLM-L6-v2. Each method has a twin for event loops.
     """
 
     def __enter__(self) -> "Embedder":
