@@ -4,23 +4,27 @@ The names, labels and buckets of te_ metrics are those of Text Embeddings Infere
 dashboards work. Each series is present from the start.
 """
 
+import math
 import re
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Gauge, Histogram, Metric, generate_latest
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client import CollectorRegistry, Gauge, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
 DURATION_BUCKETS = tuple(1e-5 * 1.5**k for k in range(1, 36))  # 15 us to 14.6 s, those of TEI
 POWERS = [2**k for k in range(21)]
 FILL_BUCKETS = tuple(k / 20 for k in range(1, 21))
 INPUT_LENGTH = "Tokens of an input after truncation"
 MOST_KEPT = 1024  # values that a histogram buffers before it counts them
+METHODS = ("single", "batch")
 FAILURES = (
     "validation",
     "batch_size",
@@ -40,24 +44,48 @@ OF_THE_PROCESS = {
 }
 
 
-class Counter(Gauge):
+class Counter(Collector):
     """A counter without the suffix `_total`, which prometheus_client appends but TEI does not."""
 
-    _type = "counter"
+    def __init__(self, name: str, text: str):
+        self.name, self._text = name, text
+        self._value = 0.0
+        self._lock = threading.Lock()
+        self._read: Callable[[], float] = lambda: self._value
+
+    def inc(self, amount: int | float = 1) -> None:
+        """Add to the counter."""
+        with self._lock:
+            self._value += amount
+
+    def set_function(self, read: Callable[[], float]) -> None:
+        """Show what the function returns instead of what was added."""
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """The counter with its value now."""
+        family = CounterMetricFamily(self.name, self._text)
+        family.samples.append(Sample(self.name, {}, float(self._read())))
+        return [family]
 
 
-class BulkHistogram(Histogram):
+class BulkHistogram(Collector):
     """A histogram that counts values when it has many of them, or when it is read: counting each
     one as it comes takes 2 us."""
 
-    def _metric_init(self) -> None:
-        super()._metric_init()
+    def __init__(self, name: str, text: str, bounds: Sequence[int | float]):
+        """`bounds` are the upper bounds of its buckets, in rising order and without infinity."""
+        self.name, self._text = name, text
+        self._bounds = np.array([*bounds, math.inf])
+        self._created_at = time.time()
+        self._counts = np.zeros(len(self._bounds), np.int64)
+        self._sum = 0.0
         self._kept: deque[float] = deque()
-        self._counting = threading.Lock()
+        self._lock = threading.Lock()
 
-    def observe(self, amount: int | float, exemplar: dict[str, str] | None = None) -> None:
-        """Add one value. Exemplars are ignored."""
-        self._kept.append(amount)
+    def observe(self, value: int | float) -> None:
+        """Add one value."""
+        self._kept.append(value)
         if len(self._kept) >= MOST_KEPT:
             self._count_kept()
 
@@ -69,20 +97,46 @@ class BulkHistogram(Histogram):
 
     def totals(self) -> tuple[int, float]:
         """The number of values and their sum."""
-        self._count_kept()
-        return int(sum(bucket.get() for bucket in self._buckets)), self._sum.get()
+        counts, total = self._count_kept()
+        return int(counts.sum()), total
 
-    def _child_samples(self) -> Iterable[Sample]:
-        self._count_kept()
-        return super()._child_samples()
+    def collect(self) -> Iterable[Metric]:
+        """The histogram with the values observed until now."""
+        counts, total = self._count_kept()
+        family = _histogram_of(self.name, self._text, self._bounds, np.cumsum(counts), total)
+        family.samples.append(Sample(f"{self.name}_created", {}, self._created_at))
+        return [family]
 
-    def _count_kept(self) -> None:
-        with self._counting:
+    def _count_kept(self) -> tuple[np.ndarray, float]:
+        """Count the values kept, and return how many values each bucket has, and their sum."""
+        with self._lock:
             values = [self._kept.popleft() for _ in range(len(self._kept))]
-            places = np.searchsorted(self._upper_bounds, values, side="left")
-            for place, count in zip(*np.unique(places, return_counts=True), strict=True):
-                self._buckets[place].inc(int(count))
-            self._sum.inc(sum(values))
+            places = np.searchsorted(self._bounds, values, side="left")
+            self._counts += np.bincount(places, minlength=len(self._counts))
+            self._sum += sum(values)
+            return self._counts.copy(), self._sum
+
+
+Series = TypeVar("Series", Counter, BulkHistogram)
+
+
+class Labelled(Collector, Generic[Series]):
+    """A series for each value of a label."""
+
+    def __init__(self, label: str, series: Mapping[str, Series]):
+        self._label, self._series = label, series
+
+    def labels(self, value: str) -> Series:
+        """The series of this value, which must be one of those that it was made with."""
+        return self._series[value]
+
+    def collect(self) -> Iterable[Metric]:
+        """All series as one metric."""
+        families: dict[str, Metric] = {}
+        for value, series in self._series.items():
+            for metric in series.collect():
+                _merge(families, metric, self._label, value)
+        return families.values()
 
 
 class LengthCounts(Collector):
@@ -106,8 +160,14 @@ class LengthCounts(Collector):
             counts = self._counts.copy()
         most = len(counts) - 1
         powers = [power for power in POWERS[:20] if power <= most]
-        yield _histogram_of(counts, "te_request_input_length", INPUT_LENGTH, powers)
-        yield _histogram_of(counts, "jaxembed_input_tokens", INPUT_LENGTH, row_lengths(most))
+        upto, total = np.cumsum(counts), float(counts @ np.arange(most + 1))
+        for name, bounds in (
+            ("te_request_input_length", powers),
+            ("jaxembed_input_tokens", row_lengths(most)),
+        ):
+            yield _histogram_of(
+                name, INPUT_LENGTH, (*bounds, math.inf), upto[[*bounds, most]], total
+            )
 
 
 def row_lengths(most: int) -> list[int]:
@@ -118,15 +178,13 @@ def row_lengths(most: int) -> list[int]:
 
 
 def _histogram_of(
-    counts: np.ndarray, name: str, text: str, bounds: Sequence[int]
+    name: str, text: str, bounds: Iterable[int | float], upto: np.ndarray, total: float
 ) -> HistogramMetricFamily:
-    """Make a histogram with these upper bounds from `counts[n]` observations of each value n."""
-    upto = np.cumsum(counts)
-    buckets = [(str(float(bound)), float(upto[bound])) for bound in bounds]
-    total = float(counts @ np.arange(len(counts)))
-    return HistogramMetricFamily(
-        name, text, buckets=[*buckets, ("+Inf", float(upto[-1]))], sum_value=total
-    )
+    """A histogram with `upto[i]` values up to the bound i, of this sum; the last bound is +Inf."""
+    buckets = [
+        (floatToGoString(bound), float(count)) for bound, count in zip(bounds, upto, strict=True)
+    ]
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=total)
 
 
 class Telemetry:
@@ -136,17 +194,20 @@ class Telemetry:
         self.registry = CollectorRegistry()
         self._add_series_of_tei(max_input_tokens)
         self._add_our_series()
-        self._start_at_zero()
 
     def exposition(self) -> bytes:
         """The metrics in Prometheus' text format, version 0.0.4."""
         return _text(self.registry)
 
     def _add_series_of_tei(self, max_input_tokens: int) -> None:
-        self.request_count = self._counter("te_request_count", "Requests accepted", "method")
-        self.request_success = self._counter("te_request_success", "Requests answered", "method")
-        self.request_failure = self._counter(
-            "te_request_failure", "Requests refused or failed", "err"
+        self.request_count = self._counters(
+            "te_request_count", "Requests accepted", "method", METHODS
+        )
+        self.request_success = self._counters(
+            "te_request_success", "Requests answered", "method", METHODS
+        )
+        self.request_failure = self._counters(
+            "te_request_failure", "Requests refused or failed", "err", FAILURES
         )
         self.embed_count = self._counter("te_embed_count", "Inputs to embed")
         self.embed_success = self._counter("te_embed_success", "Inputs embedded")
@@ -207,6 +268,8 @@ class Telemetry:
         self.lane_size = self._gauge(
             "jaxembed_lane_size", "Inputs waiting for a batch, by lane", "lane"
         )
+        for lane in LANES:
+            self.lane_size.labels(lane)
         self.batch_fill = self._histogram(
             "jaxembed_batch_fill_ratio", "Useful tokens over the bucket's tokens", FILL_BUCKETS
         )
@@ -238,35 +301,34 @@ class Telemetry:
         self.stuck_seats = self._gauge(
             "jaxembed_stuck_seats", "Devices that do not return from a call, and are not used"
         )
-        self.stage = self._histogram(
-            "jaxembed_stage_seconds", "Seconds in a stage of a request", DURATION_BUCKETS, "stage"
+        name, text = "jaxembed_stage_seconds", "Seconds in a stage of a request"
+        self.stage = Labelled(
+            "stage", {stage: BulkHistogram(name, text, DURATION_BUCKETS) for stage in STAGES}
         )
+        self.registry.register(self.stage)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str) -> Counter:
+        counter = Counter(name, text)
+        self.registry.register(counter)
+        return counter
+
+    def _counters(
+        self, name: str, text: str, label: str, values: Iterable[str]
+    ) -> Labelled[Counter]:
+        counters = Labelled(label, {value: Counter(name, text) for value in values})
+        self.registry.register(counters)
+        return counters
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, labels, registry=self.registry)
 
-    def _histogram(
-        self, name: str, text: str, buckets: Iterable[int | float], *labels: str
-    ) -> BulkHistogram:
-        return BulkHistogram(name, text, labels, buckets=tuple(buckets), registry=self.registry)
+    def _histogram(self, name: str, text: str, bounds: Sequence[int | float]) -> BulkHistogram:
+        histogram = BulkHistogram(name, text, bounds)
+        self.registry.register(histogram)
+        return histogram
 
     def _duration(self, name: str, text: str) -> BulkHistogram:
         return self._histogram(name, text, DURATION_BUCKETS)
-
-    def _start_at_zero(self) -> None:
-        for metric, values in (
-            (self.request_count, ("single", "batch")),
-            (self.request_success, ("single", "batch")),
-            (self.request_failure, FAILURES),
-            (self.stage, STAGES),
-            (self.lane_size, LANES),
-        ):
-            labelled: MetricWrapperBase = metric
-            for value in values:
-                labelled.labels(value)
 
 
 class _ByModel:
@@ -285,13 +347,19 @@ class _ByModel:
             for metric in telemetry.registry.collect():
                 if metric.name in OF_THE_PROCESS:
                     families[metric.name] = metric
-                    continue
-                family = Metric(metric.name, metric.documentation, metric.type)
-                families.setdefault(metric.name, family).samples += [
-                    sample._replace(labels={**sample.labels, "model": model})
-                    for sample in metric.samples
-                ]
+                else:
+                    _merge(families, metric, "model", model)
         return families.values()
+
+
+def _merge(families: dict[str, Metric], metric: Metric, label: str, value: str) -> None:
+    """Add the metric's samples to the family of its name, each with this label."""
+    metric.samples = [
+        sample._replace(labels={**sample.labels, label: value}) for sample in metric.samples
+    ]
+    family = families.setdefault(metric.name, metric)
+    if family is not metric:
+        family.samples += metric.samples
 
 
 def exposition(telemetries: Mapping[str, Telemetry]) -> bytes:

@@ -5,13 +5,17 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxembed.server.errors import REPLIES
 from jaxembed.telemetry import (
     DURATION_BUCKETS,
     FAILURES,
     MOST_KEPT,
     STAGES,
+    BulkHistogram,
+    Labelled,
     Telemetry,
     exposition,
     row_lengths,
@@ -43,6 +47,16 @@ def test_counters_are_typed_counters_under_the_names_of_tei():
     assert "# TYPE te_embed_count counter" in text
     assert "\nte_embed_count 3.0\n" in text
     assert "_total" not in text
+
+
+def test_no_two_metrics_have_one_name():
+    names = [metric.name for metric in Telemetry().registry.collect()]
+    assert len(set(names)) == len(names)
+
+
+def test_every_failure_that_the_server_answers_with_has_a_series():
+    counted = {reply.err for reply in REPLIES.values() if reply.err is not None}
+    assert counted <= set(FAILURES)
 
 
 def test_every_metric_says_what_it_is():
@@ -146,6 +160,23 @@ def test_no_observation_of_many_threads_is_lost():
     assert found["te_batch_next_size_bucket", "4096.0"] == 3 * count
     assert found["te_batch_next_size_count", None] == 4 * count
     assert found["te_batch_next_size_sum", None] == sum(values) * count
+
+
+@pytest.mark.parametrize("bounds", [DURATION_BUCKETS, (0.5, 1, 4, 2**20)])
+def test_a_histogram_is_written_as_prometheus_client_writes_its_own(bounds, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1.75e9)
+    theirs = Histogram("seconds", "How long", ["stage"], buckets=bounds, registry=None)
+    ours = Labelled("stage", {"queue": BulkHistogram("seconds", "How long", bounds)})
+    for value in (0.0, 0.5, 0.75, 3e6, *bounds):
+        for histogram in (theirs, ours):
+            histogram.labels("queue").observe(value)
+    assert text_of(ours) == text_of(theirs)
+
+
+def text_of(collector) -> str:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return generate_latest(registry).decode()
 
 
 def test_a_histogram_knows_its_totals_without_what_is_exposed():

@@ -11,7 +11,7 @@ from jaxembed.engine.admission import Limit
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.state import BucketUse
 from jaxembed.loaded_model import LoadedModel
-from jaxembed.telemetry import STAGES, Counter, Telemetry
+from jaxembed.telemetry import STAGES, Counter, Labelled, Telemetry
 
 WINDOW_S = 60.0  # samples older than this are dropped
 SAMPLE_S = 5.0  # time between two samples
@@ -130,6 +130,6 @@ def _counts(telemetry: Telemetry) -> Counts:
     return counts
 
 
-def _value(counter: Counter) -> float:
-    """The sum of a counter over all its labels."""
+def _value(counter: Counter | Labelled[Counter]) -> float:
+    """The sum of a counter over the values of its label."""
     return sum(sample.value for family in counter.collect() for sample in family.samples)
