@@ -10,9 +10,9 @@ from jaxembed.config import ServerConfig
 from jaxembed.engine.admission import RESERVE, SMALL, Admission, Capacity
 from jaxembed.memory import KIB, MIB
 from jaxembed.server import body as server_body
-from jaxembed.server import connection
+from jaxembed.server import bounded_body, connection
 from jaxembed.server.app import Server, create_app
-from jaxembed.server.connection import COPIES, MOST_UNREAD, BoundedBody
+from jaxembed.server.bounded_body import COPIES, MOST_UNREAD, BoundedBody
 from jaxembed.server.models import Models
 
 PIECE = bytes(64 * KIB)
@@ -88,7 +88,7 @@ async def turns(count: int = 5000) -> None:
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/metrics"), ("GET", "/info")])
 def test_a_body_that_nobody_reads_is_not_kept(app, monkeypatch, method, path):
-    monkeypatch.setattr(connection, "MOST_DISCARDED", 8 * MIB)
+    monkeypatch.setattr(bounded_body, "MOST_DISCARDED", 8 * MIB)
 
     async def scenario():
         client = Client(app, method, path)
@@ -108,7 +108,7 @@ def test_a_body_that_nobody_reads_is_not_kept(app, monkeypatch, method, path):
 
 
 def test_a_refused_request_is_answered_though_its_body_never_ends(app, monkeypatch):
-    monkeypatch.setattr(connection, "MOST_DISCARDED", 8 * MIB)
+    monkeypatch.setattr(bounded_body, "MOST_DISCARDED", 8 * MIB)
     client = Client(app, "POST", "/nowhere")
     assert asyncio.run(client.ask()) == 404
     assert client.received <= 8 * MIB + 4 * len(PIECE)

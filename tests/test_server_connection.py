@@ -183,7 +183,7 @@ def test_many_small_pieces_are_not_held_until_there_are_no_more():
 
 
 def test_a_connection_ends_though_more_of_a_body_comes_than_is_discarded(monkeypatch):
-    monkeypatch.setattr("jaxembed.server.connection.MOST_DISCARDED", 256 * KIB)
+    monkeypatch.setattr("jaxembed.server.bounded_body.MOST_DISCARDED", 256 * KIB)
     run_connection = Connection.run
 
     async def go():

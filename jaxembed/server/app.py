@@ -49,7 +49,6 @@ class Server(Quart):
     def __init__(self, service: Service):
         super().__init__(__name__, static_folder=None)
         self.config["MAX_CONTENT_LENGTH"] = None  # `body.read_body` limits it
-        self.config["RESPONSE_TIMEOUT"] = None  # `Exchange` limits it
         self.register_error_handler(HTTPException, errors.refuse_http)
         self.register_error_handler(Exception, errors.refuse)
         install(self, service)

@@ -15,7 +15,7 @@ from jaxembed.errors import BatchTooLarge, EmptyInput, InvalidInput, RequestTooL
 from jaxembed.inputs import Input, Pair, Priority, Text, Tokens
 from jaxembed.request import INPUT_BYTES
 from jaxembed.server import decoding
-from jaxembed.server.connection import BoundedBody
+from jaxembed.server.bounded_body import BoundedBody
 from jaxembed.server.decoding import TokenId, mixed
 from jaxembed.server.encoding import JSON
 from jaxembed.server.errors import BadField, BadJson

@@ -1,12 +1,23 @@
 """A client's connection and a request on it: Hypercorn's and Quart's classes with less work for
 each request and with limits on the memory that a client can make it hold. Knows no route.
 
-On Python 3.11 Hypercorn 0.18 and Quart 0.22 start seven tasks for a request and write its answer in
-two pieces. Here it is two tasks and one piece. Of the processor time of a `/ping` one piece saves
-5 %, the timer 8 %, two tasks 7 %, each give or take 5 %. Neither library documents what is
-overridden here, so pyproject.toml admits only the versions that were tested. This file could go
-when Hypercorn takes a class of connections as a setting, closes what its client has closed and
-expects data after an answer, and when Quart lets the sender of a body wait.
+Whatever jaxembed uses of other libraries' private parts is here, which is why pyproject.toml admits
+only the versions of Hypercorn, Quart and h2 that were tested. On Python 3.11 Hypercorn 0.18 and
+Quart 0.22 start seven tasks for a request and write its answer in two pieces; here it is two tasks
+and one piece. What of this could go, and after which change of theirs:
+
+- `use_connections`: Hypercorn takes a class of connections as a setting.
+- `protocol_send`, `_send`, `_write_held`: Hypercorn writes the head and the body of an answer in
+  one piece (saves 5 % of the processor time of a `/ping`, give or take 5 %).
+- `IdleTimer`, `_idle_timeout`, `_task_group`: Hypercorn's idle timer is one of the loop (8 %), and
+  runs before the first request of HTTP/2 too.
+- `_read_data`, `_lose`: Hypercorn closes what its client has closed, also while it waits for an
+  answer to be read, and expects data after an answer.
+- `_close`: Hypercorn limits how long a client may take to read the last bytes.
+- `_read_next` and the `_data` of h2: h2 refuses a frame that is too long when its head has come,
+  and Hypercorn takes a setting for how many bytes it reads at once.
+- `Exchange`: Quart handles a request in the task that Hypercorn started for it (two tasks save
+  7 %), has a public name for `_create_request_from_scope`, and lets the sender of a body wait.
 """
 
 import asyncio
@@ -16,23 +27,19 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+import hypercorn.asyncio.run
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol.h2 import H2Protocol
-from quart import Response
+from quart import Request, Response
 from quart.asgi import ASGIHTTPConnection
-from quart.typing import ResponseTypes
 from quart.utils import encode_headers
-from quart.wrappers.request import Body
 from quart.wrappers.response import DataBody
 
-from jaxembed.engine.admission import Held
 from jaxembed.errors import InvalidInput, Overloaded
 from jaxembed.memory import KIB, MIB
+from jaxembed.server.bounded_body import BoundedBody
 
-COPIES = 3  # times its length that a body takes, raw and decoded; up to 5 for texts with emojis
-MOST_UNREAD = 64 * KIB  # bytes of a body that wait for its reader
-MOST_DISCARDED = 256 * MIB  # bytes of a discarded body, after which its client is read no more
 # Memory of an open connection beside what its requests are charged for, at most: the buffers of
 # asyncio, h11 and Hypercorn, and with HTTP/2 those of a hundred streams, with small answers.
 CONNECTION_BYTES = 4 * MIB
@@ -46,6 +53,11 @@ CLOSE_TIMEOUT_S = 60  # that written bytes have to reach the client after the la
 MOST_HELD = 64 * KIB  # bytes of an answer that wait for the rest of it
 
 _connection: ContextVar["Connection | None"] = ContextVar("connection", default=None)
+
+
+def use_connections() -> None:
+    """Make Hypercorn serve each of its clients with a `Connection`."""
+    hypercorn.asyncio.run.TCPServer = Connection  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Connection(TCPServer):
@@ -199,75 +211,6 @@ class IdleTimer:
             self._timer.cancel()
 
 
-class BoundedBody(Body):
-    """The body of a request as it arrives: the sender waits while much of it is unread.
-
-    The memory that it will take is charged to `held`, the request's, before it is kept. `discard`
-    throws away what is unread and all that follows.
-    """
-
-    def __init__(self, held: Held):
-        super().__init__(None, None)
-        self.held = held
-        self._has_room = asyncio.Event()
-        self._discarded: int | None = None  # bytes, after `discard`
-        self._is_answered = asyncio.Event()
-
-    async def put(self, data: bytes) -> None:
-        """Keep a piece of the body; wait while too many bytes are unread."""
-        if self._discarded is None:
-            self._keep(data)
-        while self._discarded is None and len(self._data) >= MOST_UNREAD:
-            self._has_room.clear()
-            await self._has_room.wait()
-        if self._discarded is not None:
-            self._discarded += len(data)
-            if self._discarded > MOST_DISCARDED:
-                self.set_complete()
-                await self._is_answered.wait()
-
-    def _keep(self, data: bytes) -> None:
-        try:
-            self.held.charge(COPIES * len(data))
-        except (Overloaded, InvalidInput) as error:
-            self._must_raise = error
-            self.discard()
-            self._has_data.set()
-        else:
-            self.append(data)
-
-    async def __anext__(self) -> bytes:
-        if not self._complete.is_set():
-            await self._has_data.wait()
-        data = await super().__anext__()
-        self._has_room.set()
-        return data
-
-    def discard(self) -> None:
-        """Throw away what is unread and what still comes."""
-        if self._discarded is None:
-            self._discarded = 0
-            self.held.charge(-COPIES * len(self._data))
-            self.clear()
-            self._has_room.set()
-
-    def end_answer(self) -> None:
-        """Discard at once all that still comes: Hypercorn queues the end of the connection behind
-        it."""
-        self.discard()
-        self._is_answered.set()
-
-    async def end(self, pause_s: float) -> None:
-        """Wait until the client has sent all of a discarded body, or more than will be discarded,
-        or nothing for `pause_s` seconds."""
-        before = None
-        while self._discarded != before and not self._complete.is_set():
-            before = self._discarded
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._complete.wait()
-
-
 class Exchange(ASGIHTTPConnection):
     """A request, its answer and the memory that they hold. The task that Hypercorn started handles
     the request; a second task waits for the client to go away, and then cancels the first."""
@@ -280,7 +223,8 @@ class Exchange(ASGIHTTPConnection):
         assert task is not None
         with self.app.capacity.request() as held:  # pyright: ignore[reportAttributeAccessIssue]
             request = self._create_request_from_scope(send)
-            request.body = self._body = BoundedBody(held)
+            self._body = BoundedBody(held)
+            request.body = self._body  # pyright: ignore[reportAttributeAccessIssue]
             watch = asyncio.create_task(self._receive(receive))
 
             def give_up(done: asyncio.Task) -> None:
@@ -310,9 +254,10 @@ class Exchange(ASGIHTTPConnection):
                 self._is_received = True
                 self._body.set_complete()
 
-    async def _send_response(self, send: Any, response: ResponseTypes) -> None:
-        """Send the response as fast as its client reads; close the connection if it does not
+    async def handle_request(self, request: Request, send: Any) -> None:
+        """Answer the request, as fast as its client reads; close the connection if it does not
         read."""
+        response = await self.app.handle_request(request)
         self._body.discard()
         assert isinstance(response, Response)
         try:

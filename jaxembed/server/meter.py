@@ -13,7 +13,7 @@ from quart import Response, g, request
 from jaxembed.engine.admission import Held
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, Scores
-from jaxembed.server.connection import BoundedBody
+from jaxembed.server.bounded_body import BoundedBody
 from jaxembed.server.service import Service, current_service
 from jaxembed.spec import Task
 from jaxembed.telemetry import Telemetry

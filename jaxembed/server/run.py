@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import hypercorn.asyncio.run
 from hypercorn.asyncio import serve as hypercorn_serve
 from hypercorn.config import Config
 
@@ -23,7 +22,7 @@ from jaxembed.doctor.history import SAMPLE_S
 from jaxembed.errors import BackendError, ConfigError
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.server.app import Server, create_app, create_metrics_app
-from jaxembed.server.connection import Connection
+from jaxembed.server.connection import use_connections
 from jaxembed.server.models import Models
 from jaxembed.server.service import Service
 from jaxembed.signals import STOP_SIGNALS, leave
@@ -132,8 +131,7 @@ def url(listener: socket.socket) -> str:
 def _start(
     app: Server, listener: socket.socket, closing: asyncio.Event, path: str = ""
 ) -> asyncio.Task:
-    # it has no setting for this
-    hypercorn.asyncio.run.TCPServer = Connection  # pyright: ignore[reportPrivateImportUsage]
+    use_connections()
     listener.listen(BACKLOG)
     logger.info("listening on %s%s", url(listener), path)
     settings = _settings(listener)
