@@ -1,16 +1,40 @@
-"""The shape of the code: functions stay short, and no modules import each other in a circle."""
+"""The shape of the code: functions stay short, no modules import each other in a circle, and what
+is private to a module or a library is used nowhere else."""
 
 import ast
+import contextlib
+import importlib
+import inspect
+import re
+import textwrap
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from jaxembed.server.connection import Connection
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxembed", "converters", "benchmarks")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 MOST_LINES = 60  # of a function, its decorators not counted
+
+# The only uses of names that another module or library keeps to itself, by module.
+USES_OF_PRIVATE_NAMES = {
+    "jaxembed.server.connection": {  # its docstring says which changes would end them
+        "_close",
+        "_create_request_from_scope",
+        "_data",
+        "_idle_timeout",
+        "_initiate_server_close",
+        "_read_data",
+        "_task_group",
+    },
+    "jaxembed.signals": {"_exit"},  # of os: documented, in spite of its name
+    "jaxembed.telemetry": {"_replace"},  # of a NamedTuple: documented, in spite of its name
+    "benchmarks.probe_device": {"_src"},  # of jax: it finds out what would be there to use
+}
 
 
 def module_name(file: Path) -> str:
@@ -102,3 +126,92 @@ def test_imports_are_found_where_they_run(source, names):
 def test_a_circle_is_found():
     assert len(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == 4
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+PRIVATE = re.compile("_[a-z]")
+
+
+def defined_in(tree: ast.AST) -> set[str]:
+    """The names that are defined in a module or class: classes, functions, variables, and
+    attributes that `self` or `cls` is given."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                names.add(name)
+            case ast.AsyncFunctionDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                names.add(name)
+    return names
+
+
+def used_in(tree: ast.AST) -> set[str]:
+    """The attributes that a module or class uses, and the parts of the names that it imports."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name):
+                names.add(name)
+            case ast.Import(names=imports):
+                names.update(part for one in imports for part in one.name.split("."))
+            case ast.ImportFrom(module=module, names=imports):
+                names.update([*str(module).split("."), *(one.name for one in imports)])
+    return names
+
+
+def private(names: set[str]) -> set[str]:
+    return {name for name in names if PRIVATE.match(name)}
+
+
+def private_of_bases(kind: type) -> set[str]:
+    """The private names of a class's bases that are not ours."""
+    names: set[str] = set()
+    for base in kind.__mro__[1:]:
+        if base.__module__.split(".")[0] in (*PACKAGES, "builtins"):
+            continue
+        names |= private(set(vars(base)))
+        with contextlib.suppress(OSError, TypeError):  # it has no source in Python
+            names |= private(defined_in(ast.parse(textwrap.dedent(inspect.getsource(base)))))
+    return names
+
+
+def inherited(module: str, tree: ast.Module) -> set[str]:
+    """The private names that classes of a module override or use of bases that are not ours."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.bases:
+            kind = getattr(importlib.import_module(module), node.name)
+            names |= private_of_bases(kind) & (defined_in(node) | used_in(node))
+    return names
+
+
+def test_private_names_of_others_are_used_in_one_file_alone():
+    """Else an update of a library could break any file."""
+    found = {
+        name: (private(used_in(tree)) - defined_in(tree)) | inherited(name, tree)
+        for name, tree in MODULES.items()
+    }
+    assert {name: uses for name, uses in found.items() if uses} == USES_OF_PRIVATE_NAMES
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import jax._src.core", {"_src"}),
+        ("from jax._src import core", {"_src"}),
+        ("from quart.asgi import _convert_version", {"_convert_version"}),
+        ("def f(buffer): return buffer._data", {"_data"}),
+        ("class A:\n    def f(self): self._a = 1\n\ndef g(a): return a._a", set()),
+        ("class A:\n    _a = 1\n\n    def _b(self): return self._a + self._b()", set()),
+        ("def f(a): return type(a).__name__", set()),
+    ],
+)
+def test_private_names_of_others_are_found(source, names):
+    tree = ast.parse(source)
+    assert private(used_in(tree)) - defined_in(tree) == names
+
+
+def test_private_names_of_bases_are_found():
+    assert private_of_bases(Connection) >= {"_close", "_task_group"}
+    assert private_of_bases(RuntimeError) == set()
