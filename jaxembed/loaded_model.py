@@ -277,4 +277,4 @@ def _pooled(spec: ModelSpec, pooling: Pooling) -> ModelSpec:
     if len(head.pooling) > 1:
         raise ConfigError(f"--pooling {pooling}: this checkpoint concatenates {head.pooling}")
     head = msgspec.structs.replace(head, pooling=(pooling,))
-    return msgspec.structs.replace(spec, heads={"dense": head})
+    return msgspec.structs.replace(spec, heads=spec.heads | {"dense": head})

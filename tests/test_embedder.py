@@ -37,7 +37,7 @@ from jaxembed.processors.text import PIECE_BYTES
 from jaxembed.processors.tokenizer import INPUTS_A_JOB
 from jaxembed.request import EncodeRequest
 from jaxembed.runner import RequestRunner
-from jaxembed.spec import DenseLayer, PairTemplate
+from jaxembed.spec import DenseLayer, PairTemplate, Pooled
 
 TEXTS = ["the cat sat on the mat", "a dog", "how is the sky", "where is the red train " * 6]
 WAIT_S = 30.0  # for what must happen
@@ -242,6 +242,16 @@ def test_another_pooling_can_be_asked_for(tiny_checkpoint, grid_file, tmp_path, 
     scorer = save_scorer(tmp_path / "scorer")
     with pytest.raises(ConfigError, match="--pooling mean is for embedding models; this is a rera"):
         Embedder(str(scorer), pooling="mean", cache_dir=tmp_path, config=config)
+
+
+def test_another_pooling_leaves_the_other_heads(tmp_path, grid_file):
+    head = Pooled(("mean",))
+    path = save_tiny(tmp_path / "tiny", heads={"dense": head, "logits": head})
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
+    with Embedder(str(path), pooling="cls", cache_dir=tmp_path, config=config) as embedder:
+        assert embedder.spec.heads == {"dense": Pooled(("cls",)), "logits": head}
+        both = embedder.compute(["a cat"], ["dense", "logits"])
+        assert np.abs(both["dense"] - both["logits"]).max() > 1e-3
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path):
