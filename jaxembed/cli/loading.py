@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxembed.cli.jax_setup import configure_jax
+from jaxembed.cli.options import POOLING_CHOICES
 from jaxembed.cli.progress import compile_bar
 from jaxembed.cli.settings import engine_config, model_source, text_config
 
@@ -15,7 +16,7 @@ def load_embedder(model: str | None, flags: dict[str, Any], **options: Any):
     return Embedder(
         model,
         **model_source(flags),
-        pooling=flags["pooling"].replace("-", "") if flags["pooling"] else None,
+        pooling=POOLING_CHOICES[flags["pooling"]] if flags["pooling"] else None,
         config=engine_config(flags),
         text=text_config(flags),
         on_progress=compile_bar(),

@@ -9,7 +9,10 @@ from typing import Any, get_args
 import click
 
 from jaxembed.config import EngineConfig
-from jaxembed.spec import DType
+from jaxembed.spec import DType, Pooling
+
+# TEI's names of poolings, which --pooling takes.
+POOLING_CHOICES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "last-token": "lasttoken"}
 
 
 class FiniteRange(click.FloatRange):
@@ -66,7 +69,7 @@ MODEL_OPTIONS = together(
 ENGINE_OPTIONS = together(
     tei_option(
         "--pooling",
-        type=click.Choice(["cls", "mean", "last-token"]),
+        type=click.Choice(list(POOLING_CHOICES)),
         help="Pool this way instead of as the checkpoint says.",
     ),
     tei_option(
