@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jaxembed.models import (
 from jaxembed.models.layers import ACTIVATIONS
 from jaxembed.models.pooling import POOLINGS
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.outputs import OutputName
+from jaxembed.outputs import OUTPUTS, OutputName
 from jaxembed.spec import DenseLayer, ModelSpec, NormalizeLayer, Pooled
 
 BGE_LARGE = {
@@ -218,6 +219,10 @@ def test_token_types_and_positions_change_the_result():
         changed = planes_of([2, 7, 8, 3])
         changed[plane, 0, 2] = 1 - changed[plane, 0, 2] if plane == 3 else 9
         assert np.abs(np.asarray(run(leaves, changed)["dense"])[0, 0] - plain).max() > 1e-3
+
+
+def test_every_output_has_a_form():
+    assert set(OUTPUTS) == set(get_args(OutputName))
 
 
 CLASSIFIER_LAYERS = (DenseLayer(32, 32), DenseLayer(32, 3, activation="identity"))
