@@ -12,10 +12,11 @@ from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.engine.admission import Admission, Capacity, Cost, Held, capacity_of
 from jaxembed.engine.build import build, make_plan
 from jaxembed.engine.compiles import compile_events
-from jaxembed.engine.engine import EngineState
+from jaxembed.engine.state import EngineState
 from jaxembed.errors import ConfigError, NoInputs
 from jaxembed.models import program
-from jaxembed.processors.text import DECODED_BYTES, PIECE_BYTES, TextProcessor, TokenPiece
+from jaxembed.processors.pieces import TokenPiece
+from jaxembed.processors.text import DECODED_BYTES, PIECE_BYTES, TextProcessor
 from jaxembed.request import Answer, Request
 from jaxembed.runner import RequestRunner
 from jaxembed.spec import ModelSpec, Pooling
