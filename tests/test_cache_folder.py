@@ -86,7 +86,9 @@ def test_what_belongs_to_another_user_is_refused(folder, owned_by, monkeypatch):
 
 @pytest.mark.parametrize("inside", ["", "models"])
 def test_the_library_refuses_it_too(folder, tiny_checkpoint, monkeypatch, inside):
-    monkeypatch.setattr("jaxembed.embedder.checkpoint.load_spec", lambda _: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "jaxembed.loaded_model.checkpoint.load_spec", lambda _: pytest.fail("loaded")
+    )
     (folder / inside).mkdir(exist_ok=True)
     (folder / inside).chmod(0o777)
     model = None if inside else str(tiny_checkpoint)

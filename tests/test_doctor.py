@@ -432,7 +432,7 @@ def test_a_page_answers_ten_questions_and_shows_every_finding(facts):
     for finding in examination.findings:
         found = f"{finding.cause} evidence: {finding.evidence} remedy: {finding.remedy}"
         assert found in words
-    assert ("Nothing is wrong." in text) == (not examination.findings)
+    assert ("Nothing is wrong with this server." in text) == (not examination.findings)
     assert max(map(len, text.splitlines())) <= 100
 
 

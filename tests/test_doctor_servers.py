@@ -213,7 +213,7 @@ def test_a_healthy_idle_server_has_no_finding(serve):
         causes.remove(BUSY)
     else:
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "Nothing is wrong." in done.stdout
+        assert "Nothing is wrong with this server." in done.stdout
     assert causes == []
     assert "Probe: 20 lone queries were answered" in done.stdout
 

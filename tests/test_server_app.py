@@ -268,6 +268,12 @@ def test_models_lists_the_served_names():
     assert error["error"]["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize("path", ["/v1/models//srv/model", "/v1/models/%2Fsrv/model"])
+def test_a_model_may_be_named_by_its_path(path):
+    _, one = fetch_json(path, models=Models([FakeEmbedder()], {"test/fake": ("/srv/model",)}))
+    assert one["id"] == "/srv/model"
+
+
 def test_models_are_also_listed_as_infinitys_client_reads_them():
     embedder = FakeEmbedder()
     embedder.waiting = 2048

@@ -149,7 +149,7 @@ def test_an_unknown_model_is_told_the_known_ones():
     ("raw", "param", "message"),
     [
         (b"{", None, "the body ends too early"),
-        (b"", None, "the body ends too early"),
+        (b"", None, "the body is empty"),
         (b'{"input": NaN}', None, "malformed"),
         (b'{"input": "a"} x', None, "trailing"),
         (b'{"input": "\xff"}', None, "UTF-8"),
@@ -322,6 +322,7 @@ def test_a_value_that_is_not_allowed_is_told_those_that_are():
     ("raw", "headers", "message"),
     [
         (b'{"input": "\\ud800"}', {}, "lone surrogate"),
+        (b'{"input": "a\\ud800b"}', {}, "lone surrogate"),
         (b"\x1f\x8b\x08", {"content-encoding": "gzip"}, "`Content-Encoding: gzip`"),
     ],
 )

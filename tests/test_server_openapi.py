@@ -87,7 +87,7 @@ def inner_mismatch(value, schema, place):
 
 def test_it_lists_exactly_the_routes_there_are():
     routes = {
-        (rule.rule.replace("<path:name>", "{name}"), method.lower())
+        (rule.rule.replace("<model:name>", "{name}"), method.lower())
         for rule in RULES
         for method in rule.methods - {"HEAD", "OPTIONS"}
         if rule.rule != "/docs/<name>"

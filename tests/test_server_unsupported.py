@@ -97,6 +97,7 @@ def test_a_field_that_nobody_knows_is_ignored(path):
         ("chunks", [[0, 3]]),
         ("add_special_tokens", False),
         ("instruction", "Find cats"),
+        ("prompt", "Find cats: "),
         ("truncate_prompt_tokens", 8),
     ],
 )
@@ -105,6 +106,15 @@ def test_a_vector_other_than_the_one_asked_for_is_refused(field, value):
     response, answer = ask(body)
     assert response.status_code == 400
     assert answer["error"]["param"] == field
+
+
+@pytest.mark.parametrize("field", ["top_n", "top_k", "max_tokens_per_doc", "return_documents"])
+def test_what_texts_are_not_ranked_by_is_refused(field):
+    """A body with `documents` has these."""
+    response, answer, embedder = send("/rerank", **{field: 1})
+    assert response.status_code == 422
+    assert f"`{field}` of 1 is not supported: send " in answer["error"]
+    assert not embedder.asked
 
 
 def test_an_instance_for_vertex_is_refused_too():

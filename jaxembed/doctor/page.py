@@ -42,7 +42,7 @@ def model_page(url: str, examination: Examination, probe: Probe | None = None) -
             lines += _wrapped("    ", line)
     if probe is not None:
         lines += ["", *_wrapped("", _probed(probe))]
-    return "\n".join([*lines, "", *_finding_lines(examination.findings)])
+    return "\n".join([*lines, "", *_finding_lines(examination.findings, "this server")])
 
 
 def local_page(examination: LocalExamination) -> str:
@@ -65,13 +65,13 @@ def local_page(examination: LocalExamination) -> str:
     lines = [f"Here, {facts.model} would have:", ""]
     for name, text in parts:
         lines += _wrapped(f"    {name:8}  ", text)
-    return "\n".join([*lines, "", *_finding_lines(examination.findings)])
+    return "\n".join([*lines, "", *_finding_lines(examination.findings, "this machine")])
 
 
-def _finding_lines(findings: Sequence[Finding]) -> list[str]:
+def _finding_lines(findings: Sequence[Finding], subject: str) -> list[str]:
     """The lines that say what is wrong and what helps."""
     if not findings:
-        return ["Nothing is wrong."]
+        return [f"Nothing is wrong with {subject}."]
     lines = ["Findings, worst first:"]
     for number, finding in enumerate(findings, start=1):
         lines += [

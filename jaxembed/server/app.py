@@ -5,6 +5,7 @@ import asyncio
 from quart import Quart, Request, Response, Websocket
 from quart.typing import ResponseTypes
 from werkzeug.exceptions import HTTPException
+from werkzeug.routing import BaseConverter
 
 from jaxembed.config import ServerConfig
 from jaxembed.errors import ShuttingDown
@@ -41,6 +42,13 @@ BLUEPRINTS = (
 )
 
 
+class ModelName(BaseConverter):
+    """A model's name in a path: any text, slashes included."""
+
+    regex = ".+"
+    part_isolating = False
+
+
 class Server(Quart):
     """A Quart that knows which of its requests are unanswered, so that it can be drained."""
 
@@ -48,6 +56,8 @@ class Server(Quart):
 
     def __init__(self, service: Service):
         super().__init__(__name__, static_folder=None)
+        self.url_map.merge_slashes = False  # a model may be named by a path: /v1/models//srv/model
+        self.url_map.converters["model"] = ModelName
         self.config["MAX_CONTENT_LENGTH"] = None  # `body.read_body` limits it
         self.register_error_handler(HTTPException, errors.refuse_http)
         self.register_error_handler(Exception, errors.refuse)

@@ -289,11 +289,18 @@ def _decode_at_once(
     except RecursionError as error:
         raise BadJson("the body nests too deeply") from error
     except msgspec.DecodeError as error:
-        # msgspec says so of half a surrogate pair, too
-        cut = "truncated" in str(error)
-        raise BadJson(
-            "the body ends too early, or holds a lone surrogate" if cut else str(error)
-        ) from error
+        raise BadJson(_syntax_error(str(error), memoryview(data).nbytes)) from error
+
+
+def _syntax_error(message: str, size: int) -> str:
+    """msgspec's message about a body of `size` bytes, in words for a client."""
+    if not size:
+        return "the body is empty"
+    if "truncated" in message:
+        return "the body ends too early, or holds a lone surrogate"
+    if "hex escape" in message:
+        return f"an escape is cut short, or holds a lone surrogate: {message}"
+    return message
 
 
 def _bad_field(message: str, named: type | None, place: str, first: int) -> BadField:

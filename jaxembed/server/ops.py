@@ -113,7 +113,7 @@ async def list_models_unprefixed() -> Response:
     return json_response(msgspec.json.encode(ModelList(listed)))
 
 
-@blueprint.get("/v1/models/<path:name>")
+@blueprint.get("/v1/models/<model:name>")
 async def model(name: str) -> Response:
     """One served name."""
     return json_response(msgspec.json.encode(_model(name, current_service().models)))

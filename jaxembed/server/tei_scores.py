@@ -4,6 +4,7 @@ The route /rerank is in `hosted.py`, because clients send it Jina's body too. Kn
 """
 
 from collections.abc import Awaitable
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -24,9 +25,12 @@ from jaxembed.server.encoding import json_list, json_stream
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.scoring import json_predictions, json_ranks
 from jaxembed.server.tei import SIDES, Direction
-from jaxembed.server.unsupported import ModelRequest
+from jaxembed.server.unsupported import ModelRequest, Unserved
 
 blueprint = Blueprint("tei_scores", __name__)
+
+_WITH_DOCUMENTS = Unserved("send the texts as `documents`, in Jina's form", (0,))
+_RETURN_TEXT = Unserved("send `return_text`, or the texts as `documents`", (False,))
 
 
 class RerankRequest(ModelRequest, kw_only=True):
@@ -35,6 +39,10 @@ class RerankRequest(ModelRequest, kw_only=True):
 
     query: str
     texts: list[str]
+    top_n: Annotated[Any, _WITH_DOCUMENTS] = None
+    top_k: Annotated[Any, _WITH_DOCUMENTS] = None
+    max_tokens_per_doc: Annotated[Any, _WITH_DOCUMENTS] = None
+    return_documents: Annotated[Any, _RETURN_TEXT] = None
     truncate: bool | None = None
     truncation_direction: Direction = "right"
     raw_scores: bool = False

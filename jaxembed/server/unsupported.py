@@ -32,6 +32,7 @@ _FLOAT = Unserved("vectors are float32; `encoding_format` may be base64", ("floa
 _RIGHT = Unserved("texts are cut on the right", ("right", "Right"))
 _CUT = "a long document is cut at the limit, not split; `max_tokens_per_doc` sets a lower one"
 _OTHERS = "only /v1/embeddings and /embeddings take it"
+_PROMPT = "put it before the text, or name one of the checkpoint's by `prompt_name`"
 _EMBEDS = "only routes that embed take it, /similarity in `parameters`"
 
 
@@ -58,6 +59,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     input_type: Annotated[Any, Unserved(_OTHERS)] = None
     task: Annotated[Any, Unserved(_OTHERS)] = None
     dimensions: Annotated[Any, Unserved("only /embed and /v1/embeddings cut", (0,))] = None
+    prompt: Annotated[Any, Unserved(_PROMPT)] = None
     prompt_name: Annotated[Any, Unserved(_EMBEDS)] = None
     instruction: Annotated[Any, Unserved("it is for reranking; see `prompt_name`")] = None
     add_special_tokens: Annotated[Any, Unserved("they are always added", (True,))] = None
