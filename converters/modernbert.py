@@ -64,8 +64,8 @@ CLASSIFIER_POOLINGS: dict[str, Pooling] = {"cls": "cls", "mean": "mean"}
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Read the fields of ModernBertConfig from a config.json.
 
-    Missing optional fields get transformers' defaults. Raises UnsupportedModel for settings that we
-    do not run, and CheckpointError for missing or inconsistent ones.
+    Missing optional fields get transformers' defaults. Raises UnsupportedModel for settings that
+    are not supported, and CheckpointError for missing or inconsistent ones.
     """
     require(hf, REQUIRED)
     for flag in ("is_decoder", "is_causal", "add_cross_attention"):
@@ -101,7 +101,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """The head of ModernBertForSequenceClassification: out(norm(activation(dense(pooled)))).
 
-    Raises UnsupportedModel for a pooling or an activation that we do not have.
+    Raises UnsupportedModel for a pooling or an activation that is not supported.
     """
     width = hf["hidden_size"]
     pooling = hf.get("classifier_pooling", "cls")
@@ -130,7 +130,11 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
 
 
 def _global_layers(hf: dict[str, Any]) -> list[int]:
-    """The global layers by number: in layer_types (transformers 5), or every n-th layer (4)."""
+    """The indices of the layers with global attention.
+
+    transformers 5 lists them in layer_types; in transformers 4 they are every n-th layer. Raises
+    UnsupportedModel for an unknown layer type, and CheckpointError for inconsistent fields.
+    """
     layers, kinds = hf["num_hidden_layers"], hf.get("layer_types")
     if kinds is None:
         return list(range(0, layers, _at_least(hf, "global_attn_every_n_layers", 3, 1)))
@@ -145,7 +149,12 @@ def _global_layers(hf: dict[str, Any]) -> list[int]:
 
 
 def _theta(hf: dict[str, Any], kind: str, otherwise: float | None) -> float:
-    """The base of the rotary angles in layers of this kind; `otherwise` if the config has null."""
+    """The RoPE theta (base of the rotary position embeddings) of layers of type `kind`.
+
+    If the config has no value, it is the default of transformers; if the value is null, it is
+    `otherwise`. Raises UnsupportedModel for other kinds or settings of RoPE, and CheckpointError if
+    the result is not a positive number.
+    """
     by_kind = hf.get("rope_parameters") or {}
     others = sorted(set(by_kind) - set(THETAS))
     if others:
@@ -169,7 +178,10 @@ def _theta(hf: dict[str, Any], kind: str, otherwise: float | None) -> float:
 
 
 def _at_least(hf: dict[str, Any], key: str, default: int, least: int) -> int:
-    """The integer of a key. Raises CheckpointError if it is less than `least`."""
+    """The integer in the field `key`, or `default` if the field is missing.
+
+    Raises CheckpointError if it is not an integer or is less than `least`.
+    """
     value = hf.get(key, default)
     if not isinstance(value, int) or value < least:
         raise CheckpointError(f"{key} is {value!r}, wanted a whole number of at least {least}")

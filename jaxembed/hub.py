@@ -108,7 +108,7 @@ def describe_model(
     token: str | None = None,
     dense_path: str | None = None,
 ) -> ModelSpec:
-    """The spec of what `resolve` would give. Converts nothing and downloads no weights.
+    """The spec of the checkpoint that `resolve` finds. Converts nothing and downloads no weights.
 
     The spec of a model that is not converted yet has no content hash. Raises as `resolve`.
     """
@@ -130,10 +130,12 @@ def verify_files(
     token: str | None = None,
     dense_path: str | None = None,
 ) -> int:
-    """Compare the files of a converted model with their digests. Returns the number of files.
+    """Compare the files of a converted model with the digests that its conversion wrote.
 
-    The arguments are those of `resolve`. Raises CheckpointError if a file differs, or if the model
-    is not converted yet.
+    Converts nothing and downloads no weights. The arguments are those of `resolve`. Returns the
+    number of files. Raises CheckpointError if a file is damaged, missing or not among the digests,
+    if there are no digests, or if the model cannot be found or is not converted yet; and
+    ConfigError if others can write to the cache.
     """
     if _is_converted(model):
         return checkpoint.verify(_local(model))
@@ -227,7 +229,7 @@ def _as_it_is(folder: Path, revision: str | None, dense_path: str | None) -> Pat
 
 
 def _is_converted(model: str | None) -> TypeGuard[str]:
-    """Whether the folder holds a checkpoint. Raises CheckpointError if there is no such folder."""
+    """Whether `model` is a checkpoint. Raises CheckpointError if it is a path but no directory."""
     return model is not None and _is_path(model) and checkpoint.is_checkpoint(_local(model))
 
 
@@ -261,8 +263,8 @@ def _packaged(name: str, revision: str | None) -> Path | None:
 
 
 def _directory(name: str, folder: Path, dense_path: str | None) -> Source:
-    """The source in a local directory. Its fingerprint changes with the name, size or time of
-    change of a file."""
+    """The source in a local directory. Its fingerprint changes with the name, size or
+    modification time of any file."""
     files = []
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts):
@@ -275,7 +277,7 @@ def _directory(name: str, folder: Path, dense_path: str | None) -> Source:
 def _download(
     name: str, revision: str | None, offline: bool, token: str | None, dense_path: str | None
 ) -> Source:
-    """The source on the hub. `prepare` fetches the weights when they are to be converted."""
+    """The source on the hub. Downloads its small files; its `prepare` downloads the weights."""
     folder = _snapshot(name, revision, offline, token, DESCRIPTIONS)
     commit = folder.name  # snapshots are named by commit: all later files are of the same one
 
@@ -440,7 +442,7 @@ def _make_cache(folder: Path) -> None:
 
 @contextmanager
 def _locked(entry: Path, name: str) -> Iterator[None]:
-    """A lock between processes on one entry. The system releases it if its holder dies."""
+    """Hold the lock of a cache entry, which processes share. It is released if its holder dies."""
     lock = FileLock(entry.with_name(f".{entry.name}.lock"))
     try:
         lock.acquire(timeout=0)

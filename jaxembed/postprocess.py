@@ -1,6 +1,6 @@
 """Shapes float32 vectors and logits on the host: cut, normalise, compare, rank, encode.
 
-Knows no device and no HTTP.
+Uses no device and no HTTP.
 """
 
 import base64
@@ -11,15 +11,16 @@ from jaxtyping import Float, Int
 
 from jaxembed.spec import ScoreFunction
 
-Ties = Literal["first", "last"]  # which of equal ones is ranked higher
+Ties = Literal["first", "last"]  # which of equal logits is ranked higher
 
 
 def shape_vectors(
     dense: Float[np.ndarray, "rows width"], *, dimensions: int | None, normalize: bool
 ) -> Float[np.ndarray, "rows dim"]:
-    """The first `dimensions` of each vector as C-contiguous float32, at length one if asked.
+    """The first `dimensions` of each vector (None: all), normalised to length one if `normalize`.
 
-    Cut first, so that a shortened vector has length one too. A zero vector stays zero.
+    The result is C-contiguous float32. Vectors are cut before they are normalised, so that a
+    shortened vector has length one too. A zero vector stays zero.
     """
     cut = np.ascontiguousarray(dense[:, :dimensions], dtype=np.float32)
     if not normalize:
@@ -34,7 +35,7 @@ def shape_vectors(
 def similarity(
     source: Float[np.ndarray, " dim"], others: Float[np.ndarray, "rows dim"]
 ) -> Float[np.ndarray, " rows"]:
-    """Cosine of the angle between `source` and each of `others`; 0 where one is a zero vector."""
+    """The cosine similarity of `source` and each of `others`; 0 if one of them is a zero vector."""
     products = np.einsum("nd,d->n", others, source, dtype=np.float64)
     lengths = _lengths(others) * _lengths(source[None, :])
     cosines = products / np.where(lengths > 0, lengths, 1.0)
@@ -44,7 +45,7 @@ def similarity(
 def scores(
     logits: Float[np.ndarray, "rows labels"], score_function: ScoreFunction
 ) -> Float[np.ndarray, "rows labels"]:
-    """Scores from 0 to 1, of each logit by itself or adding up to one in a row."""
+    """Scores from 0 to 1: the sigmoid of each logit, or the softmax of each row."""
     exact = logits.astype(np.float64)
     if score_function == "sigmoid":
         return np.exp(-np.logaddexp(0, -exact)).astype(np.float32)  # 1 + exp(-x) could overflow
@@ -53,9 +54,10 @@ def scores(
 
 
 def rank(logits: Float[np.ndarray, " n"], ties: Ties = "first") -> Int[np.ndarray, " n"]:
-    """Indices from the highest logit to the lowest; of equal ones the first or the last first.
+    """The indices that sort the logits from the highest to the lowest.
 
-    By logits, not scores: far from zero different logits have the same score.
+    `ties` says which of equal logits comes first: the first or the last. Scores would not do,
+    because different logits far from zero have the same score.
     """
     if ties == "first":
         return np.argsort(-logits, kind="stable")
@@ -63,15 +65,15 @@ def rank(logits: Float[np.ndarray, " n"], ties: Ties = "first") -> Int[np.ndarra
 
 
 def to_bytes(vectors: Float[np.ndarray, "..."]) -> bytes:
-    """Little-endian float32, row after row, whatever this machine's byte order."""
+    """The bytes of the vectors, row after row, in little-endian float32 on every machine."""
     return np.ascontiguousarray(vectors, dtype="<f4").tobytes()
 
 
 def to_base64(row: Float[np.ndarray, " dim"]) -> str:
-    """Standard alphabet with padding, over little-endian float32: what OpenAI's clients decode."""
+    """The vector as little-endian float32 in standard base64, as OpenAI's clients decode it."""
     return base64.b64encode(to_bytes(row)).decode("ascii")
 
 
 def _lengths(vectors: np.ndarray) -> np.ndarray:
-    """Euclidean length of each row, [rows] float64: squares of large float32 values overflow."""
+    """The Euclidean length of each row, in float64 because squares can overflow float32."""
     return np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))

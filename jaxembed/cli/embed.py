@@ -44,7 +44,11 @@ def embed_command(
     dimensions: int | None,
     **flags: Any,
 ) -> None:
-    """Embed the TEXTS of a .txt file (a line each), a .jsonl file or standard input (-)."""
+    """Embed a file of texts into a file of vectors.
+
+    TEXTS is a .txt file with one text a line, a .jsonl file with a string or an object a line, or
+    - for standard input with one text a line.
+    """
     configure_logging()
     from tqdm import tqdm
 

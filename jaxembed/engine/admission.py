@@ -11,19 +11,19 @@ from jaxembed.config import EngineConfig
 from jaxembed.errors import Overloaded, RequestTooLarge, ShuttingDown
 
 LONGEST_RETRY_S = 60
-LARGEST = 16  # times the limit of tokens that one request may bring
-SMALL = 64  # a small request brings at most this part of each limit
-RESERVE = 8  # beyond the limits, this part of each is for small requests
+LARGEST = 16  # one request may have at most this many times the limit of tokens
+SMALL = 64  # a small request has at most 1/SMALL of each limit
+RESERVE = 8  # 1/RESERVE is for small requests: beyond other limits, within that of bytes
 
 Limit = Literal["inputs", "tokens", "bytes"]
 
 
 class Cost(NamedTuple):
-    """What a request, or a part of one, takes of the server until it is answered.
+    """The inputs, tokens and bytes of a request, or of a part of it, until it is answered.
 
     Before the request is tokenized `tokens` is estimated from its characters, and `bytes` with it;
-    `Permit.correct` replaces them. The bytes of its body and of its finished answer are not among
-    these: `Held` counts them as they come.
+    `Permit.correct` replaces them. The bytes of its body and of its finished answer are not
+    included: `Held.charge` counts them.
     """
 
     inputs: int
@@ -42,10 +42,11 @@ class Held:
         self._capacity = capacity
 
     def charge(self, count: int) -> None:
-        """Count more bytes, before they are held; fewer where `count` is negative.
+        """Count `count` more bytes for the request; a negative `count` gives bytes back.
 
-        Raises Overloaded if there is no room now, RequestTooLarge if there never will be; then it
-        counts nothing.
+        Call it before the memory is allocated. Raises RequestTooLarge if the request has more bytes
+        than one request may have, and Overloaded if all requests together would have too many; then
+        nothing is counted.
         """
         with self._capacity.lock:
             self._charge(count)
@@ -72,21 +73,22 @@ class Held:
         capacity.bytes += count
 
     def cover(self, count: int) -> None:
-        """Charge what is missing to `count` bytes in all."""
+        """Count more bytes until the request has at least `count` in total. Raises as `charge`."""
         if count > self.bytes:
             self.charge(count - self.bytes)
 
     def release(self) -> None:
-        """Count nothing more of the request: it is answered, or nobody waits for it."""
+        """Give all bytes of the request back: it is answered, or nobody waits for it."""
         self.charge(-self.bytes)
 
 
 class Capacity:
-    """The limits of one process, over all its models, because these share its devices.
+    """The limits of one process. All its models share them, because they share its devices.
 
     Without `max_tokens` the limit is the sum of the models' shares. A model may exceed the limits
     up to its own share of them: devices serve models in turn however much work the others have, so
-    a flood to one must not keep out requests to another. `bytes` never exceeds `max_bytes`.
+    many requests to one model must not block requests to another. `bytes` never exceeds
+    `max_bytes`.
     """
 
     def __init__(
@@ -127,9 +129,10 @@ class Capacity:
         )
 
     def full_limit(self, door: "Admission") -> "Limit | None":
-        """A limit that is reached and of which the model has its share; None if there is none.
+        """The limit that keeps a request out of the model now; None if there is none.
 
-        Its share is what it brings, or an equal part of `max_tokens` and of `max_inputs`.
+        Such a limit is reached, and the model has used its share of it. The share is an equal part
+        of the limit; of tokens without a set `max_tokens`, it is the model's own `share`.
         """
         models = len(self.doors)
         tokens_share = self._max_tokens / models if self._max_tokens else door.share
@@ -149,7 +152,7 @@ class Capacity:
 
     @property
     def wait_s(self) -> float:
-        """Seconds of work that waits, of all models whose rate has been measured."""
+        """The estimated time for all waiting work, except of models without a measured rate."""
         rates = [(door.tokens, door.tokens_per_s()) for door in self.doors]
         return sum((tokens / rate for tokens, rate in rates if rate > 0), 0.0)
 
@@ -160,11 +163,11 @@ def capacity_of(config: EngineConfig) -> Capacity:
 
 
 class Admission:
-    """Counts what is admitted to one model and not yet answered.
+    """Counts the inputs and tokens that are admitted to one model and not yet answered.
 
-    A request enters while each count is below the capacity's limit or below the model's share of
-    it, even if it alone exceeds them, so that requests of all sizes are served; small requests have
-    a reserve beyond the limits. So all models together hold at most the limit, the shares of all
+    A request is admitted while each count is below the capacity's limit or the model's share of it,
+    even if it alone exceeds them, so that requests of all sizes are served; small requests have a
+    reserve beyond the limits. So all models together hold at most the limit, the shares of all
     but one, the reserve, and one request each of at most LARGEST times the limit of tokens. Before
     tokenizing, the cost of a request is an estimate; `Permit.correct` corrects it. `share` is the
     number of tokens that the model adds to the limit of a capacity without `max_tokens`.
@@ -182,12 +185,13 @@ class Admission:
             capacity.doors.append(self)
 
     def admit(self, cost: Cost, held: Held | None = None) -> "Permit":
-        """Let in a request of this cost.
+        """Admit a request of this cost.
 
-        With `held` it is a part of the request that `held` counts for: after the first part has
-        entered no other is refused for want of inputs or tokens, and their bytes are counted until
-        `held` is released. Raises Overloaded or ShuttingDown, or RequestTooLarge if it could never
-        enter; then nothing of it is counted.
+        With `held` it is a part of the request that `held` belongs to: once the first part is
+        admitted, a full limit of inputs or tokens does not refuse the others, and the bytes of all
+        parts are counted until `held` is released. Raises Overloaded if a limit is reached,
+        ShuttingDown after `drain`, and RequestTooLarge if it could never be admitted; then nothing
+        is counted.
         """
         capacity = self.capacity
         permit = Permit(self, held or Held(capacity), is_own=held is None)
@@ -213,7 +217,7 @@ class Admission:
             self.draining = True
 
     def close(self) -> None:
-        """Admit nothing more, and take the model's share away once all it admitted is released."""
+        """Admit nothing more, and remove the model's share once every permit is released."""
         with self.capacity.lock:
             self.draining = self._closed = True
             self._leave_if_done()
@@ -224,11 +228,10 @@ class Admission:
 
 
 class Permit:
-    """The place that one request, or one part of it, has in a model until it is released."""
+    """The admission of one request, or of one part of it, to a model until it is released."""
 
     def __init__(self, admission: Admission, held: Held, *, is_own: bool):
-        """With `is_own` this is the whole request: its bytes are released together with the
-        place."""
+        """With `is_own` it is the whole request, and `release` gives the bytes of `held` back."""
         self.held = held
         self._admission = admission
         self._cost = Cost(0, 0)
@@ -236,7 +239,7 @@ class Permit:
         self._in_reserve = False
 
     def enter(self, cost: Cost) -> None:
-        """Count the request in; called once, under the capacity's lock. Raises as `Held.charge`."""
+        """Count the request. Called once, under the capacity's lock. Raises as `Held.charge`."""
         self.held._charge(cost.bytes)
         self.held.entered = True
         self._in_reserve = self._admission.capacity.has_reserve(cost)
@@ -249,14 +252,14 @@ class Permit:
             self._count(cost)
 
     def release(self) -> None:
-        """Give the place back: the request is answered, or nobody waits for it."""
+        """Stop counting the request: it is answered, or nobody waits for it."""
         with self._admission.capacity.lock:
             self._count(Cost(0, 0))
             if self._is_own:
                 self.held._charge(-self.held.bytes)
 
     def _count(self, cost: Cost) -> None:
-        """Count this cost in place of the one counted so far."""
+        """Replace the cost counted so far by this one."""
         inputs, tokens = cost.inputs - self._cost.inputs, cost.tokens - self._cost.tokens
         self._cost = cost
         self._admission.inputs += inputs
@@ -282,5 +285,5 @@ def _reason(capacity: Capacity) -> str:
 
 
 def _retry_after_s(capacity: Capacity) -> int:
-    """Seconds until half of the waiting work is done, at the latest rates."""
+    """The estimated seconds until half of the waiting work is done, from 1 to LONGEST_RETRY_S."""
     return min(max(math.ceil(capacity.wait_s / 2), 1), LONGEST_RETRY_S)

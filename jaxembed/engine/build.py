@@ -75,10 +75,12 @@ class Plan:
 
 
 def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Path) -> Plan:
-    """Decide devices, dtype, limits, grid and kernels.
+    """Choose devices, dtype, limits, bucket grid and kernels for a model that is not loaded yet.
 
-    On a CPU it measures its speed and tries native kernels, unless `cache_dir` has the results.
-    Raises ConfigError, which names the flag at fault.
+    On a CPU the speed of the CPU is measured and the native kernels are tried, unless `cache_dir`
+    has the results of an earlier run; new results are saved there. On other devices the
+    attention kernels are tried at every call. Raises ConfigError, which names the flag, if a
+    setting cannot be used.
     """
     devices = () if config.null_model else _devices(config.devices)
     dtype: DType = config.dtype or (native_dtype(devices[0], cache_dir) if devices else "float32")
@@ -140,7 +142,7 @@ def build(
     """Place the parameters on the devices, and make an engine that is not started yet.
 
     `load` returns the parameters by name, from a generator if the host should not hold all of them
-    at once. It is not called for the null model. `on_progress` is as in Warmup. Raises
+    at once. `load` is not called for the null model. `on_progress` is as in Warmup. Raises
     CheckpointError if the parameters do not fit the program, and what `load` raises.
     """
     if plan.devices:
@@ -164,10 +166,10 @@ def build(
 def kept_verdicts(
     program: Program, device: Device, dtype: DType, cache_dir: Path, identity: dict[str, Any]
 ) -> Verdicts:
-    """The verdicts on the native calls of a model, from an earlier run or from a trial now.
+    """The results of trying the native kernels of a model: those of an earlier run, or new ones.
 
-    They are kept in `cache_dir` for the next run if every call could be tried. `identity` is
-    everything that they depend on.
+    New results are saved in `cache_dir` unless a trial failed. `identity` holds everything that the
+    results depend on.
     """
     file = KeptFile(cache_dir, identity, "verdicts", "-native")
     kept = file.load(lambda fields: {name: Verdict(**one) for name, one in fields.items()})
@@ -180,7 +182,7 @@ def kept_verdicts(
 
 
 def _keep(file: CostFile | None, costs: BucketCosts) -> None:
-    """Save the timings, if there are any."""
+    """Save the timings of the buckets, if there are any and the model has a cost file."""
     if file is not None and costs.timings:
         file.save(costs.timings, costs.spread)
 
@@ -208,7 +210,7 @@ def package_versions() -> dict[str, str]:
 def _tuned_timings(grid_file: GridFile, file: CostFile) -> Timings:
     """The timings that `jaxembed tune` wrote into a grid file, if they have the same identity.
 
-    Damaged ones are logged and ignored.
+    Invalid timings are logged and ignored.
     """
     costs = grid_file.tuned.get("costs")
     if not isinstance(costs, dict) or costs.get("identity") != file.identity:
@@ -221,9 +223,9 @@ def _tuned_timings(grid_file: GridFile, file: CostFile) -> Timings:
 
 
 def _devices(count: int | None) -> tuple[Device, ...]:
-    """The first `count` local devices, or all. Raises ConfigError if there are not so many.
+    """The first `count` local devices, or all. Raises ConfigError if there are fewer.
 
-    jax.devices() would also return the devices of other hosts, and a program on these hangs.
+    jax.devices() would also return the devices of other hosts, where a program would hang.
     """
     local = jax.local_devices()
     if count is not None and not 0 < count <= len(local):
@@ -266,7 +268,7 @@ _TURNS: dict[Device, DeviceTurn] = {}
 
 
 def turn_of(device: Device) -> DeviceTurn:
-    """The only turn of a device in this process, shared by the engines of all models."""
+    """The turn of a device. The engines of all models in this process share it."""
     return _TURNS.setdefault(device, DeviceTurn.for_platform(device.platform))
 
 
@@ -307,7 +309,7 @@ def tuned_for(spec: ModelSpec, devices: Sequence[Device], dtype: DType) -> dict[
 
 
 def _warn_of_another_tuning(grid_file: GridFile, current: dict[str, str]) -> None:
-    """Warn if the grid was tuned for something else: it works, but may not be the fastest."""
+    """Warn if the grid was tuned for another model, dtype or device: it may be slower here."""
     differences = [
         f"{name} {grid_file.tuned[name]}, here it is {value}"
         for name, value in current.items()
@@ -322,9 +324,10 @@ def _warn_of_another_tuning(grid_file: GridFile, current: dict[str, str]) -> Non
 
 
 def _clamped(limit: int, budget: int, config: EngineConfig) -> int:
-    """The limit, or the longest row of the default grid if that is shorter; a warning is logged.
+    """The limit, or the longest row of the default grid if that is shorter.
 
-    A grid of the user's own is checked elsewhere. Raises ConfigError if the user set the limit.
+    A limit that the model sets is shortened with a warning; for one that the user set ConfigError
+    is raised. With --buckets the limit is returned unchanged: the grid file is checked elsewhere.
     """
     if config.buckets is not None:
         return limit

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 FAILURES_TO_SICK = 3  # consecutive failed batches after which a seat is sick
 EXIT_S = 5.0  # time limit for an engine that is still open when the interpreter ends
 PROBE_EVERY_S = 1.0  # seconds between two probes of a sick seat
-RATE_BATCHES = 10  # number of recent batches that the throughput is computed from, about
+RATE_BATCHES = 10  # the throughput is computed from about this many recent batches
 INTERNAL = "an internal error, see the server's log"
 NOT_COMPILED = "the model could not be compiled"
 # Device time that a model with interactive work may borrow from its future: two batches on a CPU.
@@ -80,15 +80,15 @@ class Seat:
 
 
 class Engine:
-    """Batches sequences and runs them on every seat.
+    """Puts sequences into batches, and runs these on its seats.
 
-    `submit` may be called from any thread. No request starts a compilation: buckets are used when
-    they are compiled, and a sequence that fits on none of these yet waits.
+    `submit` may be called from any thread. No request starts a compilation: only compiled buckets
+    are used, and a sequence that fits on none of them waits until one that it fits on is compiled.
 
-    `widths` are the numbers of columns of the model's outputs. `max_batch_requests` is the largest
-    number of sequences in a batch. `keep_costs` is called when every bucket was timed often enough,
-    and when the engine closes. See Warmup for `full_warmup`, `compile_workers` and `on_progress`,
-    and Watchdog for `overdue_s`.
+    `widths` gives the number of columns of each output. `max_batch_requests` is the largest number
+    of sequences in a batch. `keep_costs` saves the costs of the buckets; it is called when every
+    bucket has been timed often enough, and when the engine closes. See Warmup for `full_warmup`,
+    `compile_workers` and `on_progress`, and Watchdog for `overdue_s`.
     """
 
     def __init__(
@@ -267,9 +267,10 @@ class Engine:
                 raise TooManySpans(limit, max(slots), slots.index(max(slots)))
 
     def wait_timed(self, timeout_s: float | None = None) -> None:
-        """Block until every bucket was timed often enough, which needs times in which nothing runs.
+        """Block until every bucket has been timed often enough.
 
-        Raises TimeoutError after `timeout_s` seconds.
+        Buckets are timed while the device is idle, and slowly while only bulk work runs. Raises
+        TimeoutError after `timeout_s` seconds.
         """
         if not self._timer.timed.wait(timeout_s):
             raise TimeoutError(f"not every bucket was timed within {timeout_s} s")
@@ -285,7 +286,8 @@ class Engine:
     def close(self, timeout_s: float = 20.0) -> None:
         """Serve what is queued, and end the threads.
 
-        Requests fail that are not answered within `timeout_s`, or that fit on no compiled bucket.
+        Requests that are not answered within `timeout_s` seconds, or that fit on no compiled
+        bucket, fail.
         """
         self.warmup.stop()
         self._timer.stop()
@@ -357,7 +359,7 @@ class Engine:
     def _serve_batch(self, seat: Seat) -> None:
         """Take the turn of the device, then a batch, run it and settle it.
 
-        Each of its entries is answered or failed, whatever is raised.
+        Every entry of the batch is answered or failed, even if an error is raised.
         """
         batch = None
         try:
@@ -445,7 +447,7 @@ class Engine:
     def _probe(self, seat: Seat) -> Batch | None:
         """A batch of one token on the smallest bucket if the seat is sick, else None.
 
-        It shows whether the device works again.
+        It tests whether the device works again.
         """
         usable = self._costs.usable
         if not seat.sick or seat.stuck or not usable or self._closing:
@@ -455,7 +457,13 @@ class Engine:
         return place(min(usable, key=lambda bucket: bucket.tokens), ticket.entries)
 
     def _note(self, seat: Seat, batch: Batch, results: Sequence[Answers], claim: Claim) -> None:
-        """Record a batch that was run and its device time: failures, costs, totals and metrics."""
+        """Record the outcome of a batch that was run, and its device time, which is in `claim`.
+
+        If nothing in it was answered, the seat has one more consecutive failure, otherwise none.
+        The use of its bucket and the metrics always count it. The throughput counts it only if it
+        was answered without being split, and the cost of its bucket only if, in addition, no
+        program of another model ran at the same time.
+        """
         answered = [answers for answers in results if answers.error is None and answers.entries]
         with self._lock:
             seat.failures = 0 if answered else seat.failures + 1
@@ -481,7 +489,7 @@ class Engine:
             self._wake_all()
 
     def _is_bulk_alone(self) -> bool:
-        """Whether only bulk work waits, and the last interactive request is a while ago."""
+        """Whether only bulk work waits, and no interactive request came recently."""
         with self._lock:
             return self._lanes.is_bulk_alone(time.monotonic())
 

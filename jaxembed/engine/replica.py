@@ -49,7 +49,7 @@ class Runner(Protocol):
         ...
 
     def compile(self, bucket: Bucket) -> None:
-        """Prepare a bucket. Raises what the compiler raises."""
+        """Prepare a bucket for `run`. Raises what the compiler raises."""
         ...
 
     def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
@@ -64,12 +64,12 @@ class Runner(Protocol):
     def run_in_float32(
         self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
     ) -> Outputs:
-        """Run the `float32_bucket` in float32; otherwise as `run`."""
+        """Do the same as `run`, but in float32. `bucket` must be the `float32_bucket`."""
         ...
 
 
 class Replica:
-    """A model on one device, or on several that run every batch together, each some of its rows."""
+    """A model on one device, or on several devices that divide the rows of every batch."""
 
     def __init__(
         self,
@@ -105,11 +105,12 @@ class Replica:
         self._parameters = list(placed.values())
 
     def compile(self, bucket: Bucket) -> None:
-        """Compile the program of a bucket. Raises what XLA raises, and ConfigError.
+        """Compile the program of a bucket, so that `run` can use it.
 
-        The `float32_twin` gets a second program that computes in float32 with the same parameters,
-        for sequences whose activations exceed the range of float16. The ConfigError says that the
-        rows cannot be divided equally among the devices.
+        If the bucket is the replica's `float32_twin`, also compile a program for `run_in_float32`.
+        It computes in float32 with the same parameters, for sequences whose activations exceed the
+        range of float16. Raises ConfigError if the rows of the bucket cannot be divided equally
+        among the devices, and what XLA raises.
         """
         self._programs[bucket] = self._compile(bucket, self.dtype)
         if bucket == self._twin:
@@ -119,8 +120,8 @@ class Replica:
     def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
         """Run a compiled bucket, and copy the `outputs` to the host.
 
-        `planes` is a packed batch, int32 `[planes, rows, length]`. It waits for the device without
-        holding the GIL. Raises what XLA raises.
+        `planes` is a packed batch, int32 `[planes, rows, length]`. The call does not hold the GIL
+        while it waits for the device. Raises what XLA raises.
         """
         return self._fetch(self._programs[bucket](self._parameters, self._placed(planes)), outputs)
 
@@ -132,7 +133,7 @@ class Replica:
     def run_in_float32(
         self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
     ) -> Outputs:
-        """Run the `float32_bucket`, the only bucket allowed, in float32; otherwise as `run`."""
+        """Do the same as `run`, but in float32. `bucket` must be the `float32_bucket`."""
         assert self._float32 is not None
         assert bucket == self._twin
         return self._fetch(self._float32(self._parameters, self._placed(planes)), outputs)

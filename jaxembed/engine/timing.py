@@ -34,13 +34,13 @@ AGAIN_S = 60.0  # seconds between timings once every bucket was timed often enou
 class BucketTimer:
     """Times the buckets of one engine on one device, in a thread.
 
-    It starts only after the device has been idle for several times as long as a run. After each run
-    it gives the device back, so that a request waits for one run at most. A timing that is
-    interrupted or hangs is dropped. If only bulk work runs, as `is_bulk_alone` tells, it takes a
-    hundredth of the time although the device is not idle.
+    A run starts only after the device has been idle for several times as long as the run takes.
+    After each run the device is free again, so that a request waits for one run at most. A timing
+    that is interrupted or hangs is dropped. While only bulk work runs (`is_bulk_alone`), timings
+    take a hundredth of the time although the device is not idle.
 
-    `on_timed` is called when the last bucket was timed often enough, and `timed` is set then. Later
-    one bucket is timed again every AGAIN_S. Each run is within the context `watch`.
+    When every bucket has been timed often enough, `on_timed` is called and `timed` is set. After
+    that one bucket is timed again every AGAIN_S seconds. Each run is made in the context `watch`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class BucketTimer:
         self.thread.start()
 
     def stop(self) -> None:
-        """Let the thread end after the run that it is in."""
+        """End the thread after its current run, without waiting for it."""
         self._stop.set()
 
     def _work(self) -> None:
@@ -114,10 +114,11 @@ class BucketTimer:
         return usable[self._again % len(usable)]
 
     def _time(self, bucket: Bucket, pair: "Together") -> None:
-        """Take one timing, unless it is interrupted.
+        """Time a bucket by several runs and record their mean, unless a request interrupts them.
 
-        The first of several runs does not count because its caches are cold. Beside bulk work
-        caches are warm, and one run is enough.
+        The first of several runs does not count because its caches are cold. While bulk work runs
+        the caches are warm, and one run is enough. Raises TimeoutError if a run is overdue, and
+        what the runner raises.
         """
         planes = full_planes(bucket, SEGMENT)
         runs: list[float] = []
@@ -149,7 +150,8 @@ class BucketTimer:
     def _urgency(self, bucket: Bucket) -> float | None:
         """The urgency of a run of the bucket now; None if it must not run now.
 
-        It is WHILE_IDLE if the run will probably end before the next request comes.
+        It is WHILE_IDLE if the run will probably end before the next request comes, and BESIDE_BULK
+        if only bulk work runs and the next timing is due.
         """
         expected_s = self._costs.usable.get(bucket, 0.0) / 1000
         if self._turn.idle_s > max(LULL * expected_s, SHORTEST_LULL_S):
@@ -182,8 +184,8 @@ class Together:
     ) -> float:
         """Measure the seconds of device time for a run of a bucket.
 
-        Each thread runs the bucket once, or repeatedly for `seconds`. The rates of the threads are
-        added, and the result is the reciprocal. Raises what the runner raises.
+        Each thread runs the bucket once, or repeatedly for `seconds`. The result is one divided by
+        the sum of the threads' rates, in runs per second. Raises what the runner raises.
         """
         self._call = lambda: runner.run(bucket, planes, (runner.primary,))
         self._seconds = seconds
@@ -224,12 +226,12 @@ def milliseconds(
     seconds: float = TIMING_S,
     planes: np.ndarray | None = None,
 ) -> float:
-    """Time a bucket on a device that nobody else uses. Returns milliseconds of device time a run.
+    """Time a bucket on an otherwise unused device. Returns milliseconds of device time per run.
 
     The copies to and from the device are included. `together` threads run the bucket for `seconds`
-    each. `planes` is the batch; by default it holds short sequences. Kernels that skip other
-    sequences take longer for long ones, but by the same amount in any bucket. Raises what the
-    runner raises.
+    each. `planes` is the batch; by default it holds short sequences. Kernels that compute attention
+    only within a sequence take longer for long sequences, but by the same amount in any bucket.
+    Raises what the runner raises.
     """
     pair = Together(together)
     try:
@@ -240,10 +242,11 @@ def milliseconds(
 
 
 def full_planes(bucket: Bucket, segment: int) -> np.ndarray:
-    """Make a full batch for `Runner.run`, int32 `[planes, rows, length]`.
+    """Make a batch without padding for `Runner.run`: the planes of PackedTokens as one int32 array.
 
-    Each row holds sequences of `segment` tokens one after the other, and the last one is cut. They
-    are longer if the row would have more sequences than slots.
+    Its shape is `[planes, rows, length]`, and every token has id 1. Each row holds sequences of
+    `segment` tokens, or of more if there would be more sequences than slots. The last sequence of a
+    row is shorter if the row has no room for all of it.
     """
     segment = max(segment, -(-bucket.length // bucket.slots))
     planes = np.zeros((PackedTokens.PLANES, bucket.rows, bucket.length), np.int32)

@@ -1,4 +1,4 @@
-"""The models of one server: by name, by task, and all of them together. Knows no request."""
+"""Finds the models of one server by name and by task, and drains and closes all of them."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +24,9 @@ REFUSAL: dict[Task, str] = {  # TEI's words
 
 
 class Models:
-    """What a server serves, in the order given.
+    """The models of a server, in the order given.
 
-    `aliases` gives the served names of a model id; a model without any is served under its id.
+    `aliases` maps a model id to its served names. A model without any is served under its id.
     Raises ConfigError if two models have a name in common.
     """
 
@@ -51,7 +51,7 @@ class Models:
         return len(self._loaded)
 
     def __getitem__(self, name: str) -> LoadedModel:
-        """The model served under `name`. Raises UnknownModel, which says what there is."""
+        """The model served under `name`. Raises UnknownModel, which lists the names."""
         try:
             return self._by_name[name]
         except KeyError:
@@ -70,22 +70,23 @@ class Models:
         return self._loaded[0]
 
     def name_of(self, loaded: LoadedModel) -> str:
-        """The name that the model's answers carry: the first of its own."""
+        """The name of the model in its answers: the first of its served names."""
         return next(name for name, served in self._by_name.items() if served is loaded)
 
     def by_name(self) -> dict[str, LoadedModel]:
-        """Each model by the name that its answers carry."""
+        """The models by their names in answers."""
         return {self.name_of(loaded): loaded for loaded in self}
 
     def meant(self, name: str | None) -> list[LoadedModel]:
-        """The model of that name or, where none is named, all of them. Raises UnknownModel."""
+        """The model served under `name`, or all models if no name is given. Raises UnknownModel."""
         return [self[name]] if name and name != UNSPECIFIED else list(self)
 
     def find(self, name: str | None, task: Task | None) -> LoadedModel:
-        """The model of that name or, without one, the only model that does the task.
+        """The model served under `name` or, without a name, the only model that can do the task.
 
-        A task of None is what every model does. A reranker also classifies, where no classifier
-        is. Raises UnknownModel, WrongTask, or InvalidInput when several models could be meant.
+        A task of None stands for a task that every model can do. A reranker can also classify, but
+        a classifier is preferred. Raises UnknownModel if no model has the name, WrongTask if the
+        named model, or every model, cannot do the task, and InvalidInput if several models remain.
         """
         asked = self.meant(name)
         able = [e for e in asked if task is None or task in DOES[e.spec.task]]
@@ -114,12 +115,12 @@ class Models:
         return any(loaded.draining for loaded in self)
 
     def drain(self) -> None:
-        """Admit no further request."""
+        """Refuse all further requests."""
         for loaded in self:
             loaded.drain()
 
     def close(self, timeout_s: float) -> None:
-        """Close every model, all within `timeout_s`."""
+        """Close all models, within `timeout_s` seconds in total."""
         deadline = time.monotonic() + timeout_s
         for loaded in self:
             loaded.close(timeout_s=max(deadline - time.monotonic(), 0.0))
@@ -132,7 +133,7 @@ class Models:
 def served_names(
     models: Sequence[str], aliases: Mapping[str, Sequence[str]]
 ) -> list[tuple[str, ...]]:
-    """The names of each model id. Raises ConfigError if two models have one in common."""
+    """The served names of each model id. Raises ConfigError if two models have a name in common."""
     names = [tuple(dict.fromkeys(aliases.get(model) or (model,))) for model in models]
     taken: dict[str, str] = {}
     for model, owned in zip(models, names, strict=True):
