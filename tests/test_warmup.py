@@ -162,7 +162,7 @@ def test_the_engine_is_told_of_a_needed_bucket_that_fails():
 
 def test_an_optional_bucket_that_does_not_compile_is_left_out_with_a_warning(caplog):
     compiler = Compiler(broken=[REST[0]])
-    _, reached, on_progress = progress_to(5)
+    _, reached, on_progress = progress_to(len(GRID.buckets))
     warmup = warmup_of(compiler, on_progress=on_progress)
     with caplog.at_level(logging.WARNING):
         warmup.start()

@@ -1,4 +1,7 @@
-"""Settings of the hub, the engine and the texts, from the flags of a command."""
+"""Turns the flags of a command into settings of the hub, the engine and the tokenization.
+
+`flags` are the values of the flags by name, with underscores.
+"""
 
 import os
 from typing import Any
@@ -7,7 +10,10 @@ from jaxembed.config import EngineConfig, TextConfig
 
 
 def model_source(flags: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that tell the hub where a model comes from. Sets HF_HUB_CACHE if asked to."""
+    """The keyword arguments by which the hub finds a model.
+
+    Sets the environment variable HF_HUB_CACHE if --huggingface-hub-cache is given.
+    """
     if flags["huggingface_hub_cache"]:
         os.environ["HF_HUB_CACHE"] = str(flags["huggingface_hub_cache"])
     return {
@@ -20,7 +26,11 @@ def model_source(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_config(flags: dict[str, Any]) -> EngineConfig:
-    """The engine's settings. The limits of admission are flags of `serve` alone."""
+    """The settings of the engine.
+
+    Only `serve` has the flags that limit how much work is admitted. Without such a flag the limit
+    is the default of EngineConfig.
+    """
     admission = {
         name: flags[name]
         for name in ("max_concurrent_requests", "max_queue_tokens", "max_queue_bytes")
@@ -42,7 +52,7 @@ def engine_config(flags: dict[str, Any]) -> EngineConfig:
 
 
 def text_config(flags: dict[str, Any]) -> TextConfig:
-    """How texts become tokens where a request does not say."""
+    """The settings by which texts are tokenized if a request does not say otherwise."""
     return TextConfig(
         truncate=flags["auto_truncate"],
         default_prompt=flags["default_prompt"],

@@ -80,10 +80,13 @@ class Seat:
 
 
 class Engine:
-    """Puts sequences into batches, and runs these on its seats.
+    """Batches the sequences of requests and runs the batches on all seats.
 
-    `submit` may be called from any thread. No request starts a compilation: only compiled buckets
-    are used, and a sequence that fits on none of them waits until one that it fits on is compiled.
+    A bucket is the shape of a batch, for which each seat has a compiled program. An entry is a
+    waiting sequence, which may belong to several tickets.
+
+    `submit` may be called from any thread. No request starts a compilation: a bucket is used once
+    it is compiled, and a sequence that fits on no compiled bucket waits.
 
     `widths` gives the number of columns of each output. `max_batch_requests` is the largest number
     of sequences in a batch. `keep_costs` saves the costs of the buckets; it is called when every
@@ -480,7 +483,11 @@ class Engine:
         self._telemetry.batch_fill.observe(batch.fill)
 
     def _compile(self, bucket: Bucket) -> None:
-        """Compile a bucket on every seat, and then let batches use it."""
+        """Compile a bucket on every seat, then let batches use it and wake the idle threads.
+
+        The threads of the Warmup call it. Raises what the compiler raises; then no batch uses the
+        bucket.
+        """
         for seat in self.seats:
             seat.runner.compile(bucket)
         with self._lock:
@@ -489,7 +496,7 @@ class Engine:
             self._wake_all()
 
     def _is_bulk_alone(self) -> bool:
-        """Whether only bulk work waits, and no interactive request came recently."""
+        """Whether only bulk work waits, and no interactive request is expected soon."""
         with self._lock:
             return self._lanes.is_bulk_alone(time.monotonic())
 
@@ -500,7 +507,11 @@ class Engine:
         fail_entries(waiting, error)
 
     def _fail_overdue(self, call: WatchedCall) -> None:
-        """Fail the entries of a batch whose device call does not return."""
+        """Fail the entries of a batch whose device call is overdue, with a BackendError.
+
+        The watchdog calls it once for each overdue call, and has already taken the device out of
+        use until the call returns. A call without a batch, which times a bucket, is only logged.
+        """
         text = "%s: %s is overdue: nothing more runs on its device until it returns"
         if call.batch is None:
             logger.error(text, self.name, f"the timing of bucket {call.bucket}")

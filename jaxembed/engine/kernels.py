@@ -164,7 +164,11 @@ def choose_native(
 
 
 def calls(program: Program, dtype: DType) -> Counter[Call]:
-    """The attention calls of a model, and the number of layers that make each of them."""
+    """Count the layers of a model by the attention call that they make.
+
+    Layers make the same Call if they agree in number of heads, head width, dtype and mask. The
+    program is only traced with abstract values of `dtype`; nothing is computed.
+    """
     counts: Counter[Call] = Counter()
 
     def count(query, key, value, segments, sight: Sight):

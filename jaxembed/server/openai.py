@@ -1,6 +1,7 @@
-"""POST /v1/embeddings as OpenAI defines it. Knows JSON; no tokens, no devices.
+"""POST /v1/embeddings as OpenAI defines it. Knows JSON, but no tokens and no devices.
 
-A request becomes `Input`s, a loaded model turns those into vectors, and these become the answer.
+A request is read into `Input`s, a loaded model computes their vectors, and the vectors are encoded
+into the response.
 """
 
 from collections.abc import Mapping
@@ -30,15 +31,18 @@ from jaxembed.server.usage import Usage, usage_of
 
 blueprint = Blueprint("openai", __name__)
 
-PROMPT = "x-prompt-name"  # the header that names the prompt which the request chose
+PROMPT = "x-prompt-name"  # response header: the name of the prompt that the request chose
 
 Format = Literal["float", "base64"]
 
 
 class EmbeddingsRequest(ModelRequest, kw_only=True):
-    """OpenAI's fields, `truncate`, `prompt_name`, `normalize` and `priority`; and what Voyage, Jina
-    and LiteLLM call three of these: `truncation`, `normalized`, `output_dimension`. `input_type`
-    (Cohere, Voyage, NVIDIA) and `task` (Jina) choose a prompt by what the texts are for."""
+    """OpenAI's fields, and `truncate`, `prompt_name`, `normalize` and `priority`.
+
+    Three fields also have the names that Voyage, Jina and LiteLLM use: `truncation` for `truncate`,
+    `normalized` for `normalize`, `output_dimension` for `dimensions`. `input_type` (Cohere, Voyage,
+    NVIDIA) and `task` (Jina) choose a prompt by the purpose of the texts.
+    """
 
     input: InputUnion
     model: str | None = None
@@ -76,7 +80,7 @@ class EmbeddingsResponse(msgspec.Struct):
 @blueprint.post("/v1/embeddings")
 @blueprint.post("/embeddings")
 async def embeddings() -> Response:
-    """Answer a request for vectors."""
+    """Answer a request for embeddings."""
     with current_meter() as meter:
         body = await read_body_as(EmbeddingsRequest)
         answer = await embed_inputs(
@@ -89,8 +93,11 @@ async def embeddings() -> Response:
 
 
 def options(body: EmbeddingsRequest, prompts: Mapping[str, str]) -> EncodeOptions:
-    """The options for a model with these prompts. This route normalises unless the body says
-    otherwise, as OpenAI does. Raises InvalidInput for fields that contradict each other."""
+    """The options of a request to a model with these prompts, by name.
+
+    Vectors are normalised unless the body says otherwise, as OpenAI does. Raises InvalidInput for
+    an unknown purpose, and for fields that contradict each other.
+    """
     prompt, prompt_name = chosen_prompt(body, prompts)
     return EncodeOptions(
         prompt=prompt,
@@ -106,8 +113,10 @@ def options(body: EmbeddingsRequest, prompts: Mapping[str, str]) -> EncodeOption
 def chosen_prompt(
     body: EmbeddingsRequest, prompts: Mapping[str, str]
 ) -> tuple[str | None, str | None]:
-    """The text and the name of the prompt that the body asks for. With neither the server chooses;
-    the text is empty if the checkpoint has no prompt for the purpose.
+    """The text and the name of the prompt that the body asks for; at least one of them is None.
+
+    If both are None, the server's default prompt is used. The text is empty if the body has a
+    purpose for which the checkpoint has no prompt.
 
     Raises InvalidInput for an unknown purpose, and for fields that contradict each other.
     """
@@ -134,7 +143,10 @@ def chosen_prompt(
 
 
 async def respond(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> Response:
-    """The vectors in the requested form, and a header with the prompt that the body chose."""
+    """The response with the vectors as raw float32 or JSON.
+
+    If the body chose a prompt, the header PROMPT has its name, or is empty for no prompt.
+    """
     if wants_octets():
         response = octet_response(answer.dense)
     else:
@@ -147,7 +159,11 @@ async def respond(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> 
 
 
 async def _json_response(answer: Embeddings, model: str, *, base64: bool) -> Response:
-    """An EmbeddingsResponse, each vector as a list of floats or in base64."""
+    """The response with the vectors as JSON in the form of EmbeddingsResponse.
+
+    `model` is the served name. Each vector is a list of floats, or with `base64` a string of
+    little-endian float32. The JSON is encoded in slices, between which other tasks run.
+    """
     vector = to_base64 if base64 else _as_is
 
     def items(start: int, stop: int) -> list[dict]:
@@ -162,4 +178,5 @@ async def _json_response(answer: Embeddings, model: str, *, base64: bool) -> Res
 
 
 def _as_is(row: np.ndarray) -> np.ndarray:
+    """The vector itself: orjson writes it as a list of floats."""
     return row

@@ -1,7 +1,7 @@
-"""Writes the OpenAPI 3.0 document from the routes' own Structs. Knows no request.
+"""Builds the OpenAPI 3.0 document from the msgspec Structs of the routes. Knows no request.
 
-3.0, not 3.1: the bundled Swagger UI reads no later one. quart-schema writes 3.1 and loads its pages
-from a CDN.
+The version is 3.0 because the bundled Swagger UI cannot read 3.1. quart-schema writes 3.1 and loads
+its pages from a CDN.
 """
 
 import re
@@ -38,7 +38,7 @@ PATH_PARAMETER = re.compile(r"<(?:\w+:)?(\w+)>")
 
 
 class OpenAIErrorDetail(msgspec.Struct):
-    """What went wrong; `param` is the path of the field at fault."""
+    """A description of the error; `param` is the path of the field that caused it."""
 
     message: str
     type: str
@@ -47,7 +47,7 @@ class OpenAIErrorDetail(msgspec.Struct):
 
 
 class OpenAIError(msgspec.Struct):
-    """The body of every error under /v1; `detail` is the message again."""
+    """The body of every error under /v1; `detail` repeats the message."""
 
     error: OpenAIErrorDetail
     detail: str
@@ -70,7 +70,7 @@ ERRORS: dict[Dialect, type] = {"openai": OpenAIError, "cohere": CohereError, "te
 
 
 class AnyOf:
-    """Types of which a body has one. msgspec makes no union of Structs without a tag."""
+    """A union of the possible types of a body: msgspec has no union of Structs without a tag."""
 
     def __init__(self, *kinds: Any):
         self.kinds = kinds
@@ -78,10 +78,12 @@ class AnyOf:
 
 @dataclass(frozen=True)
 class Route:
-    """What a handler takes and gives. `response` is a type for JSON, a media type for anything
-    else, or None."""
+    """The bodies of a handler's requests and responses.
 
-    endpoint: str  # `<blueprint>.<handler>`, whose paths and method are at the handler
+    `response` is a type for JSON, a media type for anything else, or None.
+    """
+
+    endpoint: str  # `<blueprint>.<handler>`; the handler's decorators have the paths
     summary: str
     request: Any = None
     response: Any = None
@@ -137,7 +139,11 @@ ROUTES = (
 
 
 def document(rules: Iterable[Rule]) -> dict:
-    """The OpenAPI document of the routes in ROUTES, with the paths and methods of these rules."""
+    """Build the OpenAPI document of ROUTES, as values for JSON.
+
+    `rules` are the URL rules of the app. They give each endpoint in ROUTES its paths and methods;
+    rules of other endpoints are left out, and so are endpoints without a rule.
+    """
     kinds = [
         kind
         for route in ROUTES
@@ -170,7 +176,10 @@ def document(rules: Iterable[Rule]) -> dict:
 
 
 def as_openapi_3_0(schema: Any) -> Any:
-    """msgspec writes JSON Schema 2020-12, where null is a type; OpenAPI 3.0 says `nullable`."""
+    """Convert a JSON Schema of msgspec to OpenAPI 3.0.
+
+    In JSON Schema 2020-12 null is a type; OpenAPI 3.0 has the keyword `nullable` instead.
+    """
     if isinstance(schema, list):
         return [as_openapi_3_0(item) for item in schema]
     if not isinstance(schema, dict):
@@ -187,7 +196,7 @@ def as_openapi_3_0(schema: Any) -> Any:
 
 
 def _of_served(schema: dict) -> dict:
-    """The schema of a body without the fields that may only ask for nothing."""
+    """Remove from a schema the fields that a body may have only with values without effect."""
     fields = unserved(ModelRequest)
     properties = schema.get("properties", {}).items()
     served = {n: field for n, field in properties if n not in fields or field != {"default": None}}
@@ -195,17 +204,21 @@ def _of_served(schema: dict) -> dict:
 
 
 def _kinds(body: Any) -> tuple:
+    """The types that a body may have."""
     return body.kinds if isinstance(body, AnyOf) else (body,)
 
 
 def _schema(body: Any, schemas: dict[str, dict]) -> dict:
+    """The schema of a body; `schemas` are the schemas by name of the type."""
     found = [schemas[str(kind)] for kind in _kinds(body)]
     return found[0] if len(found) == 1 else {"anyOf": found}
 
 
 def _operations(rules: Iterable[Rule]) -> dict[str, list[tuple[str, str]]]:
-    """The paths of each endpoint with their methods, in the order in which they stand there:
-    decorators are applied from the last to the first."""
+    """The pairs of path and method of each endpoint, in the order of the handler's decorators.
+
+    The rules have the reverse order, because Python applies the last decorator first.
+    """
     found: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for rule in rules:
         path = PATH_PARAMETER.sub(r"{\1}", rule.rule)
@@ -215,6 +228,7 @@ def _operations(rules: Iterable[Rule]) -> dict[str, list[tuple[str, str]]]:
 
 
 def _operation(route: Route, path: str, method: str, schemas: dict[str, dict]) -> dict:
+    """Build the OpenAPI operation of a route for one path and method."""
     name = path.strip("/").replace("/", "_").replace("{", "").replace("}", "") or "root"
     error = ERRORS[dialect_of(path)]
     operation: dict[str, Any] = {
@@ -236,7 +250,7 @@ def _operation(route: Route, path: str, method: str, schemas: dict[str, dict]) -
 
 
 def _parameters(route: Route, path: str) -> list[dict]:
-    """The parameters of a request outside its body: in the path, the query and headers."""
+    """The parameters of a request in its path, query and headers."""
     text = {"type": "string"}
     parameters: list[dict] = []
     if "{name}" in path:
@@ -250,7 +264,7 @@ def _parameters(route: Route, path: str) -> list[dict]:
 
 
 def _content(route: Route, schemas: dict[str, dict]) -> dict:
-    """What a successful answer carries, by media type."""
+    """The `content` of a successful response: its schema by media type. Empty without a body."""
     if route.response is None:
         return {}
     if isinstance(route.response, str):

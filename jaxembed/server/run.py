@@ -1,7 +1,7 @@
-"""Runs the app on Hypercorn until told to stop, then drains. Knows sockets and signals, no routes.
+"""Runs the app on Hypercorn until a signal, then drains. Knows sockets and signals, but no routes.
 
-At the end: new work is refused while what was admitted is answered, then the server closes, and a
-watchdog ends the process if something hangs on to it.
+To drain is to refuse new requests while those already admitted are answered. Then the server closes
+its connections. A watchdog ends the process if anything keeps it running too long.
 """
 
 import asyncio
@@ -37,9 +37,11 @@ MAX_HEADER_BYTES = 64 * 1024
 
 
 def run(models: Models, config: ServerConfig, listener: socket.socket | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, drain, close the models, return.
+    """Serve until SIGTERM or SIGINT, then drain, close the models and return.
 
-    Give a `listener` to have claimed the port before a long load.
+    `listener` is a socket that is already bound, so that the port is reserved while the models
+    load; None means that the address in `config` is bound now. Raises BackendError if a model
+    cannot be compiled, ConfigError if a port cannot be bound, and the error of a server that fails.
     """
     app = create_app(models, config)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -57,7 +59,11 @@ async def serve(
     shutdown: asyncio.Event,
     listener: socket.socket | None = None,
 ) -> None:
-    """Serve until `shutdown` is set and what was admitted is answered, or its time is up."""
+    """Serve until `shutdown` is set, then drain and close the servers.
+
+    Draining ends when all admitted requests are answered, or after the drain timeout. `listener` is
+    as in `run`. Raises ConfigError if a port cannot be bound, and the error of a server that fails.
+    """
     closing = asyncio.Event()
     servers = [_start(app, listener or listen(config.host, config.port), closing)]
     sampling = asyncio.create_task(_sample(app.service))
@@ -76,7 +82,10 @@ async def serve(
 
 
 async def _sample(service: Service) -> None:
-    """Note every few seconds what the models have done, and how late this loop is."""
+    """Record every SAMPLE_S seconds what the models have done and the delay of the event loop.
+
+    It runs until it is cancelled. An error is logged and does not end it.
+    """
     delay_s = 0.0
     while True:
         try:
@@ -89,6 +98,7 @@ async def _sample(service: Service) -> None:
 
 
 async def _drain(app: Server, timeout_s: float) -> None:
+    """Wait until the unanswered requests are answered; after the timeout, refuse them."""
     logger.info("draining %d requests", len(app.unanswered))
     left = await app.answered(timeout_s)
     if left:
@@ -99,9 +109,10 @@ async def _drain(app: Server, timeout_s: float) -> None:
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A socket bound to the address, refusing connections until it is served; 0 is any free port.
+    """A socket bound to the address; port 0 means any free port.
 
-    Raises ConfigError naming `flag` if the address cannot be had.
+    It refuses connections until a server is started on it. Raises ConfigError if the address cannot
+    be bound; the message names `flag` if the port is the reason.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -123,7 +134,7 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 
 def url(listener: socket.socket) -> str:
-    """Where the socket really listens."""
+    """The URL of the address that the socket is bound to."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -131,6 +142,10 @@ def url(listener: socket.socket) -> str:
 def _start(
     app: Server, listener: socket.socket, closing: asyncio.Event, path: str = ""
 ) -> asyncio.Task:
+    """Start a server on a bound socket. Its task ends after `closing` is set.
+
+    `path` is shown after the URL in the log.
+    """
     use_connections()
     listener.listen(BACKLOG)
     logger.info("listening on %s%s", url(listener), path)
@@ -141,7 +156,7 @@ def _start(
 
 
 def _settings(listener: socket.socket) -> Config:
-    """Hypercorn's settings; it takes the socket over."""
+    """The settings for Hypercorn, which becomes the owner of the socket."""
     settings = Config()
     settings.bind = [f"fd://{listener.detach()}"]
     settings.backlog = BACKLOG
@@ -157,7 +172,10 @@ def _settings(listener: socket.socket) -> Config:
 
 
 async def _until(shutdown: asyncio.Event, servers: list[asyncio.Task]) -> None:
-    """Wait for `shutdown`; a server that fails before that fails us."""
+    """Wait until `shutdown` is set, or until a server ends before that.
+
+    Raises the error of a server that failed; the servers that still run are left running.
+    """
     waiting = asyncio.create_task(shutdown.wait())
     done, _ = await asyncio.wait({waiting, *servers}, return_when=asyncio.FIRST_COMPLETED)
     if waiting not in done:
@@ -167,9 +185,10 @@ async def _until(shutdown: asyncio.Event, servers: list[asyncio.Task]) -> None:
 
 
 async def _close(servers: list[asyncio.Task]) -> None:
-    """Let the servers close their connections, and cancel what will not.
+    """Wait CLOSE_S seconds for the servers to close their connections, then cancel the servers.
 
-    From Python 3.12 on Hypercorn 0.18 waits for ever for a connection that stays busy.
+    Otherwise, from Python 3.12 on, Hypercorn 0.18 waits forever for a connection that stays busy.
+    The error of a server is logged.
     """
     await asyncio.wait(servers, timeout=CLOSE_S)
     for server in servers:
@@ -182,7 +201,10 @@ async def _close(servers: list[asyncio.Task]) -> None:
 async def _serve_until_stopped(
     app: Server, models: Models, config: ServerConfig, listener: socket.socket | None
 ) -> list[BackendError]:
-    """Serve until a signal, or until a bucket that is needed fails to compile: which and why."""
+    """Serve until SIGTERM or SIGINT, or until a model fails to compile.
+
+    Returns an error for each model that failed to compile; the list is empty after a signal.
+    """
     shutdown = asyncio.Event()
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -202,7 +224,10 @@ async def _serve_until_stopped(
 
 
 def _watch_readiness(models: Models, stop: Callable[[], object]) -> list[BackendError]:
-    """Call `stop` if a model fails to become ready; the list then holds why."""
+    """Call `stop` if a model fails to become ready.
+
+    Returns at once. The list that it returns is empty, and gets an error for each such model later.
+    """
     failures: list[BackendError] = []
 
     def watch(loaded: LoadedModel) -> None:
@@ -222,8 +247,10 @@ def _watch_readiness(models: Models, stop: Callable[[], object]) -> list[Backend
 
 
 def _arm_watchdog(seconds: float) -> None:
-    """End the process by then, whatever still runs: a thread in native code cannot be joined."""
+    """End the process after so many seconds, whatever still runs.
 
+    It is needed because a thread inside native code can be neither stopped nor joined.
+    """
     reason = f"still running {seconds:g} s after the signal; exiting"
     watchdog = threading.Timer(seconds, leave, (0, logging.ERROR, reason))
     watchdog.daemon = True
@@ -231,6 +258,7 @@ def _arm_watchdog(seconds: float) -> None:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """The function that makes the event loop: that of uvloop, or None (asyncio's) on Windows."""
     if sys.platform == "win32":
         return None
     import uvloop  # not installable on Windows

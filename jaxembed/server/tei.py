@@ -1,6 +1,7 @@
 """The routes of Text Embeddings Inference 1.9 that embed and tokenize. Knows no devices.
 
-Each body may also name a `model`, for TEI serves one, and those that run it a `priority`.
+Unlike in TEI, which serves one model, each body may have a `model`. Bodies of routes that run the
+model may also have a `priority`.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ class EmbedRequest(ModelRequest, kw_only=True):
 
 
 class EmbedAllRequest(ModelRequest, kw_only=True):
-    """As /embed; each token's vector comes back as it is, unnormalised."""
+    """The fields of /embed without `normalize` and `dimensions`: vectors are not normalised."""
 
     inputs: InputUnion
     truncate: bool | None = None
@@ -71,14 +72,14 @@ class EmbedAllRequest(ModelRequest, kw_only=True):
 
 
 class SimilarityInputs(msgspec.Struct):
-    """One text and those to compare it with."""
+    """One text and the texts to compare it with."""
 
     source_sentence: str
     sentences: list[str]
 
 
 class SimilarityParameters(ModelRequest, kw_only=True):
-    """How the texts are tokenized."""
+    """Settings of how the texts are tokenized."""
 
     truncate: bool | None = None
     truncation_direction: Direction = "right"
@@ -86,7 +87,7 @@ class SimilarityParameters(ModelRequest, kw_only=True):
 
 
 class SimilarityRequest(ModelRequest, kw_only=True):
-    """The cosine of the source with each sentence is asked for."""
+    """A request for the cosine similarity of the source with each sentence."""
 
     inputs: SimilarityInputs
     parameters: SimilarityParameters | None = None
@@ -123,14 +124,14 @@ class DecodeRequest(msgspec.Struct):
 
 @blueprint.post("/embed")
 async def embed() -> Response:
-    """One vector per input."""
+    """Answer with one vector per input."""
     with current_meter() as meter:
         return await answer_embed(meter, await read_body_as(EmbedRequest), octets=wants_octets())
 
 
 @blueprint.post("/embed_all")
 async def embed_all() -> Response:
-    """One vector per token, special tokens included, before pooling."""
+    """Answer with one vector per token, before pooling; special tokens have one too."""
     with current_meter() as meter:
         body = await read_body_as(EmbedAllRequest)
         answer = await embed_inputs(
@@ -152,7 +153,7 @@ async def embed_all() -> Response:
 
 @blueprint.post("/similarity")
 async def similarities() -> Response:
-    """The cosine of the source with each sentence."""
+    """Answer with the cosine similarity of the source with each sentence."""
     with current_meter() as meter:
         body = await read_body_as(SimilarityRequest)
         parameters = body.parameters or SimilarityParameters()
@@ -175,7 +176,7 @@ async def similarities() -> Response:
 
 @blueprint.post("/tokenize")
 async def tokenize() -> Response:
-    """The tokens of each text, with their places in it. Nothing is truncated."""
+    """Answer with the tokens of each text and their byte offsets. Nothing is truncated."""
     with current_meter() as meter:
         body = await read_body_as(TokenizeRequest)
         texts = _texts_to_show(body.inputs)
@@ -194,7 +195,7 @@ async def tokenize() -> Response:
 
 @blueprint.post("/decode")
 async def decode_ids() -> Response:
-    """The text of each sequence of token ids."""
+    """Answer with the text of each sequence of token ids."""
     with current_meter() as meter:
         body = await read_body_as(DecodeRequest)
         if not body.ids or (isinstance(body.ids, list) and [] in body.ids):
@@ -210,12 +211,15 @@ async def decode_ids() -> Response:
 
 @blueprint.post("/embed_sparse")
 async def embed_sparse() -> Response:
-    """Refuse in TEI's words what no model here can do yet, instead of answering 404."""
+    """Raise WrongTask with TEI's message, because no model here has sparse embeddings yet."""
     raise WrongTask("Model is not an embedding model with SPLADE pooling")
 
 
 async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Response:
-    """The answer to one /embed body, whichever route it came by."""
+    """The response to a body of /embed; other routes take such bodies too.
+
+    With `octets` the vectors are raw float32, otherwise JSON.
+    """
     answer = await embed_inputs(
         meter,
         body.model,
@@ -233,15 +237,18 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Res
 
 
 async def _vectors(answer: Embeddings, *, octets: bool) -> Response:
-    """The vectors as raw float32 or as JSON."""
+    """The response with the vectors, as raw float32 with `octets`, otherwise as JSON."""
     if octets:
         return octet_response(answer.dense)
     return await json_stream(json_matrix(answer.dense))
 
 
 def _check_dimensions(dimensions: int | None, largest: int) -> int | None:
-    """The dimensions, if they are from 1 to `largest`. Raises InvalidInput with TEI's messages;
-    unlike on OpenAI's route, 0 is an error here."""
+    """Check the number of dimensions to which vectors are cut, and return it unchanged.
+
+    `largest` is that of the model's own vectors. None means not to cut them. Raises InvalidInput
+    with TEI's message for 0, which OpenAI's route accepts, and for more than `largest`.
+    """
     if dimensions == 0:
         raise InvalidInput(
             "Input validation error: `dimensions` should be positive", field="dimensions"
@@ -256,6 +263,7 @@ def _check_dimensions(dimensions: int | None, largest: int) -> int | None:
 
 
 def _texts_to_show(inputs: str | list[str]) -> list[str]:
+    """The texts to tokenize. Raises InvalidInput if there are none or too many, or one is empty."""
     texts = [inputs] if isinstance(inputs, str) else inputs
     if not texts:
         raise NoInputs("inputs")
@@ -266,7 +274,10 @@ def _texts_to_show(inputs: str | list[str]) -> list[str]:
 
 
 def _texts_to_compare(wanted: SimilarityInputs) -> RequestInputs:
-    """The source and its sentences in one batch: as in TEI, the limit counts the source too."""
+    """The source and the sentences as one batch, in this order. Raises NoInputs without sentences.
+
+    As in TEI, the limit on the batch size counts the source too.
+    """
     if not wanted.sentences:
         raise NoInputs("inputs.sentences")
     return read_inputs([wanted.source_sentence, *wanted.sentences], field="inputs")

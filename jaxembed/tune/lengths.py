@@ -69,10 +69,11 @@ class Lengths:
         return int(np.searchsorted(np.cumsum(self.counts), share * self.total))
 
     def draw(self, count: int, random: np.random.Generator) -> list[int]:
-        """Draw `count` lengths from the distribution, in random order.
+        """Draw `count` lengths in tokens from the distribution, in random order.
 
-        The sample is stratified over the quantiles, so that even a small one has the mean and the
-        tail of the distribution.
+        Sampling is stratified: the sorted inputs are divided into `count` equal parts, and one
+        length is drawn from each. So even a small sample has nearly the mean and the tail of the
+        distribution.
         """
         shares = (np.arange(count) + random.random(count)) / count
         lengths = np.searchsorted(np.cumsum(self.counts), shares * self.total, side="right")
@@ -97,8 +98,8 @@ def of_texts(
 ) -> Lengths:
     """Measure the lengths of up to SAMPLE texts, drawn at random with equal probability.
 
-    `count_tokens` returns the tokens of each text that it is given. Raises ConfigError if there is
-    no text.
+    `count_tokens` returns the number of tokens of each text that it is given. `source` names the
+    texts in messages. Raises ConfigError if there is no text.
     """
     sample, lengths = _sample(texts), []
     for first in range(0, len(sample), TEXTS_COUNTED_AT_ONCE):
@@ -149,10 +150,11 @@ def _number(key: str) -> int | str:
 
 
 def of_server(url: str, model: str | None = None) -> Lengths:
-    """Read the lengths of what a live server has answered since its start, from its metrics.
+    """Read the lengths of the inputs of a live server since its start from its metrics.
 
-    `model` is the served name, needed if the server has several models. Raises ConfigError if the
-    metrics cannot be fetched or have no inputs of this model.
+    They are approximate: the metrics have a histogram, not each length. `url` is the server's base
+    URL or that of its metrics. `model` is the served name, needed if the server has several models.
+    Raises ConfigError if the metrics cannot be fetched or have no inputs of this model.
     """
     url = url if url.endswith("/metrics") else url.rstrip("/") + "/metrics"
     text = fetch(url, SERVER).decode(errors="replace")

@@ -30,7 +30,12 @@ LOADS = ("full load", "requests of 4, 16, 64 texts", "lone texts")
 
 
 def table(tuning: Tuning) -> str:
-    """The grids before and after as a table, with how certain their difference is."""
+    """The result of a tuning as lines of text.
+
+    They are: the model and the input lengths; a table of the figures of both grids; for each load
+    the time after relative to before, as median and range of the rounds; a warning if the machine
+    was busy; and the buckets of both grids.
+    """
     about = tuning.lengths.describe()
     plan = tuning.model.plan
     lines = [
@@ -54,19 +59,24 @@ def table(tuning: Tuning) -> str:
 
 
 def _grids(tuning: Tuning) -> Iterator[str]:
+    """A line with the buckets of each grid, sorted by length."""
     for name, side in (("before", tuning.before), ("after", tuning.after)):
         ordered = sorted(side.grid.buckets, key=lambda bucket: (bucket.length, bucket.rows))
         yield f"{name}: {' '.join(map(str, ordered))}"
 
 
 def _cell(value: int | float) -> str:
+    """Format a figure: integers in full, floats below 1000 with three significant digits."""
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def check_picture(path: Path) -> None:
-    """Raise ConfigError unless a picture can be drawn there."""
+    """Raise ConfigError unless `draw` can write a picture to this path.
+
+    The suffix must be one of PICTURES, the directory must exist, and matplotlib be installed.
+    """
     check_output(path, "--picture", PICTURES)
     try:
         import matplotlib  # noqa: F401  only pictures need it
@@ -75,7 +85,7 @@ def check_picture(path: Path) -> None:
 
 
 def draw(tuning: Tuning, path: Path) -> None:
-    """Plot the input lengths, and the buckets of both grids with their cost of a token.
+    """Plot the input lengths, and the buckets of both grids with their time per token.
 
     The suffix of `path` chooses the format. Needs matplotlib. Raises ConfigError if the file cannot
     be written.
@@ -120,7 +130,7 @@ def draw(tuning: Tuning, path: Path) -> None:
 
 
 def _cheapest(tuning: Tuning) -> float:
-    """The least cost of a token in any bucket, as the log10 of microseconds."""
+    """The log10 of the least time per token, in microseconds, among the buckets of both grids."""
     sides = (tuning.before, tuning.after)
     costs = [side.costs[b].ms / b.tokens for side in sides for b in side.grid.buckets]
     return float(np.log10(1000 * min(costs)))
