@@ -49,7 +49,8 @@ from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
 from jaxembed.engine.costs import BucketCosts
 from jaxembed.engine.engine import Engine, Seat
-from jaxembed.engine.replica import NullReplica, Runner
+from jaxembed.engine.null_replica import NullReplica
+from jaxembed.engine.replica import Runner
 from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.engine.timing import milliseconds
 from jaxembed.engine.turn import DeviceTurn

@@ -47,8 +47,8 @@ import numpy as np
 from benchmarks import report
 from benchmarks.subject import random_subject
 from jaxembed.engine.bucket import Bucket, BucketGrid
+from jaxembed.engine.compiles import compiler_options
 from jaxembed.engine.kernels import choose_kernels
-from jaxembed.engine.replica import compiler_options
 from jaxembed.models import attention, kernels
 from jaxembed.models.attention import EVERYTHING, Sight
 from jaxembed.models.tokens import PackedTokens

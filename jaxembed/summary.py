@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import msgspec
 
 from jaxembed.engine.bucket import LONGEST_DEFAULT_ROW
-from jaxembed.engine.replica import placed_dtype
+from jaxembed.engine.placement import placed_dtype
 from jaxembed.models import parameter_shapes, position_limit
 from jaxembed.spec import DType, ModelSpec
 

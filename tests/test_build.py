@@ -14,7 +14,8 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.build import build, make_plan
 from jaxembed.engine.calibrate import ACCELERATOR_TOKENS
 from jaxembed.engine.kernels import Choice
-from jaxembed.engine.replica import NullReplica, Replica
+from jaxembed.engine.null_replica import NullReplica
+from jaxembed.engine.replica import Replica
 from jaxembed.errors import ConfigError
 from jaxembed.models import program, random_parameters
 from jaxembed.models.attention import by_native

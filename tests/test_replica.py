@@ -13,15 +13,10 @@ from fakes import ticket_of
 
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.compiles import compile_events
-from jaxembed.engine.replica import (
-    SAFE_FUSION,
-    NullReplica,
-    Replica,
-    Runner,
-    compiler_options,
-    place_parameters,
-)
+from jaxembed.engine.compiles import SAFE_FUSION, compile_events, compiler_options
+from jaxembed.engine.null_replica import NullReplica
+from jaxembed.engine.placement import place_parameters
+from jaxembed.engine.replica import Replica, Runner
 from jaxembed.errors import CheckpointError
 from jaxembed.models import native, program, random_parameters
 from jaxembed.models.attention import by_native, by_xla
@@ -299,13 +294,13 @@ def test_compiler_options_are_safe_on_cpu_and_none_elsewhere():
 
 
 def test_an_option_that_this_xla_does_not_know_is_left_out(monkeypatch):
-    monkeypatch.setattr("jaxembed.engine.replica.SAFE_FUSION", {"xla_cpu_no_such_option": "1"})
+    monkeypatch.setattr("jaxembed.engine.compiles.SAFE_FUSION", {"xla_cpu_no_such_option": "1"})
     assert compiler_options.__wrapped__("cpu") == {}
 
 
 def test_an_option_with_a_wrong_value_is_not_passed_over_in_silence(monkeypatch):
     wrong = dict.fromkeys(SAFE_FUSION, "NO_SUCH_FUSION")
-    monkeypatch.setattr("jaxembed.engine.replica.SAFE_FUSION", wrong)
+    monkeypatch.setattr("jaxembed.engine.compiles.SAFE_FUSION", wrong)
     with pytest.raises(jax.errors.JaxRuntimeError):
         compiler_options.__wrapped__("cpu")
 

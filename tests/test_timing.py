@@ -14,7 +14,7 @@ from jaxembed.engine import timing as timing_module
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.costs import BucketCosts
-from jaxembed.engine.replica import NullReplica
+from jaxembed.engine.null_replica import NullReplica
 from jaxembed.engine.timing import BucketTimer, Together, full_planes, milliseconds
 from jaxembed.engine.turn import DeviceTurn, Share
 from jaxembed.telemetry import Telemetry

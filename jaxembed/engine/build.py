@@ -35,7 +35,9 @@ from jaxembed.engine.costs import BucketCosts, Timings, often_enough
 from jaxembed.engine.engine import Engine, Seat
 from jaxembed.engine.kernels import Choice, choose_kernels, choose_native
 from jaxembed.engine.native_trial import Verdict, Verdicts, try_native
-from jaxembed.engine.replica import Device, NullReplica, Replica, place_parameters
+from jaxembed.engine.null_replica import NullReplica
+from jaxembed.engine.placement import Device, place_parameters
+from jaxembed.engine.replica import Replica
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, native, position_limit

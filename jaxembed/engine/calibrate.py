@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxembed.cache_folder import make_private
 from jaxembed.engine.compiles import compile_lowered
-from jaxembed.engine.replica import Device
+from jaxembed.engine.placement import Device
 from jaxembed.files import replacing
 from jaxembed.models import Program
 from jaxembed.spec import DType

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.monitoring
+import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,12 @@ WORKERS = 2  # number of compiling threads
 NICENESS = 10  # a ninth of the CPU share of a serving thread, if both want the same core
 STACK_BYTES = 64 * 1024 * 1024  # with large models XLA overflows the usual 8 MiB of a thread
 UNREADABLE_PROGRAM = "Error reading persistent compilation cache entry"  # start of JAX's warning
+
+# XLA:CPU of jaxlib 0.10.2 gives wrong sums where it fuses a product and a reduction
+# (github.com/jax-ml/jax/issues/39103). With single products as the only fusions it does not.
+SAFE_FUSION: dict[str, str | bool] = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
+}
 
 _starting = threading.Lock()
 
@@ -148,3 +155,21 @@ class CompileEvents:
 def compile_events() -> CompileEvents:
     """The counts of the process. There is one listener, because JAX never removes listeners."""
     return CompileEvents()
+
+
+@cache
+def compiler_options(platform: str) -> dict[str, str | bool]:
+    """XLA's compiler options for a platform: on a CPU SAFE_FUSION, if this XLA has the option.
+
+    The first call compiles a small program to find that out. Raises what XLA raises.
+    """
+    if platform != "cpu":
+        return {}
+    try:
+        compile_lowered(jax.jit(lambda x: x + 1).lower(np.float32(0)), SAFE_FUSION)
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        logger.info("this XLA has no YNNPACK fusions to restrict: %s", error)
+        return {}
+    return SAFE_FUSION

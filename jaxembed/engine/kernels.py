@@ -20,10 +20,10 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.compiles import compile_lowered
+from jaxembed.engine.compiles import compile_lowered, compiler_options
 from jaxembed.engine.drawn import packed_segments
 from jaxembed.engine.native_trial import NEEDED, Verdicts, try_native
-from jaxembed.engine.replica import FLOAT32, Device, compiler_options
+from jaxembed.engine.placement import FLOAT32, Device
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, kernels, native
 from jaxembed.models.attention import Attend, ByNative, Sight, by_xla, using

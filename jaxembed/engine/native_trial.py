@@ -21,9 +21,9 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.compiles import WORKERS, compile_lowered
+from jaxembed.engine.compiles import WORKERS, compile_lowered, compiler_options
 from jaxembed.engine.drawn import packed_segments
-from jaxembed.engine.replica import Device, compiler_options, placed_dtype
+from jaxembed.engine.placement import Device, placed_dtype
 from jaxembed.models import Program, native
 from jaxembed.models.attention import ByNative, Sight, by_xla, using
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear

@@ -3,40 +3,27 @@
 Knows nothing of requests: it takes packed tokens and returns outputs.
 """
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxembed import memory
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.compiles import compile_lowered
+from jaxembed.engine.compiles import compile_lowered, compiler_options
+from jaxembed.engine.placement import FLOAT32, Device, mesh_of, place_parameters
 from jaxembed.errors import ConfigError
-from jaxembed.models import Program, native
+from jaxembed.models import Program
 from jaxembed.models.attention import Attend, by_xla, using
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.outputs import OUTPUTS, OutputName
+from jaxembed.outputs import OutputName
 from jaxembed.spec import DType
 
-logger = logging.getLogger(__name__)
-
-Device = Any  # jax.Device, which type checkers refuse because JAX exports it as a variable
-
 Outputs = dict[OutputName, np.ndarray]  # float32 `[rows, slots or length, width]`
-
-FLOAT32: DType = "float32"
-
-# XLA:CPU of jaxlib 0.10.2 gives wrong sums where it fuses a product and a reduction
-# (github.com/jax-ml/jax/issues/39103). With single products as the only fusions it does not.
-SAFE_FUSION: dict[str, str | bool] = {
-    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
-}
 
 
 @runtime_checkable
@@ -94,7 +81,7 @@ class Replica:
         self.primary: OutputName = program.primary
         self.outputs = program.outputs
         self._forward = program.forward
-        self._mesh = _mesh(devices)
+        self._mesh = mesh_of(devices)
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
         self.native_layout = native_layout
         self._twin = float32_twin
@@ -184,92 +171,3 @@ class Replica:
         with exact, using(attend):
             lowered = jax.jit(mapped).lower(self._parameters, planes)
         return compile_lowered(lowered, compiler_options(self.devices[0].platform))
-
-
-def place_parameters(
-    parameters: Iterable[tuple[str, Any]],
-    groups: Iterable[Sequence[Device]],
-    dtype: DType,
-    native_layout: bool = False,
-) -> list[dict[str, jax.Array]]:
-    """Cast the parameters and copy them to each group of devices. Returns them for each group.
-
-    They may come from a generator, so that the host holds one at a time. With `native_layout`
-    weights are packed into panels, as native.linear takes them.
-    """
-    shardings = [NamedSharding(_mesh(devices), PartitionSpec()) for devices in groups]
-    placed: list[dict[str, jax.Array]] = [{} for _ in shardings]
-    for name, leaf in parameters:
-        cast = _cast(name, leaf, dtype)
-        if native_layout and native.packable(name, cast.shape, str(cast.dtype)):
-            cast = native.packed(np.asarray(cast))
-        for copies, sharding in zip(placed, shardings, strict=True):
-            copies[name] = jax.device_put(cast, sharding)
-        jax.block_until_ready([copies[name] for copies in placed])  # before the next needs memory
-    return placed
-
-
-def _mesh(devices: Sequence[Device]) -> Mesh:
-    return Mesh(np.array(devices), ("data",))
-
-
-class NullReplica:
-    """A replica that returns constants and uses no device, to measure the work of the host."""
-
-    def __init__(self, primary: OutputName, widths: Mapping[OutputName, int]):
-        """Make a replica for outputs of these `widths`, which are numbers of columns."""
-        self.primary: OutputName = primary
-        self._widths = widths
-
-    def compile(self, bucket: Bucket) -> None:
-        """Do nothing."""
-
-    def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
-        """Return ones in the shapes of these outputs."""
-        columns = {"slot": bucket.slots, "token": bucket.length}
-        return {
-            name: np.ones((bucket.rows, columns[OUTPUTS[name].per], self._widths[name]), np.float32)
-            for name in outputs
-        }
-
-    @property
-    def float32_bucket(self) -> None:
-        """None, because constants are always finite."""
-
-    def run_in_float32(
-        self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
-    ) -> Outputs:
-        """Return what `run` returns, because the constants are float32."""
-        return self.run(bucket, planes, outputs)
-
-
-@cache
-def compiler_options(platform: str) -> dict[str, str | bool]:
-    """XLA's compiler options for a platform: on a CPU SAFE_FUSION, if this XLA has the option.
-
-    The first call compiles a small program to find that out. Raises what XLA raises.
-    """
-    if platform != "cpu":
-        return {}
-    try:
-        compile_lowered(jax.jit(lambda x: x + 1).lower(np.float32(0)), SAFE_FUSION)
-    except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" not in str(error):
-            raise
-        logger.info("this XLA has no YNNPACK fusions to restrict: %s", error)
-        return {}
-    return SAFE_FUSION
-
-
-def _cast(name: str, leaf: Any, dtype: DType) -> Any:
-    """Convert a parameter, on the host or on a device, to the dtype that it is served in."""
-    return leaf.astype(jnp.dtype(placed_dtype(name, leaf.ndim, dtype)), copy=False)
-
-
-def placed_dtype(name: str, axes: int, dtype: DType) -> DType:
-    """The dtype of a parameter on the device: `dtype` for weights of the tower, else float32.
-
-    `axes` is its number of axes. Vectors, such as norms and biases, stay in float32, and so do the
-    heads: they are small, and scores come directly from them.
-    """
-    return FLOAT32 if axes < 2 or name.startswith("heads.") else dtype

@@ -1,0 +1,58 @@
+"""Puts the parameters of a model on devices, in the dtype that they are served in."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxembed.models import native
+from jaxembed.spec import DType
+
+Device = Any  # jax.Device, which type checkers refuse because JAX exports it as a variable
+
+FLOAT32: DType = "float32"
+
+
+def place_parameters(
+    parameters: Iterable[tuple[str, Any]],
+    groups: Iterable[Sequence[Device]],
+    dtype: DType,
+    native_layout: bool = False,
+) -> list[dict[str, jax.Array]]:
+    """Cast the parameters and copy them to each group of devices. Returns them for each group.
+
+    They may come from a generator, so that the host holds one at a time. With `native_layout`
+    weights are packed into panels, as native.linear takes them.
+    """
+    shardings = [NamedSharding(mesh_of(devices), PartitionSpec()) for devices in groups]
+    placed: list[dict[str, jax.Array]] = [{} for _ in shardings]
+    for name, leaf in parameters:
+        cast = _cast(name, leaf, dtype)
+        if native_layout and native.packable(name, cast.shape, str(cast.dtype)):
+            cast = native.packed(np.asarray(cast))
+        for copies, sharding in zip(placed, shardings, strict=True):
+            copies[name] = jax.device_put(cast, sharding)
+        jax.block_until_ready([copies[name] for copies in placed])  # before the next needs memory
+    return placed
+
+
+def mesh_of(devices: Sequence[Device]) -> Mesh:
+    """One axis of devices, `data`, over which the rows of a batch are divided."""
+    return Mesh(np.array(devices), ("data",))
+
+
+def _cast(name: str, leaf: Any, dtype: DType) -> Any:
+    """Convert a parameter, on the host or on a device, to the dtype that it is served in."""
+    return leaf.astype(jnp.dtype(placed_dtype(name, leaf.ndim, dtype)), copy=False)
+
+
+def placed_dtype(name: str, axes: int, dtype: DType) -> DType:
+    """The dtype of a parameter on the device: `dtype` for weights of the tower, else float32.
+
+    `axes` is its number of axes. Vectors, such as norms and biases, stay in float32, and so do the
+    heads: they are small, and scores come directly from them.
+    """
+    return FLOAT32 if axes < 2 or name.startswith("heads.") else dtype
