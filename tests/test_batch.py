@@ -191,7 +191,8 @@ def packed_slowly(batch: Batch) -> np.ndarray:
             positions[row][start + t] = t
             segments[row][start + t] = segment
             types[row][start + t] = 0 if entry.types is None else int(entry.types[t])
-        for k, (first, end) in enumerate(entry.bounds):
+        spans = [(0, entry.length)] if entry.spans is None else entry.spans
+        for k, (first, end) in enumerate(spans):
             bounds[row][slot + k] = start + first
             bounds[row][bucket.slots + slot + k] = start + end
     return np.array(planes, np.int32)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 
 import numpy as np
 
@@ -146,20 +147,24 @@ def place(bucket: Bucket, *groups: Sequence[Entry], most: int | None = None) -> 
             if spot is not None:
                 placed.append(entry)
                 spots.append(spot)
-    rows, segments, slots, starts = (np.array([spot[k] for spot in spots], int) for k in range(4))
+    rows, segments, slots, starts = np.array(spots, int).reshape(-1, 4).T
     return Batch(bucket, placed, rows, segments, slots, starts)
 
 
 def _first(group: Sequence[Entry], bucket: Bucket) -> list[Entry]:
     """The first entries of a group that fit on the bucket, LOOKAHEAD times its tokens of them."""
     lengths = np.array([entry.least_row for entry in group])
-    enough = _enough(np.where(bucket.fits(lengths), lengths, 0), bucket)
-    return [entry for entry in group[:enough] if bucket.fits(entry.least_row)]
+    fit = np.asarray(bucket.fits(lengths))
+    enough = _enough(np.where(fit, lengths, 0), bucket)
+    return list(compress(group[:enough], fit.tolist()))
 
 
 def _enough(lengths: np.ndarray, bucket: Bucket) -> int:
     """The number of lengths, from the first, that add up to LOOKAHEAD times the bucket's tokens."""
     return int(np.searchsorted(np.cumsum(lengths), LOOKAHEAD * bucket.tokens)) + 1
+
+
+_LAST = (-1,)  # every free row has one slot left
 
 
 class Shelf:
@@ -202,7 +207,7 @@ class Shelf:
         while rooms:
             room = (rooms & -rooms).bit_length() - 1
             rows = self._free[room]
-            for at in range(len(rows) - 1, -1, -1):
+            for at in _LAST if slots == 1 else range(len(rows) - 1, -1, -1):
                 if self._used[rows[at]] + slots <= self._slots:
                     row = rows.pop(at)
                     if not rows:
@@ -227,8 +232,17 @@ def pack(batch: Batch) -> np.ndarray:
         if entry.types is not None:
             types[offset : offset + entry.length] = entry.types
     places = batch.slot_rows * bucket.length + batch.all_slots
-    starts, ends = np.concatenate([entry.bounds for entry in entries]).T
+    starts, ends = _spans(entries, lengths)
     shift = batch.by_slot(batch.starts)
     bounds[places] = starts + shift
     bounds[places + bucket.slots] = ends + shift
     return planes.reshape(PackedTokens.PLANES, bucket.rows, bucket.length)
+
+
+def _spans(entries: Sequence[Entry], lengths: np.ndarray) -> tuple[np.ndarray | int, np.ndarray]:
+    """The starts and ends of all slots, counted from the first token of their sequence."""
+    if all(entry.spans is None for entry in entries):
+        return 0, lengths
+    parts = [np.array([[0, e.length]]) if e.spans is None else e.spans for e in entries]
+    starts, ends = np.concatenate(parts).T
+    return starts, ends

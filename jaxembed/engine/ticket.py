@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 # the time.
 MOST_KEY_TOKENS = 32
 
-Key = tuple[bytes, int, bytes]  # equal for sequences that have the same answer
+Key = tuple[bytes, int, int]  # equal for sequences that have the same answer
 
 
 class Ticket:
@@ -133,54 +133,34 @@ class Entry:
 
     `claims` has the index of the sequence in each ticket that asked for it, several times if it
     occurs several times. `taken` is set when the entry is in a batch: then no ticket may join.
-    Its tokens are in the planes of `work` from `start` on, and its bounds from `first_bound` on.
+    `ids` and `types` are int32 `[length]`, views of the columns of the work; `types` is None if all
+    are zero. `spans` is int32 `[slots, 2]`, or None if all tokens are pooled together.
     """
 
-    __slots__ = (
-        "claims",
-        "first_bound",
-        "key",
-        "least_row",
-        "length",
-        "slots",
-        "start",
-        "taken",
-        "work",
-    )
+    __slots__ = ("claims", "ids", "key", "least_row", "length", "slots", "spans", "taken", "types")
 
     def __init__(
-        self, ticket: Ticket, index: int, start: int, length: int, first_bound: int, slots: int
+        self,
+        ticket: Ticket,
+        index: int,
+        ids: np.ndarray,
+        types: np.ndarray | None,
+        spans: np.ndarray | None,
     ):
         self.claims: dict[Ticket, list[int]] = {ticket: [index]}
-        self.work = ticket.work
-        self.start = start
-        self.length = length
-        self.first_bound = first_bound
-        self.slots = slots
+        self.ids = ids
+        self.types = types
+        self.spans = spans
+        self.length = length = len(ids)
+        self.slots = slots = 1 if spans is None else len(spans)
         self.least_row = least_row(length, slots)
-        self.key = _key(self)
+        self.key = _key(ids, types, spans)
         self.taken = False
 
     @property
     def outputs(self) -> set[OutputName]:
         """All outputs that the tickets asked for."""
         return set().union(*(ticket.work.outputs for ticket in self.claims))
-
-    @property
-    def ids(self) -> np.ndarray:
-        """The token ids, int32 `[length]`."""
-        return self.work.planes["ids"][self.start : self.start + self.length]
-
-    @property
-    def types(self) -> np.ndarray | None:
-        """The token types, int32 `[length]`; None if all are zero."""
-        types = self.work.planes.get("types")
-        return None if types is None else types[self.start : self.start + self.length]
-
-    @property
-    def bounds(self) -> np.ndarray:
-        """The bounds of its slots, int32 `[slots, 2]`."""
-        return self.work.bounds[self.first_bound : self.first_bound + self.slots]
 
 
 def flat_ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -192,32 +172,41 @@ def flat_ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def _entries(ticket: Ticket) -> list[Entry]:
     """Make an entry for each different sequence of a ticket."""
     work = ticket.work
+    ids, types, bounds = work.planes["ids"], work.planes.get("types"), work.bounds
     entry_of: dict[Key, Entry] = {}
-    start = first_bound = 0
+    start = first = 0
+    spans = bounds.tolist()
     columns = zip(work.lengths.tolist(), work.slots.tolist(), strict=True)
     for index, (length, slots) in enumerate(columns):
-        entry = Entry(ticket, index, start, length, first_bound, slots)
-        start, first_bound = start + length, first_bound + slots
+        end = start + length
+        is_whole = slots == 1 and spans[first] == [0, length]
+        entry = Entry(
+            ticket,
+            index,
+            ids[start:end],
+            None if types is None else types[start:end],
+            None if is_whole else bounds[first : first + slots],
+        )
+        start, first = end, first + slots
         twin = entry_of.setdefault(entry.key, entry)
         if twin is not entry:
             twin.claims[ticket].append(index)
     return list(entry_of.values())
 
 
-def _key(entry: Entry) -> Key:
-    """A key that is equal for sequences with the same tokens, types and bounds.
+def _key(ids: np.ndarray, types: np.ndarray | None, spans: np.ndarray | None) -> Key:
+    """A key that is equal for sequences with the same tokens, types and spans.
 
     It holds the tokens of a short sequence. For others it holds a digest, because the tokens would
     be in memory twice; the digest is cryptographic, so no client can make two sequences share one.
     """
-    ids, types, length = entry.ids, entry.types, entry.length
-    if length <= MOST_KEY_TOKENS and types is None and entry.slots == 1:
-        return ids.tobytes(), length, entry.bounds.tobytes()
+    length, slots = len(ids), 0 if spans is None else len(spans)
+    if length <= MOST_KEY_TOKENS and types is None and spans is None:
+        return ids.tobytes(), length, slots
     digest = blake2b(ids.data, digest_size=16)
     if types is not None:
         digest.update(types.data)
-    if entry.slots == 1:
-        return digest.digest(), length, entry.bounds.tobytes()
-    digest.update(entry.bounds.tobytes())
-    # the number of slots tells where the types end and the bounds begin
-    return digest.digest(), length, entry.slots.to_bytes(4, "little")
+    if spans is not None:
+        digest.update(spans.tobytes())
+    # the number of spans tells where the types end and the spans begin
+    return digest.digest(), length, slots
