@@ -146,8 +146,10 @@ class LoadedModel:
         prompt_name: str | None,
         held: Held | None = None,
     ) -> list[list[TokenPiece]]:
-        """The tokens of each text with their byte offsets; nothing is cut. A character counts as a
-        token, those of the prompt once for each text."""
+        """The tokens of each text with their byte offsets; nothing is cut.
+
+        For admission each character counts as a token, those of the prompt once for each text.
+        """
         prompt = self.processor.prompt(None, prompt_name)
         characters = sum(map(len, texts)) + len(texts) * len(prompt)
         call = partial(self.processor.pieces, texts, special=add_special_tokens, prompt=prompt)

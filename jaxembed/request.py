@@ -1,4 +1,4 @@
-"""One request as plain data: how its inputs become the engine's work, and the result the answer.
+"""One request as plain data: it makes work for the engine of its inputs, and the answer of results.
 Runs nothing."""
 
 from abc import ABC, abstractmethod
@@ -77,7 +77,7 @@ class Request(ABC, Generic[Answer]):
         return self.items
 
     def cost(self, spec: ModelSpec, tokens: int) -> Cost:
-        """What the request takes of the server if it has this many tokens."""
+        """The cost of the request if it has this many tokens."""
         token_bytes = TOKEN_BYTES
         if "tokens" in self.outputs:
             token_bytes += FLOAT_BYTES * spec.hidden_size

@@ -436,3 +436,16 @@ def test_every_option_says_what_it_is_for():
     for command in cli.commands.values():
         options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
         assert [p.name for p in options if not p.help] == []
+
+
+def test_a_device_that_cannot_be_started_is_one_line(tmp_path):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("a cat\n")
+    cache = str(tmp_path / "cache")
+    done = run(
+        "embed", str(texts), "-o", str(tmp_path / "out.npy"), "--cache-dir", cache,
+        JAX_PLATFORMS="no_such_platform",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "JAX cannot start a device (JAX_PLATFORMS is no_such_platform): " in done.stderr
+    assert "Traceback" not in done.stderr

@@ -10,10 +10,10 @@ from jaxembed.errors import ConfigError
 
 
 def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
-    """Set everything that jaxembed sets for the whole process; call it before a device is started.
+    """Set everything that jaxembed sets for the whole process, then start the devices.
 
     `memory_fraction` is the share of a GPU's memory that may be taken. Raises ConfigError if
-    `cache_dir` cannot be made, or if others can write to it.
+    `cache_dir` cannot be made, if others can write to it, or if no device can be started.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our threads share the work
     if "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):  # the user's choice stays
@@ -43,3 +43,10 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
     # a seat's thread waits for its batch anyway; asynchronous dispatch would oversubscribe cores
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     sys.setswitchinterval(0.0005)  # keeps the event loop responsive beside the engine's threads
+    try:
+        jax.local_devices()
+    except RuntimeError as error:
+        platforms = os.environ.get("JAX_PLATFORMS") or "not set"
+        raise ConfigError(
+            f"JAX cannot start a device (JAX_PLATFORMS is {platforms}): {error}"
+        ) from error
