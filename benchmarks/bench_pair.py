@@ -30,6 +30,7 @@ from jaxembed import checkpoint, hub
 from jaxembed.config import EngineConfig
 from jaxembed.embedder import Embedder
 from jaxembed.engine.admission import Capacity
+from jaxembed.engine.engine import Engine
 from jaxembed.models import random_parameters
 from jaxembed.spec import DenseLayer, DType, Pooled, scoring_heads
 
@@ -54,7 +55,7 @@ class Watch:
 
     def over(self, name: str, embedder: Embedder) -> None:
         """Record every run of the embedder's runners from now on, under this name."""
-        for seat in embedder.engine.seats:
+        for seat in _engine(embedder).seats:
             seat.runner.run = self._noting(name, seat.runner.run)
 
     def overlaps(self) -> int:
@@ -160,7 +161,12 @@ def _random_reranker(path: Path, folder: Path) -> Path:
 def _wait_for_timings(embedders: Sequence[Embedder]) -> None:
     """Wait until every bucket of each model is compiled and timed."""
     for embedder in embedders:
-        embedder.engine.wait_timed()
+        _engine(embedder).wait_timed()
+
+
+def _engine(embedder: Embedder) -> Engine:
+    assert isinstance(embedder.engine, Engine)
+    return embedder.engine
 
 
 def _loads(embedder: Embedder, reranker: Embedder, args: Namespace) -> list[Load]:

@@ -10,11 +10,10 @@ import msgspec
 from jaxembed import checkpoint, hub
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.engine.admission import Admission, Capacity, Cost, Held, capacity_of
-from jaxembed.engine.build import build, make_plan
 from jaxembed.engine.compiles import compile_events
 from jaxembed.engine.state import EngineState
+from jaxembed.engines import plan_engine
 from jaxembed.errors import ConfigError, NoInputs
-from jaxembed.models import program
 from jaxembed.processors.pieces import TokenPiece
 from jaxembed.processors.text import DECODED_BYTES, PIECE_BYTES, TextProcessor
 from jaxembed.request import Answer, Request
@@ -76,8 +75,8 @@ class LoadedModel:
 
     def _load(self, path: Path, cache_dir: Path, capacity: Capacity | None, on_progress) -> None:
         events = compile_events()
-        model = program(self.spec)
-        self.plan = make_plan(self.spec, model, self.config, cache_dir)
+        planned = plan_engine(self.spec, self.config, cache_dir)
+        self.plan = planned.plan
         self.telemetry = Telemetry(self.plan.max_input_tokens)
         self.telemetry.compile_count.set_function(lambda: events.compiles)
         self.telemetry.compile_cache_hits.set_function(lambda: events.cache_hits)
@@ -90,16 +89,7 @@ class LoadedModel:
             self.tokenization_workers,
         )
         self.tasks = Tasks(self.name, self.spec, self.processor, self.text)
-        self.engine = build(
-            self.plan,
-            model,
-            lambda: checkpoint.stream_params(path, self.spec, model.order),
-            self.spec,
-            self.config,
-            self.telemetry,
-            on_progress,
-            self.name,
-        )
+        self.engine = planned.load(path, self.telemetry, on_progress, self.name)
         batches = QUEUED_BATCHES * max(len(self.plan.devices), 1)
         self.admission = Admission(
             capacity or capacity_of(self.config),
@@ -236,7 +226,7 @@ class LoadedModel:
             "parallel": self.config.parallel,
             "kernels": self.plan.kernels.describe(),
             "buckets": [str(bucket) for bucket in self.plan.grid.buckets],
-            "compiled_buckets": [str(bucket) for bucket in self.engine.warmup.compiled],
+            "compiled_buckets": [str(bucket) for bucket in self.snapshot().compiled],
             "max_queue_tokens": self.admission.capacity.max_tokens,
             "max_queue_bytes": self.admission.capacity.max_bytes,
             "tokenizing_bytes": self.tokenizing_bytes,
@@ -256,7 +246,7 @@ class LoadedModel:
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Block until ready. Raises the error of the compiler for a bucket that is needed."""
-        self.engine.warmup.wait(timeout_s)
+        self.engine.wait_ready(timeout_s)
 
     def drain(self) -> None:
         """Admit no further request."""

@@ -90,7 +90,7 @@ def kernel_facts(plan: Plan, config: EngineConfig) -> KernelFacts:
 def _device(loaded: LoadedModel, state: EngineState) -> DeviceFacts:
     facts = device_facts(loaded.plan, loaded.config)
     facts.failing = sum(failures > 0 for failures in state.failures)
-    facts.stuck = sum(seat.stuck for seat in loaded.engine.seats)
+    facts.stuck = state.stuck
     facts.longest_call_s = state.longest_call_s
     return facts
 
@@ -103,10 +103,10 @@ def _multiplies_bfloat16(plan: Plan) -> bool:
 
 def _programs(name: str, loaded: LoadedModel, state: EngineState, window: Window) -> ProgramFacts:
     return ProgramFacts(
-        ready=loaded.engine.warmup.ready,
+        ready=state.covered,
         healthy=loaded.healthy,
         buckets=len(loaded.plan.grid.buckets),
-        compiled=len(loaded.engine.warmup.compiled),
+        compiled=len(state.compiled),
         timed=state.timed,
         drift=state.drift,
         spread=state.spread,
@@ -118,7 +118,7 @@ def _programs(name: str, loaded: LoadedModel, state: EngineState, window: Window
 def _buckets(
     name: str, loaded: LoadedModel, state: EngineState, window: Window
 ) -> list[BucketFacts]:
-    ran, compiled = window.ran(name), set(loaded.engine.warmup.compiled)
+    ran, compiled = window.ran(name), set(state.compiled)
     facts = []
     for bucket in loaded.plan.grid.buckets:
         use = ran.get(bucket, BucketUse())

@@ -7,9 +7,9 @@ from jaxembed.doctor.examine import device_facts, kernel_facts
 from jaxembed.doctor.facts import LocalExamination, LocalFacts
 from jaxembed.doctor.findings import findings_before
 from jaxembed.doctor.machine import machine_facts
-from jaxembed.engine.build import make_plan
 from jaxembed.engine.calibrate import host_id
-from jaxembed.models import native, program
+from jaxembed.engines import plan_engine
+from jaxembed.models import native
 from jaxembed.spec import ModelSpec
 
 
@@ -20,7 +20,7 @@ def examine_here(
 
     It starts the device and tries the kernels. Raises ConfigError if the settings do not fit.
     """
-    plan = make_plan(spec, program(spec), config, cache_dir)
+    plan = plan_engine(spec, config, cache_dir).plan
     programs = cache_dir / "programs" / host_id()
     facts = LocalFacts(
         model=name,

@@ -1,8 +1,9 @@
-"""What a request needs of an engine, wherever the engine runs."""
+"""What a request, and a loaded model, need of an engine, wherever the engine runs."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+from jaxembed.engine.state import EngineState
 from jaxembed.engine.ticket import Ticket
 from jaxembed.inputs import Priority
 from jaxembed.work import Work
@@ -10,7 +11,7 @@ from jaxembed.work import Work
 
 @runtime_checkable
 class EngineClient(Protocol):
-    """An engine in this process, or the near end of one elsewhere."""
+    """An engine in this process, or the near end of one elsewhere, as requests see it."""
 
     def submit(
         self,
@@ -23,4 +24,45 @@ class EngineClient(Protocol):
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop what is still queued of a request, because its client has gone."""
+        ...
+
+
+@runtime_checkable
+class ServedEngine(EngineClient, Protocol):
+    """An engine as a loaded model sees it. Engine has the words for each of its members."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether any request can be served now."""
+        ...
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it answers requests."""
+        ...
+
+    @property
+    def stuck(self) -> bool:
+        """Whether only a restart helps."""
+        ...
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The recent throughput in tokens per second of computing; 0 before there was any."""
+        ...
+
+    def start(self) -> None:
+        """Start its threads."""
+        ...
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Block until it can serve any request. Raises TimeoutError, or why it never will."""
+        ...
+
+    def snapshot(self) -> EngineState:
+        """Its state at this moment."""
+        ...
+
+    def close(self, timeout_s: float = 20.0) -> None:
+        """Serve what is queued, and end the threads. What is left after the time limit fails."""
         ...

@@ -201,12 +201,15 @@ class Engine:
                 waiting_tokens=self._lanes.tokens,
                 lanes={name: self._lane_state(name) for name in get_args(Priority)},
                 failures=tuple(seat.failures for seat in self.seats),
+                stuck=sum(seat.stuck for seat in self.seats),
                 shares=tuple(seat.share.end for seat in self.seats),
                 costs=self._costs.usable,
                 cost_sources={b: self._costs.source_of(b) for b in self._costs.usable},
                 drift=self._costs.drift,
                 spread=spread,
                 timed=self._timer.timed.is_set(),
+                compiled=tuple(self.warmup.compiled),
+                covered=self.warmup.ready,
                 ran=dict(self._ran),
                 longest_call_s=max((call.age_s for call in calls), default=0.0),
                 closing=self._closing,
@@ -225,6 +228,10 @@ class Engine:
         self._watchdog.start()
         for thread in self._threads:
             thread.start()
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Block until every request has a compiled bucket, as `Warmup.wait` does."""
+        self.warmup.wait(timeout_s)
 
     def submit(
         self,

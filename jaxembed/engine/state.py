@@ -47,12 +47,15 @@ class EngineState:
     waiting_tokens: int
     lanes: dict[Priority, LaneState]
     failures: tuple[int, ...]  # number of consecutive failed batches of each seat
+    stuck: int  # number of seats that are stuck
     shares: tuple[float, ...]  # seconds on the device's clock up to which each seat had its time
     costs: dict[Bucket, float]  # milliseconds of a run of each usable bucket
     cost_sources: dict[Bucket, CostSource]
     drift: float  # factor of all costs, see BucketCosts
     spread: float  # how much timings of one bucket differ, see BucketCosts
     timed: bool  # whether every bucket was timed often enough
+    compiled: tuple[Bucket, ...]
+    covered: bool  # whether every request has a compiled bucket
     ran: dict[Bucket, BucketUse]
     longest_call_s: float  # age of the oldest device call in progress; 0 if there is none
     closing: bool

@@ -1,0 +1,63 @@
+"""The kinds of engines, and which of them runs a model."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from jaxembed import checkpoint
+from jaxembed.config import EngineConfig
+from jaxembed.engine.build import Plan, build, make_plan
+from jaxembed.engine.client import ServedEngine
+from jaxembed.models import program
+from jaxembed.spec import ModelSpec
+from jaxembed.telemetry import Telemetry
+
+Progress = Callable[[int, int], None]
+
+
+@runtime_checkable
+class PlannedEngine(Protocol):
+    """An engine whose limits are decided and whose parameters are not loaded yet."""
+
+    plan: Plan
+
+    def load(
+        self, path: Path, telemetry: Telemetry, on_progress: Progress | None, name: str
+    ) -> ServedEngine:
+        """Load the parameters of the checkpoint at `path`. The engine is not started yet.
+
+        `on_progress` is as in Warmup, `name` is the model's, for the log. Raises CheckpointError.
+        """
+        ...
+
+
+class OnDevices:
+    """An engine that runs programs on JAX's devices."""
+
+    def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
+        """Start the devices and decide. Raises ConfigError as `make_plan` does."""
+        self._spec, self._config = spec, config
+        self._program = program(spec)
+        self.plan = make_plan(spec, self._program, config, cache_dir)
+
+    def load(
+        self, path: Path, telemetry: Telemetry, on_progress: Progress | None, name: str
+    ) -> ServedEngine:
+        """Place the parameters on the devices."""
+        return build(
+            self.plan,
+            self._program,
+            partial(checkpoint.stream_params, path, self._spec, self._program.order),
+            self._spec,
+            self._config,
+            telemetry,
+            on_progress,
+            name,
+        )
+
+
+def plan_engine(spec: ModelSpec, config: EngineConfig, cache_dir: Path) -> PlannedEngine:
+    """Choose the engine of a model, and its limits. Raises ConfigError for settings that do not
+    fit."""
+    return OnDevices(spec, config, cache_dir)
