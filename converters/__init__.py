@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 
 import msgspec
 
-from converters import heads, rerankers, scores, tokenizer, weights
+from converters import heads, rerankers, scores, static, tokenizer, weights
 from converters.heads import Layout, weight_folders
 from converters.weights import Step
 from jaxembed import checkpoint
@@ -21,7 +21,7 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import parameter_shapes, position_limit
 from jaxembed.spec import DType, ModelSpec
 
-__all__ = ["CONVERTERS", "Outline", "convert", "outline", "weight_folders"]
+__all__ = ["CONVERTERS", "Outline", "convert", "outline", "reads_weights", "weight_folders"]
 
 logger = logging.getLogger(__name__)
 
@@ -108,12 +108,15 @@ def outline(
 ) -> Outline:
     """Describe the checkpoint that `convert` would write, without reading weights.
 
-    The weights need not be in `source`. The arguments and the errors are those of `convert`, except
-    errors of the weights.
+    The weights need not be in `source`, except static embeddings, which nothing else describes. The
+    arguments and the errors are those of `convert`, except errors of the weights.
     """
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory")
     name = name or str(source)
+    if static.is_static(source):
+        layout, spec, text = static.static_outline(source, name, revision, dense_path)
+        return Outline(source, static, layout, spec, text)
     hf = _config(source / heads.tower_folder(source))
     family = _family(hf)
     use = _use(source, family, hf)
@@ -133,6 +136,11 @@ def outline(
         tower, lowercase=layout.lowercase, vocab_size=config["vocab_size"]
     )
     return Outline(source, family, layout, spec, text)
+
+
+def reads_weights(source: Path) -> bool:
+    """Whether `outline` needs the weights: those of static embeddings. Needs only JSON files."""
+    return static.is_static(source)
 
 
 def _config(tower: Path) -> dict[str, Any]:

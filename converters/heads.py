@@ -7,7 +7,7 @@ dropped.
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,9 @@ MODULES = {
     "sentence_transformers.base.modules.normalize.Normalize": "normalize",
     "sentence_transformers.sentence_transformer.modules.normalize.Normalize": "normalize",
     "sentence_transformers.cross_encoder.modules.logit_score.LogitScore": "logit_score",
+    "sentence_transformers.models.StaticEmbedding": "static",
+    "sentence_transformers.models.StaticEmbedding.StaticEmbedding": "static",
+    "sentence_transformers.sentence_transformer.modules.static_embedding.StaticEmbedding": "static",
 }
 # In the order in which sentence-transformers concatenates them.
 POOLING_FLAGS: dict[str, Pooling] = {
@@ -151,21 +154,40 @@ def read_layout(source: Path, hidden_size: int, dense_path: str | None = None) -
             f"{source}: texts are put into a chat template (modality_config has message), which is "
             "not supported for embedding; known: text"
         )
-    later = _with_dense_path(source, modules[2:], dense_path)
+    layout = _pooled_layout(source, modules[0], pooling, modules[2:], hidden_size, dense_path)
+    lowercase = bool(transformer_config(source / modules[0].path).get("do_lower_case"))
+    return replace(layout, include_prompt=include_prompt, lowercase=lowercase)
+
+
+def read_static_layout(
+    source: Path, modules: list[ModuleEntry], hidden_size: int, dense_path: str | None
+) -> Layout:
+    """The layout of the modules of a static model, and all they name."""
+    return _pooled_layout(source, modules[0], MEAN, modules[1:], hidden_size, dense_path)
+
+
+def _pooled_layout(
+    source: Path,
+    tower: ModuleEntry,
+    pooling: tuple[Pooling, ...],
+    later: list[ModuleEntry],
+    hidden_size: int,
+    dense_path: str | None,
+) -> Layout:
+    """The layout of an embedder with these modules after its pooling, and its prompts."""
+    later = _with_dense_path(source, later, dense_path)
     layers = tuple(_layer(source / module.path, module.kind) for module in later)
     _check_widths(layers, hidden_size * len(pooling))
     prompts, default_prompt_name = _prompts(source)
     dense = [(n, one.path) for n, one in enumerate(later) if isinstance(layers[n], DenseLayer)]
     rules = [dense_rules("dense", n, layers[n], f"{folder}/linear") for n, folder in dense]
     return Layout(
-        tower=modules[0].path,
+        tower=tower.path,
         heads={"dense": Pooled(pooling, layers)},
         rules=tuple(chain.from_iterable(rules)),
         folders=tuple(folder for _, folder in dense),
-        include_prompt=include_prompt,
         prompts=prompts,
         default_prompt_name=default_prompt_name,
-        lowercase=bool(transformer_config(source / modules[0].path).get("do_lower_case")),
     )
 
 
@@ -197,7 +219,7 @@ def weight_folders(source: Path, dense_path: str | None = None) -> list[str]:
     modules = modules_of(source)
     if modules is None:
         return [""]
-    later = _with_dense_path(source, modules[2:], dense_path)
+    later = _with_dense_path(source, modules[1:], dense_path)
     return [modules[0].path, *(module.path for module in later if module.kind == "dense")]
 
 
@@ -270,12 +292,14 @@ def modules_of(source: Path) -> list[ModuleEntry] | None:
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: wanted a list of type and path") from error
     kinds = [module.kind for module in modules]
-    embeds = kinds[:2] == ["transformer", "pooling"] and {*kinds[2:]} <= {"dense", "normalize"}
+    later = kinds[1:] if kinds[:1] == ["static"] else kinds[2:]
+    embeds = kinds[:1] == ["static"] or kinds[:2] == ["transformer", "pooling"]
+    embeds = embeds and {*later} <= {"dense", "normalize"}
     if not embeds and kinds not in (["transformer"], ["transformer", "logit_score"]):
         raise UnsupportedModel(
             f"{path}: modules {', '.join(kinds) or '(none)'} are not supported; wanted "
-            "transformer, pooling, then any of dense and normalize; of a cross-encoder "
-            "transformer, then perhaps logit_score"
+            "transformer, pooling, then any of dense and normalize; static, then any of those; of "
+            "a cross-encoder transformer, then perhaps logit_score"
         )
     return modules
 
@@ -286,7 +310,7 @@ def _module(path: Path, kind: str, folder: str) -> ModuleEntry:
         raise UnsupportedModel(f"{path}: module {kind!r} is not supported; known: {known}")
     if Path(folder).is_absolute() or ".." in Path(folder).parts:
         raise CheckpointError(f"{path}: path {folder!r} leads outside the model")
-    return ModuleEntry(MODULES[kind], folder)
+    return ModuleEntry(MODULES[kind], "" if folder == "." else folder)
 
 
 def _with_dense_path(

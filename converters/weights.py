@@ -6,7 +6,7 @@ It is strict both ways: every parameter must be filled, and every tensor must be
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -28,7 +28,18 @@ NUMPY_DTYPES: dict[str, Any] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
 }
-SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+SAFETENSORS_DTYPES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F64": "float64",
+    "I8": "int8",
+    "I32": "int32",
+    "I64": "int64",
+}
+# Also read, for the rules that say so: no parameter has one of these dtypes.
+OTHER_DTYPES = {"float64": np.float64, "int8": np.int8, "int32": np.int32, "int64": np.int64}
+READ_DTYPES: dict[str, Any] = NUMPY_DTYPES | OTHER_DTYPES
 
 LEAST_TORCH = (2, 6)  # older versions may run code of a pickle despite weights_only: CVE-2025-32434
 
@@ -44,7 +55,7 @@ class Tensor:
     """A tensor of the source that is not read yet."""
 
     name: str
-    dtype: str  # a key of NUMPY_DTYPES, or else the file's own name of it
+    dtype: str  # a key of READ_DTYPES, or else the file's own name of it
     shape: Shape
     read: Callable[[], np.ndarray]  # not to be called after `free`
     free: Callable[[], None] = _nothing
@@ -57,6 +68,7 @@ class Transform:
     apply: Callable[..., np.ndarray]
     misfits: Callable[[Sequence[Tensor], Shape], list[str]]  # reasons why a shape is not possible
     dtype: DType | None = None  # of the parameter; None: that of the sources
+    takes: Collection[str] = tuple(NUMPY_DTYPES)  # dtypes of the sources
 
 
 def _keep(array: np.ndarray) -> np.ndarray:
@@ -236,11 +248,11 @@ def _misfits(step: Step) -> list[str]:
     """The reasons why the sources of a step cannot become its parameter."""
     problems = step.transform.misfits(step.sources, step.shape)
     problems += [
-        f"{source.name}: wanted one of {', '.join(NUMPY_DTYPES)}, got {source.dtype}"
+        f"{source.name}: wanted one of {', '.join(step.transform.takes)}, got {source.dtype}"
         for source in step.sources
-        if source.dtype not in NUMPY_DTYPES
+        if source.dtype not in step.transform.takes
     ]
-    if len({source.dtype for source in step.sources}) > 1:
+    if step.transform.dtype is None and len({source.dtype for source in step.sources}) > 1:
         kinds = ", ".join(f"{source.name} {source.dtype}" for source in step.sources)
         problems.append(f"tensors that become one parameter must share a dtype, got {kinds}")
     return problems
@@ -346,8 +358,8 @@ def _entry(path: Path, name: str, base: int, entry: dict[str, Any]) -> Tensor:
     dtype = SAFETENSORS_DTYPES.get(entry["dtype"], str(entry["dtype"]))
     if not 0 <= begin <= end <= path.stat().st_size - base:
         raise ValueError(f"{name} lies outside the file, which may have been cut short")
-    if dtype in NUMPY_DTYPES:
-        size = math.prod(shape) * np.dtype(NUMPY_DTYPES[dtype]).itemsize
+    if dtype in READ_DTYPES:
+        size = math.prod(shape) * np.dtype(READ_DTYPES[dtype]).itemsize
         if min(shape, default=0) < 0 or end - begin != size:
             raise ValueError(f"{name} of shape {shape} wants {size} bytes, got {end - begin}")
     return Tensor(name, dtype, shape, partial(_read, path, base + begin, dtype, shape))
@@ -355,9 +367,9 @@ def _entry(path: Path, name: str, base: int, entry: dict[str, Any]) -> Tensor:
 
 def _read(path: Path, offset: int, dtype: str, shape: Shape) -> np.ndarray:
     items = math.prod(shape)
-    size = items * np.dtype(NUMPY_DTYPES[dtype]).itemsize
+    size = items * np.dtype(READ_DTYPES[dtype]).itemsize
     raw = np.fromfile(path, np.uint8, count=size, offset=offset)
-    return raw.view(NUMPY_DTYPES[dtype]).reshape(shape)
+    return raw.view(READ_DTYPES[dtype]).reshape(shape)
 
 
 def _torch_file(path: Path) -> dict[str, Tensor]:

@@ -7,9 +7,11 @@ from typing import Protocol, runtime_checkable
 
 from jaxembed import checkpoint
 from jaxembed.config import EngineConfig
-from jaxembed.engine.build import Plan, build, make_plan
+from jaxembed.engine.build import Plan, build, host_plan, make_plan
 from jaxembed.engine.client import ServedEngine
-from jaxembed.models import program
+from jaxembed.engine.host import HostEngine
+from jaxembed.models import is_static, program
+from jaxembed.models.static import StaticModel
 from jaxembed.spec import ModelSpec
 from jaxembed.telemetry import Telemetry
 
@@ -57,7 +59,24 @@ class OnDevices:
         )
 
 
+class OnHost:
+    """An engine that computes static embeddings on the host. It starts no device."""
+
+    def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
+        """Decide. Raises ConfigError as `host_plan` does."""
+        self._spec = spec
+        self.plan = host_plan(spec, config)
+
+    def load(
+        self, path: Path, telemetry: Telemetry, on_progress: Progress | None, name: str
+    ) -> ServedEngine:
+        """Read the table into memory."""
+        parameters = checkpoint.load_params(path, self._spec)
+        return HostEngine(StaticModel(self._spec, parameters), telemetry, name=name)
+
+
 def plan_engine(spec: ModelSpec, config: EngineConfig, cache_dir: Path) -> PlannedEngine:
     """Choose the engine of a model, and its limits. Raises ConfigError for settings that do not
     fit."""
-    return OnDevices(spec, config, cache_dir)
+    kind = OnHost if is_static(spec) else OnDevices
+    return kind(spec, config, cache_dir)

@@ -108,7 +108,8 @@ def describe_model(
     token: str | None = None,
     dense_path: str | None = None,
 ) -> ModelSpec:
-    """The spec of the checkpoint that `resolve` finds. Converts nothing and downloads no weights.
+    """The spec of the checkpoint that `resolve` finds. Converts nothing, and downloads no weights
+    except static embeddings, which nothing else describes.
 
     The spec of a model that is not converted yet has no content hash. Raises as `resolve`.
     """
@@ -282,7 +283,8 @@ def _download(
     commit = folder.name  # snapshots are named by commit: all later files are of the same one
 
     def prepare() -> None:
-        _outline(source, dense_path)  # refuse before gigabytes are downloaded
+        if not _converters().reads_weights(folder):
+            _outline(source, dense_path)  # refuse before gigabytes are downloaded
         started = time.monotonic()
         for inside in _converters().weight_folders(folder, dense_path):
             prefix = f"{inside}/" if inside else ""
@@ -301,6 +303,8 @@ def _download(
 def _outline(source: Source, dense_path: str | None) -> ModelSpec:
     """The spec that converting the source would give, from its small files. Raises
     CheckpointError."""
+    if _converters().reads_weights(source.folder):
+        source.prepare()
     outline = _converters().outline(
         source.folder, name=source.name, revision=source.revision, dense_path=dense_path
     )

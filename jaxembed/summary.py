@@ -8,7 +8,7 @@ import msgspec
 
 from jaxembed.engine.bucket import LONGEST_DEFAULT_ROW
 from jaxembed.engine.placement import placed_dtype
-from jaxembed.models import parameter_shapes, position_limit
+from jaxembed.models import is_static, parameter_shapes, position_limit
 from jaxembed.spec import DType, ModelSpec
 
 
@@ -33,7 +33,7 @@ def summary(spec: ModelSpec) -> dict[str, Any]:
         "limits": _limits(spec),
         "parameters": sum(math.prod(shape) for shape in shapes.values()),
         "parameter_dtype": spec.dtype,
-        "parameter_bytes": {dtype: _placed_bytes(shapes, dtype) for dtype in get_args(DType)},
+        "parameter_bytes": {dtype: _placed_bytes(shapes, dtype) for dtype in _dtypes(spec)},
         "config": spec.config,
     }
 
@@ -68,8 +68,13 @@ def _limits(spec: ModelSpec) -> dict[str, int | None]:
     return {
         "max_input_tokens": spec.max_input_tokens,
         "positions": positions,
-        "served_by_default": min(limit, LONGEST_DEFAULT_ROW),
+        "served_by_default": limit if is_static(spec) else min(limit, LONGEST_DEFAULT_ROW),
     }
+
+
+def _dtypes(spec: ModelSpec) -> tuple[DType, ...]:
+    """The dtypes that the model can be served in."""
+    return ("float32",) if is_static(spec) else get_args(DType)
 
 
 def _placed_bytes(shapes: dict[str, tuple[int, ...]], dtype: DType) -> int:

@@ -105,6 +105,22 @@ def join_work(parts: Sequence[Work], outputs: frozenset[OutputName]) -> Work:
     )
 
 
+def part_of(work: Work, sequences: range) -> Work:
+    """Some sequences of a request that follow each other, as views of its columns."""
+    if len(sequences) == len(work):
+        return work
+    first, last = sequences.start, sequences.stop
+    start, end = (int(work.lengths[:at].sum()) for at in (first, last))
+    slot, slot_end = (int(work.slots[:at].sum()) for at in (first, last))
+    return Work(
+        {name: plane[start:end] for name, plane in work.planes.items()},
+        work.lengths[first:last],
+        work.bounds[slot:slot_end],
+        work.slots[first:last],
+        work.outputs,
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Ragged:
     """Arrays of different lengths: array k is `values[offsets[k] : offsets[k + 1]]`."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -53,27 +53,29 @@ NULL_TOKEN_MS = 1e-5  # of the null model, which returns constants
 class Plan:
     """The decisions that are made before a model is loaded; no field changes later."""
 
-    devices: tuple[Device, ...]  # empty for the null model
+    devices: tuple[Device, ...]  # empty for the null model and for static models
     dtype: DType
     max_input_tokens: int
     max_batch_tokens: int  # of one device; a longer row is alone in its batch
-    grid: BucketGrid
+    grid: BucketGrid  # without buckets for static models
     shards: int  # devices that share each batch
     full_warmup: bool
     kernels: Choice
     token_ms: float  # estimated milliseconds per token of a full bucket, until buckets are timed
-    cost_file: CostFile | None  # None for the null model
+    cost_file: CostFile | None  # None without devices
     timings: Timings  # of buckets, from an earlier run
+    without_device: Literal["null", "host"] = "null"  # what computes where there is no device
 
     @property
     def platform(self) -> str:
-        """JAX's name for the kind of device: "cpu", "gpu" or "tpu"; "null" for the null model."""
-        return self.devices[0].platform if self.devices else "null"
+        """JAX's name for the kind of device: "cpu", "gpu" or "tpu"; "null" for the null model,
+        "host" for static models."""
+        return self.devices[0].platform if self.devices else self.without_device
 
     @property
     def device_name(self) -> str:
         """The name of the device's model, such as "cpu" or "NVIDIA H200"."""
-        return self.devices[0].device_kind if self.devices else "null"
+        return self.devices[0].device_kind if self.devices else self.without_device
 
 
 def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Path) -> Plan:
@@ -129,6 +131,40 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     return Plan(
         devices, dtype, limit, budget, grid, shards, full, kernels, per_token, file, timings
     )
+
+
+def host_plan(spec: ModelSpec, config: EngineConfig) -> Plan:
+    """Choose the limits of a static model, which runs on the host without buckets.
+
+    Raises ConfigError, which names the flag, if a setting needs buckets or a device. Settings that
+    other models of the process may need are logged instead.
+    """
+    if config.buckets is not None:
+        raise ConfigError(
+            f"--buckets {config.buckets}: {spec.source} holds static embeddings, which run without "
+            "buckets; leave it out"
+        )
+    if config.null_model:
+        raise ConfigError(
+            f"--null-model stands in for a device, and {spec.source} runs on none; leave it out"
+        )
+    usual = EngineConfig()
+    unused = [
+        "--" + name.replace("_", "-")
+        for name in ("dtype", "devices", "parallel", "warmup", "kernels", "max_batch_requests")
+        if getattr(config, name) != getattr(usual, name)
+    ]
+    if unused:
+        logger.warning(
+            "%s runs on the host in float32: %s is for models that run on devices",
+            spec.source,
+            ", ".join(unused),
+        )
+    limit = config.max_input_tokens or spec.max_input_tokens
+    budget = config.max_batch_tokens or ACCELERATOR_TOKENS
+    grid = BucketGrid(())
+    no_device = (Choice(), NULL_TOKEN_MS, None, {})
+    return Plan((), "float32", limit, budget, grid, 1, False, *no_device, without_device="host")
 
 
 def build(

@@ -35,11 +35,15 @@ class Ticket:
         work: Work,
         widths: Mapping[OutputName, int],
         wake: Callable[[], object] | None = None,
+        *,
+        by_entry: bool = True,
     ):
         """Make the entries and the empty answer of a request.
 
         `widths` are the numbers of columns of the model's outputs. `wake` is called once, from an
-        engine thread, when the ticket is complete; not if it was cancelled before.
+        engine thread, when the ticket is complete; not if it was cancelled before. Without
+        `by_entry` there are no entries, for an engine that puts no sequences of several requests
+        into a batch.
         """
         count = len(work)
         self.work = work
@@ -47,7 +51,7 @@ class Ticket:
         self.queue_s = np.zeros(count)
         self.inference_s = np.zeros(count)
         self.queued_at = time.monotonic()
-        self.entries = _entries(self)
+        self.entries = _entries(self) if by_entry else []
         self.cancelled = False
         self._failures: dict[int, Exception] = {}
         self._open = np.ones(count, bool)  # sequences that are neither answered nor failed

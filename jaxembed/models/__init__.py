@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.models import native
+from jaxembed.models import native, static
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 from jaxembed.models.pooling import POOLINGS
 from jaxembed.models.tokens import Hidden, PackedTokens
@@ -99,8 +99,15 @@ def tower_class(architecture: str) -> Any:
     return getattr(import_module(module), name)
 
 
+def is_static(spec: ModelSpec) -> bool:
+    """Whether the model is a table of token vectors: it has no tower and makes no program."""
+    return spec.architecture == static.ARCHITECTURE
+
+
 def position_limit(spec: ModelSpec) -> int | None:
     """The most tokens that the tower has positions for; None where there is no limit."""
+    if is_static(spec):
+        return None
     tower = tower_class(spec.architecture)
     return tower.position_limit(tower.Config(**spec.config))
 
@@ -164,6 +171,9 @@ def program(spec: ModelSpec) -> Program:
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
     """The dotted name and float32 shape of every parameter a checkpoint must hold."""
+    if is_static(spec):
+        shapes = static.parameter_shapes(spec)
+        return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     return program(spec).shapes
 
 

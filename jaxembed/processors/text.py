@@ -20,19 +20,21 @@ from jaxembed.errors import (
     InvalidInput,
 )
 from jaxembed.inputs import Input, Pair, Text, Tokens
+from jaxembed.models import is_static
 from jaxembed.processors.pairs import Frame, find_frame
 from jaxembed.processors.pieces import TokenPiece, token_pieces
 from jaxembed.processors.prompts import default_prompt, named_prompt
 from jaxembed.processors.token_ids import checked_ids, has_special_tokens
 from jaxembed.processors.tokenizer import (
     CHARACTER_BYTES,
+    MOST_READ,
     Side,
     Tokenizer,
     chunks,
     cut_tokens,
     most_read,
 )
-from jaxembed.spec import ModelSpec
+from jaxembed.spec import NO_LIMIT, ModelSpec
 from jaxembed.work import Encoding, Work, work_of
 
 # Bytes of memory per character for /tokenize. Measured maxima: 1719 for one text of emojis with
@@ -90,7 +92,13 @@ class TextProcessor:
         # XLM-R's tokenizer and others give types to pairs whose tower knows only one
         has_types = spec.token_types and spec.config.get("type_vocab_size", 0) > 1
         self._has_types = has_types and any(sample.type_ids)
-        self._pair_frame = find_frame(self._tokenizer, spec, with_types=has_types)
+        self._is_static = is_static(spec)
+        self._dropped_id = spec.config.get("dropped_id")
+        per_token = spec.config.get("characters_per_token")
+        self._most_characters = None if per_token is None else per_token * limit
+        self._pair_frame = None
+        if not is_static(spec):
+            self._pair_frame = find_frame(self._tokenizer, spec, with_types=has_types)
         self._check_room()
         self._default_prompt = default_prompt(config, spec)
         self.executor: Executor = ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
@@ -142,7 +150,12 @@ class TextProcessor:
     @property
     def job_bytes(self) -> int:
         """The largest memory that a thread needs while it runs `encode`, in bytes."""
-        return CHARACTER_BYTES * most_read(self.limit)
+        return CHARACTER_BYTES * (MOST_READ if self._reads_whole else most_read(self.limit))
+
+    @property
+    def _reads_whole(self) -> bool:
+        """Whether texts are not cut, so that they are read to their end."""
+        return self.limit == NO_LIMIT
 
     def pieces(self, texts: Sequence[str], *, special: bool, prompt: str) -> list[list[TokenPiece]]:
         """The tokens of each text after the prompt, without a limit.
@@ -206,22 +219,42 @@ class TextProcessor:
         """Yield the encoding of each text, and whether it was cut."""
         if texts and self._spec.template is not None:
             raise InvalidInput("this model scores pairs, such as a query and a document, not texts")
-        prompted = (rules.prompt + item.text for item in texts)
+        prompted = (self._readable(rules.prompt + item.text, rules) for item in texts)
         encodings = self._tokenizer.encode_enough(prompted, self.limit, rules.side)
         for item, (encoding, whole) in zip(texts, encodings, strict=True):
-            _not_empty(item.text)
+            if not self._is_static:
+                _not_empty(item.text)
             yield self._finish(encoding, whole, rules)
+
+    def _readable(self, text: str, rules: Rules) -> str:
+        """The text, or as much of it as the model reads by its own rule.
+
+        Raises InvalidInput for a text that is too long for a model that cuts nothing.
+        """
+        if self._reads_whole and len(text) > MOST_READ:
+            raise InvalidInput(
+                f"the text has {len(text)} characters, of at most {MOST_READ} for a model that "
+                "cuts nothing; send it in parts, or set --max-input-length to have it cut"
+            )
+        most = self._most_characters
+        if most is None or len(text) <= most:
+            return text
+        if not rules.truncate:
+            raise self._too_long(self.limit + 1, whole=False)
+        return text[:most] if rules.side == "right" else text[-most:]
 
     def _finish(self, encoding, whole: bool, rules: Rules) -> tuple[Encoding, bool]:
         """Cut the tokens of a text to the limit. Returns its encoding, and whether it was cut.
 
         `whole` says whether the whole text was tokenized.
         """
-        if not len(encoding):
+        if not len(encoding) and not self._is_static:
             raise EmptyInput()  # without special tokens a blank text has no tokens
         if len(encoding) > self.limit and not rules.truncate:
             raise self._too_long(len(encoding), whole)
         ids = self._within_limit(np.array(encoding.ids, np.int32), rules.side)
+        if self._dropped_id is not None:
+            ids = ids[ids != self._dropped_id]
         types = None
         if self._has_types:
             types = self._within_limit(np.array(encoding.type_ids, np.int32), rules.side)
@@ -298,6 +331,8 @@ class TextProcessor:
         cut = cut_tokens(ids, self.limit, rules.side)
         if not rules.bare_ids:
             cut = self._within_limit(ids, rules.side)
+        if self._dropped_id is not None:
+            cut = cut[cut != self._dropped_id]
         return Encoding(cut), len(ids) > self.limit
 
 
@@ -316,6 +351,8 @@ def _size(item: Input) -> int:
 def _around_text(encoding) -> tuple[int, int]:
     """The numbers of special tokens before and after a text."""
     plain = [k for k, special in enumerate(encoding.special_tokens_mask) if not special]
+    if not plain:  # the tokenizer knows no letter of the sample and puts nothing around it
+        return 0, 0
     return plain[0], len(encoding) - 1 - plain[-1]
 
 

@@ -12,7 +12,7 @@ from jaxembed.engine.build import Plan, make_plan, seats_of
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import ConfigError, WrongTask
 from jaxembed.inputs import Text
-from jaxembed.models import program
+from jaxembed.models import is_static, program
 from jaxembed.processors.text import Rules, TextProcessor
 from jaxembed.spec import ModelSpec
 from jaxembed.tasks import KIND
@@ -67,6 +67,11 @@ def load_measured(
         config = dataclasses.replace(config, devices=1)
     path = hub.resolve(model, cache_dir=cache_dir, **source)
     spec = checkpoint.load_spec(path)
+    if is_static(spec):
+        raise ConfigError(
+            f"{spec.source} holds static embeddings, which run without buckets, so there is "
+            "nothing to tune"
+        )
     forward = program(spec)
     plan = make_plan(spec, forward, config, cache_dir)
     processor = TextProcessor(

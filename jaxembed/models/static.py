@@ -1,0 +1,192 @@
+"""Static embeddings: the mean of table rows, computed by numpy on the host. Starts no device.
+
+A sequence has the same vector alone and in any batch, bit for bit: its rows are added in order, in
+blocks whose size depends on the width alone.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxembed.errors import CheckpointError
+from jaxembed.memory import KIB
+from jaxembed.spec import Activation, DenseLayer, ModelSpec, Module
+from jaxembed.work import Ragged, Work, WorkResult, empty_result
+
+ARCHITECTURE = "static"
+TABLE = "table"
+
+BLOCK_BYTES = 256 * KIB  # of rows that are gathered at once, so that they are added in cache
+LEAST_LENGTH = 1e-12  # of a vector that a Normalize before other modules divides by
+
+
+@dataclass(frozen=True)
+class StaticConfig:
+    """The config of a static model.
+
+    Tokens with the `dropped_id` are left out after tokenization. With `characters_per_token` a text
+    is cut to so many characters for each token of the limit before it is tokenized. model2vec asks
+    for both.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    dropped_id: int | None = None
+    characters_per_token: int | None = None
+
+
+def _gelu(x: np.ndarray) -> np.ndarray:
+    halves = np.array([math.erf(value) for value in (x * math.sqrt(0.5)).ravel().tolist()])
+    return x * (0.5 + 0.5 * halves.reshape(x.shape))
+
+
+def _gelu_tanh(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 0.5 * (1 + np.tanh(0.5 * x))  # exp would overflow
+
+
+ACTIVATIONS: dict[Activation, Callable[[np.ndarray], np.ndarray]] = {
+    "identity": lambda x: x,
+    "tanh": np.tanh,
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "silu": lambda x: x * _sigmoid(x),
+    "sigmoid": _sigmoid,
+}
+
+
+class StaticModel:
+    """A table of token vectors, and the modules after their mean. Threads may share it."""
+
+    def __init__(self, spec: ModelSpec, parameters: Mapping[str, np.ndarray]):
+        """Raises CheckpointError if the parameters are not those of `parameter_shapes`."""
+        _check(spec, parameters)
+        self.widths = spec.widths
+        self._table = np.ascontiguousarray(parameters[TABLE], np.float32)
+        self._modules = [
+            (layer, _parameters_of(number, layer, parameters))
+            for number, layer in enumerate(spec.heads["dense"].device_modules)
+        ]
+        self._block = max(BLOCK_BYTES // self._table[:1].nbytes, 1)  # tokens
+
+    @property
+    def block_tokens(self) -> int:
+        """The number of tokens whose rows fit the cache together."""
+        return self._block
+
+    def compute(self, work: Work) -> WorkResult:
+        """The outputs of some sequences, as the engine gives them: float32, not normalised."""
+        result = empty_result(work, self.widths)
+        ids = work.planes["ids"]
+        if "tokens" in result:
+            rows: Ragged = result["tokens"]
+            self._table.take(ids, axis=0, out=rows.values, mode="clip")
+        if "dense" in result:
+            vectors = self._means(ids, _slots(work))
+            for layer, parameters in self._modules:
+                vectors = _apply(layer, parameters, vectors)
+            result["dense"] = vectors
+        return result
+
+    def _means(self, ids: np.ndarray, slots: list[tuple[int, int]]) -> np.ndarray:
+        """The mean of the rows of each slot, zeros for an empty one. A slot is its first token and
+        the one after its last."""
+        means = np.zeros((len(slots), self._table.shape[1]), np.float32)
+        first = done = 0  # the tokens whose rows are gathered
+        rows = self._table[:0]
+        for number, (start, end) in enumerate(slots):
+            if end - start > self._block:
+                np.divide(self._long_sum(ids[start:end]), end - start, out=means[number])
+                continue
+            if not first <= start <= end <= done:
+                first, done = start, self._reach(slots, number)
+                rows = self._table.take(ids[first:done], axis=0, mode="clip")
+            if end > start:
+                np.add.reduce(rows[start - first : end - first], axis=0, out=means[number])
+                means[number] /= end - start
+        return means
+
+    def _reach(self, slots: list[tuple[int, int]], number: int) -> int:
+        """The token up to which rows are gathered at once, from slot `number` on."""
+        start, reach = slots[number]
+        for begin, end in slots[number + 1 :]:
+            if begin < start or end - start > self._block:
+                break
+            reach = max(reach, end)
+        return reach
+
+    def _long_sum(self, ids: np.ndarray) -> np.ndarray:
+        """The sum of the rows of more tokens than a block has, in float64 over its blocks."""
+        total = np.zeros(self._table.shape[1])
+        for at in range(0, len(ids), self._block):
+            rows = self._table.take(ids[at : at + self._block], axis=0, mode="clip")
+            total += np.add.reduce(rows, axis=0)
+        return total.astype(np.float32)
+
+
+def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every parameter that the checkpoint of a static model must hold."""
+    config = StaticConfig(**spec.config)
+    shapes: dict[str, tuple[int, ...]] = {TABLE: (config.vocab_size, config.hidden_size)}
+    for number, layer in enumerate(spec.heads["dense"].device_modules):
+        if isinstance(layer, DenseLayer):
+            shapes[_name(number, "kernel")] = (layer.in_features, layer.out_features)
+            if layer.bias:
+                shapes[_name(number, "bias")] = (layer.out_features,)
+    return shapes
+
+
+def _name(number: int, parameter: str) -> str:
+    return f"heads.dense.modules.{number}.{parameter}"
+
+
+def _check(spec: ModelSpec, parameters: Mapping[str, np.ndarray]) -> None:
+    """Raise CheckpointError, with every parameter that is missing, unknown or wrongly shaped."""
+    shapes = parameter_shapes(spec)
+    found = {name: parameter.shape for name, parameter in parameters.items()}
+    if found == shapes:
+        return
+    problems = [
+        f"{name}: wanted shape {shapes.get(name)}, got {found.get(name)}"
+        for name in sorted(shapes.keys() | found.keys())
+        if shapes.get(name) != found.get(name)
+    ]
+    raise CheckpointError("the parameters do not fit the model\n  " + "\n  ".join(problems))
+
+
+def _parameters_of(
+    number: int, layer: Module, parameters: Mapping[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray | float]:
+    """The kernel and the bias of a Dense module in float32; of others nothing."""
+    if not isinstance(layer, DenseLayer):
+        return np.zeros(0, np.float32), 0.0
+    kernel = np.ascontiguousarray(parameters[_name(number, "kernel")], np.float32)
+    bias = parameters[_name(number, "bias")].astype(np.float32) if layer.bias else 0.0
+    return kernel, bias
+
+
+def _apply(
+    layer: Module, parameters: tuple[np.ndarray, np.ndarray | float], vectors: np.ndarray
+) -> np.ndarray:
+    """The vectors after a module, float32."""
+    if isinstance(layer, DenseLayer):
+        kernel, bias = parameters
+        # one by one: a product of several rows may differ in the last bits with their number
+        products = [vector @ kernel for vector in vectors]
+        linear = np.reshape(products, (len(vectors), layer.out_features)) + bias
+        return np.asarray(ACTIVATIONS[layer.activation](linear), np.float32)
+    lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))[:, None]
+    return np.asarray(vectors / np.maximum(lengths, LEAST_LENGTH), np.float32)
+
+
+def _slots(work: Work) -> list[tuple[int, int]]:
+    """The first token of each slot and the one after its last, counted over all sequences."""
+    starts = np.cumsum(work.lengths, dtype=np.int64) - work.lengths
+    bounds = work.bounds + np.repeat(starts, work.slots)[:, None]
+    return [(start, end) for start, end in bounds.tolist()]
