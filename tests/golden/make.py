@@ -33,7 +33,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched; it also ends up in a s
 import numpy as np
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer import modules
@@ -44,6 +44,7 @@ from golden.families import FAMILIES, WORDS, Family
 
 HERE = Path(__file__).parent
 SEED = 7
+STATIC_WIDTH = 16
 
 # sentence-transformers' names, in the order in which it concatenates them
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
@@ -70,6 +71,18 @@ class Dense:
 
 
 NORMALIZE = "normalize"
+
+
+@dataclass(frozen=True)
+class Static:
+    """Static embeddings, with the tokenizer of a family. With `folded` the table is made of tensors
+    as model2vec stores them: fewer rows in float16, a mapping and weights."""
+
+    later: tuple[Dense | str, ...] = ()
+    prompts: dict[str, str] | None = None
+    family: str = "bert"
+    folded: bool = False
+
 
 ANSWERS = (70, 90)  # the ids of two tokens: the logit of the first less that of the second
 
@@ -119,7 +132,7 @@ class Case:
     head: Head | None = None
 
 
-CASES = {
+CASES: dict[str, Case | Static] = {
     "bert_mean": Case("mean", (NORMALIZE,), prompts=PROMPTS),
     "bert_odd_cls": Case("cls", (NORMALIZE,), FAMILIES["bert"].odd, masked_lm=True),
     "bert_half_max": Case("max", (Dense(9),), prompts=PROMPTS, tower_dtype="float16"),
@@ -220,6 +233,8 @@ CASES = {
     ),
     "qwen2_lasttoken": Case("lasttoken", (NORMALIZE,), family="qwen2"),
     "qwen2_odd_mean": Case("mean", (Dense(24, "Identity"),), FAMILIES["qwen2"].odd, family="qwen2"),
+    "static_bert": Static((NORMALIZE,), PROMPTS),
+    "static_xlm_roberta": Static((Dense(12), NORMALIZE), family="xlm_roberta", folded=True),
 }
 
 
@@ -250,6 +265,29 @@ def save(case: Case, folder: Path) -> None:
     model.save_pretrained(str(folder), create_model_card=False)
     if case.masked_lm:
         _as_masked_lm(family, folder)
+
+
+def save_static(case: Static, folder: Path) -> None:
+    """Static embeddings as a directory that SentenceTransformer loads."""
+    torch.manual_seed(SEED)
+    with tempfile.TemporaryDirectory() as plain:
+        tokenizer = FAMILIES[case.family].tokenizer(Path(plain))
+    tokens = max(tokenizer.get_vocab().values()) + 1
+    table = modules.StaticEmbedding(tokenizer, np.zeros((tokens, STATIC_WIDTH), np.float32))
+    later = list(_later(case, STATIC_WIDTH))
+    model = SentenceTransformer(modules=[table, *later], prompts=case.prompts, device="cpu")
+    randomise(model)
+    model.save_pretrained(str(folder), create_model_card=False)
+    if case.folded:
+        draw = np.random.default_rng(SEED)
+        rows = 20
+        tensors = {
+            "embeddings": draw.standard_normal((rows, STATIC_WIDTH)).astype(np.float16),
+            "mapping": draw.integers(0, rows, tokens),
+            "weights": draw.random(tokens),
+        }
+        (beside,) = folder.glob("**/tokenizer.json")
+        save_file(tensors, beside.with_name("model.safetensors"))
 
 
 def save_tower(family: Family, folder: Path, **changes: Any) -> None:
@@ -318,7 +356,7 @@ def randomise(model: torch.nn.Module) -> None:
         parameter.data = torch.from_numpy(values)
 
 
-def _later(case: Case, width: int) -> Iterator[torch.nn.Module]:
+def _later(case: Case | Static, width: int) -> Iterator[torch.nn.Module]:
     for layer in case.later:
         if isinstance(layer, Dense):
             activation = getattr(torch.nn, layer.activation)()
@@ -364,7 +402,7 @@ def calls(case: Case) -> list[dict[str, Any]]:
     ]
 
 
-def _embedding_calls(case: Case) -> list[dict[str, Any]]:
+def _embedding_calls(case: Case | Static) -> list[dict[str, Any]]:
     plain = [
         {"method": "encode"},
         {"method": "encode", "options": {"prompt": "how is "}},
@@ -456,8 +494,23 @@ def _pooled(hidden: np.ndarray) -> np.ndarray:
     return pooling(features)["sentence_embedding"][0].numpy()
 
 
-def make(case: Case) -> dict[str, np.ndarray]:
+def make_static(case: Static) -> dict[str, np.ndarray]:
+    """The arrays of a golden of static embeddings, without hidden states."""
+    chosen = _embedding_calls(case)
+    asked = [*chosen, {"method": "encode", "texts": ["", "the cat", " "], "options": {}}]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        save_static(case, folder)
+        model = load(folder)
+        golden = dict(_source(folder))
+        golden |= {f"vectors/{n}": answer(model, call) for n, call in enumerate(asked)}
+    return golden | {"calls": np.array(json.dumps(asked))}
+
+
+def make(case: Case | Static) -> dict[str, np.ndarray]:
     """The arrays of a golden."""
+    if isinstance(case, Static):
+        return make_static(case)
     ids, types = sequences(case)
     pairs = list(zip(ids, types, strict=True))
     asked = calls(case)
