@@ -83,11 +83,20 @@ def work_of(
     if any(one.types is not None for one in encodings):
         planes["types"] = _joined([_types(one) for one in encodings])
     if all(one.spans is None for one in encodings):
-        return Work(planes, lengths, _whole(lengths), np.ones(len(lengths), np.int32), outputs)
+        return whole_work(planes, lengths, outputs)
     spans = [((0, one.length),) if one.spans is None else one.spans for one in encodings]
     bounds = np.array([span for one in spans for span in one], np.int32).reshape(-1, 2)
     slots = np.array([len(one) for one in spans], np.int32)
     return Work(planes, lengths, bounds, slots, outputs)
+
+
+def whole_work(
+    planes: dict[str, np.ndarray],
+    lengths: np.ndarray,
+    outputs: frozenset[OutputName] = frozenset({"dense"}),
+) -> Work:
+    """The work of sequences that are each pooled as a whole."""
+    return Work(planes, lengths, _whole(lengths), np.ones(len(lengths), np.int32), outputs)
 
 
 def join_work(parts: Sequence[Work], outputs: frozenset[OutputName]) -> Work:

@@ -226,7 +226,7 @@ class HostEngine:
     def _run(self, job: Job, step: range) -> None:
         """Compute some sequences of a job, and answer or fail them."""
         ticket = job.ticket
-        index = np.arange(step.start, step.stop)
+        index = slice(step.start, step.stop)
         started_at = time.monotonic()
         ticket.queue_s[index] = started_at - ticket.queued_at
         try:
@@ -238,10 +238,10 @@ class HostEngine:
             ticket.answer(index, values)
         except Exception as error:
             failure = error if isinstance(error, NotFinite) else BackendError(INTERNAL)
-            logger.exception("%s: %d sequences could not be computed", self.name, len(index))
+            logger.exception("%s: %d sequences could not be computed", self.name, len(step))
             self._failures += 1
             self._telemetry.failed_batches.inc()
-            ticket.fail(index.tolist(), failure)
+            ticket.fail(list(step), failure)
             return
         self._note(part, seconds)
 

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 # the time.
 MOST_KEY_TOKENS = 32
 
+Index = Sequence[int] | np.ndarray | slice  # of sequences of a request
 Key = tuple[bytes, int, int]  # equal for sequences that have the same answer
 
 
@@ -64,7 +65,7 @@ class Ticket:
         """The error of the first input in order that failed; None if none did."""
         return self._failures[min(self._failures)] if self._failures else None
 
-    def answer(self, index: Sequence[int] | np.ndarray, values: Mapping[OutputName, Any]) -> None:
+    def answer(self, index: Index, values: Mapping[OutputName, Any]) -> None:
         """Write the answers of the sequences at `index`, which are all different.
 
         `values` has an array `[slots of these sequences, width]` for each output per slot, and a
@@ -72,13 +73,16 @@ class Ticket:
         """
         for name, column in self.values.items():
             if isinstance(column, Ragged):
-                for i, rows in zip(index, values[name], strict=True):
+                for i, rows in zip(self._numbers(index), values[name], strict=True):
                     column[i][:] = rows
             else:
                 column[self._slots_of(index)] = values[name]
         self._settle(index)
 
-    def _slots_of(self, index: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
+    def _numbers(self, index: Index) -> Sequence[int] | np.ndarray:
+        return range(*index.indices(len(self.work))) if isinstance(index, slice) else index
+
+    def _slots_of(self, index: Index) -> Index:
         """The numbers of the slots of these sequences among all slots of the request."""
         slots = self.work.slots
         if not self.work.has_spans:
@@ -100,7 +104,7 @@ class Ticket:
             self._done.set()
             return True
 
-    def _settle(self, index: Sequence[int] | np.ndarray) -> None:
+    def _settle(self, index: Index) -> None:
         """Note that these sequences are answered or failed; the last ones complete the ticket."""
         with self._lock:
             were_open = bool(self._open[index].any())

@@ -13,7 +13,7 @@ import numpy as np
 from jaxembed.errors import CheckpointError
 from jaxembed.memory import KIB
 from jaxembed.spec import Activation, DenseLayer, ModelSpec, Module
-from jaxembed.work import Ragged, Work, WorkResult, empty_result
+from jaxembed.work import Ragged, Work, WorkResult
 
 ARCHITECTURE = "static"
 TABLE = "table"
@@ -82,12 +82,12 @@ class StaticModel:
 
     def compute(self, work: Work) -> WorkResult:
         """The outputs of some sequences, as the engine gives them: float32, not normalised."""
-        result = empty_result(work, self.widths)
+        result: WorkResult = {}
         ids = work.planes["ids"]
-        if "tokens" in result:
-            rows: Ragged = result["tokens"]
-            self._table.take(ids, axis=0, out=rows.values, mode="clip")
-        if "dense" in result:
+        if "tokens" in work.outputs:
+            offsets = np.concatenate([[0], np.cumsum(work.lengths, dtype=np.int64)])
+            result["tokens"] = Ragged(self._table.take(ids, axis=0, mode="clip"), offsets)
+        if "dense" in work.outputs:
             vectors = self._means(ids, _slots(work))
             for layer, parameters in self._modules:
                 vectors = _apply(layer, parameters, vectors)
@@ -98,19 +98,19 @@ class StaticModel:
         """The mean of the rows of each slot, zeros for an empty one. A slot is its first token and
         the one after its last."""
         means = np.zeros((len(slots), self._table.shape[1]), np.float32)
+        counts = np.array([[max(end - start, 1)] for start, end in slots], np.float32)
         first = done = 0  # the tokens whose rows are gathered
         rows = self._table[:0]
         for number, (start, end) in enumerate(slots):
             if end - start > self._block:
-                np.divide(self._long_sum(ids[start:end]), end - start, out=means[number])
+                means[number] = self._long_sum(ids[start:end])
                 continue
             if not first <= start <= end <= done:
                 first, done = start, self._reach(slots, number)
                 rows = self._table.take(ids[first:done], axis=0, mode="clip")
             if end > start:
                 np.add.reduce(rows[start - first : end - first], axis=0, out=means[number])
-                means[number] /= end - start
-        return means
+        return np.divide(means, counts, out=means)
 
     def _reach(self, slots: list[tuple[int, int]], number: int) -> int:
         """The token up to which rows are gathered at once, from slot `number` on."""
@@ -187,6 +187,8 @@ def _apply(
 
 def _slots(work: Work) -> list[tuple[int, int]]:
     """The first token of each slot and the one after its last, counted over all sequences."""
-    starts = np.cumsum(work.lengths, dtype=np.int64) - work.lengths
-    bounds = work.bounds + np.repeat(starts, work.slots)[:, None]
+    bounds = work.bounds
+    if len(work) > 1:
+        starts = np.cumsum(work.lengths, dtype=np.int64) - work.lengths
+        bounds = bounds + np.repeat(starts, work.slots)[:, None]
     return [(start, end) for start, end in bounds.tolist()]

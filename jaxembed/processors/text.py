@@ -8,6 +8,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from jaxembed.processors.tokenizer import (
     most_read,
 )
 from jaxembed.spec import NO_LIMIT, ModelSpec
-from jaxembed.work import Encoding, Work, work_of
+from jaxembed.work import Encoding, Work, whole_work, work_of
 
 # Bytes of memory per character for /tokenize. Measured maxima: 1719 for one text of emojis with
 # byte-level BPE, 1005 for Chinese with WordPiece, and 1000 for many texts while their tokens become
@@ -121,6 +122,10 @@ class TextProcessor:
         Raises EmptyInput, InputTooLong, InvalidInput or TokenizerError for the first input at
         fault.
         """
+        if not self._has_types and not self._has_spans(rules):
+            texts = [item for item in inputs if isinstance(item, Text)]
+            if len(texts) == len(inputs):
+                return self._encode_whole_texts(texts, rules)
         texts = self._encode_texts([item for item in inputs if isinstance(item, Text)], rules)
         pairs = self._encode_pairs([item for item in inputs if isinstance(item, Pair)], rules)
         return _tokenized(
@@ -215,16 +220,41 @@ class TextProcessor:
         ((encoding, _),) = self._tokenizer.encode_enough([prompt], self.limit, "right")
         return len(encoding) - encoding.special_tokens_mask[-1]
 
+    def _has_spans(self, rules: Rules) -> bool:
+        """Whether texts are pooled without their prompt."""
+        return bool(rules.prompt) and not self._spec.include_prompt
+
+    def _encode_whole_texts(self, texts: Sequence[Text], rules: Rules) -> Tokenized:
+        """`encode` of texts that are ids alone and pooled whole: half the time of one by one."""
+        ids: list[int] = []
+        lengths: list[int] = []
+        truncated = 0
+        try:
+            for text, (encoding, whole) in zip(texts, self._read(texts, rules), strict=True):
+                row = encoding.ids
+                if not (0 < len(row) <= self.limit and text.text) or self._dropped_id in row:
+                    finished, cut = self._finish(text, encoding, whole, rules)
+                    row = finished.ids.tolist()
+                    truncated += cut
+                ids += row
+                lengths.append(len(row))
+        except InvalidInput as error:
+            error.index = len(lengths)
+            raise
+        planes = {"ids": np.array(ids, np.int32)}
+        return Tokenized(whole_work(planes, np.array(lengths, np.int32)), truncated)
+
     def _encode_texts(self, texts: Sequence[Text], rules: Rules) -> Iterator[tuple[Encoding, bool]]:
         """Yield the encoding of each text, and whether it was cut."""
+        for text, (encoding, whole) in zip(texts, self._read(texts, rules), strict=True):
+            yield self._finish(text, encoding, whole, rules)
+
+    def _read(self, texts: Sequence[Text], rules: Rules) -> Iterator[tuple[Any, bool]]:
+        """Tokenize texts with their prompt, as `Tokenizer.encode_enough` does."""
         if texts and self._spec.template is not None:
             raise InvalidInput("this model scores pairs, such as a query and a document, not texts")
-        prompted = (self._readable(rules.prompt + item.text, rules) for item in texts)
-        encodings = self._tokenizer.encode_enough(prompted, self.limit, rules.side)
-        for item, (encoding, whole) in zip(texts, encodings, strict=True):
-            if not self._is_static:
-                _not_empty(item.text)
-            yield self._finish(encoding, whole, rules)
+        prompted = (self._readable(rules.prompt + text.text, rules) for text in texts)
+        return self._tokenizer.encode_enough(prompted, self.limit, rules.side)
 
     def _readable(self, text: str, rules: Rules) -> str:
         """The text, or as much of it as the model reads by its own rule.
@@ -243,12 +273,12 @@ class TextProcessor:
             raise self._too_long(self.limit + 1, whole=False)
         return text[:most] if rules.side == "right" else text[-most:]
 
-    def _finish(self, encoding, whole: bool, rules: Rules) -> tuple[Encoding, bool]:
+    def _finish(self, text: Text, encoding, whole: bool, rules: Rules) -> tuple[Encoding, bool]:
         """Cut the tokens of a text to the limit. Returns its encoding, and whether it was cut.
 
         `whole` says whether the whole text was tokenized.
         """
-        if not len(encoding) and not self._is_static:
+        if not self._is_static and not (text.text and len(encoding)):
             raise EmptyInput()  # without special tokens a blank text has no tokens
         if len(encoding) > self.limit and not rules.truncate:
             raise self._too_long(len(encoding), whole)
@@ -259,7 +289,7 @@ class TextProcessor:
         if self._has_types:
             types = self._within_limit(np.array(encoding.type_ids, np.int32), rules.side)
         spans = None
-        if rules.prompt and not self._spec.include_prompt:
+        if self._has_spans(rules):
             spans = ((min(self._prompt_length(rules.prompt), len(ids) - 1), len(ids)),)
         return Encoding(ids, types, spans), len(encoding) > self.limit
 
