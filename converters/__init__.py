@@ -114,7 +114,7 @@ def outline(
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory")
     name = name or str(source)
-    if static.is_static(source):
+    if static.holds_static(source):
         layout, spec, text = static.static_outline(source, name, revision, dense_path)
         return Outline(source, static, layout, spec, text)
     hf = _config(source / heads.tower_folder(source))
@@ -140,7 +140,7 @@ def outline(
 
 def reads_weights(source: Path) -> bool:
     """Whether `outline` needs the weights: those of static embeddings. Needs only JSON files."""
-    return static.is_static(source)
+    return static.holds_static(source)
 
 
 def _config(tower: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from converters import heads, tokenizer, weights
 from converters.heads import Layout
-from converters.weights import READ_DTYPES, Rule, Shape, Tensor, Transform
+from converters.weights import NUMPY_DTYPES, Rule, Shape, Tensor, Transform
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
 from jaxembed.models import static
 from jaxembed.spec import NO_LIMIT, ModelSpec, NormalizeLayer, Pooled
@@ -31,10 +31,12 @@ IGNORED = ()
 MODEL2VEC = "model2vec"  # model_type in config.json
 MODEL2VEC_LIMIT = 512  # tokens, where config.json says nothing
 OF_SENTENCE_TRANSFORMERS = "embedding.weight"
+VALUES = (*NUMPY_DTYPES, "float64", "int8")  # dtypes of embeddings and weights
+INTEGERS = ("int32", "int64")  # of a mapping
 OF_MODEL2VEC = ("embeddings", "mapping", "weights")  # the first is always there
 
 
-def is_static(source: Path) -> bool:
+def holds_static(source: Path) -> bool:
     """Whether a directory holds static embeddings of either kind."""
     modules = heads.modules_of(source)
     if modules is not None:
@@ -149,7 +151,7 @@ def _table_rule(model: str, tensors: Mapping[str, Tensor]) -> Rule:
             model, [f"missing: {OF_SENTENCE_TRANSFORMERS} or {OF_MODEL2VEC[0]} of a static model"]
         )
     source = tensors[names[0]]
-    if len(names) == 1 and source.dtype in weights.NUMPY_DTYPES:
+    if len(names) == 1 and source.dtype in NUMPY_DTYPES:
         return Rule(names, static.TABLE)
     return Rule(names, static.TABLE, _folded(names))
 
@@ -190,8 +192,10 @@ def _folded(names: tuple[str, ...]) -> Transform:
             for name in names[1:]
             if given[name].shape != wanted[name]
         ]
-        if "mapping" in given and not given["mapping"].dtype.startswith("int"):
-            problems.append(f"mapping: wanted integers, got {given['mapping'].dtype}")
+        for name, source in given.items():
+            known = INTEGERS if name == "mapping" else VALUES
+            if source.dtype not in known:
+                problems.append(f"{name}: wanted one of {', '.join(known)}, got {source.dtype}")
         return problems
 
-    return Transform(apply, misfits, dtype="float32", takes=tuple(READ_DTYPES))
+    return Transform(apply, misfits, dtype="float32", takes=(*VALUES, *INTEGERS))

@@ -186,3 +186,21 @@ def write_dense(
         tensors["linear.bias"] = rng.standard_normal((outputs,), np.float32)
     save_file(tensors, folder / "model.safetensors")
     return tensors
+
+
+STATIC = "sentence_transformers.models.StaticEmbedding"
+
+
+def write_static(
+    folder: Path, tensors: Tensors, *modules: tuple[str, str], at: str = "", **config: Any
+) -> Path:
+    """Static embeddings with the tokenizer of `wordpiece`: those of sentence-transformers, which
+    are in the folder `at`, with `modules` after them; or of model2vec if there is only `config`."""
+    (folder / at).mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / at / "model.safetensors")
+    wordpiece().save(str(folder / at / "tokenizer.json"))
+    if config:
+        write_json(folder / "config.json", {"model_type": "model2vec"} | config)
+    if modules or not config:
+        write_modules(folder, (STATIC, at or "."), *modules)
+    return folder

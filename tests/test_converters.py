@@ -121,7 +121,7 @@ def test_every_missing_unused_and_wrongly_shaped_tensor_is_listed(tmp_path):
         convert(source, tmp_path / "out")
     assert sorted(caught.value.problems) == [
         "embeddings.word_embeddings.weight: wanted shape (11, 8), got (8, 10)",
-        "encoder.layer.0.output.dense.bias: wanted one of float32, float16, bfloat16, got F64",
+        "encoder.layer.0.output.dense.bias: wanted one of float32, float16, bfloat16, got float64",
         "encoder.layer.1.attention.self.query.weight (4, 8), "
         "encoder.layer.1.attention.self.key.weight (8, 8), "
         "encoder.layer.1.attention.self.value.weight (8, 8): wanted shape (24, 8) together",

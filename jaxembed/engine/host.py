@@ -17,6 +17,7 @@ from typing import get_args
 
 import numpy as np
 
+from jaxembed.engine.engine import INTERNAL
 from jaxembed.engine.lanes import INTERACTIVE_INPUTS
 from jaxembed.engine.state import EngineState, LaneState
 from jaxembed.engine.ticket import Ticket
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 STEP_TOKENS = 8192  # of a step, at most unless one sequence has more: some milliseconds
 BULK_EVERY = 4  # steps: how often bulk leads while interactive work waits too
 RATE_STEPS = 10  # the throughput is computed from about this many recent steps
-INTERNAL = "an internal error, see the server's log"
 CLOSED = "the engine is closed"
 
 

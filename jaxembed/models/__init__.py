@@ -172,7 +172,7 @@ def program(spec: ModelSpec) -> Program:
 def parameter_shapes(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
     """The dotted name and float32 shape of every parameter a checkpoint must hold."""
     if is_static(spec):
-        shapes = static.parameter_shapes(spec)
+        shapes = static.static_shapes(spec)
         return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     return program(spec).shapes
 

@@ -50,7 +50,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 0.5 * (1 + np.tanh(0.5 * x))  # exp would overflow
 
 
-ACTIVATIONS: dict[Activation, Callable[[np.ndarray], np.ndarray]] = {
+HOST_ACTIVATIONS: dict[Activation, Callable[[np.ndarray], np.ndarray]] = {
     "identity": lambda x: x,
     "tanh": np.tanh,
     "relu": lambda x: np.maximum(x, 0),
@@ -65,7 +65,7 @@ class StaticModel:
     """A table of token vectors, and the modules after their mean. Threads may share it."""
 
     def __init__(self, spec: ModelSpec, parameters: Mapping[str, np.ndarray]):
-        """Raises CheckpointError if the parameters are not those of `parameter_shapes`."""
+        """Raises CheckpointError if the parameters are not those of `static_shapes`."""
         _check(spec, parameters)
         self.widths = spec.widths
         self._table = np.ascontiguousarray(parameters[TABLE], np.float32)
@@ -130,7 +130,7 @@ class StaticModel:
         return total.astype(np.float32)
 
 
-def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def static_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The name and shape of every parameter that the checkpoint of a static model must hold."""
     config = StaticConfig(**spec.config)
     shapes: dict[str, tuple[int, ...]] = {TABLE: (config.vocab_size, config.hidden_size)}
@@ -148,7 +148,7 @@ def _name(number: int, parameter: str) -> str:
 
 def _check(spec: ModelSpec, parameters: Mapping[str, np.ndarray]) -> None:
     """Raise CheckpointError, with every parameter that is missing, unknown or wrongly shaped."""
-    shapes = parameter_shapes(spec)
+    shapes = static_shapes(spec)
     found = {name: parameter.shape for name, parameter in parameters.items()}
     if found == shapes:
         return
@@ -180,7 +180,7 @@ def _apply(
         # one by one: a product of several rows may differ in the last bits with their number
         products = [vector @ kernel for vector in vectors]
         linear = np.reshape(products, (len(vectors), layer.out_features)) + bias
-        return np.asarray(ACTIVATIONS[layer.activation](linear), np.float32)
+        return np.asarray(HOST_ACTIVATIONS[layer.activation](linear), np.float32)
     lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))[:, None]
     return np.asarray(vectors / np.maximum(lengths, LEAST_LENGTH), np.float32)
 

@@ -3,6 +3,7 @@
 Knows no HTTP and no batches.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -96,7 +97,9 @@ class TextProcessor:
         self._is_static = is_static(spec)
         self._dropped_id = spec.config.get("dropped_id")
         per_token = spec.config.get("characters_per_token")
-        self._most_characters = None if per_token is None else per_token * limit
+        self._most_characters = sys.maxsize if per_token is None else per_token * limit
+        if self._reads_whole:
+            self._most_characters = MOST_READ
         self._pair_frame = None
         if not is_static(spec):
             self._pair_frame = find_frame(self._tokenizer, spec, with_types=has_types)
@@ -232,7 +235,9 @@ class TextProcessor:
         try:
             for text, (encoding, whole) in zip(texts, self._read(texts, rules), strict=True):
                 row = encoding.ids
-                if not (0 < len(row) <= self.limit and text.text) or self._dropped_id in row:
+                is_usual = 0 < len(row) <= self.limit and text.text
+                is_short = len(rules.prompt) + len(text.text) <= self._most_characters
+                if not is_usual or not is_short or self._dropped_id in row:
                     finished, cut = self._finish(text, encoding, whole, rules)
                     row = finished.ids.tolist()
                     truncated += cut
@@ -253,25 +258,24 @@ class TextProcessor:
         """Tokenize texts with their prompt, as `Tokenizer.encode_enough` does."""
         if texts and self._spec.template is not None:
             raise InvalidInput("this model scores pairs, such as a query and a document, not texts")
-        prompted = (self._readable(rules.prompt + text.text, rules) for text in texts)
+        most = self._most_characters
+        cut = slice(0, most) if rules.side == "right" else slice(-most, None)
+        prompted = ((rules.prompt + text.text)[cut] for text in texts)
         return self._tokenizer.encode_enough(prompted, self.limit, rules.side)
 
-    def _readable(self, text: str, rules: Rules) -> str:
-        """The text, or as much of it as the model reads by its own rule.
-
-        Raises InvalidInput for a text that is too long for a model that cuts nothing.
-        """
-        if self._reads_whole and len(text) > MOST_READ:
+    def _check_characters(self, text: Text, rules: Rules) -> bool:
+        """Whether a text is cut by its characters. Raises InvalidInput if it may not be."""
+        count = len(rules.prompt) + len(text.text)
+        if count <= self._most_characters:
+            return False
+        if self._reads_whole:
             raise InvalidInput(
-                f"the text has {len(text)} characters, of at most {MOST_READ} for a model that "
-                "cuts nothing; send it in parts, or set --max-input-length to have it cut"
+                f"the text has {count} characters, of at most {self._most_characters} for a model "
+                "that cuts nothing; send it in parts, or set --max-input-length to have it cut"
             )
-        most = self._most_characters
-        if most is None or len(text) <= most:
-            return text
         if not rules.truncate:
             raise self._too_long(self.limit + 1, whole=False)
-        return text[:most] if rules.side == "right" else text[-most:]
+        return True
 
     def _finish(self, text: Text, encoding, whole: bool, rules: Rules) -> tuple[Encoding, bool]:
         """Cut the tokens of a text to the limit. Returns its encoding, and whether it was cut.
@@ -280,7 +284,8 @@ class TextProcessor:
         """
         if not self._is_static and not (text.text and len(encoding)):
             raise EmptyInput()  # without special tokens a blank text has no tokens
-        if len(encoding) > self.limit and not rules.truncate:
+        is_cut = self._check_characters(text, rules) or len(encoding) > self.limit
+        if is_cut and not rules.truncate:
             raise self._too_long(len(encoding), whole)
         ids = self._within_limit(np.array(encoding.ids, np.int32), rules.side)
         if self._dropped_id is not None:
@@ -291,7 +296,7 @@ class TextProcessor:
         spans = None
         if self._has_spans(rules):
             spans = ((min(self._prompt_length(rules.prompt), len(ids) - 1), len(ids)),)
-        return Encoding(ids, types, spans), len(encoding) > self.limit
+        return Encoding(ids, types, spans), is_cut
 
     def _too_long(self, got: int, whole: bool) -> InputTooLong:
         """The error for an input with `got` tokens, exactly if the `whole` input was tokenized."""

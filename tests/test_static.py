@@ -1,0 +1,502 @@
+"""Static embeddings: conversion by the rules of two libraries, and the engine on the host."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sources
+import tokenizers
+from fakes import WAIT_S
+from sources import NORMALIZE, WORDS, write_static
+from test_server_openai import ask
+
+from converters import convert
+from jaxembed import Embedder, EngineConfig
+from jaxembed.config import TextConfig
+from jaxembed.engine.client import ServedEngine
+from jaxembed.engine.host import HostEngine
+from jaxembed.engines import plan_engine
+from jaxembed.errors import (
+    BackendError,
+    Cancelled,
+    CheckpointError,
+    ConfigError,
+    ConversionError,
+    InputTooLong,
+    InvalidInput,
+    NotFinite,
+    UnsupportedModel,
+)
+from jaxembed.inputs import Tokens
+from jaxembed.models import random_parameters
+from jaxembed.models.static import BLOCK_BYTES, StaticModel
+from jaxembed.options import EncodeOptions
+from jaxembed.processors import text as text_module
+from jaxembed.spec import NO_LIMIT, DenseLayer, ModelSpec, NormalizeLayer, Pooled
+from jaxembed.summary import summary
+from jaxembed.telemetry import Telemetry
+from jaxembed.tune.model import load_measured
+from jaxembed.work import Encoding, work_of
+
+WIDTH, UNKNOWN = 8, WORDS.index("[UNK]")
+TABLE = np.random.default_rng(0).standard_normal((len(WORDS), WIDTH)).astype(np.float32)
+OF_SENTENCE_TRANSFORMERS = {"embedding.weight": TABLE}
+OF_MODEL2VEC = {"embeddings": TABLE}
+
+
+def ids_of(text: str) -> list[int]:
+    return sources.wordpiece().encode(text, add_special_tokens=False).ids
+
+
+def mean_of(ids: list[int], table: np.ndarray = TABLE) -> np.ndarray:
+    return table[ids].mean(axis=0, dtype=np.float64)
+
+
+def spec_of(vocab_size: int = 50, width: int = WIDTH, modules=(), **changes) -> ModelSpec:
+    fields = {
+        "architecture": "static",
+        "config": {"vocab_size": vocab_size, "hidden_size": width},
+        "heads": {"dense": Pooled(("mean",), modules)},
+        "max_input_tokens": NO_LIMIT,
+        "hidden_size": width,
+        "dtype": "float32",
+        "source": "static",
+        "content_hash": "",
+    }
+    return ModelSpec(**(fields | changes))
+
+
+@pytest.fixture(name="load")
+def _load(tmp_path) -> Iterator[Callable[..., Embedder]]:
+    """Load directories; what was loaded is closed at the end."""
+    loaded: list[Embedder] = []
+
+    def load(source: Path, config: EngineConfig | None = None) -> Embedder:
+        loaded.append(Embedder(str(source), cache_dir=tmp_path / "cache", config=config))
+        return loaded[-1]
+
+    yield load
+    for embedder in loaded:
+        embedder.close()
+
+
+@pytest.fixture(name="start")
+def _start() -> Iterator[Callable[..., HostEngine]]:
+    engines: list[HostEngine] = []
+
+    def start(model, **options) -> HostEngine:
+        engines.append(HostEngine(model, Telemetry(), **options))
+        engines[-1].start()
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close(WAIT_S)
+
+
+class Gated(StaticModel):
+    """A model whose work waits at a gate, and is noted by the number of its sequences."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__(spec, random_parameters(spec))
+        self.gate, self.entered = threading.Event(), threading.Semaphore(0)
+        self.seen: list[int] = []
+
+    def compute(self, work):
+        self.seen.append(len(work))
+        self.entered.release()
+        assert self.gate.wait(WAIT_S)
+        return super().compute(work)
+
+
+def batch_of(count: int, length: int = 4) -> list[Encoding]:
+    return [Encoding(np.full(length, 1 + k % 40, np.int32)) for k in range(count)]
+
+
+@pytest.mark.parametrize("at", ["", "0_StaticEmbedding"])
+def test_vectors_are_means_of_rows_without_special_tokens(at, tmp_path, load):
+    source = write_static(tmp_path / "source", OF_SENTENCE_TRANSFORMERS, at=at)
+    embedder = load(source)
+    texts = ["hello world", "a", "unhappy hello hello"]
+    for text, vector in zip(texts, embedder.encode(texts), strict=True):
+        np.testing.assert_allclose(vector, mean_of(ids_of(text)), rtol=1e-6)
+    assert embedder.compute("hello world", ["tokens"])["tokens"][0].shape == (2, WIDTH)
+
+
+def test_token_ids_are_those_of_the_tokenizer_without_special_tokens(tmp_path, load):
+    embedder = load(write_static(tmp_path / "source", OF_SENTENCE_TRANSFORMERS))
+    rows = embedder.compute("unhappy world", ["tokens"])["tokens"][0]
+    np.testing.assert_array_equal(rows, TABLE[ids_of("unhappy world")])
+
+
+def test_modules_json_says_what_is_normalised(tmp_path, load):
+    normalized = (NORMALIZE, "1_Normalize")
+    source = write_static(tmp_path / "a", OF_MODEL2VEC, normalized, normalize=False)
+    assert np.linalg.norm(load(source).encode("hello world")) == pytest.approx(1, abs=1e-6)
+    source = write_static(tmp_path / "b", OF_MODEL2VEC, normalize=True)
+    sources.write_modules(source, (sources.STATIC, "."))
+    np.testing.assert_allclose(load(source).encode("a"), TABLE[ids_of("a")[0]])
+
+
+def test_with_modules_json_unknown_tokens_count_and_nothing_is_cut(tmp_path, load):
+    source = write_static(tmp_path / "source", OF_MODEL2VEC, (NORMALIZE, "1_N"), max_length=4)
+    embedder = load(source)
+    text = "hello ☃ " * 40
+    wanted = mean_of(ids_of(text))
+    assert UNKNOWN in ids_of(text)
+    got = embedder.encode(text, normalize=False)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    assert embedder.max_input_tokens == NO_LIMIT
+
+
+def test_without_modules_json_unknown_tokens_are_dropped(tmp_path, load):
+    embedder = load(write_static(tmp_path / "source", OF_MODEL2VEC, normalize=False))
+    np.testing.assert_allclose(
+        embedder.encode("hello ☃ world"), mean_of(ids_of("hello world")), rtol=1e-6
+    )
+    assert not embedder.encode("☃ ☃").any()
+    ids = embedder.tasks.embed([Tokens([UNKNOWN, 4])], EncodeOptions())
+    np.testing.assert_array_equal(embedder.run(ids).dense[0], TABLE[4])
+
+
+def test_without_modules_json_texts_are_cut_by_tokens_and_by_characters(tmp_path, load):
+    source = write_static(tmp_path / "source", OF_MODEL2VEC, normalize=False, max_length=4)
+    embedder = load(source)
+    median = int(np.median([len(token) for token in sources.wordpiece().get_vocab()]))
+    text = "a hello a a world a"
+    assert median == 5, "else the characters of this text are cut too"
+    np.testing.assert_allclose(embedder.encode(text), mean_of(ids_of(text)[:4]), rtol=1e-6)
+    long = "hello hello hello world"  # of whose 20 characters the last word has one, unknown
+    np.testing.assert_allclose(embedder.encode(long), TABLE[ids_of("hello")[0]], rtol=1e-6)
+    with pytest.raises(InputTooLong):
+        embedder.encode(long, truncate=False)
+    with pytest.raises(InputTooLong):
+        embedder.encode(text, truncate=False)
+    assert embedder.encode(["", "☃"]).tolist() == [[0.0] * WIDTH] * 2
+
+
+@pytest.mark.parametrize(("asked", "limit"), [({}, 512), ({"max_length": None}, NO_LIMIT)])
+def test_the_limit_of_model2vec_is_512_tokens_unless_config_json_says_otherwise(
+    asked, limit, tmp_path
+):
+    source = write_static(tmp_path / "source", OF_MODEL2VEC, normalize=False, **asked)
+    assert convert(source, tmp_path / "out").max_input_tokens == limit
+
+
+def test_truncation_in_tokenizer_json_is_the_limit_as_in_sentence_transformers(tmp_path, load):
+    source = write_static(tmp_path / "source", OF_SENTENCE_TRANSFORMERS)
+    path = source / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(path))
+    embedder = load(source)
+    assert embedder.max_input_tokens == 3
+    text = "a b hello world"
+    np.testing.assert_allclose(embedder.encode(text), mean_of(ids_of(text)[:3]), rtol=1e-6)
+    tokenizer.enable_truncation(3, direction="left")
+    tokenizer.save(str(path))
+    with pytest.raises(UnsupportedModel, match="truncation from the left"):
+        convert(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.int8, np.float64])
+def test_tables_of_other_dtypes_are_read(dtype, tmp_path, load):
+    table = (40 * TABLE).astype(dtype)
+    embedder = load(write_static(tmp_path / "source", {"embeddings": table}, normalize=False))
+    wanted = mean_of(ids_of("hello world"), table.astype(np.float32))
+    np.testing.assert_allclose(embedder.encode("hello world"), wanted, rtol=1e-6)
+    assert embedder.dtype == "float32"
+
+
+@pytest.mark.parametrize("with_modules", [True, False])
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_mapping_and_weights_are_folded_into_the_table(with_modules, with_weights, tmp_path, load):
+    draw = np.random.default_rng(1)
+    mapping, weights = draw.integers(0, 4, len(WORDS)), draw.random(len(WORDS))
+    tensors = {"embeddings": TABLE[:4].astype(np.float16), "mapping": mapping}
+    table = tensors["embeddings"].astype(np.float64)[mapping]
+    if with_weights:
+        tensors["weights"] = weights
+        table = table * weights[:, None]
+    modules = [(NORMALIZE, "1_Normalize")] if with_modules else []
+    embedder = load(write_static(tmp_path / "source", tensors, *modules, normalize=True))
+    wanted = mean_of(ids_of("hello world"), table)
+    got = embedder.encode("hello world")
+    np.testing.assert_allclose(got, wanted / np.linalg.norm(wanted), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"table": TABLE}, "missing: embedding.weight or embeddings"),
+        ({"embedding.weight": TABLE, "extra": TABLE}, "unused: extra"),
+        ({"embedding.weight": TABLE[0]}, "wanted two axes"),
+        ({"embeddings": TABLE, "weights": np.ones(3)}, r"weights: wanted shape \(11,\)"),
+        (
+            {"embeddings": TABLE, "mapping": np.zeros(11)},
+            "mapping: wanted one of int32, int64, got",
+        ),
+        ({"embeddings": TABLE.astype(np.int64)}, "wanted one of"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tensors, words, tmp_path):
+    source = write_static(tmp_path / "source", tensors)
+    with pytest.raises(ConversionError, match=words):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mapping_to_rows_that_are_not_there_is_refused(tmp_path):
+    tensors = {"embeddings": TABLE[:4], "mapping": np.full(len(WORDS), 4)}
+    with pytest.raises(CheckpointError, match="mapping has row 4, embeddings only 4 rows"):
+        convert(write_static(tmp_path / "source", tensors), tmp_path / "out")
+
+
+def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path):
+    source = write_static(tmp_path / "source", {"embedding.weight": TABLE[:-1]})
+    with pytest.raises(CheckpointError, match="ids up to 10, the model only 10"):
+        convert(source, tmp_path / "out")
+
+
+def test_a_classifier_of_model2vec_is_refused(tmp_path):
+    source = write_static(tmp_path / "source", OF_MODEL2VEC, head_config={"labels": ["a"]})
+    with pytest.raises(UnsupportedModel, match="head_config"):
+        convert(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("limit", [0, -1, "512", True])
+def test_a_damaged_limit_is_refused(limit, tmp_path):
+    source = write_static(tmp_path / "source", OF_MODEL2VEC, max_length=limit)
+    with pytest.raises(CheckpointError, match="max_length is"):
+        convert(source, tmp_path / "out")
+
+
+def test_what_is_said_of_a_model_before_its_conversion(tmp_path):
+    source = write_static(tmp_path / "source", OF_SENTENCE_TRANSFORMERS)
+    facts = summary(convert(source, tmp_path / "out"))
+    assert facts["architecture"] == "static"
+    assert facts["limits"]["served_by_default"] == NO_LIMIT
+    assert facts["parameters"] == TABLE.size
+    assert facts["parameter_bytes"] == {"float32": TABLE.nbytes}
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        (),
+        (DenseLayer(WIDTH, 5), NormalizeLayer(), DenseLayer(5, 6, activation="gelu")),
+    ],
+)
+def test_a_sequence_has_the_same_vector_alone_and_in_any_batch(modules):
+    spec = spec_of(modules=modules)
+    model = StaticModel(spec, random_parameters(spec))
+    draw = np.random.default_rng(2)
+    lengths = [1, 300, 7, 0, 2 * BLOCK_BYTES // (4 * WIDTH) + 5, 7, 64]
+    encodings = [Encoding(draw.integers(0, 50, n, np.int32)) for n in lengths]
+    together = model.compute(work_of(encodings))["dense"]
+    for encoding, vector in zip(encodings, together, strict=True):
+        alone = model.compute(work_of([encoding]))["dense"][0]
+        np.testing.assert_array_equal(alone, vector)
+
+
+def test_long_sequences_are_summed_as_exactly_as_short_ones():
+    spec = spec_of()
+    parameters = random_parameters(spec)
+    ids = np.random.default_rng(3).integers(0, 50, 300_000, np.int32)
+    got = StaticModel(spec, parameters).compute(work_of([Encoding(ids)]))["dense"][0]
+    wanted = parameters["table"].astype(np.float64)[ids].mean(axis=0)
+    np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+def test_spans_are_pooled_by_themselves_and_may_overlap():
+    spec = spec_of()
+    parameters = random_parameters(spec)
+    ids = np.arange(20, dtype=np.int32)
+    spans = ((0, 20), (3, 9), (5, 20), (0, 1))
+    work = work_of([Encoding(ids[:2]), Encoding(ids, None, spans)])
+    got = StaticModel(spec, parameters).compute(work)["dense"]
+    wanted = [mean_of(ids[a:b].tolist(), parameters["table"]) for a, b in ((0, 2), *spans)]
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_parameters_of_another_model_are_refused():
+    spec = spec_of()
+    with pytest.raises(CheckpointError, match="table: wanted shape"):
+        StaticModel(spec, {"table": np.ones((3, WIDTH), np.float32)})
+
+
+def test_it_is_an_engine_that_a_loaded_model_can_have(start):
+    spec = spec_of()
+    engine = start(StaticModel(spec, random_parameters(spec)))
+    assert isinstance(engine, ServedEngine)
+    assert engine.ready
+    engine.wait_ready(0.0)
+
+
+def test_a_small_request_is_answered_before_submit_returns(start):
+    spec = spec_of()
+    engine = start(StaticModel(spec, random_parameters(spec)))
+    woken = []
+    ticket = engine.submit(work_of(batch_of(2)), lambda: woken.append(True))
+    assert woken == [True]
+    assert ticket.result(0.0)["dense"].shape == (2, WIDTH)
+
+
+def test_requests_of_a_lane_take_turns_and_interactive_ones_lead(start):
+    model = Gated(spec_of())
+    engine = start(model, step_tokens=40)
+    bulk = [engine.submit(work_of(batch_of(count)), priority="bulk") for count in (20, 15)]
+    assert model.entered.acquire(timeout=WAIT_S)  # the first step of the first
+    person = engine.submit(work_of(batch_of(9)), priority="interactive")
+    state = engine.snapshot()
+    assert state.lanes["interactive"].inputs == 9
+    assert state.waiting_inputs == 10 + 15 + 9
+    assert state.waiting_tokens == 4 * state.waiting_inputs
+    model.gate.set()
+    for ticket in (*bulk, person):
+        ticket.result(WAIT_S)
+    assert model.seen == [10, 9, 10, 10, 5]
+    assert engine.tokens_per_s > 0
+
+
+def test_a_cancelled_request_is_not_computed_to_its_end(start):
+    model = Gated(spec_of())
+    engine = start(model, step_tokens=40)
+    ticket = engine.submit(work_of(batch_of(100)))
+    assert model.entered.acquire(timeout=WAIT_S)
+    engine.cancel(ticket)
+    model.gate.set()
+    engine.submit(work_of(batch_of(10))).result(WAIT_S)
+    assert model.seen == [10, 10]
+    with pytest.raises(Cancelled):
+        ticket.result(0.0)
+
+
+def test_a_closed_engine_answers_what_is_queued_and_refuses_more(start):
+    model = Gated(spec_of())
+    engine = start(model, step_tokens=40)
+    ticket = engine.submit(work_of(batch_of(30)))
+    model.gate.set()
+    engine.close(WAIT_S)
+    assert ticket.result(0.0)["dense"].shape == (30, WIDTH)
+    assert not engine.ready
+    with pytest.raises(BackendError, match="closed"):
+        engine.submit(work_of(batch_of(1)))
+
+
+def test_what_is_queued_fails_when_there_is_no_time_left(start):
+    model = Gated(spec_of())
+    engine = start(model, step_tokens=40)
+    first, second = (engine.submit(work_of(batch_of(30))) for _ in range(2))
+    assert model.entered.acquire(timeout=WAIT_S)
+    engine.close(0.0)
+    with pytest.raises(BackendError, match="closed"):
+        second.result(0.0)
+    model.gate.set()
+    with pytest.raises(BackendError, match="closed"):
+        first.result(WAIT_S)
+
+
+def test_a_failure_fails_only_its_request(start, caplog):
+    spec = spec_of()
+    parameters = random_parameters(spec)
+    parameters["table"][7] = np.inf
+    engine = start(StaticModel(spec, parameters))
+    with pytest.raises(NotFinite, match="not finite"):
+        engine.submit(work_of([Encoding(np.array([7], np.int32))])).result(0.0)
+    assert engine.snapshot().failures == (1,)
+    engine.submit(work_of(batch_of(1))).result(0.0)
+    assert engine.snapshot().failures == (0,)
+    assert engine.healthy
+
+
+def test_an_internal_error_is_told_in_the_log_alone(start, caplog, monkeypatch):
+    spec = spec_of()
+    engine = start(StaticModel(spec, random_parameters(spec)))
+    monkeypatch.setattr(engine._model, "compute", lambda work: 1 / 0)
+    with pytest.raises(BackendError, match="an internal error"):
+        engine.submit(work_of(batch_of(100))).result(WAIT_S)
+    assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.fixture(name="source")
+def _source(tmp_path) -> Path:
+    source = write_static(tmp_path / "source", OF_SENTENCE_TRANSFORMERS, (NORMALIZE, "1_N"))
+    prompts = {"prompts": {"query": "hello "}}
+    sources.write_json(source / "config_sentence_transformers.json", prompts)
+    return source
+
+
+def test_the_server_answers_as_for_any_embedder(source, load):
+    embedder = load(source)
+    texts = ["hello world", " ", "a b"]  # the blank one has no tokens
+    wanted = embedder.encode(texts, dimensions=3)
+    body = {"input": texts, "dimensions": 3}
+    response, answer = ask(body, embedder=embedder)
+    assert response.status_code == 200
+    np.testing.assert_allclose([one["embedding"] for one in answer["data"]], wanted, rtol=1e-6)
+    assert answer["usage"]["prompt_tokens"] == 4
+    assert wanted[1].tolist() == [0.0] * 3
+    _, answer = ask({"inputs": texts[0], "prompt_name": "query"}, path="/embed", embedder=embedder)
+    np.testing.assert_allclose(answer[0], embedder.encode_query(texts[0]), rtol=1e-6)
+
+
+def test_many_texts_are_answered_in_order(source, load):
+    embedder = load(source)
+    texts = [WORDS[4 + k % 5] for k in range(3000)]
+    vectors = embedder.encode(texts, priority="bulk")
+    np.testing.assert_array_equal(
+        vectors, np.stack([embedder.encode(t) for t in texts[:5]])[np.arange(3000) % 5]
+    )
+
+
+def test_it_says_that_the_host_computes(source, load):
+    facts = load(source).describe()
+    assert (facts["device"], facts["devices"]) == ("host", 1)
+    assert facts["buckets"] == facts["compiled_buckets"] == []
+
+
+def test_texts_that_nothing_cuts_are_refused_when_they_are_huge(source, load, monkeypatch):
+    monkeypatch.setattr(text_module, "MOST_READ", 100)
+    embedder = load(source)
+    embedder.encode("hello " * 16)
+    with pytest.raises(InvalidInput, match="120 characters, of at most 100") as caught:
+        embedder.encode(["a", "hello " * 20])
+    assert caught.value.index == 1
+
+
+def test_max_input_length_cuts(source, load):
+    embedder = load(source, EngineConfig(max_input_tokens=2))
+    text = "a b hello world"
+    np.testing.assert_array_equal(embedder.encode(text), embedder.encode("a b"))
+    with pytest.raises(InputTooLong):
+        embedder.encode(text, truncate=False)
+
+
+def test_pairs_are_refused(source, load):
+    with pytest.raises(InvalidInput, match="takes no pairs"):
+        load(source).compute([("a", "b")], ["dense"])
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (EngineConfig(buckets=Path("buckets.json")), "--buckets buckets.json"),
+        (EngineConfig(null_model=True), "--null-model"),
+    ],
+)
+def test_settings_that_need_buckets_or_a_device_are_refused(config, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        plan_engine(spec_of(), config, tmp_path)
+
+
+def test_settings_for_devices_are_named_in_the_log(tmp_path, caplog):
+    plan_engine(spec_of(), EngineConfig(dtype="bfloat16", devices=2), tmp_path)
+    assert "--dtype, --devices is for models that run on devices" in caplog.text
+
+
+def test_there_is_nothing_to_tune(source, tmp_path):
+    with pytest.raises(ConfigError, match="nothing to tune"):
+        load_measured(str(source), cache_dir=tmp_path, config=EngineConfig(), text=TextConfig())
