@@ -35,6 +35,7 @@ from jaxembed import checkpoint, hub
 WORKER = Path(__file__).parent / "peers" / "embed.py"
 OURS, REFERENCE = "jaxembed", "sentence-transformers float32"
 BATCHES = (4, 8, 16)
+BATCHED = ("sentence-transformers", "onnxruntime")
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Contestant:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The batch sizes to try. Our library chooses its own, so it has only a placeholder."""
-        return (0,) if self.library == "jaxembed" else BATCHES
+        """The batch sizes to try; only a placeholder for a library that chooses its own."""
+        return BATCHES if self.library in BATCHED else (0,)
 
 
 class Worker:

@@ -45,6 +45,38 @@ class Jaxembed:
         return self._embedder.encode(texts)
 
 
+class JaxembedStatic:
+    """The library with static embeddings, which run without batches."""
+
+    PACKAGES = ("jaxembed", "tokenizers", "numpy")
+
+    def __init__(self, model: str, dtype: str, threads: int):
+        from jaxembed import Embedder
+
+        self._embedder = Embedder(model)
+
+    def embed(self, texts: list[str], batch: int) -> np.ndarray:
+        """All texts in one call, or with a batch of 1 one by one."""
+        encode = self._embedder.encode
+        return np.stack([encode(text) for text in texts]) if batch == 1 else encode(texts)
+
+
+class Model2Vec:
+    """model2vec in its defaults."""
+
+    PACKAGES = ("model2vec", "tokenizers", "numpy")
+
+    def __init__(self, model: str, dtype: str, threads: int):
+        from model2vec import StaticModel
+
+        self._model = StaticModel.from_pretrained(model)
+
+    def embed(self, texts: list[str], batch: int) -> np.ndarray:
+        """All texts in one call, or with a batch of 1 one by one."""
+        encode = self._model.encode
+        return np.stack([encode(text) for text in texts]) if batch == 1 else encode(texts)
+
+
 class SentenceTransformers:
     """Sorts by length itself."""
 
@@ -104,6 +136,8 @@ class OnnxRuntime:
 
 LIBRARIES = {
     "jaxembed": Jaxembed,
+    "jaxembed-static": JaxembedStatic,
+    "model2vec": Model2Vec,
     "sentence-transformers": SentenceTransformers,
     "onnxruntime": OnnxRuntime,
 }

@@ -107,7 +107,7 @@ def _results(model: Any, group: InputGroup, of_pairs: dict[str, Any], compute: A
     for one in group.inputs:
         options = {} if isinstance(one, str) else of_pairs
         features = model.preprocess([one], prompt=prompt, **options)
-        ids.append([int(token) for token in features["input_ids"][0]])
+        ids.append([int(token) for token in features["input_ids"].reshape(-1)])
         rows.append(compute(model, group, one, features))
     return Computed(np.stack(rows), ids)
 
