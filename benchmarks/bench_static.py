@@ -1,4 +1,5 @@
-"""Compares static embeddings with model2vec in process, and measures them over HTTP: texts a second.
+"""Compares static embeddings with model2vec in process, and measures them over HTTP, in texts a
+second.
 
 The table and the tokenizer are those of the package wordllama (32,000 tokens, 256 dimensions),
 written as a repository of model2vec. Both libraries run in processes and environments of their own

@@ -64,8 +64,10 @@ def facts_of(name: str, loaded: LoadedModel, window: Window) -> Facts:
 
 def device_facts(plan: Plan, config: EngineConfig) -> DeviceFacts:
     """Describe the device of a plan, and the dtype with the reason for its choice."""
-    if config.dtype is not None:
+    if config.dtype == plan.dtype:
         reason = f"--dtype {config.dtype} asks for it"
+    elif plan.platform == "host":
+        reason = "the host computes static embeddings in it"
     elif plan.dtype == "bfloat16":
         reason = "the device multiplies bfloat16 natively"
     else:

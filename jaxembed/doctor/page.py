@@ -59,7 +59,7 @@ def local_page(examination: LocalExamination) -> str:
             f"{facts.cache_dir}, {facts.kept_programs} programs; nobody else can write there",
         ),
         ("limits", f"{facts.max_input_tokens} tokens an input, {facts.max_batch_tokens} a batch"),
-        ("buckets", ", ".join(facts.buckets)),
+        ("buckets", ", ".join(facts.buckets) or "none"),
         *(("kernels", line) for line in _kernel_lines(facts.kernels)),
     ]
     lines = [f"Here, {facts.model} would have:", ""]
@@ -138,7 +138,7 @@ def _kernel_lines(kernels: KernelFacts) -> Iterator[str]:
     for name, reason in kernels.not_used.items():
         yield f"not {name}: {reason}"
     if not lengths and not kernels.not_used:
-        yield "none: the null model computes nothing"
+        yield "none: nothing runs on a device"
 
 
 def _is_compiled(examination: Examination) -> Iterator[str]:

@@ -92,7 +92,7 @@ def run_reference(
     model = kind(
         str(folder), device="cpu", local_files_only=True, model_kwargs={"dtype": "float32"}
     )
-    model.eval().requires_grad_(False)
+    model.eval().float().requires_grad_(False)
     if limit is not None:
         model.max_seq_length = min(limit, model.max_seq_length or limit)
     of_pairs = {} if template else {"processing_kwargs": CUT_SECOND}

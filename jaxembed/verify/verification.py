@@ -16,6 +16,7 @@ from jaxembed.config import EngineConfig
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError
 from jaxembed.inputs import Pair, Text
+from jaxembed.models import is_static
 from jaxembed.processors.text import Rules
 from jaxembed.spec import ModelSpec
 from jaxembed.summary import summary
@@ -78,6 +79,11 @@ def verify_model(
     fetched = {name: source[name] for name in ("revision", "offline", "token")}
     folder = hub.fetch_source(model, **fetched).folder
     check_template(spec, folder)
+    if is_static(spec) and not (folder / "modules.json").is_file():
+        raise ConfigError(
+            f"{folder} has no modules.json: it is served by the rules of model2vec, and "
+            "sentence-transformers does not know them"
+        )
     limit, config = _limited(spec, config)
     groups = input_groups(spec, limit, texts)
     at_most = config.max_input_tokens
@@ -135,6 +141,13 @@ def _limited(spec: ModelSpec, config: EngineConfig) -> tuple[int, EngineConfig]:
             "the checkpoint says to cut, and the reference does"
         )
     limit = flag or min(own, MOST_INPUT_TOKENS)
+    if is_static(spec):
+        if flag is not None:
+            raise ConfigError(
+                f"--max-input-length {flag}: the reference cuts static embeddings only as the "
+                "checkpoint says; leave it out"
+            )
+        return limit, config
     return limit, config if limit == own else replace(config, max_input_tokens=limit)
 
 

@@ -47,7 +47,8 @@ def test_wordllama_agrees_with_sentence_transformers(normalize, tmp_path):
 
     folder = write_wordllama(tmp_path / "source", normalize=normalize, modules=True)
     wanted = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
-    np.testing.assert_allclose(vectors(folder), wanted, atol=1e-6)
+    # float32 sums of 2,400 rows, which theirs add one after the other
+    np.testing.assert_allclose(vectors(folder), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -55,4 +56,5 @@ def test_wordllama_agrees_with_model2vec(normalize, tmp_path):
     model2vec = pytest.importorskip("model2vec")
     folder = write_wordllama(tmp_path / "source", normalize=normalize, modules=False)
     wanted = model2vec.StaticModel.from_pretrained(str(folder)).encode(TEXTS)
-    np.testing.assert_allclose(vectors(folder), wanted, atol=1e-6)
+    # float32 sums of 2,400 rows, which theirs add one after the other
+    np.testing.assert_allclose(vectors(folder), wanted, atol=1e-5)
