@@ -60,7 +60,7 @@ class OnDevices:
 
 
 class OnHost:
-    """An engine that computes static embeddings on the host. It starts no device."""
+    """An engine that computes static embeddings on the host. It uses no device."""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
         """Decide. Raises ConfigError as `host_plan` does."""
