@@ -17,11 +17,20 @@ from converters import heads, rerankers, scores, static, tokenizer, weights
 from converters.heads import Layout, weight_folders
 from converters.weights import Step
 from jaxembed import checkpoint
+from jaxembed.checkpoint import Contents
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import parameter_shapes, position_limit
 from jaxembed.spec import DType, ModelSpec
 
-__all__ = ["CONVERTERS", "Outline", "convert", "outline", "reads_weights", "weight_folders"]
+__all__ = [
+    "CONVERTERS",
+    "Outline",
+    "convert",
+    "folders_read",
+    "outline",
+    "outline_routes",
+    "weight_folders",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +93,8 @@ def convert(
     dense_path: str | None = None,
     progress: ConversionProgress = show_progress,
 ) -> ModelSpec:
-    """Convert the model in the directory `source` to a checkpoint at `out`, and return its spec.
+    """Convert the model in the directory `source` to a checkpoint at `out`, and return its spec; of
+    a model with several routes that of the main one.
 
     `name` and `revision` are noted in the checkpoint as its source. `dense_path` is the folder of a
     Dense module to use instead of the one in modules.json. `progress` yields the steps that it is
@@ -92,11 +102,55 @@ def convert(
     do not fit, and CheckpointError for other problems; then nothing is written.
     """
     checkpoint.refuse_occupied(out)
-    model = outline(source, name=name, revision=revision, dense_path=dense_path)
+    routes, default = outline_routes(source, name=name, revision=revision, dense_path=dense_path)
+    if routes.keys() == {""}:
+        return checkpoint.save(out, *_contents(routes[""], progress))
+    contents = {route: _contents(model, progress) for route, model in routes.items()}
+    return checkpoint.save_routes(out, contents, default).main
+
+
+def _contents(model: Outline, progress: ConversionProgress) -> Contents:
+    """What a checkpoint is made of; the parameters are read as they are taken."""
     steps = _plan(model)
     spec = msgspec.structs.replace(model.spec, dtype=_dtype(steps))
     params = ((step.target, step.read()) for step in progress(steps))
-    return checkpoint.save(out, spec, params, model.tokenizer)
+    return Contents(spec, params, model.tokenizer)
+
+
+def outline_routes(
+    source: Path,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    dense_path: str | None = None,
+) -> tuple[dict[str, Outline], str | None]:
+    """Describe the checkpoint that `convert` would write, without reading weights: each route and
+    the name of the default one, as in `Routes`.
+
+    The weights need not be in `source`, except static embeddings, which nothing else describes. The
+    arguments and the errors are those of `convert`, except errors of the weights.
+    """
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is not a directory")
+    router = heads.router_of(source)
+    if router is None:
+        model = outline(source, name=name, revision=revision, dense_path=dense_path)
+        return {"": model}, ""
+    if dense_path is not None:
+        raise CheckpointError(
+            f"dense path {dense_path!r} takes the place of the only Dense module, and {source} has "
+            f"the routes {', '.join(router.routes)}; leave it out"
+        )
+    routes = {
+        route: outline(source, name=name, revision=revision, route=route) for route in router.routes
+    }
+    widths = {route: model.spec.dim for route, model in routes.items()}
+    if len(set(widths.values())) > 1:
+        shown = ", ".join(f"{width} of {route}" for route, width in widths.items())
+        raise UnsupportedModel(
+            f"{source}: the vectors of its routes differ in width: {shown}; they are never compared"
+        )
+    return routes, router.default
 
 
 def outline(
@@ -105,24 +159,21 @@ def outline(
     name: str | None = None,
     revision: str | None = None,
     dense_path: str | None = None,
+    route: str = "",
 ) -> Outline:
-    """Describe the checkpoint that `convert` would write, without reading weights.
-
-    The weights need not be in `source`, except static embeddings, which nothing else describes. The
-    arguments and the errors are those of `convert`, except errors of the weights.
-    """
+    """Describe one route of a model, or a model without routes, as `outline_routes` does."""
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory")
     name = name or str(source)
-    if static.holds_static(source):
-        layout, spec, text = static.static_outline(source, name, revision, dense_path)
+    if static.holds_static(source, route):
+        layout, spec, text = static.static_outline(source, name, revision, dense_path, route)
         return Outline(source, static, layout, spec, text)
-    hf = _config(source / heads.tower_folder(source))
+    hf = _config(source / heads.tower_folder(source, route))
     family = _family(hf)
-    use = _use(source, family, hf)
+    use = _use(source, family, hf, route)
     _refuse_own_code(family, hf, use)
     config = family.config(hf)
-    layout = _layout(source, name, family, hf, config, use, dense_path)
+    layout = _layout(source, name, family, hf, config, use, dense_path, route)
     tower = source / layout.tower
     spec = _spec(family, config, layout, name, revision)
     dtype = hf.get("dtype") or hf.get("torch_dtype")  # the keys of transformers 5 and 4
@@ -138,9 +189,11 @@ def outline(
     return Outline(source, family, layout, spec, text)
 
 
-def reads_weights(source: Path) -> bool:
-    """Whether `outline` needs the weights: those of static embeddings. Needs only JSON files."""
-    return static.holds_static(source)
+def folders_read(source: Path) -> list[str]:
+    """The folders of which `outline_routes` needs the weights: those of static embeddings. Needs
+    only JSON files."""
+    routes = [route for route in heads.routes_of(source) if static.holds_static(source, route)]
+    return [heads.tower_folder(source, route) for route in routes]
 
 
 def _config(tower: Path) -> dict[str, Any]:
@@ -171,13 +224,13 @@ def _family(hf: dict[str, Any]) -> ModuleType:
     return family
 
 
-def _use(source: Path, family: ModuleType, hf: dict[str, Any]) -> str:
+def _use(source: Path, family: ModuleType, hf: dict[str, Any], route: str) -> str:
     """The use of a model: EMBEDDER if modules.json pools, else that of the class in config.json.
 
     Raises UnsupportedModel if both are missing, because a classifier would be taken for an
     embedder.
     """
-    if heads.pools(source):
+    if heads.pools(source, route):
         return EMBEDDER
     classes = set(hf.get("architectures") or ())
     if not classes:
@@ -224,10 +277,11 @@ def _layout(
     config: dict[str, Any],
     use: str,
     dense_path: str | None,
+    route: str,
 ) -> Layout:
     """Read what follows the tower: pooling, modules, labels and template, according to the use."""
     if use == EMBEDDER:
-        return heads.read_layout(source, config["hidden_size"], dense_path)
+        return heads.read_layout(source, config["hidden_size"], dense_path, route)
     if dense_path is not None:
         raise CheckpointError(
             f"dense path {dense_path!r} takes the place of a Dense module, and {source} scores "

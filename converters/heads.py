@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from converters.router import CONFIG_FILES, Listed, Router, is_router, plain_type, read_router
 from converters.weights import Rule, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.outputs import OutputName
@@ -132,17 +133,20 @@ class Layout:
     lowercase: bool = False
 
 
-def read_layout(source: Path, hidden_size: int, dense_path: str | None = None) -> Layout:
+def read_layout(
+    source: Path, hidden_size: int, dense_path: str | None = None, route: str = ""
+) -> Layout:
     """Read modules.json and all it names. Without one: mean pooling, as sentence-transformers does.
 
-    `dense_path` takes the place of the path of the only Dense module.
+    `dense_path` takes the place of the path of the only Dense module. `route` is that of the chain
+    to read of a Router.
     """
-    modules = modules_of(source)
+    modules = modules_of(source, route)
     if modules is None:
         logger.warning("%s has no modules.json: mean pooling, not normalised", source)
         modules = [ModuleEntry("transformer", ""), ModuleEntry("pooling", "")]
         pooling, include_prompt = MEAN, True
-    elif not pools(source):
+    elif not pools(source, route):
         raise UnsupportedModel(
             f"{source}: modules.json has no Pooling, so that it is no embedder, and the class in "
             "config.json does not score"
@@ -203,20 +207,25 @@ def dense_rules(head: OutputName, number: int, layer: Module, tensor: str) -> li
     return [kernel, bias] if isinstance(layer, DenseLayer) and layer.bias else [kernel]
 
 
-def pools(source: Path) -> bool:
+def pools(source: Path, route: str = "") -> bool:
     """Whether modules.json says that hidden states are pooled, which makes an embedder."""
-    return any(module.kind == "pooling" for module in modules_of(source) or ())
+    return any(module.kind == "pooling" for module in modules_of(source, route) or ())
 
 
-def tower_folder(source: Path) -> str:
+def tower_folder(source: Path, route: str = "") -> str:
     """Where the transformer lies within the source; "" is the source itself."""
-    modules = modules_of(source)
+    modules = modules_of(source, route)
     return modules[0].path if modules else ""
 
 
 def weight_folders(source: Path, dense_path: str | None = None) -> list[str]:
     """The folders within the source that hold weights; needs only its JSON files."""
-    modules = modules_of(source)
+    folders = (_route_folders(source, dense_path, route) for route in routes_of(source))
+    return list(dict.fromkeys(chain.from_iterable(folders)))
+
+
+def _route_folders(source: Path, dense_path: str | None, route: str) -> list[str]:
+    modules = modules_of(source, route)
     if modules is None:
         return [""]
     later = _with_dense_path(source, modules[1:], dense_path)
@@ -282,26 +291,58 @@ def _json(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
-def modules_of(source: Path) -> list[ModuleEntry] | None:
-    """The entries of modules.json in order, after a check of its shape; None without the file."""
-    path = source / "modules.json"
-    if not path.is_file():
+def router_of(source: Path) -> Router | None:
+    """The Router that modules.json begins with; None for a model of one chain of modules."""
+    listed = _listed(source)
+    if not listed or not is_router(listed[0][0]):
         return None
-    try:
-        modules = [_module(path, entry["type"], entry.get("path", "")) for entry in _json(path)]
-    except (TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: wanted a list of type and path") from error
+    folder = listed[0][1]
+    for name in CONFIG_FILES:
+        if config := read_optional_json(source / folder / name):
+            return read_router(str(source / folder / name), config, folder, listed[1:])
+    raise CheckpointError(f"{source / folder} has no {CONFIG_FILES[0]}: wanted the routes")
+
+
+def routes_of(source: Path) -> list[str]:
+    """The names of the routes; the only one of a model without a Router has none."""
+    router = router_of(source)
+    return [""] if router is None else list(router.routes)
+
+
+def modules_of(source: Path, route: str = "") -> list[ModuleEntry] | None:
+    """The entries of modules.json in order, or the modules of one route, after a check of their
+    kinds; None without the file."""
+    path, listed = source / "modules.json", _listed(source)
+    router = router_of(source) if route else None
+    if router is not None:
+        listed = router.routes[route]
+    if listed is None:
+        return None
+    modules = [_module(path, kind, folder) for kind, folder in listed]
     kinds = [module.kind for module in modules]
     later = kinds[1:] if kinds[:1] == ["static"] else kinds[2:]
     embeds = kinds[:1] == ["static"] or kinds[:2] == ["transformer", "pooling"]
     embeds = embeds and {*later} <= {"dense", "normalize"}
-    if not embeds and kinds not in (["transformer"], ["transformer", "logit_score"]):
+    scores = kinds in (["transformer"], ["transformer", "logit_score"])
+    if not embeds and (route or not scores):
+        shown = ", ".join(kinds) or "(none)"
         raise UnsupportedModel(
-            f"{path}: modules {', '.join(kinds) or '(none)'} are not supported; wanted "
-            "transformer, pooling, then any of dense and normalize; static, then any of those; of "
-            "a cross-encoder transformer, then perhaps logit_score"
+            f"{path}: modules {shown}{f' of route {route!r}' if route else ''} are not supported; "
+            "wanted transformer, pooling, then any of dense and normalize; static, then any of "
+            "those; of a cross-encoder transformer, then perhaps logit_score"
         )
     return modules
+
+
+def _listed(source: Path) -> Listed | None:
+    """The type and the folder of each entry of modules.json; None without the file."""
+    path = source / "modules.json"
+    if not path.is_file():
+        return None
+    try:
+        return [(plain_type(entry["type"]), entry.get("path", "")) for entry in _json(path)]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: wanted a list of type and path") from error
 
 
 def _module(path: Path, kind: str, folder: str) -> ModuleEntry:
@@ -409,6 +450,10 @@ def _prompts(source: Path) -> tuple[dict[str, str], str | None]:
             "for `dimensions` in the request"
         )
     prompts = {str(name): text or "" for name, text in (config.get("prompts") or {}).items()}
+    for route in filter(
+        None, routes_of(source)
+    ):  # which a prompt names, as in sentence-transformers
+        prompts.setdefault(route, "")
     default = config.get("default_prompt_name")
     if default in ("query", "document"):  # which sentence-transformers has, empty, in any model
         prompts.setdefault(default, "")

@@ -36,20 +36,21 @@ INTEGERS = ("int32", "int64")  # of a mapping
 OF_MODEL2VEC = ("embeddings", "mapping", "weights")  # the first is always there
 
 
-def holds_static(source: Path) -> bool:
-    """Whether a directory holds static embeddings of either kind."""
-    modules = heads.modules_of(source)
+def holds_static(source: Path, route: str = "") -> bool:
+    """Whether a directory, or a route of the Router in it, holds static embeddings of either
+    kind."""
+    modules = heads.modules_of(source, route)
     if modules is not None:
         return modules[0].kind == "static"
     return heads.read_optional_json(source / "config.json").get("model_type") == MODEL2VEC
 
 
 def static_outline(
-    source: Path, name: str, revision: str | None, dense_path: str | None
+    source: Path, name: str, revision: str | None, dense_path: str | None, route: str = ""
 ) -> tuple[Layout, ModelSpec, bytes]:
     """The layout, the spec and the tokenizer of static embeddings. Reads the names and shapes of
     their tensors, because no config has them. Raises CheckpointError."""
-    modules = heads.modules_of(source)
+    modules = heads.modules_of(source, route)
     folder = source / (modules[0].path if modules else "")
     tensors = weights.find(folder)
     rule = _table_rule(name, tensors)

@@ -8,6 +8,9 @@ manifest.json      the ModelSpec
 tokenizer.json     as Hugging Face's tokenizers reads it
 params/part-000/   Orbax, flat dotted names, in the dtype they came in; more parts if large
 SHA256SUMS         of each of these files, as `sha256sum` writes and checks it
+
+A model with several routes is a folder of checkpoints, `routes/NAME`, with the names in a
+manifest.json of its own and a SHA256SUMS of everything.
 """
 
 import errno
@@ -20,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  # numpy knows "bfloat16" by name only once this is imported
 import msgspec
@@ -32,11 +35,13 @@ from jaxembed.files import PARTIAL
 from jaxembed.outputs import OutputName
 from jaxembed.spec import (
     FORMAT_VERSION,
+    ROUTE_NAME,
     Head,
     ModelSpec,
     Module,
     Pooled,
     Pooling,
+    Routes,
     Task,
     scoring_heads,
 )
@@ -44,6 +49,7 @@ from jaxembed.spec import (
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 PARAMETERS = "params"
+ROUTES = "routes"
 DIGESTS = "SHA256SUMS"
 DIGEST_LINE = re.compile(r"([0-9a-f]{64})  ([^\r\n]+)\n")
 
@@ -60,6 +66,14 @@ METADATA_BYTES = 1024 * 1024  # what Orbax adds to a part, at most about
 Parameters = Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]]
 
 
+class Contents(NamedTuple):
+    """What a checkpoint is made of."""
+
+    spec: ModelSpec
+    params: Parameters
+    tokenizer: bytes
+
+
 def save(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> ModelSpec:
     """Write a checkpoint, all of it or nothing, and return its spec: with the content hash, and of
     this format.
@@ -67,28 +81,64 @@ def save(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> M
     Pairs may come from a generator, so that a model need not fit in memory.
     Raises CheckpointError if `path` exists and is not an empty directory.
     """
-    path = path.absolute()
-    refuse_occupied(path)
-    partial = path.with_name(f"{_partial_prefix(path)}{secrets.token_hex(4)}")
-    try:
-        partial.mkdir(parents=True)
-        spec = _write(partial, spec, params, tokenizer)
-        partial.rename(path)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already if all went well
-    return spec
+    with _whole(path) as partial:
+        return _write(partial, spec, params, tokenizer)
+
+
+def save_routes(path: Path, contents: Mapping[str, Contents], default: str | None) -> Routes:
+    """Write the checkpoint of a model with several routes, as `save` does."""
+    with _whole(path) as partial:
+        specs = {name: save(partial / ROUTES / name, *one) for name, one in contents.items()}
+        manifest = _RoutesManifest(tuple(specs), default, FORMAT_VERSION, _this_version())
+        (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        (partial / DIGESTS).write_text(_digest_lines(_file_digests(partial)))
+    return Routes(specs, default)
+
+
+def load_routes(path: Path) -> Routes:
+    """Read the specs of a checkpoint by route. Raises as `load_spec`."""
+    raw, header = _manifest(path)
+    if header.routes is None:
+        return Routes({"": load_spec(path)})
+    with _decoding(path):
+        manifest = msgspec.json.decode(raw, type=_RoutesManifest)
+    specs = {name: load_spec(route_path(path, name)) for name in manifest.routes}
+    if manifest.default_route is not None and manifest.default_route not in specs:
+        raise CheckpointError(
+            f"{path / MANIFEST} is damaged (there is no route {manifest.default_route!r}); convert "
+            "the model again"
+        )
+    return Routes(specs, manifest.default_route)
+
+
+def route_path(path: Path, route: str) -> Path:
+    """The checkpoint of one route; `path` itself for the only one."""
+    return path / ROUTES / route if route else path
 
 
 def load_spec(path: Path) -> ModelSpec:
     """Read the manifest of this format or an earlier one.
 
-    Raises CheckpointError if it is missing, damaged or of a later format.
+    Raises CheckpointError if it is missing, damaged, of a later format or of several routes.
     """
-    manifest = path / MANIFEST
-    try:
-        raw = manifest.read_bytes()
+    raw, header = _manifest(path)
+    if header.routes is not None:
+        names = ", ".join(map(str, header.routes))
+        raise CheckpointError(
+            f"{path} has several routes, and one is wanted: give {path / ROUTES}/NAME, of {names}"
+        )
+    with _decoding(path):
+        if header.format_version < HEADS_SINCE:
+            heads = msgspec.json.decode(raw, type=_SingleHead).heads
+            fields = msgspec.json.decode(raw) | {"heads": msgspec.to_builtins(heads)}
+            return msgspec.convert(fields, ModelSpec)
+        return msgspec.json.decode(raw, type=ModelSpec)
+
+
+def _manifest(path: Path) -> tuple[bytes, "_Header"]:
+    """The manifest of a checkpoint, and what is read of it first. Raises as `load_spec`."""
+    with _decoding(path):
+        raw = (path / MANIFEST).read_bytes()
         header = msgspec.json.decode(raw, type=_Header)
         if header.format_version > FORMAT_VERSION:
             raise CheckpointError(
@@ -97,16 +147,18 @@ def load_spec(path: Path) -> ModelSpec:
                 f"reads formats up to {FORMAT_VERSION}: upgrade jaxembed, or convert the model "
                 "again with this one"
             )
-        if header.format_version < HEADS_SINCE:
-            heads = msgspec.json.decode(raw, type=_SingleHead).heads
-            fields = msgspec.json.decode(raw) | {"heads": msgspec.to_builtins(heads)}
-            return msgspec.convert(fields, ModelSpec)
-        return msgspec.json.decode(raw, type=ModelSpec)
+    return raw, header
+
+
+@contextmanager
+def _decoding(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(f"{path} is not a checkpoint: cannot read {MANIFEST}") from error
     except msgspec.DecodeError as error:
         raise CheckpointError(
-            f"{manifest} is damaged ({error}); convert the model again"
+            f"{path / MANIFEST} is damaged ({error}); convert the model again"
         ) from error
 
 
@@ -186,7 +238,8 @@ def tokenizer_path(path: Path) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether this looks like a converted checkpoint, of any format version."""
-    return (path / MANIFEST).is_file() and (path / PARAMETERS).is_dir()
+    holds = (path / PARAMETERS).is_dir() or (path / ROUTES).is_dir()
+    return (path / MANIFEST).is_file() and holds
 
 
 def refuse_occupied(path: Path) -> None:
@@ -223,6 +276,18 @@ class _Header(msgspec.Struct):
     format_version: Annotated[int, msgspec.Meta(ge=1)]
     written_by: str | None = None
     token_types: Any = None
+    routes: list[Any] | None = None
+
+
+class _RoutesManifest(msgspec.Struct, frozen=True):
+    """The manifest of a checkpoint with several routes."""
+
+    routes: Annotated[
+        tuple[Annotated[str, msgspec.Meta(pattern=ROUTE_NAME)], ...], msgspec.Meta(min_length=1)
+    ]
+    default_route: str | None
+    format_version: int
+    written_by: str
 
 
 class _SingleHead(msgspec.Struct):
@@ -249,6 +314,23 @@ def _name(spec: ModelSpec, stored: str) -> str:
 
 def _partial_prefix(path: Path) -> str:
     return f".{path.name}{PARTIAL}"
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A new folder to write a checkpoint into, which becomes `path` at the end unless that
+    fails."""
+    path = path.absolute()
+    refuse_occupied(path)
+    partial = path.with_name(f"{_partial_prefix(path)}{secrets.token_hex(4)}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(path)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone already if all went well
 
 
 def _write(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> ModelSpec:
@@ -294,7 +376,9 @@ def _check_part(part: Path, digests: Mapping[str, str]) -> None:
 
 def _file_digests(path: Path) -> dict[str, str]:
     """SHA-256 of the files that `save` writes, by their path within the checkpoint."""
-    files = [path / TOKENIZER, path / MANIFEST, *(path / PARAMETERS).rglob("*")]
+    files = [path / TOKENIZER, path / MANIFEST]
+    for folder in (PARAMETERS, ROUTES):
+        files += (path / folder).rglob("*")
     digests = {}
     for file in sorted(file for file in files if file.is_file()):
         with file.open("rb") as opened:

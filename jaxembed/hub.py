@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from jaxembed import checkpoint
 from jaxembed.cache_folder import make_private, refuse_shared
 from jaxembed.errors import CheckpointError
 from jaxembed.files import is_copy_of, replacing
-from jaxembed.spec import FORMAT_VERSION, ModelSpec
+from jaxembed.spec import FORMAT_VERSION, ModelSpec, Routes
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class Source:
     fingerprint: str  # hash of the content; each has a cache entry of its own
     revision: str | None = None  # commit on the hub
     prepare: Callable[[], None] = lambda: None  # downloads the weights into `folder`
+    fetch: Callable[[Sequence[str]], None] = lambda folders: None  # those of some folders in it
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -107,18 +108,18 @@ def describe_model(
     cache_dir: Path,
     token: str | None = None,
     dense_path: str | None = None,
-) -> ModelSpec:
-    """The spec of the checkpoint that `resolve` finds. Converts nothing, and downloads no weights
+) -> Routes:
+    """The specs of the checkpoint that `resolve` finds. Converts nothing, and downloads no weights
     except static embeddings, which nothing else describes.
 
     The spec of a model that is not converted yet has no content hash. Raises as `resolve`.
     """
     if _is_converted(model):
-        return checkpoint.load_spec(_as_it_is(_local(model), revision, dense_path))
+        return checkpoint.load_routes(_as_it_is(_local(model), revision, dense_path))
     source = _source(model, revision, offline, token, dense_path)
     entry = _place(source, cache_dir)
     if _is_current(entry, source):
-        return checkpoint.load_spec(entry)
+        return checkpoint.load_routes(entry)
     return _outline(source, dense_path)
 
 
@@ -158,8 +159,8 @@ def convert_model(
 ) -> ModelSpec:
     """Convert a Hugging Face directory or a hub id to a checkpoint at `out`, without the cache.
 
-    The other arguments are those of `resolve`. Returns the spec. Raises CheckpointError if the
-    model cannot be converted; then nothing is written.
+    The other arguments are those of `resolve`. Returns the spec, of several routes the main one.
+    Raises CheckpointError if the model cannot be converted; then nothing is written.
     """
     if _is_converted(model):
         raise CheckpointError(f"{model} is converted already")
@@ -183,7 +184,7 @@ def fetch_source(
     source is not available.
     """
     if _is_converted(model):
-        made_from = checkpoint.load_spec(_local(model)).source
+        made_from = checkpoint.load_routes(_local(model)).main.source
         raise CheckpointError(
             f"{model} is a converted checkpoint, which other libraries cannot read; give what it "
             f"was made from, {made_from}"
@@ -213,7 +214,7 @@ def _source(
 
 def _as_it_is(folder: Path, revision: str | None, dense_path: str | None) -> Path:
     """Check that a converted checkpoint can be used unchanged, and return it."""
-    spec = checkpoint.load_spec(folder)
+    spec = checkpoint.load_routes(folder).main
     if revision is not None:
         raise CheckpointError(f"revision {revision!r} was asked of {folder}, a directory")
     if dense_path is not None:
@@ -282,33 +283,34 @@ def _download(
     folder = _snapshot(name, revision, offline, token, DESCRIPTIONS)
     commit = folder.name  # snapshots are named by commit: all later files are of the same one
 
-    def prepare() -> None:
-        if not _converters().reads_weights(folder):
-            _outline(source, dense_path)  # refuse before gigabytes are downloaded
-        started = time.monotonic()
-        for inside in _converters().weight_folders(folder, dense_path):
+    def fetch(folders: Sequence[str]) -> None:
+        for inside in folders:
             prefix = f"{inside}/" if inside else ""
             for pattern in WEIGHT_FILES:
                 _snapshot(name, commit, offline, token, [prefix + pattern])
                 if any((folder / inside).glob(pattern)):
                     break
+
+    def prepare() -> None:
+        _outline(source, dense_path)  # refuse before gigabytes are downloaded
+        started = time.monotonic()
+        fetch(_converters().weight_folders(folder, dense_path))
         logger.info("%s (%s) is here after %.1f s", name, commit, time.monotonic() - started)
 
     key = _entry(name, commit, dense_path)
     fingerprint = _hash(commit, dense_path, FORMAT_VERSION)
-    source = Source(name, folder, key, fingerprint, commit, prepare)
+    source = Source(name, folder, key, fingerprint, commit, prepare, fetch)
     return source
 
 
-def _outline(source: Source, dense_path: str | None) -> ModelSpec:
-    """The spec that converting the source would give, from its small files. Raises
+def _outline(source: Source, dense_path: str | None) -> Routes:
+    """The specs that converting the source would give, from its small files. Raises
     CheckpointError."""
-    if _converters().reads_weights(source.folder):
-        source.prepare()
-    outline = _converters().outline(
+    source.fetch(_converters().folders_read(source.folder))
+    routes, default = _converters().outline_routes(
         source.folder, name=source.name, revision=source.revision, dense_path=dense_path
     )
-    return outline.spec
+    return Routes({route: outline.spec for route, outline in routes.items()}, default)
 
 
 def _snapshot(
@@ -405,7 +407,7 @@ def _is_current(entry: Path, source: Source) -> bool:
     """Whether the entry is complete and was made from the current content of the source."""
     try:
         record = msgspec.json.decode((entry / RECORD).read_bytes(), type=Record)
-        checkpoint.load_spec(entry)
+        checkpoint.load_routes(entry)
     except (OSError, msgspec.DecodeError, CheckpointError):
         return False
     return record.fingerprint == source.fingerprint and record.files == _sizes(entry)

@@ -153,3 +153,23 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def dim(self) -> int:
         """The number of columns of the primary output: of the embedding, or of the logits."""
         return self.widths[self.primary]
+
+
+ROUTE_NAME = r"^[A-Za-z0-9_-]+\Z"  # it names a folder, too
+
+
+class Routes(msgspec.Struct, frozen=True):
+    """The specs of a model by route: of one encoder for queries and one for documents, say, whose
+    vectors are of one space. A model with one engine has one route, whose name is empty.
+
+    `default` is the route of a request that names none; None refuses such requests.
+    """
+
+    specs: dict[str, ModelSpec]
+    default: str | None = ""
+
+    @property
+    def main(self) -> ModelSpec:
+        """The spec of the default route, else of the first: it stands for all in what they have in
+        common, such as task, dimensions and prompts."""
+        return next(iter(self.specs.values())) if self.default is None else self.specs[self.default]

@@ -9,7 +9,16 @@ import msgspec
 from jaxembed.engine.bucket import LONGEST_DEFAULT_ROW
 from jaxembed.engine.placement import placed_dtype
 from jaxembed.models import is_static, parameter_shapes, position_limit
-from jaxembed.spec import DType, ModelSpec
+from jaxembed.spec import DType, ModelSpec, Routes
+
+
+def summary_of_routes(routes: Routes) -> dict[str, Any]:
+    """Summarise a model; of one with several routes the main one, and then each under `routes`."""
+    facts = summary(routes.main)
+    if len(routes.specs) == 1:
+        return facts
+    each = {route: summary(spec) for route, spec in routes.specs.items()}
+    return facts | {"default_route": routes.default, "routes": each}
 
 
 def summary(spec: ModelSpec) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ TRANSFORMER = "sentence_transformers.models.Transformer"
 POOLING = "sentence_transformers.models.Pooling"
 DENSE = "sentence_transformers.models.Dense"
 NORMALIZE = "sentence_transformers.models.Normalize"
+ROUTER = "sentence_transformers.base.modules.router.Router"
 
 Tensors = dict[str, np.ndarray]
 
@@ -203,4 +205,53 @@ def write_static(
         write_json(folder / "config.json", {"model_type": "model2vec"} | config)
     if modules or not config:
         write_modules(folder, (STATIC, at or "."), *modules)
+    return folder
+
+
+def write_route(folder: Path, route: str, seed: int, **config: Any) -> list[tuple[str, str]]:
+    """The folders of one route of a Router: a tiny BERT and mean pooling. Gives the types and the
+    names of its modules. `config` is that of the tower."""
+    config = BERT_CONFIG | config
+    tower = write_bert(
+        folder / f"{route}_0_Transformer", tensors=bert_tensors(seed, config), **config
+    )
+    write_json(tower / "sentence_bert_config.json", {"max_seq_length": 16})
+    write_json(
+        folder / f"{route}_1_Pooling" / "config.json",
+        {"word_embedding_dimension": config["hidden_size"], "pooling_mode_mean_tokens": True},
+    )
+    return [(TRANSFORMER, tower.name), (POOLING, f"{route}_1_Pooling")]
+
+
+def write_router_config(folder: Path, routes: dict[str, list[tuple[str, str]]], **given: Any):
+    """modules.json with a Router and then Normalize, and router_config.json. `given` are the
+    parameters of the Router."""
+    write_modules(folder, (ROUTER, ""), (NORMALIZE, "1_Normalize"))
+    named = {name: kind for modules in routes.values() for kind, name in modules}
+    content = {
+        "types": named,
+        "structure": {route: [name for _, name in modules] for route, modules in routes.items()},
+        "parameters": {"default_route": None, "allow_empty_key": True} | given,
+    }
+    write_json(folder / "router_config.json", content)
+
+
+def write_router(folder: Path, **given: Any) -> Path:
+    """A Router of two towers: of one layer for queries and of two for documents, whose vectors are
+    equally wide. The prompt of queries is "hello ". `given` are the parameters of the Router."""
+    query = write_route(folder, "query", 1, num_hidden_layers=1)
+    document = write_route(folder, "document", 2)
+    write_router_config(folder, {"query": query, "document": document}, **given)
+    write_json(
+        folder / "config_sentence_transformers.json",
+        {"prompts": {"query": "hello "}, "default_prompt_name": None},
+    )
+    return folder
+
+
+def write_alone(folder: Path, router: Path, route: str) -> Path:
+    """A directory of one route of `write_router`, as a model of its own."""
+    copytree(router / f"{route}_0_Transformer", folder)
+    copytree(router / f"{route}_1_Pooling", folder / "1_Pooling")
+    write_modules(folder, (TRANSFORMER, ""), (POOLING, "1_Pooling"), (NORMALIZE, "2_Normalize"))
     return folder

@@ -23,6 +23,7 @@ from huggingface_hub import errors
 import converters
 from jaxembed import checkpoint, hub
 from jaxembed.errors import CheckpointError
+from jaxembed.spec import Routes
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -364,11 +365,12 @@ def test_describe_converts_nothing_and_fetches_no_weights(downloads, source, cac
     ]
     assert conversions == []
     assert [call.allow_patterns for call in downloads] == [hub.DESCRIPTIONS]
-    for model, spec in zip(("owner/name", str(source)), described, strict=True):
+    for model, routes in zip(("owner/name", str(source)), described, strict=True):
+        spec = routes.main
         assert spec.content_hash == ""
         converted = checkpoint.load_spec(hub.resolve(model, cache_dir=cache))
         assert msgspec.structs.replace(converted, content_hash="", written_by=None) == spec
-        assert hub.describe_model(model, cache_dir=cache) == converted
+        assert hub.describe_model(model, cache_dir=cache) == Routes({"": converted})
 
 
 def test_an_empty_name_is_no_model(cache):

@@ -87,7 +87,7 @@ def _examine_here(model: str | None, flags: dict[str, Any], as_json: bool) -> bo
     from jaxembed.doctor.local import examine_here
     from jaxembed.doctor.page import local_page
 
-    spec = hub.describe_model(model, **model_source(flags))
+    spec = hub.describe_model(model, **model_source(flags)).main
     name = model or hub.DEFAULT_MODEL
     examination = examine_here(name, spec, engine_config(flags), flags["cache_dir"])
     if as_json:

@@ -79,6 +79,6 @@ def _refuse_other_tasks(model: str | None, flags: dict[str, Any]) -> None:
     from jaxembed import hub
     from jaxembed.tasks import KIND
 
-    task = hub.describe_model(model, **model_source(flags)).task
+    task = hub.describe_model(model, **model_source(flags)).main.task
     if task != "embed":
         raise WrongTask(f"{model} is {KIND[task]}, which gives no vectors; use `jaxembed serve`")

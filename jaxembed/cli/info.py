@@ -23,10 +23,10 @@ def info_command(model: str | None, verify: bool, **flags: Any) -> None:
     import msgspec
 
     from jaxembed import hub
-    from jaxembed.summary import summary
+    from jaxembed.summary import summary_of_routes
 
     source = model_source(flags)
     if verify:  # before reading the manifest, which may be damaged
         click.echo(f"{hub.verify_files(model, **source)} files verified", err=True)
-    facts = summary(hub.describe_model(model, **source))
+    facts = summary_of_routes(hub.describe_model(model, **source))
     click.echo(msgspec.json.format(msgspec.json.encode(facts)).decode())

@@ -75,7 +75,13 @@ def verify_model(
     """
     started = time.monotonic()
     check_installed()
-    spec = hub.describe_model(model, **source)
+    routes = hub.describe_model(model, **source)
+    spec = routes.main
+    if len(routes.specs) > 1:
+        raise ConfigError(
+            f"{spec.source} has the routes {', '.join(routes.specs)}; only models of one route are "
+            "compared so far"
+        )
     fetched = {name: source[name] for name in ("revision", "offline", "token")}
     folder = hub.fetch_source(model, **fetched).folder
     check_template(spec, folder)

@@ -1,0 +1,120 @@
+"""Reads what a sentence-transformers Router says: the modules of each route, and the default route.
+
+Routes are told apart by the task of a text, such as "query"; no other way of routing is read.
+"""
+
+import ast
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.spec import ROUTE_NAME
+
+CONFIG_FILES = ("router_config.json", "config.json")  # the second is that of the older Asym
+
+ROUTERS = {
+    "sentence_transformers.models.Router",
+    "sentence_transformers.models.Asym",
+    "sentence_transformers.base.modules.router.Router",
+}
+PARAMETERS = {"default_route", "allow_empty_key", "route_mappings"}
+
+# A route of such a name is taken by what an input is, whatever the task.
+MODALITIES = {"text", "image", "audio", "video", "message"}
+
+Listed = list[tuple[str, str]]  # the type and the folder of each module
+
+
+@dataclass(frozen=True)
+class Router:
+    """The modules of each route, in order, and the route of a text that names none."""
+
+    routes: dict[str, Listed]
+    default: str | None
+
+
+def is_router(kind: str) -> bool:
+    """Whether a type in modules.json is that of a Router."""
+    return plain_type(kind) in ROUTERS
+
+
+def plain_type(kind: str) -> str:
+    """The type of a module as modules.json has it: a Router may write `models.Pooling.Pooling` for
+    `models.Pooling`."""
+    before, _, name = kind.rpartition(".")
+    return before if before.endswith(f".{name}") else kind
+
+
+def read_router(path: str, config: Mapping[str, Any], folder: str, later: Listed) -> Router:
+    """The routes of a Router in the `folder` of a model, each with the modules after the Router.
+
+    `config` is the content of the file `path`. Raises UnsupportedModel for routes that are not
+    chosen by a task alone, for a Router within one, and for what no code here honours;
+    CheckpointError for a damaged file.
+    """
+    try:
+        types, structure = dict(config["types"]), dict(config["structure"])
+        given = {key: value for key, value in dict(config["parameters"]).items() if value}
+        routes = {
+            name: [(plain_type(types[one]), str(PurePosixPath(folder, one))) for one in modules]
+            for name, modules in structure.items()
+        }
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: wanted types, structure and parameters of a Router"
+        ) from error
+    if unknown := sorted(set(given) - PARAMETERS):
+        raise UnsupportedModel(f"{path}: not supported: {', '.join(unknown)}")
+    for name, modules in routes.items():
+        if any(kind in ROUTERS for kind, _ in modules):
+            raise UnsupportedModel(f"{path}: route {name!r} has a Router of its own")
+    tasks = _tasks(path, given.get("route_mappings") or {}, routes)
+    default = given.get("default_route")
+    if default is None and config["parameters"].get("allow_empty_key", True):
+        default = next(iter(routes), None)
+    if not routes or (default is not None and default not in routes):
+        raise CheckpointError(f"{path}: there is no route {default!r} among {_shown(routes)}")
+    named = {tasks.get(name, name): [*modules, *later] for name, modules in routes.items()}
+    if by_modality := sorted(MODALITIES & set(named)):
+        raise UnsupportedModel(
+            f"{path}: the routes {_shown(by_modality)} are chosen by the modality of an input; "
+            "known: routes of tasks, such as query and document"
+        )
+    if bad := [name for name in named if not re.search(ROUTE_NAME, name)]:
+        raise UnsupportedModel(
+            f"{path}: the names of the routes {_shown(map(repr, bad))} are not supported; known: "
+            "letters, digits, _ and -"
+        )
+    return Router(named, None if default is None else tasks.get(default, default))
+
+
+def _tasks(path: str, mappings: Mapping[str, str], routes: Mapping[str, Listed]) -> dict[str, str]:
+    """The task by which `route_mappings` chooses each route; others are chosen by their name."""
+    tasks: dict[str, str] = {}
+    for key, route in mappings.items():
+        try:
+            task, modality = ast.literal_eval(key)
+        except (ValueError, SyntaxError, TypeError) as error:
+            raise CheckpointError(f"{path}: route_mappings has {key!r}, no pair") from error
+        if task is None or modality not in (None, "text"):
+            raise UnsupportedModel(
+                f"{path}: route_mappings chooses {route!r} by {key}; known: a task, of texts"
+            )
+        if route not in routes:
+            raise CheckpointError(f"{path}: there is no route {route!r} among {_shown(routes)}")
+        if tasks.setdefault(route, task) != task:
+            raise UnsupportedModel(
+                f"{path}: the tasks {tasks[route]!r} and {task!r} have one route; known: one task "
+                "for each"
+            )
+    names = [tasks.get(name, name) for name in routes]
+    if len(set(names)) < len(names):
+        raise UnsupportedModel(f"{path}: two routes are of one task: {_shown(names)}")
+    return tasks
+
+
+def _shown(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
