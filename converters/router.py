@@ -58,7 +58,7 @@ def read_router(path: str, config: Mapping[str, Any], folder: str, later: Listed
     try:
         types, structure = dict(config["types"]), dict(config["structure"])
         given = {key: value for key, value in dict(config["parameters"]).items() if value}
-        routes = {
+        routes: dict[str, Listed] = {
             name: [(plain_type(types[one]), str(PurePosixPath(folder, one))) for one in modules]
             for name, modules in structure.items()
         }

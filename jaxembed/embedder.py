@@ -13,7 +13,7 @@ from jaxembed.errors import InvalidInput
 from jaxembed.inputs import Input, Pair, Text
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions, Label, Ranked, ScoreOptions
-from jaxembed.processors.prompts import Role, prompt_of_role
+from jaxembed.processors.prompts import Role
 from jaxembed.request import ComputeRequest, EncodeRequest, ScoreRequest
 from jaxembed.work import WorkResult
 
@@ -36,8 +36,9 @@ class Embedder(LoadedModel):
     def encode(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """float32 `[n, dim]`, or `[dim]` for a single text. Normalised if the checkpoint says so.
 
-        Options are the fields of EncodeOptions: prompt, prompt_name, truncate, truncation_side,
-        dimensions, normalize, priority. Raises the errors of InvalidInput and BackendError.
+        Options are the fields of EncodeOptions: prompt, prompt_name, route, truncate,
+        truncation_side, dimensions, normalize, priority. Raises the errors of InvalidInput and
+        BackendError.
         """
         return _one_or_all(texts, self.run(self._to_encode(texts, options)))
 
@@ -46,20 +47,22 @@ class Embedder(LoadedModel):
         return _one_or_all(texts, await self.run_async(self._to_encode(texts, options)))
 
     def encode_query(self, texts: str | Sequence[str], **options) -> np.ndarray:
-        """`encode` with the checkpoint's prompt for queries, where it has one."""
-        return self.encode(texts, **self._with_prompt("query", options))
+        """`encode` with the checkpoint's route and prompt for queries, where it has them."""
+        return _one_or_all(texts, self.run(self._to_encode_as("query", texts, options)))
 
     async def encode_query_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode_query` without blocking the event loop."""
-        return await self.encode_async(texts, **self._with_prompt("query", options))
+        request = self._to_encode_as("query", texts, options)
+        return _one_or_all(texts, await self.run_async(request))
 
     def encode_document(self, texts: str | Sequence[str], **options) -> np.ndarray:
-        """`encode` with the checkpoint's prompt for documents, where it has one."""
-        return self.encode(texts, **self._with_prompt("document", options))
+        """`encode` with the checkpoint's route and prompt for documents, where it has them."""
+        return _one_or_all(texts, self.run(self._to_encode_as("document", texts, options)))
 
     async def encode_document_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode_document` without blocking the event loop."""
-        return await self.encode_async(texts, **self._with_prompt("document", options))
+        request = self._to_encode_as("document", texts, options)
+        return _one_or_all(texts, await self.run_async(request))
 
     def rerank(
         self,
@@ -135,13 +138,10 @@ class Embedder(LoadedModel):
         """`compute` without blocking the event loop."""
         return await self.run_async(self._to_compute(inputs, outputs, options))
 
-    def _with_prompt(self, role: Role, options: dict) -> dict:
-        """The options with the checkpoint's prompt for the role, or with none: its default prompt
-        is for neither queries nor documents, as in sentence-transformers."""
-        if "prompt" in options or "prompt_name" in options:
-            return options
-        name = prompt_of_role(role, self.spec.prompts)
-        return {**options, "prompt": "" if name is None else self.spec.prompts[name]}
+    def _to_encode_as(
+        self, role: Role, texts: str | Sequence[str], options: dict[str, Any]
+    ) -> EncodeRequest:
+        return self.tasks.embed(_texts(texts), self.tasks.for_role(role, _encode_options(options)))
 
     def _to_encode(self, texts: str | Sequence[str], options: dict[str, Any]) -> EncodeRequest:
         return self.tasks.embed(_texts(texts), _encode_options(options))

@@ -14,6 +14,7 @@ JaxembedError
       - BareTokenIds        token ids that lack the tokenizer's special tokens
       - UnknownPrompt       a prompt name that the checkpoint lacks
       - UnknownPurpose      a purpose of texts that is not one of the known ones
+      - UnknownRoute        no route of the model is meant, or none that it has
       - BatchTooLarge       more inputs than one request may carry
       - RequestTooLarge     more tokens or bytes than one request may bring
       - UnknownModel        a model that is not served here
@@ -145,6 +146,18 @@ class UnknownPurpose(InvalidInput):
         super().__init__(f"unknown purpose {purpose!r}; wanted one of {', '.join(known)}")
         self.purpose = purpose
         self.known = tuple(known)
+
+
+class UnknownRoute(InvalidInput):
+    """The model has several routes, `available`, and none of them is `asked` for; None if the
+    request names none and the model has no default one."""
+
+    def __init__(self, asked: str | None, available: Sequence[str]):
+        names = ", ".join(available)
+        missing = "names no route" if asked is None else f"asks for {asked!r}, which is no route"
+        super().__init__(f"the request {missing} of this model; it has {names}", "prompt_name")
+        self.asked = asked
+        self.available = tuple(available)
 
 
 class BatchTooLarge(InvalidInput):

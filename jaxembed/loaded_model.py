@@ -1,7 +1,9 @@
-"""A model in memory: its tokenizer, its engine, its metrics and what it may admit."""
+"""A model in memory: its tokenizers and engines by route, its metrics and what it may admit."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -10,19 +12,46 @@ import msgspec
 from jaxembed import checkpoint, hub
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.engine.admission import Admission, Capacity, Cost, Held, capacity_of
+from jaxembed.engine.build import Plan
+from jaxembed.engine.client import ServedEngine
 from jaxembed.engine.compiles import compile_events
 from jaxembed.engine.state import EngineState
-from jaxembed.engines import plan_engine
+from jaxembed.engines import PlannedEngine, Progress, plan_engine
 from jaxembed.errors import ConfigError, NoInputs
 from jaxembed.processors.pieces import TokenPiece
 from jaxembed.processors.text import DECODED_BYTES, PIECE_BYTES, TextProcessor
 from jaxembed.request import Answer, Request
 from jaxembed.runner import RequestRunner
-from jaxembed.spec import ModelSpec, Pooling
+from jaxembed.spec import ModelSpec, Pooling, Routes
 from jaxembed.tasks import KIND, Tasks
 from jaxembed.telemetry import Telemetry
 
 QUEUED_BATCHES = 64  # of waiting work a device may have before requests are refused
+
+
+@dataclass(frozen=True)
+class LoadedRoute:
+    """One route of a loaded model: what it takes to run a request there."""
+
+    spec: ModelSpec
+    plan: Plan
+    processor: TextProcessor
+    engine: ServedEngine
+    runner: RequestRunner
+
+    def describe(self) -> dict[str, object]:
+        """The fields of /info about the engine."""
+        return {
+            "architecture": self.spec.architecture,
+            "max_input_length": self.plan.max_input_tokens,
+            "device": self.plan.device_name,
+            "devices": max(len(self.plan.devices), 1),
+            "dtype": self.plan.dtype,
+            "kernels": self.plan.kernels.describe(),
+            "buckets": [str(bucket) for bucket in self.plan.grid.buckets],
+            "compiled_buckets": [str(bucket) for bucket in self.engine.snapshot().compiled],
+            "content_hash": self.spec.content_hash,
+        }
 
 
 class LoadedModel:
@@ -62,10 +91,10 @@ class LoadedModel:
             dense_path=dense_path,
         )
         self.name = model or hub.DEFAULT_MODEL
-        self.spec = checkpoint.load_spec(path)
+        specs = checkpoint.load_routes(path)
         if pooling is not None:
-            self.spec = _pooled(self.spec, pooling)
-        self._load(path, cache_dir, capacity, on_progress)
+            specs = Routes({"": _pooled(specs, pooling)})
+        self._load(path, specs, cache_dir, capacity, on_progress)
         if wait:
             try:
                 self.wait_ready()
@@ -73,46 +102,83 @@ class LoadedModel:
                 self.close()  # or its threads would keep it, and the device's memory
                 raise
 
-    def _load(self, path: Path, cache_dir: Path, capacity: Capacity | None, on_progress) -> None:
-        events = compile_events()
-        planned = plan_engine(self.spec, self.config, cache_dir)
-        self.plan = planned.plan
-        self.telemetry = Telemetry(self.plan.max_input_tokens)
-        self.telemetry.compile_count.set_function(lambda: events.compiles)
-        self.telemetry.compile_cache_hits.set_function(lambda: events.cache_hits)
-        self.telemetry.compile_seconds.set_function(lambda: events.seconds)
-        self.processor = TextProcessor(
-            checkpoint.tokenizer_path(path),
-            self.spec,
-            self.plan.max_input_tokens,
+    def _load(
+        self,
+        path: Path,
+        specs: Routes,
+        cache_dir: Path,
+        capacity: Capacity | None,
+        on_progress: Progress | None,
+    ) -> None:
+        planned = {
+            route: plan_engine(spec, self.config, cache_dir) for route, spec in specs.specs.items()
+        }
+        self.telemetry = Telemetry(max(one.plan.max_input_tokens for one in planned.values()))
+        shares = _shares_of(on_progress, len(planned))
+        self.routes = {
+            route: self._load_route(path, route, spec, planned[route], progress)
+            for (route, spec), progress in zip(specs.specs.items(), shares, strict=True)
+        }
+        self.default_route, self.main_route = specs.default, specs.main_route
+        main = self.routes[self.main_route]
+        self.spec, self.plan, self.processor = main.spec, main.plan, main.processor
+        self.engine, self.runner = main.engine, main.runner
+        self.tasks = Tasks(self.name, specs, self.processor, self.text)
+        self.admission = Admission(
+            capacity or capacity_of(self.config),
+            max(map(_queued_tokens, self.routes.values())),
+            self._tokens_per_s,
+        )
+        self._show_gauges()
+        for one in self.routes.values():
+            one.engine.start()
+
+    def _load_route(
+        self,
+        path: Path,
+        route: str,
+        spec: ModelSpec,
+        planned: PlannedEngine,
+        on_progress: Progress | None,
+    ) -> LoadedRoute:
+        folder = checkpoint.route_path(path, route)
+        processor = TextProcessor(
+            checkpoint.tokenizer_path(folder),
+            spec,
+            planned.plan.max_input_tokens,
             self.text,
             self.tokenization_workers,
         )
-        self.tasks = Tasks(self.name, self.spec, self.processor, self.text)
-        self.engine = planned.load(path, self.telemetry, on_progress, self.name)
-        batches = QUEUED_BATCHES * max(len(self.plan.devices), 1)
-        self.admission = Admission(
-            capacity or capacity_of(self.config),
-            batches * self.plan.max_batch_tokens,
-            lambda: self.engine.tokens_per_s,
-        )
-        self.telemetry.held_bytes.set_function(lambda: self.admission.capacity.bytes)
-        self.telemetry.admitted_inputs.set_function(lambda: self.admission.inputs)
-        self.telemetry.admitted_tokens.set_function(lambda: self.admission.tokens)
-        self.runner = RequestRunner(self.processor, self.engine, self.telemetry, self.spec)
-        self.engine.start()
+        name = f"{self.name}, {route}" if route else self.name
+        engine = planned.load(folder, self.telemetry, on_progress, name)
+        runner = RequestRunner(processor, engine, self.telemetry, spec)
+        return LoadedRoute(spec, planned.plan, processor, engine, runner)
+
+    def _tokens_per_s(self) -> float:
+        """The recent throughput of the slowest engine; 0 before the first batch."""
+        rates = (one.engine.tokens_per_s for one in self.routes.values())
+        return min(filter(None, rates), default=0.0)
+
+    def _show_gauges(self) -> None:
+        events, telemetry = compile_events(), self.telemetry
+        telemetry.compile_count.set_function(lambda: events.compiles)
+        telemetry.compile_cache_hits.set_function(lambda: events.cache_hits)
+        telemetry.compile_seconds.set_function(lambda: events.seconds)
+        telemetry.held_bytes.set_function(lambda: self.admission.capacity.bytes)
+        telemetry.admitted_inputs.set_function(lambda: self.admission.inputs)
+        telemetry.admitted_tokens.set_function(lambda: self.admission.tokens)
 
     def run(self, request: Request[Answer]) -> Answer:
         """Run a request and block until it is answered. Nothing is refused for want of room.
 
         Raises the errors of InvalidInput and BackendError.
         """
-        return self.runner.run(request)
+        return self.routes[request.route].runner.run(request)
 
     async def run_async(self, request: Request[Answer]) -> Answer:
         """`run` without blocking the event loop. If the task is cancelled, what is still queued of
         the request is dropped."""
-        return await self.runner.run_async(request)
+        return await self.routes[request.route].runner.run_async(request)
 
     async def answer(self, request: Request[Answer], held: Held | None = None) -> Answer:
         """`run_async` for a server: admit the request first, as a part of the one that `held`
@@ -122,10 +188,11 @@ class LoadedModel:
         """
         if not request.items:
             raise NoInputs()
-        tokens = self.processor.estimate(request.inputs())
-        with self.admission.admit(request.cost(self.spec, tokens), held) as permit:
-            return await self.runner.run_async(
-                request, lambda tokens: permit.correct(request.cost(self.spec, tokens))
+        route = self.routes[request.route]
+        tokens = route.processor.estimate(request.inputs())
+        with self.admission.admit(request.cost(route.spec, tokens), held) as permit:
+            return await route.runner.run_async(
+                request, lambda tokens: permit.correct(request.cost(route.spec, tokens))
             )
 
     async def tokenize_async(
@@ -139,26 +206,30 @@ class LoadedModel:
         """The tokens of each text with their byte offsets; nothing is cut.
 
         For admission each character counts as a token, those of the prompt once for each text.
+        Raises UnknownPrompt, and UnknownRoute as `Tasks.named_route`.
         """
-        prompt = self.processor.prompt(None, prompt_name)
+        route = self.routes[self.tasks.named_route(prompt_name)]
+        prompt = route.processor.prompt(None, prompt_name)
         characters = sum(map(len, texts)) + len(texts) * len(prompt)
-        call = partial(self.processor.pieces, texts, special=add_special_tokens, prompt=prompt)
+        call = partial(route.processor.pieces, texts, special=add_special_tokens, prompt=prompt)
         cost = Cost(len(texts), characters, characters * PIECE_BYTES)
         with self.admission.admit(cost, held):
-            return await self.runner.off_loop(call)
+            return await route.runner.off_loop(call)
 
     async def decode_async(
         self,
         ids: Sequence[Sequence[int]],
         *,
         skip_special_tokens: bool,
+        prompt_name: str | None = None,
         held: Held | None = None,
     ) -> list[str]:
-        """The text of each list of ids."""
-        call = partial(self.processor.decode, ids, skip_special_tokens=skip_special_tokens)
+        """The text of each list of ids, which are of the route of the prompt."""
+        route = self.routes[self.tasks.named_route(prompt_name)]
+        call = partial(route.processor.decode, ids, skip_special_tokens=skip_special_tokens)
         tokens = sum(map(len, ids))
         with self.admission.admit(Cost(len(ids), tokens, tokens * DECODED_BYTES), held):
-            return await self.runner.off_loop(call)
+            return await route.runner.off_loop(call)
 
     @property
     def max_input_tokens(self) -> int:
@@ -178,7 +249,8 @@ class LoadedModel:
     @property
     def tokenizing_bytes(self) -> int:
         """The most bytes that all tokenizer threads together take."""
-        return self.tokenization_workers * self.processor.job_bytes
+        jobs = sum(one.processor.job_bytes for one in self.routes.values())
+        return self.tokenization_workers * jobs
 
     @property
     def device(self) -> str:
@@ -191,47 +263,46 @@ class LoadedModel:
     @property
     def ready(self) -> bool:
         """Whether every request has a compiled bucket and the device answers."""
-        return self.engine.ready
+        return all(one.engine.ready for one in self.routes.values())
 
     @property
     def healthy(self) -> bool:
-        return self.engine.healthy
+        return all(one.engine.healthy for one in self.routes.values())
 
     @property
     def waiting(self) -> int:
         """The number of inputs that wait for a batch."""
-        return self.snapshot().waiting_inputs
+        return sum(state.waiting_inputs for state in self.snapshot().values())
 
     @property
     def stuck(self) -> bool:
-        """Whether no device returns from its current call, so that only a restart helps."""
-        return self.engine.stuck
+        """Whether no device returns from its current call, of any route, so that only a restart
+        helps."""
+        return any(one.engine.stuck for one in self.routes.values())
 
     @property
     def draining(self) -> bool:
         return self.admission.draining
 
-    def snapshot(self) -> EngineState:
-        """The state of the engine at this moment."""
-        return self.engine.snapshot()
+    def snapshot(self) -> dict[str, EngineState]:
+        """The state of each route's engine at this moment."""
+        return {route: one.engine.snapshot() for route, one in self.routes.items()}
 
     def describe(self) -> dict[str, object]:
         """The fields that /info has in addition to TEI's."""
-        return {
-            "architecture": self.spec.architecture,
+        described = {
             "task": self.spec.task,
             **self._describe_task(),
-            "device": self.device,
-            "devices": max(len(self.plan.devices), 1),
+            **self.routes[self.main_route].describe(),
             "parallel": self.config.parallel,
-            "kernels": self.plan.kernels.describe(),
-            "buckets": [str(bucket) for bucket in self.plan.grid.buckets],
-            "compiled_buckets": [str(bucket) for bucket in self.snapshot().compiled],
             "max_queue_tokens": self.admission.capacity.max_tokens,
             "max_queue_bytes": self.admission.capacity.max_bytes,
             "tokenizing_bytes": self.tokenizing_bytes,
-            "content_hash": self.spec.content_hash,
         }
+        if len(self.routes) > 1:
+            described["default_route"] = self.default_route
+            described["routes"] = {route: one.describe() for route, one in self.routes.items()}
+        return described
 
     def _describe_task(self) -> dict[str, object]:
         spec, template = self.spec, self.spec.template
@@ -246,7 +317,9 @@ class LoadedModel:
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Block until ready. Raises the error of the compiler for a bucket that is needed."""
-        self.engine.wait_ready(timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for one in self.routes.values():
+            one.engine.wait_ready(deadline and max(deadline - time.monotonic(), 0.0))
 
     def drain(self) -> None:
         """Admit no further request."""
@@ -254,13 +327,37 @@ class LoadedModel:
 
     def close(self, timeout_s: float = 20.0) -> None:
         """Finish what is queued and stop the threads."""
-        self.runner.close()
+        for one in self.routes.values():
+            one.runner.close()
         self.admission.close()
-        self.engine.close(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for one in self.routes.values():
+            one.engine.close(max(deadline - time.monotonic(), 0.0))
 
 
-def _pooled(spec: ModelSpec, pooling: Pooling) -> ModelSpec:
+def _shares_of(on_progress: Progress | None, count: int) -> list[Progress | None]:
+    """A callback for each of so many engines: `on_progress` is called with the sums."""
+    if on_progress is None:
+        return [None] * count
+    counts = [(0, 0)] * count
+
+    def note(engine: int, done: int, total: int) -> None:
+        counts[engine] = done, total
+        on_progress(sum(done for done, _ in counts), sum(total for _, total in counts))
+
+    return [partial(note, engine) for engine in range(count)]
+
+
+def _queued_tokens(route: LoadedRoute) -> int:
+    return QUEUED_BATCHES * max(len(route.plan.devices), 1) * route.plan.max_batch_tokens
+
+
+def _pooled(routes: Routes, pooling: Pooling) -> ModelSpec:
     """The spec with another pooling. Raises ConfigError for a model that was made for its own."""
+    spec = routes.main
+    if len(routes.specs) > 1:
+        names = ", ".join(routes.specs)
+        raise ConfigError(f"--pooling {pooling}: this checkpoint has the routes {names}")
     if spec.task != "embed":
         raise ConfigError(
             f"--pooling {pooling} is for embedding models; this is {KIND[spec.task]}, and its head "

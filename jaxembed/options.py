@@ -1,6 +1,7 @@
 """The options of a request to an Embedder, and the answers. Knows no wire format."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -19,6 +20,7 @@ class EncodeOptions:
     outputs: frozenset[OutputName] = frozenset({"dense"})
     prompt: str | None = None  # literal text
     prompt_name: str | None = None
+    route: str | None = None  # of a model with several; None: that of the prompt, or the default
     truncate: bool | None = None
     truncation_side: Side = "right"
     dimensions: int | None = None
@@ -53,6 +55,20 @@ class Embeddings:
     tokenization_s: float  # this and the next two are means over the inputs
     queue_s: float
     inference_s: float
+
+    def followed_by(self, other: "Embeddings") -> "Embeddings":
+        """The vectors of both answers, which have no other outputs, as one answer."""
+        parts = (self, other)
+        counts = [len(one.num_tokens) for one in parts]
+        mean = partial(np.average, weights=counts)
+        return Embeddings(
+            {"dense": np.concatenate([one.dense for one in parts])},
+            num_tokens=np.concatenate([one.num_tokens for one in parts]),
+            truncated=self.truncated + other.truncated,
+            tokenization_s=float(mean([one.tokenization_s for one in parts])),
+            queue_s=float(mean([one.queue_s for one in parts])),
+            inference_s=float(mean([one.inference_s for one in parts])),
+        )
 
     @property
     def dense(self) -> np.ndarray:

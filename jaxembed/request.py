@@ -3,7 +3,7 @@ Runs nothing."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -49,7 +49,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Request(ABC, Generic[Answer]):
-    """One request: `items` to tokenize by `rules`, and the `outputs` wanted of the engine.
+    """One request: `items` to tokenize by `rules`, and the `outputs` wanted of the engine of its
+    `route`.
 
     `share` is called once, then `prepare` for each chunk of the items, in several threads at the
     same time, and `finish` when the engine has answered.
@@ -59,6 +60,7 @@ class Request(ABC, Generic[Answer]):
     rules: Rules
     outputs: frozenset[OutputName]
     priority: Priority | None
+    route: str = field(default="", kw_only=True)
 
     def share(self, processor: TextProcessor) -> Row | None:
         """What the chunks have in common, tokenized. Raises InvalidInput."""

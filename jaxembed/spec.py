@@ -169,7 +169,12 @@ class Routes(msgspec.Struct, frozen=True):
     default: str | None = ""
 
     @property
+    def main_route(self) -> str:
+        """The default route, else the first."""
+        return next(iter(self.specs)) if self.default is None else self.default
+
+    @property
     def main(self) -> ModelSpec:
-        """The spec of the default route, else of the first: it stands for all in what they have in
-        common, such as task, dimensions and prompts."""
-        return next(iter(self.specs.values())) if self.default is None else self.specs[self.default]
+        """The spec of the main route. It stands for all in what they have in common, such as task,
+        dimensions and prompts."""
+        return self.specs[self.main_route]

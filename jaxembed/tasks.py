@@ -1,15 +1,18 @@
 """The tasks that a model can do, and the requests for them, checked. Runs nothing."""
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from jaxembed.config import TextConfig
-from jaxembed.errors import EmptyInput, InvalidInput, WrongTask
+from jaxembed.errors import EmptyInput, InvalidInput, UnknownRoute, WrongTask
 from jaxembed.inputs import Input, Pair, Text
 from jaxembed.options import EncodeOptions, ScoreOptions
 from jaxembed.outputs import OutputName
+from jaxembed.processors.prompts import Role, prompt_of_role, same_purpose
 from jaxembed.processors.text import Rules, TextProcessor
 from jaxembed.request import LOGITS, ComputeRequest, EncodeRequest, QueryRequest, ScoreRequest
-from jaxembed.spec import ModelSpec, Task
+from jaxembed.spec import ModelSpec, Routes, Task
 
 DOES: dict[Task, tuple[Task, ...]] = {  # the tasks that a model of each task can do
     "embed": ("embed",),
@@ -30,9 +33,11 @@ class Tasks:
     does not have.
     """
 
-    def __init__(self, name: str, spec: ModelSpec, processor: TextProcessor, text: TextConfig):
+    def __init__(self, name: str, routes: Routes, processor: TextProcessor, text: TextConfig):
+        """`processor` is that of any route: all have the same prompts."""
         self._name = name
-        self._spec = spec
+        self._routes = routes
+        self._spec = routes.main
         self._processor = processor
         self._text = text
 
@@ -44,7 +49,8 @@ class Tasks:
         rules = Rules(
             prompt, self._truncate(options), options.truncation_side, bare_ids=options.bare_ids
         )
-        return EncodeRequest(inputs, rules, options.outputs, options.priority, options)
+        route = self._route(options)
+        return EncodeRequest(inputs, rules, options.outputs, options.priority, options, route=route)
 
     def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> ScoreRequest:
         """The request for the logits of each text or pair."""
@@ -78,7 +84,47 @@ class Tasks:
         prompt = self._prompt(options)
         rules = Rules(prompt, self._truncate(options), options.truncation_side)
         chosen: frozenset[OutputName] = frozenset(name for name in offered if name in outputs)
-        return ComputeRequest(inputs, rules, chosen, options.priority)
+        route = self._route(options)
+        return ComputeRequest(inputs, rules, chosen, options.priority, route=route)
+
+    def for_role(self, role: Role, options: EncodeOptions) -> EncodeOptions:
+        """The options for texts of a role: its route, and unless they have a prompt, that of the
+        role or none. The default prompt is for no role, as in sentence-transformers. Raises
+        UnknownRoute."""
+        prompt, prompts = options.prompt, self._spec.prompts
+        if prompt is None and options.prompt_name is None:
+            prompt = prompts.get(prompt_of_role(role, prompts) or "", "")
+        route = self.route_for(role) if options.route is None else options.route
+        return replace(options, prompt=prompt, route=route)
+
+    def route_for(self, purpose: str) -> str:
+        """The route of texts with this purpose, such as "query": the one of that name, else one of
+        the same role; of a model with one route that one. Raises UnknownRoute."""
+        specs = self._routes.specs
+        if "" in specs or purpose in specs:
+            return "" if "" in specs else purpose
+        route = same_purpose(purpose, specs)
+        if route is None:
+            raise UnknownRoute(purpose, tuple(specs))
+        return route
+
+    def named_route(self, prompt_name: str | None) -> str:
+        """The route of texts with this prompt: the one that it is named after, else the default.
+        None is the prompt of the flags, if they name one. Raises UnknownRoute."""
+        prompt_name = prompt_name or self._text.default_prompt_name
+        if prompt_name is not None:
+            with suppress(UnknownRoute):
+                return self.route_for(prompt_name)
+        if self._routes.default is None:
+            raise UnknownRoute(prompt_name, tuple(self._routes.specs))
+        return self._routes.default
+
+    def _route(self, options: EncodeOptions) -> str:
+        if options.route is None:
+            return self.named_route(options.prompt_name)
+        if options.route not in self._routes.specs:
+            raise UnknownRoute(options.route, tuple(self._routes.specs))
+        return options.route
 
     def _prompt(self, options: EncodeOptions) -> str:
         """The prompt of the options. Raises InvalidInput for one to a model that takes none."""

@@ -192,12 +192,19 @@ class Telemetry:
 
     def __init__(self, max_input_tokens: int = 2**19):
         self.registry = CollectorRegistry()
+        self._reads: dict[int, list[Callable[[], float]]] = {}
         self._add_series_of_tei(max_input_tokens)
         self._add_our_series()
 
     def exposition(self) -> bytes:
         """The metrics in Prometheus' text format, version 0.0.4."""
         return _text(self.registry)
+
+    def add_to(self, gauge: Gauge, read: Callable[[], float]) -> None:
+        """Add what `read` gives to a gauge: the engines of a model share its gauges."""
+        reads = self._reads.setdefault(id(gauge), [])
+        reads.append(read)
+        gauge.set_function(lambda: sum(one() for one in reads))
 
     def _add_series_of_tei(self, max_input_tokens: int) -> None:
         self.request_count = self._counters(

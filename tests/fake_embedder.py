@@ -17,7 +17,7 @@ from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.postprocess import shape_vectors
 from jaxembed.processors.text import TextProcessor, TokenPiece
 from jaxembed.request import Answer, EncodeRequest, Request, ScoreRequest
-from jaxembed.spec import ModelSpec, PairTemplate, Pooled, scoring_heads
+from jaxembed.spec import ModelSpec, PairTemplate, Pooled, Routes, scoring_heads
 from jaxembed.tasks import Tasks
 from jaxembed.telemetry import Telemetry
 from jaxembed.work import Ragged, WorkResult
@@ -100,6 +100,7 @@ class FakeEmbedder(LoadedModel):
 
     def __init__(self, failure: Exception | None = None, spec: ModelSpec = SPEC):
         self.spec = spec
+        self.routes = {"": None}
         self.admission = Admission(Capacity(1000, 100_000), 0, lambda: 0.0)
         self.telemetry = Telemetry()
         self.failure = failure
@@ -114,7 +115,7 @@ class FakeEmbedder(LoadedModel):
 
     @property
     def tasks(self) -> Tasks:
-        return Tasks(self.name, self.spec, NoPrompts(), self.text)
+        return Tasks(self.name, Routes({"": self.spec}), NoPrompts(), self.text)
 
     async def answer(self, request: Request[Answer], held: Held | None = None) -> Answer:
         await self._weather(held)
@@ -157,15 +158,15 @@ class FakeEmbedder(LoadedModel):
             for text in texts
         ]
 
-    async def decode_async(self, ids, *, skip_special_tokens, held=None):
+    async def decode_async(self, ids, *, skip_special_tokens, prompt_name=None, held=None):
         await self._weather(held)
         return [" ".join(map(str, sequence)) for sequence in ids]
 
     def describe(self) -> dict:
         return {"attention": self.attention}
 
-    def snapshot(self) -> EngineState:
-        return IDLE
+    def snapshot(self) -> dict[str, EngineState]:
+        return {"": IDLE}
 
     def drain(self) -> None:
         self.draining = True

@@ -156,9 +156,9 @@ def _classifier(tmp_path_factory):
 
 def test_a_classifier_gives_its_logits_and_its_pooled_vector_in_one_pass(classifier):
     texts = [" ".join(WORDS[:k]) for k in (2, 5, 7)]
-    before = sum(use.runs for use in classifier.snapshot().ran.values())
+    before = sum(use.runs for use in classifier.snapshot()[""].ran.values())
     result = classifier.compute(texts, ("logits", "dense", "tokens"))
-    after = sum(use.runs for use in classifier.snapshot().ran.values())
+    after = sum(use.runs for use in classifier.snapshot()[""].ran.values())
     assert after - before == 1
     labels = {one.label: one.score for one in classifier.classify(texts[1], raw_scores=True)[0]}
     wanted = [labels[label] for label in classifier.spec.labels]

@@ -18,7 +18,7 @@ from jaxembed.cli.options import (
     TEXT_OPTIONS,
 )
 from jaxembed.cli.settings import model_source
-from jaxembed.errors import WrongTask
+from jaxembed.errors import ConfigError, WrongTask
 
 logger = logging.getLogger("jaxembed")
 
@@ -56,7 +56,7 @@ def embed_command(
 
     lines = read_text_file(texts, field)  # a missing file is reported before a long load
     check_vectors_path(output)
-    _refuse_other_tasks(model, flags)
+    _refuse_unfit(model, prompt_name, flags)
     embedder = load_embedder(model, flags)
     started_at = time.monotonic()
     with tqdm(unit=" texts", desc="embed", disable=None) as bar:
@@ -73,12 +73,16 @@ def embed_command(
     logger.info("%d texts to %s in %.1f s, %.0f a second", count, output, seconds, count / seconds)
 
 
-def _refuse_other_tasks(model: str | None, flags: dict[str, Any]) -> None:
-    """Raise WrongTask if the model gives no vectors, before its weights are downloaded."""
+def _refuse_unfit(model: str | None, prompt_name: str | None, flags: dict[str, Any]) -> None:
+    """Raise WrongTask if the model gives no vectors, and ConfigError if nothing says by which of
+    its routes, before its weights are downloaded."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     from jaxembed import hub
     from jaxembed.tasks import KIND
 
-    task = hub.describe_model(model, **model_source(flags)).main.task
+    routes = hub.describe_model(model, **model_source(flags))
+    task = routes.main.task
     if task != "embed":
         raise WrongTask(f"{model} is {KIND[task]}, which gives no vectors; use `jaxembed serve`")
+    if routes.default is None and prompt_name is None and flags["default_prompt_name"] is None:
+        raise ConfigError(f"--prompt-name must name a route of {model}: {', '.join(routes.specs)}")

@@ -15,6 +15,7 @@ from jaxembed.doctor.facts import (
     ProgramFacts,
     StageFacts,
     WindowFacts,
+    name_of_route,
 )
 from jaxembed.doctor.findings import bound_by, findings_of
 from jaxembed.doctor.history import Window
@@ -24,7 +25,7 @@ from jaxembed.engine.bucket import SHORTEST_ROW, TPU_TILE
 from jaxembed.engine.build import Plan
 from jaxembed.engine.calibrate import BATCH_S, native_dtype
 from jaxembed.engine.state import BucketUse, EngineState
-from jaxembed.loaded_model import LoadedModel
+from jaxembed.loaded_model import LoadedModel, LoadedRoute
 from jaxembed.models import position_limit
 from jaxembed.telemetry import STAGES
 
@@ -33,32 +34,37 @@ def examine(models: Mapping[str, LoadedModel], window: Window) -> dict[str, Exam
     """Collect the facts of each model and derive its findings.
 
     `models` are the loaded models by served name. Returns one examination for each, by the same
-    name. `window` holds the counts of the last seconds.
+    name, and of a model with several routes one for each route. `window` holds the counts of the
+    last seconds.
     """
     examinations = {}
     for name, loaded in models.items():
-        facts = facts_of(name, loaded, window)
-        examinations[name] = Examination(bound_by(facts), findings_of(facts), facts)
+        for route in loaded.routes:
+            facts = facts_of(name, loaded, window, route)
+            examination = Examination(bound_by(facts), findings_of(facts), facts)
+            examinations[name_of_route(name, route)] = examination
     return examinations
 
 
-def facts_of(name: str, loaded: LoadedModel, window: Window) -> Facts:
-    """Collect the facts of one model. `window` holds what it counted in the last seconds."""
-    state = loaded.snapshot()
+def facts_of(model: str, loaded: LoadedModel, window: Window, route: str = "") -> Facts:
+    """Collect the facts of one route. `window` holds what was counted in the last seconds."""
+    served, name = loaded.routes[route], name_of_route(model, route)
+    state = served.engine.snapshot()
     return Facts(
-        model=name,
+        model=model,
+        route=route,
         task=loaded.spec.task,
-        device=_device(loaded, state),
-        kernels=kernel_facts(loaded.plan, loaded.config),
+        device=_device(loaded, served, state),
+        kernels=kernel_facts(served.plan, loaded.config),
         machine=machine_facts(),
-        programs=_programs(name, loaded, state, window),
-        buckets=_buckets(name, loaded, state, window),
+        programs=_programs(name, served, state, window),
+        buckets=_buckets(name, served, state, window),
         lanes={
             lane: LaneFacts(held.inputs, held.tokens, held.oldest_s)
             for lane, held in state.lanes.items()
         },
-        admission=_admission(name, loaded, window),
-        window=_work(name, loaded, window),
+        admission=_admission(name, loaded, served, window),
+        window=_work(name, served, window),
     )
 
 
@@ -89,8 +95,8 @@ def kernel_facts(plan: Plan, config: EngineConfig) -> KernelFacts:
     return KernelFacts(config.kernels, choice["used"], choice["not_used"])
 
 
-def _device(loaded: LoadedModel, state: EngineState) -> DeviceFacts:
-    facts = device_facts(loaded.plan, loaded.config)
+def _device(loaded: LoadedModel, served: LoadedRoute, state: EngineState) -> DeviceFacts:
+    facts = device_facts(served.plan, loaded.config)
     facts.failing = sum(failures > 0 for failures in state.failures)
     facts.stuck = state.stuck
     facts.longest_call_s = state.longest_call_s
@@ -103,11 +109,11 @@ def _multiplies_bfloat16(plan: Plan) -> bool:
     return bool(plan.devices) and native_dtype(plan.devices[0]) == "bfloat16"
 
 
-def _programs(name: str, loaded: LoadedModel, state: EngineState, window: Window) -> ProgramFacts:
+def _programs(name: str, served: LoadedRoute, state: EngineState, window: Window) -> ProgramFacts:
     return ProgramFacts(
         ready=state.covered,
-        healthy=loaded.healthy,
-        buckets=len(loaded.plan.grid.buckets),
+        healthy=served.engine.healthy,
+        buckets=len(served.plan.grid.buckets),
         compiled=len(state.compiled),
         timed=state.timed,
         drift=state.drift,
@@ -118,11 +124,11 @@ def _programs(name: str, loaded: LoadedModel, state: EngineState, window: Window
 
 
 def _buckets(
-    name: str, loaded: LoadedModel, state: EngineState, window: Window
+    name: str, served: LoadedRoute, state: EngineState, window: Window
 ) -> list[BucketFacts]:
     ran, compiled = window.ran(name), set(state.compiled)
     facts = []
-    for bucket in loaded.plan.grid.buckets:
+    for bucket in served.plan.grid.buckets:
         use = ran.get(bucket, BucketUse())
         facts.append(
             BucketFacts(
@@ -140,10 +146,12 @@ def _buckets(
     return facts
 
 
-def _admission(name: str, loaded: LoadedModel, window: Window) -> AdmissionFacts:
-    plan, config, capacity = loaded.plan, loaded.config, loaded.admission.capacity
-    most = loaded.spec.max_input_tokens
-    positions = position_limit(loaded.spec) or most
+def _admission(
+    name: str, loaded: LoadedModel, served: LoadedRoute, window: Window
+) -> AdmissionFacts:
+    plan, config, capacity = served.plan, loaded.config, loaded.admission.capacity
+    most = served.spec.max_input_tokens
+    positions = position_limit(served.spec) or most
 
     def limit(kind: Limit, allowed: int, held: int) -> LimitFacts:
         return LimitFacts(allowed, held, int(window.count(name, f"refused {kind}")))
@@ -165,11 +173,11 @@ def _admission(name: str, loaded: LoadedModel, window: Window) -> AdmissionFacts
     )
 
 
-def _work(name: str, loaded: LoadedModel, window: Window) -> WindowFacts:
+def _work(name: str, served: LoadedRoute, window: Window) -> WindowFacts:
     seconds = max(window.seconds, 1e-9)
     cpu_s = window.machine("cpu") or 0.0
     busy_s = window.machine("busy")
-    devices = max(len(loaded.plan.devices), 1)
+    devices = max(len(served.plan.devices), 1)
     device_s = window.device_s
     return WindowFacts(
         seconds=window.seconds,

@@ -154,8 +154,13 @@ class WindowFacts(msgspec.Struct):
     throttled_share: float  # time in which the CPU quota stopped the process
 
 
+def name_of_route(model: str, route: str) -> str:
+    """The name under which a route of a model is examined: of an only route that of the model."""
+    return f"{model}, {route}" if route else model
+
+
 class Facts(msgspec.Struct):
-    """All facts of one served model."""
+    """All facts of one served model, or of one of its routes."""
 
     model: str
     task: str
@@ -167,6 +172,7 @@ class Facts(msgspec.Struct):
     lanes: dict[str, LaneFacts]
     admission: AdmissionFacts
     window: WindowFacts
+    route: str = ""
 
 
 class Finding(msgspec.Struct):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
+from jaxembed.doctor.facts import name_of_route
 from jaxembed.doctor.machine import machine_counts
 from jaxembed.engine.admission import Limit
 from jaxembed.engine.bucket import Bucket
@@ -33,7 +34,7 @@ class Moment:
 
     at: float  # time.monotonic()
     machine: Counts
-    models: Mapping[str, ModelTotals]  # by served name
+    models: Mapping[str, ModelTotals]  # by served name; of a model with routes by `name_of_route`
     delay_s: float = 0.0  # delay of the event loop's timer
 
 
@@ -100,15 +101,22 @@ class History:
 
 
 def _moment(models: Mapping[str, LoadedModel], delay_s: float) -> Moment:
-    totals = {name: _totals(loaded) for name, loaded in models.items()}
+    totals: dict[str, ModelTotals] = {}
+    for name, loaded in models.items():
+        totals |= _totals(name, loaded)
     return Moment(time.monotonic(), machine_counts(), totals, delay_s)
 
 
-def _totals(loaded: LoadedModel) -> ModelTotals:
+def _totals(name: str, loaded: LoadedModel) -> dict[str, ModelTotals]:
+    """The totals of each route. The counts are those of the whole model; only batches are told
+    apart."""
     capacity = loaded.admission.capacity
     counts = _counts(loaded.telemetry)
     counts |= {f"refused {limit}": float(capacity.refused[limit]) for limit in get_args(Limit)}
-    return ModelTotals(counts, loaded.snapshot().ran)
+    return {
+        name_of_route(name, route): ModelTotals(counts, state.ran)
+        for route, state in loaded.snapshot().items()
+    }
 
 
 def _counts(telemetry: Telemetry) -> Counts:

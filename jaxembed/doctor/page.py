@@ -14,6 +14,7 @@ from jaxembed.doctor.facts import (
     KernelFacts,
     LocalExamination,
     MachineFacts,
+    name_of_route,
 )
 from jaxembed.doctor.findings import tokenizing_share
 from jaxembed.doctor.probe import Probe
@@ -35,7 +36,7 @@ MOST_BUCKETS = 6  # that are shown, those that took the most time
 def model_page(url: str, examination: Examination, probe: Probe | None = None) -> str:
     """Write the page of one served model: answers, the probe if there was one, and findings."""
     facts = examination.facts
-    lines = [f"{url} serves {facts.model}", ""]
+    lines = [f"{url} serves {name_of_route(facts.model, facts.route)}", ""]
     for number, (question, answer) in enumerate(QUESTIONS, start=1):
         lines.append(f"{number:2}. {question}")
         for line in answer(examination):

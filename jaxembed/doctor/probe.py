@@ -58,7 +58,8 @@ def probe_model(url: str, key: str | None, facts: Facts) -> Probe:
     A query that fails is counted, and raises nothing.
     """
     path, body = PROBE_REQUESTS[facts.task]
-    data = msgspec.json.encode(body | {"model": facts.model})
+    named = {"prompt_name": facts.route} if facts.route else {}
+    data = msgspec.json.encode(body | {"model": facts.model} | named)
     headers = _headers(key) | {"Content-Type": "application/json"}
     probe = Probe([], 0, None)
     for _ in range(PROBES):

@@ -346,12 +346,12 @@ class Engine:
 
     def _show_gauges(self) -> None:
         telemetry = self._telemetry
-        telemetry.queue_size.set_function(lambda: self._lanes.inputs)
-        telemetry.queue_tokens.set_function(lambda: self._lanes.tokens)
-        telemetry.stuck_seats.set_function(lambda: sum(seat.stuck for seat in self.seats))
+        telemetry.add_to(telemetry.queue_size, lambda: self._lanes.inputs)
+        telemetry.add_to(telemetry.queue_tokens, lambda: self._lanes.tokens)
+        telemetry.add_to(telemetry.stuck_seats, lambda: sum(seat.stuck for seat in self.seats))
         for priority in get_args(Priority):
             size = partial(self._lanes.inputs_of, priority)
-            telemetry.lane_size.labels(priority).set_function(size)
+            telemetry.add_to(telemetry.lane_size.labels(priority), size)
 
     def _thread(self, seat: Seat, name: str) -> threading.Thread:
         serve = partial(self._serve, seat)

@@ -3,7 +3,7 @@
 Knows no wire format.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 from jaxembed.config import TextConfig
@@ -79,5 +79,10 @@ def prompt_for(purpose: str, prompts: Collection[str]) -> str | None:
         raise UnknownPurpose(purpose, [*PURPOSES, *(f"*{suffix}" for suffix in SUFFIXES)])
     if purpose in prompts:
         return purpose
-    same_role = (name for name in prompts if role_of(name) == role)
-    return prompt_of_role(role, prompts) or next(same_role, None)
+    return prompt_of_role(role, prompts) or same_purpose(purpose, prompts)
+
+
+def same_purpose(purpose: str, names: Iterable[str]) -> str | None:
+    """The first of the names with the role of this purpose; None if there is none."""
+    role = role_of(purpose)
+    return next((name for name in names if role is not None and role_of(name) == role), None)

@@ -6,11 +6,12 @@ from typing import TypeVar
 
 from quart import Response
 
+from jaxembed.errors import InvalidInput
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.server.body import RequestInputs, RequestTexts, check_batch
 from jaxembed.server.meter import Meter, RequestSize
-from jaxembed.spec import ModelSpec, Task
+from jaxembed.spec import Task
 
 Size = TypeVar("Size", bound=RequestSize)
 
@@ -19,13 +20,35 @@ async def embed_inputs(
     meter: Meter,
     model: str | None,
     read: Callable[[], RequestInputs],
-    options: Callable[[ModelSpec], EncodeOptions],
+    options: Callable[[LoadedModel], EncodeOptions],
 ) -> Embeddings:
     """The vectors of a request to embed. `read` and `options` are called once the model is known:
     they raise what is wrong with the body."""
     loaded, inputs = _accept(meter, model, "embed", read)
-    request = loaded.tasks.embed(inputs.items, options(loaded.spec))
+    request = loaded.tasks.embed(inputs.items, options(loaded))
     return await loaded.answer(request, meter.held)
+
+
+async def embed_to_compare(
+    meter: Meter,
+    model: str | None,
+    read: Callable[[], RequestInputs],
+    options: EncodeOptions,
+) -> Embeddings:
+    """The vectors of a text, the first input, and of those to compare with it. Of a model with
+    several routes the first is a query and the others are documents, unless a prompt is named."""
+    loaded, inputs = _accept(meter, model, "embed", read)
+    tasks = loaded.tasks
+    if len(loaded.routes) == 1 or options.prompt_name is not None:
+        return await loaded.answer(tasks.embed(inputs.items, options), meter.held)
+    query = tasks.embed(inputs.items[:1], tasks.for_role("query", options))
+    documents = tasks.embed(inputs.items[1:], tasks.for_role("document", options))
+    first = await loaded.answer(query, meter.held)
+    try:
+        return first.followed_by(await loaded.answer(documents, meter.held))
+    except InvalidInput as error:
+        error.index = 1 + (error.index or 0)
+        raise
 
 
 async def score_inputs(

@@ -28,6 +28,7 @@ from jaxembed.errors import (
     UnknownModel,
     UnknownPrompt,
     UnknownPurpose,
+    UnknownRoute,
     WrongTask,
 )
 from jaxembed.server.encoding import json_response
@@ -222,6 +223,13 @@ def _words(error: Exception, field: str) -> str:
             return f"Input validation error: `prompt_name` is `{name}` but {reason}"
         case UnknownPurpose(purpose=purpose, known=known):
             return f"`{field}` of {purpose!r} is unknown; wanted one of {', '.join(known)}"
+        case UnknownRoute(asked=asked, available=available):
+            routes = f"the routes of this model: {', '.join(available)}"
+            if asked is not None:
+                return f"`{field}` of {asked!r} names none of {routes}"
+            return (
+                f"`{field}` (or `input_type` or `task` of /v1/embeddings) must name one of {routes}"
+            )
         case TokenizerError():
             return f"tokenizer error {error}"
     return str(error)

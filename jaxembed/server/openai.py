@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 from quart import Blueprint, Response
 
-from jaxembed.errors import InvalidInput, UnknownPurpose
+from jaxembed.errors import InvalidInput, UnknownPurpose, UnknownRoute
+from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import to_base64
 from jaxembed.processors.prompts import Role, prompt_for, role_of
@@ -87,21 +88,22 @@ async def embeddings() -> Response:
             meter,
             body.model,
             lambda: read_inputs(body.input, field="input"),
-            lambda spec: options(body, spec.prompts),
+            lambda loaded: options(body, loaded),
         )
         return await encode_answer(meter, answer, lambda: respond(meter, body, answer))
 
 
-def options(body: EmbeddingsRequest, prompts: Mapping[str, str]) -> EncodeOptions:
-    """The options of a request to a model with these prompts, by name.
+def options(body: EmbeddingsRequest, loaded: LoadedModel) -> EncodeOptions:
+    """The options of a request to a model.
 
     Vectors are normalised unless the body says otherwise, as OpenAI does. Raises InvalidInput for
     an unknown purpose, and for fields that contradict each other.
     """
-    prompt, prompt_name = chosen_prompt(body, prompts)
+    prompt, prompt_name = chosen_prompt(body, loaded.spec.prompts)
     return EncodeOptions(
         prompt=prompt,
         prompt_name=prompt_name,
+        route=chosen_route(body, loaded),
         truncate=agreed(body, "truncate", "truncation"),
         dimensions=agreed(body, "dimensions", "output_dimension", unset=(None, 0)),
         normalize=agreed(body, "normalize", "normalized") is not False,
@@ -140,6 +142,18 @@ def chosen_prompt(
             )
     name = next((name for _, name in found.values() if name is not None), None)
     return ("" if name is None else None), name
+
+
+def chosen_route(body: EmbeddingsRequest, loaded: LoadedModel) -> str | None:
+    """The route for the purpose of the body, None if it has none. Raises UnknownRoute."""
+    for field in ("input_type", "task"):
+        if purpose := getattr(body, field):
+            try:
+                return loaded.tasks.route_for(purpose)
+            except UnknownRoute as error:
+                error.field = field
+                raise
+    return None
 
 
 async def respond(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> Response:

@@ -15,7 +15,7 @@ from jaxembed.errors import EmptyInput, InvalidInput, NoInputs, WrongTask
 from jaxembed.inputs import Priority, Tokens
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import similarity
-from jaxembed.server.answering import embed_inputs, encode_answer
+from jaxembed.server.answering import embed_inputs, embed_to_compare, encode_answer
 from jaxembed.server.body import (
     InputUnion,
     RequestInputs,
@@ -115,10 +115,12 @@ class Token(msgspec.Struct):
 
 
 class DecodeRequest(msgspec.Struct):
-    """One sequence of token ids, or a list of them."""
+    """One sequence of token ids, or a list of them. `prompt_name` names the route that they are
+    of, of a model with several."""
 
     ids: list[TokenId | list[TokenId]]
     skip_special_tokens: bool = True
+    prompt_name: str | None = None
     model: str | None = None
 
 
@@ -138,7 +140,7 @@ async def embed_all() -> Response:
             meter,
             body.model,
             lambda: read_inputs(body.inputs, field="inputs"),
-            lambda spec: EncodeOptions(
+            lambda loaded: EncodeOptions(
                 outputs=frozenset({"tokens"}),
                 prompt_name=body.prompt_name,
                 truncate=body.truncate,
@@ -157,17 +159,15 @@ async def similarities() -> Response:
     with current_meter() as meter:
         body = await read_body_as(SimilarityRequest)
         parameters = body.parameters or SimilarityParameters()
-        answer = await embed_inputs(
-            meter,
-            body.model,
-            lambda: _texts_to_compare(body.inputs),
-            lambda spec: EncodeOptions(
-                prompt_name=parameters.prompt_name,
-                truncate=parameters.truncate,
-                truncation_side=SIDES[parameters.truncation_direction],
-                normalize=True,
-                priority=priority_of(body.priority),
-            ),
+        options = EncodeOptions(
+            prompt_name=parameters.prompt_name,
+            truncate=parameters.truncate,
+            truncation_side=SIDES[parameters.truncation_direction],
+            normalize=True,
+            priority=priority_of(body.priority),
+        )
+        answer = await embed_to_compare(
+            meter, body.model, lambda: _texts_to_compare(body.inputs), options
         )
         scores = similarity(answer.dense[0], answer.dense[1:])
         response = json_response(orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY))
@@ -204,6 +204,7 @@ async def decode_ids() -> Response:
         texts = await meter.find(body.model, None).decode_async(
             [item.ids for item in items if isinstance(item, Tokens)],
             skip_special_tokens=body.skip_special_tokens,
+            prompt_name=body.prompt_name,
             held=meter.held,
         )
         return json_response(orjson.dumps(texts))
@@ -224,11 +225,11 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Res
         meter,
         body.model,
         lambda: read_inputs(body.inputs, field="inputs"),
-        lambda spec: EncodeOptions(
+        lambda loaded: EncodeOptions(
             prompt_name=body.prompt_name,
             truncate=body.truncate,
             truncation_side=SIDES[body.truncation_direction],
-            dimensions=_check_dimensions(body.dimensions, spec.dim),
+            dimensions=_check_dimensions(body.dimensions, loaded.spec.dim),
             normalize=body.normalize,
             priority=priority_of(body.priority),
         ),

@@ -1,0 +1,493 @@
+"""A model with several routes: which engine a request gets, and all engines together."""
+
+import asyncio
+import base64
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import is_, is_not
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import LIMIT, tiny_spec, word_tokenizer
+from fakes import WAIT_S, count_of, until
+from test_cli import run
+from test_server_app import fetch, fetch_json
+from test_server_openai import ask
+
+from jaxembed import Embedder, EngineConfig, TextConfig, checkpoint
+from jaxembed.checkpoint import Contents
+from jaxembed.config import ServerConfig
+from jaxembed.doctor.examine import examine
+from jaxembed.doctor.history import History
+from jaxembed.engine.engine import Engine
+from jaxembed.errors import BackendError, ConfigError, UnknownPrompt, UnknownRoute
+from jaxembed.models import random_parameters
+from jaxembed.server.app import create_app
+from jaxembed.server.models import Models
+
+SHORT = 16  # tokens of a query
+PROMPTS = {"query": "what is ", "document": "", "sts": "the cat "}
+TEXTS = ["the cat sat", "a dog runs", "blue sky"]
+
+
+def save_routed(path: Path, default: str | None) -> Path:
+    """A checkpoint of a small query encoder and a larger one for documents."""
+    specs = {
+        "query": tiny_spec(prompts=PROMPTS, max_input_tokens=SHORT),
+        "document": tiny_spec(prompts=PROMPTS, pooling=("cls",)),
+    }
+    tokenizer = word_tokenizer().to_str().encode()
+    contents = {
+        route: Contents(spec, random_parameters(spec, seed), tokenizer)
+        for seed, (route, spec) in enumerate(specs.items())
+    }
+    checkpoint.save_routes(path, contents, default)
+    return path
+
+
+@pytest.fixture(name="opened", scope="module")
+def _opened(grid_file, tmp_path_factory):
+    """Open checkpoints as Embedders, which are closed at the end."""
+    cache, embedders = tmp_path_factory.mktemp("cache"), []
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
+
+    def opened(path: Path, **options) -> Embedder:
+        embedders.append(Embedder(str(path), cache_dir=cache, config=config, **options))
+        return embedders[-1]
+
+    yield opened
+    for embedder in embedders:
+        embedder.close()
+
+
+@pytest.fixture(name="saved", scope="module")
+def _saved(tmp_path_factory) -> Path:
+    return save_routed(tmp_path_factory.mktemp("routed") / "out", "document")
+
+
+@pytest.fixture(name="routed", scope="module")
+def _routed(opened, saved) -> Embedder:
+    """Its default route is that of documents. Shared: do not close or drain it."""
+    return opened(saved)
+
+
+@pytest.fixture(name="undecided", scope="module")
+def _undecided(opened, tmp_path_factory) -> Embedder:
+    """The same without a default route."""
+    return opened(save_routed(tmp_path_factory.mktemp("undecided") / "out", None))
+
+
+@pytest.fixture(name="alone", scope="module")
+def _alone(opened, saved) -> dict[str, Embedder]:
+    """Each route as a model of its own."""
+    return {route: opened(saved / "routes" / route) for route in ("query", "document")}
+
+
+@pytest.fixture(name="wanted", scope="module")
+def _wanted(alone) -> dict[str, np.ndarray]:
+    """The vectors of TEXTS by route, with the prompt of the route's name."""
+    return {route: one.encode(TEXTS, prompt_name=route) for route, one in alone.items()}
+
+
+def same(got, wanted) -> bool:
+    return np.allclose(np.asarray(got, np.float32), wanted, atol=1e-5)
+
+
+# The library.
+
+
+def test_each_method_takes_the_route_of_its_texts(routed, wanted):
+    assert not same(wanted["query"], wanted["document"])
+    assert same(routed.encode_query(TEXTS), wanted["query"])
+    assert same(routed.encode_document(TEXTS), wanted["document"])
+    assert same(routed.encode_query(TEXTS[0]), wanted["query"][0])
+
+
+def test_so_do_their_twins_for_event_loops(routed, wanted):
+    async def both():
+        return await asyncio.gather(
+            routed.encode_query_async(TEXTS), routed.encode_document_async(TEXTS)
+        )
+
+    queries, documents = asyncio.run(both())
+    assert same(queries, wanted["query"])
+    assert same(documents, wanted["document"])
+
+
+def test_a_prompt_name_names_a_route(routed, wanted):
+    for route, vectors in wanted.items():
+        assert same(routed.encode(TEXTS, prompt_name=route), vectors)
+
+
+def test_without_a_name_the_default_route_is_taken(routed, alone):
+    assert same(routed.encode(TEXTS), alone["document"].encode(TEXTS))
+
+
+def test_a_prompt_that_names_no_route_goes_the_default_one(routed, alone):
+    assert same(
+        routed.encode(TEXTS, prompt_name="sts"), alone["document"].encode(TEXTS, prompt_name="sts")
+    )
+
+
+def test_a_route_can_be_chosen_beside_the_prompt(routed, alone):
+    for route, one in alone.items():
+        got = routed.encode(TEXTS, route=route, prompt="the ")
+        assert same(got, one.encode(TEXTS, prompt="the "))
+    got = routed.encode_query(TEXTS, prompt_name="sts")
+    assert same(got, alone["query"].encode(TEXTS, prompt_name="sts"))
+
+
+def test_other_outputs_are_of_the_route_too(routed, alone):
+    got = routed.compute(TEXTS, ["dense", "tokens"], prompt_name="query")
+    assert same(
+        got["dense"], alone["query"].compute(TEXTS, ["dense"], prompt_name="query")["dense"]
+    )
+
+
+def test_no_name_is_refused_where_no_route_is_the_default(undecided, wanted):
+    for options in ({}, {"prompt_name": "sts"}, {"prompt": "the "}):
+        with pytest.raises(UnknownRoute, match="query, document"):
+            undecided.encode(TEXTS, **options)
+    with pytest.raises(UnknownRoute, match="query, document"):
+        undecided.compute(TEXTS, ["dense"])
+    assert same(undecided.encode_query(TEXTS), wanted["query"])
+
+
+def test_unknown_names_are_refused(routed):
+    with pytest.raises(UnknownRoute, match="'image', which is no route"):
+        routed.encode(TEXTS, route="image")
+    with pytest.raises(UnknownPrompt):
+        routed.encode(TEXTS, prompt_name="passage")
+
+
+def test_a_model_with_one_route_knows_no_other(embedder):
+    assert same(embedder.encode(TEXTS, route=""), embedder.encode(TEXTS))
+    with pytest.raises(UnknownRoute):
+        embedder.encode(TEXTS, route="query")
+
+
+def test_the_default_prompt_of_the_flags_chooses_the_route(opened, saved, wanted):
+    embedder = opened(saved, text=TextConfig(default_prompt_name="query"))
+    assert same(embedder.encode(TEXTS), wanted["query"])
+    assert same(embedder.encode_document(TEXTS), wanted["document"])
+
+
+def test_each_route_has_its_own_limit(routed, alone):
+    long = "cat " * 40
+    assert routed.routes["query"].plan.max_input_tokens == SHORT
+    assert routed.max_input_tokens == LIMIT  # of the default route
+    for route, one in alone.items():
+        assert same(routed.encode(long, route=route, prompt=""), one.encode(long, prompt=""))
+
+
+def test_another_pooling_is_refused(saved, tmp_path):
+    with pytest.raises(ConfigError, match="--pooling max: this checkpoint has the routes"):
+        Embedder(str(saved), cache_dir=tmp_path, pooling="max")
+
+
+# Over HTTP.
+
+
+def over_http(model, path, body, **options):
+    response, answer = ask(body, path=path, models=Models([model]), **options)
+    assert response.status_code == 200, answer
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("fields", "route"),
+    [
+        ({"prompt_name": "query"}, "query"),
+        ({"input_type": "query"}, "query"),
+        ({"input_type": "search_query"}, "query"),
+        ({"task": "retrieval.query"}, "query"),
+        ({"input_type": "query", "task": "retrieval.query"}, "query"),
+        ({"prompt_name": "document"}, "document"),
+        ({"input_type": "passage"}, "document"),
+        ({"input_type": "search_document"}, "document"),
+        ({"task": "retrieval.passage"}, "document"),
+        ({}, "document"),
+    ],
+)
+def test_openai_chooses_the_route_by_the_fields_of_its_prompt(routed, wanted, fields, route):
+    answer = over_http(routed, "/v1/embeddings", {"input": TEXTS} | fields)
+    assert same([one["embedding"] for one in answer["data"]], wanted[route])
+
+
+def test_openai_can_have_it_as_base64(routed, wanted):
+    body = {"input": TEXTS, "encoding_format": "base64", "input_type": "query"}
+    (first, *_) = over_http(routed, "/v1/embeddings", body)["data"]
+    assert same(np.frombuffer(base64.b64decode(first["embedding"]), "<f4"), wanted["query"][0])
+
+
+@pytest.mark.parametrize("path", ["/embed", "/", "/invocations"])
+def test_tei_chooses_the_route_by_prompt_name(routed, wanted, path):
+    for route, vectors in wanted.items():
+        assert same(over_http(routed, path, {"inputs": TEXTS, "prompt_name": route}), vectors)
+    assert same(over_http(routed, path, {"inputs": TEXTS}), wanted["document"])
+
+
+def test_vertex_takes_a_route_for_each_instance(routed, wanted):
+    body = {"instances": [{"inputs": TEXTS, "prompt_name": route} for route in wanted]}
+    queries, documents = over_http(routed, "/vertex", body)["predictions"]
+    assert same(queries, wanted["query"])
+    assert same(documents, wanted["document"])
+
+
+def test_token_vectors_are_of_the_route(routed, alone):
+    rows = over_http(routed, "/embed_all", {"inputs": ["the cat"], "prompt_name": "query"})
+    tokens = alone["query"].compute(["the cat"], ["tokens"], prompt_name="query")["tokens"]
+    assert same(rows[0], tokens[0])
+
+
+def test_similarity_is_of_a_query_with_documents(routed, undecided, wanted):
+    body = {"inputs": {"source_sentence": TEXTS[0], "sentences": TEXTS}}
+    for model in (routed, undecided):
+        got = over_http(model, "/similarity", body)
+        assert same(got, wanted["document"] @ wanted["query"][0])
+    named = body | {"parameters": {"prompt_name": "query"}}
+    assert same(over_http(routed, "/similarity", named), wanted["query"] @ wanted["query"][0])
+
+
+def test_similarity_counts_once_and_names_the_sentence_at_fault(routed):
+    before = count_of(routed.telemetry.request_count)
+    sentences = ["cat", "dog " * 70]
+    body = {
+        "inputs": {"source_sentence": "cat", "sentences": sentences},
+        "parameters": {"truncate": False},
+    }
+    response, answer = ask(body, path="/similarity", models=Models([routed]))
+    assert response.status_code == 413 or response.status_code == 422
+    assert "less than 64 tokens" in answer["error"]
+    assert count_of(routed.telemetry.request_count) == before + 1
+
+
+def test_texts_are_tokenized_by_the_route(routed):
+    def count(**fields) -> int:
+        (tokens,) = over_http(routed, "/tokenize", {"inputs": "cat"} | fields)
+        return len(tokens)
+
+    assert count() == count(prompt_name="document") == 3
+    assert count(prompt_name="query") == 5  # with "what is "
+    ids = {"ids": [[2, 7, 3]]}
+    assert over_http(routed, "/decode", ids) == over_http(
+        routed, "/decode", ids | {"prompt_name": "query"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": TEXTS}),
+        ("/embeddings", {"input": TEXTS}),
+        ("/embed", {"inputs": TEXTS}),
+        ("/embed_all", {"inputs": TEXTS}),
+        ("/tokenize", {"inputs": TEXTS}),
+        ("/decode", {"ids": [[2, 7, 3]]}),
+    ],
+)
+def test_a_request_that_names_no_route_is_told_the_fields_and_the_routes(undecided, path, body):
+    response, answer = ask(body, path=path, models=Models([undecided]))
+    assert response.status_code == (400 if "embeddings" in path else 422)
+    message = answer["error"]["message"] if "embeddings" in path else answer["error"]
+    assert "`prompt_name`" in message
+    assert "`input_type`" in message
+    assert "query, document" in message
+    if "embeddings" in path:
+        assert answer["error"]["param"] == "prompt_name"
+
+
+@pytest.mark.parametrize("field", ["input_type", "task"])
+def test_a_purpose_without_a_route_is_refused(routed, field):
+    body = {"input": TEXTS, field: "classification"}
+    response, answer = ask(body, models=Models([routed]))
+    assert response.status_code == 400
+    assert answer["error"]["param"] == field
+    assert f"`{field}` of 'classification' names none of the routes" in answer["error"]["message"]
+
+
+def test_info_has_each_route(routed):
+    _, info = fetch_json("/info", models=Models([routed]))
+    assert info["max_input_length"] == LIMIT
+    more = info["jaxembed"]
+    assert more["default_route"] == "document"
+    assert {name: one["max_input_length"] for name, one in more["routes"].items()} == {
+        "query": SHORT,
+        "document": LIMIT,
+    }
+    assert len({one["content_hash"] for one in more["routes"].values()}) == 2
+
+
+def test_info_of_an_ordinary_model_has_no_routes(embedder):
+    _, info = fetch_json("/info", models=Models([embedder]))
+    assert "routes" not in info["jaxembed"]
+
+
+def test_the_doctor_examines_each_route(routed):
+    models, history = {"m": routed}, History()
+    before = examine(models, history.window(models))["m, query"].facts
+    history.note(models)
+    routed.encode_query(TEXTS)
+    found = examine(models, history.window(models))
+    assert list(found) == ["m, query", "m, document"]
+    facts = {name: one.facts for name, one in found.items()}
+    assert [one.admission.max_input_tokens for one in facts.values()] == [SHORT, LIMIT]
+    assert (facts["m, query"].model, facts["m, query"].route) == ("m", "query")
+    runs = [sum(bucket.runs for bucket in one.buckets) for one in facts.values()]
+    assert runs[0] > 0 == runs[1]
+    assert before.window.inputs == 0 < facts["m, query"].window.inputs
+    _, info = fetch_json("/info?verbose", models=Models([routed]))
+    assert list(info["jaxembed"]["doctor"]) == [f"{routed.name}, query", f"{routed.name}, document"]
+
+
+def test_the_metrics_are_of_all_routes(routed):
+    done = count_of(routed.telemetry.embed_success)
+    routed.encode_query(TEXTS)
+    routed.encode_document(TEXTS)
+    assert count_of(routed.telemetry.embed_success) == done + 6
+    _, text = fetch("/metrics", models=Models([routed]))
+    assert text.count(b"\nte_queue_size 0.0\n") == 1
+
+
+# All engines together.
+
+
+@contextmanager
+def held_back(embedder: Embedder) -> Iterator[None]:
+    """Hold the turn of the device, which all engines share: what is asked for meanwhile waits."""
+    (seat,) = embedder.engine.seats
+    with seat.turn.hold(lambda: math.inf, whole=True):
+        yield
+
+
+async def until_waiting(embedder: Embedder, inputs: int) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while embedder.waiting < inputs:  # the queue is what there is to wait on
+            await asyncio.sleep(0)
+
+
+@pytest.fixture(name="own")
+def _own(opened, saved) -> Iterator[Embedder]:
+    """One to close, drain or break."""
+    embedder = opened(saved)
+    yield embedder
+    embedder.close()
+
+
+def test_a_route_that_fails_leaves_the_others(own, monkeypatch, wanted):
+    (seat,) = own.routes["query"].engine.seats
+    monkeypatch.setattr(seat.runner, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
+    with pytest.raises(BackendError):
+        own.encode_query(TEXTS)
+    assert same(own.encode_document(TEXTS), wanted["document"])
+
+
+def test_what_waits_is_counted_over_all_routes(routed, wanted):
+    async def go():
+        with held_back(routed):
+            asked = asyncio.gather(
+                routed.encode_query_async(TEXTS), routed.encode_document_async(TEXTS[:2])
+            )
+            await until_waiting(routed, 5)
+            shown = count_of(routed.telemetry.queue_size)
+            by_route = [state.waiting_inputs for state in routed.snapshot().values()]
+        return shown, by_route, await asked
+
+    shown, by_route, (queries, documents) = asyncio.run(go())
+    assert (shown, by_route) == (5, [3, 2])
+    assert same(queries, wanted["query"])
+    assert same(documents, wanted["document"][:2])
+
+
+def test_a_model_is_ready_and_healthy_when_all_its_engines_are(routed, monkeypatch):
+    models = Models([routed])
+    assert fetch("/ready", models=models)[0].status_code == 200
+    for fact, route in (("ready", "/ready"), ("healthy", "/health"), ("healthy", "/ready")):
+        for one in routed.routes.values():
+            with monkeypatch.context() as patch:
+                patch.setattr(Engine, fact, property(partial(is_not, one.engine)))
+                assert fetch(route, models=models)[0].status_code == 503
+    for one in routed.routes.values():
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "stuck", property(partial(is_, one.engine)))
+            assert fetch("/livez", models=models)[0].status_code == 503
+
+
+def test_draining_refuses_new_requests_and_finishes_those_of_all_routes(own, wanted):
+    async def go():
+        client = create_app(Models([own]), ServerConfig()).test_client()
+
+        def send(route: str):
+            return client.post("/embed", json={"inputs": TEXTS, "prompt_name": route})
+
+        with held_back(own):
+            begun = asyncio.gather(*map(send, wanted))
+            await until_waiting(own, 6)
+            own.drain()
+            refused = [(await send(route)).status_code for route in wanted]
+        return refused, [await response.get_json() for response in await begun]
+
+    refused, (queries, documents) = asyncio.run(go())
+    assert refused == [503, 503]
+    assert same(queries, wanted["query"])
+    assert same(documents, wanted["document"])
+
+
+def test_closing_finishes_what_waits_on_all_routes(own, wanted):
+    async def go():
+        with held_back(own):
+            begun = asyncio.gather(own.encode_query_async(TEXTS), own.encode_document_async(TEXTS))
+            await until_waiting(own, 6)
+            closing = asyncio.create_task(asyncio.to_thread(own.close, WAIT_S))
+            await asyncio.to_thread(until, lambda: own.snapshot()["query"].closing)
+        await closing
+        return await begun
+
+    queries, documents = asyncio.run(go())
+    assert same(queries, wanted["query"])
+    assert same(documents, wanted["document"])
+    assert [state.threads for state in own.snapshot().values()] == [0, 0]
+    for encode in (own.encode_query, own.encode_document):
+        with pytest.raises(BackendError, match="closed"):
+            encode("cat")
+
+
+def test_progress_is_of_all_engines(opened, saved):
+    seen: list[tuple[int, int]] = []
+    embedder = opened(saved, on_progress=lambda done, total: seen.append((done, total)))
+    buckets = sum(len(one.plan.grid.buckets) for one in embedder.routes.values())
+    for one in embedder.routes.values():
+        one.engine.wait_timed(WAIT_S)
+    assert seen[-1][0] == seen[-1][1] == buckets
+
+
+# The command line.
+
+
+def test_a_file_is_embedded_by_the_route_of_its_prompt(saved, wanted, grid_file, tmp_path):
+    texts, out = tmp_path / "texts.txt", tmp_path / "out.npy"
+    texts.write_text("\n".join(TEXTS))
+    named = [
+        "--model",
+        str(saved),
+        "--prompt-name",
+        "query",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+    ]
+    flags = ["--dtype", "float32", "--devices", "1", "--buckets", str(grid_file)]
+    done = run("embed", str(texts), "-o", str(out), *named, *flags)
+    assert done.returncode == 0, done.stderr
+    assert same(np.load(out), wanted["query"])
+
+
+def test_a_file_without_a_route_is_refused_before_the_model_is_loaded(tmp_path):
+    path = save_routed(tmp_path / "out", None)
+    (tmp_path / "texts.txt").write_text("cat")
+    out = ["-o", str(tmp_path / "out.npy"), "--cache-dir", str(tmp_path / "cache")]
+    refused = run("embed", str(tmp_path / "texts.txt"), "--model", str(path), *out)
+    assert refused.returncode != 0
+    assert f"--prompt-name must name a route of {path}: query, document" in refused.stderr
