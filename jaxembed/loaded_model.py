@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from jaxembed.engine.compiles import compile_events
 from jaxembed.engine.state import EngineState
 from jaxembed.engines import PlannedEngine, Progress, plan_engine
 from jaxembed.errors import ConfigError, NoInputs
+from jaxembed.models import is_static
 from jaxembed.processors.pieces import TokenPiece
 from jaxembed.processors.text import DECODED_BYTES, PIECE_BYTES, TextProcessor
 from jaxembed.request import Answer, Request
@@ -110,9 +111,7 @@ class LoadedModel:
         capacity: Capacity | None,
         on_progress: Progress | None,
     ) -> None:
-        planned = {
-            route: plan_engine(spec, self.config, cache_dir) for route, spec in specs.specs.items()
-        }
+        planned = self._planned(specs, cache_dir)
         self.telemetry = Telemetry(max(one.plan.max_input_tokens for one in planned.values()))
         shares = _shares_of(on_progress, len(planned))
         self.routes = {
@@ -132,6 +131,15 @@ class LoadedModel:
         self._show_gauges()
         for one in self.routes.values():
             one.engine.start()
+
+    def _planned(self, specs: Routes, cache_dir: Path) -> dict[str, PlannedEngine]:
+        """The engine of each route. A grid is for those that run on devices, if there are any."""
+        has_towers = not all(map(is_static, specs.specs.values()))
+        of_static = replace(self.config, buckets=None) if has_towers else self.config
+        return {
+            route: plan_engine(spec, of_static if is_static(spec) else self.config, cache_dir)
+            for route, spec in specs.specs.items()
+        }
 
     def _load_route(
         self,

@@ -54,6 +54,7 @@ TRANSFORMER = "sentence_transformers.models.Transformer"
 POOLING = "sentence_transformers.models.Pooling"
 DENSE = "sentence_transformers.models.Dense"
 NORMALIZE = "sentence_transformers.models.Normalize"
+STATIC = "sentence_transformers.sentence_transformer.modules.static_embedding.StaticEmbedding"
 ROUTER = "sentence_transformers.base.modules.router.Router"
 
 Tensors = dict[str, np.ndarray]
@@ -223,6 +224,15 @@ def write_route(folder: Path, route: str, seed: int, **config: Any) -> list[tupl
     return [(TRANSFORMER, tower.name), (POOLING, f"{route}_1_Pooling")]
 
 
+def write_static_route(folder: Path, route: str, seed: int) -> list[tuple[str, str]]:
+    """The folder of a route of static embeddings, as wide as the tiny BERT's."""
+    static = folder / f"{route}_0_StaticEmbedding"
+    table = np.random.default_rng(seed).standard_normal((len(WORDS), HIDDEN), np.float32)
+    write_weights(static, {"embedding.weight": table})
+    wordpiece().save(str(static / "tokenizer.json"))
+    return [(STATIC, static.name)]
+
+
 def write_router_config(folder: Path, routes: dict[str, list[tuple[str, str]]], **given: Any):
     """modules.json with a Router and then Normalize, and router_config.json. `given` are the
     parameters of the Router."""
@@ -236,10 +246,14 @@ def write_router_config(folder: Path, routes: dict[str, list[tuple[str, str]]], 
     write_json(folder / "router_config.json", content)
 
 
-def write_router(folder: Path, **given: Any) -> Path:
-    """A Router of two towers: of one layer for queries and of two for documents, whose vectors are
-    equally wide. The prompt of queries is "hello ". `given` are the parameters of the Router."""
-    query = write_route(folder, "query", 1, num_hidden_layers=1)
+def write_router(folder: Path, *, static: bool = False, **given: Any) -> Path:
+    """A Router of two towers: of one layer for queries, or `static` embeddings, and of two for
+    documents, whose vectors are equally wide. The prompt of queries is "hello ". `given` are the
+    parameters of the Router."""
+    if static:
+        query = write_static_route(folder, "query", 1)
+    else:
+        query = write_route(folder, "query", 1, num_hidden_layers=1)
     document = write_route(folder, "document", 2)
     write_router_config(folder, {"query": query, "document": document}, **given)
     write_json(

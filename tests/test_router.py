@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import sources
 
-from converters import convert, outline_routes, weight_folders
+from converters import convert, folders_read, outline_routes, weight_folders
 from jaxembed import checkpoint, hub
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.spec import Routes
@@ -91,6 +91,14 @@ def test_a_router_goes_through_the_cache(source, tmp_path):
 
 def test_the_weights_of_all_routes_are_fetched(source):
     assert weight_folders(source) == ["query_0_Transformer", "document_0_Transformer"]
+
+
+def test_static_embeddings_are_fetched_to_describe_them(tmp_path):
+    source = sources.write_router(tmp_path / "router", static=True)
+    assert folders_read(source) == ["query_0_StaticEmbedding"]
+    assert weight_folders(source) == ["query_0_StaticEmbedding", "document_0_Transformer"]
+    routes = converted(source)
+    assert [spec.architecture for spec in routes.specs.values()] == ["static", "bert"]
 
 
 def test_a_summary_has_every_route(source):

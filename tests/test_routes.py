@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sources
 from conftest import LIMIT, tiny_spec, word_tokenizer
 from fakes import WAIT_S, count_of, until
+from safetensors.numpy import load_file
 from test_cli import run
 from test_server_app import fetch, fetch_json
 from test_server_openai import ask
@@ -23,6 +25,7 @@ from jaxembed.config import ServerConfig
 from jaxembed.doctor.examine import examine
 from jaxembed.doctor.history import History
 from jaxembed.engine.engine import Engine
+from jaxembed.engine.host import HostEngine
 from jaxembed.errors import BackendError, ConfigError, UnknownPrompt, UnknownRoute
 from jaxembed.models import random_parameters
 from jaxembed.server.app import create_app
@@ -462,6 +465,35 @@ def test_progress_is_of_all_engines(opened, saved):
     for one in embedder.routes.values():
         one.engine.wait_timed(WAIT_S)
     assert seen[-1][0] == seen[-1][1] == buckets
+
+
+def test_a_static_query_encoder_runs_beside_a_tower_for_documents(opened, tmp_path):
+    source = sources.write_router(tmp_path / "router", static=True, default_route="document")
+    embedder = opened(source)
+    assert isinstance(embedder.routes["query"].engine, HostEngine)
+    assert isinstance(embedder.routes["document"].engine, Engine)
+    texts = ["hello world", "world a"]
+    prompted = [f"hello {text}" for text in texts]
+    table = load_file(source / "query_0_StaticEmbedding" / "model.safetensors")["embedding.weight"]
+    ids = [[sources.WORDS.index(word) for word in text.split()] for text in prompted]
+    wanted = np.stack([table[row].mean(axis=0) for row in ids])
+    wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
+    assert same(embedder.encode_query(texts), wanted)
+    assert same(over_http(embedder, "/embed", {"inputs": texts, "prompt_name": "query"}), wanted)
+    alone = opened(sources.write_alone(tmp_path / "alone", source, "document"))
+    documents = alone.encode(texts)
+    assert same(embedder.encode_document(texts), documents)
+    got = over_http(
+        embedder, "/similarity", {"inputs": {"source_sentence": texts[0], "sentences": texts}}
+    )
+    assert same(got, documents @ wanted[0])
+    models = {"m": embedder}
+    assert list(examine(models, History().window(models))) == ["m, query", "m, document"]
+    _, info = fetch_json("/info?verbose", models=Models([embedder]))
+    assert info["jaxembed"]["routes"]["query"]["buckets"] == []
+    assert fetch("/ready", models=Models([embedder]))[0].status_code == 200
+    _, metrics = fetch("/metrics", models=Models([embedder]))
+    assert metrics.count(b"\nte_queue_size 0.0\n") == 1
 
 
 # The command line.

@@ -73,7 +73,9 @@ class Window:
     def device_s(self) -> dict[str, float]:
         """Device time of each model in this window, in seconds, by served name."""
         models = self._last.models
-        return {model: sum(use.device_s for use in self.ran(model).values()) for model in models}
+        return {
+            model: sum((use.device_s for use in self.ran(model).values()), 0.0) for model in models
+        }
 
     def _begin(self, model: str) -> ModelTotals:
         return self._first.models[model]

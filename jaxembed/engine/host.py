@@ -257,11 +257,11 @@ class HostEngine:
 
     def _show_gauges(self) -> None:
         telemetry = self._telemetry
-        telemetry.queue_size.set_function(lambda: self.snapshot().waiting_inputs)
-        telemetry.queue_tokens.set_function(lambda: self.snapshot().waiting_tokens)
+        telemetry.add_to(telemetry.queue_size, lambda: self.snapshot().waiting_inputs)
+        telemetry.add_to(telemetry.queue_tokens, lambda: self.snapshot().waiting_tokens)
         for priority in self._lanes:
             size = partial(self._inputs_of, priority)
-            telemetry.lane_size.labels(priority).set_function(size)
+            telemetry.add_to(telemetry.lane_size.labels(priority), size)
 
     def _inputs_of(self, priority: Priority) -> int:
         return self.snapshot().lanes[priority].inputs
