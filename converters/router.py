@@ -20,7 +20,7 @@ ROUTERS = {
     "sentence_transformers.models.Asym",
     "sentence_transformers.base.modules.router.Router",
 }
-PARAMETERS = {"default_route", "allow_empty_key", "route_mappings"}
+_PARAMETERS = {"default_route", "allow_empty_key", "route_mappings"}
 
 # A route of such a name is taken by what an input is, whatever the task.
 MODALITIES = {"text", "image", "audio", "video", "message"}
@@ -66,7 +66,7 @@ def read_router(path: str, config: Mapping[str, Any], folder: str, later: Listed
         raise CheckpointError(
             f"{path} is damaged: wanted types, structure and parameters of a Router"
         ) from error
-    if unknown := sorted(set(given) - PARAMETERS):
+    if unknown := sorted(set(given) - _PARAMETERS):
         raise UnsupportedModel(f"{path}: not supported: {', '.join(unknown)}")
     for name, modules in routes.items():
         if any(kind in ROUTERS for kind, _ in modules):

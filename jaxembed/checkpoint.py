@@ -49,7 +49,7 @@ from jaxembed.spec import (
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 PARAMETERS = "params"
-ROUTES = "routes"
+ROUTE_FOLDERS = "routes"
 DIGESTS = "SHA256SUMS"
 DIGEST_LINE = re.compile(r"([0-9a-f]{64})  ([^\r\n]+)\n")
 
@@ -88,7 +88,7 @@ def save(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> M
 def save_routes(path: Path, contents: Mapping[str, Contents], default: str | None) -> Routes:
     """Write the checkpoint of a model with several routes, as `save` does."""
     with _whole(path) as partial:
-        specs = {name: save(partial / ROUTES / name, *one) for name, one in contents.items()}
+        specs = {name: save(partial / ROUTE_FOLDERS / name, *one) for name, one in contents.items()}
         manifest = _RoutesManifest(tuple(specs), default, FORMAT_VERSION, _this_version())
         (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
         (partial / DIGESTS).write_text(_digest_lines(_file_digests(partial)))
@@ -113,7 +113,7 @@ def load_routes(path: Path) -> Routes:
 
 def route_path(path: Path, route: str) -> Path:
     """The checkpoint of one route; `path` itself for the only one."""
-    return path / ROUTES / route if route else path
+    return path / ROUTE_FOLDERS / route if route else path
 
 
 def load_spec(path: Path) -> ModelSpec:
@@ -125,7 +125,8 @@ def load_spec(path: Path) -> ModelSpec:
     if header.routes is not None:
         names = ", ".join(map(str, header.routes))
         raise CheckpointError(
-            f"{path} has several routes, and one is wanted: give {path / ROUTES}/NAME, of {names}"
+            f"{path} has several routes, and one is wanted: give {path / ROUTE_FOLDERS}/NAME, of "
+            f"{names}"
         )
     with _decoding(path):
         if header.format_version < HEADS_SINCE:
@@ -238,7 +239,7 @@ def tokenizer_path(path: Path) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether this looks like a converted checkpoint, of any format version."""
-    holds = (path / PARAMETERS).is_dir() or (path / ROUTES).is_dir()
+    holds = (path / PARAMETERS).is_dir() or (path / ROUTE_FOLDERS).is_dir()
     return (path / MANIFEST).is_file() and holds
 
 
@@ -377,7 +378,7 @@ def _check_part(part: Path, digests: Mapping[str, str]) -> None:
 def _file_digests(path: Path) -> dict[str, str]:
     """SHA-256 of the files that `save` writes, by their path within the checkpoint."""
     files = [path / TOKENIZER, path / MANIFEST]
-    for folder in (PARAMETERS, ROUTES):
+    for folder in (PARAMETERS, ROUTE_FOLDERS):
         files += (path / folder).rglob("*")
     digests = {}
     for file in sorted(file for file in files if file.is_file()):

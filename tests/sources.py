@@ -54,7 +54,8 @@ TRANSFORMER = "sentence_transformers.models.Transformer"
 POOLING = "sentence_transformers.models.Pooling"
 DENSE = "sentence_transformers.models.Dense"
 NORMALIZE = "sentence_transformers.models.Normalize"
-STATIC = "sentence_transformers.sentence_transformer.modules.static_embedding.StaticEmbedding"
+STATIC = "sentence_transformers.models.StaticEmbedding"
+
 ROUTER = "sentence_transformers.base.modules.router.Router"
 
 Tensors = dict[str, np.ndarray]
@@ -189,9 +190,6 @@ def write_dense(
         tensors["linear.bias"] = rng.standard_normal((outputs,), np.float32)
     save_file(tensors, folder / "model.safetensors")
     return tensors
-
-
-STATIC = "sentence_transformers.models.StaticEmbedding"
 
 
 def write_static(
