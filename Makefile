@@ -21,7 +21,7 @@ EXTRA = $(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.tom
 SPHINX = $(VENV)-docs/bin/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet -c docs .
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format docs docs-links parity golden chaos eval bench bench-peers bench-gpu plots \
+.PHONY: help serve test slow check format docs docs-links parity golden chaos eval bench bench-peers bench-gpu plots \
 	constraints clean
 
 help:  ## list the targets
@@ -30,8 +30,13 @@ help:  ## list the targets
 serve: $(VENV)/serve.stamp  ## serve the default model, or MODEL=..., on port 8080
 	$(BIN)/jaxembed serve $(MODEL) $(ARGS)
 
-test: $(VENV)/dev.stamp  ## run the tests
-	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+PYTEST = $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
+test: $(VENV)/dev.stamp  ## run the tests but the slow ones
+	$(PYTEST) -m "not slow" $(ARGS)
+
+slow: $(VENV)/dev.stamp  ## run the slow tests: whole servers, commands and benchmarks
+	$(PYTEST) -m slow $(ARGS)
 
 check: $(VENV)/dev.stamp  ## lint, types, import layers
 	$(BIN)/ruff format --check .

@@ -277,6 +277,7 @@ def test_a_library_that_ends_is_named(tmp_path, monkeypatch):
 # -- each program, tiny
 
 
+@pytest.mark.slow
 def test_bench_http_runs(tiny_checkpoint, grid_file, tmp_path, capsys):
     flags = ["--buckets", str(grid_file), "--max-batch-tokens", "128", "--devices", "1"]
     flags += ["--cache-dir", str(tmp_path), "--max-queue-tokens", "1000000"]
@@ -293,6 +294,7 @@ def test_bench_http_runs(tiny_checkpoint, grid_file, tmp_path, capsys):
     assert all(row["requests"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_bench_gpu_runs(capsys):
     tiny = ["--architecture-size", "tiny", "--limit", "32", "--buckets", "1x32,2x32"]
     bench_gpu.main([*tiny, "--texts", "20", "--repeat", "1", "--mixes", "queries"])

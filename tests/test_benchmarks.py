@@ -196,6 +196,7 @@ def test_bench_model_runs(capsys):
     assert jax.config.jax_compilation_cache_dir == before
 
 
+@pytest.mark.slow
 def test_bench_engine_runs(capsys):
     arguments = ["--repeat", "1", "--scale", "0.01", "--mixes", "queries,bimodal", "--data", "none"]
     arguments += ["--deep", "3", "--deep-mixes", "queries"]
@@ -218,6 +219,7 @@ def test_bench_attention_runs(capsys):
     assert [row["queries"] for row in last_line(capsys)["results"]] == ["all", 16]
 
 
+@pytest.mark.slow
 def test_bench_pair_runs(capsys, tiny_checkpoint, one_bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_pair, "EngineConfig", partial(EngineConfig, buckets=one_bucket))
     flags = ["--seconds", "0.05", "--max-batch-tokens", "128", "--cache-dir", str(tmp_path)]
@@ -229,6 +231,7 @@ def test_bench_pair_runs(capsys, tiny_checkpoint, one_bucket, tmp_path, monkeypa
     assert all(row["requests"] > 0 for row in facts["results"])
 
 
+@pytest.mark.slow
 def test_bench_start_watches_a_server(tiny_checkpoint, grid_file, tmp_path):
     flags = ["--buckets", str(grid_file), "--max-batch-tokens", "128", "--devices", "1"]
     about = ["--timeout-s", "60", "--data", "none", "--after-s", "1", "--per-s", "50"]
@@ -261,6 +264,7 @@ def test_bench_start_says_what_a_server_said_that_did_not_come_up():
             watch.until(lambda: False)
 
 
+@pytest.mark.slow
 def test_bench_memory_measures_each_stage_in_a_process_of_its_own(tmp_path, capsys):
     source = sources.write_sentence_bert(tmp_path / "source")
     bench_memory.main([str(source), "--dtype", "float32", "--max-batch-tokens", "64"])
@@ -284,6 +288,7 @@ def test_bench_memory_sees_what_is_touched():
     assert held.nbytes * 0.9 < grown < held.nbytes * 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only", ["about", "attention:attend", "attention:cudnn", "model:float32"])
 def test_probe_device_runs(only, capsys):
     probe_device.main(["--quick", "--repeat", "1", "--only", only])

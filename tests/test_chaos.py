@@ -24,6 +24,7 @@ LIVES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="faults of the disk, and /proc, are Linux's")
 def test_in_a_storm_each_request_has_its_one_outcome_and_after_it_nothing_is_held(tmp_path):
     reranker = save_tiny(

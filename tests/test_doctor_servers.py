@@ -49,7 +49,10 @@ SERVE_COLD = (
     f"Replica.compile = compile\n{SERVE}"
 )
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it plants by ways of Linux")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="it plants by ways of Linux"),
+]
 on_two_cores = pytest.mark.skipif(os.cpu_count() == 1, reason="there is one core only")
 with_native_kernels = pytest.mark.skipif(
     not has_avx512_bf16() or native.find_compiler() is None,
@@ -194,7 +197,6 @@ def spinning() -> Iterator[None]:
             spinner.wait()
 
 
-@pytest.mark.slow
 def test_a_healthy_idle_server_has_no_finding(serve):
     started_at, busy_before = time.monotonic(), machine_counts()["busy"]
     with serve(grid=None) as served:
@@ -218,14 +220,12 @@ def test_a_healthy_idle_server_has_no_finding(serve):
     assert "Probe: 20 lone queries were answered" in done.stdout
 
 
-@pytest.mark.slow
 @with_native_kernels
 def test_kernels_that_are_switched_off(serve):
     with serve("--kernels", "xla", "--dtype", "bfloat16") as served:
         served.named("the native kernels are not used")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not has_avx512_bf16(), reason="this CPU does not multiply bfloat16")
 def test_float32(serve):
     with serve("--dtype", "float32") as served:

@@ -462,7 +462,7 @@ def test_models_share_the_time_of_their_device_and_rest_earns_no_credit(start):
     engines = [compiled(start(noting(order), turns=[turn], shares=[share])) for share in shares]
     with turn.hold(lambda: 0.0):
         tickets = [engine.ask([encoding(k + 11)]) for k, engine in enumerate(engines)]
-        until(lambda: turn.waiting == 2)  # a thread of each
+        until(lambda: turn.waiting == 4)  # both threads of each
     for ticket in tickets:
         ticket.result(WAIT_S)
     assert order == [12, 11]

@@ -147,7 +147,7 @@ def test_bfloat16_stays_near_the_same_operands_in_float64(kernel):
     np.testing.assert_allclose(mixed[real], wanted[real], atol=0.03)
 
 
-@pytest.mark.parametrize("tower", ["bert", "modernbert", "qwen3"])
+@pytest.mark.parametrize("tower", ["modernbert", "qwen3"])  # BERT is as ModernBERT's global layers
 def test_a_text_has_one_vector_wherever_it_lies_and_the_one_of_xla(kernel, tower):
     spec = tiny_spec(**TOWERS[tower])
     parameters, devices = poisoned_parameters(spec), jax.local_devices()[:1]

@@ -111,6 +111,7 @@ async def wave(port: int, count: int = CONNECTIONS) -> Counter:
     return Counter(status for status, _ in answers)
 
 
+@pytest.mark.slow
 def test_each_of_2000_requests_is_answered_and_memory_stays_flat(start_server):
     server = start_server("--max-queue-tokens", "2000", "--max-concurrent-requests", "200")
     process = psutil.Process(server.process.pid)

@@ -22,6 +22,7 @@ def compiled(*arguments: str | Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_every_call_stays_within_its_operands_and_refuses_slips(tmp_path):
     """Operands lie in heap buffers of exactly their size. The driver's own reference is compiled
     without sanitizers: it would take a minute."""

@@ -589,6 +589,7 @@ def test_what_cannot_be_read_or_written_is_known_at_once(tmp_path, monkeypatch, 
     assert message in str(result.exception)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_grid_and_says_what_it_is_worth(
     tmp_path, monkeypatch, tiny_checkpoint, grid_file, few_texts
 ):
@@ -608,6 +609,7 @@ def test_the_command_writes_a_grid_and_says_what_it_is_worth(
     assert json.loads(out.read_text())["tuned"]["lengths"]["inputs"] == 2
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs(tiny_checkpoint, few_texts, capsys):
     flags = ["--dtype", "float32", "--max-batch-tokens", "64", "--seconds", "1", "--rounds", "1"]
     bench_tune.main([str(tiny_checkpoint), "--mixes", "queries", *flags])

@@ -159,6 +159,7 @@ def test_every_prompt_of_the_checkpoint_is_compared(verify, tmp_path):
     assert "prompts: document, query" in text_of(found)
 
 
+@pytest.mark.slow
 def test_a_reranker_agrees_and_its_order_is_compared(verify, reranker, monkeypatch):
     found = verify(reranker, dtype="bfloat16")
     assert found.agrees
@@ -221,6 +222,7 @@ def run_cli(*arguments: str):
     return CliRunner().invoke(cli, ["verify", *arguments])
 
 
+@pytest.mark.slow
 def test_the_command_runs_the_reference_apart_and_says_by_its_status_what_came_of_it(
     source, grid, monkeypatch
 ):
