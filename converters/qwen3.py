@@ -5,6 +5,7 @@ from typing import Any
 from converters.fields import activation_of, require
 from converters.heads import parameter_of
 from converters.rerankers import Reranker
+from converters.rope import rope_fields, scaled_positions
 from converters.scores import Scorer
 from converters.weights import (
     Rule,
@@ -125,6 +126,7 @@ def decoder_config(hf: dict[str, Any], head_width: int) -> dict[str, Any]:
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}"
         )
     _refuse_windows(hf)
+    rope = rope_fields(hf, head_width)
     return {
         "vocab_size": hf["vocab_size"],
         "hidden_size": hf["hidden_size"],
@@ -133,8 +135,8 @@ def decoder_config(hf: dict[str, Any], head_width: int) -> dict[str, Any]:
         "num_key_heads": key_heads,
         "head_width": head_width,
         "intermediate_size": hf["intermediate_size"],
-        "max_positions": hf["max_position_embeddings"],
-        "rope_theta": _theta(hf),
+        "max_positions": scaled_positions(hf, rope["rope_scaling"]),
+        **rope,
         "norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
         "activation": activation_of(hf, "hidden_act", "silu"),
     }
@@ -178,21 +180,3 @@ def _refuse_windows(hf: dict[str, Any]) -> None:
     windowed = hf.get("use_sliding_window") and hf.get("sliding_window") is not None
     if windowed and hf.get("max_window_layers", 28) < hf["num_hidden_layers"]:
         raise UnsupportedModel("use_sliding_window=true is not supported: every layer sees all")
-
-
-def _theta(hf: dict[str, Any]) -> float:
-    """The base of the rotary angles, from rope_parameters (transformers 5) or rope_theta (4).
-
-    Raises UnsupportedModel for scaled angles.
-    """
-    scaling = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    theta = scaling.pop("rope_theta", hf.get("rope_theta", 10_000.0))
-    kinds = {scaling.pop(key, "default") for key in ("rope_type", "type")}
-    if kinds != {"default"} or scaling:
-        value = hf.get("rope_parameters") or hf.get("rope_scaling")
-        raise UnsupportedModel(
-            f"rope scaling {value} is not supported; known: rope_type 'default' and rope_theta"
-        )
-    if not isinstance(theta, int | float) or theta <= 0:
-        raise CheckpointError(f"rope_theta is {theta!r}, wanted a number over 0")
-    return float(theta)

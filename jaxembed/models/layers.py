@@ -6,12 +6,10 @@ The weight of a Linear is its parameter `kernel`, a name that converted checkpoi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, no_type_check
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -165,35 +163,3 @@ class GatedMlp(nnx.Module):
     def __call__(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length dim"]:
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(self.activation(gate) * up)
-
-
-@no_type_check  # JAX rebuilds it with other leaves
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Rotation:
-    """The angles by which rotary position embeddings rotate each token's heads. Su et al. 2021.
-
-    They are float32 whatever the parameters' dtype, because bfloat16 rounds position 257 to 256.
-    """
-
-    cos: Float[Array, "rows length half"]
-    sin: Float[Array, "rows length half"]
-
-    @classmethod
-    def of(cls, positions: Int[Array, "rows length"], width: int, theta: float) -> "Rotation":
-        """Compute the angles: position / theta^(2k / width) for the k-th pair of dimensions.
-
-        `width` is the width of a head.
-        """
-        # rounding the power before its reciprocal gives torch's values: 127 of 128 bit for bit
-        frequencies = 1 / (theta ** (np.arange(0, width, 2) / width)).astype(np.float32)
-        angles = positions[:, :, None].astype(jnp.float32) * frequencies[None, None]
-        return cls(jnp.cos(angles), jnp.sin(angles))
-
-    def __call__(
-        self, x: Float[Array, "rows length heads width"]
-    ) -> Float[Array, "rows length heads width"]:
-        """Rotate dimensions k and k + width / 2 together, as transformers' rotate_half does."""
-        cos, sin = self.cos[:, :, None], self.sin[:, :, None]
-        first, second = jnp.split(x, 2, axis=-1)
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from flax import nnx
 
 from jaxembed.models.attention import EVERYTHING, Sight, attend
-from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear, Rotation
+from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear
+from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens
 
 
@@ -56,8 +57,8 @@ class ModernBert(nnx.Module):
         self.local_theta = config.local_theta
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
-        global_rotation = Rotation.of(tokens.positions, self.head_width, self.global_theta)
-        local_rotation = Rotation.of(tokens.positions, self.head_width, self.local_theta)
+        global_rotation = Rotation.of(tokens, self.head_width, self.global_theta)
+        local_rotation = Rotation.of(tokens, self.head_width, self.local_theta)
         hidden = self.embeddings(tokens)
         for layer in self.layers:
             hidden = layer(hidden, tokens, local_rotation if layer.is_local else global_rotation)

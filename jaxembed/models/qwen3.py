@@ -4,13 +4,16 @@ Yang et al. 2025, arXiv:2505.09388, and 2024, arXiv:2407.10671. The order of ope
 transformers' Qwen3Model and Qwen2Model. Knows nothing of pooling or of the language model's head.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxembed.models.attention import Sight, attend
-from jaxembed.models.layers import Embedding, GatedMlp, Linear, RMSNorm, Rotation
+from jaxembed.models.layers import Embedding, GatedMlp, Linear, RMSNorm
+from jaxembed.models.rope import Rotation, read_scaling
 from jaxembed.models.tokens import Hidden, PackedTokens
 
 
@@ -33,6 +36,7 @@ class Qwen3Config:
     out_bias: bool
     qk_norm: bool  # a norm of each query and key head; True in Qwen3
     causal: bool
+    rope_scaling: Mapping[str, Any] | None = None  # the fields of a RopeScaling
 
 
 class Qwen3(nnx.Module):
@@ -51,9 +55,10 @@ class Qwen3(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head_width = config.head_width
         self.rope_theta = config.rope_theta
+        self.rope_scaling = read_scaling(config.rope_scaling)
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
-        rotation = Rotation.of(tokens.positions, self.head_width, self.rope_theta)
+        rotation = Rotation.of(tokens, self.head_width, self.rope_theta, self.rope_scaling)
         hidden = self.embeddings(tokens)
         for layer in self.layers:
             hidden = layer(hidden, tokens, rotation)

@@ -1,0 +1,160 @@
+"""Reads the rotary positions in config.json of transformers 4 and 5. Knows no family."""
+
+import math
+from typing import Any
+
+from jaxembed.errors import CheckpointError, UnsupportedModel
+
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+
+# The keys of each kind besides its type, rope_theta and partial_rotary_factor.
+KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+    "llama3": (
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    ),
+    "longrope": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
+    ),
+}
+
+ORIGINAL = "original_max_position_embeddings"
+
+
+def rope_fields(
+    hf: dict[str, Any], head_width: int, theta: float = 10_000.0, ignored: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Read the fields rope_theta and rope_scaling of a tower with the same angles in all layers.
+
+    `theta` is the family's default, `ignored` are keys that the family reads itself. As in
+    transformers, rope_scaling of version 4 wins over rope_parameters of version 5 where a config
+    has both. Raises UnsupportedModel for angles that no tower computes, and CheckpointError for
+    values that make no sense.
+    """
+    parameters = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    return read_parameters(hf, head_width, parameters, hf.get("rope_theta", theta), ignored)
+
+
+def read_parameters(
+    hf: dict[str, Any],
+    head_width: int,
+    parameters: Any,
+    theta: Any,
+    ignored: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """The fields of `rope_fields`, from the dict of one kind of layers; `theta` if it has none."""
+    if not isinstance(parameters, dict):
+        raise CheckpointError(f"rope_parameters are {parameters!r}, wanted a JSON object")
+    given = {key: value for key, value in parameters.items() if value is not None}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in KINDS:
+        raise UnsupportedModel(f"rope_type {kind!r} is not supported; known: {', '.join(KINDS)}")
+    known = {"type", "rope_type", "rope_theta", "partial_rotary_factor", *KEYS[kind], *ignored}
+    others = sorted(set(given) - known)
+    if others:
+        raise UnsupportedModel(
+            f"rope_parameters with {', '.join(others)} are not supported; known for rope_type "
+            f"{kind!r}: {', '.join(['rope_theta', *KEYS[kind]])}"
+        )
+    share = given.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if share not in (None, 1):
+        raise UnsupportedModel(
+            f"partial_rotary_factor {share} is not supported: whole heads are rotated"
+        )
+    return {
+        "rope_theta": _positive("rope_theta", given.get("rope_theta", theta)),
+        "rope_scaling": _scaling(kind, given, hf, head_width),
+    }
+
+
+def scaled_positions(hf: dict[str, Any], scaling: dict[str, Any] | None) -> int:
+    """The most tokens of a sequence: max_position_embeddings, or more where the kind of scaling is
+    made for texts longer than that."""
+    positions = hf["max_position_embeddings"]
+    if scaling is None or scaling["kind"] not in ("dynamic", "yarn"):
+        return positions
+    return max(positions, int(scaling["factor"] * scaling["length"]))
+
+
+def _scaling(
+    kind: str, given: dict[str, Any], hf: dict[str, Any], head_width: int
+) -> dict[str, Any] | None:
+    """The fields of a RopeScaling; None if angles are not scaled."""
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return {"kind": kind, "factor": _positive("factor", given.get("factor"))}
+    positions = hf.get("max_position_embeddings")
+    if kind == "dynamic":  # in transformers it takes no other length
+        return {
+            "kind": kind,
+            "factor": _positive("factor", given.get("factor")),
+            "length": int(_positive("max_position_embeddings", positions)),
+        }
+    length = _positive(ORIGINAL, hf.get(ORIGINAL) or given.get(ORIGINAL) or positions)
+    factor = given.get("factor")
+    if factor is None and kind != "llama3":
+        factor = _positive("max_position_embeddings", positions) / length
+    factor = _positive("factor", factor)
+    fields = {"kind": kind, "length": int(length)}
+    if kind == "longrope":
+        magnitude = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(length))
+        return fields | {
+            "short": _factors(given, "short_factor", head_width // 2),
+            "long": _factors(given, "long_factor", head_width // 2),
+            "magnitude": _positive("attention_factor", given.get("attention_factor", magnitude)),
+        }
+    fields["factor"] = factor
+    if kind == "llama3":
+        names = {"low": "low_freq_factor", "high": "high_freq_factor"}
+        return fields | {name: _positive(key, given.get(key)) for name, key in names.items()}
+    return fields | {
+        "magnitude": _yarn_magnitude(given, factor),
+        "beta_fast": _positive("beta_fast", given.get("beta_fast") or 32.0),
+        "beta_slow": _positive("beta_slow", given.get("beta_slow") or 1.0),
+        "truncate": bool(given.get("truncate", True)),
+    }
+
+
+def _yarn_magnitude(given: dict[str, Any], factor: float) -> float:
+    """The factor of cosine and sine."""
+
+    def mscale(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if given.get("attention_factor") is not None:
+        return _positive("attention_factor", given["attention_factor"])
+    scale, of_all = given.get("mscale"), given.get("mscale_all_dim")
+    return mscale(scale) / mscale(of_all) if scale and of_all else mscale(1.0)
+
+
+def _factors(given: dict[str, Any], key: str, count: int) -> list[float]:
+    values = given.get(key)
+    if not isinstance(values, list) or len(values) != count:
+        raise CheckpointError(f"{key} is {values!r}, wanted a list of {count} numbers over 0")
+    return [_positive(key, value) for value in values]
+
+
+def _positive(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise CheckpointError(f"{key} is {value!r}, wanted a number over 0")
+    return float(value)
