@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from jaxembed.models import attention
-from jaxembed.models.attention import EVERYTHING, Sight, attend
+from jaxembed.models.attention import (
+    EVERYTHING,
+    Sight,
+    attend,
+    attend_joint,
+    bias_of_slopes,
+    bias_of_table,
+    using,
+)
 
 HEADS, WIDTH = 2, 8
 
@@ -20,7 +28,7 @@ SIGHTS = {
 }
 
 
-def reference(query, key, value, segments, sight: Sight = EVERYTHING) -> np.ndarray:
+def reference(query, key, value, segments, sight: Sight = EVERYTHING, bias=None) -> np.ndarray:
     """One segment, one head, one query at a time, in float64."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     per_group = query.shape[2] // key.shape[2]
@@ -35,6 +43,11 @@ def reference(query, key, value, segments, sight: Sight = EVERYTHING) -> np.ndar
                     if sight.reach is not None:
                         seen &= abs(at - t) <= sight.reach
                     scores = of_head[0][seen] @ one / np.sqrt(query.shape[3])
+                    if sight.cap is not None:
+                        scores = sight.cap * np.tanh(scores / sight.cap)
+                    if bias is not None:
+                        middle = bias.shape[1] // 2
+                        scores += [bias[head, middle + k - t] for k in at[seen]]
                     weights = np.exp(scores - scores.max())
                     mixed[row, t, head] = weights / weights.sum() @ of_head[1][seen]
     return mixed
@@ -84,6 +97,80 @@ def test_packed_segments_attend_to_themselves(name, per_group, sight):
     wanted = reference(query, key, value, segments, sight)
     # rtol: float32, sums of at most 32 terms
     np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("sight", [EVERYTHING, Sight(reach=3), Sight(True, reach=5)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "per_group"), [("whole", 1), ("whole", 3), ("blocks", 1), ("a block not full", 3)]
+)
+def test_a_bias_is_added_by_head_and_distance(name, per_group, sight):
+    """A bias of size three, so that a head or a distance taken for another is seen."""
+    segments = SEGMENTS[name]
+    query, key, value = draw(segments, per_group)
+    shape = (query.shape[2], 2 * segments.shape[1] - 1)
+    bias = 3 * np.random.default_rng(1).standard_normal(shape, np.float32)
+    padding = segments[..., None, None] == 0
+    poisoned = [np.where(padding, np.nan, x).astype(np.float32) for x in (query, key, value)]
+    mixed = attend(*map(jnp.asarray, (*poisoned, segments)), sight, jnp.asarray(bias))
+    real = segments != 0
+    wanted = reference(query, key, value, segments, sight, bias)
+    np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("length", [112, 320])
+@pytest.mark.parametrize("sight", [EVERYTHING, Sight(reach=64), Sight(causal=True)], ids=str)
+def test_the_shipped_constants_give_the_same_bias_on_both_sides_of_the_limit(length, sight):
+    segments = ragged(length, [length - 40, 30], [length])
+    query, key, value = draw(segments, per_group=2)
+    shape = (query.shape[2], 2 * length - 1)
+    bias = 3 * np.random.default_rng(1).standard_normal(shape, np.float32)
+    joint = np.stack([query, query[:, :, ::-1], query + 1], axis=2)
+    mixed = attend(*map(jnp.asarray, (query, key, value, segments)), sight, jnp.asarray(bias))
+    mixed_joint = attend_joint(jnp.asarray(joint), jnp.asarray(segments), sight, jnp.asarray(bias))
+    real = segments != 0
+    wanted = reference(query, key, value, segments, sight, bias)
+    np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=1e-4, atol=1e-5)
+    wanted = reference(*(joint[:, :, i] for i in range(3)), segments, sight, bias)
+    np.testing.assert_allclose(np.asarray(mixed_joint)[real], wanted[real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("name", ["whole", "a block not full"])
+def test_a_soft_cap_bends_scores_before_the_mask(name):
+    segments = SEGMENTS[name]
+    query, key, value = draw(segments)
+    query *= 8  # scores of size eight
+    sight = Sight(causal=True, reach=5, cap=3.0)
+    mixed = attend(*map(jnp.asarray, (query, key, value, segments)), sight)
+    real = segments != 0
+    wanted = reference(query, key, value, segments, sight)
+    np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 6, 16])
+def test_the_ends_of_a_table_serve_all_distances_beyond(length):
+    table = np.arange(2 * 9, dtype=np.float32).reshape(2, 9)  # distances up to 4
+    bias = np.asarray(bias_of_table(jnp.asarray(table), length))
+    distances = np.arange(1 - length, length)
+    np.testing.assert_array_equal(bias, table[:, np.clip(distances, -4, 4) + 4])
+
+
+def test_slopes_are_multiplied_with_the_distance():
+    bias = np.asarray(bias_of_slopes((0.5, 0.25), 3))
+    np.testing.assert_array_equal(bias, [[-1, -0.5, 0, -0.5, -1], [-0.5, -0.25, 0, -0.25, -0.5]])
+
+
+def test_an_implementation_without_a_bias_raises_where_there_is_one():
+    def plain(query, key, value, segments, sight):
+        return query
+
+    segments = SEGMENTS["whole"]
+    query, key, value, of_token = map(jnp.asarray, (*draw(segments), segments))
+    with using(plain):
+        attend(query, key, value, of_token)
+        with pytest.raises(TypeError, match="positional argument"):
+            attend(query, key, value, of_token, EVERYTHING, jnp.zeros((HEADS, 31)))
 
 
 @pytest.mark.parametrize("length", [256, 257, 320])
@@ -161,5 +248,9 @@ def test_scores_of_long_rows_never_stand_in_memory_at_once(length):
     """Above the limits a block of queries has its scores at once on any platform, not the row."""
     heads = jax.ShapeDtypeStruct((2, length, 4, 8), jnp.float32)
     segments = jax.ShapeDtypeStruct((2, length), jnp.int32)
-    text = str(jax.make_jaxpr(attend)(heads, heads, heads, segments))
-    assert (f"2,4,{length},{length}" in text) == (length <= attention.WHOLE_SCORES)
+    bias = jax.ShapeDtypeStruct((4, 2 * length - 1), jnp.float32)
+    for text in (
+        str(jax.make_jaxpr(attend)(heads, heads, heads, segments)),
+        str(jax.make_jaxpr(lambda *x: attend(*x[:4], bias=x[4]))(*[heads] * 3, segments, bias)),
+    ):
+        assert (f"4,{length},{length}" in text) == (length <= attention.WHOLE_SCORES)

@@ -246,6 +246,13 @@ def test_the_gpu_kernels_leave_float32_and_very_wide_heads_to_xla(flash):
         assert "heads of 512" in kernel.refuses(replace(call, width=512), 512)
 
 
+def test_no_kernel_takes_a_bias_or_a_soft_cap(kernel):
+    call = Call(12, 12, 64, "bfloat16", EVERYTHING)
+    assert kernel.refuses(call, 512) is None
+    assert "no bias" in kernel.refuses(replace(call, has_bias=True), 512)
+    assert "no soft cap" in kernel.refuses(replace(call, sight=Sight(cap=50.0)), 512)
+
+
 @pytest.mark.parametrize("sight", [EVERYTHING, Sight(causal=True), Sight(reach=64)], ids=str)
 @pytest.mark.parametrize("length", [128, 640, 8192])
 def test_splash_lowers_to_mosaic(length, sight):

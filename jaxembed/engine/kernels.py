@@ -166,13 +166,15 @@ def choose_native(
 def calls(program: Program, dtype: DType) -> Counter[Call]:
     """Count the layers of a model by the attention call that they make.
 
-    Layers make the same Call if they agree in number of heads, head width, dtype and mask. The
-    program is only traced with abstract values of `dtype`; nothing is computed.
+    Layers make the same Call if they agree in number of heads, head width, dtype, mask, and whether
+    scores have a bias. The program is only traced with abstract values of `dtype`; nothing is
+    computed.
     """
     counts: Counter[Call] = Counter()
 
-    def count(query, key, value, segments, sight: Sight):
-        counts[Call(query.shape[2], key.shape[2], query.shape[3], str(query.dtype), sight)] += 1
+    def count(query, key, value, segments, sight: Sight, bias=None):
+        heads, groups, width = query.shape[2], key.shape[2], query.shape[3]
+        counts[Call(heads, groups, width, str(query.dtype), sight, bias is not None)] += 1
         return jnp.zeros(query.shape, jnp.float32)
 
     leaves = [

@@ -1,13 +1,15 @@
 """Computes attention within the segments of packed rows, with one implementation per platform."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -33,19 +35,26 @@ QueryHeads = Float[Array, "rows queries groups width"]
 AttentionScores = Float[Array, "rows groups queries keys"]
 Mixed = Float[Array, "rows groups queries width"]
 Joint = Float[Array, "rows length three heads width"]
+Bias = Float[Array, "heads distances"]  # 2 * length - 1 distances: from 1 - length to length - 1
 
 
 @dataclass(frozen=True)
 class Sight:
-    """The attention mask: which tokens of its own segment a token sees. All of them by default."""
+    """The attention mask: which tokens of its own segment a token sees. All of them by default.
+
+    And the soft cap of what it sees.
+    """
 
     causal: bool = False  # if True, no token after itself
     reach: int | None = None  # the largest distance on either side; None: no limit
+    cap: float | None = None  # scores become cap * tanh(score / cap); None: no soft cap
 
 
 EVERYTHING = Sight()
 
-Attend = Callable[[Array, Array, Array, Array, Sight], Array]
+# It is called as by_xla is, and with a bias only if there is one: an implementation without that
+# parameter is for models without a bias.
+Attend = Callable[..., Array]
 
 
 def attend(
@@ -54,29 +63,62 @@ def attend(
     value: Grouped,
     segments: Segments,
     sight: Sight = EVERYTHING,
+    bias: Bias | None = None,
 ) -> Heads:
-    """Compute softmax(query . key / sqrt(width)) . value within the segments of each row.
+    """Compute softmax(query . key / sqrt(width) + bias) . value within the segments of each row.
 
     `query` is `[rows, length, heads, width]`. Keys and values may have fewer heads (groups): each
     then serves heads / groups neighbouring query heads. The result has the shape of `query`. With
     `sight.reach` the cost is length times reach in rows longer than WHOLE_SCORES.
 
+    `bias` is `[heads, 2 * length - 1]`, float32: column d + length - 1 is added to the scores of
+    keys d tokens after the query (`bias_of_table` and `bias_of_slopes` make it). A soft cap is
+    applied to scores before the bias.
+
     Matrix products take operands of the given dtype; scores and softmax are float32. The result is
     float32, or of the operands' dtype if the implementation rounds it. Padding may hold NaN: its
     keys are masked and its values are replaced by zeros. `using` chooses the implementation.
     """
-    return _IMPLEMENTATION.get()(query, key, value, segments, sight)
+    implementation = _IMPLEMENTATION.get()
+    if bias is None:
+        return implementation(query, key, value, segments, sight)
+    return implementation(query, key, value, segments, sight, bias)
 
 
-def attend_joint(joint: Joint, segments: Segments, sight: Sight = EVERYTHING) -> Heads:
+def attend_joint(
+    joint: Joint, segments: Segments, sight: Sight = EVERYTHING, bias: Bias | None = None
+) -> Heads:
     """Compute attention as `attend` does, with query, key and value side by side in one array.
 
     They have the same number of heads. The result is `[rows, length, heads, width]`.
     """
     _, length, _, _, width = joint.shape
-    if is_native("joint_attention") and native.takes(length, width, str(joint.dtype)):
+    plain = bias is None and sight.cap is None
+    if is_native("joint_attention") and plain and native.takes(length, width, str(joint.dtype)):
         return native.joint_attention(joint, segments, sight.causal, sight.reach)
-    return attend(joint[:, :, 0], joint[:, :, 1], joint[:, :, 2], segments, sight)
+    return attend(joint[:, :, 0], joint[:, :, 1], joint[:, :, 2], segments, sight, bias)
+
+
+def bias_of_table(table: Float[Array, "heads buckets"], length: int) -> Bias:
+    """The bias of rows of this length from a table of all distances up to a largest one.
+
+    The table is `[heads, 2 * largest + 1]`, in order of the distance from query to key. Its ends
+    serve all distances beyond, as in MPNet and T5.
+    """
+    largest = table.shape[1] // 2
+    beyond = max(length - 1 - largest, 0)
+    wide = jnp.pad(table.astype(jnp.float32), ((0, 0), (beyond, beyond)), mode="edge")
+    middle = wide.shape[1] // 2
+    return wide[:, middle - length + 1 : middle + length]
+
+
+def bias_of_slopes(slopes: Sequence[float], length: int) -> Bias:
+    """The bias of rows of this length that is -slope times the distance. Press et al. 2021.
+
+    There is a slope for each head: ALiBi in its form for both directions.
+    """
+    distances = np.abs(np.arange(1 - length, length, dtype=np.float32))
+    return jnp.asarray(-np.asarray(slopes, np.float32)[:, None] * distances)
 
 
 @contextmanager
@@ -101,7 +143,14 @@ def is_native(call: str) -> bool:
     return isinstance(used, ByNative) and call not in used.without
 
 
-def by_xla(query: Heads, key: Grouped, value: Grouped, segments: Segments, sight: Sight) -> Heads:
+def by_xla(
+    query: Heads,
+    key: Grouped,
+    value: Grouped,
+    segments: Segments,
+    sight: Sight,
+    bias: Bias | None = None,
+) -> Heads:
     """Compute attention in plain JAX, which runs on every platform. The default of `attend`."""
     length, heads, width = query.shape[1:]
     groups = key.shape[2]
@@ -109,7 +158,7 @@ def by_xla(query: Heads, key: Grouped, value: Grouped, segments: Segments, sight
     query = _heads_to_queries(query, groups)
     value = jnp.where(segments[:, :, None, None] != 0, value, jnp.zeros((), value.dtype))
     if length <= WHOLE_SCORES:
-        mixed = _mix(query, segments, 0, key, value, segments, 0, sight)
+        mixed = _mix(query, segments, 0, key, value, segments, 0, sight, bias)
     else:
         cpu, accelerator = (
             (QUERY_BLOCK, ACCELERATOR_QUERY_BLOCK)
@@ -121,6 +170,7 @@ def by_xla(query: Heads, key: Grouped, value: Grouped, segments: Segments, sight
             key,
             value,
             segments,
+            bias,
             cpu=partial(_in_query_blocks, sight=sight, size=cpu),
             default=partial(_in_query_blocks, sight=sight, size=accelerator),
         )
@@ -138,12 +188,20 @@ class ByNative:
     without: frozenset[str] = frozenset()
 
     def __call__(
-        self, query: Heads, key: Grouped, value: Grouped, segments: Segments, sight: Sight
+        self,
+        query: Heads,
+        key: Grouped,
+        value: Grouped,
+        segments: Segments,
+        sight: Sight,
+        bias: Bias | None = None,
     ) -> Heads:
         length, width = query.shape[1], query.shape[3]
-        if "attention" not in self.without and native.takes(length, width, str(query.dtype)):
+        plain = bias is None and sight.cap is None
+        taken = "attention" not in self.without and native.takes(length, width, str(query.dtype))
+        if taken and plain:
             return native.attention(query, key, value, segments, sight.causal, sight.reach)
-        return by_xla(query, key, value, segments, sight)
+        return by_xla(query, key, value, segments, sight, bias)
 
 
 by_native = ByNative()
@@ -156,6 +214,7 @@ def _in_query_blocks(
     key: KeyHeads,
     value: KeyHeads,
     segments: Segments,
+    bias: Bias | None,
     *,
     sight: Sight,
     size: int,
@@ -177,6 +236,8 @@ def _in_query_blocks(
     else:
         around = (before, padding + after)
     keys = [_padded(x, around) for x in (key, value, segments)]
+    if bias is not None:  # distances of the queries that fill the last block
+        bias = _padded(bias, (padding, 0))
 
     def block(one):
         start, queries, of_query = one
@@ -184,7 +245,12 @@ def _in_query_blocks(
         near_key, near_value, of_key = (
             lax.dynamic_slice_in_dim(x, first, span, axis=1) for x in keys
         )
-        return _mix(queries, of_query, start, near_key, near_value, of_key, first - before, sight)
+        key_start = first - before
+        near = bias
+        if bias is not None:
+            nearest = bias.shape[1] - length + key_start - (start + size - 1)
+            near = lax.dynamic_slice_in_dim(bias, nearest, size + span - 1, axis=1)
+        return _mix(queries, of_query, start, near_key, near_value, of_key, key_start, sight, near)
 
     starts = jnp.arange(blocks) * size
     queries = _split(_padded(query, (0, padding * per_group)), blocks)
@@ -203,14 +269,19 @@ def _mix(
     of_key: Int[Array, "rows keys"],
     key_start: int | Int[Array, ""],
     sight: Sight,
+    bias: Bias | None,
 ) -> QueryHeads:
     """Compute attention of some queries over some keys of the same rows.
 
     `of_query` and `of_key` are the segments of their tokens, `query_start` and `key_start` the
     position of the first token in the row. Within a segment, distances in the row are distances in
-    the sequence.
+    the sequence. `bias` begins with the distance from the last query to the first key.
     """
     scores = jnp.einsum("bshk,bthk->bhst", query, key, preferred_element_type=jnp.float32)
+    if sight.cap is not None:
+        scores = sight.cap * jnp.tanh(scores / sight.cap)
+    if bias is not None:
+        scores = scores + _spread(bias, of_query.shape[1], key.shape[2])[None]
     seen = of_query[:, :, None] == of_key[:, None, :]
     query_at = query_start + jnp.arange(of_query.shape[1])
     key_at = key_start + jnp.arange(of_key.shape[1])
@@ -225,6 +296,24 @@ def _mix(
         scores, value, cpu=_softmax_in_lanes, default=_softmax_in_reductions
     )
     return mixed.swapaxes(1, 2)
+
+
+def _spread(bias: Bias, tokens: int, groups: int) -> Float[Array, "groups queries keys"]:
+    """The bias of each query and key, from that of each distance.
+
+    It is a gather of whole rows: one of single numbers, or a reshape, takes XLA:CPU several times
+    as long. The barrier keeps it from being computed once for each row of the batch.
+    """
+    heads, distances = bias.shape
+    keys = distances - tokens + 1
+
+    def of_token(before: Int[Array, ""]) -> Float[Array, "heads keys"]:
+        return lax.dynamic_slice_in_dim(bias, before, keys, axis=1)
+
+    rows = jax.vmap(of_token, out_axes=1)(tokens - 1 - jnp.arange(tokens))
+    if heads != groups:  # as in _heads_to_queries
+        rows = rows.reshape(groups, heads // groups, tokens, keys).swapaxes(1, 2)
+    return lax.optimization_barrier(rows.reshape(groups, -1, keys))
 
 
 def _softmax_in_reductions(scores: AttentionScores, value: KeyHeads) -> Mixed:

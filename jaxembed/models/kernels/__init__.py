@@ -1,7 +1,8 @@
 """Attention kernels for accelerators: what each takes, and where to find it.
 
 XLA's own attention is `attention.by_xla`; these stand in for it where a probe has found them right
-and faster. None is imported before it is looked for.
+and faster. None is imported before it is looked for. None takes a bias or a soft cap: models with
+either use XLA's in all layers.
 """
 
 from collections.abc import Callable
@@ -31,11 +32,16 @@ class Call:
     width: int  # of a head
     dtype: str
     sight: Sight
+    has_bias: bool = False
 
     def __str__(self) -> str:
         seen = "causal" if self.sight.causal else "whole"
         if self.sight.reach is not None:
             seen += f" within {self.sight.reach}"
+        if self.has_bias:
+            seen += ", with a bias"
+        if self.sight.cap is not None:
+            seen += f", capped at {self.sight.cap:g}"
         return f"{self.heads}/{self.groups} heads of {self.width}, {self.dtype}, {seen}"
 
 
@@ -48,6 +54,13 @@ class Kernel:
     name: str
     attend: Callable
     refuses: Callable[[Call, int], str | None]
+
+
+def changed_scores(call: Call) -> str | None:
+    """Why a kernel does not take a call that changes scores before the softmax."""
+    if call.has_bias:
+        return "it takes no bias of scores"
+    return None if call.sight.cap is None else "it takes no soft cap of scores"
 
 
 def kernel(path: str) -> Kernel:

@@ -9,7 +9,7 @@ from dew_flash_attn import flash_mha_varlen  # pyright: ignore[reportMissingImpo
 from jaxtyping import Array, Int
 
 from jaxembed.models.attention import Grouped, Heads, Sight
-from jaxembed.models.kernels import Call, Kernel
+from jaxembed.models.kernels import Call, Kernel, changed_scores
 from jaxembed.models.kernels.segments import starts, without_padding
 from jaxembed.models.tokens import Segments
 
@@ -22,7 +22,7 @@ def refuses(call: Call, length: int) -> str | None:
         return f"{call.dtype} is not bfloat16 or float16"
     if call.width > FLASH_WIDEST_HEAD:
         return f"heads of {call.width} are wider than {FLASH_WIDEST_HEAD}"
-    return None
+    return changed_scores(call)
 
 
 def attend(

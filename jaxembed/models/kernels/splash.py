@@ -10,7 +10,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float
 
 from jaxembed.models.attention import Grouped, Heads, Sight
-from jaxembed.models.kernels import Call, Kernel
+from jaxembed.models.kernels import Call, Kernel, changed_scores
 from jaxembed.models.kernels.segments import without_padding
 from jaxembed.models.tokens import Segments
 
@@ -26,7 +26,7 @@ def refuses(call: Call, length: int) -> str | None:
         return f"{length} tokens are no multiple of {TPU_LANES}"
     if call.dtype not in ("bfloat16", "float32"):
         return f"{call.dtype} has no products on TPU"
-    return None
+    return changed_scores(call)
 
 
 def attend(

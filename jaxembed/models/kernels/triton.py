@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Int
 
 from jaxembed.models.attention import MASKED, Grouped, Heads, Sight
-from jaxembed.models.kernels import Call, Kernel
+from jaxembed.models.kernels import Call, Kernel, changed_scores
 from jaxembed.models.kernels.segments import spans, without_padding
 from jaxembed.models.tokens import Segments
 
@@ -36,7 +36,7 @@ def refuses(call: Call, length: int) -> str | None:
         return f"{call.dtype} products are not the tensor cores'"
     if call.width > TRITON_WIDEST_HEAD:
         return f"heads of {call.width} are wider than {TRITON_WIDEST_HEAD}"
-    return None
+    return changed_scores(call)
 
 
 def attend(
