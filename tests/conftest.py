@@ -50,6 +50,35 @@ TOWERS: dict[str, dict[str, Any]] = {
         "config": _BERT | {"max_positions": LIMIT + 2, "pad_id": 1},
     },
     "distilbert": {"architecture": "bert", "config": _SIZES | {"type_vocab_size": 0}},
+    "mpnet": {
+        "architecture": "bert",
+        "config": _SIZES
+        | {"max_positions": LIMIT + 2, "type_vocab_size": 0, "pad_id": 1, "bias_reach": 5},
+    },
+    "nomic_bert": {
+        "architecture": "bert",
+        "config": _BERT
+        | {
+            "activation": "silu",
+            "rope_theta": 1000.0,
+            "rope_scaling": {"kind": "dynamic", "factor": 2.0, "length": 12},
+            "gated": True,
+            "attention_bias": False,
+            "up_bias": False,
+            "down_bias": False,
+        },
+    },
+    "gte": {
+        "architecture": "bert",
+        "config": _SIZES
+        | {
+            "type_vocab_size": 0,
+            "rope_theta": 160000.0,
+            "rope_scaling": {"kind": "linear", "factor": 1.067},
+            "gated": True,
+            "up_bias": False,
+        },
+    },
     "modernbert": {
         "architecture": "modernbert",
         "config": _SIZES

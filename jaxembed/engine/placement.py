@@ -52,7 +52,8 @@ def _cast(name: str, leaf: Any, dtype: DType) -> Any:
 def placed_dtype(name: str, axes: int, dtype: DType) -> DType:
     """The dtype of a parameter on the device: `dtype` for weights of the tower, else float32.
 
-    `axes` is its number of axes. Vectors, such as norms and biases, stay in float32, and so do the
-    heads: they are small, and scores come directly from them.
+    `axes` is its number of axes. Vectors, such as norms, stay in float32, and so do biases of any
+    shape and the heads: they are small, and scores come directly from them.
     """
-    return FLOAT32 if axes < 2 or name.startswith("heads.") else dtype
+    small = axes < 2 or name.endswith(".bias") or name.startswith("heads.")
+    return FLOAT32 if small else dtype

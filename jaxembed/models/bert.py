@@ -1,36 +1,49 @@
-"""The towers of BERT, RoBERTa and DistilBERT: learned positions, and a norm after each block.
+"""The tower of BERT and its kin: encoders with a norm after each block.
 
 Devlin et al. 2019, arXiv:1810.04805. Names and the order of operations are those of transformers'
-BertModel. RoBERTa (Liu et al. 2019, arXiv:1907.11692) counts positions from another number;
-DistilBERT (Sanh et al. 2019, arXiv:1910.01108) has no token types. Knows nothing of pooling.
+BertModel. The config says in what the others differ: RoBERTa (Liu et al. 2019, arXiv:1907.11692)
+counts positions from another number; DistilBERT (Sanh et al. 2019, arXiv:1910.01108) has no token
+types; MPNet (Song et al. 2020, arXiv:2004.09297) adds a bias by distance to the scores; NomicBERT
+(Nussbaum et al. 2024, arXiv:2402.01613) and GTE (Zhang et al. 2024, arXiv:2407.19669) have rotary
+positions and gated MLPs. Knows nothing of pooling.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, no_type_check
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxembed.models import native
-from jaxembed.models.attention import attend_joint, is_native
-from jaxembed.models.layers import Embedding, LayerNorm, Linear
+from jaxembed.models.attention import attend_joint, bias_of_table, is_native
+from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear
+from jaxembed.models.rope import Rotation, read_scaling
 from jaxembed.models.tokens import Hidden, PackedTokens
 
 
 @dataclass(frozen=True)
 class BertConfig:
-    """The sizes of a BERT, RoBERTa or DistilBERT tower."""
+    """The sizes and switches of a tower. The defaults of the switches are BERT's."""
 
     vocab_size: int
     hidden_size: int
     num_layers: int
     num_heads: int
     intermediate_size: int
-    max_positions: int  # size of the table of positions
+    max_positions: int  # size of the table of positions; without one, the most tokens
     type_vocab_size: int  # 0: tokens have no types, as in DistilBERT
     norm_eps: float
     activation: str  # a name in ACTIVATIONS
     pad_id: int | None = None  # RoBERTa counts positions from it; None: positions start at 0
+    rope_theta: float | None = None  # base of rotary angles; None: a table of positions instead
+    rope_scaling: Mapping[str, Any] | None = None  # fields of a RopeScaling; None: not scaled
+    bias_reach: int | None = None  # distance from which on MPNet's biases stay the same; None: none
+    attention_bias: bool = True  # of the products of attention
+    gated: bool = False  # whether the MLP is gated
+    up_bias: bool = True  # of the first product of the MLP
+    down_bias: bool = True  # of its last product
 
 
 class Bert(nnx.Module):
@@ -45,34 +58,60 @@ class Bert(nnx.Module):
 
     def __init__(self, config: BertConfig):
         self.embeddings = BertEmbeddings(config)
+        reach = config.bias_reach
+        self.distance = None if reach is None else DistanceBias(config.num_heads, reach)
         self.layers = nnx.List([BertLayer(config) for _ in range(config.num_layers)])
+        self.head_width = config.hidden_size // config.num_heads
+        self.rope_theta = config.rope_theta
+        self.rope_scaling = read_scaling(config.rope_scaling)
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
         hidden = self.embeddings(tokens)
+        places = self._places(tokens)
         for layer in self.layers:
-            hidden = layer(hidden, tokens)
+            hidden = layer(hidden, tokens, places)
         return hidden
+
+    def _places(self, tokens: PackedTokens) -> "Places":
+        rotation = bias = None
+        if self.rope_theta is not None:
+            rotation = Rotation.of(tokens, self.head_width, self.rope_theta, self.rope_scaling)
+        if self.distance is not None:
+            bias = self.distance(tokens.ids.shape[1])
+        return Places(rotation, bias)
+
+
+@no_type_check  # a tracer is no array to the check
+@dataclass(frozen=True)
+class Places:
+    """What all layers' attention is told of the tokens' places: nothing in BERT."""
+
+    rotation: Rotation | None
+    bias: Float[Array, "heads distances"] | None  # as `attend` takes it
 
 
 class BertEmbeddings(nnx.Module):
-    """The sum of word, type and position embeddings, and its norm."""
+    """The sum of word, type and position embeddings, as far as there are any, and its norm."""
 
     def __init__(self, config: BertConfig):
         self.word = Embedding(config.vocab_size, config.hidden_size)
-        self.position = Embedding(config.max_positions, config.hidden_size)
+        learned = config.rope_theta is None
+        self.position = Embedding(config.max_positions, config.hidden_size) if learned else None
         types = config.type_vocab_size
         self.type = Embedding(types, config.hidden_size) if types else None
         self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.pad_id = config.pad_id
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
-        positions = tokens.positions
-        if self.pad_id is not None:
-            positions = positions_after_pad(tokens, self.pad_id)
         hidden = self.word(tokens.ids)
         if self.type is not None:
             hidden = hidden + self.type(tokens.types)
-        return self.norm(hidden + self.position(positions))
+        if self.position is not None:
+            positions = tokens.positions
+            if self.pad_id is not None:
+                positions = positions_after_pad(tokens, self.pad_id)
+            hidden = hidden + self.position(positions)
+        return self.norm(hidden)
 
 
 def positions_after_pad(tokens: PackedTokens, pad_id: int) -> Int[Array, "rows length"]:
@@ -88,31 +127,48 @@ def positions_after_pad(tokens: PackedTokens, pad_id: int) -> Int[Array, "rows l
     return jnp.where(pads == 1, pad_id, pad_id + 1 + tokens.positions - before_in_segment)
 
 
+class DistanceBias(nnx.Module):
+    """A bias of attention scores for each head and distance of key and query.
+
+    From `reach` on, on either side, it stays the same.
+    """
+
+    def __init__(self, heads: int, reach: int):
+        self.bias = nnx.Param(jnp.zeros((heads, 2 * reach + 1), jnp.float32))
+
+    def __call__(self, length: int) -> Float[Array, "heads distances"]:
+        """The biases in rows of this length, as `attend` takes them."""
+        return bias_of_table(self.bias[...], length)
+
+
 class BertLayer(nnx.Module):
     """One layer: attention and MLP, each followed by a residual connection and a norm."""
 
     def __init__(self, config: BertConfig):
         self.attention = BertAttention(config)
         self.attention_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = _gated_mlp(config) if config.gated else Mlp(config)
         self.mlp_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
 
-    def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
-        mixed = self.attention(hidden, tokens)
-        out, up, down = self.attention.out, self.mlp.up, self.mlp.down
-        kernels = [linear.kernel[...] for linear in (out, up, down)]
-        exact = self.mlp.activation == "gelu"
-        if is_native("mlp") and exact and native.takes_mlp(hidden, *kernels):
+    def __call__(self, hidden: Hidden, tokens: PackedTokens, places: Places) -> Hidden:
+        mixed = self.attention(hidden, tokens, places)
+        if isinstance(self.mlp, Mlp) and self._is_native(hidden, self.mlp):
             return native.mlp(
                 mixed.astype(jnp.bfloat16),
                 hidden,
-                (*out.parameters, *self.attention_norm.parameters),
-                up.parameters,
-                (*down.parameters, *self.mlp_norm.parameters),
+                (*self.attention.out.parameters, *self.attention_norm.parameters),
+                self.mlp.up.parameters,
+                (*self.mlp.down.parameters, *self.mlp_norm.parameters),
                 self.mlp_norm.eps,
             )
-        hidden = self.attention_norm.of_sum(hidden, out, mixed)
-        return self.mlp_norm.of_sum(hidden, down, self.mlp(hidden))
+        hidden = self.attention_norm.of_sum(hidden, self.attention.out, mixed)
+        return self.mlp_norm.of_sum(hidden, self.mlp.down, self.mlp.wide(hidden))
+
+    def _is_native(self, hidden: Hidden, mlp: "Mlp") -> bool:
+        """Whether one native call computes all that follows attention."""
+        kernels = [linear.kernel[...] for linear in (self.attention.out, mlp.up, mlp.down)]
+        is_exact = mlp.activation == "gelu"
+        return is_native("mlp") and is_exact and native.takes_mlp(hidden, *kernels)
 
 
 class BertAttention(nnx.Module):
@@ -121,29 +177,50 @@ class BertAttention(nnx.Module):
     def __init__(self, config: BertConfig):
         dim = config.hidden_size
         self.num_heads = config.num_heads
-        self.qkv = Linear(dim, 3 * dim)
-        self.out = Linear(dim, dim)
+        self.qkv = Linear(dim, 3 * dim, bias=config.attention_bias)
+        self.out = Linear(dim, dim, bias=config.attention_bias)
 
-    def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
+    def __call__(self, hidden: Hidden, tokens: PackedTokens, places: Places) -> Hidden:
         rows, length, dim = hidden.shape
-        kernel = self.qkv.kernel[...]
+        kernel, rotation, bias = self.qkv.kernel[...], places.rotation, places.bias
         takes = native.takes_self_attention(hidden, self.num_heads, kernel)
-        if is_native("self_attention") and takes:
+        if is_native("self_attention") and takes and rotation is None and bias is None:
             return native.self_attention(
                 hidden, *self.qkv.parameters, tokens.segments, self.num_heads
             )
-        joint = self.qkv.rounded(hidden)
+        joint = self.qkv.rounded(hidden) if rotation is None else self._rotated(hidden, rotation)
         joint = joint.reshape(rows, length, 3, self.num_heads, dim // self.num_heads)
-        return attend_joint(joint, tokens.segments).reshape(rows, length, dim)
+        return attend_joint(joint, tokens.segments, bias=bias).reshape(rows, length, dim)
+
+    def _rotated(
+        self, hidden: Hidden, rotation: Rotation
+    ) -> Float[Array, "rows length heads width"]:
+        """The heads of queries, keys and values, the first two rotated before they are rounded."""
+        rows, length, dim = hidden.shape
+        heads = self.qkv(hidden).reshape(rows, length, -1, dim // self.num_heads)
+        turned, value = jnp.split(heads, [2 * self.num_heads], axis=2)
+        joint = jnp.concatenate([rotation(turned), value], axis=2)
+        return joint.astype(self.qkv.kernel[...].dtype)
 
 
 class Mlp(nnx.Module):
-    """The MLP without its last product `down`, which the layer computes with the norm."""
+    """The MLP, whose last product `down` the layer computes with the norm."""
 
     def __init__(self, config: BertConfig):
-        self.up = Linear(config.hidden_size, config.intermediate_size)
-        self.down = Linear(config.intermediate_size, config.hidden_size)
+        self.up = Linear(config.hidden_size, config.intermediate_size, bias=config.up_bias)
+        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.down_bias)
         self.activation = config.activation
 
-    def __call__(self, hidden: Hidden) -> Float[Array, "rows length width"]:
+    def wide(self, hidden: Hidden) -> Float[Array, "rows length width"]:
+        """What `down` is applied to."""
         return self.up.rounded(hidden, self.activation)
+
+
+def _gated_mlp(config: BertConfig) -> GatedMlp:
+    return GatedMlp(
+        config.hidden_size,
+        config.intermediate_size,
+        activation=config.activation,
+        bias=config.up_bias,
+        down_bias=config.down_bias,
+    )

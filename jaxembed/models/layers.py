@@ -155,11 +155,23 @@ class RMSNorm(nnx.Module):
 class GatedMlp(nnx.Module):
     """A gated MLP: down(activation(gate(x)) * up(x)), gate and up in one product. Shazeer 2020."""
 
-    def __init__(self, dim: int, width: int, *, activation: str, bias: bool = False):
+    def __init__(
+        self,
+        dim: int,
+        width: int,
+        *,
+        activation: str,
+        bias: bool = False,
+        down_bias: bool | None = None,  # None: as `bias`
+    ):
         self.gate_up = Linear(dim, 2 * width, bias=bias)
-        self.down = Linear(width, dim, bias=bias)
+        self.down = Linear(width, dim, bias=bias if down_bias is None else down_bias)
         self.activation = ACTIVATIONS[activation]
 
     def __call__(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length dim"]:
+        return self.down(self.wide(x))
+
+    def wide(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length width"]:
+        """What `down` is applied to."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(self.activation(gate) * up)
+        return self.activation(gate) * up
