@@ -37,6 +37,32 @@ def _bert(
     }
 
 
+_BASE = _bert(30522, 768, 12, 12, 3072, 512)
+MPNET_BASE = _BASE | {
+    "vocab_size": 30527,
+    "max_positions": 514,
+    "type_vocab_size": 0,
+    "norm_eps": 1e-5,
+    "pad_id": 1,
+    "bias_reach": 128,
+}
+NOMIC_BASE = _BASE | {
+    "max_positions": 8192,
+    "activation": "silu",
+    "rope_theta": 1000.0,
+    "gated": True,
+    "attention_bias": False,
+    "up_bias": False,
+    "down_bias": False,
+}
+GTE_BASE = _BASE | {  # gte-base-en-v1.5
+    "max_positions": 8192,
+    "type_vocab_size": 0,
+    "rope_theta": 1e6,
+    "rope_scaling": {"kind": "linear", "factor": 2 ** (2 / 64)},
+    "gated": True,
+    "up_bias": False,
+}
 MODERNBERT_BASE = {
     "vocab_size": 50368,
     "hidden_size": 768,
@@ -77,6 +103,9 @@ SIZES: dict[str, tuple[str, dict[str, Any], Pooling]] = {
     "minilm": ("bert", _bert(30522, 384, 6, 12, 1536, 512), "mean"),
     "bert-base": ("bert", _bert(30522, 768, 12, 12, 3072, 512), "mean"),
     "bge-large": ("bert", _bert(30522, 1024, 24, 16, 4096, 512), "cls"),
+    "mpnet-base": ("bert", MPNET_BASE, "mean"),
+    "nomic-base": ("bert", NOMIC_BASE, "mean"),
+    "gte-base": ("bert", GTE_BASE, "cls"),
     "modernbert-base": ("modernbert", MODERNBERT_BASE, "cls"),
     "qwen3-0.6b": ("qwen3", QWEN3_06B, "lasttoken"),
 }

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from jaxembed.models import native
 from jaxembed.models.attention import EVERYTHING, Sight, attend_joint, by_native, by_xla, using
-from jaxembed.models.layers import gelu
+from jaxembed.models.layers import ACTIVATIONS, gelu
+from jaxembed.models.rope import Rotation
 
 ROUNDED = 2.0**-8  # twice what rounding to bfloat16 changes: a sum may round to either side
 
@@ -68,12 +69,12 @@ def panels(kernel: np.ndarray) -> np.ndarray:
     return native.packed(kernel.astype(jnp.bfloat16))
 
 
-def assert_near(got, wanted, dtype: str) -> None:
+def assert_near(got, wanted, dtype: str, atol: float = 2e-5) -> None:
     """Sums of at most 1536 terms of size one over their root, in float32."""
     got = np.asarray(got)
     assert got.dtype == jnp.dtype(dtype)
     rtol = 1e-5 if dtype == "float32" else ROUNDED
-    np.testing.assert_allclose(got.astype(np.float32), wanted, rtol=rtol, atol=2e-5)
+    np.testing.assert_allclose(got.astype(np.float32), wanted, rtol=rtol, atol=atol)
 
 
 # the dtype of x, whether there is a bias, gelu, the dtype of the result
@@ -148,6 +149,43 @@ def test_the_norm_of_a_sum_is_that_of_its_parts(way, k, n):
         assert_near(y[0], normal * scale + shift, "float32")
 
 
+@pytest.mark.parametrize("activation", ["gelu", "silu", "gelu_tanh"])
+@pytest.mark.parametrize(("k", "n"), [(32, 32), (384, 96), (416, 1536)])
+def test_a_gated_product_is_that_of_its_halves(way, k, n, activation):
+    x, kernel, bias = drawn(max(ROWS), k), kernel_of(k, 2 * n), drawn(2 * n, seed=2)
+
+    @jax.jit
+    def products(xs, kernel, bias):
+        return [
+            native.gated_linear(
+                x, kernel, bias if i % 2 else None, activation, dtype=["bfloat16", "float32"][i % 2]
+            )
+            for i, x in enumerate(xs)
+        ]
+
+    got = products([x[None, :rows] for rows in ROWS], panels(kernel), bias)
+    for i, (rows, y) in enumerate(zip(ROWS, got, strict=True)):
+        gate, up = np.split((rounded(x) @ kernel)[:rows] + i % 2 * bias, 2, axis=1)
+        wanted = np.asarray(ACTIVATIONS[activation](jnp.asarray(gate))) * up
+        # the approximations of activations are off by 6e-6 of the gate
+        atol = 2e-5 * np.abs(up).max()
+        assert_near(y[0], wanted, ["bfloat16", "float32"][i % 2], atol=atol)
+
+
+def test_the_ends_of_gates(way):
+    """What is far below zero vanishes, what is far above stays, NaN is seen."""
+    x = np.ones((1, 8, 64), np.float32)
+    x[0, :, 0] = [-(2.0**66), -8192, -8, -0.5, 8, 8192, 2.0**66, np.nan]
+    identity = jnp.asarray(panels(np.eye(64, dtype=np.float32)))
+    for activation in ("gelu", "silu", "gelu_tanh"):
+        y = native.gated_linear(jnp.asarray(x), identity, None, activation, dtype="float32")
+        wanted = np.asarray(ACTIVATIONS[activation](jnp.asarray(x[:, :, :32])))
+        assert np.isnan(np.asarray(y)[0, 7]).any()
+        off = np.abs(np.asarray(y) - wanted)[0, :7]
+        # the approximations are off by 6e-6 of what is multiplied with them
+        np.testing.assert_array_less(off, 6e-6 * np.abs(x[0, :7, :32]) + 1e-9)
+
+
 def test_rows_of_several_sequences_are_multiplied_one_by_one(way):
     """And NaN or a huge number in one row stays there."""
     x, kernel = drawn(3, 43, 96), kernel_of(96, 64)
@@ -172,6 +210,14 @@ def test_the_ends_of_gelu(way):
     assert np.isnan(y[0, 7]).any()
     # the polynomial is off by 6e-6 of what is multiplied with it
     np.testing.assert_array_less(np.abs(y - wanted)[0, :7], 6e-6 * np.abs(x[0, :7]) + 1e-9)
+
+
+def test_a_gated_product_takes_halves_of_whole_panels():
+    packed = jnp.zeros((4, 1, 2, 16, 16, 2), jnp.bfloat16)
+    assert native.takes_gated(packed, "silu")
+    assert not native.takes_gated(packed[:3], "silu")
+    assert not native.takes_gated(packed, "relu")
+    assert not native.takes_gated(jnp.zeros((32, 128)), "silu")
 
 
 def test_only_kernels_of_whole_panels_are_packable():
@@ -239,7 +285,7 @@ def operands(case: Case) -> tuple[np.ndarray, ...]:
     return query, key, rounded(drawn(*shape, case.groups, case.width, seed=2))
 
 
-def exactly(query, key, value, segments, sight: Sight) -> np.ndarray:
+def exactly(query, key, value, segments, sight: Sight, bias=None) -> np.ndarray:
     """In float32 by numpy: a program of XLA's takes a second to compile, for each case."""
     per_group = query.shape[2] // key.shape[2]
     real = (segments != 0)[..., None, None]
@@ -250,6 +296,10 @@ def exactly(query, key, value, segments, sight: Sight) -> np.ndarray:
     scores = query @ key.swapaxes(2, 3) * np.float32(query.shape[3] ** -0.5)
     at = np.arange(segments.shape[1])
     distance = at[:, None] - at
+    if sight.cap is not None:
+        scores = np.float32(sight.cap) * np.tanh(scores / np.float32(sight.cap))
+    if bias is not None:
+        scores = scores + bias[:, at[-1] - distance]
     seen = segments[:, None, :, None] == segments[:, None, None, :]
     seen = seen & ((distance >= 0) | (not sight.causal))
     if sight.reach is not None:
@@ -342,6 +392,63 @@ def test_every_reach(way, causal):
         assert_mixed(got, wanted, segments)
 
 
+PLACED_CASES = (
+    Case(16, 2, 2, 32, rows=9),
+    Case(80, 4, 4, 64, causal=True),
+    Case(112, 4, 2, 32, reach=9),
+    Case(272, 3, 1, 256),
+)
+
+
+def layout_of(case: Case) -> np.ndarray:
+    rest = [(0, case.length // 3), (1, case.length // 2)]
+    rows = [[(0, case.length)], rest, [(3, 10), (0, 1)]] * 3
+    return laid_out(rows[: case.rows], case.length)
+
+
+def with_nan(segments: np.ndarray, *operands: np.ndarray) -> list[np.ndarray]:
+    """The operands of a case rounded, with NaN in the padding."""
+    padding = (segments == 0)[..., None, None]
+    return [np.where(padding, np.nan, x).astype(jnp.bfloat16) for x in operands]
+
+
+@pytest.mark.parametrize("cap", [None, 2.5])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("case", PLACED_CASES, ids=str)
+def test_a_bias_by_distance_and_a_cap_change_scores(way, case, has_bias, cap):
+    """A bias of size three, so that a head or a distance taken for another is seen."""
+    segments, sight = layout_of(case), Sight(case.causal, case.reach, cap)
+    drawn_bias = jnp.asarray(3 * drawn(case.heads, 2 * case.length - 1, seed=4))
+    bias = drawn_bias if has_bias else None
+    mask = case.causal, case.reach, cap
+    poisoned = with_nan(segments, *operands(case))
+    mixed = [jax.jit(lambda *x: native.attention(*x, *mask, bias))(*poisoned, segments)]
+    if case.heads == case.groups:
+        joint = np.stack(poisoned, axis=2)
+        mixed.append(jax.jit(lambda *x: native.joint_attention(*x, *mask, bias))(joint, segments))
+    wanted = exactly(*operands(case), segments, sight, None if bias is None else np.asarray(bias))
+    for one in mixed:
+        assert_mixed(one, wanted, segments)
+
+
+@pytest.mark.parametrize("case", [case for case in PLACED_CASES if case.heads == case.groups])
+def test_heads_are_rotated_before_their_scores(way, case):
+    segments, sight = layout_of(case), case.sight
+    turns = drawn(*segments.shape, case.width // 2, seed=5)
+    rotation = Rotation(jnp.cos(turns), jnp.sin(turns))
+    query, key, value = operands(case)
+    wanted = exactly(
+        *(rounded(np.asarray(rotation(x))) for x in (query, key)), value, segments, sight
+    )
+    joint = np.stack(with_nan(segments, query, key, value), axis=2)
+    mask, angles = (case.causal, case.reach), (rotation.cos, rotation.sin)
+    call = jax.jit(lambda *x: native.joint_attention(*x, *mask, angles=angles))
+    got, real = np.asarray(call(joint, segments), np.float32), segments != 0
+    np.testing.assert_array_equal(got[~real], 0.0)
+    # a rotated head may round to either side
+    np.testing.assert_allclose(got[real], wanted[real], rtol=ROUNDED, atol=8 * ROUNDED)
+
+
 @pytest.mark.parametrize("case", [Case(64, 4, 2, 32), Case(144, 2, 2, 32, reach=31)], ids=str)
 def test_xla_gives_the_same_in_float32(native_kernels, case):
     segments = laid_out([[(0, 20), (0, 35)], [(2, 7), (0, 30)], [(5, 40)]], case.length)
@@ -396,7 +503,8 @@ def test_attention_is_the_kernels_only_where_they_take_it(native_kernels):
     ("rows", "length", "dim", "heads"),
     [(3, 16, 64, 2), (9, 16, 96, 3), (1, 64, 96, 1), (5, 112, 64, 2), (2, 528, 384, 12)],
 )
-def test_half_a_layer_in_one_call_is_what_its_parts_are(way, rows, length, dim, heads):
+@pytest.mark.parametrize("gate", [None, "silu"])
+def test_half_a_layer_in_one_call_is_what_its_parts_are(way, rows, length, dim, heads, gate):
     """`linear` and `joint_attention`, of which the other tests say what they are."""
     width, shape = 4 * dim, (rows, length, dim)
     hidden = drawn(*shape, seed=9)
@@ -412,20 +520,35 @@ def test_half_a_layer_in_one_call_is_what_its_parts_are(way, rows, length, dim, 
 
     qkv = linear_of(dim, 3 * dim, 2)
     out = (*linear_of(dim, dim, 3), *norm_of(4))
-    up, down = linear_of(dim, width, 6), (*linear_of(width, dim, 7), *norm_of(8))
+    up = linear_of(dim, 2 * width if gate else width, 6)
+    down = (*linear_of(width, dim, 7), *norm_of(8))
+
+    places: dict = {}
+    if gate:
+        turns = drawn(rows, length, dim // heads // 2, seed=10)
+        places = {
+            "distance_bias": jnp.asarray(drawn(heads, 2 * length - 1, seed=11)),
+            "angles": (jnp.cos(turns), jnp.sin(turns)),
+        }
+        mask = (True, length // 2, 5.0)
+    else:
+        mask = (False, None, None)
 
     @jax.jit
     def in_one(hidden, segments, qkv, out, up, down):
-        mixed = native.self_attention(hidden, *qkv, segments, heads)
-        return mixed, native.mlp(mixed, hidden, out, up, down, 1e-6)
+        mixed = native.self_attention(hidden, *qkv, segments, heads, *mask, **places)
+        return mixed, native.mlp(mixed, hidden, out, up, down, 1e-6, gate)
 
     @jax.jit
     def in_parts(hidden, segments, qkv, out, up, down):
         joint = native.linear(hidden, *qkv, dtype="bfloat16")
         joint = joint.reshape(rows, length, 3, heads, dim // heads)
-        mixed = native.joint_attention(joint, segments, False, None).reshape(shape)
+        mixed = native.joint_attention(joint, segments, *mask, **places).reshape(shape)
         hidden = native.linear_norm(mixed, *out[:2], hidden, *out[2:], 1e-6)
-        inner = native.linear(hidden, *up, gelu=True, dtype="bfloat16")
+        if gate:
+            inner = native.gated_linear(hidden, *up, gate)
+        else:
+            inner = native.linear(hidden, *up, gelu=True, dtype="bfloat16")
         return mixed, native.linear_norm(inner, *down[:2], hidden, *down[2:], 1e-6)
 
     operands = (hidden, segments, qkv, out, up, down)

@@ -51,18 +51,32 @@ def weight(k: int, n: int) -> np.ndarray:
 
 
 SEGMENTS = np.ones((3, 16), np.int32)
-SIGHT = {"causal": np.int64(0), "reach": np.int64(-1)}
+SIGHT = {
+    "mode": np.int64(0),
+    "causal": np.int64(0),
+    "reach": np.int64(-1),
+    "cap": np.float32(0),
+}
+GATED_SILU = np.int64(native.ENDS.index("gated_silu"))
+PLACES = {"distance_bias": single(2, 31), "cos": single(3, 16, 16), "sin": single(3, 16, 16)}
 PRODUCT = {"x": single(3, 5, 64), "kernel": weight(64, 96), "bias": single(96)}
 CALLS = {
     "linear": Made(
-        "linear", PRODUCT, (3, 5, 96), "float32", {"eps": np.float32(0), "mode": np.int64(1)}
+        "linear", PRODUCT, (3, 5, 96), "float32", {"eps": np.float32(0), "mode": np.int64(2)}
+    ),
+    "linear with a gate": Made(
+        "linear",
+        {"x": single(3, 5, 64), "kernel": weight(64, 192), "bias": single(192)},
+        (3, 5, 96),
+        "bfloat16",
+        {"eps": np.float32(0), "mode": GATED_SILU},
     ),
     "linear with a norm": Made(
         "linear",
         {**PRODUCT, "residual": single(3, 5, 96), "scale": single(96), "shift": single(96)},
         (3, 5, 96),
         "float32",
-        {"eps": np.float32(1e-6), "mode": np.int64(2)},
+        {"eps": np.float32(1e-6), "mode": np.int64(1)},
     ),
     "attention": Made(
         "attention",
@@ -93,7 +107,7 @@ CALLS = {
         },
         (3, 16, 64),
         "bfloat16",
-        {"heads": np.int64(2)},
+        SIGHT | {"heads": np.int64(2)},
     ),
     "mlp": Made(
         "mlp",
@@ -113,7 +127,33 @@ CALLS = {
         },
         (3, 16, 64),
         "float32",
-        {"eps": np.float32(1e-6)},
+        {"eps": np.float32(1e-6), "mode": np.int64(native.ENDS.index("gelu"))},
+    ),
+}
+CALLS |= {
+    "attention with a bias": replace(
+        CALLS["attention"],
+        operands=CALLS["attention"].operands | {"distance_bias": single(4, 31)},
+        attributes=SIGHT | {"mode": np.int64(native.BIASED), "cap": np.float32(30)},
+    ),
+    **{
+        f"{name} with a bias and rotated": replace(
+            CALLS[name],
+            operands=CALLS[name].operands | PLACES,
+            attributes=CALLS[name].attributes | {"mode": np.int64(native.BIASED | native.ROTATED)},
+        )
+        for name in ("joint_attention", "self_attention")
+    },
+    "joint_attention rotated": replace(
+        CALLS["joint_attention"],
+        operands=CALLS["joint_attention"].operands
+        | {name: PLACES[name] for name in ("cos", "sin")},
+        attributes=SIGHT | {"mode": np.int64(native.ROTATED)},
+    ),
+    "mlp with a gate": replace(
+        CALLS["mlp"],
+        operands=CALLS["mlp"].operands | {"up_kernel": weight(64, 192), "up_bias": single(192)},
+        attributes=CALLS["mlp"].attributes | {"mode": GATED_SILU},
     ),
 }
 
@@ -205,8 +245,13 @@ def test_attributes_that_are_missing_or_unknown_or_of_another_type_are_refused(m
 @pytest.mark.parametrize(
     ("call", "name", "value"),
     [
-        ("linear", "mode", np.int64(3)),
+        ("linear", "mode", np.int64(len(native.ENDS))),
         ("linear", "mode", np.int64(-1)),
+        ("mlp", "mode", np.int64(native.ENDS.index("norm"))),
+        ("mlp with a gate", "mode", np.int64(len(native.ENDS))),
+        ("attention", "mode", np.int64(native.ROTATED)),
+        ("self_attention", "mode", np.int64(4)),
+        ("attention", "cap", np.float32(-1)),
         ("linear with a norm", "eps", np.float32(-1)),
         ("linear with a norm", "eps", np.float32(np.nan)),
         ("attention", "causal", np.int64(2)),
@@ -229,6 +274,20 @@ def test_heads_must_divide_what_they_share():
         assert_refused(
             slip, f"heads = {heads} and dim = 64 came, wanted dim to be a multiple of 32"
         )
+
+
+def test_what_tells_of_places_fits_the_rows():
+    call = CALLS["self_attention with a bias and rotated"]
+    short = call.with_operand("distance_bias", single(2, 30))
+    message = r"length = 16 and distances = 30 came, wanted distances to be 2 \* length - 1"
+    assert_refused(short, message)
+    wide = replace(call, operands=call.operands | {name: single(3, 16, 32) for name in PLACES})
+    wide = wide.with_operand("distance_bias", single(2, 31))
+    assert_refused(wide, r"half = 32 and dim = 64 came, wanted dim to be 4 \* half")
+    plain = replace(call, attributes=call.attributes | {"mode": np.int64(native.BIASED)})
+    assert_refused(plain, "7 operands .* came, wanted 1 result and 5 operands: .* distance_bias")
+    whole = CALLS["mlp with a gate"].with_attributes(mode=np.int64(native.ENDS.index("gelu")))
+    assert_refused(whole, "down_kernel: .* came, wanted")
 
 
 def test_the_message_says_what_came_and_what_was_wanted():

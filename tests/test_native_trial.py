@@ -22,16 +22,22 @@ pytestmark = pytest.mark.usefixtures("native_kernels")
 PLANTED = {
     "linear": "bias",
     "gelu": "bias",
+    "gated_gelu": "bias",
+    "gated_silu": "bias",
     "norm": "shift",
     "attention": "segments",
     "joint_attention": "segments",
     "self_attention": "segments",
     "mlp": "down_bias",
 }
+POST_NORM = {"linear", "norm", "joint_attention", "self_attention", "mlp"}
 CALLS = {
-    "bert": {"linear", "gelu", "norm", "joint_attention", "self_attention", "mlp"},
-    "modernbert": {"linear", "attention"},
-    "qwen3": {"linear", "attention"},
+    "bert": POST_NORM | {"gelu"},
+    "mpnet": POST_NORM | {"gelu"},
+    "nomic_bert": POST_NORM | {"gated_silu"},
+    "gte": POST_NORM | {"gated_gelu"},
+    "modernbert": {"linear", "gated_gelu", "joint_attention", "self_attention"},
+    "qwen3": {"linear", "gated_silu", "attention"},
 }
 
 
@@ -133,7 +139,7 @@ def test_a_call_that_raises_is_not_used_and_says_why(monkeypatch, tmp_path):
     choice = chosen("qwen3", tmp_path)
     assert choice.native is None
     reason = "RuntimeError: no such instruction"
-    assert choice.refused == {"native attention": reason, "native linear": reason}
+    assert choice.refused == {f"native {name}": reason for name in CALLS["qwen3"]}
 
 
 def test_a_slower_call_is_not_used_unless_it_is_asked_for(monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
 """Compares each native call that a model makes with XLA: whether it is right, and whether faster.
 
-The calls are products, some followed by GELU or a norm, variants of attention, and fused halves of
-a layer. Each is tried with the model's own shapes.
+The calls are products, some gated or followed by GELU or a norm, variants of attention, and fused
+halves of a layer. Each is tried with the model's own shapes.
 """
 
 import math
@@ -27,6 +27,7 @@ from jaxembed.engine.placement import Device, placed_dtype
 from jaxembed.models import Program, native
 from jaxembed.models.attention import ByNative, Sight, by_xla, using
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
+from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import DType
 
@@ -41,7 +42,8 @@ BELIEVED = 3  # times that a call must be timed as slower before it is refused
 # bfloat16, in another order. The largest one seen is 0.007, in attention; products were equal.
 MOST_OFF = 0.02
 # The calls that another call depends on: weights are packed into panels only if products take them.
-NEEDED = {name: {"linear"} for name in ("gelu", "norm", "self_attention", "mlp")}
+NEEDED = {name: {"linear"} for name in (*native.ENDS[1:], "self_attention", "mlp")}
+GATED = "gated_"  # before the activation, in names of calls
 LATE = f"was not tried: {TRIAL_S:.0f} s were over"
 
 Operands = Mapping[str, Any]  # arrays by name, on the host or traced
@@ -256,6 +258,8 @@ def _linear_in_xla(call: native.NativeCall, of: Operands) -> Array:
         eps = float(dict(call.attributes)["eps"])
         norm = _layer_norm(of["scale"], of["shift"], eps)
         return norm.of_sum(of["residual"], linear, of["x"])
+    if call.name.startswith(GATED):
+        return _gated(linear(of["x"]), call.name).astype(call.dtype)
     return ACTIVATIONS["gelu" if call.name == "gelu" else "identity"](linear(of["x"])).astype(
         call.dtype
     )
@@ -263,13 +267,16 @@ def _linear_in_xla(call: native.NativeCall, of: Operands) -> Array:
 
 def _attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
     """Compute in XLA what the native call `attention` computes."""
-    return _attend(call, of["query"], of["key"], of["value"], of["segments"])
+    return _attend(call, of, of["query"], of["key"], of["value"])
 
 
 def _joint_attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
     """Compute in XLA what the native call `joint_attention` computes."""
-    joint = of["joint"]
-    return _attend(call, joint[:, :, 0], joint[:, :, 1], joint[:, :, 2], of["segments"])
+    query, key, value = (of["joint"][:, :, i] for i in range(3))
+    if "cos" in of:
+        rotation = Rotation(of["cos"], of["sin"])
+        query, key = (rotation(x.astype(jnp.float32)).astype(x.dtype) for x in (query, key))
+    return _attend(call, of, query, key, value)
 
 
 def _self_attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
@@ -278,13 +285,13 @@ def _self_attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
     heads = int(dict(call.attributes)["heads"])
     joint = _linear(of["kernel"], of["bias"]).rounded(of["hidden"])
     joint = joint.reshape(rows, length, 3, heads, dim // heads)
-    of = {"joint": joint, "segments": of["segments"]}
-    return _joint_attention_in_xla(call, of).reshape(call.shape)
+    return _joint_attention_in_xla(call, {**of, "joint": joint}).reshape(call.shape)
 
 
 def _mlp_in_xla(call: native.NativeCall, of: Operands) -> Array:
     """Compute in XLA what the native call `mlp` computes."""
-    eps = float(dict(call.attributes)["eps"])
+    attributes = dict(call.attributes)
+    eps, mode = float(attributes["eps"]), native.ENDS[attributes["mode"]]
     out, up, down = (
         _linear(of[f"{name}_kernel"], of[f"{name}_bias"]) for name in ("out", "up", "down")
     )
@@ -292,15 +299,23 @@ def _mlp_in_xla(call: native.NativeCall, of: Operands) -> Array:
         _layer_norm(of[f"{name}_scale"], of[f"{name}_shift"], eps) for name in ("out", "down")
     )
     hidden = first.of_sum(of["hidden"], out, of["mixed"])
-    return second.of_sum(hidden, down, up.rounded(hidden, "gelu"))
+    inner = _gated(up(hidden), mode) if mode.startswith(GATED) else up.rounded(hidden, "gelu")
+    return second.of_sum(hidden, down, inner)
 
 
-def _attend(call: native.NativeCall, query, key, value, segments) -> Array:
+def _gated(halves: Array, name: str) -> Array:
+    """The product of two halves, the first with the activation that the name of a call names."""
+    gate, up = jnp.split(halves, 2, axis=-1)
+    return ACTIVATIONS[name.removeprefix(GATED)](gate) * up
+
+
+def _attend(call: native.NativeCall, of: Operands, query, key, value) -> Array:
     """Compute attention in XLA with the mask that the attributes of a call describe."""
     attributes = dict(call.attributes)
-    reach = int(attributes.get("reach", -1))
-    sight = Sight(bool(attributes.get("causal", 0)), None if reach < 0 else reach)
-    return by_xla(query, key, value, segments, sight).astype(call.dtype)
+    reach, cap = int(attributes["reach"]), float(attributes["cap"])
+    sight = Sight(bool(attributes["causal"]), None if reach < 0 else reach, cap or None)
+    mixed = by_xla(query, key, value, of["segments"], sight, of.get("distance_bias"))
+    return mixed.astype(call.dtype)
 
 
 def _linear(kernel: Array, bias: Array) -> Linear:

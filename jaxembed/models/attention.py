@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxembed.models import native
+from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Segments
 
 # Rows up to this length compute all scores at once, longer rows one block of queries at a time. On
@@ -86,17 +88,34 @@ def attend(
 
 
 def attend_joint(
-    joint: Joint, segments: Segments, sight: Sight = EVERYTHING, bias: Bias | None = None
+    joint: Joint,
+    segments: Segments,
+    sight: Sight = EVERYTHING,
+    bias: Bias | None = None,
+    rotation: Rotation | None = None,
+    dtype: Any = None,
 ) -> Heads:
     """Compute attention as `attend` does, with query, key and value side by side in one array.
 
-    They have the same number of heads. The result is `[rows, length, heads, width]`.
+    They have the same number of heads. With a `rotation` queries and keys are rotated before; a
+    float32 `joint` is then rounded to `dtype`, if that is given. The result is `[rows, length,
+    heads, width]`.
     """
     _, length, _, _, width = joint.shape
-    plain = bias is None and sight.cap is None
-    if is_native("joint_attention") and plain and native.takes(length, width, str(joint.dtype)):
-        return native.joint_attention(joint, segments, sight.causal, sight.reach)
-    return attend(joint[:, :, 0], joint[:, :, 1], joint[:, :, 2], segments, sight, bias)
+    if takes_joint(length, width, joint.dtype):
+        mask = sight.causal, sight.reach, sight.cap
+        angles = None if rotation is None else (rotation.cos, rotation.sin)
+        return native.joint_attention(joint, segments, *mask, distance_bias=bias, angles=angles)
+    query, key, value = joint[:, :, 0], joint[:, :, 1], joint[:, :, 2]
+    if rotation is not None:
+        query, key = rotation(query), rotation(key)
+    query, key, value = (x.astype(dtype or joint.dtype) for x in (query, key, value))
+    return attend(query, key, value, segments, sight, bias)
+
+
+def takes_joint(length: int, width: int, dtype: Any) -> bool:
+    """Whether `attend_joint` is a native call, which rotates heads that are rounded already."""
+    return is_native("joint_attention") and native.takes(length, width, str(jnp.dtype(dtype)))
 
 
 def bias_of_table(table: Float[Array, "heads buckets"], length: int) -> Bias:
@@ -197,10 +216,9 @@ class ByNative:
         bias: Bias | None = None,
     ) -> Heads:
         length, width = query.shape[1], query.shape[3]
-        plain = bias is None and sight.cap is None
-        taken = "attention" not in self.without and native.takes(length, width, str(query.dtype))
-        if taken and plain:
-            return native.attention(query, key, value, segments, sight.causal, sight.reach)
+        if "attention" not in self.without and native.takes(length, width, str(query.dtype)):
+            mask = sight.causal, sight.reach, sight.cap
+            return native.attention(query, key, value, segments, *mask, distance_bias=bias)
         return by_xla(query, key, value, segments, sight, bias)
 
 

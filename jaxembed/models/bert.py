@@ -17,8 +17,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxembed.models import native
-from jaxembed.models.attention import attend_joint, bias_of_table, is_native
-from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear
+from jaxembed.models.attention import bias_of_table, is_native
+from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear, self_attention
 from jaxembed.models.rope import Rotation, read_scaling
 from jaxembed.models.tokens import Hidden, PackedTokens
 
@@ -152,23 +152,33 @@ class BertLayer(nnx.Module):
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens, places: Places) -> Hidden:
         mixed = self.attention(hidden, tokens, places)
-        if isinstance(self.mlp, Mlp) and self._is_native(hidden, self.mlp):
+        if self._is_native(hidden):
             return native.mlp(
                 mixed.astype(jnp.bfloat16),
                 hidden,
                 (*self.attention.out.parameters, *self.attention_norm.parameters),
-                self.mlp.up.parameters,
+                self._up.parameters,
                 (*self.mlp.down.parameters, *self.mlp_norm.parameters),
                 self.mlp_norm.eps,
+                self.mlp.activation if isinstance(self.mlp, GatedMlp) else None,
             )
         hidden = self.attention_norm.of_sum(hidden, self.attention.out, mixed)
         return self.mlp_norm.of_sum(hidden, self.mlp.down, self.mlp.wide(hidden))
 
-    def _is_native(self, hidden: Hidden, mlp: "Mlp") -> bool:
+    @property
+    def _up(self) -> Linear:
+        """The first product of the MLP."""
+        return self.mlp.gate_up if isinstance(self.mlp, GatedMlp) else self.mlp.up
+
+    def _is_native(self, hidden: Hidden) -> bool:
         """Whether one native call computes all that follows attention."""
-        kernels = [linear.kernel[...] for linear in (self.attention.out, mlp.up, mlp.down)]
-        is_exact = mlp.activation == "gelu"
-        return is_native("mlp") and is_exact and native.takes_mlp(hidden, *kernels)
+        mlp = self.mlp
+        out, up, down = (x.kernel[...] for x in (self.attention.out, self._up, mlp.down))
+        if isinstance(mlp, GatedMlp):
+            has_activation = native.takes_gated(up, mlp.activation)
+        else:
+            has_activation = mlp.activation == "gelu"
+        return is_native("mlp") and has_activation and native.takes_mlp(hidden, out, up, down)
 
 
 class BertAttention(nnx.Module):
@@ -181,26 +191,14 @@ class BertAttention(nnx.Module):
         self.out = Linear(dim, dim, bias=config.attention_bias)
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens, places: Places) -> Hidden:
-        rows, length, dim = hidden.shape
-        kernel, rotation, bias = self.qkv.kernel[...], places.rotation, places.bias
-        takes = native.takes_self_attention(hidden, self.num_heads, kernel)
-        if is_native("self_attention") and takes and rotation is None and bias is None:
-            return native.self_attention(
-                hidden, *self.qkv.parameters, tokens.segments, self.num_heads
-            )
-        joint = self.qkv.rounded(hidden) if rotation is None else self._rotated(hidden, rotation)
-        joint = joint.reshape(rows, length, 3, self.num_heads, dim // self.num_heads)
-        return attend_joint(joint, tokens.segments, bias=bias).reshape(rows, length, dim)
-
-    def _rotated(
-        self, hidden: Hidden, rotation: Rotation
-    ) -> Float[Array, "rows length heads width"]:
-        """The heads of queries, keys and values, the first two rotated before they are rounded."""
-        rows, length, dim = hidden.shape
-        heads = self.qkv(hidden).reshape(rows, length, -1, dim // self.num_heads)
-        turned, value = jnp.split(heads, [2 * self.num_heads], axis=2)
-        joint = jnp.concatenate([rotation(turned), value], axis=2)
-        return joint.astype(self.qkv.kernel[...].dtype)
+        return self_attention(
+            hidden,
+            self.qkv,
+            self.num_heads,
+            tokens.segments,
+            bias=places.bias,
+            rotation=places.rotation,
+        )
 
 
 class Mlp(nnx.Module):

@@ -15,7 +15,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxembed.models import native
-from jaxembed.models.attention import is_native
+from jaxembed.models.attention import (
+    EVERYTHING,
+    Bias,
+    Sight,
+    attend_joint,
+    is_native,
+    takes_joint,
+)
+from jaxembed.models.rope import Rotation
+from jaxembed.models.tokens import Hidden, Segments
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -166,12 +175,42 @@ class GatedMlp(nnx.Module):
     ):
         self.gate_up = Linear(dim, 2 * width, bias=bias)
         self.down = Linear(width, dim, bias=bias if down_bias is None else down_bias)
-        self.activation = ACTIVATIONS[activation]
+        self.activation = activation
 
     def __call__(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length dim"]:
         return self.down(self.wide(x))
 
     def wide(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length width"]:
-        """What `down` is applied to."""
+        """What `down` is applied to; the native kernels round it, as `down` would."""
+        kernel, bias = self.gate_up.parameters
+        takes = native.takes_gated(kernel, self.activation)
+        if takes and is_native(f"gated_{self.activation}"):
+            return native.gated_linear(x, kernel, bias, self.activation)
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.activation(gate) * up
+        return ACTIVATIONS[self.activation](gate) * up
+
+
+def self_attention(
+    hidden: Hidden,
+    qkv: Linear,
+    heads: int,
+    segments: Segments,
+    sight: Sight = EVERYTHING,
+    bias: Bias | None = None,
+    rotation: Rotation | None = None,
+) -> Hidden:
+    """Compute the product that gives queries, keys and values, and `attend_joint` of them.
+
+    It is one native call if possible. Otherwise heads are rotated before they are rounded, unless a
+    native call rotates them.
+    """
+    rows, length, dim = hidden.shape
+    width, kernel = dim // heads, qkv.kernel[...]
+    if is_native("self_attention") and native.takes_self_attention(hidden, heads, kernel):
+        mask = sight.causal, sight.reach, sight.cap
+        angles = None if rotation is None else (rotation.cos, rotation.sin)
+        return native.self_attention(hidden, *qkv.parameters, segments, heads, *mask, bias, angles)
+    rounds = rotation is None or takes_joint(length, width, kernel.dtype)
+    joint = (qkv.rounded if rounds else qkv)(hidden).reshape(rows, length, 3, heads, width)
+    mixed = attend_joint(joint, segments, sight, bias, rotation, kernel.dtype)
+    return mixed.reshape(rows, length, dim)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from flax import nnx
 
-from jaxembed.models.attention import EVERYTHING, Sight, attend
-from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear
+from jaxembed.models.attention import EVERYTHING, Sight
+from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear, self_attention
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens
 
@@ -110,12 +110,10 @@ class ModernBertAttention(nnx.Module):
         self.out = Linear(dim, dim, bias=config.attention_bias)
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens, rotation: Rotation) -> Hidden:
-        rows, length, dim = hidden.shape
-        heads = self.qkv(hidden).reshape(rows, length, 3, self.num_heads, dim // self.num_heads)
-        operands = rotation(heads[:, :, 0]), rotation(heads[:, :, 1]), heads[:, :, 2]
-        query, key, value = (x.astype(self.qkv.kernel[...].dtype) for x in operands)
-        mixed = attend(query, key, value, tokens.segments, self.sight)
-        return self.out(mixed.reshape(rows, length, dim))
+        mixed = self_attention(
+            hidden, self.qkv, self.num_heads, tokens.segments, self.sight, rotation=rotation
+        )
+        return self.out(mixed)
 
 
 def _norm(config: ModernBertConfig) -> LayerNorm:

@@ -159,7 +159,9 @@ def _dynamic(
     ratio = jnp.maximum(lengths, rope.length).astype(jnp.float32) / rope.length
     growth = rope.factor * ratio - (rope.factor - 1)
     powers = jnp.asarray(np.arange(0, width, 2) / max(width - 2, 1), jnp.float32)
-    return jnp.asarray(plain)[None, None] * jnp.exp(-jnp.log(growth)[:, :, None] * powers[None, None])
+    return jnp.asarray(plain)[None, None] * jnp.exp(
+        -jnp.log(growth)[:, :, None] * powers[None, None]
+    )
 
 
 def _yarn(plain: Frequencies, width: int, theta: float, rope: YarnRope) -> Frequencies:

@@ -123,7 +123,9 @@ static const XLA_FFI_Api api = {
 
 // ---- call frames
 
-enum { MOST_OPERANDS = 13, MOST_AXES = 7, MOST_ATTRIBUTES = 4 };
+enum { MOST_OPERANDS = 13, MOST_AXES = 7, MOST_ATTRIBUTES = 6 };
+enum { PLAIN, NORM, GELU, GATED_GELU, GATED_SILU, GATED_GELU_TANH, MODES };  // of linear
+enum { BIASED = 1, ROTATED = 2 };  // bits of the mode of attention
 
 typedef struct {
   XLA_FFI_Buffer buffers[MOST_OPERANDS], result;
@@ -301,6 +303,9 @@ static void refuse_slips(XLA_FFI_Handler* handler, Frame* f, const char* call) {
     refused(handler, &other, call, "an attribute out of range");
     other.wholes[i] = INT64_MAX, other.reals[i] = NAN;
     if (strcmp(f->names[i], "reach")) refused(handler, &other, call, "an attribute out of range");
+    if (strcmp(f->names[i], "mode") || strstr(call, "attention")) continue;
+    other.wholes[i] = MODES;
+    refused(handler, &other, call, "an unknown mode");
   }
   whole(f, "other", 1);
   refused(handler, f, call, "an attribute too many");
@@ -315,6 +320,19 @@ static void near(const char* what, double got, double wanted, double tolerance) 
 }
 
 static double gelu(double x) { return x / 2 * (1 + erf(x / sqrt(2))); }
+
+static double activated(int mode, double x) {
+  if (mode == GATED_SILU) return x / (1 + exp(-x));
+  if (mode == GATED_GELU_TANH) return x / 2 * (1 + tanh(sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+  return gelu(x);
+}
+
+// Replace [rows, 2 * n] by [rows, n]: the first half of each line, activated, times the second half.
+static void gate(int mode, double* sums, int64_t rows, int64_t n) {
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t i = 0; i < n; i++)
+      sums[row * n + i] = activated(mode, sums[2 * row * n + i]) * sums[(2 * row + 1) * n + i];
+}
 
 // sums[rows, n] = bias + x . weight; x is rounded in its place
 static double* products(double* x, int64_t rows, int64_t k, const double* plain,
@@ -353,11 +371,43 @@ typedef struct {
   int64_t rows, length, heads, groups, width;
   int causal;
   int64_t reach;
+  int mode;
+  float cap;
 } Shape;
 
-// One query's mixed values of one head, in `mixed`; query, key and value begin at the head's own.
+// The operands of a mode of attention, or NULL.
+typedef struct {
+  const float *bias, *cos, *sin;
+} Places;
+
+static Places places(Frame* f, const Shape* s, int64_t width) {
+  Places p = {0};
+  if (s->mode & BIASED) p.bias = operand(f, XLA_FFI_DataType_F32, 2, s->heads, 2 * s->length - 1);
+  if (!(s->mode & ROTATED)) return p;
+  p.cos = operand(f, XLA_FFI_DataType_F32, 3, s->rows, s->length, width / 2);
+  p.sin = operand(f, XLA_FFI_DataType_F32, 3, s->rows, s->length, width / 2);
+  return p;
+}
+
+// Rotate the heads of one array, whose tokens are `stride` apart, in its place.
+static void rotate(const Shape* s, const Places* p, double* x, int64_t heads, int64_t stride) {
+  const int64_t half = s->width / 2;
+  for (int64_t token = 0; p->cos && token < s->rows * s->length; token++)
+    for (int64_t head = 0; head < heads; head++)
+      for (int64_t k = 0; k < half; k++) {
+        const double cosine = p->cos[token * half + k], sine = p->sin[token * half + k];
+        double *one = x + token * stride + head * s->width + k, *other = one + half;
+        const double first = *one, second = *other;
+        *one = rounded(first * cosine - second * sine);
+        *other = rounded(second * cosine + first * sine);
+      }
+}
+
+// One query's mixed values of one head, in `mixed`; query, key and value begin at the head's own,
+// `bias` at the distance 0.
 static void mix(const Shape* s, const int32_t* segments, int64_t at, const double* query,
-                const double* keys, const double* values, int64_t stride, double* mixed) {
+                const double* keys, const double* values, int64_t stride, const float* bias,
+                double* mixed) {
   double weights[1024], most = -INFINITY, sum = 0;
   for (int64_t j = 0; j < s->length; j++) {
     const int64_t distance = at - j;
@@ -368,6 +418,8 @@ static void mix(const Shape* s, const int32_t* segments, int64_t at, const doubl
     double score = 0;
     for (int64_t i = 0; i < s->width; i++) score += query[i] * keys[j * stride + i];
     weights[j] = score / sqrt((double)s->width);
+    if (s->cap > 0) weights[j] = s->cap * tanh(weights[j] / s->cap);
+    if (bias) weights[j] += bias[-distance];
     if (weights[j] > most) most = weights[j];
   }
   for (int64_t i = 0; i < s->width; i++) mixed[i] = 0;
@@ -382,7 +434,7 @@ static void mix(const Shape* s, const int32_t* segments, int64_t at, const doubl
 
 static void check_attention(const Shape* s, const int32_t* segments, const double* query,
                             int64_t query_stride, const double* key, const double* value,
-                            int64_t stride, const bf16* got) {
+                            int64_t stride, const float* bias, const bf16* got) {
   double mixed[256];
   const int64_t per_group = s->heads / s->groups;
   for (int64_t row = 0; row < s->rows; row++)
@@ -391,10 +443,11 @@ static void check_attention(const Shape* s, const int32_t* segments, const doubl
         const int64_t token = row * s->length + at, group = head / per_group * s->width;
         const int32_t* of_row = segments + row * s->length;
         const bf16* line = got + (token * s->heads + head) * s->width;
+        const float* of_head = bias ? bias + head * (2 * s->length - 1) + s->length - 1 : NULL;
         if (of_row[at])
           mix(s, of_row, at, query + token * query_stride + head * s->width,
               key + row * s->length * stride + group, value + row * s->length * stride + group,
-              stride, mixed);
+              stride, of_head, mixed);
         for (int64_t i = 0; i < s->width; i++)
           if (!of_row[at]) CHECK(line[i] == 0, "padding is not zero");
           else near("attention", wide(line[i]), mixed[i], 0.01);
@@ -432,10 +485,11 @@ static void run_linear(int64_t rows, int64_t k, int64_t n, int mode, int x_is_fl
                        int64_t threads) {
   Frame f = {0};
   void* x = operand(&f, x_is_float ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_BF16, 2, rows, k);
-  double* plain = weight(&f, k, n);
-  const float* bias = operand(&f, XLA_FFI_DataType_F32, 1, n);
+  const int64_t columns = mode >= GATED_GELU ? 2 * n : n;
+  double* plain = weight(&f, k, columns);
+  const float* bias = operand(&f, XLA_FFI_DataType_F32, 1, columns);
   const float *residual = NULL, *scale = NULL, *shift = NULL;
-  if (mode == 2) {
+  if (mode == NORM) {
     residual = operand(&f, XLA_FFI_DataType_F32, 2, rows, n);
     scale = operand(&f, XLA_FFI_DataType_F32, 1, n);
     shift = operand(&f, XLA_FFI_DataType_F32, 1, n);
@@ -445,15 +499,16 @@ static void run_linear(int64_t rows, int64_t k, int64_t n, int mode, int x_is_fl
   whole(&f, "mode", mode);
   succeed(jaxembed_linear, &f, threads, "linear");
   double* from = widened(x, x_is_float, rows * k);
-  double* wanted = products(from, rows, k, plain, bias, n);
-  if (mode == 2) {
+  double* wanted = products(from, rows, k, plain, bias, columns);
+  if (mode >= GATED_GELU) gate(mode, wanted, rows, n);
+  if (mode == NORM) {
     double* before = widened(residual, 1, rows * n);
     norm(wanted, rows, n, before, scale, shift, 1e-6);
     free(before);
   }
   for (int64_t i = 0; i < rows * n; i++) {
     const double got = y_is_float ? ((float*)y)[i] : wide(((bf16*)y)[i]);
-    near("linear", got, mode == 1 ? gelu(wanted[i]) : wanted[i], y_is_float ? 1e-4 : 0.005);
+    near("linear", got, mode == GELU ? gelu(wanted[i]) : wanted[i], y_is_float ? 1e-4 : 0.005);
   }
   if (threads == 1) refuse_slips(jaxembed_linear, &f, "jaxembed_linear");
   free(from), free(wanted), free(plain);
@@ -461,8 +516,10 @@ static void run_linear(int64_t rows, int64_t k, int64_t n, int mode, int x_is_fl
 }
 
 static void sight(Frame* f, const Shape* s) {
+  whole(f, "mode", s->mode);
   whole(f, "causal", s->causal);
   whole(f, "reach", s->reach);
+  real(f, "cap", s->cap);
 }
 
 static void run_attention(Shape s, int64_t threads, int has_slips) {
@@ -473,6 +530,8 @@ static void run_attention(Shape s, int64_t threads, int has_slips) {
   bf16* key = operand(&f, XLA_FFI_DataType_BF16, 4, s.rows, s.length, s.groups, s.width);
   bf16* value = operand(&f, XLA_FFI_DataType_BF16, 4, s.rows, s.length, s.groups, s.width);
   int32_t* segments = operand(&f, XLA_FFI_DataType_S32, 2, s.rows, s.length);
+  s.mode &= BIASED;
+  const Places p = places(&f, &s, s.width);
   bf16* got = result(&f, XLA_FFI_DataType_BF16, 4, s.rows, s.length, s.heads, s.width);
   lay_out(segments, s.rows, s.length);
   poison(query, segments, tokens, wide_query);
@@ -482,7 +541,7 @@ static void run_attention(Shape s, int64_t threads, int has_slips) {
   succeed(jaxembed_attention, &f, threads, "attention");
   double* plain[3] = {widened(query, 0, tokens * wide_query), widened(key, 0, tokens * wide_key),
                       widened(value, 0, tokens * wide_key)};
-  check_attention(&s, segments, plain[0], wide_query, plain[1], plain[2], wide_key, got);
+  check_attention(&s, segments, plain[0], wide_query, plain[1], plain[2], wide_key, p.bias, got);
   if (has_slips) refuse_slips(jaxembed_attention, &f, "jaxembed_attention");
   for (int i = 0; i < 3; i++) free(plain[i]);
   forget(&f);
@@ -493,13 +552,15 @@ static void run_joint(Shape s, int64_t threads, int has_slips) {
   const int64_t tokens = s.rows * s.length, dim = s.heads * s.width;
   bf16* joint = operand(&f, XLA_FFI_DataType_BF16, 5, s.rows, s.length, (int64_t)3, s.heads, s.width);
   int32_t* segments = operand(&f, XLA_FFI_DataType_S32, 2, s.rows, s.length);
+  const Places p = places(&f, &s, s.width);
   bf16* got = result(&f, XLA_FFI_DataType_BF16, 4, s.rows, s.length, s.heads, s.width);
   lay_out(segments, s.rows, s.length);
   poison(joint, segments, tokens, 3 * dim);
   sight(&f, &s);
   succeed(jaxembed_joint_attention, &f, threads, "joint_attention");
   double* plain = widened(joint, 0, tokens * 3 * dim);
-  check_attention(&s, segments, plain, 3 * dim, plain + dim, plain + 2 * dim, 3 * dim, got);
+  rotate(&s, &p, plain, 2 * s.heads, 3 * dim);
+  check_attention(&s, segments, plain, 3 * dim, plain + dim, plain + 2 * dim, 3 * dim, p.bias, got);
   if (has_slips) refuse_slips(jaxembed_joint_attention, &f, "jaxembed_joint_attention");
   free(plain);
   forget(&f);
@@ -512,26 +573,30 @@ static void run_self_attention(Shape s, int64_t threads, int has_slips) {
   double* plain = weight(&f, dim, 3 * dim);
   const float* bias = operand(&f, XLA_FFI_DataType_F32, 1, 3 * dim);
   int32_t* segments = operand(&f, XLA_FFI_DataType_S32, 2, s.rows, s.length);
+  const Places p = places(&f, &s, s.width);
   bf16* got = result(&f, XLA_FFI_DataType_BF16, 3, s.rows, s.length, dim);
   lay_out(segments, s.rows, s.length);
   whole(&f, "heads", s.heads);
+  sight(&f, &s);
   succeed(jaxembed_self_attention, &f, threads, "self_attention");
   double* x = widened(hidden, 1, tokens * dim);
   double* joint = products(x, tokens, dim, plain, bias, 3 * dim);
   for (int64_t i = 0; i < tokens * 3 * dim; i++) joint[i] = rounded(joint[i]);
-  check_attention(&s, segments, joint, 3 * dim, joint + dim, joint + 2 * dim, 3 * dim, got);
+  rotate(&s, &p, joint, 2 * s.heads, 3 * dim);
+  check_attention(&s, segments, joint, 3 * dim, joint + dim, joint + 2 * dim, 3 * dim, p.bias, got);
   if (has_slips) refuse_slips(jaxembed_self_attention, &f, "jaxembed_self_attention");
   free(x), free(joint), free(plain);
   forget(&f);
 }
 
-static void run_mlp(int64_t rows, int64_t length, int64_t dim, int64_t inner, int64_t threads,
-                    int has_slips) {
+static void run_mlp(int64_t rows, int64_t length, int64_t dim, int64_t inner, int mode,
+                    int64_t threads, int has_slips) {
   Frame f = {0};
   const int64_t tokens = rows * length;
   const bf16* mixed = operand(&f, XLA_FFI_DataType_BF16, 3, rows, length, dim);
   const float* hidden = operand(&f, XLA_FFI_DataType_F32, 3, rows, length, dim);
-  const int64_t in_of[] = {dim, dim, inner}, out_of[] = {dim, inner, dim};
+  const int64_t columns = mode == GELU ? inner : 2 * inner;
+  const int64_t in_of[] = {dim, dim, inner}, out_of[] = {dim, columns, dim};
   double* plain[3] = {0};
   const float* vectors[3][3] = {0};  // bias, scale, shift of out, up, down
   for (int i = 0; i < 3; i++) {
@@ -541,14 +606,16 @@ static void run_mlp(int64_t rows, int64_t length, int64_t dim, int64_t inner, in
   }
   const float* got = result(&f, XLA_FFI_DataType_F32, 3, rows, length, dim);
   real(&f, "eps", 1e-6f);
+  whole(&f, "mode", mode);
   succeed(jaxembed_mlp, &f, threads, "mlp");
   double *x = widened(mixed, 0, tokens * dim), *before = widened(hidden, 1, tokens * dim);
   double* after = products(x, tokens, dim, plain[0], vectors[0][0], dim);
   norm(after, tokens, dim, before, vectors[0][1], vectors[0][2], 1e-6);
   double* inward = malloc((size_t)(tokens * dim) * sizeof *inward);
   memcpy(inward, after, (size_t)(tokens * dim) * sizeof *inward);
-  double* up = products(inward, tokens, dim, plain[1], vectors[1][0], inner);
-  for (int64_t i = 0; i < tokens * inner; i++) up[i] = gelu(up[i]);
+  double* up = products(inward, tokens, dim, plain[1], vectors[1][0], columns);
+  if (mode != GELU) gate(mode, up, tokens, inner);
+  for (int64_t i = 0; mode == GELU && i < tokens * inner; i++) up[i] = gelu(up[i]);
   double* wanted = products(up, tokens, inner, plain[2], vectors[2][0], dim);
   norm(wanted, tokens, dim, after, vectors[2][1], vectors[2][2], 1e-6);
   for (int64_t i = 0; i < tokens * dim; i++) near("mlp", got[i], wanted[i], 0.02);
@@ -563,31 +630,36 @@ static void run_all_attention(int64_t length, int64_t threads) {
     int64_t heads, groups, width;
   } heads[] = {{2, 2, 32}, {4, 2, 64}, {3, 1, 32}};
   const int64_t reaches[] = {-1, 0, 3, 40, INT64_MAX};
+  int turn = (int)(length / 16 + threads);
   for (int i = 0; i < 3; i++)
     for (int64_t rows = 1; rows <= 9; rows += 4)
       for (int causal = 0; causal < 2; causal++) {
         const int64_t reach = reaches[(i + rows + causal + length / 16 + threads) % 5];
         Shape s = {rows, length, heads[i].heads, heads[i].groups, heads[i].width, causal, reach};
-        const int has_slips = i == 1 && rows == 5 && causal && length == 48 && threads == 1;
+        const int has_slips = i == 1 && rows == 5 && length == 48 && threads == 1;
+        s.mode = has_slips ? BIASED | ROTATED : turn++ % 4;
+        s.cap = s.mode && turn / 4 % 2 ? 0.5f : 0;
         run_attention(s, threads, has_slips);
         s.groups = s.heads;
         run_joint(s, threads, has_slips);
-        s.causal = 0, s.reach = -1;
         run_self_attention(s, threads, has_slips);
       }
 }
 
 int main(void) {
   CHECK(!jaxembed_prepare() && !jaxembed_check(), "the check fails");
-  CHECK(!strcmp(jaxembed_operand("linear", 2, 3), "residual"), "the order of operands");
+  CHECK(!strcmp(jaxembed_operand("linear", NORM, 3), "residual"), "the order of operands");
+  CHECK(!strcmp(jaxembed_operand("joint_attention", ROTATED, 3), "sin"), "the order of operands");
   CHECK(!jaxembed_operand("linear", 0, 3) && !jaxembed_operand("mlp", 0, 12), "too many operands");
+  CHECK(!jaxembed_operand("attention", 0, 4) && !jaxembed_operand("joint_attention", BIASED, 3),
+        "too many operands");
   CHECK(!jaxembed_operand("other", 0, 0) && !jaxembed_operand("mlp", 0, -1), "unknown operands");
   const int64_t threads[] = {1, 3, 40, 0, -1}, rows[] = {1, 7, 16, 40, 129};
   const int64_t sizes[][2] = {{32, 32}, {64, 96}, {416, 64}};
   for (int i = 0; i < 5; i++)
     for (int j = 0; j < 3; j++)
       for (int turn = 0; turn < 5; turn++) {
-        const int mode = (turn + j) % 3, y_is_float = mode == 2 || turn % 2;
+        const int mode = (i + turn + j) % MODES, y_is_float = mode == NORM || turn % 2;
         run_linear(rows[i], sizes[j][0], sizes[j][1], mode, turn / 2 % 2, y_is_float, threads[turn]);
       }
   const int64_t lengths[] = {16, 48, 144};
@@ -596,7 +668,8 @@ int main(void) {
   const int64_t tokens[][2] = {{1, 1}, {1, 17}, {3, 16}, {2, 144}};
   for (int i = 0; i < 4; i++)
     for (int turn = 0; turn < 5; turn++)
-      run_mlp(tokens[i][0], tokens[i][1], 64, 96, threads[turn], i == 2 && turn == 0);
+      for (int mode = GELU; mode < MODES; mode++)
+        run_mlp(tokens[i][0], tokens[i][1], 64, 96, mode, threads[turn], i == 2 && turn == 0);
   printf("%d calls were right, %d slips were refused\n", cases, slips);
   return 0;
 }

@@ -1,9 +1,9 @@
 """Native kernels: matrix products and attention in bfloat16 on x86-64, written in C for XLA:CPU.
 
 XLA:CPU runs a transformer as many small loops over memory. The kernels in calls.h compute a layer
-of BERT in two calls, or in five if there are few tokens; other towers use those for products and
-attention. Wheels hold the kernels compiled for AVX512_BF16 and for AMX. A CPU without either uses
-XLA for everything.
+of BERT and its kin in two calls, or in five if there are few tokens; other towers use those for
+products and attention. Wheels hold the kernels compiled for AVX512_BF16 and for AMX. A CPU without
+either uses XLA for everything.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,12 @@ RoundedJoint = BFloat16[Array, "rows length three heads width"]
 Panels = BFloat16[Array, "columns steps two pairs lanes both"]
 
 
-ENDS = ("linear", "gelu", "norm")  # names of the `linear` call by its mode, in trials and refusals
+# Names of the `linear` call by its mode, in trials and refusals.
+ENDS = ("linear", "norm", "gelu", "gated_gelu", "gated_silu", "gated_gelu_tanh")
+BIASED, ROTATED = 1, 2  # bits of the mode of attention: which operands come with the call
+
+DistanceBias = Float[Array, "heads distances"]  # as models.attention.attend takes it
+Angles = Float[Array, "rows length half"]
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,8 @@ class NativeCall:
 
     @property
     def name(self) -> str:
-        """The name of the target; a `linear` call is named by its mode: linear, gelu or norm."""
-        mode = dict(self.attributes).get("mode")
-        return self.target if mode is None else ENDS[mode]
+        """The name of the target; a `linear` call is named by its mode, one of ENDS."""
+        return ENDS[dict(self.attributes)["mode"]] if self.target == "linear" else self.target
 
     def run(self, operands: Mapping[str, Array]) -> Array:
         """Add the call to the program that is being traced, and return its result.
@@ -134,7 +138,32 @@ def linear(
     `kernel` is the packed weight. `x` is bfloat16, or float32 that is rounded to it. Sums are
     float32.
     """
-    return _linear(x, kernel, bias, {}, mode=int(gelu), eps=0.0, dtype=dtype)
+    mode = ENDS.index("gelu" if gelu else "linear")
+    return _linear(x, kernel, bias, {}, mode=mode, eps=0.0, dtype=dtype)
+
+
+def takes_gated(kernel: Array, activation: str) -> bool:
+    """Whether `gated_linear` and `mlp` take this weight of gate and up, and this activation.
+
+    The activation is a name in models.layers.ACTIVATIONS. Each half of the weight must be panels.
+    """
+    return f"gated_{activation}" in ENDS and is_packed(kernel) and kernel.shape[0] % 2 == 0
+
+
+def gated_linear(
+    x: Float[Array, "... in"],
+    kernel: Panels,
+    bias: Float[Array, " halves"] | None,
+    activation: str,
+    *,
+    dtype: str = "bfloat16",
+) -> Float[Array, "... out"]:
+    """Compute activation(gate) * up, where gate and up are the halves of x . weight + bias.
+
+    It is as `linear` is. Weight and activation must satisfy `takes_gated`.
+    """
+    mode = ENDS.index(f"gated_{activation}")
+    return _linear(x, kernel, bias, {}, mode=mode, eps=0.0, dtype=dtype)
 
 
 def linear_norm(
@@ -148,7 +177,7 @@ def linear_norm(
 ) -> Float[Array, "rows length out"]:
     """Compute the layer norm of residual + x . weight + bias. The result is float32."""
     norm = {"residual": residual, "scale": scale, "shift": shift}
-    return _linear(x, kernel, bias, norm, mode=2, eps=eps, dtype="float32")
+    return _linear(x, kernel, bias, norm, mode=ENDS.index("norm"), eps=eps, dtype="float32")
 
 
 def takes(length: int, width: int, dtype: str) -> bool:
@@ -163,26 +192,39 @@ def attention(
     segments: Segments,
     causal: bool,
     reach: int | None,
+    cap: float | None = None,
+    distance_bias: DistanceBias | None = None,
 ) -> RoundedHeads:
     """Compute attention as models.attention.attend does; padding gets zeros.
 
     Keys of other segments are skipped and cost nothing. Shapes must satisfy `takes`.
     """
     operands = {"query": query, "key": key, "value": value, "segments": segments}
-    return _call("attention", query.shape, query.dtype, operands, **_sight(causal, reach))
+    places, mode = _places(distance_bias, None)
+    sight = _sight(causal, reach, cap)
+    return _call("attention", query.shape, query.dtype, operands | places, **mode, **sight)
 
 
 def joint_attention(
-    joint: RoundedJoint, segments: Segments, causal: bool, reach: int | None
+    joint: RoundedJoint,
+    segments: Segments,
+    causal: bool,
+    reach: int | None,
+    cap: float | None = None,
+    distance_bias: DistanceBias | None = None,
+    angles: tuple[Angles, Angles] | None = None,
 ) -> RoundedHeads:
     """Compute attention with query, key and value side by side in one array.
 
-    The result is `[rows, length, heads, width]`.
+    `angles` are the cosines and sines by which queries and keys are rotated before, dimensions k
+    and k + width / 2 together. The result is `[rows, length, heads, width]`.
     """
     rows, length, _, heads, width = joint.shape
     shape = (rows, length, heads, width)
     operands = {"joint": joint, "segments": segments}
-    return _call("joint_attention", shape, joint.dtype, operands, **_sight(causal, reach))
+    places, mode = _places(distance_bias, angles)
+    sight = _sight(causal, reach, cap)
+    return _call("joint_attention", shape, joint.dtype, operands | places, **mode, **sight)
 
 
 def takes_mlp(hidden: Float[Array, "rows length dim"], *kernels: Array) -> bool:
@@ -211,14 +253,21 @@ def self_attention(
     bias: Float[Array, " joint"] | None,
     segments: Segments,
     heads: int,
+    causal: bool = False,
+    reach: int | None = None,
+    cap: float | None = None,
+    distance_bias: DistanceBias | None = None,
+    angles: tuple[Angles, Angles] | None = None,
 ) -> BFloat16[Array, "rows length dim"]:
     """Compute the product that gives queries, keys and values, and their attention, in one call.
 
-    `kernel` is the packed weight of that product, without a mask other than the segments.
+    `kernel` is the packed weight of that product. The rest is as in `joint_attention`.
     """
     bias = _or_zeros(bias, 3 * hidden.shape[2])
     operands = {"hidden": hidden, "kernel": kernel, "bias": bias, "segments": segments}
-    return _call("self_attention", hidden.shape, jnp.bfloat16, operands, heads=np.int64(heads))
+    places, mode = _places(distance_bias, angles)
+    attributes = {**mode, "heads": np.int64(heads), **_sight(causal, reach, cap)}
+    return _call("self_attention", hidden.shape, jnp.bfloat16, operands | places, **attributes)
 
 
 def mlp(
@@ -228,12 +277,15 @@ def mlp(
     up: tuple[Array | None, ...],
     down: tuple[Array | None, ...],
     eps: float,
+    gate: str | None = None,
 ) -> Float[Array, "rows length dim"]:
     """Compute the rest of a BERT layer after attention, in one call.
 
     It is hidden = norm(hidden + mixed . out), then norm(hidden + gelu(hidden . up) . down). `up` is
     a packed weight and a bias (or None); `out` and `down` also have their norm's scale and shift.
+    With a `gate`, the name of an activation, the product with `up` is that of `gated_linear`.
     """
+    mode = ENDS.index("gelu" if gate is None else f"gated_{gate}")
     parameters = {"out": out, "up": up, "down": down}
     parts = ("kernel", "bias", "scale", "shift")
     operands = {
@@ -242,16 +294,36 @@ def mlp(
         for part, vector in zip(parts, of, strict=False)  # `up` has no norm
     }
     operands = {"mixed": mixed, "hidden": hidden, **operands}
-    return _call("mlp", hidden.shape, jnp.float32, operands, eps=np.float32(eps))
+    attributes = {"mode": np.int64(mode), "eps": np.float32(eps)}
+    return _call("mlp", hidden.shape, jnp.float32, operands, **attributes)
 
 
-def _sight(causal: bool, reach: int | None) -> dict[str, np.int64]:
-    return {"causal": np.int64(causal), "reach": np.int64(-1 if reach is None else reach)}
+def _sight(causal: bool, reach: int | None, cap: float | None) -> dict[str, Any]:
+    return {
+        "causal": np.int64(causal),
+        "reach": np.int64(-1 if reach is None else reach),
+        "cap": np.float32(0 if cap is None else cap),
+    }
+
+
+def _places(
+    distance_bias: DistanceBias | None, angles: tuple[Angles, Angles] | None
+) -> tuple[dict[str, Array], dict[str, np.int64]]:
+    """The operands that tell of places of tokens, and the mode of a call with them."""
+    operands, mode = {}, 0
+    if distance_bias is not None:
+        operands["distance_bias"] = distance_bias
+        mode |= BIASED
+    if angles is not None:
+        operands["cos"], operands["sin"] = angles
+        mode |= ROTATED
+    return operands, {"mode": np.int64(mode)}
 
 
 def _linear(x, kernel, bias, norm, *, mode: int, eps: float, dtype: str):
-    out = _columns(kernel)
-    operands = {"x": x, "kernel": kernel, "bias": _or_zeros(bias, out), **norm}
+    columns = _columns(kernel)
+    out = columns // 2 if ENDS[mode].startswith("gated") else columns
+    operands = {"x": x, "kernel": kernel, "bias": _or_zeros(bias, columns), **norm}
     attributes = {"mode": np.int64(mode), "eps": np.float32(eps)}
     return _call("linear", (*x.shape[:-1], out), jnp.dtype(dtype), operands, **attributes)
 

@@ -14,7 +14,27 @@ typedef struct {
   int64_t heads_per_item;                      // groups that one work item computes
   int causal;
   int64_t reach;  // largest distance that a token sees; the length if there is no limit
+  float cap;      // scores become cap * tanh(score / cap); 0: they do not
+  const float* bias;        // [heads, distances], what is added to scores; or NULL
+  const float *cos, *sin;   // [rows, length, width / 2], by which queries and keys are rotated; or NULL
 } Attention;
+
+// The distances from query to key, from 1 - length to length - 1.
+static inline int64_t distances(const Attention* t) { return 2 * t->length - 1; }
+
+// Rotate the features k and k + width / 2 of some tokens together. `to` has no other features.
+static void rotate(const Attention* t, const bf16* from, int64_t stride, int64_t token,
+                   int64_t tokens, bf16* to) {
+  const int64_t half = t->width / 2;
+  const float *cos = t->cos + token * half, *sin = t->sin + token * half;
+  for (int64_t i = 0; i < tokens; i++, from += stride, to += t->width, cos += half, sin += half)
+    for (int64_t k = 0; k < half; k += TILE) {
+      const __m512 first = load_bf16(from + k), second = load_bf16(from + half + k);
+      const __m512 c = _mm512_loadu_ps(cos + k), s = _mm512_loadu_ps(sin + k);
+      store_half_bf16(to + k, _mm512_fmsub_ps(first, c, _mm512_mul_ps(second, s)));
+      store_half_bf16(to + half + k, _mm512_fmadd_ps(second, c, _mm512_mul_ps(first, s)));
+    }
+}
 
 // Transpose 16 lines of 16 pairs: line p of `to` gets pair p of each line of `from`.
 static inline void turn(const bf16* from, int64_t stride, bf16* to) {
@@ -44,12 +64,13 @@ static inline void turn(const bf16* from, int64_t stride, bf16* to) {
 }
 
 // Lay out the keys as panels, [length / 32][width / 32][2 tiles], that queries are multiplied with.
-static void turn_keys(const Attention* t, const bf16* key, int64_t padded, bf16* panels) {
+static void turn_keys(const Attention* t, const bf16* key, int64_t stride, int64_t padded,
+                      bf16* panels) {
   for (int64_t first = 0; first < padded; first += TILE)
     for (int64_t step = 0; step < t->width / STEP; step++) {
       bf16* tile = panels + ((first / PANEL) * (t->width / STEP) + step) * 2 * TILE_ELEMENTS +
                    (first / TILE % 2) * TILE_ELEMENTS;
-      if (first < t->length) turn(key + first * t->key_stride + step * STEP, t->key_stride, tile);
+      if (first < t->length) turn(key + first * stride + step * STEP, stride, tile);
       else memset(tile, 0, TILE_ELEMENTS * sizeof(bf16));
     }
 }
@@ -75,10 +96,20 @@ static void pair_values(const Attention* t, const bf16* value, const int32_t* se
     }
 }
 
-// Write the numerators of one query's softmax over the keys [low, high) to `weights`. Returns the
-// reciprocal of their sum, or 0 for a query of padding.
+// Cap the scores of sixteen keys, and add their bias. Scores are times `root`, the square root of the
+// width of a head.
+static inline __m512 changed(const Attention* t, __m512 score, const float* bias, __m512 root) {
+  if (t->cap > 0) {
+    const __m512 cap = _mm512_mul_ps(_mm512_set1_ps(t->cap), root);
+    score = _mm512_mul_ps(cap, tanh_vector(_mm512_div_ps(score, cap)));
+  }
+  return bias ? _mm512_fmadd_ps(_mm512_loadu_ps(bias), root, score) : score;
+}
+
+// Write the numerators of one query's softmax over the keys [low, high) to `weights`. `bias` is that
+// of key 0, or NULL. Returns the reciprocal of their sum, or 0 for a query of padding.
 static inline float softmax_row(const Attention* t, const int32_t* segments, int64_t at, int64_t low,
-                                int64_t high, float* scores, bf16* weights) {
+                                int64_t high, const float* bias, float* scores, bf16* weights) {
   if (!segments[at]) {  // a query of padding, whose scores may all be NaN
     memset(weights + low, 0, (high - low) * sizeof(bf16));
     return 0.0f;
@@ -89,6 +120,7 @@ static inline float softmax_row(const Attention* t, const int32_t* segments, int
   const int64_t nearest = max64(at - t->reach, 0), furthest = min64(at + after, t->length - 1);
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const int bounded = t->causal || t->reach < t->length;
+  const __m512 root = _mm512_sqrt_ps(_mm512_set1_ps((float)t->width));
   __m512 largest = masked;
   for (int64_t j = low; j < high; j += TILE) {
     __mmask16 seen = 0;
@@ -100,13 +132,14 @@ static inline float softmax_row(const Attention* t, const int32_t* segments, int
         seen &= _mm512_cmple_epi32_mask(place, _mm512_set1_epi32((int)furthest));
       }
     }
-    __m512 score = _mm512_mask_mov_ps(masked, seen, _mm512_loadu_ps(scores + j));
+    __m512 score = _mm512_loadu_ps(scores + j);
+    if (seen) score = changed(t, score, bias ? bias + j : NULL, root);
+    score = _mm512_mask_mov_ps(masked, seen, score);
     _mm512_storeu_ps(scores + j, score);
     largest = _mm512_max_ps(largest, score);
   }
   // softmax(s / sqrt(width)), computed with powers of two
-  const __m512 factor = _mm512_div_ps(_mm512_set1_ps(1.4426950408889634f),
-                                      _mm512_sqrt_ps(_mm512_set1_ps((float)t->width)));
+  const __m512 factor = _mm512_div_ps(_mm512_set1_ps(1.4426950408889634f), root);
   const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
   __m512 sum = _mm512_setzero_ps();
   for (int64_t j = low; j < high; j += PANEL) {
@@ -126,11 +159,12 @@ static inline float softmax_row(const Attention* t, const int32_t* segments, int
 static int64_t stride_of_scores(int64_t padded) { return padded + PANEL; }
 
 // The bytes of scratch memory that `attend` needs.
-static size_t attention_memory(int64_t length, int64_t width) {
-  const size_t padded = parts(length, STEP) * STEP;
-  return 2 * padded * width * sizeof(bf16) +                                  // keys and values
+static size_t attention_memory(const Attention* t) {
+  const size_t padded = parts(t->length, STEP) * STEP;
+  const size_t rotated = t->cos ? (t->length + PANEL) * t->width * sizeof(bf16) : 0;
+  return 2 * padded * t->width * sizeof(bf16) +                               // keys and values
          PANEL * stride_of_scores(padded) * (sizeof(float) + sizeof(bf16)) +  // scores, weights
-         PANEL * PANEL * sizeof(float);
+         PANEL * PANEL * sizeof(float) + rotated;
 }
 
 // Compute one row of attention for the groups [first_group, last_group) and the query heads that
@@ -145,9 +179,12 @@ static void attend(const Attention* t, int64_t row, int64_t first_group, int64_t
   bf16* weights = (bf16*)(scores + PANEL * stride);
   bf16* keys = weights + PANEL * stride;
   bf16* values = keys + padded * width;
+  bf16 *rotated_keys = values + padded * width, *rotated_queries = rotated_keys + length * width;
 
   for (int64_t group = first_group; group < last_group; group++) {
-    turn_keys(t, t->key + row * length * t->key_stride + group * width, padded, keys);
+    const bf16* key = t->key + row * length * t->key_stride + group * width;
+    if (t->cos) rotate(t, key, t->key_stride, row * length, length, rotated_keys);
+    turn_keys(t, t->cos ? rotated_keys : key, t->cos ? width : t->key_stride, padded, keys);
     pair_values(t, t->value + row * length * t->value_stride + group * width, segments, padded,
                 values);
     for (int64_t first = 0; first < length; first += PANEL) {
@@ -175,13 +212,17 @@ static void attend(const Attention* t, int64_t row, int64_t first_group, int64_t
           continue;
         }
         const bf16* query = t->query + (row * length + first) * t->query_stride + head * width;
+        if (t->cos) rotate(t, query, t->query_stride, row * length + first, rows, rotated_queries);
+        if (t->cos) query = rotated_queries;
+        const int64_t query_stride = t->cos ? width : t->query_stride;
         for (int64_t j = low; j < high; j += PANEL)
-          product(query, t->query_stride, STEP, TILE * t->query_stride, rows, keys + j * width,
+          product(query, query_stride, STEP, TILE * query_stride, rows, keys + j * width,
                   width / STEP, 0, scores + j, stride);
+        const float* bias = t->bias ? t->bias + head * distances(t) + length - 1 : NULL;
         float inverse[PANEL];
         for (int i = 0; i < rows; i++)
-          inverse[i] = softmax_row(t, segments, first + i, low, high, scores + i * stride,
-                                   weights + i * stride);
+          inverse[i] = softmax_row(t, segments, first + i, low, high, bias ? bias - first - i : NULL,
+                                   scores + i * stride, weights + i * stride);
         for (int64_t column = 0; column < width; column += PANEL) {
           product(weights + low, stride, STEP, TILE * stride, rows,
                   values + column * padded + low * PANEL, (high - low) / STEP, 0, sums, PANEL);
@@ -202,7 +243,7 @@ static int attention_item(const void* arguments, int64_t item) {
   const Attention* t = arguments;
   const int64_t parts_of_row = parts(t->groups, t->heads_per_item);
   const int64_t first = item % parts_of_row * t->heads_per_item;
-  char* memory = scratch(attention_memory(t->length, t->width));
+  char* memory = scratch(attention_memory(t));
   if (!memory) return -1;
   attend(t, item / parts_of_row, first, min64(first + t->heads_per_item, t->groups), memory);
   return 0;

@@ -12,7 +12,8 @@
 // A call whose operands, attributes and sizes are known.
 typedef struct {
   const Call* call;
-  XLA_FFI_Buffer* operands[MOST_OPERANDS];
+  int64_t mode;  // the attribute `mode`
+  XLA_FFI_Buffer* operands[MOST_OPERANDS];  // NULL: does not come in this mode
   XLA_FFI_Buffer* result;
   const void* attributes[MOST_ATTRIBUTES];
   int64_t sizes[SIZES];    // 0: not known yet
@@ -162,16 +163,21 @@ static XLA_FFI_Error* bind_buffer(XLA_FFI_CallFrame* frame, const Operand* opera
 static XLA_FFI_Error* bind_buffers(XLA_FFI_CallFrame* frame, Bound* bound) {
   const Operand* operands = bound->call->operands;
   int64_t count = 0;
-  while (operands[count].name) count++;
+  for (const Operand* operand = operands; operand->name; operand++)
+    count += comes(operand, bound->mode);
   if (frame->args.size != count || frame->rets.size != 1) {
     Text text = {0};
     add(&text, "%lld operands and %lld results came, wanted 1 result and %lld operands:",
         (long long)frame->args.size, (long long)frame->rets.size, (long long)count);
-    for (int64_t i = 0; i < count; i++) add(&text, "%s %s", i ? "," : "", operands[i].name);
+    for (int64_t i = 0, left = count; left; i++)
+      if (comes(&operands[i], bound->mode))
+        add(&text, " %s%s", operands[i].name, --left ? "," : "");
     return slip(frame, bound, &text);
   }
-  for (int64_t i = 0; i < count; i++) {
-    bound->operands[i] = frame->args.args[i];
+  void* const* next = frame->args.args;
+  for (int64_t i = 0; operands[i].name; i++) {
+    if (!comes(&operands[i], bound->mode)) continue;
+    bound->operands[i] = *next++;
     XLA_FFI_Error* error = bind_buffer(frame, &operands[i], "operand", bound->operands[i], bound);
     if (error) return error;
   }
@@ -238,6 +244,8 @@ static XLA_FFI_Error* bind_attributes(XLA_FFI_CallFrame* frame, Bound* bound) {
     XLA_FFI_Error* error =
         bind_attribute(frame, &attributes[count], &bound->attributes[count], bound);
     if (error) return error;
+    if (!strcmp(attributes[count].name, "mode"))
+      bound->mode = *(const int64_t*)bound->attributes[count];
   }
   if (frame->attrs.size == count) return NULL;
   Text text = {0};
@@ -250,15 +258,19 @@ static XLA_FFI_Error* bind_attributes(XLA_FFI_CallFrame* frame, Bound* bound) {
 static XLA_FFI_Error* bind_relations(XLA_FFI_CallFrame* frame, const Bound* bound) {
   for (const Relation* relation = bound->call->relations; relation->part; relation++) {
     const int64_t part = bound->sizes[relation->part], of = bound->sizes[relation->of];
-    const int64_t times = relation->times;
-    // test part <= of / times first, or times * part could overflow
-    if (part <= of / times && (relation->is_equal ? times * part == of : of % (times * part) == 0))
-      continue;
+    const int64_t by = relation->by ? bound->sizes[relation->by] : 1;
+    if (!part || !of) continue;  // of an operand that does not come
+    int64_t product;
+    const int fits = !__builtin_mul_overflow(relation->times, part, &product) &&
+                     !__builtin_mul_overflow(product, by, &product);
+    if (fits && (relation->is_equal ? product - relation->less == of : of % product == 0)) continue;
     Text text = {0};
     const char *part_name = size_rules[relation->part].name, *of_name = size_rules[relation->of].name;
     add(&text, "%s = %lld and %s = %lld came, wanted %s to be ", part_name, (long long)part, of_name,
         (long long)of, of_name);
-    add(&text, "%s%lld * %s", relation->is_equal ? "" : "a multiple of ", (long long)times, part_name);
+    add(&text, "%s%lld * %s", relation->is_equal ? "" : "a multiple of ",
+        (long long)(relation->times * by), part_name);
+    if (relation->less) add(&text, " - %lld", (long long)relation->less);
     return slip(frame, bound, &text);
   }
   return NULL;
@@ -272,11 +284,12 @@ static XLA_FFI_Error* bind_call(XLA_FFI_CallFrame* frame, const Call* call, Boun
   return error ? error : bind_relations(frame, bound);
 }
 
-// The data of an operand. The name must be in the call's table, as the names below must.
+// The data of an operand; NULL if it does not come in this mode. The name must be in the call's
+// table, as the names below must.
 static void* data_of(const Bound* bound, const char* operand) {
   int64_t i = 0;
   while (strcmp(bound->call->operands[i].name, operand)) i++;
-  return bound->operands[i]->data;
+  return bound->operands[i] ? bound->operands[i]->data : NULL;
 }
 
 // A pointer to the value of an attribute.

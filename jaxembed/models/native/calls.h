@@ -28,11 +28,14 @@ const int jaxembed_ffi_major = XLA_FFI_API_MAJOR, jaxembed_ffi_minor = XLA_FFI_A
 
 enum { MOST_SHARED = 64 };  // with more blocks than this, threads do not share a block's columns
 
-// A linear layer; with mode NORM, the layer norm of its sum with a residual.
+// A linear layer; with mode NORM, the layer norm of its sum with a residual; with a gated mode, the
+// product of its two halves, the first activated.
 XLA_FFI_Error* jaxembed_linear(XLA_FFI_CallFrame* frame) {
   if (asks_for_metadata(frame)) return NULL;
   const int64_t* mode = number(frame, "mode", XLA_FFI_DataType_S64);
-  const Call* call = mode && *mode == NORM ? &linear_norm_call : &linear_call;
+  const Call* call = &linear_call;
+  if (mode && *mode == NORM) call = &linear_norm_call;
+  if (mode && *mode >= GATED_GELU) call = &gated_linear_call;
   Bound bound;
   XLA_FFI_Error* error = bind_call(frame, call, &bound);
   if (error) return error;
@@ -72,16 +75,24 @@ XLA_FFI_Error* jaxembed_linear(XLA_FFI_CallFrame* frame) {
   return NULL;
 }
 
-// Run attention with the operands that `t` already has.
-static XLA_FFI_Error* attention_of(XLA_FFI_CallFrame* frame, const Bound* bound, Attention* t) {
+// Read what all calls of attention share, besides queries, keys and values.
+static void bind_attention(const Bound* bound, Attention* t) {
   t->segments = data_of(bound, "segments");
   t->mixed = bound->result->data;
   t->rows = bound->sizes[ROWS], t->length = bound->sizes[LENGTH];
-  t->heads = bound->sizes[HEADS], t->width = bound->sizes[WIDTH];
-  t->mixed_stride = t->heads * t->width;
   t->causal = (int)whole_of(bound, "causal");
   t->reach = whole_of(bound, "reach");
   if (t->reach < 0 || t->reach > t->length) t->reach = t->length;
+  t->cap = real_of(bound, "cap");
+  if (bound->mode & BIASED) t->bias = data_of(bound, "distance_bias");
+  if (bound->mode & ROTATED) t->cos = data_of(bound, "cos"), t->sin = data_of(bound, "sin");
+}
+
+// Run attention with the operands that `t` already has.
+static XLA_FFI_Error* attention_of(XLA_FFI_CallFrame* frame, const Bound* bound, Attention* t) {
+  bind_attention(bound, t);
+  t->heads = bound->sizes[HEADS], t->width = bound->sizes[WIDTH];
+  t->mixed_stride = t->heads * t->width;
   const int worth_sharing = (double)t->rows * t->heads * t->length * t->length > 1e5;
   const int64_t threads = worth_sharing ? share_of_threads(frame) : 1;
   t->heads_per_item = t->rows >= 4 * threads ? t->groups : 1;
@@ -137,14 +148,8 @@ XLA_FFI_Error* jaxembed_self_attention(XLA_FFI_CallFrame* frame) {
                              .k = dim,
                              .n = 3 * dim,
                              .x_is_float = 1},
-                     .attention = {.segments = data_of(&bound, "segments"),
-                                   .mixed = bound.result->data,
-                                   .mixed_stride = dim,
-                                   .rows = rows,
-                                   .length = length,
-                                   .heads = heads,
-                                   .width = dim / heads,
-                                   .reach = length}};
+                     .attention = {.mixed_stride = dim, .heads = heads, .width = dim / heads}};
+  bind_attention(&bound, &s.attention);
   // An item has enough rows to make up for reading the weight, few enough heads to stay in the
   // cache, and there are items for all threads.
   s.rows_per_item = max64(1, 128 / length);
@@ -164,7 +169,9 @@ XLA_FFI_Error* jaxembed_self_attention(XLA_FFI_CallFrame* frame) {
 XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
   if (asks_for_metadata(frame)) return NULL;
   Bound bound;
-  XLA_FFI_Error* error = bind_call(frame, &mlp_call, &bound);
+  const int64_t* mode = number(frame, "mode", XLA_FFI_DataType_S64);
+  const int gated = mode && *mode >= GATED_GELU;
+  XLA_FFI_Error* error = bind_call(frame, gated ? &gated_mlp_call : &mlp_call, &bound);
   if (error) return error;
   const int64_t dim = bound.sizes[DIM], inner = bound.sizes[INNER];
   const float eps = real_of(&bound, "eps");
@@ -180,7 +187,7 @@ XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
            .up = {.kernel = data_of(&bound, "up_kernel"),
                   .bias = data_of(&bound, "up_bias"),
                   .k = dim, .n = inner,
-                  .x_is_float = 1, .y_in_tiles = 1, .mode = GELU},
+                  .x_is_float = 1, .y_in_tiles = 1, .mode = (int)bound.mode},
            .down = {.kernel = data_of(&bound, "down_kernel"),
                     .bias = data_of(&bound, "down_bias"),
                     .scale = data_of(&bound, "down_scale"),

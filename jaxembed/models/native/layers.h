@@ -6,8 +6,8 @@
 #include "linear.h"
 
 // The rest of a layer after attention: hidden <- norm(hidden + mixed . out), then
-// norm(hidden + gelu(hidden . up) . down). It takes a block of rows at a time, whose intermediate
-// results stay in the second-level cache.
+// norm(hidden + gelu(hidden . up) . down), where `up` may be gated instead. It takes a block of rows
+// at a time, whose intermediate results stay in the second-level cache.
 typedef struct {
   Linear out, up, down;
   int64_t rows, block;
@@ -18,10 +18,10 @@ static int mlp_item(const void* arguments, int64_t item) {
   const Mlp* m = arguments;
   const int64_t first = item * m->block, rows = min64(m->block, m->rows - first);
   const int64_t dim = m->out.n, width = m->up.n, block = m->block;
-  float* sums = scratch(
-      block * ((PANEL + dim) * sizeof(float) + (dim + width) * sizeof(bf16)));
+  float* sums = scratch(sums_of(&m->up, block) * sizeof(float) +
+                        block * (dim * sizeof(float) + (dim + width) * sizeof(bf16)));
   if (!sums) return -1;
-  float* hidden = sums + block * PANEL;
+  float* hidden = sums + sums_of(&m->up, block);
   bf16* tiles = (bf16*)(hidden + block * dim);
   bf16* inner = tiles + block * dim;
 
@@ -67,10 +67,10 @@ static int self_attention_item(const void* arguments, int64_t item) {
   const int64_t tokens = rows * t.length, most = s->rows_per_item * t.length;
   const int64_t wide = heads * t.width, block = parts(most, PANEL) * PANEL;
 
-  char* memory = scratch(attention_memory(t.length, t.width) + block * PANEL * sizeof(float) +
+  char* memory = scratch(attention_memory(&t) + block * PANEL * sizeof(float) +
                          block * (l.k + 3 * t.heads_per_item * t.width) * sizeof(bf16));
   if (!memory) return -1;
-  float* sums = (float*)(memory + attention_memory(t.length, t.width));
+  float* sums = (float*)(memory + attention_memory(&t));
   bf16* tiles = (bf16*)(sums + block * PANEL);
   bf16* joint = tiles + block * l.k;
 
@@ -87,6 +87,11 @@ static int self_attention_item(const void* arguments, int64_t item) {
   t.heads = t.groups = heads;
   t.segments += first_row * t.length;
   t.mixed += first_row * t.length * dim + first_head * t.width;
+  if (t.bias) t.bias += first_head * distances(&t);
+  if (t.cos) {
+    t.cos += first_row * t.length * t.width / 2;
+    t.sin += first_row * t.length * t.width / 2;
+  }
   for (int64_t row = 0; row < rows; row++) attend(&t, row, 0, heads, memory);
   return 0;
 }

@@ -61,7 +61,7 @@ def source_digest() -> str:
 def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
     """The names of a call's operands in order, from the table in operands.h.
 
-    `call` is one of CALLS; `mode` matters for `linear` alone. Raises RuntimeError before the
+    `call` is one of CALLS, `mode` its attribute of that name. Raises RuntimeError before the
     library is loaded.
     """
     if _library is None:

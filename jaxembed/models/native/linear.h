@@ -1,4 +1,4 @@
-// Computes linear layers: products with a whole weight, then bias, GELU or layer norm.
+// Computes linear layers: products with a whole weight, then bias, activation or layer norm.
 #pragma once
 
 #include <stdatomic.h>
@@ -8,14 +8,16 @@
 #include "scratch.h"
 
 enum { CHUNK = 384 };  // features of a panel that stay in the first-level cache
-enum { PLAIN = 0, GELU = 1, NORM = 2 };  // NORM: layer norm of the sum with `residual`
+// What follows the product. NORM: layer norm of the sum with `residual`. GATED: the weight has twice
+// the columns, and the first half, activated, is multiplied with the second half.
+enum { PLAIN, NORM, GELU, GATED_GELU, GATED_SILU, GATED_GELU_TANH, MODES };
 
 typedef struct {
   const void* x;  // [rows, k]
   const bf16* kernel;  // the weight, in panels
   const float *bias, *residual, *scale, *shift;
   void* y;             // [rows, n], starting at column `y_column`
-  int64_t rows, k, n;
+  int64_t rows, k, n;  // n: columns of y
   int64_t y_stride, y_column;
   int64_t block;         // rows of an item, a multiple of 32
   int64_t columns;       // columns of an item, a multiple of 32
@@ -47,6 +49,11 @@ static void norm_rows(const Linear* l, int64_t first, int64_t last) {
   }
 }
 
+static inline int is_gated(const Linear* l) { return l->mode >= GATED_GELU; }
+
+// The number of floats of scratch memory that `multiply` needs for a block of rows.
+static int64_t sums_of(const Linear* l, int64_t block) { return block * PANEL * (1 + is_gated(l)); }
+
 // Copy rows of x into tiles of 16 rows and 32 features: [rows / 16][k / 32][16][32]. Float32 is
 // rounded, and missing rows of the last tile become zeros. With y_in_tiles, y has this layout too.
 static void lay_in_tiles(const Linear* l, int64_t first, int64_t last, bf16* tiles) {
@@ -67,16 +74,27 @@ static void lay_in_tiles(const Linear* l, int64_t first, int64_t last, bf16* til
   }
 }
 
-// Add bias and residual, or apply GELU, to the sums of 32 columns, and store them in y.
+// What 16 columns of a gated product are multiplied with: the sums of their gate, activated.
+static inline __m512 gate_of(const Linear* l, const float* sums, const float* bias) {
+  const __m512 x = _mm512_add_ps(_mm512_load_ps(sums), _mm512_loadu_ps(bias));
+  if (l->mode == GATED_SILU) return silu_vector(x);
+  return l->mode == GATED_GELU_TANH ? gelu_tanh_vector(x) : gelu_vector(x);
+}
+
+// Add bias and residual, apply GELU, or multiply with `gates`, the sums of 32 columns, and store
+// them in y. Only a gated product has gates.
 static inline void finish_columns(const Linear* l, int64_t row, int rows, int64_t column,
-                                  const float* sums) {
-  const __m512 bias[2] = {_mm512_loadu_ps(l->bias + column),
-                          _mm512_loadu_ps(l->bias + column + TILE)};
+                                  const float* sums, const float* gates) {
+  const float *of_gates = l->bias + column, *of_sums = of_gates + (gates ? l->n : 0);
+  const __m512 bias[2] = {_mm512_loadu_ps(of_sums), _mm512_loadu_ps(of_sums + TILE)};
   for (int i = 0; i < rows; i++) {
     int64_t at = (row + i) * l->y_stride + column - l->y_column;
     __m512 low = _mm512_add_ps(_mm512_load_ps(sums + i * PANEL), bias[0]);
     __m512 high = _mm512_add_ps(_mm512_load_ps(sums + i * PANEL + TILE), bias[1]);
-    if (l->mode == GELU) {
+    if (gates) {
+      low = _mm512_mul_ps(low, gate_of(l, gates + i * PANEL, of_gates));
+      high = _mm512_mul_ps(high, gate_of(l, gates + i * PANEL + TILE, of_gates + TILE));
+    } else if (l->mode == GELU) {
       low = gelu_vector(low), high = gelu_vector(high);
     } else if (l->mode == NORM) {
       low = _mm512_add_ps(low, _mm512_loadu_ps(l->residual + at));
@@ -93,24 +111,38 @@ static inline void finish_columns(const Linear* l, int64_t row, int rows, int64_
   }
 }
 
+// Multiply the rows [first, last), which are in `tiles`, with a panel of the weight. Unless it is a
+// panel of gates (`column` is negative), the sums are finished as those of `column`.
+static inline void multiply_panel(const Linear* l, const bf16* tiles, int64_t first, int64_t last,
+                                  const bf16* panel, int64_t column, float* sums,
+                                  const float* gates) {
+  const int64_t k = l->k;
+  // a chunk of the panel stays in the first-level cache while it is multiplied with all rows
+  for (int64_t from = 0; from < k; from += CHUNK) {
+    const int64_t steps = min64(CHUNK, k - from) / STEP;
+    for (int64_t row = first; row < last; row += PANEL) {
+      const int64_t rows = min64(PANEL, last - row), at = (row - first) * PANEL;
+      product(tiles + (row - first) * k + from * TILE, STEP, TILE_ELEMENTS, TILE * k,
+              rows > TILE ? PANEL : TILE, panel + from * PANEL, steps, from > 0, sums + at, PANEL);
+      if (column >= 0 && from + CHUNK >= k)
+        finish_columns(l, row, (int)rows, column, sums + at, gates ? gates + at : NULL);
+    }
+  }
+}
+
 // Compute the columns [start, end) of the rows [first, last), which are in `tiles`. `sums` has room
-// for 32 columns of these rows.
+// for sums_of a block of so many rows.
 static void multiply(const Linear* l, const bf16* tiles, int64_t first, int64_t last, int64_t start,
                      int64_t end, float* sums) {
-  const int64_t k = l->k;
-  for (int64_t column = start; column < end; column += PANEL)
-    // a chunk of the panel stays in the first-level cache while it is multiplied with all rows
-    for (int64_t from = 0; from < k; from += CHUNK) {
-      const int64_t steps = min64(CHUNK, k - from) / STEP;
-      const bf16* panel = l->kernel + column * k + from * PANEL;
-      for (int64_t row = first; row < last; row += PANEL) {
-        const int64_t rows = min64(PANEL, last - row);
-        float* of_rows = sums + (row - first) * PANEL;
-        product(tiles + (row - first) * k + from * TILE, STEP, TILE_ELEMENTS, TILE * k,
-                rows > TILE ? PANEL : TILE, panel, steps, from > 0, of_rows, PANEL);
-        if (from + CHUNK >= k) finish_columns(l, row, (int)rows, column, of_rows);
-      }
+  float* gates = is_gated(l) ? sums + sums_of(l, parts(last - first, PANEL) * PANEL) / 2 : NULL;
+  for (int64_t column = start; column < end; column += PANEL) {
+    const bf16* panel = l->kernel + column * l->k;
+    if (gates) {
+      multiply_panel(l, tiles, first, last, panel, -1, gates, NULL);
+      panel += l->n * l->k;
     }
+    multiply_panel(l, tiles, first, last, panel, column, sums, gates);
+  }
 }
 
 // A work item of a linear layer: some columns of a block of rows. Returns 0, or -1 if memory is
@@ -120,9 +152,9 @@ static int linear_item(const void* arguments, int64_t item) {
   const int64_t block = item / l->column_parts, part = item % l->column_parts;
   const int64_t first = block * l->block, last = min64(first + l->block, l->rows);
   const int64_t start = part * l->columns, end = min64(start + l->columns, l->n);
-  float* sums = scratch(l->block * (PANEL * sizeof(float) + l->k * sizeof(bf16)));
+  float* sums = scratch(sums_of(l, l->block) * sizeof(float) + l->block * l->k * sizeof(bf16));
   if (!sums) return -1;
-  bf16* tiles = (bf16*)(sums + l->block * PANEL);
+  bf16* tiles = (bf16*)(sums + sums_of(l, l->block));
   lay_in_tiles(l, first, last, tiles);
   multiply(l, tiles, first, last, start, end, sums);
   if (l->mode == NORM &&

@@ -24,6 +24,9 @@ typedef enum {
   INNER,
   IN,
   OUT,
+  COLUMNS,
+  DISTANCES,
+  HALF,
   SIZES
 } Size;
 
@@ -35,17 +38,22 @@ static const struct {
     [THREE] = {"three", 3},  [HEADS] = {"heads", 1},    [GROUPS] = {"groups", 1},
     [WIDTH] = {"width", STEP}, [DIM] = {"dim", PANEL},  [JOINT] = {"joint", PANEL},
     [INNER] = {"inner", PANEL}, [IN] = {"in", PANEL},   [OUT] = {"out", PANEL},
+    [COLUMNS] = {"columns", PANEL}, [DISTANCES] = {"distances", 1}, [HALF] = {"half", TILE},
 };
 
 #define DTYPE(name) ((uint64_t)1 << XLA_FFI_DataType_##name)
 
-enum { MOST_OPERANDS = 12, MOST_AXES = 6, MOST_ATTRIBUTES = 2, MOST_RELATIONS = 2 };
+enum { MOST_OPERANDS = 12, MOST_AXES = 6, MOST_ATTRIBUTES = 5, MOST_RELATIONS = 4 };
+
+// Bits of the mode of attention: what comes with the call.
+enum { BIASED = 1, ROTATED = 2 };
 
 typedef struct {
   const char* name;
   uint64_t dtypes;  // one bit for each dtype that is taken
   Size shape[MOST_AXES];
   int in_panels;  // whether it is a weight of that shape, packed into panels
+  int64_t only_with;  // bits of the mode without which it does not come
 } Operand;
 
 typedef struct {
@@ -55,11 +63,14 @@ typedef struct {
   Size size;  // the size that the value gives, or NO_SIZE
 } Attribute;
 
-// A rule between two sizes: times * part divides `of`, or equals it if is_equal is set.
+// A rule between sizes: times * part divides `of`, or times * part * by - less equals it if is_equal
+// is set. Without `by` that factor is one. It holds for the sizes of operands that come.
 typedef struct {
   int64_t times;
   Size part, of;
   int is_equal;
+  Size by;
+  int64_t less;
 } Relation;
 
 // The table of a call. Each array ends with an element whose name or size is zero.
@@ -70,10 +81,15 @@ typedef struct {
   Relation relations[MOST_RELATIONS + 1];
 } Call;
 
-#define MODE {"mode", XLA_FFI_DataType_S64, PLAIN, NORM, NO_SIZE}
+#define MODE(most) {"mode", XLA_FFI_DataType_S64, 0, most, NO_SIZE}
 #define EPS {"eps", XLA_FFI_DataType_F32, 0, 0, NO_SIZE}
 #define CAUSAL {"causal", XLA_FFI_DataType_S64, 0, 1, NO_SIZE}
 #define REACH {"reach", XLA_FFI_DataType_S64, -1, INT64_MAX, NO_SIZE}
+#define CAP {"cap", XLA_FFI_DataType_F32, 0, 0, NO_SIZE}
+#define DISTANCE_BIAS {"distance_bias", DTYPE(F32), {HEADS, DISTANCES}, .only_with = BIASED}
+#define COS {"cos", DTYPE(F32), {ROWS, LENGTH, HALF}, .only_with = ROTATED}
+#define SIN {"sin", DTYPE(F32), {ROWS, LENGTH, HALF}, .only_with = ROTATED}
+#define DISTANCES_OF_ROW {2, LENGTH, DISTANCES, .is_equal = 1, .less = 1}
 
 static const Call linear_call = {
     .name = "linear",
@@ -81,7 +97,17 @@ static const Call linear_call = {
                  {"kernel", DTYPE(BF16), {IN, OUT}, .in_panels = 1},
                  {"bias", DTYPE(F32), {OUT}}},
     .result = {"y", DTYPE(F32) | DTYPE(BF16), {LEADING, OUT}},
-    .attributes = {MODE, EPS},
+    .attributes = {MODE(MODES - 1), EPS},
+};
+
+static const Call gated_linear_call = {  // linear with a gated mode
+    .name = "linear",
+    .operands = {{"x", DTYPE(F32) | DTYPE(BF16), {LEADING, IN}},
+                 {"kernel", DTYPE(BF16), {IN, COLUMNS}, .in_panels = 1},
+                 {"bias", DTYPE(F32), {COLUMNS}}},
+    .result = {"y", DTYPE(F32) | DTYPE(BF16), {LEADING, OUT}},
+    .attributes = {MODE(MODES - 1), EPS},
+    .relations = {{2, OUT, COLUMNS, .is_equal = 1}},
 };
 
 static const Call linear_norm_call = {  // linear with mode NORM
@@ -93,7 +119,7 @@ static const Call linear_norm_call = {  // linear with mode NORM
                  {"scale", DTYPE(F32), {OUT}},
                  {"shift", DTYPE(F32), {OUT}}},
     .result = {"y", DTYPE(F32), {LEADING, OUT}},
-    .attributes = {MODE, EPS},
+    .attributes = {MODE(MODES - 1), EPS},
 };
 
 static const Call attention_call = {
@@ -101,18 +127,21 @@ static const Call attention_call = {
     .operands = {{"query", DTYPE(BF16), {ROWS, LENGTH, HEADS, WIDTH}},
                  {"key", DTYPE(BF16), {ROWS, LENGTH, GROUPS, WIDTH}},
                  {"value", DTYPE(BF16), {ROWS, LENGTH, GROUPS, WIDTH}},
-                 {"segments", DTYPE(S32), {ROWS, LENGTH}}},
+                 {"segments", DTYPE(S32), {ROWS, LENGTH}},
+                 DISTANCE_BIAS},
     .result = {"mixed", DTYPE(BF16), {ROWS, LENGTH, HEADS, WIDTH}},
-    .attributes = {CAUSAL, REACH},
-    .relations = {{1, GROUPS, HEADS}},
+    .attributes = {MODE(BIASED), CAUSAL, REACH, CAP},
+    .relations = {{1, GROUPS, HEADS}, DISTANCES_OF_ROW},
 };
 
 static const Call joint_attention_call = {  // query, key and value side by side
     .name = "joint_attention",
     .operands = {{"joint", DTYPE(BF16), {ROWS, LENGTH, THREE, HEADS, WIDTH}},
-                 {"segments", DTYPE(S32), {ROWS, LENGTH}}},
+                 {"segments", DTYPE(S32), {ROWS, LENGTH}},
+                 DISTANCE_BIAS, COS, SIN},
     .result = {"mixed", DTYPE(BF16), {ROWS, LENGTH, HEADS, WIDTH}},
-    .attributes = {CAUSAL, REACH},
+    .attributes = {MODE(BIASED | ROTATED), CAUSAL, REACH, CAP},
+    .relations = {DISTANCES_OF_ROW, {2, HALF, WIDTH, .is_equal = 1}},
 };
 
 static const Call self_attention_call = {
@@ -120,29 +149,46 @@ static const Call self_attention_call = {
     .operands = {{"hidden", DTYPE(F32), {ROWS, LENGTH, DIM}},
                  {"kernel", DTYPE(BF16), {DIM, JOINT}, .in_panels = 1},
                  {"bias", DTYPE(F32), {JOINT}},
-                 {"segments", DTYPE(S32), {ROWS, LENGTH}}},
+                 {"segments", DTYPE(S32), {ROWS, LENGTH}},
+                 DISTANCE_BIAS, COS, SIN},
     .result = {"mixed", DTYPE(BF16), {ROWS, LENGTH, DIM}},
-    .attributes = {{"heads", XLA_FFI_DataType_S64, 1, INT64_MAX, HEADS}},
-    .relations = {{3, DIM, JOINT, .is_equal = 1}, {STEP, HEADS, DIM}},
+    .attributes = {MODE(BIASED | ROTATED),
+                   {"heads", XLA_FFI_DataType_S64, 1, INT64_MAX, HEADS},
+                   CAUSAL, REACH, CAP},
+    .relations = {{3, DIM, JOINT, .is_equal = 1},
+                  {STEP, HEADS, DIM},
+                  DISTANCES_OF_ROW,
+                  {2, HALF, DIM, .is_equal = 1, .by = HEADS}},
 };
 
-static const Call mlp_call = {
-    .name = "mlp",
-    .operands = {{"mixed", DTYPE(BF16), {LEADING, DIM}},
-                 {"hidden", DTYPE(F32), {LEADING, DIM}},
-                 {"out_kernel", DTYPE(BF16), {DIM, DIM}, .in_panels = 1},
-                 {"out_bias", DTYPE(F32), {DIM}},
-                 {"out_scale", DTYPE(F32), {DIM}},
-                 {"out_shift", DTYPE(F32), {DIM}},
-                 {"up_kernel", DTYPE(BF16), {DIM, INNER}, .in_panels = 1},
-                 {"up_bias", DTYPE(F32), {INNER}},
-                 {"down_kernel", DTYPE(BF16), {INNER, DIM}, .in_panels = 1},
-                 {"down_bias", DTYPE(F32), {DIM}},
-                 {"down_scale", DTYPE(F32), {DIM}},
-                 {"down_shift", DTYPE(F32), {DIM}}},
-    .result = {"hidden", DTYPE(F32), {LEADING, DIM}},
-    .attributes = {EPS},
+#define MLP_OF(columns)                                                \
+  .name = "mlp",                                                       \
+  .operands = {{"mixed", DTYPE(BF16), {LEADING, DIM}},                 \
+               {"hidden", DTYPE(F32), {LEADING, DIM}},                 \
+               {"out_kernel", DTYPE(BF16), {DIM, DIM}, .in_panels = 1}, \
+               {"out_bias", DTYPE(F32), {DIM}},                        \
+               {"out_scale", DTYPE(F32), {DIM}},                       \
+               {"out_shift", DTYPE(F32), {DIM}},                       \
+               {"up_kernel", DTYPE(BF16), {DIM, columns}, .in_panels = 1}, \
+               {"up_bias", DTYPE(F32), {columns}},                     \
+               {"down_kernel", DTYPE(BF16), {INNER, DIM}, .in_panels = 1}, \
+               {"down_bias", DTYPE(F32), {DIM}},                       \
+               {"down_scale", DTYPE(F32), {DIM}},                      \
+               {"down_shift", DTYPE(F32), {DIM}}},                     \
+  .result = {"hidden", DTYPE(F32), {LEADING, DIM}},                    \
+  .attributes = {{"mode", XLA_FFI_DataType_S64, GELU, MODES - 1, NO_SIZE}, EPS}
+
+static const Call mlp_call = {MLP_OF(INNER)};
+
+static const Call gated_mlp_call = {  // mlp with a gated mode
+    MLP_OF(COLUMNS),
+    .relations = {{2, INNER, COLUMNS, .is_equal = 1}},
 };
+
+// Whether an operand comes with a call of this mode.
+static int comes(const Operand* operand, int64_t mode) {
+  return (mode & operand->only_with) == operand->only_with;
+}
 
 // The name of operand `i` of a call in a mode; NULL after the last one, or for an unknown call.
 const char* jaxembed_operand(const char* call, int64_t mode, int64_t i) {
@@ -152,5 +198,8 @@ const char* jaxembed_operand(const char* call, int64_t mode, int64_t i) {
   for (size_t at = 0; at < sizeof calls / sizeof *calls; at++)
     if (!strcmp(calls[at]->name, call)) found = calls[at];
   if (found == &linear_call && mode == NORM) found = &linear_norm_call;
-  return found && i >= 0 && i < MOST_OPERANDS ? found->operands[i].name : NULL;
+  if (!found || i < 0) return NULL;
+  for (const Operand* operand = found->operands; operand->name; operand++)
+    if (comes(operand, mode) && i-- == 0) return operand->name;
+  return NULL;
 }
