@@ -38,6 +38,12 @@ CONVERTERS: dict[str, str] = {
     "bert": "converters.bert",
     "camembert": "converters.roberta",
     "distilbert": "converters.distilbert",
+    "eurobert": "converters.eurobert",
+    "gemma3_text": "converters.gemma3",
+    "llama": "converters.llama",
+    "llama_bidirec": "converters.llama",
+    "ministral3": "converters.ministral3",
+    "mistral": "converters.mistral",
     "modernbert": "converters.modernbert",
     "qwen2": "converters.qwen2",
     "qwen3": "converters.qwen3",
@@ -250,10 +256,10 @@ def _refuse_own_code(family: ModuleType, hf: dict[str, Any], use: str) -> None:
     Code for the tower changes every use; code for other uses is ignored.
     """
     codes = hf.get("auto_map") or {}
+    known_codes = getattr(family, "OWN_CODE", {}).get(use, ())
     for key in dict.fromkeys((EMBEDDER, use)):
         code = codes.get(key)
-        is_known = use == EMBEDDER and code == getattr(family, "OWN_CODE", None)
-        if code is not None and not is_known:
+        if code is not None and code not in known_codes:
             raise UnsupportedModel(
                 f"the model brings its own code (auto_map, {key}: {code}), which is never run"
             )

@@ -5,22 +5,22 @@ It also converts gte-Qwen2 and stella, whose own code is Qwen2 without the causa
 
 from typing import Any
 
-from converters import qwen3
-from converters.fields import require
-from jaxembed.errors import CheckpointError
+from converters import decoders
+from converters.decoders import decoder_config, head_width_of, is_causal
+from converters.qwen3 import qwen_windows
 
-ARCHITECTURE = qwen3.ARCHITECTURE
+ARCHITECTURE = decoders.ARCHITECTURE
 
 CLASSES = ("Qwen2Model",)
 CLASSIFIERS = ("Qwen2ForSequenceClassification",)
 GENERATORS = ("Qwen2ForCausalLM",)
 
-PREFIXES, RENAMES = qwen3.PREFIXES, qwen3.RENAMES
-RULES, IGNORED = qwen3.RULES, qwen3.IGNORED
-classifier, score_head = qwen3.classifier, qwen3.score_head
+PREFIXES, RENAMES = decoders.PREFIXES, decoders.RENAMES
+RULES, IGNORED = decoders.RULES, decoders.IGNORED
+classifier, score_head = decoders.last_token_classifier, decoders.answer_head
 
 # The code of Alibaba-NLP/gte-Qwen2-1.5B-instruct: we do not run it, but our tower does the same.
-OWN_CODE = "modeling_qwen.Qwen2Model"
+OWN_CODE = {"AutoModel": ("modeling_qwen.Qwen2Model",)}
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
@@ -29,17 +29,14 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
     inconsistent ones.
     """
-    require(hf, qwen3.REQUIRED)
-    width, rest = divmod(hf["hidden_size"], hf["num_attention_heads"])
-    if rest:
-        raise CheckpointError(
-            f"hidden_size {hf['hidden_size']} is not a multiple of num_attention_heads "
-            f"{hf['num_attention_heads']}"
-        )
     # models with their own code (auto_map) are not causal by default; stella's config lacks the key
-    return qwen3.decoder_config(hf, hf.get("head_dim") or width) | {
-        "qkv_bias": True,
-        "out_bias": False,
-        "qk_norm": False,
-        "causal": qwen3.is_causal(hf, "AutoModel" not in (hf.get("auto_map") or {})),
-    }
+    causal = is_causal(hf, "AutoModel" not in (hf.get("auto_map") or {}))
+    return (
+        decoder_config(hf, head_width_of(hf), causal=causal)
+        | qwen_windows(hf, causal)
+        | {
+            "qkv_bias": True,
+            "out_bias": False,
+            "qk_norm": False,
+        }
+    )

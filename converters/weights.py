@@ -87,6 +87,10 @@ def _join_transposed(*arrays: np.ndarray) -> np.ndarray:
     return np.concatenate([array.T for array in arrays], axis=1)
 
 
+def _add_one(array: np.ndarray) -> np.ndarray:
+    return 1 + array.astype(np.float32)
+
+
 def _shaped(sources: Sequence[Tensor], shape: Shape) -> list[str]:
     return [
         f"{source.name}: wanted shape {shape}, got {source.shape}"
@@ -116,6 +120,12 @@ identity = Transform(_keep, _shaped)
 transpose = Transform(_transpose, _transposed)  # torch stores weights as [out, in]
 concatenate = Transform(_join, _joined)
 concatenate_transposed = Transform(_join_transposed, _joined_transposed)
+one_plus = Transform(_add_one, _shaped, dtype="float32")  # bfloat16 would lose bits of the weight
+
+
+def transposed_over(divisor: float) -> Transform:
+    """A transform to a float32 weight `[in, out]` that is divided by a number."""
+    return Transform(lambda x: _transpose(x).astype(np.float32) / divisor, _transposed, "float32")
 
 
 def difference_of_rows(true_id: int, false_id: int) -> Transform:

@@ -41,6 +41,16 @@ _SIZES = {
     "activation": "gelu",
 }
 _BERT = _SIZES | {"type_vocab_size": 2}
+_DECODER = _SIZES | {
+    "num_key_heads": 2,
+    "head_width": 8,
+    "rope_theta": 1e6,
+    "activation": "silu",
+    "qkv_bias": False,
+    "out_bias": False,
+    "qk_norm": True,
+    "causal": True,
+}
 
 # A tiny one of every tower, and of what a tower does by its config: fields of ModelSpec.
 TOWERS: dict[str, dict[str, Any]] = {
@@ -93,19 +103,45 @@ TOWERS: dict[str, dict[str, Any]] = {
             "norm_bias": False,
         },
     },
-    "qwen3": {
+    "qwen3": {"architecture": "qwen3", "config": _DECODER},
+    "mistral": {  # with angles that depend on a text's length
         "architecture": "qwen3",
-        "config": _SIZES
+        "config": _DECODER
         | {
-            "num_key_heads": 2,
-            "head_width": 8,
-            "rope_theta": 1e6,
-            "activation": "silu",
-            "qkv_bias": False,
-            "out_bias": False,
-            "qk_norm": True,
-            "causal": True,
+            "qk_norm": False,
+            "local_layers": [0, 1],
+            "local_reach": 3,
+            "rope_scaling": {"kind": "dynamic", "factor": 4.0, "length": 8},
         },
+    },
+    "ministral3": {
+        "architecture": "qwen3",
+        "config": _DECODER
+        | {
+            "qk_norm": False,
+            "rope_scaling": {"kind": "yarn", "factor": 4.0, "length": 8, "magnitude": 1.2},
+            "query_growth": 0.5,
+            "query_growth_length": 8,
+        },
+    },
+    "gemma3": {
+        "architecture": "qwen3",
+        "config": _DECODER
+        | {
+            "activation": "gelu_tanh",
+            "causal": False,
+            "local_layers": [0],
+            "local_reach": 3,
+            "local_theta": 1e4,
+            "embedding_scale": 32**0.5,
+            "block_norms": True,
+            "query_scale": 0.7,
+            "overflows_float16": True,
+        },
+    },
+    "eurobert": {
+        "architecture": "qwen3",
+        "config": _DECODER | {"qk_norm": False, "causal": False, "mlp_bias": True},
     },
 }
 

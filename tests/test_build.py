@@ -5,7 +5,7 @@ import logging
 
 import jax
 import pytest
-from conftest import tiny_spec
+from conftest import TOWERS, tiny_spec
 
 from jaxembed.config import EngineConfig
 from jaxembed.engine import build as build_module
@@ -47,6 +47,14 @@ def grid_of(tmp_path, *buckets):
     path = tmp_path / "buckets.json"
     path.write_text(json.dumps({"buckets": buckets}))
     return path
+
+
+def test_a_model_that_overflows_float16_is_not_computed_in_it(planned):
+    gemma = tiny_spec(**TOWERS["gemma3"])
+    with pytest.raises(ConfigError, match=r"--dtype float16: .* use bfloat16 or float32"):
+        planned(gemma, dtype="float16")
+    assert planned(gemma, dtype="bfloat16").dtype == "bfloat16"
+    assert planned(dtype="float16").dtype == "float16"
 
 
 def test_by_default_the_checkpoint_and_the_machine_decide(planned):

@@ -235,11 +235,7 @@ def test_what_qwen2_and_qwen3_differ_in():
     [
         ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope_type 'ntk'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        (
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-            "use_sliding_window=true is not supported",
-        ),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types chunked_attention"),
         ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
         ({"architectures": ["Qwen3ForTokenClassification"]}, "Qwen3ForTokenClassification"),
         ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe' is not supported"),

@@ -40,7 +40,7 @@ from jaxembed.engine.placement import Device, place_parameters
 from jaxembed.engine.replica import Replica
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.errors import ConfigError
-from jaxembed.models import Program, native, position_limit
+from jaxembed.models import Program, native, overflows_float16, position_limit
 from jaxembed.spec import DType, ModelSpec
 from jaxembed.telemetry import Telemetry
 
@@ -87,6 +87,11 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     setting cannot be used.
     """
     devices = () if config.null_model else _devices(config.devices)
+    if config.dtype == "float16" and overflows_float16(spec):
+        raise ConfigError(
+            "--dtype float16: hidden states of this model leave the range of float16; use bfloat16 "
+            "or float32"
+        )
     dtype: DType = config.dtype or (native_dtype(devices[0], cache_dir) if devices else "float32")
     grid_file = read_grid(config.buckets) if config.buckets is not None else None
     shards = len(devices) if config.parallel == "sharded" and devices else 1

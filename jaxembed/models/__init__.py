@@ -112,6 +112,11 @@ def position_limit(spec: ModelSpec) -> int | None:
     return tower.position_limit(tower.Config(**spec.config))
 
 
+def overflows_float16(spec: ModelSpec) -> bool:
+    """Whether hidden states of the model leave the range of float16, as the tower's config says."""
+    return bool(spec.config.get("overflows_float16", False))
+
+
 @dataclass(frozen=True)
 class Program:
     """A model as data: the names and shapes of its parameters, and a pure function of them.

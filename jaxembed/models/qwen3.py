@@ -1,10 +1,11 @@
-"""The tower of Qwen3 and Qwen2: rotary positions, grouped-query attention, norms before blocks.
+"""The tower of decoders, named after Qwen3: rotary positions, grouped heads, norms before blocks.
 
-Yang et al. 2025, arXiv:2505.09388, and 2024, arXiv:2407.10671. The order of operations is that of
-transformers' Qwen3Model and Qwen2Model. Knows nothing of pooling or of the language model's head.
+Yang et al. 2025, arXiv:2505.09388. By its config it is also that of Qwen2, Llama, Mistral, Gemma
+and EuroBERT, with or without the causal mask. The order of operations is that of transformers'
+models of these names. Knows nothing of pooling or of the language model's head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from jaxembed.models.tokens import Hidden, PackedTokens
 
 @dataclass(frozen=True)
 class Qwen3Config:
-    """The sizes and switches of a Qwen3 or Qwen2 tower."""
+    """The sizes and switches of a decoder's tower."""
 
     vocab_size: int
     hidden_size: int
@@ -36,7 +37,18 @@ class Qwen3Config:
     out_bias: bool
     qk_norm: bool  # a norm of each query and key head; True in Qwen3
     causal: bool
+    mlp_bias: bool = False
     rope_scaling: Mapping[str, Any] | None = None  # the fields of a RopeScaling
+    local_layers: Sequence[int] = ()  # numbers of the layers with a window, from 0
+    local_reach: int | None = None  # how many tokens a token of a local layer sees on either side
+    local_theta: float | None = None  # base of unscaled angles in local layers; None: as elsewhere
+    embedding_scale: float = 1.0  # factor of the word embeddings; sqrt(hidden_size) in Gemma
+    block_norms: bool = False  # norms after the blocks, too; True in Gemma
+    query_scale: float = 1.0  # factor of the scores besides 1 / sqrt(head_width)
+    # queries are multiplied by 1 + query_growth * ln(1 + position // query_growth_length)
+    query_growth: float = 0.0
+    query_growth_length: int = 1
+    overflows_float16: bool = False  # whether hidden states leave the range of float16
 
 
 class Qwen3(nnx.Module):
@@ -51,18 +63,57 @@ class Qwen3(nnx.Module):
 
     def __init__(self, config: Qwen3Config):
         self.embeddings = Qwen3Embeddings(config)
-        self.layers = nnx.List([Qwen3Layer(config) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.head_width = config.head_width
-        self.rope_theta = config.rope_theta
-        self.rope_scaling = read_scaling(config.rope_scaling)
+        self.layers = nnx.List([Qwen3Layer(config, number) for number in range(config.num_layers)])
+        self.norm = _norm(config)
+        self.positions = Qwen3Positions(config)
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
-        rotation = Rotation.of(tokens, self.head_width, self.rope_theta, self.rope_scaling)
+        everywhere, local = self.positions(tokens)
         hidden = self.embeddings(tokens)
         for layer in self.layers:
-            hidden = layer(hidden, tokens, rotation)
+            hidden = layer(hidden, tokens, local if layer.is_local else everywhere)
         return self.norm(hidden)
+
+
+@dataclass(frozen=True)
+class Rotations:
+    """How queries and keys are rotated."""
+
+    query: Rotation
+    key: Rotation
+
+
+class Qwen3Positions(nnx.Module):
+    """The rotations of global and of local layers. It has no parameters.
+
+    What multiplies queries is part of their rotation.
+    """
+
+    def __init__(self, config: Qwen3Config):
+        self.head_width = config.head_width
+        self.theta = config.rope_theta
+        self.scaling = read_scaling(config.rope_scaling)
+        self.local_theta = config.local_theta
+        self.query_scale = config.query_scale
+        self.growth = config.query_growth
+        self.growth_length = config.query_growth_length
+
+    def __call__(self, tokens: PackedTokens) -> tuple[Rotations, Rotations]:
+        everywhere = Rotation.of(tokens, self.head_width, self.theta, self.scaling)
+        everywhere = Rotations(self._for_queries(everywhere, tokens), everywhere)
+        if self.local_theta is None:
+            return everywhere, everywhere
+        local = Rotation.of(tokens, self.head_width, self.local_theta)
+        return everywhere, Rotations(self._for_queries(local, tokens), local)
+
+    def _for_queries(self, rotation: Rotation, tokens: PackedTokens) -> Rotation:
+        if self.growth:
+            turns = (tokens.positions // self.growth_length).astype(jnp.float32)
+            factor = self.query_scale * (1 + self.growth * jnp.log(1 + turns))[:, :, None]
+            return Rotation(rotation.cos * factor, rotation.sin * factor)
+        if self.query_scale != 1.0:
+            return Rotation(rotation.cos * self.query_scale, rotation.sin * self.query_scale)
+        return rotation
 
 
 class Qwen3Embeddings(nnx.Module):
@@ -70,35 +121,50 @@ class Qwen3Embeddings(nnx.Module):
 
     def __init__(self, config: Qwen3Config):
         self.word = Embedding(config.vocab_size, config.hidden_size)
+        self.scale = config.embedding_scale
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
-        return self.word(tokens.ids)
+        hidden = self.word(tokens.ids)
+        return hidden if self.scale == 1.0 else hidden * self.scale
 
 
 class Qwen3Layer(nnx.Module):
-    """One layer: attention and gated MLP, each after a norm and with a residual connection."""
+    """One layer: attention and gated MLP, each after a norm and with a residual connection.
 
-    def __init__(self, config: Qwen3Config):
-        self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.attention = Qwen3Attention(config)
-        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+    With `block_norms` there is another norm between each block and its residual connection.
+    """
+
+    def __init__(self, config: Qwen3Config, number: int):
+        self.is_local = number in config.local_layers
+        self.attention_norm = _norm(config)
+        self.attention = Qwen3Attention(config, self.is_local)
+        self.attention_out_norm = _norm(config) if config.block_norms else None
+        self.mlp_norm = _norm(config)
         self.mlp = GatedMlp(
-            config.hidden_size, config.intermediate_size, activation=config.activation
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.activation,
+            bias=config.mlp_bias,
         )
+        self.mlp_out_norm = _norm(config) if config.block_norms else None
 
-    def __call__(self, hidden: Hidden, tokens: PackedTokens, rotation: Rotation) -> Hidden:
-        hidden = hidden + self.attention(self.attention_norm(hidden), tokens, rotation)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+    def __call__(self, hidden: Hidden, tokens: PackedTokens, rotations: Rotations) -> Hidden:
+        mixed = self.attention(self.attention_norm(hidden), tokens, rotations)
+        hidden = hidden + (
+            mixed if self.attention_out_norm is None else self.attention_out_norm(mixed)
+        )
+        out = self.mlp(self.mlp_norm(hidden))
+        return hidden + (out if self.mlp_out_norm is None else self.mlp_out_norm(out))
 
 
 class Qwen3Attention(nnx.Module):
-    """Grouped-query self-attention with rotary positions."""
+    """Grouped-query self-attention with rotary positions, over a segment or within a window."""
 
-    def __init__(self, config: Qwen3Config):
+    def __init__(self, config: Qwen3Config, is_local: bool):
         self.num_heads = config.num_heads
         self.num_key_heads = config.num_key_heads
         self.head_width = config.head_width
-        self.sight = Sight(causal=config.causal)
+        self.sight = Sight(causal=config.causal, reach=config.local_reach if is_local else None)
         wide = config.num_heads * config.head_width
         heads = config.num_heads + 2 * config.num_key_heads
         self.qkv = Linear(config.hidden_size, heads * config.head_width, bias=config.qkv_bias)
@@ -106,17 +172,21 @@ class Qwen3Attention(nnx.Module):
         self.query_norm = _head_norm(config)
         self.key_norm = _head_norm(config)
 
-    def __call__(self, hidden: Hidden, tokens: PackedTokens, rotation: Rotation) -> Hidden:
+    def __call__(self, hidden: Hidden, tokens: PackedTokens, rotations: Rotations) -> Hidden:
         rows, length, _ = hidden.shape
         heads = self.qkv(hidden).reshape(rows, length, -1, self.head_width)
         ends = (self.num_heads, self.num_heads + self.num_key_heads)
         query, key, value = jnp.split(heads, ends, axis=2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        operands = rotation(query), rotation(key), value
+        operands = rotations.query(query), rotations.key(key), value
         query, key, value = (x.astype(self.qkv.kernel[...].dtype) for x in operands)
         mixed = attend(query, key, value, tokens.segments, self.sight)
         return self.out(mixed.reshape(rows, length, -1))
+
+
+def _norm(config: Qwen3Config) -> RMSNorm:
+    return RMSNorm(config.hidden_size, eps=config.norm_eps)
 
 
 def _head_norm(config: Qwen3Config) -> RMSNorm | None:

@@ -110,6 +110,70 @@ def _qwen_bytes(**options: Any) -> Any:
     )
 
 
+LLAMA_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|mask|>")
+
+
+def llama3_bytes(folder: Path) -> Any:
+    """As published: a byte-level BPE with its special tokens last, the first before each text."""
+    return _llama_bytes("")
+
+
+def eurobert_bytes(folder: Path) -> Any:
+    """Llama 3's with an end after each text, which is padding, too."""
+    return _llama_bytes(" <|end_of_text|>")
+
+
+def _llama_bytes(end: str) -> Any:
+    tokens, merges = byte_pairs()
+    vocabulary = {token: n for n, token in enumerate([*tokens, *LLAMA_SPECIAL])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore
+        single=f"<|begin_of_text|> $A{end}",
+        pair=f"<|begin_of_text|> $A{end} <|begin_of_text|>:1 $B:1{end and end + ':1'}",
+        special_tokens=[(token, vocabulary[token]) for token in LLAMA_SPECIAL],
+    )
+    names = ("bos_token", "eos_token", "mask_token")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=LLAMA_SPECIAL[1],
+        model_input_names=["input_ids", "attention_mask"],
+        **dict(zip(names, LLAMA_SPECIAL, strict=True)),
+    )
+
+
+GEMMA_SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+MISTRAL_SPECIAL = ("<unk>", "<s>", "</s>")
+
+
+def gemma_pieces(folder: Path) -> Any:
+    """As EmbeddingGemma's: pieces of words with bytes for all else, a text begun and ended."""
+    vocabulary, merges = word_pieces(GEMMA_SPECIAL)
+    return transformers.GemmaTokenizer(vocab=vocabulary, merges=merges, add_eos_token=True)
+
+
+def mistral_pieces(folder: Path) -> Any:
+    """As e5-mistral's: the same with a blank before each text."""
+    vocabulary, merges = word_pieces(MISTRAL_SPECIAL)
+    return transformers.LlamaTokenizer(
+        vocab=vocabulary, merges=merges, add_eos_token=True, pad_token="<unk>"
+    )
+
+
+def word_pieces(special: tuple[str, ...]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Letters, WORDS with a blank, and every byte, by their number; and how they are merged."""
+    pieces, merges = ["▁", *LETTERS, *PUNCTUATION], []
+    for word in WORDS:
+        joined = "▁"
+        for letter in word:
+            if joined + letter not in pieces:
+                pieces.append(joined + letter)
+                merges.append((joined, letter))
+            joined += letter
+    names = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    return {name: number for number, name in enumerate(names)}, merges
+
+
 @dataclass(frozen=True)
 class Family:
     """`tower`, `masked_lm` and `classifier` are classes of transformers, the last two None where
@@ -167,6 +231,22 @@ QWEN = {
     "max_position_embeddings": 32,
     "pad_token_id": len(byte_pairs()[0]),  # <|endoftext|>
 }
+
+LLAMA = QWEN | {
+    "vocab_size": len(byte_pairs()[0]) + len(LLAMA_SPECIAL),
+    "pad_token_id": len(byte_pairs()[0]) + 1,  # <|end_of_text|>
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# of the sizes of Gemma and Mistral, whose heads are wider than their hidden states together
+WIDE = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12}
 
 FAMILIES = {
     "bert": Family(
@@ -292,5 +372,148 @@ FAMILIES = {
             "is_causal": False,
         },
         qwen2_bytes,
+    ),
+    "gemma3": Family(
+        "Gemma3TextModel",
+        "Gemma3ForCausalLM",
+        "Gemma3TextForSequenceClassification",
+        WIDE
+        | {
+            "vocab_size": len(word_pieces(GEMMA_SPECIAL)[0]),
+            "hidden_size": 18,
+            "intermediate_size": 20,
+            "max_position_embeddings": 32,
+            "sliding_window": 12,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 8,
+            "use_bidirectional_attention": True,
+        },
+        {
+            "hidden_size": 15,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 10,
+            "intermediate_size": 37,
+            "max_position_embeddings": 41,
+            "sliding_window": 7,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 50,
+            "use_bidirectional_attention": False,
+            "attention_bias": True,
+            "hidden_activation": "silu",
+            "rms_norm_eps": 1e-2,
+            "rope_theta": 300.0,
+            "rope_local_base_freq": 30.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.5},
+        },
+        gemma_pieces,
+    ),
+    "llama": Family(
+        "LlamaModel",
+        "LlamaForCausalLM",
+        "LlamaForSequenceClassification",
+        LLAMA | {"max_position_embeddings": 48, "rope_parameters": LLAMA3_ROPE},
+        {
+            "hidden_size": 15,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "intermediate_size": 37,
+            "max_position_embeddings": 41,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.5},
+            "attention_bias": True,
+            "mlp_bias": True,
+            "is_causal": False,
+        },
+        llama3_bytes,
+    ),
+    "mistral": Family(
+        "MistralModel",
+        "MistralForCausalLM",
+        "MistralForSequenceClassification",
+        WIDE
+        | {
+            "vocab_size": len(word_pieces(MISTRAL_SPECIAL)[0]),
+            "hidden_size": 18,
+            "intermediate_size": 20,
+            "max_position_embeddings": 32,
+            "sliding_window": 6,
+            "pad_token_id": 0,
+        },
+        {
+            "hidden_size": 15,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "head_dim": 10,
+            "intermediate_size": 37,
+            "max_position_embeddings": 41,
+            "sliding_window": None,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 300.0,
+                "factor": 3.0,
+                "original_max_position_embeddings": 13,
+                "beta_fast": 4.0,
+            },
+        },
+        mistral_pieces,
+    ),
+    "ministral3": Family(
+        "Ministral3Model",
+        "Ministral3ForCausalLM",
+        None,  # scores as Mistral does
+        LLAMA
+        | {
+            "head_dim": 6,
+            "max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 4,
+                "max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        {
+            "hidden_size": 15,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "intermediate_size": 37,
+            "sliding_window": 9,
+            "is_causal": False,
+        },
+        llama3_bytes,
+    ),
+    "eurobert": Family(
+        "EuroBertModel",
+        "EuroBertForMaskedLM",
+        "EuroBertForSequenceClassification",
+        LLAMA | {"num_key_value_heads": 4, "classifier_pooling": "bos"},
+        {
+            "hidden_size": 18,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "intermediate_size": 37,
+            "max_position_embeddings": 41,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+            "attention_bias": True,
+            "mlp_bias": True,
+            "classifier_pooling": "mean",
+        },
+        eurobert_bytes,
     ),
 }

@@ -235,6 +235,34 @@ CASES: dict[str, Case | Static] = {
     "qwen2_odd_mean": Case("mean", (Dense(24, "Identity"),), FAMILIES["qwen2"].odd, family="qwen2"),
     "static_bert": Static((NORMALIZE,), PROMPTS),
     "static_xlm_roberta": Static((Dense(12), NORMALIZE), family="xlm_roberta", folded=True),
+    "gemma3_mean": Case(
+        "mean",
+        (Dense(24, "Identity", bias=False), Dense(18, "Identity", bias=False), NORMALIZE),
+        prompts={"query": "task: the | query: ", "document": "what: of | how: "},
+        family="gemma3",
+    ),
+    "gemma3_odd_lasttoken": Case(
+        "lasttoken",
+        (NORMALIZE,),
+        FAMILIES["gemma3"].odd,
+        family="gemma3",
+        max_seq_length=41,
+        masked_lm=True,
+    ),
+    "llama_cross_encoder": Case(family="llama", head=Head(), max_seq_length=48),
+    "llama_odd_mean": Case("mean", config=FAMILIES["llama"].odd, family="llama"),
+    "mistral_lasttoken": Case("lasttoken", (NORMALIZE,), family="mistral", masked_lm=True),
+    "mistral_odd_lasttoken": Case(
+        "lasttoken", config=FAMILIES["mistral"].odd, family="mistral", max_seq_length=41
+    ),
+    "ministral3_mean": Case("mean", (NORMALIZE,), family="ministral3", max_seq_length=64),
+    "eurobert_mean": Case("mean", (NORMALIZE,), family="eurobert", masked_lm=True),
+    "eurobert_classifier": Case(
+        family="eurobert",
+        head=Head(("no", "perhaps", "yes"), cross_encoder=False),
+        config=FAMILIES["eurobert"].odd,
+        max_seq_length=41,
+    ),
 }
 
 
