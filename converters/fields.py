@@ -1,6 +1,6 @@
 """Reads fields of config.json that several families have. Knows no family."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxembed.errors import CheckpointError, UnsupportedModel
@@ -32,3 +32,28 @@ def activation_of(hf: dict[str, Any], key: str, default: str = "gelu") -> Activa
         names = ", ".join(HF_ACTIVATIONS)
         raise UnsupportedModel(f"{key} {name!r} is not supported; known: {names}")
     return HF_ACTIVATIONS[name]
+
+
+def either(hf: dict[str, Any], first: str, second: str, default: Any = None) -> Any:
+    """The value of a field that has two names; `default` if it has neither.
+
+    Raises CheckpointError if both are there and differ.
+    """
+    values = [hf[key] for key in (first, second) if hf.get(key) is not None]
+    if values[1:] and values[0] != values[1]:
+        raise CheckpointError(
+            f"config.json: {first} is {values[0]!r} and {second} {values[1]!r}, which are one "
+            "setting"
+        )
+    return values[0] if values else default
+
+
+def refuse_unless(hf: dict[str, Any], supported: Mapping[str, Sequence[Any]]) -> None:
+    """Raise UnsupportedModel, naming the field, for a value that is not among the supported ones.
+
+    A missing field is supported.
+    """
+    for key, values in supported.items():
+        if key in hf and hf[key] not in values:
+            known = ", ".join(str(value) for value in values if value is not None)
+            raise UnsupportedModel(f"{key} {hf[key]!r} is not supported; known: {known or 'none'}")

@@ -50,8 +50,20 @@ def rope_fields(
     has both. Raises UnsupportedModel for angles that no tower computes, and CheckpointError for
     values that make no sense.
     """
+    return read_parameters(
+        hf, head_width, rope_parameters(hf), hf.get("rope_theta", theta), ignored
+    )
+
+
+def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
+    """rope_scaling or, where there is none, rope_parameters; empty if there is neither.
+
+    Raises CheckpointError if it is no JSON object.
+    """
     parameters = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    return read_parameters(hf, head_width, parameters, hf.get("rope_theta", theta), ignored)
+    if not isinstance(parameters, dict):
+        raise CheckpointError(f"rope_parameters are {parameters!r}, wanted a JSON object")
+    return parameters
 
 
 def read_parameters(

@@ -61,7 +61,8 @@ def gives_types(folder: Path, hf: dict[str, Any]) -> bool:
         return "token_type_ids" in names
     name = config.get("tokenizer_class") or hf.get("tokenizer_class")
     if name is None:
-        return hf["model_type"] == "bert"  # transformers' default for bert is BertTokenizer
+        # those whose default in transformers is BertTokenizer
+        return hf["model_type"] in ("bert", "nomic_bert")
     return name.removesuffix("Fast") in WITH_TYPES
 
 

@@ -91,6 +91,11 @@ def _add_one(array: np.ndarray) -> np.ndarray:
     return 1 + array.astype(np.float32)
 
 
+def _swap_halves_transposed(array: np.ndarray) -> np.ndarray:
+    first, second = np.split(array, 2)
+    return np.concatenate([second.T, first.T], axis=1)
+
+
 def _shaped(sources: Sequence[Tensor], shape: Shape) -> list[str]:
     return [
         f"{source.name}: wanted shape {shape}, got {source.shape}"
@@ -120,6 +125,7 @@ identity = Transform(_keep, _shaped)
 transpose = Transform(_transpose, _transposed)  # torch stores weights as [out, in]
 concatenate = Transform(_join, _joined)
 concatenate_transposed = Transform(_join_transposed, _joined_transposed)
+swap_halves_transposed = Transform(_swap_halves_transposed, _transposed)
 one_plus = Transform(_add_one, _shaped, dtype="float32")  # bfloat16 would lose bits of the weight
 
 
@@ -154,7 +160,8 @@ def difference_of_rows(true_id: int, false_id: int) -> Transform:
 class Rule:
     """How a parameter is made: names of source tensors, its own name, and the transform.
 
-    `{i}` in the names stands for the number of every layer.
+    `{i}` in the names stands for the number of every layer. Of several rules for a parameter, the
+    first is used whose tensors are all there, or else the first.
     """
 
     sources: str | tuple[str, ...]
@@ -204,7 +211,7 @@ def plan_steps(
     are read, so little of the file is in memory when the largest tensor is copied. Raises
     ConversionError, which lists every missing, unused and wrongly shaped tensor.
     """
-    expanded_rules = list(_expand(rules, shapes))
+    expanded_rules = _choose(_expand(rules, shapes), tensors)
     source_names = {name for rule in expanded_rules for name in rule.sources}
     targets = {rule.target for rule in expanded_rules}
     problems = [f"missing: {name}" for name in sorted(source_names) if name not in tensors]
@@ -243,7 +250,7 @@ def _freeing(steps: Sequence[Step]) -> list[Step]:
 
 
 def _expand(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> Iterator[Rule]:
-    """Yield one rule for each parameter; `{i}` becomes each layer that has the parameter."""
+    """Yield the rules of each parameter; `{i}` becomes each layer that has the parameter."""
     numbers = {int(part) for target in shapes for part in target.split(".") if part.isdigit()}
     for rule in rules:
         sources = (rule.sources,) if isinstance(rule.sources, str) else rule.sources
@@ -252,6 +259,17 @@ def _expand(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> Iterator[Rule
             if target in shapes:
                 names = tuple(source.replace("{i}", str(i)) for source in sources)
                 yield Rule(names, target, rule.transform)
+
+
+def _choose(rules: Iterable[Rule], tensors: Mapping[str, Tensor]) -> list[Rule]:
+    """One rule for each parameter."""
+    by_target: dict[str, list[Rule]] = {}
+    for rule in rules:
+        by_target.setdefault(rule.target, []).append(rule)
+    return [
+        next((one for one in same if all(name in tensors for name in one.sources)), same[0])
+        for same in by_target.values()
+    ]
 
 
 def _misfits(step: Step) -> list[str]:

@@ -29,6 +29,7 @@ INTERFACES = {
         "RERANKER",
         "RULES",
         "SELF",
+        "SWITCHES",
         "TARGET",
         "classifier",
         "config",

@@ -54,6 +54,15 @@ def _wordpiece(folder: Path, kind: Any) -> Any:
     return kind.from_pretrained(folder, do_lower_case=True)
 
 
+MPNET_SPECIAL = ("<s>", "<pad>", "</s>", "[UNK]")
+
+
+def mpnet_wordpiece(folder: Path) -> Any:
+    """As published: BERT's words, RoBERTa's special tokens and its two of them within a pair."""
+    tokens = [*MPNET_SPECIAL, *WORDPIECES[5:], "<mask>"]
+    return transformers.MPNetTokenizer(vocab={token: n for n, token in enumerate(tokens)})
+
+
 def unigram(folder: Path) -> Any:
     return transformers.XLMRobertaTokenizer(vocab=UNIGRAMS)
 
@@ -211,6 +220,11 @@ ODD = {
 }
 BERT_ODD = ODD | {"type_vocab_size": 3, "hidden_act": "gelu_new"}
 
+ROTARY_ODD = BERT_ODD | {
+    "hidden_size": 18,  # whose heads have an even width
+    "rope_parameters": {"rope_type": "linear", "rope_theta": 30.0, "factor": 1.5},
+}
+
 # as published: no types, positions from pad_token_id + 1
 ROBERTA = TINY | {
     "max_position_embeddings": 34,
@@ -277,6 +291,52 @@ FAMILIES = {
         roberta_bytes,
         {"add_pooling_layer": False},
         spare_positions=2,
+    ),
+    "mpnet": Family(
+        "MPNetModel",
+        "MPNetForMaskedLM",
+        "MPNetForSequenceClassification",
+        TINY
+        | {
+            "vocab_size": len(WORDPIECES),
+            "max_position_embeddings": 34,
+            "layer_norm_eps": 1e-5,
+        },
+        ODD | {"hidden_act": "gelu_new", "pad_token_id": 3},  # from which it does not count
+        mpnet_wordpiece,
+        {"add_pooling_layer": False},
+        spare_positions=2,
+    ),
+    "nomic_bert": Family(
+        "NomicBertModel",
+        "NomicBertForMaskedLM",
+        "NomicBertForSequenceClassification",
+        TINY
+        | {
+            "vocab_size": len(WORDPIECES),
+            "max_position_embeddings": 32,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+        ROTARY_ODD,
+        wordpiece,
+        {"add_pooling_layer": False},
+    ),
+    "gte": Family(
+        "GteModel",
+        "GteForMaskedLM",
+        "GteForSequenceClassification",
+        TINY
+        | {  # as gte-multilingual-base, whose own "ntk" of 8 times is this
+            "vocab_size": len(UNIGRAMS),
+            "max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "linear",
+                "rope_theta": 160000.0,
+                "factor": 8 ** (2 / 64),
+            },
+        },
+        ROTARY_ODD,
+        unigram,
     ),
     "distilbert": Family(
         "DistilBertModel",

@@ -174,6 +174,21 @@ CASES: dict[str, Case | Static] = {
         head=Head(("joy", "anger", "fear", "calm"), "multi_label_classification"),
         max_seq_length=32,
     ),
+    "mpnet_mean": Case("mean", (NORMALIZE,), family="mpnet", max_seq_length=32),
+    "mpnet_odd_cls": Case("cls", (), FAMILIES["mpnet"].odd, masked_lm=True, family="mpnet"),
+    "mpnet_cross_encoder": Case(family="mpnet", head=Head()),
+    "nomic_bert_mean": Case(
+        "mean",
+        prompts={"query": "search_query: ", "document": "search_document: "},
+        family="nomic_bert",
+    ),
+    "nomic_bert_odd_cls": Case(
+        "cls", (NORMALIZE,), FAMILIES["nomic_bert"].odd, masked_lm=True, family="nomic_bert"
+    ),
+    "nomic_bert_cross_encoder": Case(family="nomic_bert", head=Head(cross_encoder=False)),
+    "gte_cls": Case("cls", (NORMALIZE,), family="gte"),
+    "gte_odd_mean": Case("mean", (), FAMILIES["gte"].odd, masked_lm=True, family="gte"),
+    "gte_cross_encoder": Case(family="gte", head=Head(), config={"type_vocab_size": 0}),
     "distilbert_mean": Case("mean", (NORMALIZE,), family="distilbert"),
     "distilbert_odd_cls": Case(
         "cls",
@@ -409,7 +424,7 @@ def sequences(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
     config = family.config | case.config
     positions = family.positions(case.config)
     lengths = [1, 2, 3, 5, 8, 13, positions - 1, positions]
-    kinds = config.get("type_vocab_size", 1)
+    kinds = config.get("type_vocab_size") or 1
     ids = [draw.integers(1, config["vocab_size"], n, dtype=np.int32) for n in lengths]
     types = [draw.integers(0, kinds, n, dtype=np.int32) for n in lengths]
     return ids, types

@@ -29,6 +29,7 @@ HEADS = {
 }
 SCORING = [name for name, family in FAMILIES.items() if family.classifier]
 REAL = [("bert", "384x6"), ("xlm_roberta", "768x12"), ("xlm_roberta", "1024x2")]
+REAL += [("mpnet", "768x12"), ("gte", "768x12")]
 CASES = {
     **{f"{family}-{name}": (family, "tiny", HEADS[name]) for family in SCORING for name in HEADS},
     **{f"{family}-odd": (family, "odd", make.Head(THREE)) for family in SCORING},

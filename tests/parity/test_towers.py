@@ -56,6 +56,9 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
     ("xlm_roberta", "1024x2"): LARGE | {"vocab_size": 250002, "max_position_embeddings": 514},
     ("roberta", "768x2"): BASE
     | {"num_hidden_layers": 2, "vocab_size": 50265, "max_position_embeddings": 514},
+    ("mpnet", "768x12"): BASE | {"vocab_size": 30527, "max_position_embeddings": 514},
+    ("nomic_bert", "768x12"): BASE | {"vocab_size": 30528, "max_position_embeddings": 512},
+    ("gte", "768x12"): BASE | {"vocab_size": 250048, "max_position_embeddings": 512},
     ("distilbert", "768x6"): {
         "vocab_size": 30522,
         "hidden_size": 768,
