@@ -67,24 +67,24 @@ class Bert(nnx.Module):
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
         hidden = self.embeddings(tokens)
-        places = self._places(tokens)
+        relative = self._relative_positions(tokens)
         for layer in self.layers:
-            hidden = layer(hidden, tokens, places)
+            hidden = layer(hidden, tokens, relative)
         return hidden
 
-    def _places(self, tokens: PackedTokens) -> "Places":
+    def _relative_positions(self, tokens: PackedTokens) -> "RelativePositions":
         rotation = bias = None
         if self.rope_theta is not None:
             rotation = Rotation.of(tokens, self.head_width, self.rope_theta, self.rope_scaling)
         if self.distance is not None:
             bias = self.distance(tokens.ids.shape[1])
-        return Places(rotation, bias)
+        return RelativePositions(rotation, bias)
 
 
 @no_type_check  # a tracer is no array to the check
 @dataclass(frozen=True)
-class Places:
-    """What all layers' attention is told of the tokens' places: nothing in BERT."""
+class RelativePositions:
+    """What the attention of every layer is told of the tokens' distances: nothing in BERT."""
 
     rotation: Rotation | None
     bias: Float[Array, "heads distances"] | None  # as `attend` takes it
@@ -150,8 +150,8 @@ class BertLayer(nnx.Module):
         self.mlp = _gated_mlp(config) if config.gated else Mlp(config)
         self.mlp_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
 
-    def __call__(self, hidden: Hidden, tokens: PackedTokens, places: Places) -> Hidden:
-        mixed = self.attention(hidden, tokens, places)
+    def __call__(self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions) -> Hidden:
+        mixed = self.attention(hidden, tokens, relative)
         if self._is_native(hidden):
             return native.mlp(
                 mixed.astype(jnp.bfloat16),
@@ -190,14 +190,14 @@ class BertAttention(nnx.Module):
         self.qkv = Linear(dim, 3 * dim, bias=config.attention_bias)
         self.out = Linear(dim, dim, bias=config.attention_bias)
 
-    def __call__(self, hidden: Hidden, tokens: PackedTokens, places: Places) -> Hidden:
+    def __call__(self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions) -> Hidden:
         return self_attention(
             hidden,
             self.qkv,
             self.num_heads,
             tokens.segments,
-            bias=places.bias,
-            rotation=places.rotation,
+            bias=relative.bias,
+            rotation=relative.rotation,
         )
 
 
