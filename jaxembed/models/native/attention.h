@@ -96,14 +96,19 @@ static void pair_values(const Attention* t, const bf16* value, const int32_t* se
     }
 }
 
-// Cap the scores of sixteen keys, and add their bias. Scores are times `root`, the square root of the
-// width of a head.
-static inline __m512 changed(const Attention* t, __m512 score, const float* bias, __m512 root) {
-  if (t->cap > 0) {
-    const __m512 cap = _mm512_mul_ps(_mm512_set1_ps(t->cap), root);
-    score = _mm512_mul_ps(cap, tanh_vector(_mm512_div_ps(score, cap)));
+// Cap one query's scores of the keys [low, high), and add their bias. `bias` is that of key 0, or
+// NULL. Scores are times the square root of a head's width. This is no part of the loop in
+// softmax_row, which it would slow down for calls without either.
+static __attribute__((noinline)) void change_scores(const Attention* t, int64_t low, int64_t high,
+                                                    const float* bias, float* scores) {
+  const __m512 root = _mm512_sqrt_ps(_mm512_set1_ps((float)t->width));
+  const __m512 cap = _mm512_mul_ps(_mm512_set1_ps(t->cap), root);
+  for (int64_t j = low; j < min64(high, t->length); j += TILE) {
+    __m512 score = _mm512_loadu_ps(scores + j);
+    if (t->cap > 0) score = _mm512_mul_ps(cap, tanh_vector(_mm512_div_ps(score, cap)));
+    if (bias) score = _mm512_fmadd_ps(_mm512_loadu_ps(bias + j), root, score);
+    _mm512_storeu_ps(scores + j, score);
   }
-  return bias ? _mm512_fmadd_ps(_mm512_loadu_ps(bias), root, score) : score;
 }
 
 // Write the numerators of one query's softmax over the keys [low, high) to `weights`. `bias` is that
@@ -120,7 +125,7 @@ static inline float softmax_row(const Attention* t, const int32_t* segments, int
   const int64_t nearest = max64(at - t->reach, 0), furthest = min64(at + after, t->length - 1);
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const int bounded = t->causal || t->reach < t->length;
-  const __m512 root = _mm512_sqrt_ps(_mm512_set1_ps((float)t->width));
+  if (bias || t->cap > 0) change_scores(t, low, high, bias, scores);
   __m512 largest = masked;
   for (int64_t j = low; j < high; j += TILE) {
     __mmask16 seen = 0;
@@ -132,14 +137,13 @@ static inline float softmax_row(const Attention* t, const int32_t* segments, int
         seen &= _mm512_cmple_epi32_mask(place, _mm512_set1_epi32((int)furthest));
       }
     }
-    __m512 score = _mm512_loadu_ps(scores + j);
-    if (seen) score = changed(t, score, bias ? bias + j : NULL, root);
-    score = _mm512_mask_mov_ps(masked, seen, score);
+    __m512 score = _mm512_mask_mov_ps(masked, seen, _mm512_loadu_ps(scores + j));
     _mm512_storeu_ps(scores + j, score);
     largest = _mm512_max_ps(largest, score);
   }
   // softmax(s / sqrt(width)), computed with powers of two
-  const __m512 factor = _mm512_div_ps(_mm512_set1_ps(1.4426950408889634f), root);
+  const __m512 factor = _mm512_div_ps(_mm512_set1_ps(1.4426950408889634f),
+                                      _mm512_sqrt_ps(_mm512_set1_ps((float)t->width)));
   const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
   __m512 sum = _mm512_setzero_ps();
   for (int64_t j = low; j < high; j += PANEL) {
