@@ -15,7 +15,7 @@ import msgspec
 
 from converters import heads, rerankers, scores, static, tokenizer, weights
 from converters.heads import Layout, weight_folders
-from converters.weights import Step
+from converters.weights import Rule, Step
 from jaxembed import checkpoint
 from jaxembed.checkpoint import Contents
 from jaxembed.errors import CheckpointError, UnsupportedModel
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 CONVERTERS: dict[str, str] = {
     "bert": "converters.bert",
     "camembert": "converters.roberta",
+    "deberta-v2": "converters.deberta",
     "distilbert": "converters.distilbert",
     "eurobert": "converters.eurobert",
     "gemma3_text": "converters.gemma3",
@@ -279,6 +280,12 @@ def generators(family: ModuleType) -> tuple[str, ...]:
     return getattr(family, "GENERATORS", ())
 
 
+def tower_rules(family: ModuleType, hf: dict[str, Any]) -> list[Rule]:
+    """The rules for the tensors of a family's tower; some of them may depend on the config."""
+    of_config = getattr(family, "config_rules", None)
+    return [*family.RULES, *(of_config(hf) if of_config else ())]
+
+
 def _layout(
     source: Path,
     name: str,
@@ -342,7 +349,7 @@ def _plan(model: Outline) -> list[Step]:
     for folder in layout.folders:
         tensors |= weights.within(folder, weights.find(source / folder))
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
-    rules = [*family.RULES, *layout.rules]
+    rules = [*tower_rules(family, _config(source / layout.tower)), *layout.rules]
     return weights.plan_steps(spec.source, rules, family.IGNORED, tensors, shapes)
 
 

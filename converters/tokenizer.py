@@ -33,6 +33,9 @@ WITH_TYPES = {
     "SqueezeBertTokenizer",
 }
 
+# The model types for which transformers takes one of these classes if none is named.
+TYPED_BY_DEFAULT = {"bert", "deberta-v2", "nomic_bert"}
+
 
 def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
     """Read the tokenizer of a model's folder, as the content of a tokenizer.json.
@@ -61,8 +64,7 @@ def gives_types(folder: Path, hf: dict[str, Any]) -> bool:
         return "token_type_ids" in names
     name = config.get("tokenizer_class") or hf.get("tokenizer_class")
     if name is None:
-        # those whose default in transformers is BertTokenizer
-        return hf["model_type"] in ("bert", "nomic_bert")
+        return hf["model_type"] in TYPED_BY_DEFAULT
     return name.removesuffix("Fast") in WITH_TYPES
 
 

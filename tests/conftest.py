@@ -51,6 +51,14 @@ _DECODER = _SIZES | {
     "qk_norm": True,
     "causal": True,
 }
+_DEBERTA = _SIZES | {
+    "type_vocab_size": 0,
+    "absolute_positions": False,
+    "buckets": 8,
+    "max_distance": LIMIT,
+    "content_to_position": True,
+    "position_to_content": True,
+}
 
 # A tiny one of every tower, and of what a tower does by its config: fields of ModelSpec.
 TOWERS: dict[str, dict[str, Any]] = {
@@ -101,6 +109,21 @@ TOWERS: dict[str, dict[str, Any]] = {
             "attention_bias": False,
             "mlp_bias": False,
             "norm_bias": False,
+        },
+    },
+    "deberta": {"architecture": "deberta", "config": _DEBERTA},
+    "deberta, every switch": {
+        "architecture": "deberta",
+        "config": _DEBERTA
+        | {
+            "type_vocab_size": 2,
+            "embedding_size": 20,
+            "absolute_positions": True,
+            "buckets": 0,
+            "max_distance": 24,
+            "content_to_position": False,
+            "conv_width": 3,
+            "conv_activation": "gelu",
         },
     },
     "qwen3": {"architecture": "qwen3", "config": _DECODER},

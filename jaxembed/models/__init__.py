@@ -21,6 +21,7 @@ from jaxembed.spec import DenseLayer, Head, LayerNormLayer, ModelSpec, Module, P
 
 ARCHITECTURES = {
     "bert": "jaxembed.models.bert:Bert",
+    "deberta": "jaxembed.models.deberta:Deberta",
     "modernbert": "jaxembed.models.modernbert:ModernBert",
     "qwen3": "jaxembed.models.qwen3:Qwen3",
 }

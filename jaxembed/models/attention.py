@@ -310,10 +310,14 @@ def _mix(
         seen &= abs(distance) <= sight.reach
     seen = jnp.repeat(seen, query.shape[1] // of_query.shape[1], axis=1)
     scores = jnp.where(seen[:, None], scores, MASKED)
-    mixed = lax.platform_dependent(
+    return weighted_values(scores, value).swapaxes(1, 2)
+
+
+def weighted_values(scores: AttentionScores, value: KeyHeads) -> Mixed:
+    """Compute softmax(scores) . value, by the platform's fastest order of operations."""
+    return lax.platform_dependent(
         scores, value, cpu=_softmax_in_lanes, default=_softmax_in_reductions
     )
-    return mixed.swapaxes(1, 2)
 
 
 def _spread(bias: Bias, tokens: int, groups: int) -> Float[Array, "groups queries keys"]:

@@ -97,6 +97,14 @@ def modernbert_bytes(folder: Path) -> Any:
     )
 
 
+DEBERTA_SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
+DEBERTA_PIECES = [(name, 0.0) for name in DEBERTA_SPECIAL] + UNIGRAMS[4:-1] + [("[MASK]", 0.0)]
+
+
+def deberta_unigram(folder: Path) -> Any:
+    return transformers.DebertaV2Tokenizer(vocab=DEBERTA_PIECES, unk_id=3)
+
+
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -361,6 +369,41 @@ FAMILIES = {
             "sinusoidal_pos_embds": True,  # the table is read from the file nevertheless
         },
         distilbert_wordpiece,
+    ),
+    "deberta": Family(
+        "DebertaV2Model",
+        "DebertaV2ForMaskedLM",
+        "DebertaV2ForSequenceClassification",
+        TINY
+        | {  # as published: version 3
+            "vocab_size": len(DEBERTA_PIECES),
+            "max_position_embeddings": 32,
+            "max_relative_positions": -1,
+            "relative_attention": True,
+            "position_buckets": 8,
+            "pos_att_type": "p2c|c2p",
+            "share_att_key": True,
+            "norm_rel_ebd": "layer_norm",
+            "position_biased_input": False,
+            "type_vocab_size": 0,
+            "pooler_hidden_act": "gelu",
+        },
+        ODD
+        | {
+            "embedding_size": 11,
+            "max_relative_positions": 13,
+            "position_buckets": -1,
+            "pos_att_type": ["c2p"],
+            "share_att_key": False,
+            "norm_rel_ebd": "none",
+            "position_biased_input": True,
+            "type_vocab_size": 3,
+            "conv_kernel_size": 3,
+            "conv_act": "gelu_new",
+            "hidden_act": "relu",
+            "pooler_hidden_act": "silu",
+        },
+        deberta_unigram,
     ),
     "modernbert": Family(
         "ModernBertModel",

@@ -204,6 +204,17 @@ CASES: dict[str, Case | Static] = {
         head=Head(("no", "perhaps", "yes"), cross_encoder=False),
         config=FAMILIES["distilbert"].odd,
     ),
+    "deberta_mean": Case("mean", (NORMALIZE,), prompts=PROMPTS, family="deberta"),
+    "deberta_odd_cls": Case(
+        "cls", (NORMALIZE,), FAMILIES["deberta"].odd, masked_lm=True, family="deberta"
+    ),
+    "deberta_cross_encoder": Case(family="deberta", head=Head()),
+    "deberta_classifier": Case(
+        family="deberta",
+        head=Head(("no", "perhaps", "yes"), cross_encoder=False),
+        config=FAMILIES["deberta"].odd
+        | {"norm_rel_ebd": "layer_norm", "position_buckets": 10, "pos_att_type": ["p2c"]},
+    ),
     "modernbert_mean": Case(
         "mean",
         (NORMALIZE,),

@@ -67,6 +67,8 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
         "hidden_dim": 3072,
         "max_position_embeddings": 512,
     },
+    ("deberta", "768x12"): BASE
+    | {"vocab_size": 128100, "max_position_embeddings": 512, "position_buckets": 256},
     ("modernbert", "768x22"): BASE
     | {
         "num_hidden_layers": 22,
@@ -196,7 +198,7 @@ def ragged(config: Any, limit: int) -> list[Encoding]:
     """Random ids and types of every length up to 64, or of many up to a larger limit."""
     draw = np.random.default_rng(0)
     lengths = range(1, limit) if limit <= 64 else [n for n in LENGTHS if n < limit]
-    kinds = getattr(config, "type_vocab_size", 1)
+    kinds = getattr(config, "type_vocab_size", 1) or 1
     return [
         Encoding(
             draw.integers(0, config.vocab_size, length, dtype=np.int32),
