@@ -86,8 +86,11 @@ class Bert(nnx.Module):
 class RelativePositions:
     """What the attention of every layer is told of the tokens' distances: nothing in BERT."""
 
-    rotation: Rotation | None
-    bias: Float[Array, "heads distances"] | None  # as `attend` takes it
+    rotation: Rotation | None = None
+    bias: Float[Array, "heads distances"] | None = None  # as `attend` takes it
+
+
+NOTHING = RelativePositions()
 
 
 class BertEmbeddings(nnx.Module):
@@ -150,7 +153,9 @@ class BertLayer(nnx.Module):
         self.mlp = _gated_mlp(config) if config.gated else Mlp(config)
         self.mlp_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
 
-    def __call__(self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions) -> Hidden:
+    def __call__(
+        self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOTHING
+    ) -> Hidden:
         mixed = self.attention(hidden, tokens, relative)
         if self._is_native(hidden):
             return native.mlp(
@@ -190,7 +195,9 @@ class BertAttention(nnx.Module):
         self.qkv = Linear(dim, 3 * dim, bias=config.attention_bias)
         self.out = Linear(dim, dim, bias=config.attention_bias)
 
-    def __call__(self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions) -> Hidden:
+    def __call__(
+        self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOTHING
+    ) -> Hidden:
         return self_attention(
             hidden,
             self.qkv,

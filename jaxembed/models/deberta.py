@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxembed.models.bert import BertAttention, BertConfig, BertLayer
+from jaxembed.models.bert import (
+    NOTHING,
+    BertAttention,
+    BertConfig,
+    BertLayer,
+    RelativePositions,
+)
 from jaxembed.models.disentangled import Distances, attend_disentangled
 from jaxembed.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
 from jaxembed.models.tokens import Hidden, PackedTokens, Segments
@@ -123,7 +129,9 @@ class DebertaAttention(BertAttention):
         self.relative_query = nnx.Param(jnp.zeros(shape, jnp.float32)) if by_position else None
         self.distances = Distances(config.buckets, config.max_distance, config.max_positions - 1)
 
-    def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
+    def __call__(
+        self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOTHING
+    ) -> Hidden:
         rows, length, dim = hidden.shape
         width = dim // self.num_heads
         joint = self.qkv.rounded(hidden).reshape(rows, length, 3, self.num_heads, width)
