@@ -86,7 +86,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "moe_every_n_layers": (0, None),
 }
 
-GATED: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu"}
+GATED_ACTIVATIONS: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu"}
 
 TRAINED = 2048  # tokens of the longest text of the training, where max_trained_positions is missing
 
@@ -141,15 +141,15 @@ def _activation(hf: dict[str, Any]) -> Activation:
     gated = hf.get("activation_function")
     if gated is None:
         return activation_of(hf, "hidden_act", "silu")
-    if gated not in GATED:
-        known = ", ".join(GATED)
+    if gated not in GATED_ACTIVATIONS:
+        known = ", ".join(GATED_ACTIVATIONS)
         raise UnsupportedModel(f"activation_function {gated!r} is not supported; known: {known}")
-    if activation_of(hf, "hidden_act", GATED[gated]) != GATED[gated]:
+    if activation_of(hf, "hidden_act", GATED_ACTIVATIONS[gated]) != GATED_ACTIVATIONS[gated]:
         raise CheckpointError(
             f"config.json: activation_function is {gated!r} and hidden_act {hf['hidden_act']!r}, "
             "which are one setting"
         )
-    return GATED[gated]
+    return GATED_ACTIVATIONS[gated]
 
 
 def _rope(hf: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:

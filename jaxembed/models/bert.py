@@ -59,7 +59,7 @@ class Bert(nnx.Module):
     def __init__(self, config: BertConfig):
         self.embeddings = BertEmbeddings(config)
         reach = config.bias_reach
-        self.distance = None if reach is None else DistanceBias(config.num_heads, reach)
+        self.distance = None if reach is None else BiasByDistance(config.num_heads, reach)
         self.layers = nnx.List([BertLayer(config) for _ in range(config.num_layers)])
         self.head_width = config.hidden_size // config.num_heads
         self.rope_theta = config.rope_theta
@@ -130,7 +130,7 @@ def positions_after_pad(tokens: PackedTokens, pad_id: int) -> Int[Array, "rows l
     return jnp.where(pads == 1, pad_id, pad_id + 1 + tokens.positions - before_in_segment)
 
 
-class DistanceBias(nnx.Module):
+class BiasByDistance(nnx.Module):
     """A bias of attention scores for each head and distance of key and query.
 
     From `reach` on, on either side, it stays the same.
