@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxembed.models import native
 from jaxembed.models.attention import bias_of_table, is_native
-from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear, self_attention
+from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear, attend_hidden
 from jaxembed.models.rope import Rotation, read_scaling
 from jaxembed.models.tokens import Hidden, PackedTokens
 
@@ -198,7 +198,7 @@ class BertAttention(nnx.Module):
     def __call__(
         self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOTHING
     ) -> Hidden:
-        return self_attention(
+        return attend_hidden(
             hidden,
             self.qkv,
             self.num_heads,

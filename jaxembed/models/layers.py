@@ -184,13 +184,13 @@ class GatedMlp(nnx.Module):
         """What `down` is applied to; the native kernels round it, as `down` would."""
         kernel, bias = self.gate_up.parameters
         takes = native.takes_gated(kernel, self.activation)
-        if takes and is_native(f"gated_{self.activation}"):
+        if is_native(f"gated_{self.activation}") and takes:
             return native.gated_linear(x, kernel, bias, self.activation)
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return ACTIVATIONS[self.activation](gate) * up
 
 
-def self_attention(
+def attend_hidden(
     hidden: Hidden,
     qkv: Linear,
     heads: int,

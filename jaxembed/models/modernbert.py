@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from flax import nnx
 
 from jaxembed.models.attention import EVERYTHING, Sight
-from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear, self_attention
+from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear, attend_hidden
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens
 
@@ -110,7 +110,7 @@ class ModernBertAttention(nnx.Module):
         self.out = Linear(dim, dim, bias=config.attention_bias)
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens, rotation: Rotation) -> Hidden:
-        mixed = self_attention(
+        mixed = attend_hidden(
             hidden, self.qkv, self.num_heads, tokens.segments, self.sight, rotation=rotation
         )
         return self.out(mixed)

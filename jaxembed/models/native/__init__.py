@@ -142,7 +142,7 @@ def linear(
     return _linear(x, kernel, bias, {}, mode=mode, eps=0.0, dtype=dtype)
 
 
-def takes_gated(kernel: Array, activation: str) -> bool:
+def takes_gated(kernel: Any, activation: str) -> bool:
     """Whether `gated_linear` and `mlp` take this weight of gate and up, and this activation.
 
     The activation is a name in models.layers.ACTIVATIONS. Each half of the weight must be panels.
