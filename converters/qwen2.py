@@ -8,6 +8,8 @@ from typing import Any
 from converters import decoders
 from converters.decoders import decoder_config, head_width_of, is_causal
 from converters.qwen3 import qwen_windows
+from converters.rerankers import Reranker
+from jaxembed.spec import PairTemplate
 
 ARCHITECTURE = decoders.ARCHITECTURE
 
@@ -21,6 +23,25 @@ classifier, score_head = decoders.last_token_classifier, decoders.answer_head
 
 # The code of Alibaba-NLP/gte-Qwen2-1.5B-instruct: we do not run it, but our tower does the same.
 OWN_CODE = {"AutoModel": ("modeling_qwen.Qwen2Model",)}
+
+# From mixedbread's mxbai_rerank_v2.py. An instruction would be a part of its own, whose end could
+# join a token with what follows it here, so that the template takes none.
+RERANKER = Reranker(
+    name="mxbai-rerank",
+    quote="You are a search relevance expert who evaluates how well documents match search queries",
+    template=PairTemplate(
+        prefix="<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
+        "assistant.<|im_end|>\n<|im_start|>user\n",
+        first="query: {query}",
+        second="\ndocument: {document}",
+        suffix="\nYou are a search relevance expert who evaluates how well documents match search "
+        "queries. For each query-document pair, carefully analyze the semantic relationship "
+        "between them, then provide your binary relevance judgment (0 for not relevant, 1 for "
+        "relevant).\nRelevance:<|im_end|>\n<|im_start|>assistant\n",
+        instruction="",
+    ),
+    answers=("1", "0"),
+)
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class Reranker:
     name: str  # lower case, within the name of the model
     quote: str  # or within its README.md
     template: PairTemplate
+    answers: tuple[str, str] = (LABEL, "no")  # the tokens whose logits are subtracted
 
 
 def reranker_layout(
@@ -46,13 +47,13 @@ def reranker_layout(
                 f"{tower}: the chat template takes no query and document; wanted one with the "
                 'roles "query" and "document"'
             )
-    elif _published(source, name, family) is not None:
-        true_id, false_id = _id(tower, LABEL), _id(tower, "no")
+    elif (published := _published(source, name, family)) is not None:
+        true_id, false_id = (_id(tower, answer) for answer in published.answers)
     else:
         raise UnsupportedModel(
             f"{name} is a language model, and nothing says that it embeds or reranks: an embedder "
-            "has a Pooling in modules.json, a reranker a LogitScore, and a Qwen3-Reranker has that "
-            "in its name"
+            "has a Pooling in modules.json, a reranker a LogitScore, and Qwen3-Reranker and "
+            "mxbai-rerank have that in their names"
         )
     scorer = family.score_head(hf, config, true_id, false_id)
     return scores.scores_layout(source, hf, scorer, (LABEL,), template)
@@ -62,15 +63,21 @@ def template_of(source: Path, name: str, family: ModuleType) -> PairTemplate | N
     """The template of pairs: the chat template of the model, or that of its family, or None.
 
     A model that wants a template gives near-random scores without one, and so does one that is
-    given another's: being called a reranker is not enough.
+    given another's: being called a reranker is not enough. Raises UnsupportedModel if the model
+    has a chat template for pairs that cannot be cut, and its family has none for it.
     """
     tower = source / heads.tower_folder(source)
     plain = heads.modalities(tower) == {"text"}
-    template = None if plain else chat.pair_template(tower)
+    published = _published(source, name, family)
+    try:
+        template = None if plain else chat.pair_template(tower)
+    except UnsupportedModel:
+        if published is None:
+            raise
+        template = None
     if template is not None:
         logger.info("%s: pairs are put into its chat template", name)
         return template
-    published = _published(source, name, family)
     if published is None:
         return None
     logger.info("%s: pairs are put into the template of %s", name, published.name)

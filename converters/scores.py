@@ -72,7 +72,7 @@ def _with_default_prompt(source: Path, template: PairTemplate | None) -> PairTem
     prompt = name and (config.get("prompts") or {}).get(name)
     if not prompt:
         return template
-    if template is None:
+    if template is None or not template.takes_instruction:
         raise UnsupportedModel(
             f"{path}: default prompt {name!r} is not supported: nothing stands before the texts of "
             "a pair but what a chat template puts there"

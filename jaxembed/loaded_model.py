@@ -320,7 +320,9 @@ class LoadedModel:
             "labels": list(spec.labels),
             "score_function": spec.score_function,
             "template": template is not None,
-            "instruction": template.instruction if template else None,
+            "instruction": template.instruction
+            if template and template.takes_instruction
+            else None,
         }
 
     def wait_ready(self, timeout_s: float | None = None) -> None:

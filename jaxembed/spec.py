@@ -84,7 +84,8 @@ class PairTemplate(msgspec.Struct, frozen=True):
     """The text by which a language model is asked whether a document answers a query.
 
     The four parts are tokenized one by one, without the tokenizer's own special tokens, and their
-    ids put together: `first` holds {instruction} and {query}, `second` holds {document}.
+    ids put together: `first` holds {query}, and {instruction} if the model takes one, `second`
+    holds {document}.
     """
 
     prefix: str
@@ -92,6 +93,11 @@ class PairTemplate(msgspec.Struct, frozen=True):
     second: str
     suffix: str
     instruction: str  # where the request gives none
+
+    @property
+    def takes_instruction(self) -> bool:
+        """Whether a request may give an instruction of its own."""
+        return "{instruction}" in self.first
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -144,7 +144,8 @@ class Tasks:
                 f"`max_document_tokens` must be 1 or more. Given: {most}",
                 field="max_document_tokens",
             )
-        if options.instruction is not None and self._spec.template is None:
+        template = self._spec.template
+        if options.instruction is not None and not (template and template.takes_instruction):
             raise InvalidInput(
                 "this model takes no `instruction`; leave it out", field="instruction"
             )

@@ -734,6 +734,14 @@ def test_an_instruction_is_refused_where_there_is_no_template(reranker):
     assert raised.value.field == "instruction"
 
 
+def test_an_instruction_is_refused_where_the_template_has_no_place_for_it(open_scorer):
+    template = PairTemplate("[CLS]", "the {query}", " {document}", "[SEP]", "")
+    asked = open_scorer(template=template)
+    with pytest.raises(InvalidInput, match="takes no `instruction`"):
+        asked.rerank("red", ["dog"], instruction="where is")
+    assert asked.describe()["instruction"] is None
+
+
 def test_cancelling_a_rerank_takes_its_queued_work_along(reranker, held):
     async def scenario():
         first = asyncio.create_task(reranker.rerank_async(QUERY, ["cat"]))

@@ -20,6 +20,7 @@ from jaxembed import checkpoint
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import parameter_shapes, program
 from jaxembed.models.tokens import PackedTokens
+from jaxembed.processors.pairs import template_frame
 from jaxembed.spec import DenseLayer, ModelSpec, NormalizeLayer, Pooled
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -407,6 +408,46 @@ def test_an_untied_head_gives_the_rows(tmp_path):
     np.testing.assert_array_equal(
         params["heads.logits.modules.0.kernel"][:, 0], head[YES] - head[NO]
     )
+
+
+def test_mxbai_rerank_is_told_by_its_name_and_answers_with_a_digit(tmp_path):
+    source = write(tmp_path / "mxbai-rerank-base-v2", QWEN2)
+    spec, params = converted(source)
+    assert spec.template == qwen2.RERANKER.template
+    table = tensors(QWEN2)["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(
+        params["heads.logits.modules.0.kernel"][:, 0],
+        table[TOKENS.index("1")] - table[TOKENS.index("0")],
+    )
+
+
+def test_mxbai_reranks_as_its_authors_ask_also_where_a_chat_template_cannot_be_cut(tmp_path):
+    """Its parts, as its library joins their ids."""
+    source = write(tmp_path / "mxbai-rerank-large-v2", QWEN2)
+    uncut = CHAT.replace("<|im_end|>", "\nIs it?<|im_end|>", 2)
+    (source / "chat_template.jinja").write_text(uncut)
+    spec, _ = converted(source)
+    assert spec.template is not None
+    tokenizer = byte_tokenizer()
+    frame = template_frame(spec.template, lambda text: tokenizer.encode(text).ids)
+    parts = [frame.first("what?", None), frame.second("The end.")]
+    got, _ = frame.join(*(np.array(tokenizer.encode(part).ids, np.int32) for part in parts))
+    parts = [
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+        "<|im_end|>\n<|im_start|>user\n",
+        "query: what?",
+        "\n",
+        "document: The end.",
+        "\n",
+        "You are a search relevance expert who evaluates how well documents match search queries. "
+        "For each query-document pair, carefully analyze the semantic relationship between them, "
+        "then provide your binary relevance judgment (0 for not relevant, 1 for relevant).\n"
+        "Relevance:",
+        "<|im_end|>\n<|im_start|>assistant\n",
+    ]
+    wanted = [number for part in parts for number in tokenizer.encode(part).ids]
+    assert got.tolist() == wanted
+    assert not spec.template.takes_instruction
 
 
 @pytest.mark.parametrize(
