@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from converters import sentencepiece_model
 from converters.heads import read_optional_json
 from jaxembed.errors import CheckpointError
 
@@ -78,6 +79,8 @@ def _build(folder: Path) -> bytes:
             "the conversion (pip install sentencepiece) or save a tokenizer with tokenizer.json"
         )
     logger.info("%s has no tokenizer.json: building it with transformers", folder)
+    if (folder / sentencepiece_model.FILE).is_file():
+        return sentencepiece_model.build_from_sentencepiece(folder)
     # imported here, because it takes two seconds and only old models need it
     from transformers import AutoTokenizer
 

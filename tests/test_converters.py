@@ -457,6 +457,7 @@ def test_the_tokenizer_config_says_whether_types_are_given(source, said, given):
 def test_without_a_tokenizer_config_the_model_says_which_tokenizer_it_has(source):
     assert tokenizer.gives_types(source, {"model_type": "bert"})
     assert tokenizer.gives_types(source, {"model_type": "nomic_bert"})
+    assert tokenizer.gives_types(source, {"model_type": "deberta-v2"})
     assert not tokenizer.gives_types(source, {"model_type": "roberta"})
     named = {"model_type": "roberta", "tokenizer_class": "BertTokenizer"}
     assert tokenizer.gives_types(source, named)
