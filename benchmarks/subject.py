@@ -97,6 +97,15 @@ QWEN3_06B = {
     "qk_norm": True,
     "causal": True,
 }
+DEBERTA_V3_BASE = _bert(128100, 768, 12, 12, 3072, 512) | {
+    "type_vocab_size": 0,
+    "norm_eps": 1e-7,
+    "absolute_positions": False,
+    "buckets": 256,
+    "max_distance": 512,
+    "content_to_position": True,
+    "position_to_content": True,
+}
 # Architecture, config and pooling by name, from the models' own config.json.
 SIZES: dict[str, tuple[str, dict[str, Any], Pooling]] = {
     "tiny": ("bert", _bert(1000, 32, 2, 4, 64, 64), "mean"),
@@ -106,6 +115,7 @@ SIZES: dict[str, tuple[str, dict[str, Any], Pooling]] = {
     "mpnet-base": ("bert", MPNET_BASE, "mean"),
     "nomic-base": ("bert", NOMIC_BASE, "mean"),
     "gte-base": ("bert", GTE_BASE, "cls"),
+    "deberta-v3-base": ("deberta", DEBERTA_V3_BASE, "cls"),
     "modernbert-base": ("modernbert", MODERNBERT_BASE, "cls"),
     "qwen3-0.6b": ("qwen3", QWEN3_06B, "lasttoken"),
 }
