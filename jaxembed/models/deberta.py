@@ -135,12 +135,14 @@ class DebertaAttention(BertAttention):
         rows, length, dim = hidden.shape
         width = dim // self.num_heads
         joint = self.qkv.rounded(hidden).reshape(rows, length, 3, self.num_heads, width)
-        tables = [
+        relative_key, relative_query = (
             None
             if table is None
             else table[...].astype(joint.dtype).reshape(-1, self.num_heads, width)
             for table in (self.relative_key, self.relative_query)
-        ]
+        )
         query, key, value = (joint[:, :, part] for part in range(3))
-        mixed = attend_disentangled(query, key, value, *tables, tokens.segments, self.distances)
+        mixed = attend_disentangled(
+            query, key, value, relative_key, relative_query, tokens.segments, self.distances
+        )
         return mixed.reshape(rows, length, dim)

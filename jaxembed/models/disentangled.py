@@ -88,10 +88,13 @@ def attend_disentangled(
 
     def block(one):
         number, queries, of_query = one
+        near_key, near_value, of_key = keys
         if around:  # tiles of padding stand before the first
-            taken = (lax.dynamic_slice_in_dim(x, number, near, axis=0) for x in keys)
-            return _mix_near(queries, of_query, *taken, relative, around)
-        return _mix_near(queries, of_query, *keys, relative, number)
+            near_key, near_value, of_key = (
+                lax.dynamic_slice_in_dim(x, number, near, axis=0) for x in keys
+            )
+        offset = around or number
+        return _mix_near(queries, of_query, near_key, near_value, of_key, relative, offset)
 
     if blocks == 1:
         mixed = block((0, query, segments))[None]
