@@ -269,6 +269,14 @@ def test_rows_may_be_long_where_all_attention_is_native(tmp_path):
             assert native_choice.joins == joins, tower
 
 
+@pytest.mark.usefixtures("never_slower")
+def test_rows_are_not_long_for_a_tower_with_attention_of_its_own(tmp_path):
+    model = program(tiny_spec(**WIDER_TOWERS["deberta"]))
+    choice = choose_native(model, jax.local_devices()[0], "bfloat16", "auto", tmp_path)
+    assert choice.native is not None
+    assert not choice.joins
+
+
 @pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize("bucket", [[2, 64], [1, 256]])  # the model takes 64 tokens
 @pytest.mark.parametrize("cached", [2**19, 64 * 32])  # elements of a row, for attention in one call

@@ -158,7 +158,8 @@ def choose_native(
     if not used:
         return Choice(refused=refused)
     widths = {call.width for call in calls(program, dtype)}
-    takes_all = all(native.takes(native.TILE, n, dtype) for n in widths)
+    # a tower with attention of its own makes no call
+    takes_all = bool(widths) and all(native.takes(native.TILE, n, dtype) for n in widths)
     joins = takes_all and not without & {"attention", "joint_attention"}
     return Choice(refused=refused, native=ByNative(without), joins=joins)
 
