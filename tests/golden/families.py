@@ -488,7 +488,7 @@ FAMILIES = {
             "max_position_embeddings": 32,
             "sliding_window": 12,
             "sliding_window_pattern": 2,
-            "query_pre_attn_scalar": 8,
+            "query_pre_attn_scalar": 48,  # large, for scores of the size that trained ones have
             "use_bidirectional_attention": True,
         },
         {

@@ -73,5 +73,5 @@ def test_hidden_states_and_vectors_agree_beyond_the_window(layers, tmp_path, mak
     )
     embedder.close()
     note(f"hidden states within {apart:.1e}, cosines from 1 - {far:.1e}")
-    assert apart < 1e-4  # float32, sums in another order
+    assert apart < 1e-4  # float32, sums in another order; 8.4e-6 of 24 layers
     assert far < 1e-10
