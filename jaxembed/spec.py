@@ -100,6 +100,16 @@ class PairTemplate(msgspec.Struct, frozen=True):
         return "{instruction}" in self.first
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """A low-rank adapter: its name, and the number of columns that it has in each layer it changes.
+
+    Layers have the names of their parameters, such as `tower.layers.0.attention.qkv`.
+    """
+
+    name: str
+    ranks: dict[str, int]
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything needed to run a checkpoint, except its parameters and its tokenizer.
 
@@ -108,7 +118,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     the model is served for. The primary output of an embedder is "dense", that of a classifier or
     reranker "logits", one for each of the `labels`, which `score_function` makes scores. `dtype` is
     the dtype of the stored parameters, not the one they are computed in. `token_types` says whether
-    the tower is given the tokenizer's types, or zeros. `written_by` names the version that made the
+    the tower is given the tokenizer's types, or zeros. A request may choose one of the `adapters`,
+    whose numbers count from 1. `written_by` names the version that made the
     checkpoint; early versions did not say.
     """
 
@@ -118,6 +129,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     score_function: ScoreFunction = "softmax"
     template: PairTemplate | None = None
+    adapters: tuple[Adapter, ...] = ()
     token_types: bool = True
     include_prompt: bool = True
     prompts: dict[str, str] = {}

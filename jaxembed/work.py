@@ -46,6 +46,7 @@ class Work:
     bounds: np.ndarray  # int32 [all slots, 2]
     slots: np.ndarray  # int32 [sequences]: how many of the bounds each has, one or more
     outputs: frozenset[OutputName] = frozenset({"dense"})
+    adapter: int = 0  # the number of the adapter that all sequences take; 0: none
 
     def __len__(self) -> int:
         """The number of sequences."""
@@ -99,11 +100,11 @@ def whole_work(
     return Work(planes, lengths, _whole(lengths), np.ones(len(lengths), np.int32), outputs)
 
 
-def join_work(parts: Sequence[Work], outputs: frozenset[OutputName]) -> Work:
-    """The sequences of all parts, in order, as one request for these outputs."""
+def join_work(parts: Sequence[Work], outputs: frozenset[OutputName], adapter: int = 0) -> Work:
+    """The sequences of all parts, in order, as one request for these outputs with this adapter."""
     if len(parts) == 1:
         (part,) = parts
-        return Work(part.planes, part.lengths, part.bounds, part.slots, outputs)
+        return Work(part.planes, part.lengths, part.bounds, part.slots, outputs, adapter)
     names = [name for name in PLANES if any(name in part.planes for part in parts)]
     return Work(
         {name: _joined([_plane(part, name) for part in parts]) for name in ("ids", *names[1:])},
@@ -111,6 +112,7 @@ def join_work(parts: Sequence[Work], outputs: frozenset[OutputName]) -> Work:
         np.concatenate([part.bounds for part in parts] or [np.zeros((0, 2), np.int32)]),
         _joined([part.slots for part in parts]),
         outputs,
+        adapter,
     )
 
 

@@ -13,6 +13,7 @@ from jaxembed.engine.engine import Engine, Seat
 from jaxembed.engine.replica import Runner
 from jaxembed.engine.ticket import Ticket
 from jaxembed.engine.turn import DeviceTurn, Share
+from jaxembed.models.tokens import PackedTokens
 from jaxembed.outputs import OutputName
 from jaxembed.telemetry import Telemetry
 from jaxembed.work import Encoding, work_of
@@ -39,6 +40,7 @@ class SumRunner(Runner):
 
     BAD, WORSE = 666, 667
     primary: OutputName = "dense"
+    planes = PackedTokens.PLANES
 
     def __init__(
         self,

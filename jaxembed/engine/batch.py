@@ -217,26 +217,28 @@ class Shelf:
         return None
 
 
-def pack(batch: Batch) -> np.ndarray:
-    """Lay out a batch as int32 `[planes, rows, length]`, in the order of PackedTokens' planes."""
+def pack(batch: Batch, count: int = PackedTokens.PLANES) -> np.ndarray:
+    """Lay out a batch as int32 `[count, rows, length]`, in the order of PackedTokens' planes."""
     bucket, entries = batch.bucket, batch.entries
-    planes = np.zeros((PackedTokens.PLANES, bucket.tokens), np.int32)
+    planes = np.zeros((count, bucket.tokens), np.int32)
     lengths = np.array([entry.length for entry in entries])
     offsets = batch.rows * bucket.length + batch.starts  # of each sequence in a flat plane
     target = flat_ranges(offsets, lengths)
-    ids, positions, segments, types, bounds = planes
+    ids, positions, segments, types, bounds, *adapters = planes
     ids[target] = np.concatenate([entry.ids for entry in entries])
     positions[target] = target - np.repeat(offsets, lengths)
     segments[target] = np.repeat(batch.segments, lengths)
     for entry, offset in zip(entries, offsets.tolist(), strict=True):
         if entry.types is not None:
             types[offset : offset + entry.length] = entry.types
+    for plane in adapters:
+        plane[target] = np.repeat([entry.adapter for entry in entries], lengths)
     places = batch.slot_rows * bucket.length + batch.all_slots
     starts, ends = _spans(entries, lengths)
     shift = batch.by_slot(batch.starts)
     bounds[places] = starts + shift
     bounds[places + bucket.slots] = ends + shift
-    return planes.reshape(PackedTokens.PLANES, bucket.rows, bucket.length)
+    return planes.reshape(count, bucket.rows, bucket.length)
 
 
 def _spans(entries: Sequence[Entry], lengths: np.ndarray) -> tuple[np.ndarray | int, np.ndarray]:

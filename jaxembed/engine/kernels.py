@@ -28,7 +28,6 @@ from jaxembed.errors import ConfigError
 from jaxembed.models import Program, kernels, native
 from jaxembed.models.attention import Attend, ByNative, Sight, by_xla, using
 from jaxembed.models.kernels import SHORTEST_PROBED_ROW, Call, Kernel
-from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import DType
 
 logger = logging.getLogger(__name__)
@@ -182,7 +181,7 @@ def calls(program: Program, dtype: DType) -> Counter[Call]:
         jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype) if len(leaf.shape) > 1 else leaf.dtype)
         for leaf in program.shapes.values()
     ]
-    planes = jax.ShapeDtypeStruct((PackedTokens.PLANES, 1, SHORTEST_PROBED_ROW), jnp.int32)
+    planes = jax.ShapeDtypeStruct((program.planes, 1, SHORTEST_PROBED_ROW), jnp.int32)
     with using(count):
         jax.eval_shape(
             lambda leaves, planes: program.forward(leaves, planes, 1, (program.primary,)),

@@ -28,7 +28,6 @@ from jaxembed.models import Program, native
 from jaxembed.models.attention import ByNative, Sight, by_xla, using
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 from jaxembed.models.rope import Rotation
-from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import DType
 
 # Few tokens and many tokens, because different calls take them. There is no grid yet.
@@ -93,7 +92,7 @@ def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
     leaves = [_placed_shape(name, leaf, dtype) for name, leaf in program.shapes.items()]
     calls: dict[native.NativeCall, None] = {}
     for bucket in TRIED:
-        planes = jax.ShapeDtypeStruct((PackedTokens.PLANES, bucket.rows, bucket.length), jnp.int32)
+        planes = jax.ShapeDtypeStruct((program.planes, bucket.rows, bucket.length), jnp.int32)
 
         def forward(leaves, planes, slots: int = bucket.slots):
             return program.forward(leaves, planes, slots, (program.primary,))

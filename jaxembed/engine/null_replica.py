@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Outputs
+from jaxembed.models.tokens import PackedTokens
 from jaxembed.outputs import OUTPUTS, OutputName
 
 
@@ -15,6 +16,7 @@ class NullReplica:
     def __init__(self, primary: OutputName, widths: Mapping[OutputName, int]):
         """Make a replica for outputs of these `widths`, which are numbers of columns."""
         self.primary: OutputName = primary
+        self.planes = PackedTokens.PLANES
         self._widths = widths
 
     def compile(self, bucket: Bucket) -> None:

@@ -125,7 +125,9 @@ class Recovery:
         """Run a batch once. Raises what the runner raises."""
         names = _outputs(batch.entries)
         self._on_call(batch.bucket)
-        return _gather(batch, self._runner.run(batch.bucket, pack(batch), names))
+        return _gather(
+            batch, self._runner.run(batch.bucket, pack(batch, self._runner.planes), names)
+        )
 
     def _after_failure(self, batch: Batch, error: Exception) -> list[Answers]:
         """Run a batch in halves if it did not fit in the memory; otherwise fail it."""
@@ -184,8 +186,8 @@ class Recovery:
         return [Answers([entry], error=NotFinite(f"the result is not finite, run {attempts}"))]
 
     def _in_float32(self, batch: Batch) -> Answers:
-        outputs = _outputs(batch.entries)
-        return _gather(batch, self._runner.run_in_float32(batch.bucket, pack(batch), outputs))
+        outputs, planes = _outputs(batch.entries), pack(batch, self._runner.planes)
+        return _gather(batch, self._runner.run_in_float32(batch.bucket, planes, outputs))
 
 
 def _outputs(entries: Iterable[Entry]) -> set[OutputName]:

@@ -19,7 +19,6 @@ from jaxembed.engine.placement import FLOAT32, Device, mesh_of, place_parameters
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program
 from jaxembed.models.attention import Attend, by_xla, using
-from jaxembed.models.tokens import PackedTokens
 from jaxembed.outputs import OutputName
 from jaxembed.spec import DType
 
@@ -33,6 +32,11 @@ class Runner(Protocol):
     @property
     def primary(self) -> OutputName:
         """The output that the model is served for."""
+        ...
+
+    @property
+    def planes(self) -> int:
+        """The number of planes of PackedTokens that `run` takes."""
         ...
 
     def compile(self, bucket: Bucket) -> None:
@@ -80,6 +84,7 @@ class Replica:
         self.dtype: DType = dtype
         self.primary: OutputName = program.primary
         self.outputs = program.outputs
+        self.planes = program.planes
         self._forward = program.forward
         self._mesh = mesh_of(devices)
         self._programs: dict[Bucket, jax.stages.Compiled] = {}
@@ -161,7 +166,7 @@ class Replica:
             out_specs={name: PartitionSpec("data") for name in self.outputs},
             check_vma=False,
         )
-        shape = (PackedTokens.PLANES, bucket.rows, bucket.length)
+        shape = (self.planes, bucket.rows, bucket.length)
         planes = jax.ShapeDtypeStruct(
             shape, jnp.int32, sharding=NamedSharding(self._mesh, PartitionSpec(None, "data"))
         )

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 MOST_KEY_TOKENS = 32
 
 Index = Sequence[int] | np.ndarray | slice  # of sequences of a request
-Key = tuple[bytes, int, int]  # equal for sequences that have the same answer
+Key = tuple[bytes, int, int, int]  # equal for sequences that have the same answer
 
 
 class Ticket:
@@ -142,10 +142,22 @@ class Entry:
     `claims` has the index of the sequence in each ticket that asked for it, several times if it
     occurs several times. `taken` is set when the entry is in a batch: then no ticket may join.
     `ids` and `types` are int32 `[length]`, views of the columns of the work; `types` is None if all
-    are zero. `spans` is int32 `[slots, 2]`, or None if all tokens are pooled together.
+    are zero. `spans` is int32 `[slots, 2]`, or None if all tokens are pooled together. `adapter` is
+    the number of the adapter that the tokens take.
     """
 
-    __slots__ = ("claims", "ids", "key", "least_row", "length", "slots", "spans", "taken", "types")
+    __slots__ = (
+        "adapter",
+        "claims",
+        "ids",
+        "key",
+        "least_row",
+        "length",
+        "slots",
+        "spans",
+        "taken",
+        "types",
+    )
 
     def __init__(
         self,
@@ -162,7 +174,8 @@ class Entry:
         self.length = length = len(ids)
         self.slots = slots = 1 if spans is None else len(spans)
         self.least_row = least_row(length, slots)
-        self.key = _key(ids, types, spans)
+        self.adapter = adapter = ticket.work.adapter
+        self.key = _key(ids, types, spans, adapter)
         self.taken = False
 
     @property
@@ -202,19 +215,19 @@ def _entries(ticket: Ticket) -> list[Entry]:
     return list(entry_of.values())
 
 
-def _key(ids: np.ndarray, types: np.ndarray | None, spans: np.ndarray | None) -> Key:
-    """A key that is equal for sequences with the same tokens, types and spans.
+def _key(ids: np.ndarray, types: np.ndarray | None, spans: np.ndarray | None, adapter: int) -> Key:
+    """A key that is equal for sequences with the same tokens, types, spans and adapter.
 
     It holds the tokens of a short sequence. For others it holds a digest, because the tokens would
     be in memory twice; the digest is cryptographic, so no client can make two sequences share one.
     """
     length, slots = len(ids), 0 if spans is None else len(spans)
     if length <= MOST_KEY_TOKENS and types is None and spans is None:
-        return ids.tobytes(), length, slots
+        return ids.tobytes(), length, slots, adapter
     digest = blake2b(ids.data, digest_size=16)
     if types is not None:
         digest.update(types.data)
     if spans is not None:
         digest.update(spans.tobytes())
     # the number of spans tells where the types end and the spans begin
-    return digest.digest(), length, slots
+    return digest.digest(), length, slots, adapter

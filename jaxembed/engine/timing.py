@@ -120,7 +120,7 @@ class BucketTimer:
         the caches are warm, and one run is enough. Raises TimeoutError if a run is overdue, and
         what the runner raises.
         """
-        planes = full_planes(bucket, SEGMENT)
+        planes = full_planes(bucket, SEGMENT, self._runner.planes)
         runs: list[float] = []
         while not runs or (sum(runs) < TIMING_S and len(runs) < MOST_RUNS):
             urgency = self._urgency(bucket)
@@ -235,22 +235,22 @@ def milliseconds(
     """
     pair = Together(together)
     try:
-        filled = full_planes(bucket, SEGMENT) if planes is None else planes
+        filled = full_planes(bucket, SEGMENT, runner.planes) if planes is None else planes
         return 1000 * pair.run(runner, bucket, filled, seconds)
     finally:
         pair.close()
 
 
-def full_planes(bucket: Bucket, segment: int) -> np.ndarray:
+def full_planes(bucket: Bucket, segment: int, count: int = PackedTokens.PLANES) -> np.ndarray:
     """Make a batch without padding for `Runner.run`: the planes of PackedTokens as one int32 array.
 
-    Its shape is `[planes, rows, length]`, and every token has id 1. Each row holds sequences of
-    `segment` tokens, or of more if there would be more sequences than slots. The last sequence of a
-    row is shorter if the row has no room for all of it.
+    Its shape is `[count, rows, length]`, and every token has id 1 and no adapter. Each row holds
+    sequences of `segment` tokens, or of more if there would be more sequences than slots. The last
+    sequence of a row is shorter if the row has no room for all of it.
     """
     segment = max(segment, -(-bucket.length // bucket.slots))
-    planes = np.zeros((PackedTokens.PLANES, bucket.rows, bucket.length), np.int32)
-    ids, positions, segments, _, bounds = planes
+    planes = np.zeros((count, bucket.rows, bucket.length), np.int32)
+    ids, positions, segments, _, bounds = planes[: PackedTokens.PLANES]
     place = np.arange(bucket.length)
     ids[:], positions[:] = 1, place % segment
     segments[:] = place // segment + 1

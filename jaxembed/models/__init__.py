@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.models import native, static
+from jaxembed.models import adapters, native, static
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 from jaxembed.models.pooling import POOLINGS
 from jaxembed.models.tokens import Hidden, PackedTokens
@@ -33,12 +33,14 @@ class Model(nnx.Module):
     def __init__(self, spec: ModelSpec):
         tower = tower_class(spec.architecture)
         self.tower = tower(tower.Config(**spec.config))
+        adapters.attach(self.tower, spec.adapters)
         self.heads = nnx.Dict({name: HEADS[type(head)](head) for name, head in spec.heads.items()})
 
     def __call__(
         self, tokens: PackedTokens, outputs: Collection[OutputName]
     ) -> dict[OutputName, Array]:
-        hidden = self.tower(tokens)
+        with adapters.chosen(tokens.adapters):
+            hidden = self.tower(tokens)
         # in the table's order: that of a set changes from process to process, and the program too
         return {
             name: hidden if name == "tokens" else self.heads[name](hidden, tokens)
@@ -126,7 +128,7 @@ class Program:
     `[rows, slots, width]`, or `[rows, length, width]` for "tokens", none normalised. It computes
     the `outputs` asked for and no others. `slots` and `outputs` are static: each choice of them is
     a program of its own. `primary` is the output that the model is served for, `outputs` are all
-    that it can give.
+    that it can give. `planes` is the number of planes of PackedTokens that it takes.
     """
 
     shapes: dict[str, jax.ShapeDtypeStruct]
@@ -136,6 +138,7 @@ class Program:
         [Sequence[Array], Int[Array, "planes rows length"], int, Collection[OutputName]],
         dict[OutputName, Array],
     ]
+    planes: int = PackedTokens.PLANES
 
     def order(self, parameters: dict[str, Any]) -> list[Any]:
         """The parameters in the order `forward` takes them.
@@ -172,7 +175,8 @@ def program(spec: ModelSpec) -> Program:
         model = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
         return model(PackedTokens.unstack(planes, slots), outputs)
 
-    return Program(shapes, spec.primary, (*spec.heads, "tokens"), forward)
+    planes = PackedTokens.PLANES + bool(spec.adapters)
+    return Program(shapes, spec.primary, (*spec.heads, "tokens"), forward, planes)
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:

@@ -178,12 +178,14 @@ class BertLayer(nnx.Module):
     def _is_native(self, hidden: Hidden) -> bool:
         """Whether one native call computes all that follows attention."""
         mlp = self.mlp
-        out, up, down = (x.kernel[...] for x in (self.attention.out, self._up, mlp.down))
+        linears = (self.attention.out, self._up, mlp.down)
+        out, up, down = (linear.kernel[...] for linear in linears)
         if isinstance(mlp, GatedMlp):
             has_activation = native.takes_gated(up, mlp.activation)
         else:
             has_activation = mlp.activation == "gelu"
-        return is_native("mlp") and has_activation and native.takes_mlp(hidden, out, up, down)
+        plain = has_activation and all(linear.adapter is None for linear in linears)
+        return is_native("mlp") and plain and native.takes_mlp(hidden, out, up, down)
 
 
 class BertAttention(nnx.Module):

@@ -48,14 +48,21 @@ class Linear(nnx.Module):
 
     A float32 weight is multiplied in full float32, also within a bfloat16 program: the default
     precision would be TF32 on GPU and bfloat16 passes on TPU. A weight in panels is multiplied by
-    the native kernels.
+    the native kernels. `adapter`, a LowRank, adds its own product of x.
     """
+
+    adapter: Callable[[Array], Array] | None = None  # set by models.adapters
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True):
         self.kernel = nnx.Param(jnp.zeros((in_features, out_features), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(out_features, jnp.float32)) if bias else None
 
     def __call__(self, x: Float[Array, "rows length in"]) -> Float[Array, "rows length out"]:
+        y = self._product(x)
+        return y if self.adapter is None else y + self.adapter(x)
+
+    def _product(self, x: Float[Array, "rows length in"]) -> Float[Array, "rows length out"]:
+        """The layer without its adapter."""
         kernel, bias = self.parameters
         if native.is_packed(kernel):
             return native.linear(x, kernel, bias)
@@ -78,7 +85,8 @@ class Linear(nnx.Module):
         """
         kernel, bias = self.parameters
         gelu = activation == "gelu" and is_native("gelu")
-        if native.is_packed(kernel) and (gelu or activation == "identity"):
+        fused = native.is_packed(kernel) and self.adapter is None
+        if fused and (gelu or activation == "identity"):
             return native.linear(x, kernel, bias, gelu=gelu, dtype=str(kernel.dtype))
         return ACTIVATIONS[activation](self(x)).astype(kernel.dtype)
 
@@ -87,18 +95,34 @@ class Linear(nnx.Module):
         """The weight, and the bias or None, as arrays on a device or on the host."""
         return self.kernel[...], None if self.bias is None else self.bias[...]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of inputs and outputs."""
+        inputs, outputs = native.plain_shape(self.kernel[...].shape)
+        return inputs, outputs
+
 
 class Embedding(nnx.Module):
     """A table of vectors, looked up by index.
 
     An index past the end is clamped without an error, so callers must check indices before.
+    `adapter`, a LowRank, adds what it has for the index.
     """
+
+    adapter: Callable[[Array], Array] | None = None  # set by models.adapters
 
     def __init__(self, size: int, dim: int):
         self.embedding = nnx.Param(jnp.zeros((size, dim), jnp.float32))
 
     def __call__(self, index: Int[Array, "rows length"]) -> Float[Array, "rows length dim"]:
-        return jnp.take(self.embedding[...], index, axis=0, mode="clip").astype(jnp.float32)
+        y = jnp.take(self.embedding[...], index, axis=0, mode="clip").astype(jnp.float32)
+        return y if self.adapter is None else y + self.adapter(index)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of vectors and of their dimensions."""
+        size, dim = self.embedding[...].shape
+        return size, dim
 
 
 def row_mean(x: Float[Array, "rows length dim"]) -> Float[Array, "rows length one"]:
@@ -144,6 +168,8 @@ class LayerNorm(nnx.Module):
         kernel, bias = linear.parameters
         scale, shift = self.parameters
         if native.is_packed(kernel) and is_native("norm") and shift is not None:
+            if linear.adapter is not None:
+                hidden = hidden + linear.adapter(x)
             return native.linear_norm(x, kernel, bias, hidden, scale, shift, self.eps)
         return self(hidden + linear(x))
 
@@ -183,8 +209,8 @@ class GatedMlp(nnx.Module):
     def wide(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length width"]:
         """What `down` is applied to; the native kernels round it, as `down` would."""
         kernel, bias = self.gate_up.parameters
-        takes = native.takes_gated(kernel, self.activation)
-        if is_native(f"gated_{self.activation}") and takes:
+        takes = self.gate_up.adapter is None and native.takes_gated(kernel, self.activation)
+        if takes and is_native(f"gated_{self.activation}"):
             return native.gated_linear(x, kernel, bias, self.activation)
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return ACTIVATIONS[self.activation](gate) * up
@@ -206,7 +232,8 @@ def attend_hidden(
     """
     rows, length, dim = hidden.shape
     width, kernel = dim // heads, qkv.kernel[...]
-    if is_native("self_attention") and native.takes_self_attention(hidden, heads, kernel):
+    takes = qkv.adapter is None and native.takes_self_attention(hidden, heads, kernel)
+    if is_native("self_attention") and takes:
         mask = sight.causal, sight.reach, sight.cap
         angles = None if rotation is None else (rotation.cos, rotation.sin)
         return native.self_attention(hidden, *qkv.parameters, segments, heads, *mask, bias, angles)

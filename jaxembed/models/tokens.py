@@ -21,7 +21,8 @@ class PackedTokens:
     within a segment. `positions` count from 0 inside each sequence; a tower adds its own offset.
     `bounds` holds for each slot the first token of the row that is pooled into it, and the one
     after the last; both are 0 for an empty slot. Slots may overlap, and leave tokens out: the
-    prompt of a model with include_prompt=false, which is attended to and not pooled.
+    prompt of a model with include_prompt=false, which is attended to and not pooled. `adapters` has
+    the number of each token's adapter, 0 for none; it is None in models without adapters.
     """
 
     ids: Int[Array, "rows length"]
@@ -29,13 +30,15 @@ class PackedTokens:
     segments: Int[Array, "rows length"]
     types: Int[Array, "rows length"]
     bounds: Int[Array, "rows slots 2"]
+    adapters: Int[Array, "rows length"] | None = None
 
-    PLANES = 5  # of the stacked array
+    PLANES = 5  # of the stacked array; 6 in models with adapters
 
     @classmethod
     def unstack(cls, planes: Int[Array, "planes rows length"], slots: int) -> "PackedTokens":
-        """The five planes, which are moved to the device as one array. The first `slots` places of
-        each row of the last one hold where its slots begin, the next `slots` where they end."""
+        """The planes, which are moved to the device as one array. The first `slots` places of each
+        row of the fifth one hold where its slots begin, the next `slots` where they end."""
         ids, positions, segments, types, places = (planes[i] for i in range(cls.PLANES))
         bounds = jnp.stack([places[:, :slots], places[:, slots : 2 * slots]], axis=2)
-        return cls(ids, positions, segments, types, bounds)
+        adapters = planes[cls.PLANES] if len(planes) > cls.PLANES else None
+        return cls(ids, positions, segments, types, bounds, adapters)

@@ -37,6 +37,7 @@ class Workbench:
         self.timings: dict[Bucket, list[float]] = {}  # milliseconds
         self.tokens_run = 0  # padding included
         self.primary: OutputName = replica.primary
+        self.planes = replica.planes
         self.run_in_float32 = replica.run_in_float32
         self._replica = replica
 
@@ -73,7 +74,7 @@ class Workbench:
         It compares runs of a compiled bucket of long rows with one sequence a row and with short
         sequences. The difference is above 0 with kernels that skip other sequences of a row.
         """
-        whole = full_planes(bucket, bucket.length)
+        whole = full_planes(bucket, bucket.length, self.planes)
         times = [
             milliseconds(self, bucket, self._permits, planes=whole)
             - milliseconds(self, bucket, self._permits)

@@ -1,0 +1,168 @@
+"""Low-rank adapters in the engine and the towers: one batch holds sequences of several."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from conftest import LIMIT, TOWERS, WIDER_TOWERS, tiny_spec
+from fakes import ticket_of
+
+from jaxembed.engine.batch import pack, place
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.lanes import Lanes
+from jaxembed.engine.replica import Replica
+from jaxembed.engine.ticket import Ticket
+from jaxembed.errors import CheckpointError
+from jaxembed.models import attention, program, random_parameters
+from jaxembed.models.tokens import PackedTokens
+from jaxembed.spec import Adapter, ModelSpec
+from jaxembed.work import Encoding, join_work, work_of
+
+BUCKET = Bucket(2, 32)
+TEXTS = [[2, 7, 9, 3], [2, 7, 9, 3], [2, 7, 9, 3], [2, 11, 30, 8, 9, 12, 3], [2, 4, 3]]
+NUMBERS = [0, 1, 2, 1, 0]  # the adapter of each text
+
+# The layers of each tower that an adapter can change.
+LAYERS = {
+    "bert": ("attention.qkv", "attention.out", "mlp.up", "mlp.down"),
+    "modernbert": ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"),
+    "qwen3": ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"),
+}
+
+
+def layers_of(tower: dict[str, Any]) -> list[str]:
+    names = LAYERS[tower["architecture"]]
+    in_layers = [f"tower.layers.{i}.{name}" for i in range(2) for name in names]
+    return ["tower.embeddings.word", *in_layers]
+
+
+def adapted_spec(tower: dict[str, Any]) -> ModelSpec:
+    """Two adapters: one of rank 4 in every layer, and one of rank 2 in every second one."""
+    layers = layers_of(tower)
+    adapters = (
+        Adapter("first", dict.fromkeys(layers, 4)),
+        Adapter("second", dict.fromkeys(layers[::2], 2)),
+    )
+    return tiny_spec(**tower, adapters=adapters)
+
+
+def merged(parameters: dict[str, np.ndarray], spec: ModelSpec, number: int) -> dict[str, Any]:
+    """The parameters of the plain model with the weights of one adapter added."""
+    plain = {name: array for name, array in parameters.items() if ".adapter." not in name}
+    if number:
+        before = spec.adapters[: number - 1]
+        for layer, rank in spec.adapters[number - 1].ranks.items():
+            kind = "embedding" if f"{layer}.embedding" in plain else "kernel"
+            first = sum(adapter.ranks.get(layer, 0) for adapter in before)
+            down = parameters[f"{layer}.adapter.down.{kind}"][:, first : first + rank]
+            up = parameters[f"{layer}.adapter.up.kernel"][first : first + rank]
+            plain[f"{layer}.{kind}"] = plain[f"{layer}.{kind}"] + down @ up
+    return plain
+
+
+def replica_of(spec: ModelSpec, parameters, dtype="float32", native=False) -> Replica:
+    replica = Replica(
+        program(spec),
+        parameters,
+        jax.local_devices()[:1],
+        dtype,
+        attention=lambda bucket: attention.by_native if native else attention.by_xla,
+        native_layout=native,
+    )
+    replica.compile(BUCKET)
+    return replica
+
+
+def work_with(ids: list[int], adapter: int):
+    return join_work([work_of([Encoding(np.array(ids, np.int32))])], frozenset({"dense"}), adapter)
+
+
+def vectors(replica: Replica, texts=TEXTS, numbers=NUMBERS) -> np.ndarray:
+    """The vectors of the texts, all in one batch."""
+    tickets = [Ticket(work_with(*one), {"dense": 32}) for one in zip(texts, numbers, strict=True)]
+    batch = place(BUCKET, [ticket.entries[0] for ticket in tickets])
+    assert len(batch.entries) == len(texts)
+    dense = replica.run(BUCKET, pack(batch, replica.planes), ("dense",))["dense"]
+    by_entry = dict(zip(map(id, batch.entries), dense[batch.rows, batch.slots], strict=True))
+    return np.array([by_entry[id(ticket.entries[0])] for ticket in tickets])
+
+
+@pytest.fixture(name="adapted", scope="module", params=["bert", "modernbert", "qwen3"])
+def _adapted(request):
+    spec = adapted_spec(TOWERS[request.param])
+    return spec, random_parameters(spec)
+
+
+def test_a_text_has_the_vector_of_the_merged_model_of_its_adapter(adapted):
+    spec, parameters = adapted
+    got = vectors(replica_of(spec, parameters))
+    plain = tiny_spec(architecture=spec.architecture, config=spec.config)
+    for number in (0, 1, 2):
+        alone = replica_of(plain, merged(parameters, spec, number))
+        of_it = [k for k, one in enumerate(NUMBERS) if one == number]
+        wanted = vectors(alone, [TEXTS[k] for k in of_it], [0] * len(of_it))
+        # float32, sums of at most 64 terms in another order; hidden states are of size 1
+        np.testing.assert_allclose(got[of_it], wanted, rtol=1e-5, atol=1e-5)
+    assert np.abs(got[0] - got[1]).max() > 0.01
+    assert np.abs(got[1] - got[2]).max() > 0.01
+
+
+def test_a_text_without_an_adapter_has_exactly_the_vector_of_the_plain_model(adapted):
+    spec, parameters = adapted
+    got = vectors(replica_of(spec, parameters))
+    plain = tiny_spec(architecture=spec.architecture, config=spec.config)
+    wanted = vectors(replica_of(plain, merged(parameters, spec, 0)), TEXTS, [0] * len(TEXTS))
+    if spec.architecture == "qwen3":  # XLA computes its norms in another order beside the sums
+        np.testing.assert_allclose(got[[0, 4]], wanted[[0, 4]], rtol=0, atol=1e-6)
+    else:
+        np.testing.assert_array_equal(got[[0, 4]], wanted[[0, 4]])
+
+
+def test_a_text_has_the_same_vector_whatever_adapters_share_its_batch(adapted):
+    replica = replica_of(*adapted)
+    together = vectors(replica)
+    for k, (ids, number) in enumerate(zip(TEXTS, NUMBERS, strict=True)):
+        got = vectors(replica, [ids], [number])[0]
+        np.testing.assert_allclose(got, together[k], rtol=1e-5, atol=1e-5)  # another row
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "qwen3"])
+def test_native_kernels_give_the_adapters_too(name, native_kernels):
+    spec = adapted_spec(WIDER_TOWERS[name])
+    parameters = random_parameters(spec)
+    got = vectors(replica_of(spec, parameters, "bfloat16", native=True))
+    wanted = vectors(replica_of(spec, parameters))
+    for ours, theirs in zip(got, wanted, strict=True):  # bfloat16 rounds what lies between
+        cosine = ours @ theirs / np.linalg.norm(ours) / np.linalg.norm(theirs)
+        assert cosine >= 0.999
+
+
+def test_a_model_without_adapters_has_no_plane_for_them():
+    spec = tiny_spec()
+    assert program(spec).planes == PackedTokens.PLANES
+    assert program(adapted_spec(TOWERS["bert"])).planes == PackedTokens.PLANES + 1
+    assert not any(".adapter." in name for name in program(spec).shapes)
+
+
+def test_an_adapter_of_a_layer_that_the_tower_lacks_is_refused():
+    layer = "tower.layers.0.attention.key"
+    with pytest.raises(CheckpointError, match=f"no layer {layer}"):
+        program(tiny_spec(adapters=(Adapter("a", {layer: 4}),)))
+
+
+def test_a_text_under_two_adapters_is_computed_twice_and_under_one_once():
+    lanes = Lanes(64)
+    lanes.lengthen(64)
+    for number in (1, 1, 2, 0, 0):
+        lanes.add(Ticket(work_with([7, 8], number), {"dense": 1}))
+    batch = lanes.take({Bucket(1, 64): 1.0}, 0.0, None)
+    assert batch is not None
+    assert sorted(entry.adapter for entry in batch.entries) == [0, 1, 2]
+
+
+def test_the_plane_of_adapters_has_the_number_of_each_token():
+    tickets = [Ticket(work_with([5] * 3, 2), {"dense": 1}), ticket_of([Encoding(np.ones(4, "i4"))])]
+    batch = place(Bucket(1, LIMIT), [ticket.entries[0] for ticket in tickets])
+    plane = pack(batch, PackedTokens.PLANES + 1)[PackedTokens.PLANES][0]
+    assert plane[:8].tolist() == [0, 0, 0, 0, 2, 2, 2, 0]
