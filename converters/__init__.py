@@ -4,8 +4,8 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +14,13 @@ from typing import Any, cast, get_args
 import msgspec
 
 from converters import heads, rerankers, scores, static, tokenizer, weights
+from converters.adapters import (
+    AdapterSource,
+    check_heads,
+    layer_ranks,
+    plan_adapters,
+    read_adapter,
+)
 from converters.heads import Layout, weight_folders
 from converters.weights import Rule, Step
 from jaxembed import checkpoint
@@ -78,6 +85,7 @@ class Outline:
     layout: Layout
     spec: ModelSpec  # without content hash; its dtype is that of config.json, or float32
     tokenizer: bytes  # the content of tokenizer.json
+    adapters: tuple[AdapterSource, ...] = ()  # in the order of their numbers
 
 
 def show_progress(steps: Sequence[Step]) -> Iterator[Step]:
@@ -102,18 +110,22 @@ def convert(
     name: str | None = None,
     revision: str | None = None,
     dense_path: str | None = None,
+    adapters: Mapping[str, Path] | None = None,
     progress: ConversionProgress = show_progress,
 ) -> ModelSpec:
     """Convert the model in the directory `source` to a checkpoint at `out`, and return its spec; of
     a model with several routes that of the main one.
 
     `name` and `revision` are noted in the checkpoint as its source. `dense_path` is the folder of a
-    Dense module to use instead of the one in modules.json. `progress` yields the steps that it is
+    Dense module to use instead of the one in modules.json. `adapters` are folders of low-rank
+    adapters by the names that they get. `progress` yields the steps that it is
     given. Raises UnsupportedModel for a model that we cannot run, ConversionError for tensors that
     do not fit, and CheckpointError for other problems; then nothing is written.
     """
     checkpoint.refuse_occupied(out)
-    routes, default = outline_routes(source, name=name, revision=revision, dense_path=dense_path)
+    routes, default = outline_routes(
+        source, name=name, revision=revision, dense_path=dense_path, adapters=adapters
+    )
     if routes.keys() == {""}:
         return checkpoint.save(out, *_contents(routes[""], progress))
     contents = {route: _contents(model, progress) for route, model in routes.items()}
@@ -134,19 +146,28 @@ def outline_routes(
     name: str | None = None,
     revision: str | None = None,
     dense_path: str | None = None,
+    adapters: Mapping[str, Path] | None = None,
 ) -> tuple[dict[str, Outline], str | None]:
     """Describe the checkpoint that `convert` would write, without reading weights: each route and
     the name of the default one, as in `Routes`.
 
-    The weights need not be in `source`, except static embeddings, which nothing else describes. The
-    arguments and the errors are those of `convert`, except errors of the weights.
+    The weights need not be in `source`, except static embeddings, which nothing else describes, but
+    those of adapters in their folders. The arguments and the errors are those of `convert`, except
+    errors of the weights.
     """
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory")
     router = heads.router_of(source)
     if router is None:
-        model = outline(source, name=name, revision=revision, dense_path=dense_path)
+        model = outline(
+            source, name=name, revision=revision, dense_path=dense_path, adapters=adapters
+        )
         return {"": model}, ""
+    if adapters:
+        raise UnsupportedModel(
+            f"adapter {next(iter(adapters))}: {source} has the routes {', '.join(router.routes)}, "
+            "and a model with several routes takes no adapter; leave --adapter out"
+        )
     if dense_path is not None:
         raise CheckpointError(
             f"dense path {dense_path!r} takes the place of the only Dense module, and {source} has "
@@ -171,12 +192,18 @@ def outline(
     revision: str | None = None,
     dense_path: str | None = None,
     route: str = "",
+    adapters: Mapping[str, Path] | None = None,
 ) -> Outline:
     """Describe one route of a model, or a model without routes, as `outline_routes` does."""
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory")
     name = name or str(source)
     if static.holds_static(source, route):
+        if adapters:
+            raise UnsupportedModel(
+                f"adapter {next(iter(adapters))}: {source} holds static embeddings, which take no "
+                "adapter; leave --adapter out"
+            )
         layout, spec, text = static.static_outline(source, name, revision, dense_path, route)
         return Outline(source, static, layout, spec, text)
     hf = _config(source / heads.tower_folder(source, route))
@@ -197,7 +224,20 @@ def outline(
     text = tokenizer.read_tokenizer(
         tower, lowercase=layout.lowercase, vocab_size=config["vocab_size"]
     )
-    return Outline(source, family, layout, spec, text)
+    model = Outline(source, family, layout, spec, text)
+    return _with_adapters(model, tower_rules(family, hf), adapters) if adapters else model
+
+
+def _with_adapters(model: Outline, rules: Sequence[Rule], folders: Mapping[str, Path]) -> Outline:
+    """The outline with adapters, of which names, shapes and ranks are known now. `rules` are those
+    of the tower."""
+    spec, rules = model.spec, [*rules, *model.layout.rules]
+    shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
+    sources = tuple(read_adapter(name, at, model.family) for name, at in folders.items())
+    for name, at in folders.items():
+        check_heads(name, at, spec.hidden_size, spec.heads)
+    found = tuple(layer_ranks(source, model.family, rules, shapes) for source in sources)
+    return replace(model, adapters=sources, spec=msgspec.structs.replace(spec, adapters=found))
 
 
 def folders_read(source: Path) -> list[str]:
@@ -210,7 +250,12 @@ def folders_read(source: Path) -> list[str]:
 def _config(tower: Path) -> dict[str, Any]:
     """Read config.json. Raises CheckpointError if there is none."""
     if (tower / "adapter_config.json").is_file():
-        raise UnsupportedModel(f"{tower} is an adapter; merge it into its base model first")
+        base = heads.read_optional_json(tower / "adapter_config.json").get(
+            "base_model_name_or_path"
+        )
+        raise UnsupportedModel(
+            f"{tower} is an adapter of {base}; serve that model with --adapter NAME={tower}"
+        )
     hf = heads.read_optional_json(tower / "config.json")
     if not hf:
         raise CheckpointError(f"{tower} is not a model: there is no config.json")
@@ -348,9 +393,12 @@ def _plan(model: Outline) -> list[Step]:
     tensors = weights.canonical(spec.source, tower, family.PREFIXES, family.RENAMES)
     for folder in layout.folders:
         tensors |= weights.within(folder, weights.find(source / folder))
-    shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
+    plain = msgspec.structs.replace(spec, adapters=())
+    shapes = {path: leaf.shape for path, leaf in parameter_shapes(plain).items()}
     rules = [*tower_rules(family, _config(source / layout.tower)), *layout.rules]
-    return weights.plan_steps(spec.source, rules, family.IGNORED, tensors, shapes)
+    steps = weights.plan_steps(spec.source, rules, family.IGNORED, tensors, shapes)
+    steps += plan_adapters(spec.source, rules, tensors, shapes, model.adapters)
+    return sorted(steps, key=lambda step: step.size)  # as plan_steps says
 
 
 def _dtype(steps: Sequence[Step]) -> DType:

@@ -211,7 +211,7 @@ def plan_steps(
     are read, so little of the file is in memory when the largest tensor is copied. Raises
     ConversionError, which lists every missing, unused and wrongly shaped tensor.
     """
-    expanded_rules = _choose(_expand(rules, shapes), tensors)
+    expanded_rules = choose(expand(rules, shapes), tensors)
     source_names = {name for rule in expanded_rules for name in rule.sources}
     targets = {rule.target for rule in expanded_rules}
     problems = [f"missing: {name}" for name in sorted(source_names) if name not in tensors]
@@ -249,7 +249,7 @@ def _freeing(steps: Sequence[Step]) -> list[Step]:
     ]
 
 
-def _expand(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> Iterator[Rule]:
+def expand(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> Iterator[Rule]:
     """Yield the rules of each parameter; `{i}` becomes each layer that has the parameter."""
     numbers = {int(part) for target in shapes for part in target.split(".") if part.isdigit()}
     for rule in rules:
@@ -261,7 +261,7 @@ def _expand(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> Iterator[Rule
                 yield Rule(names, target, rule.transform)
 
 
-def _choose(rules: Iterable[Rule], tensors: Mapping[str, Tensor]) -> list[Rule]:
+def choose(rules: Iterable[Rule], tensors: Mapping[str, Tensor]) -> list[Rule]:
     """One rule for each parameter."""
     by_target: dict[str, list[Rule]] = {}
     for rule in rules:
@@ -328,7 +328,7 @@ def find(folder: Path) -> dict[str, Tensor]:
     Of safetensors only names, dtypes and shapes are read; a torch file is loaded. Raises
     CheckpointError if there are no weights, a file is damaged, or torch is missing or too old.
     """
-    for name, reader in (("model.safetensors", _safetensors), ("pytorch_model.bin", _torch_file)):
+    for name, reader in (("model.safetensors", safetensors_of), ("pytorch_model.bin", _torch_file)):
         tensors: dict[str, Tensor] = {}
         for file in _files(folder, name):
             tensors |= reader(file)
@@ -359,7 +359,7 @@ def _files(folder: Path, name: str) -> list[Path]:
     return [folder / Path(shard).name for shard in names]  # .name keeps an index within the folder
 
 
-def _safetensors(path: Path) -> dict[str, Tensor]:
+def safetensors_of(path: Path) -> dict[str, Tensor]:
     """Read the header of a safetensors file. Raises CheckpointError if it is damaged."""
     # not by safe_open: it maps the file, whose pages would count as our memory in addition to the
     # copies of them, and its numpy version has no bfloat16

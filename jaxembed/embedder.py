@@ -37,8 +37,8 @@ class Embedder(LoadedModel):
         """float32 `[n, dim]`, or `[dim]` for a single text. Normalised if the checkpoint says so.
 
         Options are the fields of EncodeOptions: prompt, prompt_name, route, truncate,
-        truncation_side, dimensions, normalize, priority. Raises the errors of InvalidInput and
-        BackendError.
+        truncation_side, dimensions, normalize, adapter, priority. Raises the errors of InvalidInput
+        and BackendError.
         """
         return _one_or_all(texts, self.run(self._to_encode(texts, options)))
 
@@ -123,7 +123,8 @@ class Embedder(LoadedModel):
 
         They are as the heads of the model give them: not normalised, and no scores. A classifier's
         `dense` is the vector that its pooling gives, before the layers that make logits. Options
-        are prompt, prompt_name (of an embedding model), truncate, truncation_side and priority.
+        are prompt, prompt_name (of an embedding model), truncate, truncation_side, adapter and
+        priority.
         Raises InvalidInput for outputs that the model does not have (`spec.widths` has them all),
         and the errors of InvalidInput and BackendError.
         """

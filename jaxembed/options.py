@@ -25,6 +25,7 @@ class EncodeOptions:
     truncation_side: Side = "right"
     dimensions: int | None = None
     normalize: bool | None = None
+    adapter: str | None = None  # its name; None: that of the prompt's name, or none
     priority: Priority | None = None  # None: interactive where the request is small
     bare_ids: bool = True  # whether token ids may lack the tokenizer's special tokens
 
@@ -42,6 +43,7 @@ class ScoreOptions:
     truncation_side: Side = "right"
     instruction: str | None = None
     max_document_tokens: int | None = None
+    adapter: str | None = None  # its name; None: none
     priority: Priority | None = None  # None: interactive where the request is small
 
 

@@ -50,7 +50,7 @@ class Run:
 @dataclass(frozen=True)
 class Request(ABC, Generic[Answer]):
     """One request: `items` to tokenize by `rules`, and the `outputs` wanted of the engine of its
-    `route`.
+    `route`, computed with the `adapter` of that number; 0 is none.
 
     `share` is called once, then `prepare` for each chunk of the items, in several threads at the
     same time, and `finish` when the engine has answered.
@@ -61,6 +61,7 @@ class Request(ABC, Generic[Answer]):
     outputs: frozenset[OutputName]
     priority: Priority | None
     route: str = field(default="", kw_only=True)
+    adapter: int = field(default=0, kw_only=True)
 
     def share(self, processor: TextProcessor) -> Row | None:
         """What the chunks have in common, tokenized. Raises InvalidInput."""

@@ -15,7 +15,6 @@ from jaxembed.engine.client import EngineClient
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, InvalidInput
 from jaxembed.inputs import Priority, Text
-from jaxembed.outputs import OutputName
 from jaxembed.processors.text import Row, TextProcessor, Tokenized, characters
 from jaxembed.processors.tokenizer import SHORT_CHARACTERS, chunks
 from jaxembed.request import Answer, Request, Run
@@ -104,7 +103,7 @@ class RequestRunner:
                 parts.append(self._in_thread(prepare, chunk, first))
             for part in wait(parts, return_when=FIRST_EXCEPTION).done:
                 part.result()  # raises what one failed with, while others may wait
-            return _join([part.result() for part in parts], request.outputs)
+            return _join([part.result() for part in parts], request)
         except BaseException:
             _cancel(parts)
             raise
@@ -120,7 +119,7 @@ class RequestRunner:
         try:
             for first, chunk in _jobs(request.items):
                 parts.append(self.off_loop(prepare, chunk, first))
-            return _join(await asyncio.gather(*parts), request.outputs)
+            return _join(await asyncio.gather(*parts), request)
         except BaseException:
             _cancel(parts)
             raise
@@ -128,7 +127,7 @@ class RequestRunner:
     def _prepare_whole(self, request: Request) -> Tokenized:
         shared = request.share(self._processor)
         whole = request.prepare(self._processor, shared, request.items)
-        return _join([whole], request.outputs)
+        return _join([whole], request)
 
     def _prepare_chunk(
         self, request: Request, shared: Row | None, chunk: Sequence, first: int
@@ -235,6 +234,6 @@ def _cancel(parts: Iterable[Future | asyncio.Future]) -> None:
         part.cancel()
 
 
-def _join(parts: Sequence[Tokenized], outputs: frozenset[OutputName]) -> Tokenized:
-    work = join_work([part.work for part in parts], outputs)
+def _join(parts: Sequence[Tokenized], request: Request) -> Tokenized:
+    work = join_work([part.work for part in parts], request.outputs, request.adapter)
     return Tokenized(work, sum(part.truncated for part in parts))

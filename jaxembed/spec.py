@@ -154,6 +154,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.heads[self.primary]
 
     @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The names of the adapters, in the order of their numbers, which count from 1."""
+        return tuple(adapter.name for adapter in self.adapters)
+
+    @property
     def task(self) -> Task:
         """What the model is for: with several labels it is a classifier, else a reranker."""
         if self.primary == "dense":

@@ -38,6 +38,7 @@ def summary(spec: ModelSpec) -> dict[str, Any]:
         "dimensions": spec.dim,
         **(_of_embedder(spec) if spec.task == "embed" else _of_scorer(spec)),
         "pooling": list(spec.head.pooling),
+        "adapters": list(spec.adapter_names),
         "modules": [msgspec.to_builtins(module) for module in spec.head.modules],
         "limits": _limits(spec),
         "parameters": sum(math.prod(shape) for shape in shapes.values()),

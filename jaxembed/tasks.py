@@ -9,7 +9,7 @@ from jaxembed.errors import EmptyInput, InvalidInput, UnknownRoute, WrongTask
 from jaxembed.inputs import Input, Pair, Text
 from jaxembed.options import EncodeOptions, ScoreOptions
 from jaxembed.outputs import OutputName
-from jaxembed.processors.prompts import Role, prompt_of_role, same_purpose
+from jaxembed.processors.prompts import Role, prompt_for, prompt_of_role, same_purpose
 from jaxembed.processors.text import Rules, TextProcessor
 from jaxembed.request import LOGITS, ComputeRequest, EncodeRequest, QueryRequest, ScoreRequest
 from jaxembed.spec import ModelSpec, Routes, Task
@@ -45,17 +45,26 @@ class Tasks:
         """The request for a vector of each input, and for the other outputs of the options."""
         check_task(self._name, self._spec, "embed")
         check_dimensions(self._spec, options.dimensions)
+        options, adapter = self._with_prompt_of_adapter(options)
         prompt = self._processor.prompt(options.prompt, options.prompt_name)
         rules = Rules(
             prompt, self._truncate(options), options.truncation_side, bare_ids=options.bare_ids
         )
-        route = self._route(options)
-        return EncodeRequest(inputs, rules, options.outputs, options.priority, options, route=route)
+        return EncodeRequest(
+            inputs,
+            rules,
+            options.outputs,
+            options.priority,
+            options,
+            route=self._route(options),
+            adapter=adapter,
+        )
 
     def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> ScoreRequest:
         """The request for the logits of each text or pair."""
         check_task(self._name, self._spec, "classify")
-        return ScoreRequest(inputs, self._rules(options), LOGITS, options.priority, options)
+        rules, adapter = self._rules(options), self._number(options.adapter)
+        return ScoreRequest(inputs, rules, LOGITS, options.priority, options, adapter=adapter)
 
     def rerank(self, query: str, documents: Sequence[str], options: ScoreOptions) -> QueryRequest:
         """The request for the logit of each document with the query, which is tokenized once.
@@ -65,8 +74,10 @@ class Tasks:
         """
         check_task(self._name, self._spec, "rerank")
         check_query(query)
-        rules = self._rules(options)
-        return QueryRequest(documents, rules, LOGITS, options.priority, options, query)
+        rules, adapter = self._rules(options), self._number(options.adapter)
+        return QueryRequest(
+            documents, rules, LOGITS, options.priority, options, query, adapter=adapter
+        )
 
     def compute(
         self, inputs: Sequence[Input], outputs: Collection[str], options: EncodeOptions
@@ -81,21 +92,25 @@ class Tasks:
                 f"Given: {', '.join(unknown) or 'none'}",
                 field="outputs",
             )
+        options, adapter = self._with_prompt_of_adapter(options)
         prompt = self._prompt(options)
         rules = Rules(prompt, self._truncate(options), options.truncation_side)
         chosen: frozenset[OutputName] = frozenset(name for name in offered if name in outputs)
         route = self._route(options)
-        return ComputeRequest(inputs, rules, chosen, options.priority, route=route)
+        return ComputeRequest(inputs, rules, chosen, options.priority, route=route, adapter=adapter)
 
     def for_role(self, role: Role, options: EncodeOptions) -> EncodeOptions:
-        """The options for texts of a role: its route, and unless they have a prompt, that of the
-        role or none. The default prompt is for no role, as in sentence-transformers. Raises
-        UnknownRoute."""
-        prompt, prompts = options.prompt, self._spec.prompts
-        if prompt is None and options.prompt_name is None:
-            prompt = prompts.get(prompt_of_role(role, prompts) or "", "")
+        """The options for texts of a role: its route, and unless they have a prompt or an adapter,
+        the prompt of the role or none. The default prompt is for no role, as in
+        sentence-transformers. Raises UnknownRoute."""
         route = self.route_for(role) if options.route is None else options.route
-        return replace(options, prompt=prompt, route=route)
+        options, prompts = replace(options, route=route), self._spec.prompts
+        if {options.prompt, options.prompt_name, options.adapter} != {None}:
+            return options
+        name = prompt_of_role(role, prompts)
+        if name is None and self._spec.adapters:  # of Jina v3 it is that of the task
+            return replace(options, prompt_name=prompt_for(role, prompts))
+        return replace(options, prompt="" if name is None else prompts[name])
 
     def route_for(self, purpose: str) -> str:
         """The route of texts with this purpose, such as "query": the one of that name, else one of
@@ -125,6 +140,40 @@ class Tasks:
         if options.route not in self._routes.specs:
             raise UnknownRoute(options.route, tuple(self._routes.specs))
         return options.route
+
+    def _with_prompt_of_adapter(self, options: EncodeOptions) -> tuple[EncodeOptions, int]:
+        """The options with the prompt of their adapter, and the adapter's number.
+
+        An adapter and a prompt of the same name go together: either chooses the other, unless the
+        request has another prompt. Raises InvalidInput for an unknown adapter, and for the prompt
+        of another one.
+        """
+        if not self._spec.adapters:
+            return options, self._number(options.adapter)
+        names, name = self._spec.adapter_names, options.prompt_name
+        if options.prompt is not None:
+            return options, self._number(options.adapter)
+        if name is None and options.adapter is None:
+            name = self._processor.default_prompt_name
+        elif name is None and options.adapter in self._spec.prompts:
+            return replace(options, prompt_name=options.adapter), self._number(options.adapter)
+        if options.adapter is not None and name in names and name != options.adapter:
+            raise InvalidInput(
+                f"the prompt `{name}` is for the adapter of that name, not for "
+                f"`{options.adapter}`; ask for one of them",
+                field="prompt_name",
+            )
+        return options, self._number(options.adapter or (name if name in names else None))
+
+    def _number(self, adapter: str | None) -> int:
+        """The number of the adapter with this name; 0 without one. Raises InvalidInput."""
+        names = self._spec.adapter_names
+        if adapter is None:
+            return 0
+        if adapter not in names:
+            known = f"it has {', '.join(names)}" if names else "it has none"
+            raise InvalidInput(f"the model has no adapter `{adapter}`; {known}", field="adapter")
+        return names.index(adapter) + 1
 
     def _prompt(self, options: EncodeOptions) -> str:
         """The prompt of the options. Raises InvalidInput for one to a model that takes none."""

@@ -31,6 +31,7 @@ logger = logging.getLogger("jaxembed")
 @MODEL_FLAG
 @FIELD_FLAG
 @click.option("--prompt-name", help="Prompt of the model to put before every text.")
+@click.option("--adapter-name", help="The adapter of the model to embed with.")
 @click.option("--dimensions", type=click.IntRange(1), help="Cut the vectors to this many.")
 @MODEL_OPTIONS
 @ENGINE_OPTIONS
@@ -41,6 +42,7 @@ def embed_command(
     model: str | None,
     field: str,
     prompt_name: str | None,
+    adapter_name: str | None,
     dimensions: int | None,
     **flags: Any,
 ) -> None:
@@ -66,6 +68,7 @@ def embed_command(
             output,
             on_progress=bar.update,
             prompt_name=prompt_name,
+            adapter=adapter_name,
             dimensions=dimensions,
         )
     seconds = time.monotonic() - started_at

@@ -1,6 +1,7 @@
 """Options that several commands share, and the functions that make options."""
 
 import math
+import re
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
@@ -38,6 +39,22 @@ def together(*options: Callable) -> Callable:
     return lambda command: reduce(lambda wrapped, option: option(wrapped), options[::-1], command)
 
 
+def named_folders(
+    ctx: click.Context, param: click.Parameter, given: tuple[str, ...]
+) -> dict[str, Path]:
+    """The folders of NAME=DIR, by name. Raises BadParameter for other forms, and names twice."""
+    folders: dict[str, Path] = {}
+    for one in given:
+        name, equals, folder = one.partition("=")
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or not equals or name in folders:
+            raise click.BadParameter(
+                f"{one!r}: wanted NAME=DIR, each with a NAME of its own of letters, digits, "
+                "'.', '_' and '-'"
+            )
+        folders[name] = Path(folder)
+    return folders
+
+
 MODEL_FLAG = click.option(
     "--model", "-m", help="A directory or a hub id. Default: all-MiniLM-L6-v2."
 )
@@ -50,6 +67,13 @@ MODEL_OPTIONS = together(
     click.option("--offline", is_flag=True, help="Use only what is downloaded already."),
     tei_option("--hf-token", help="Token for the hub."),
     tei_option("--dense-path", help="Use this Dense module instead of the one in modules.json."),
+    click.option(
+        "--adapter",
+        multiple=True,
+        metavar="NAME=DIR",
+        callback=named_folders,
+        help="A low-rank adapter as PEFT saves it, which requests ask for by NAME. Repeatable.",
+    ),
     click.option(
         "--cache-dir",
         envvar="JAXEMBED_CACHE",

@@ -23,6 +23,7 @@ _CONVERT = "convert that model with `jaxembed convert {flag}`, and serve what co
 OF_ONE_MODEL = {  # flags that only a lone model can have: what to do instead for one of several
     "revision": _CONVERT,
     "dense_path": _CONVERT,
+    "adapter": _CONVERT,
     "pooling": _ALONE,
     "buckets": _ALONE,
     "max_input_length": _ALONE,
@@ -105,7 +106,7 @@ def _access_line(keys: tuple[str, ...]) -> str:
 
 def _refuse_flags_of_one_model(flags: dict[str, Any], models: Sequence[str]) -> None:
     """Raise UsageError if a flag is given that only a lone model can have."""
-    given = [name for name in OF_ONE_MODEL if flags[name] is not None]
+    given = [name for name in OF_ONE_MODEL if flags[name] not in (None, {})]
     if given:
         flag = "--" + given[0].replace("_", "-")
         raise click.UsageError(

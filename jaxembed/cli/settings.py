@@ -21,6 +21,7 @@ def model_source(flags: dict[str, Any]) -> dict[str, Any]:
         "offline": flags["offline"],
         "token": flags["hf_token"],
         "dense_path": flags["dense_path"],
+        "adapters": flags["adapter"],
         "cache_dir": flags["cache_dir"],
     }
 

@@ -35,8 +35,8 @@ def verify_command(
     Ends with a row for the table of verified models. Exit status: 0 if all is within the bounds,
     1 if not, 2 if it could not be compared.
     """
-    for flag in ("pooling", "dense_path"):
-        if flags[flag] is not None:
+    for flag in ("pooling", "dense_path", "adapter"):
+        if flags[flag]:
             name = "--" + flag.replace("_", "-")
             raise click.UsageError(f"{name}: {against} computes what the checkpoint says")
     configure_logging()

@@ -39,13 +39,20 @@ def default_prompt(config: TextConfig, spec: ModelSpec) -> str:
         raise ConfigError("set --default-prompt or --default-prompt-name, not both")
     if config.default_prompt is not None:
         return config.default_prompt
-    name = config.default_prompt_name or spec.default_prompt_name
+    name = default_prompt_name(config, spec)
     if name is None:
         return ""
     try:
         return named_prompt(name, spec.prompts)
     except InvalidInput as error:
         raise ConfigError(f"--default-prompt-name {name}: {error}") from error
+
+
+def default_prompt_name(config: TextConfig, spec: ModelSpec) -> str | None:
+    """The name of that prompt; None if it has none."""
+    if config.default_prompt is not None:
+        return None
+    return config.default_prompt_name or spec.default_prompt_name
 
 
 def named_prompt(name: str, prompts: Mapping[str, str]) -> str:

@@ -25,7 +25,7 @@ from jaxembed.inputs import Input, Pair, Text, Tokens
 from jaxembed.models import is_static
 from jaxembed.processors.pairs import Frame, find_frame
 from jaxembed.processors.pieces import TokenPiece, token_pieces
-from jaxembed.processors.prompts import default_prompt, named_prompt
+from jaxembed.processors.prompts import default_prompt, default_prompt_name, named_prompt
 from jaxembed.processors.token_ids import checked_ids, has_special_tokens
 from jaxembed.processors.tokenizer import (
     CHARACTER_BYTES,
@@ -105,6 +105,7 @@ class TextProcessor:
             self._pair_frame = find_frame(self._tokenizer, spec, with_types=has_types)
         self._check_room()
         self._default_prompt = default_prompt(config, spec)
+        self.default_prompt_name = default_prompt_name(config, spec)
         self.executor: Executor = ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
         self._prompt_length = lru_cache(maxsize=64)(self._count_prompt)
 

@@ -2,6 +2,7 @@
 encode the answer. Knows no dialect."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from quart import Response
@@ -14,6 +15,7 @@ from jaxembed.server.meter import Meter, RequestSize
 from jaxembed.spec import Task
 
 Size = TypeVar("Size", bound=RequestSize)
+Options = TypeVar("Options", EncodeOptions, ScoreOptions)
 
 
 async def embed_inputs(
@@ -25,7 +27,7 @@ async def embed_inputs(
     """The vectors of a request to embed. `read` and `options` are called once the model is known:
     they raise what is wrong with the body."""
     loaded, inputs = _accept(meter, model, "embed", read)
-    request = loaded.tasks.embed(inputs.items, options(loaded))
+    request = loaded.tasks.embed(inputs.items, _adapted(meter, options(loaded)))
     return await loaded.answer(request, meter.held)
 
 
@@ -38,7 +40,7 @@ async def embed_to_compare(
     """The vectors of a text, the first input, and of those to compare with it. Of a model with
     several routes the first is a query and the others are documents, unless a prompt is named."""
     loaded, inputs = _accept(meter, model, "embed", read)
-    tasks = loaded.tasks
+    tasks, options = loaded.tasks, _adapted(meter, options)
     if len(loaded.routes) == 1 or options.prompt_name is not None:
         return await loaded.answer(tasks.embed(inputs.items, options), meter.held)
     query = tasks.embed(inputs.items[:1], tasks.for_role("query", options))
@@ -59,7 +61,8 @@ async def score_inputs(
 ) -> Scores:
     """The logits of a request to classify, with `read` and `options` as in `embed_inputs`."""
     loaded, inputs = _accept(meter, model, "classify", read)
-    return await loaded.answer(loaded.tasks.score(inputs.items, options()), meter.held)
+    request = loaded.tasks.score(inputs.items, _adapted(meter, options()))
+    return await loaded.answer(request, meter.held)
 
 
 async def score_documents(
@@ -80,7 +83,8 @@ async def score_documents(
         return RequestSize("batch", characters, field)
 
     loaded, _ = _accept(meter, model, "rerank", read)
-    return await loaded.answer(loaded.tasks.rerank(query, documents, options), meter.held)
+    request = loaded.tasks.rerank(query, documents, _adapted(meter, options))
+    return await loaded.answer(request, meter.held)
 
 
 async def encode_answer(
@@ -90,6 +94,11 @@ async def encode_answer(
     with meter.time("encode"):
         response = await encode()
     return meter.stamp(response, answer)
+
+
+def _adapted(meter: Meter, options: Options) -> Options:
+    """The options with the adapter that the body's `model` names."""
+    return options if meter.adapter is None else replace(options, adapter=meter.adapter)
 
 
 def _accept(

@@ -42,6 +42,7 @@ class Meter:
     """
 
     loaded: LoadedModel  # set by `find`
+    adapter: str | None = None  # that `model` names beside it; set by `find`
     size: RequestSize  # set by `accept`
 
     def __init__(self, service: Service, held: Held):
@@ -67,8 +68,9 @@ class Meter:
 
     @property
     def served_name(self) -> str:
-        """The name of the model found, as answers carry it."""
-        return self.service.models.name_of(self.loaded)
+        """The name of the model found, as answers carry it, with the adapter if it was named."""
+        name = self.service.models.name_of(self.loaded)
+        return f"{name}:{self.adapter}" if self.adapter else name
 
     @property
     def telemetry(self) -> Telemetry:
@@ -87,6 +89,7 @@ class Meter:
     def find(self, name: str | None, task: Task | None) -> LoadedModel:
         """The model that `Models.find` gives; from now on the request is counted for it."""
         self.loaded = self.service.models.find(name, task)
+        self.adapter = self.service.models.adapter_of(name)
         return self.loaded
 
     def accept(self, size: RequestSize) -> None:

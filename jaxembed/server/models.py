@@ -51,19 +51,35 @@ class Models:
         return len(self._loaded)
 
     def __getitem__(self, name: str) -> LoadedModel:
-        """The model served under `name`. Raises UnknownModel, which lists the names."""
+        """The model served under `name`, which may name one of its adapters too. Raises
+        UnknownModel, which lists the names."""
         try:
-            return self._by_name[name]
+            return self._by_name[self._split(name)[0]]
         except KeyError:
             raise UnknownModel(
                 f"the model `{name}` does not exist; this server has {', '.join(self.names)}",
                 field="model",
             ) from None
 
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter in `<served name>:<adapter>`; None for the model itself."""
+        return self._split(name)[1] if name else None
+
+    def _split(self, name: str) -> tuple[str, str | None]:
+        """The served name and the adapter; those of an unknown name are unknown too."""
+        model, colon, adapter = name.rpartition(":")
+        loaded = None if name in self._by_name or not colon else self._by_name.get(model)
+        if loaded is not None and adapter in loaded.spec.adapter_names:
+            return model, adapter
+        return name, None
+
     @property
     def names(self) -> tuple[str, ...]:
-        """Every served name."""
-        return tuple(self._by_name)
+        """Every served name: of each model, and of each of its adapters."""
+        names: dict[str, None] = dict.fromkeys(self._by_name)
+        for name, loaded in self._by_name.items():
+            names.update(dict.fromkeys(f"{name}:{one}" for one in loaded.spec.adapter_names))
+        return tuple(names)
 
     @property
     def first(self) -> LoadedModel:

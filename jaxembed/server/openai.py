@@ -29,6 +29,7 @@ from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.service import current_service
 from jaxembed.server.unsupported import ModelRequest, agreed
 from jaxembed.server.usage import Usage, usage_of
+from jaxembed.spec import ModelSpec
 
 blueprint = Blueprint("openai", __name__)
 
@@ -99,7 +100,7 @@ def options(body: EmbeddingsRequest, loaded: LoadedModel) -> EncodeOptions:
     Vectors are normalised unless the body says otherwise, as OpenAI does. Raises InvalidInput for
     an unknown purpose, and for fields that contradict each other.
     """
-    prompt, prompt_name = chosen_prompt(body, loaded.spec.prompts)
+    prompt, prompt_name = chosen_prompt(body, loaded.spec)
     return EncodeOptions(
         prompt=prompt,
         prompt_name=prompt_name,
@@ -112,9 +113,7 @@ def options(body: EmbeddingsRequest, loaded: LoadedModel) -> EncodeOptions:
     )
 
 
-def chosen_prompt(
-    body: EmbeddingsRequest, prompts: Mapping[str, str]
-) -> tuple[str | None, str | None]:
+def chosen_prompt(body: EmbeddingsRequest, spec: ModelSpec) -> tuple[str | None, str | None]:
     """The text and the name of the prompt that the body asks for; at least one of them is None.
 
     If both are None, the server's default prompt is used. The text is empty if the body has a
@@ -126,12 +125,13 @@ def chosen_prompt(
     for field in ("input_type", "task"):
         if purpose := getattr(body, field):
             try:
-                found[field] = role_of(purpose), prompt_for(purpose, prompts)
+                found[field] = role_of(purpose), prompt_for(purpose, spec.prompts)
             except UnknownPurpose as error:
                 error.field = field
                 raise
     if not found:
         return None, body.prompt_name
+    _check_adapters(body, found, spec)
     if body.prompt_name is not None:
         found["prompt_name"] = role_of(body.prompt_name), body.prompt_name
     for values in zip(*found.values(), strict=True):
@@ -156,6 +156,21 @@ def chosen_route(body: EmbeddingsRequest, loaded: LoadedModel) -> str | None:
     return None
 
 
+def _check_adapters(
+    body: EmbeddingsRequest, found: Mapping[str, tuple[Role | None, str | None]], spec: ModelSpec
+) -> None:
+    """Raise InvalidInput for a purpose without an adapter if the adapters are for purposes, as
+    those of Jina v3 are: the vector of none would look right."""
+    tasks = [name for name in spec.adapter_names if name in spec.prompts]
+    for field, (_, name) in found.items():
+        if tasks and name not in tasks:
+            raise InvalidInput(
+                f"`{field}` of {getattr(body, field)!r}: the model has no such task; it has "
+                + ", ".join(tasks),
+                field=field,
+            )
+
+
 async def respond(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> Response:
     """The response with the vectors as raw float32 or JSON.
 
@@ -166,7 +181,7 @@ async def respond(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> 
     else:
         base64 = body.encoding_format == "base64"
         response = await _json_response(answer, meter.served_name, base64=base64)
-    prompt, prompt_name = chosen_prompt(body, meter.loaded.spec.prompts)
+    prompt, prompt_name = chosen_prompt(body, meter.loaded.spec)
     if prompt is not None or prompt_name is not None:
         response.headers.add(PROMPT, prompt_name or "")
     return response

@@ -35,6 +35,7 @@ class ServedModel(msgspec.Struct):
     task: Task
     capabilities: tuple[Task, ...]
     stats: QueueStats
+    parent: str | msgspec.UnsetType = msgspec.UNSET  # the name of an adapter's model
     object: Literal["model"] = "model"
     owned_by: str | msgspec.UnsetType = "jaxembed"
 
@@ -131,7 +132,7 @@ def _check_health() -> None:
 
 
 def _model(name: str, models: Models) -> ServedModel:
-    loaded = models[name]
+    loaded, adapter = models[name], models.adapter_of(name)
     waiting = loaded.waiting
     return ServedModel(
         id=name,
@@ -140,4 +141,5 @@ def _model(name: str, models: Models) -> ServedModel:
         task=loaded.spec.task,
         capabilities=DOES[loaded.spec.task],
         stats=QueueStats(waiting, waiting / loaded.config.max_concurrent_requests),
+        parent=name.removesuffix(f":{adapter}") if adapter else msgspec.UNSET,
     )

@@ -1,0 +1,266 @@
+"""Adapters as PEFT saves them: what the conversion makes of them, and what it refuses.
+
+tests/parity/test_adapters.py compares with PEFT itself.
+"""
+
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from sources import (
+    HIDDEN,
+    NORMALIZE,
+    POOLING,
+    TRANSFORMER,
+    write_bert,
+    write_json,
+    write_modules,
+    write_sentence_bert,
+)
+from test_adapters import merged
+from test_golden import FILES, read, write_source
+
+from converters import convert
+from jaxembed import checkpoint, hub
+from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
+from jaxembed.spec import ModelSpec
+
+CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "bias": "none"}
+QUERY = "encoder.layer.0.attention.self.query"
+FAMILIES = (
+    "bert_mean",
+    "xlm_roberta_mean",
+    "distilbert_mean",
+    "modernbert_mean",
+    "qwen3_lasttoken",
+)
+
+
+def write_adapter(
+    folder: Path, weights: dict[str, tuple[int, ...]], seed: int = 0, **config: Any
+) -> Path:
+    """An adapter of rank 3 for layers of these names, whose weights have these shapes."""
+    draw = np.random.default_rng(seed)
+    tensors: dict[str, np.ndarray] = {}
+    for name, (first, second) in weights.items():
+        table = "embed" in name
+        outputs, inputs = (second, first) if table else (first, second)
+        down, up = ("embedding_A", "embedding_B") if table else ("A.weight", "B.weight")
+        prefix = f"base_model.model.{name}.lora_"
+        tensors[prefix + down] = draw.standard_normal((3, inputs), np.float32)
+        tensors[prefix + up] = draw.standard_normal((outputs, 3), np.float32)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    write_json(folder / "adapter_config.json", CONFIG | config)
+    return folder
+
+
+def converted(source: Path, out: Path, **adapters: Path) -> tuple[ModelSpec, dict[str, np.ndarray]]:
+    spec = convert(source, out, adapters=adapters, progress=lambda steps: steps)
+    return spec, checkpoint.load_params(out, spec)
+
+
+# Weights that get no adapter in the tests: those that none is possible for, and all values.
+LEFT_OUT = ("*norm*", "*position*", "pooler.*", "*head*", "*value*", "*v_proj*", "*v_lin*")
+
+
+def is_adapted(name: str, array: np.ndarray) -> bool:
+    left_out = any(fnmatchcase(name.lower(), pattern) for pattern in LEFT_OUT)
+    return name.endswith(".weight") and array.ndim == 2 and not left_out
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_adapters_beside_a_weight_are_those_merged_into_it(name, tmp_path):
+    (file,) = (file for file in FILES if file.stem == name)
+    source = write_source(read(file), tmp_path / "source")
+    weights = source / "model.safetensors"
+    base = load_file(weights)
+    adapted = {key: array for key, array in base.items() if is_adapted(key, array)}
+    shapes = {key.removesuffix(".weight"): array.shape for key, array in adapted.items()}
+    folders = {
+        "first": write_adapter(tmp_path / "a", shapes),
+        "second": write_adapter(tmp_path / "b", dict(list(shapes.items())[::2]), seed=1),
+    }
+    spec, parameters = converted(source, tmp_path / "adapted", **folders)
+    assert spec.adapter_names == ("first", "second")
+    for number, folder in enumerate(folders.values(), start=1):
+        factors = load_file(folder / "adapter_model.safetensors")
+        tensors = dict(base)
+        for stem in shapes:
+            prefix = f"base_model.model.{stem}.lora_"
+            if f"{prefix}A.weight" in factors:
+                product = factors[f"{prefix}B.weight"] @ factors[f"{prefix}A.weight"]
+            elif f"{prefix}embedding_A" in factors:
+                product = (factors[f"{prefix}embedding_B"] @ factors[f"{prefix}embedding_A"]).T
+            else:
+                continue
+            tensors[f"{stem}.weight"] = base[f"{stem}.weight"] + 2 * product  # lora_alpha / r
+        save_file(tensors, weights)
+        _, wanted = converted(source, tmp_path / f"merged-{number}")
+        got = merged(parameters, spec, number)
+        assert got.keys() == wanted.keys()
+        for key, array in wanted.items():  # float32 sums of three products
+            np.testing.assert_allclose(got[key], array, rtol=1e-5, atol=1e-5, err_msg=key)
+        save_file(base, weights)
+
+
+def test_a_model_without_adapters_converts_as_before(tmp_path):
+    source = write_bert(tmp_path / "source")
+    plain, parameters = converted(source, tmp_path / "plain")
+    assert plain.adapters == ()
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
+    spec, adapted = converted(source, tmp_path / "adapted", one=adapter)
+    assert spec.content_hash != plain.content_hash
+    for name, array in parameters.items():
+        np.testing.assert_array_equal(adapted[name], array)
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        ({}, 2.0),
+        ({"use_rslora": True}, 6 / 3**0.5),
+        ({"alpha_pattern": {"query": 12}}, 4.0),
+        ({"alpha_pattern": {"layer.1.attention.self.query": 12}}, 2.0),
+    ],
+)
+def test_the_scale_is_that_of_peft(config, scale, tmp_path):
+    source = write_bert(tmp_path / "source")
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)}, **config)
+    _, parameters = converted(source, tmp_path / "out", one=adapter)
+    up = load_file(adapter / "adapter_model.safetensors")[f"base_model.model.{QUERY}.lora_B.weight"]
+    got = parameters["tower.layers.0.attention.qkv.adapter.up.kernel"]
+    np.testing.assert_allclose(got[:3, :HIDDEN], scale * up.T, rtol=1e-6)
+    assert not got[3:].any()
+    assert not got[:, HIDDEN:].any()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported; known: LORA"),
+        ({"bias": "lora_only"}, "bias 'lora_only' is not supported"),
+        ({"use_dora": True}, "use_dora of True is not supported"),
+        ({"modules_to_save": ["classifier"]}, "modules_to_save of"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the weights"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices of"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out of True"),
+        ({"something_new": {"a": 1}}, "something_new of"),
+    ],
+)
+def test_what_an_adapter_asks_for_and_is_not_run_is_named(config, message, tmp_path):
+    source = write_bert(tmp_path / "source")
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)}, **config)
+    with pytest.raises(UnsupportedModel, match=f"adapter one: {message}"):
+        converted(source, tmp_path / "out", one=adapter)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({QUERY: (HIDDEN, HIDDEN + 1)}, rf"wanted shape \(3, {HIDDEN}\) for this model"),
+        ({"encoder.layer.7.output.dense": (HIDDEN, HIDDEN)}, "unused: .*layer.7"),
+        ({"embeddings.LayerNorm": (HIDDEN, HIDDEN)}, "LayerNorm.weight takes no adapter"),
+    ],
+)
+def test_an_adapter_of_another_model_is_refused(weights, message, tmp_path):
+    source = write_bert(tmp_path / "source")
+    adapter = write_adapter(tmp_path / "a", weights)
+    with pytest.raises(ConversionError, match=message):
+        converted(source, tmp_path / "out", one=adapter)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_are_no_adapter_are_refused(tmp_path):
+    source = write_bert(tmp_path / "source")
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
+    file = adapter / "adapter_model.safetensors"
+    name = f"base_model.model.{QUERY}.lora_B.bias"
+    save_file(load_file(file) | {name: np.ones(HIDDEN, np.float32)}, file)
+    with pytest.raises(ConversionError, match=r"lora_B\.bias has no partner"):
+        converted(source, tmp_path / "out", one=adapter)
+
+
+def test_a_weight_that_was_saved_with_an_adapter_must_be_the_base_models(tmp_path):
+    source = write_bert(tmp_path / "source")
+    table = load_file(source / "model.safetensors")["embeddings.word_embeddings.weight"]
+    adapter = write_adapter(tmp_path / "a", {"embeddings.word_embeddings": table.shape})
+    file = adapter / "adapter_model.safetensors"
+    factors = load_file(file)
+    name = "base_model.model.embeddings.word_embeddings.base_layer.weight"
+    save_file(factors | {name: table}, file)
+    converted(source, tmp_path / "out", one=adapter)
+    save_file(factors | {name: table + 1}, file)
+    with pytest.raises(ConversionError, match="differs from the model's own"):
+        converted(source, tmp_path / "other", one=adapter)
+
+
+def test_an_adapter_of_the_pooler_is_left_out_where_the_pooler_is(tmp_path):
+    source = write_bert(tmp_path / "source")
+    weights = {QUERY: (HIDDEN, HIDDEN), "pooler.dense": (HIDDEN, HIDDEN)}
+    spec, _ = converted(source, tmp_path / "out", one=write_adapter(tmp_path / "a", weights))
+    assert list(spec.adapters[0].ranks) == ["tower.layers.0.attention.qkv"]
+    only = write_adapter(tmp_path / "b", {"pooler.dense": (HIDDEN, HIDDEN)})
+    with pytest.raises(CheckpointError, match="changes no layer"):
+        converted(source, tmp_path / "none", one=only)
+
+
+def test_a_folder_of_sentence_transformers_is_an_adapter_if_it_pools_alike(tmp_path):
+    source = write_sentence_bert(tmp_path / "source")
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
+    write_modules(adapter, (TRANSFORMER, ""), (POOLING, "1_Pooling"), (NORMALIZE, "2_Normalize"))
+    pooling = adapter / "1_Pooling" / "config.json"
+    write_json(pooling, {"word_embedding_dimension": HIDDEN, "pooling_mode_mean_tokens": True})
+    converted(source, tmp_path / "out", one=adapter)
+    write_json(pooling, {"word_embedding_dimension": HIDDEN, "pooling_mode_cls_token": True})
+    with pytest.raises(UnsupportedModel, match=r"adapter one: its modules.json says"):
+        converted(source, tmp_path / "other", one=adapter)
+
+
+def test_an_adapter_given_as_a_model_is_told_how_it_is_served(tmp_path):
+    adapter = write_adapter(
+        tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)}, base_model_name_or_path="org/base"
+    )
+    with pytest.raises(UnsupportedModel, match=r"adapter of org/base; serve .* --adapter NAME="):
+        convert(adapter, tmp_path / "out")
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path):
+    source = write_bert(tmp_path / "source")
+    with pytest.raises(CheckpointError, match=r"adapter one: .* has no adapter_config.json"):
+        converted(source, tmp_path / "out", one=tmp_path)
+    write_json(tmp_path / "adapter_config.json", CONFIG)
+    with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors"):
+        converted(source, tmp_path / "out", one=tmp_path)
+
+
+def test_the_cache_has_an_entry_for_each_set_of_adapters(tmp_path, conversions):
+    source = write_sentence_bert(tmp_path / "source")
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
+    for _ in range(2):
+        plain = hub.resolve(str(source), cache_dir=tmp_path / "cache")
+        adapted = hub.resolve(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter})
+    assert plain != adapted
+    assert len(conversions) == 2
+    described = hub.describe_model(
+        str(source), cache_dir=tmp_path / "other", adapters={"one": adapter}
+    )
+    assert described.main.adapters == checkpoint.load_spec(adapted).adapters
+    write_adapter(adapter, {QUERY: (HIDDEN, HIDDEN)}, seed=5, lora_alpha=12)
+    hub.resolve(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter})
+    assert len(conversions) == 3
+    with pytest.raises(CheckpointError, match="converted already; give --adapter when converting"):
+        hub.resolve(str(plain), cache_dir=tmp_path / "cache", adapters={"one": adapter})
+
+
+def test_the_manifest_names_the_adapters(tmp_path):
+    source = write_bert(tmp_path / "source")
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
+    converted(source, tmp_path / "out", one=adapter)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
+    ranks = {"tower.layers.0.attention.qkv": 3}
+    assert manifest["adapters"] == [{"name": "one", "ranks": ranks}]

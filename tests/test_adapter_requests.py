@@ -1,0 +1,148 @@
+"""Requests that name an adapter: in the library, and over HTTP in each dialect."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from conftest import save_tiny
+from test_server_app import fetch_json
+from test_server_openai import ask
+
+from jaxembed import Embedder, EngineConfig
+from jaxembed.config import TextConfig
+from jaxembed.errors import InvalidInput
+from jaxembed.server.models import Models
+from jaxembed.spec import Adapter
+
+RANKS = {"tower.layers.0.attention.qkv": 4, "tower.layers.1.mlp.up": 2}
+NAMES = ("retrieval.query", "retrieval.passage", "text-matching", "sql")
+PROMPTS = {"retrieval.query": "what is ", "retrieval.passage": "the ", "text-matching": ""}
+
+
+@pytest.fixture(name="model", scope="module")
+def _model(tmp_path_factory, grid_file) -> Iterator[Embedder]:
+    """Three adapters for tasks, as those of Jina v3, and one for none."""
+    folder = tmp_path_factory.mktemp("adapted")
+    path = save_tiny(
+        folder / "tiny",
+        prompts=PROMPTS,
+        adapters=tuple(Adapter(name, RANKS) for name in NAMES),
+    )
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
+    model = Embedder(str(path), config=config, cache_dir=folder)
+    yield model
+    model.close()
+
+
+@pytest.fixture(name="models")
+def _models(model) -> Models:
+    return Models([model], {model.name: ["tiny", "alias"]})
+
+
+def same(vector, wanted) -> bool:
+    return bool(np.allclose(vector, wanted, rtol=1e-5, atol=1e-5))
+
+
+def test_adapters_give_different_vectors(model):
+    vectors = [model.encode("cat", adapter=name, prompt="") for name in (None, *NAMES)]
+    for k, vector in enumerate(vectors):
+        assert not any(same(vector, other) for other in vectors[k + 1 :])
+
+
+def test_an_adapter_has_the_prompt_of_its_name_and_a_prompt_the_adapter(model):
+    wanted = model.encode("cat", adapter="retrieval.query", prompt="what is ")
+    assert same(model.encode("cat", adapter="retrieval.query"), wanted)
+    assert same(model.encode("cat", prompt_name="retrieval.query"), wanted)
+    assert same(model.encode_query("cat"), wanted)
+    assert not same(model.encode("cat", prompt="what is "), wanted)
+    assert same(model.encode("cat", adapter="sql"), model.encode("cat", adapter="sql", prompt=""))
+
+
+def test_an_adapter_with_the_prompt_of_another_is_refused(model):
+    with pytest.raises(InvalidInput, match=r"`retrieval\.query` is for the adapter of that name"):
+        model.encode("cat", adapter="sql", prompt_name="retrieval.query")
+
+
+def test_an_unknown_adapter_is_told_those_there_are(model, embedder):
+    with pytest.raises(InvalidInput, match=f"no adapter `x`; it has {', '.join(NAMES)}") as raised:
+        model.encode("cat", adapter="x")
+    assert raised.value.field == "adapter"
+    with pytest.raises(InvalidInput, match="no adapter `x`; it has none"):
+        embedder.encode("cat", adapter="x")
+
+
+def test_compute_takes_an_adapter_too(model):
+    got = model.compute(["cat"], ["dense"], adapter="sql")["dense"][0]
+    assert same(got / np.linalg.norm(got), model.encode("cat", adapter="sql"))
+
+
+def test_the_default_prompt_brings_its_adapter(model, grid_file, tmp_path):
+    text = TextConfig(default_prompt_name="retrieval.passage")
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
+    other = Embedder(model.name, config=config, text=text, cache_dir=tmp_path)
+    try:
+        assert same(other.encode("cat"), model.encode("cat", adapter="retrieval.passage"))
+        assert same(other.encode("cat", prompt=""), model.encode("cat"))
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("task", ["retrieval.query", "retrieval.passage", "text-matching"])
+def test_jinas_task_chooses_the_adapter_and_its_prompt(task, model, models):
+    response, body = ask({"input": "cat", "model": "tiny", "task": task}, models=models)
+    assert same(body["data"][0]["embedding"], model.encode("cat", adapter=task))
+    assert response.headers["x-prompt-name"] == task
+    assert body["model"] == "tiny"
+
+
+def test_a_purpose_chooses_the_adapter_of_its_role(model, models):
+    _, body = ask({"input": "cat", "input_type": "search_query"}, models=models)
+    assert same(body["data"][0]["embedding"], model.encode("cat", adapter="retrieval.query"))
+
+
+@pytest.mark.parametrize("field", ["task", "input_type"])
+def test_a_task_that_the_model_lacks_is_refused_with_those_it_has(field, models):
+    response, body = ask({"input": "cat", field: "classification"}, models=models)
+    assert response.status_code == 400
+    assert body["error"]["param"] == field
+    assert body["error"]["message"].endswith(
+        "the model has no such task; it has retrieval.query, retrieval.passage, text-matching"
+    )
+
+
+def test_without_a_task_the_base_model_answers(model, models):
+    _, body = ask({"input": "cat"}, models=models)
+    assert same(body["data"][0]["embedding"], model.encode("cat"))
+
+
+@pytest.mark.parametrize("name", ["tiny:sql", "alias:sql"])
+def test_an_adapter_is_a_model_of_its_own(name, model, models):
+    _, body = ask({"input": "cat", "model": name}, models=models)
+    assert same(body["data"][0]["embedding"], model.encode("cat", adapter="sql"))
+    assert body["model"] == "tiny:sql"
+
+
+def test_the_routes_of_tei_take_it_by_the_prompt_or_by_the_model(model, models):
+    _, by_prompt = ask(
+        {"inputs": "cat", "prompt_name": "text-matching"}, path="/embed", models=models
+    )
+    assert same(by_prompt[0], model.encode("cat", adapter="text-matching"))
+    _, by_model = ask({"inputs": "cat", "model": "tiny:sql"}, path="/embed", models=models)
+    assert same(by_model[0], model.encode("cat", adapter="sql"))
+
+
+def test_an_unknown_adapter_is_an_unknown_model(models):
+    response, body = ask({"input": "cat", "model": "tiny:other"}, models=models)
+    assert response.status_code == 404
+    assert "tiny:sql" in body["error"]["message"]
+
+
+def test_adapters_are_listed(models):
+    _, body = fetch_json("/v1/models", models=models)
+    listed = {one["id"]: one.get("parent") for one in body["data"]}
+    assert listed["tiny"] is None
+    assert listed["tiny:sql"] == "tiny"
+    assert listed["alias:retrieval.query"] == "alias"
+    assert fetch_json("/v1/models/tiny:sql", models=models)[1]["id"] == "tiny:sql"
+    _, info = fetch_json("/info", models=models)
+    assert info["jaxembed"]["adapters"] == list(NAMES)
