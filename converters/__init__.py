@@ -13,15 +13,19 @@ from typing import Any, cast, get_args
 
 import msgspec
 
-from converters import heads, rerankers, scores, static, tokenizer, weights
+from converters import heads, jina, rerankers, scores, static, tokenizer, weights
 from converters.adapters import (
     AdapterSource,
+    BuiltIn,
+    built_in_ranks,
     check_heads,
     layer_ranks,
     plan_adapters,
     read_adapter,
+    without_built_in,
 )
 from converters.heads import Layout, weight_folders
+from converters.jina import is_flash
 from converters.weights import Rule, Step
 from jaxembed import checkpoint
 from jaxembed.checkpoint import Contents
@@ -49,6 +53,7 @@ CONVERTERS: dict[str, str] = {
     "eurobert": "converters.eurobert",
     "gemma3_text": "converters.gemma3",
     "gte": "converters.gte",
+    "jina_embeddings_v3": "converters.jina",
     "llama": "converters.llama",
     "llama_bidirec": "converters.llama",
     "ministral3": "converters.ministral3",
@@ -85,7 +90,8 @@ class Outline:
     layout: Layout
     spec: ModelSpec  # without content hash; its dtype is that of config.json, or float32
     tokenizer: bytes  # the content of tokenizer.json
-    adapters: tuple[AdapterSource, ...] = ()  # in the order of their numbers
+    built_in: BuiltIn | None = None  # adapters among the model's own tensors; they come first
+    adapters: tuple[AdapterSource, ...] = ()  # further ones, in the order of their numbers
 
 
 def show_progress(steps: Sequence[Step]) -> Iterator[Step]:
@@ -176,6 +182,10 @@ def outline_routes(
     routes = {
         route: outline(source, name=name, revision=revision, route=route) for route in router.routes
     }
+    if own := [route for route, model in routes.items() if model.built_in]:
+        raise UnsupportedModel(
+            f"{source}: its route {own[0]} has adapters, and a model with several routes takes none"
+        )
     widths = {route: model.spec.dim for route, model in routes.items()}
     if len(set(widths.values())) > 1:
         shown = ", ".join(f"{width} of {route}" for route, width in widths.items())
@@ -224,20 +234,30 @@ def outline(
     text = tokenizer.read_tokenizer(
         tower, lowercase=layout.lowercase, vocab_size=config["vocab_size"]
     )
-    model = Outline(source, family, layout, spec, text)
-    return _with_adapters(model, tower_rules(family, hf), adapters) if adapters else model
+    own = family.built_in(hf) if hasattr(family, "built_in") else None
+    model = Outline(source, family, layout, spec, text, own)
+    if not adapters and own is None:
+        return model
+    return _with_adapters(model, tower_rules(family, hf), adapters or {})
 
 
 def _with_adapters(model: Outline, rules: Sequence[Rule], folders: Mapping[str, Path]) -> Outline:
     """The outline with adapters, of which names, shapes and ranks are known now. `rules` are those
     of the tower."""
-    spec, rules = model.spec, [*rules, *model.layout.rules]
+    spec, rules, own = model.spec, [*rules, *model.layout.rules], model.built_in
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
     sources = tuple(read_adapter(name, at, model.family) for name, at in folders.items())
     for name, at in folders.items():
         check_heads(name, at, spec.hidden_size, spec.heads)
-    found = tuple(layer_ranks(source, model.family, rules, shapes) for source in sources)
-    return replace(model, adapters=sources, spec=msgspec.structs.replace(spec, adapters=found))
+    found = [layer_ranks(source, model.family, rules, shapes) for source in sources]
+    prompts = spec.prompts
+    if own is not None:
+        found = [*built_in_ranks(own, rules, shapes), *found]
+        prompts = own.prompts | prompts
+    if twice := [name for name, count in Counter(one.name for one in found).items() if count > 1]:
+        raise CheckpointError(f"the model has an adapter {twice[0]} already; give it another name")
+    spec = msgspec.structs.replace(spec, adapters=tuple(found), prompts=prompts)
+    return replace(model, adapters=sources, spec=spec)
 
 
 def folders_read(source: Path) -> list[str]:
@@ -268,7 +288,7 @@ def _family(hf: dict[str, Any]) -> ModuleType:
     if kind not in CONVERTERS:
         kinds = ", ".join(sorted(CONVERTERS))
         raise UnsupportedModel(f"model_type {kind!r} is not supported; known: {kinds}")
-    family = import_module(CONVERTERS[kind])
+    family = jina if kind == "xlm-roberta" and is_flash(hf) else import_module(CONVERTERS[kind])
     classes = (*family.CLASSES, *classifiers(family), *generators(family))
     for architecture in hf.get("architectures") or ():
         if architecture not in classes:
@@ -391,13 +411,17 @@ def _plan(model: Outline) -> list[Step]:
     source, family, layout, spec = model.source, model.family, model.layout, model.spec
     tower = weights.find(source / layout.tower)
     tensors = weights.canonical(spec.source, tower, family.PREFIXES, family.RENAMES)
+    sources = list(model.adapters)
+    if model.built_in is not None:
+        tensors, own = without_built_in(spec.source, model.built_in, family, tensors)
+        sources = [*own, *sources]
     for folder in layout.folders:
         tensors |= weights.within(folder, weights.find(source / folder))
     plain = msgspec.structs.replace(spec, adapters=())
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(plain).items()}
     rules = [*tower_rules(family, _config(source / layout.tower)), *layout.rules]
     steps = weights.plan_steps(spec.source, rules, family.IGNORED, tensors, shapes)
-    steps += plan_adapters(spec.source, rules, tensors, shapes, model.adapters)
+    steps += plan_adapters(spec.source, rules, tensors, shapes, sources, spec.adapters)
     return sorted(steps, key=lambda step: step.size)  # as plan_steps says
 
 

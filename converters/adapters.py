@@ -41,6 +41,8 @@ PEFT_PREFIX = "base_model.model."
 DOWN = (".lora_A.weight", ".lora_embedding_A")
 UP = (".lora_B.weight", ".lora_embedding_B")
 
+PARAMETRIZED = ".parametrizations.weight.0."  # in names of tensors of built-in adapters
+
 # Fields of adapter_config.json whose value changes nothing that is computed, or that are read here.
 # Any other field must be unset: what it asks for has no code.
 READ = {"peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "bias", "init_lora_weights"}
@@ -97,6 +99,77 @@ class AdapterSource:
     name: str
     factors: Mapping[str, Factors]
     copies: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """The adapters of Jina v3, one for each task, beside every weight: two tensors hold all."""
+
+    names: tuple[str, ...]
+    rank: int
+    scale: float
+    prompts: Mapping[str, str]  # by the names of the adapters
+
+
+def built_in_ranks(
+    own: BuiltIn, rules: Sequence[Rule], shapes: Mapping[str, Shape]
+) -> list[Adapter]:
+    """The columns of each built-in adapter: as many in each weight."""
+    ranks = {
+        _layer(rule): own.rank * len(rule.sources)
+        for rule in expand(rules, shapes)
+        if _is_adaptable(rule)
+    }
+    return [Adapter(name, ranks) for name in own.names]
+
+
+def without_built_in(
+    model: str, own: BuiltIn, family: ModuleType, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], list[AdapterSource]]:
+    """The tensors that are no part of built-in adapters, and these adapters.
+
+    Raises ConversionError for tensors of other shapes, and if a weight has none.
+    """
+    endings = (f"{PARAMETRIZED}lora_A", f"{PARAMETRIZED}lora_B")
+    rest = {name: tensor for name, tensor in tensors.items() if not name.endswith(endings)}
+    stems = dict.fromkeys(name.split(PARAMETRIZED)[0] for name in tensors if name not in rest)
+    found: list[dict[str, Factors]] = [{} for _ in own.names]
+    problems = []
+    for stem in (stem for stem in stems if not _is_ignored(f"{stem}.weight", family)):
+        first, second = (tensors.get(stem + ending) for ending in endings)
+        table = "embeddings" in stem
+        columns, rows = (2, 1) if table else (1, 2)
+        if not (_is_stack(first, columns, own) and _is_stack(second, rows, own)):
+            problems.append(f"{stem}: its adapters are not {len(own.names)} of rank {own.rank}")
+            continue
+        assert first is not None
+        assert second is not None
+        for number, factors in enumerate(found):
+            down, up = (_nth(one, number, transposed=table) for one in (first, second))
+            factors[f"{stem}.weight"] = Factors(down, up, own.scale)
+    if problems:
+        raise ConversionError(model, problems)
+    return rest, [
+        AdapterSource(name, factors, {}) for name, factors in zip(own.names, found, strict=True)
+    ]
+
+
+def _is_stack(tensor: Tensor | None, axis: int, own: BuiltIn) -> bool:
+    """Whether a tensor is there and has a matrix for each adapter, with the rank in this axis."""
+    shape = () if tensor is None else tensor.shape
+    return len(shape) == 3 and shape[0] == len(own.names) and shape[axis] == own.rank
+
+
+def _nth(tensor: Tensor, number: int, *, transposed: bool) -> Tensor:
+    """One matrix of a stack, as a tensor of its own."""
+    shape = tensor.shape[1:]
+
+    def read() -> np.ndarray:
+        matrix = tensor.read()[number]
+        return matrix.T if transposed else matrix
+
+    name = f"{tensor.name}[{number}]"
+    return Tensor(name, tensor.dtype, shape[::-1] if transposed else shape, read)
 
 
 def read_adapter(name: str, folder: Path, family: ModuleType) -> AdapterSource:
@@ -190,15 +263,18 @@ def plan_adapters(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, Shape],
     sources: Sequence[AdapterSource],
+    ranks: Sequence[Adapter],
 ) -> list[Step]:
     """Plan the parameters of all adapters, whose order is that of their numbers.
 
-    `tensors` are those of the base model, of which only shapes are used. Raises ConversionError,
-    which lists every factor that does not fit its weight.
+    `tensors` are those of the base model, of which only shapes are used; `ranks` are the adapters
+    in the spec. Raises ConversionError, which lists every factor that does not fit its weight.
     """
     problems = [line for source in sources for line in _changed_copies(source, tensors)]
+    chosen_rules = choose(expand(rules, shapes), tensors)
+    problems += _unequal_ranks(chosen_rules, sources, ranks)
     steps: list[Step] = []
-    for rule in choose(expand(rules, shapes), tensors):
+    for rule in chosen_rules:
         if any(name in source.factors for source in sources for name in rule.sources):
             parts = [
                 (position, source.factors[name])
@@ -329,6 +405,19 @@ def _ill_fitting(parts: Iterable[tuple[int, Factors]], weights: Sequence[Shape])
                 yield f"{tensor.name}: wanted shape {wanted} for this model, got {tensor.shape}"
             if tensor.dtype not in NUMPY_DTYPES:
                 yield f"{tensor.name}: wanted one of {', '.join(NUMPY_DTYPES)}, got {tensor.dtype}"
+
+
+def _unequal_ranks(
+    rules: Iterable[Rule], sources: Sequence[AdapterSource], ranks: Sequence[Adapter]
+) -> Iterator[str]:
+    """The layers whose adapter has other columns than the spec says."""
+    layers = {_layer(rule): rule.sources for rule in rules if _is_adaptable(rule)}
+    for source, adapter in zip(sources, ranks, strict=True):
+        for layer, names in layers.items():
+            found = sum(source.factors[one].rank for one in names if one in source.factors)
+            if found != adapter.ranks.get(layer, 0):
+                wanted = adapter.ranks.get(layer, 0)
+                yield f"adapter {source.name}: wanted rank {wanted} for {layer}, got {found}"
 
 
 def _changed_copies(source: AdapterSource, tensors: Mapping[str, Tensor]) -> Iterator[str]:

@@ -46,6 +46,13 @@ MODULES = {
     "sentence_transformers.models.StaticEmbedding.StaticEmbedding": "static",
     "sentence_transformers.sentence_transformer.modules.static_embedding.StaticEmbedding": "static",
 }
+# Modules of a model's own code that do what one above does, with the code of its tower.
+OWN_MODULES = {
+    "custom_st.Transformer": (
+        "transformer",
+        "jinaai/xlm-roberta-flash-implementation--modeling_lora.XLMRobertaLoRA",
+    )
+}
 # In the order in which sentence-transformers concatenates them.
 POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -346,6 +353,10 @@ def _listed(source: Path) -> Listed | None:
 
 
 def _module(path: Path, kind: str, folder: str) -> ModuleEntry:
+    own, code = OWN_MODULES.get(kind, (None, None))
+    codes = read_optional_json(path.parent / "config.json").get("auto_map") or {} if own else {}
+    if own is not None and codes.get("AutoModel") == code:
+        return ModuleEntry(own, folder)
     if kind not in MODULES:
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in MODULES}))
         raise UnsupportedModel(f"{path}: module {kind!r} is not supported; known: {known}")

@@ -290,6 +290,15 @@ FAMILIES = {
         {"add_pooling_layer": False},
         spare_positions=2,
     ),
+    "jina_v3": Family(
+        "JinaEmbeddingsV3Model",
+        "JinaEmbeddingsV3ForMaskedLM",
+        "JinaEmbeddingsV3ForSequenceClassification",
+        ROBERTA | {"vocab_size": len(UNIGRAMS)},
+        ODD | {"hidden_size": 12},
+        unigram,
+        {"add_pooling_layer": False},
+    ),
     "roberta": Family(
         "RobertaModel",
         "RobertaForMaskedLM",

@@ -169,6 +169,10 @@ CASES: dict[str, Case | Static] = {
         head=Head(cross_encoder=False),
         config=FAMILIES["xlm_roberta"].odd,
     ),
+    "jina_v3_mean": Case("mean", (NORMALIZE,), masked_lm=True, family="jina_v3"),
+    "jina_v3_cross_encoder": Case(
+        family="jina_v3", head=Head(cross_encoder=False), config=FAMILIES["jina_v3"].odd
+    ),
     "roberta_classifier": Case(
         family="roberta",
         head=Head(("joy", "anger", "fear", "calm"), "multi_label_classification"),

@@ -1,0 +1,226 @@
+"""Jina's XLM-RoBERTa with flash attention: both spellings, the adapters of jina-embeddings-v3, and
+jina-reranker-v2."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sources import (
+    HIDDEN,
+    INTERMEDIATE,
+    LAYERS,
+    NORMALIZE,
+    POOLING,
+    POSITIONS,
+    ROBERTA_CONFIG,
+    WORDS,
+    Tensors,
+    change_json,
+    head_tensors,
+    write_bert,
+    write_json,
+    write_modules,
+    write_weights,
+)
+from test_adapters import merged
+
+from converters import convert, jina
+from jaxembed import checkpoint
+from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
+from jaxembed.spec import ModelSpec
+
+TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]
+RANK = 3
+QUERY = "Represent the query for retrieving evidence documents: "
+CODE = "jinaai/xlm-roberta-flash-implementation--"
+JINA_V3: dict[str, Any] = ROBERTA_CONFIG | {
+    "architectures": ["XLMRobertaModel"],
+    "auto_map": {
+        "AutoConfig": f"{CODE}configuration_xlm_roberta.XLMRobertaFlashConfig",
+        "AutoModel": f"{CODE}modeling_lora.XLMRobertaLoRA",
+        "AutoModelForMaskedLM": f"{CODE}modeling_xlm_roberta.XLMRobertaForMaskedLM",
+    },
+    "position_embedding_type": "rotary",
+    "rotary_emb_base": 20000.0,
+    "lora_adaptations": TASKS,
+    "lora_rank": RANK,
+    "lora_alpha": 1,
+    "task_instructions": dict.fromkeys(TASKS, "") | {"retrieval.query": QUERY},
+}
+
+
+def flash_tensors() -> Tensors:
+    """Every tensor of the tower, as published, without adapters."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (len(WORDS), HIDDEN),
+        "embeddings.token_type_embeddings.weight": (1, HIDDEN),
+    }
+    linears = {"pooler.dense": (HIDDEN, HIDDEN)}
+    norms = ["emb_ln"]
+    for i in range(LAYERS):
+        layer = f"encoder.layers.{i}"
+        linears |= {
+            f"{layer}.mixer.Wqkv": (3 * HIDDEN, HIDDEN),
+            f"{layer}.mixer.out_proj": (HIDDEN, HIDDEN),
+            f"{layer}.mlp.fc1": (INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.fc2": (HIDDEN, INTERMEDIATE),
+        }
+        norms += [f"{layer}.norm1", f"{layer}.norm2"]
+    for name, shape in linears.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    for name in norms:
+        shapes |= {f"{name}.weight": (HIDDEN,), f"{name}.bias": (HIDDEN,)}
+    draw = np.random.default_rng(0)
+    return {name: draw.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def with_adapters(tensors: Tensors) -> tuple[Tensors, list[Tensors]]:
+    """The tensors as jina-embeddings-v3 has them, and those of each task with its adapter merged,
+    by the formulas of its modeling_lora.py."""
+    draw, published = np.random.default_rng(1), {}
+    tasks = [dict(tensors) for _ in TASKS]
+    for name, array in tensors.items():
+        if array.ndim < 2:
+            published[f"roberta.{name}"] = array
+            continue
+        outputs, inputs = array.shape
+        table = "embeddings" in name
+        first = (len(TASKS), outputs, RANK) if table else (len(TASKS), RANK, inputs)
+        second = (len(TASKS), RANK, inputs) if table else (len(TASKS), outputs, RANK)
+        a, b = (draw.standard_normal(shape, np.float32) for shape in (first, second))
+        prefix = f"roberta.{name.removesuffix('.weight')}.parametrizations.weight"
+        published |= {f"{prefix}.original": array, f"{prefix}.0.lora_A": a, f"{prefix}.0.lora_B": b}
+        for number, task in enumerate(tasks):
+            product = a[number] @ b[number] if table else b[number] @ a[number]
+            task[name] = array + product / RANK
+    return published, tasks
+
+
+def write_jina(folder: Path, tensors: Tensors, **changes: Any) -> Path:
+    """As published: with code of its own that modules.json names too."""
+    write_bert(folder, tensors=tensors, **JINA_V3 | changes)
+    write_modules(
+        folder, ("custom_st.Transformer", ""), (POOLING, "1_Pooling"), (NORMALIZE, "2_Normalize")
+    )
+    pooling = {"word_embedding_dimension": HIDDEN, "pooling_mode_mean_tokens": True}
+    write_json(folder / "1_Pooling" / "config.json", pooling)
+    return folder
+
+
+def converted(source: Path, out: Path, **options: Any) -> tuple[ModelSpec, dict[str, np.ndarray]]:
+    spec = convert(source, out, progress=lambda steps: steps, **options)
+    return spec, checkpoint.load_params(out, spec)
+
+
+def test_each_task_is_the_model_with_its_adapter_merged(tmp_path):
+    published, tasks = with_adapters(flash_tensors())
+    spec, parameters = converted(write_jina(tmp_path / "jina", published), tmp_path / "out")
+    assert spec.adapter_names == tuple(TASKS)
+    assert spec.heads["dense"].normalize
+    wanted = [flash_tensors(), *tasks]
+    for number, tensors in enumerate(wanted):
+        source = write_bert(
+            tmp_path / f"merged-{number}",
+            tensors=tensors,
+            **JINA_V3 | {"lora_adaptations": None, "lora_rank": None},
+        )
+        _, plain = converted(source, tmp_path / f"plain-{number}")
+        got = merged(parameters, spec, number)
+        assert got.keys() == plain.keys()
+        for name, array in plain.items():  # float32 sums of three products
+            np.testing.assert_allclose(got[name], array, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_each_task_has_its_prompt(tmp_path):
+    published, _ = with_adapters(flash_tensors())
+    spec, _ = converted(write_jina(tmp_path / "jina", published), tmp_path / "out")
+    assert spec.prompts == dict.fromkeys(TASKS, "") | {"retrieval.query": QUERY}
+    assert spec.default_prompt_name is None
+
+
+def test_a_config_of_transformers_says_the_same_as_the_published_one():
+    native = {
+        key: value
+        for key, value in JINA_V3.items()
+        if key not in ("auto_map", "position_embedding_type", "rotary_emb_base")
+    } | {
+        "model_type": "jina_embeddings_v3",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+    }
+    assert jina.config(native) == jina.config(JINA_V3)
+    assert jina.config(JINA_V3)["rope_theta"] == 20000.0
+    assert jina.config(JINA_V3).get("pad_id") is None  # positions count from 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"position_embedding_type": "alibi"}, UnsupportedModel, "known: rotary, absolute"),
+        ({"lora_rank": None}, CheckpointError, "without a lora_rank over 0"),
+        ({"lora_rank": 2}, ConversionError, "its adapters are not 5 of rank 2"),
+        ({"lora_adaptations": TASKS[:3]}, ConversionError, "its adapters are not 3 of rank 3"),
+        ({"lora_adaptations": None}, ConversionError, "unused: .*lora_A"),
+    ],
+)
+def test_what_is_not_run_is_named(changes, error, message, tmp_path):
+    published, _ = with_adapters(flash_tensors())
+    source = write_jina(tmp_path / "jina", published, **changes)
+    with pytest.raises(error, match=message):
+        convert(source, tmp_path / "out")
+
+
+def test_a_weight_without_its_adapters_is_missed(tmp_path):
+    published, _ = with_adapters(flash_tensors())
+    stem = "roberta.encoder.layers.1.mlp.fc2.parametrizations.weight"
+    published = {n: array for n, array in published.items() if not n.startswith(f"{stem}.0")}
+    source = write_jina(tmp_path / "jina", published)
+    with pytest.raises(ConversionError, match=r"wanted rank 3 for tower.layers.1.mlp.down, got 0"):
+        convert(source, tmp_path / "out")
+
+
+def test_a_module_of_other_code_is_refused(tmp_path):
+    published, _ = with_adapters(flash_tensors())
+    source = write_jina(tmp_path / "jina", published)
+    codes = JINA_V3["auto_map"] | {"AutoModel": "somebody/else--modeling.Model"}
+    change_json(source / "config.json", auto_map=codes)
+    with pytest.raises(UnsupportedModel, match=r"custom_st.Transformer' is not supported"):
+        convert(source, tmp_path / "out")
+
+
+def test_jina_reranker_v2_has_robertas_positions_and_head(tmp_path):
+    tensors = flash_tensors()
+    tensors["embeddings.position_embeddings.weight"] = np.ones((POSITIONS, HIDDEN), np.float32)
+    tensors = {f"roberta.{name}": array for name, array in tensors.items()}
+    tensors |= head_tensors(
+        {"classifier.dense": (HIDDEN, HIDDEN), "classifier.out_proj": (HIDDEN, 1)}
+    )
+    code = "jinaai/jina-reranker-v2-base-multilingual--"
+    config = {
+        "architectures": ["XLMRobertaForSequenceClassification"],
+        "auto_map": {
+            "AutoConfig": f"{code}configuration_xlm_roberta.XLMRobertaFlashConfig",
+            "AutoModel": f"{code}modeling_xlm_roberta.XLMRobertaModel",
+            "AutoModelForSequenceClassification": f"{code}modeling_xlm_roberta."
+            "XLMRobertaForSequenceClassification",
+        },
+        "position_embedding_type": "absolute",
+        "num_labels": 1,
+        "id2label": {"0": "LABEL_0"},
+    }
+    source = write_bert(tmp_path / "source", tensors=tensors, **ROBERTA_CONFIG | config)
+    spec, parameters = converted(source, tmp_path / "out")
+    assert spec.task == "rerank"
+    assert spec.config["pad_id"] == 1
+    assert spec.config.get("rope_theta") is None
+    assert parameters["tower.embeddings.position.embedding"].shape == (POSITIONS, HIDDEN)
+
+
+def test_published_weights_alone_convert_without_adapters(tmp_path):
+    source = tmp_path / "native"
+    config = {"model_type": "jina_embeddings_v3", "architectures": ["JinaEmbeddingsV3Model"]}
+    write_bert(source, tensors=flash_tensors(), **ROBERTA_CONFIG | config)
+    write_weights(source, flash_tensors())
+    spec, _ = converted(source, tmp_path / "out")
+    assert spec.adapters == ()
+    assert spec.config["rope_theta"] == 20000.0
