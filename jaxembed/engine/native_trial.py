@@ -25,6 +25,7 @@ from jaxembed.engine.compiles import WORKERS, compile_lowered, compiler_options
 from jaxembed.engine.drawn import packed_segments
 from jaxembed.engine.placement import Device, placed_dtype
 from jaxembed.models import Program, native
+from jaxembed.models.adapters import stacked
 from jaxembed.models.attention import ByNative, Sight, by_xla, using
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 from jaxembed.models.rope import Rotation
@@ -89,7 +90,9 @@ def try_native(program: Program, device: Device, dtype: DType) -> Verdicts:
 
 def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
     """The different native calls that a model makes with few tokens and with many."""
-    leaves = [_placed_shape(name, leaf, dtype) for name, leaf in program.shapes.items()]
+    placed = {name: _placed_shape(name, leaf, dtype) for name, leaf in program.shapes.items()}
+    shapes = jax.eval_shape(stacked, placed)
+    leaves = [shapes[name] for name in program.shapes]
     calls: dict[native.NativeCall, None] = {}
     for bucket in TRIED:
         planes = jax.ShapeDtypeStruct((program.planes, bucket.rows, bucket.length), jnp.int32)

@@ -8,6 +8,7 @@ number 0. Knows nothing of names of adapters.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +17,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxembed.errors import CheckpointError
 from jaxembed.models.layers import Embedding, Linear
-from jaxembed.models.native import PANEL
+from jaxembed.models.native import PANEL, is_packed
 from jaxembed.spec import Adapter
 
 Numbers = Int[Array, "rows length"]  # of the adapter of each token, from 1; 0: none
+
+UP = ".adapter.up.kernel"  # the end of the name of a parameter
 
 _numbers: ContextVar[Numbers | None] = ContextVar("numbers", default=None)
 
@@ -65,6 +68,17 @@ class LowRank(nnx.Module):
 def padded_width(ranks: Sequence[int]) -> int:
     """The columns of all adapters together, and so many of zeros that native kernels take them."""
     return -(-sum(ranks) // PANEL) * PANEL
+
+
+def stacked(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters with the up factor of each adapter below the weight of its layer, for weights
+    in panels: native kernels then compute both in one product, of x and the narrow columns."""
+    joined = dict(parameters)
+    for name, up in parameters.items():
+        weight = f"{name.removesuffix(UP)}.kernel" if name.endswith(UP) else ""
+        if weight in joined and is_packed(joined[weight]):
+            joined[weight] = jnp.concatenate([joined[weight], up], axis=1)  # of features
+    return joined
 
 
 def attach(tower: nnx.Module, adapters: Sequence[Adapter]) -> None:

@@ -48,24 +48,20 @@ class Linear(nnx.Module):
 
     A float32 weight is multiplied in full float32, also within a bfloat16 program: the default
     precision would be TF32 on GPU and bfloat16 passes on TPU. A weight in panels is multiplied by
-    the native kernels. `adapter`, a LowRank, adds its own product of x.
+    the native kernels. `adapter`, a LowRank, adds its own product of x. Of a weight in panels, its
+    second factor stands below the weight.
     """
 
-    adapter: Callable[[Array], Array] | None = None  # set by models.adapters
+    adapter: Any = None  # set by models.adapters
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True):
         self.kernel = nnx.Param(jnp.zeros((in_features, out_features), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(out_features, jnp.float32)) if bias else None
 
     def __call__(self, x: Float[Array, "rows length in"]) -> Float[Array, "rows length out"]:
-        y = self._product(x)
-        return y if self.adapter is None else y + self.adapter(x)
-
-    def _product(self, x: Float[Array, "rows length in"]) -> Float[Array, "rows length out"]:
-        """The layer without its adapter."""
         kernel, bias = self.parameters
         if native.is_packed(kernel):
-            return native.linear(x, kernel, bias)
+            return native.linear(self.operand(x), kernel, bias)
         contract = (((2,), (0,)), ((), ()))
         y = lax.dot_general(
             x.astype(kernel.dtype),
@@ -74,7 +70,15 @@ class Linear(nnx.Module):
             precision=lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )
-        return y if bias is None else y + bias[None, None]
+        y = y if bias is None else y + bias[None, None]
+        return y if self.adapter is None else y + self.adapter(x)
+
+    def operand(self, x: Float[Array, "rows length in"]) -> Float[Array, "rows length wide"]:
+        """The operand of a weight in panels: x, and beside it the adapter's columns for it."""
+        if self.adapter is None:
+            return x
+        columns = self.adapter.narrow(x)
+        return jnp.concatenate([x.astype(jnp.bfloat16), columns.astype(jnp.bfloat16)], axis=-1)
 
     def rounded(
         self, x: Float[Array, "rows length in"], activation: str = "identity"
@@ -85,9 +89,8 @@ class Linear(nnx.Module):
         """
         kernel, bias = self.parameters
         gelu = activation == "gelu" and is_native("gelu")
-        fused = native.is_packed(kernel) and self.adapter is None
-        if fused and (gelu or activation == "identity"):
-            return native.linear(x, kernel, bias, gelu=gelu, dtype=str(kernel.dtype))
+        if native.is_packed(kernel) and (gelu or activation == "identity"):
+            return native.linear(self.operand(x), kernel, bias, gelu=gelu, dtype=str(kernel.dtype))
         return ACTIVATIONS[activation](self(x)).astype(kernel.dtype)
 
     @property
@@ -109,7 +112,7 @@ class Embedding(nnx.Module):
     `adapter`, a LowRank, adds what it has for the index.
     """
 
-    adapter: Callable[[Array], Array] | None = None  # set by models.adapters
+    adapter: Any = None  # set by models.adapters
 
     def __init__(self, size: int, dim: int):
         self.embedding = nnx.Param(jnp.zeros((size, dim), jnp.float32))
@@ -168,8 +171,7 @@ class LayerNorm(nnx.Module):
         kernel, bias = linear.parameters
         scale, shift = self.parameters
         if native.is_packed(kernel) and is_native("norm") and shift is not None:
-            if linear.adapter is not None:
-                hidden = hidden + linear.adapter(x)
+            x = linear.operand(x)
             return native.linear_norm(x, kernel, bias, hidden, scale, shift, self.eps)
         return self(hidden + linear(x))
 
