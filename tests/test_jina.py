@@ -88,7 +88,7 @@ def with_adapters(tensors: Tensors) -> tuple[Tensors, list[Tensors]]:
         table = "embeddings" in name
         first = (len(TASKS), outputs, RANK) if table else (len(TASKS), RANK, inputs)
         second = (len(TASKS), RANK, inputs) if table else (len(TASKS), outputs, RANK)
-        a, b = (draw.standard_normal(shape, np.float32) for shape in (first, second))
+        a, b = (0.3 * draw.standard_normal(shape, np.float32) for shape in (first, second))
         prefix = f"roberta.{name.removesuffix('.weight')}.parametrizations.weight"
         published |= {f"{prefix}.original": array, f"{prefix}.0.lora_A": a, f"{prefix}.0.lora_B": b}
         for number, task in enumerate(tasks):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxembed.errors import CheckpointError
 from jaxembed.models.layers import Embedding, Linear
-from jaxembed.models.native import PANEL, is_packed
+from jaxembed.models.native import PANEL, is_packed, plain_shape
 from jaxembed.spec import Adapter
 
 Numbers = Int[Array, "rows length"]  # of the adapter of each token, from 1; 0: none
@@ -72,11 +72,17 @@ def padded_width(ranks: Sequence[int]) -> int:
 
 def stacked(parameters: dict[str, Any]) -> dict[str, Any]:
     """The parameters with the up factor of each adapter below the weight of its layer, for weights
-    in panels: native kernels then compute both in one product, of x and the narrow columns."""
+    in panels: native kernels then compute both in one product, of x and the narrow columns.
+
+    Not where more goes in than comes out: there to copy x takes longer than to add two results.
+    """
     joined = dict(parameters)
     for name, up in parameters.items():
         weight = f"{name.removesuffix(UP)}.kernel" if name.endswith(UP) else ""
-        if weight in joined and is_packed(joined[weight]):
+        if weight not in joined or not is_packed(joined[weight]):
+            continue
+        inputs, outputs = plain_shape(joined[weight].shape)
+        if inputs <= outputs:
             joined[weight] = jnp.concatenate([joined[weight], up], axis=1)  # of features
     return joined
 

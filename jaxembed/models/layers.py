@@ -48,8 +48,8 @@ class Linear(nnx.Module):
 
     A float32 weight is multiplied in full float32, also within a bfloat16 program: the default
     precision would be TF32 on GPU and bfloat16 passes on TPU. A weight in panels is multiplied by
-    the native kernels. `adapter`, a LowRank, adds its own product of x. Of a weight in panels, its
-    second factor stands below the weight.
+    the native kernels. `adapter`, a LowRank, adds its own product of x; below a weight in panels
+    its second factor may stand, see `adapters.stacked`.
     """
 
     adapter: Any = None  # set by models.adapters
@@ -61,7 +61,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "rows length in"]) -> Float[Array, "rows length out"]:
         kernel, bias = self.parameters
         if native.is_packed(kernel):
-            return native.linear(self.operand(x), kernel, bias)
+            return self.plus_adapter(native.linear(self.operand(x), kernel, bias), x)
         contract = (((2,), (0,)), ((), ()))
         y = lax.dot_general(
             x.astype(kernel.dtype),
@@ -70,12 +70,21 @@ class Linear(nnx.Module):
             precision=lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )
-        y = y if bias is None else y + bias[None, None]
-        return y if self.adapter is None else y + self.adapter(x)
+        return self.plus_adapter(y if bias is None else y + bias[None, None], x)
+
+    def plus_adapter(
+        self, y: Float[Array, "rows length out"], x: Float[Array, "rows length in"]
+    ) -> Float[Array, "rows length out"]:
+        """y and the product of the adapter, unless that is part of the layer's own product."""
+        return y if self.adapter is None or self._is_stacked(x) else y + self.adapter(x)
+
+    def _is_stacked(self, x: Float[Array, "rows length in"]) -> bool:
+        """Whether the adapter's second factor stands below the weight."""
+        return native.plain_shape(self.kernel[...].shape)[0] > x.shape[-1]
 
     def operand(self, x: Float[Array, "rows length in"]) -> Float[Array, "rows length wide"]:
-        """The operand of a weight in panels: x, and beside it the adapter's columns for it."""
-        if self.adapter is None:
+        """The operand of a weight in panels: x, and beside it the columns of an adapter below it."""
+        if not self._is_stacked(x):
             return x
         columns = self.adapter.narrow(x)
         return jnp.concatenate([x.astype(jnp.bfloat16), columns.astype(jnp.bfloat16)], axis=-1)
@@ -89,7 +98,8 @@ class Linear(nnx.Module):
         """
         kernel, bias = self.parameters
         gelu = activation == "gelu" and is_native("gelu")
-        if native.is_packed(kernel) and (gelu or activation == "identity"):
+        fused = self.adapter is None or self._is_stacked(x)
+        if native.is_packed(kernel) and fused and (gelu or activation == "identity"):
             return native.linear(self.operand(x), kernel, bias, gelu=gelu, dtype=str(kernel.dtype))
         return ACTIVATIONS[activation](self(x)).astype(kernel.dtype)
 
@@ -171,7 +181,7 @@ class LayerNorm(nnx.Module):
         kernel, bias = linear.parameters
         scale, shift = self.parameters
         if native.is_packed(kernel) and is_native("norm") and shift is not None:
-            x = linear.operand(x)
+            hidden, x = linear.plus_adapter(hidden, x), linear.operand(x)
             return native.linear_norm(x, kernel, bias, hidden, scale, shift, self.eps)
         return self(hidden + linear(x))
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -50,13 +50,16 @@ def _make_embedder(tmp_path_factory) -> Iterator[MakeEmbedder]:
     cache = tmp_path_factory.mktemp("cache")
 
     def make(
-        source: Path, buckets: Sequence[tuple[int, int]], dtype: DType | None = "float32"
+        source: Path,
+        buckets: Sequence[tuple[int, int]],
+        dtype: DType | None = "float32",
+        adapters: Mapping[str, Path] | None = None,
     ) -> Embedder:
         grid = tmp_path_factory.mktemp("grid") / "buckets.json"
         grid.write_text(json.dumps({"buckets": buckets}))
         budget = max(rows * length for rows, length in buckets)
         config = EngineConfig(dtype=dtype, devices=1, buckets=grid, max_batch_tokens=budget)
-        opened.append(Embedder(str(source), cache_dir=cache, config=config))
+        opened.append(Embedder(str(source), cache_dir=cache, config=config, adapters=adapters))
         return opened[-1]
 
     yield make
