@@ -253,7 +253,7 @@ def _with_adapters(model: Outline, rules: Sequence[Rule], folders: Mapping[str, 
     prompts = spec.prompts
     if own is not None:
         found = [*built_in_ranks(own, rules, shapes), *found]
-        prompts = own.prompts | prompts
+        prompts = {**own.prompts, **prompts}
     if twice := [name for name, count in Counter(one.name for one in found).items() if count > 1]:
         raise CheckpointError(f"the model has an adapter {twice[0]} already; give it another name")
     spec = msgspec.structs.replace(spec, adapters=tuple(found), prompts=prompts)

@@ -16,7 +16,7 @@ from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import CheckpointError
 from jaxembed.models import attention, program, random_parameters
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.spec import Adapter, ModelSpec
+from jaxembed.spec import Adapter, DType, ModelSpec
 from jaxembed.work import Encoding, join_work, work_of
 
 BUCKET = Bucket(2, 32)
@@ -61,7 +61,7 @@ def merged(parameters: dict[str, np.ndarray], spec: ModelSpec, number: int) -> d
     return plain
 
 
-def replica_of(spec: ModelSpec, parameters, dtype="float32", native=False) -> Replica:
+def replica_of(spec: ModelSpec, parameters, dtype: DType = "float32", native=False) -> Replica:
     replica = Replica(
         program(spec),
         parameters,

@@ -120,11 +120,8 @@ def test_each_task_is_the_model_with_its_adapter_merged(tmp_path):
     assert spec.heads["dense"].normalize
     wanted = [flash_tensors(), *tasks]
     for number, tensors in enumerate(wanted):
-        source = write_bert(
-            tmp_path / f"merged-{number}",
-            tensors=tensors,
-            **JINA_V3 | {"lora_adaptations": None, "lora_rank": None},
-        )
+        plain_config: dict[str, Any] = JINA_V3 | {"lora_adaptations": None}
+        source = write_bert(tmp_path / f"merged-{number}", tensors=tensors, **plain_config)
         _, plain = converted(source, tmp_path / f"plain-{number}")
         got = merged(parameters, spec, number)
         assert got.keys() == plain.keys()

@@ -22,7 +22,7 @@ from jaxembed.spec import Adapter
 
 Numbers = Int[Array, "rows length"]  # of the adapter of each token, from 1; 0: none
 
-UP = ".adapter.up.kernel"  # the end of the name of a parameter
+_UP = ".adapter.up.kernel"  # the end of the name of a parameter
 
 _numbers: ContextVar[Numbers | None] = ContextVar("numbers", default=None)
 
@@ -78,7 +78,7 @@ def stacked(parameters: dict[str, Any]) -> dict[str, Any]:
     """
     joined = dict(parameters)
     for name, up in parameters.items():
-        weight = f"{name.removesuffix(UP)}.kernel" if name.endswith(UP) else ""
+        weight = f"{name.removesuffix(_UP)}.kernel" if name.endswith(_UP) else ""
         if weight not in joined or not is_packed(joined[weight]):
             continue
         inputs, outputs = plain_shape(joined[weight].shape)
@@ -99,7 +99,7 @@ def attach(tower: nnx.Module, adapters: Sequence[Adapter]) -> None:
 
 def _layer_of(tower: nnx.Module, name: str) -> Linear | Embedding:
     """The layer of the tower with this name, such as `tower.layers.0.mlp.up`."""
-    found = tower
+    found: Any = tower
     for part in name.split(".")[1:]:
         found = found[int(part)] if part.isdigit() else getattr(found, part, None)
     if not isinstance(found, Linear | Embedding):
