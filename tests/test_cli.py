@@ -187,7 +187,8 @@ def test_a_served_name_of_no_one_model_is_refused(name):
 @pytest.mark.parametrize("flag", OF_ONE_MODEL)
 def test_a_flag_of_one_model_is_refused_with_several(flag):
     option = "--" + flag.replace("_", "-")
-    done = run("serve", "a", "b", option, "1" if flag != "pooling" else "cls")
+    value = {"pooling": "cls", "adapter": "one=folder"}.get(flag, "1")
+    done = run("serve", "a", "b", option, value)
     assert done.returncode == 2
     assert f"{option} is for one model, and there are 2: a, b; " in " ".join(done.stderr.split())
 

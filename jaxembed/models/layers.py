@@ -83,7 +83,7 @@ class Linear(nnx.Module):
         return native.plain_shape(self.kernel[...].shape)[0] > x.shape[-1]
 
     def operand(self, x: Float[Array, "rows length in"]) -> Float[Array, "rows length wide"]:
-        """The operand of a weight in panels: x, and beside it the columns of an adapter below it."""
+        """The operand of a weight in panels: x, and beside it columns of an adapter below it."""
         if not self._is_stacked(x):
             return x
         columns = self.adapter.narrow(x)
