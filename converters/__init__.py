@@ -90,6 +90,7 @@ class Outline:
     layout: Layout
     spec: ModelSpec  # without content hash; its dtype is that of config.json, or float32
     tokenizer: bytes  # the content of tokenizer.json
+    rules: tuple[Rule, ...]  # for all parameters, without those of adapters
     built_in: BuiltIn | None = None  # adapters among the model's own tensors; they come first
     adapters: tuple[AdapterSource, ...] = ()  # further ones, in the order of their numbers
 
@@ -215,7 +216,7 @@ def outline(
                 "adapter; leave --adapter out"
             )
         layout, spec, text = static.static_outline(source, name, revision, dense_path, route)
-        return Outline(source, static, layout, spec, text)
+        return Outline(source, static, layout, spec, text, layout.rules)
     hf = _config(source / heads.tower_folder(source, route))
     family = _family(hf)
     use = _use(source, family, hf, route)
@@ -235,16 +236,14 @@ def outline(
         tower, lowercase=layout.lowercase, vocab_size=config["vocab_size"]
     )
     own = family.built_in(hf) if hasattr(family, "built_in") else None
-    model = Outline(source, family, layout, spec, text, own)
-    if not adapters and own is None:
-        return model
-    return _with_adapters(model, tower_rules(family, hf), adapters or {})
+    rules = (*tower_rules(family, hf), *layout.rules)
+    model = Outline(source, family, layout, spec, text, rules, own)
+    return _with_adapters(model, adapters or {}) if adapters or own else model
 
 
-def _with_adapters(model: Outline, rules: Sequence[Rule], folders: Mapping[str, Path]) -> Outline:
-    """The outline with adapters, of which names, shapes and ranks are known now. `rules` are those
-    of the tower."""
-    spec, rules, own = model.spec, [*rules, *model.layout.rules], model.built_in
+def _with_adapters(model: Outline, folders: Mapping[str, Path]) -> Outline:
+    """The outline with adapters, of which names, shapes and ranks are known now."""
+    spec, rules, own = model.spec, model.rules, model.built_in
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
     sources = tuple(read_adapter(name, at, model.family) for name, at in folders.items())
     for name, at in folders.items():
@@ -419,9 +418,8 @@ def _plan(model: Outline) -> list[Step]:
         tensors |= weights.within(folder, weights.find(source / folder))
     plain = msgspec.structs.replace(spec, adapters=())
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(plain).items()}
-    rules = [*tower_rules(family, _config(source / layout.tower)), *layout.rules]
-    steps = weights.plan_steps(spec.source, rules, family.IGNORED, tensors, shapes)
-    steps += plan_adapters(spec.source, rules, tensors, shapes, sources, spec.adapters)
+    steps = weights.plan_steps(spec.source, model.rules, family.IGNORED, tensors, shapes)
+    steps += plan_adapters(spec.source, model.rules, tensors, shapes, sources, spec.adapters)
     return sorted(steps, key=lambda step: step.size)  # as plan_steps says
 
 

@@ -25,7 +25,6 @@ from jaxembed.spec import NO_LIMIT, ModelSpec, NormalizeLayer, Pooled
 ARCHITECTURE = static.ARCHITECTURE
 PREFIXES = ()
 RENAMES: dict[str, str] = {}
-RULES = ()  # they depend on the tensors: `_table_rule`
 IGNORED = ()
 
 MODEL2VEC = "model2vec"  # model_type in config.json
