@@ -16,10 +16,13 @@ from sources import (
     NORMALIZE,
     POOLING,
     TRANSFORMER,
+    WORDS,
     write_bert,
     write_json,
     write_modules,
+    write_router,
     write_sentence_bert,
+    write_static,
 )
 from test_adapters import merged
 from test_golden import FILES, read, write_source
@@ -37,6 +40,13 @@ FAMILIES = (
     "distilbert_mean",
     "modernbert_mean",
     "qwen3_lasttoken",
+    "mpnet_mean",
+    "nomic_bert_mean",
+    "gte_cls",
+    "gte_odd_mean",
+    "gemma3_mean",
+    "llama_odd_mean",
+    "eurobert_mean",
 )
 
 
@@ -65,7 +75,16 @@ def converted(source: Path, out: Path, **adapters: Path) -> tuple[ModelSpec, dic
 
 
 # Weights that get no adapter in the tests: those that none is possible for, and all values.
-LEFT_OUT = ("*norm*", "*position*", "pooler.*", "*head*", "*value*", "*v_proj*", "*v_lin*")
+LEFT_OUT = (
+    "*norm*",
+    "*position*",
+    "*relative*",
+    "pooler.*",
+    "*head*",
+    "*value*",
+    "*v_proj*",
+    "*v_lin*",
+)
 
 
 def is_adapted(name: str, array: np.ndarray) -> bool:
@@ -173,6 +192,53 @@ def test_an_adapter_of_another_model_is_refused(weights, message, tmp_path):
     with pytest.raises(ConversionError, match=message):
         converted(source, tmp_path / "out", one=adapter)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_what_relative_keys_are_made_of_is_refused(tmp_path):
+    (file,) = (file for file in FILES if file.stem == "deberta_mean")
+    source = write_source(read(file), tmp_path / "source")
+    shapes = {
+        name.removesuffix(".weight"): array.shape
+        for name, array in load_file(source / "model.safetensors").items()
+        if "layer.0.attention.self" in name and array.ndim == 2
+    }
+    key, value = (next(name for name in shapes if part in name) for part in ("key", "value"))
+    spec, _ = converted(
+        source, tmp_path / "out", one=write_adapter(tmp_path / "a", {value: shapes[value]})
+    )
+    assert list(spec.adapters[0].ranks) == ["tower.layers.0.attention.qkv"]
+    adapter = write_adapter(tmp_path / "b", {key: shapes[key]})
+    with pytest.raises(ConversionError, match=r"self\.key\.weight takes no adapter"):
+        converted(source, tmp_path / "other", one=adapter)
+
+
+def test_the_layers_of_an_adapter_must_be_joined_as_those_of_its_base(tmp_path):
+    (file,) = (file for file in FILES if file.stem == "gte_cls")
+    source = write_source(read(file), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    (packed,) = (name for name in tensors if name.endswith("layer.0.attention.qkv_proj.weight"))
+    width = tensors[packed].shape[1]
+    single = packed.replace("qkv_proj.weight", "q_proj")
+    adapter = write_adapter(tmp_path / "a", {single: (width, width)})
+    with pytest.raises(ConversionError, match=r"wanted rank 3 for tower.layers.0.attention.qkv"):
+        converted(source, tmp_path / "out", one=adapter)
+
+
+def test_a_model_with_routes_takes_no_adapter(tmp_path):
+    source = write_router(tmp_path / "router")
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
+    with pytest.raises(UnsupportedModel, match=r"adapter one: .* has the routes query, document"):
+        converted(source, tmp_path / "out", one=adapter)
+    with pytest.raises(UnsupportedModel, match="leave --adapter out"):
+        hub.resolve(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter})
+
+
+def test_static_embeddings_take_no_adapter(tmp_path):
+    table = np.zeros((len(WORDS), HIDDEN), np.float32)
+    source = write_static(tmp_path / "source", {"embedding.weight": table})
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
+    with pytest.raises(UnsupportedModel, match=r"adapter one: .* holds static embeddings"):
+        converted(source, tmp_path / "out", one=adapter)
 
 
 def test_tensors_that_are_no_adapter_are_refused(tmp_path):

@@ -21,6 +21,7 @@ from sources import (
     write_bert,
     write_json,
     write_modules,
+    write_router,
     write_weights,
 )
 from test_adapters import merged
@@ -127,6 +128,14 @@ def test_each_task_is_the_model_with_its_adapter_merged(tmp_path):
         assert got.keys() == plain.keys()
         for name, array in plain.items():  # float32 sums of three products
             np.testing.assert_allclose(got[name], array, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_a_route_with_adapters_of_its_own_is_refused(tmp_path):
+    published, _ = with_adapters(flash_tensors())
+    source = write_router(tmp_path / "router")
+    write_bert(source / "query_0_Transformer", tensors=published, **JINA_V3)
+    with pytest.raises(UnsupportedModel, match="its route query has adapters"):
+        converted(source, tmp_path / "out")
 
 
 def test_each_task_has_its_prompt(tmp_path):
