@@ -23,16 +23,13 @@ BUCKET = Bucket(2, 32)
 TEXTS = [[2, 7, 9, 3], [2, 7, 9, 3], [2, 7, 9, 3], [2, 11, 30, 8, 9, 12, 3], [2, 4, 3]]
 NUMBERS = [0, 1, 2, 1, 0]  # the adapter of each text
 
-# The layers of each tower that an adapter can change.
-LAYERS = {
-    "bert": ("attention.qkv", "attention.out", "mlp.up", "mlp.down"),
-    "modernbert": ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"),
-    "qwen3": ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"),
-}
+ADAPTED = ("bert", "mpnet", "nomic_bert", "modernbert", "deberta", "qwen3", "gemma3")
 
 
 def layers_of(tower: dict[str, Any]) -> list[str]:
-    names = LAYERS[tower["architecture"]]
+    """The layers of a tower that an adapter can change."""
+    has_gate = tower["config"].get("gated", tower["architecture"] in ("modernbert", "qwen3"))
+    names = ("attention.qkv", "attention.out", "mlp.gate_up" if has_gate else "mlp.up", "mlp.down")
     in_layers = [f"tower.layers.{i}.{name}" for i in range(2) for name in names]
     return ["tower.embeddings.word", *in_layers]
 
@@ -88,7 +85,7 @@ def vectors(replica: Replica, texts=TEXTS, numbers=NUMBERS) -> np.ndarray:
     return np.array([by_entry[id(ticket.entries[0])] for ticket in tickets])
 
 
-@pytest.fixture(name="adapted", scope="module", params=["bert", "modernbert", "qwen3"])
+@pytest.fixture(name="adapted", scope="module", params=ADAPTED)
 def _adapted(request):
     spec = adapted_spec(TOWERS[request.param])
     return spec, random_parameters(spec)
@@ -127,7 +124,7 @@ def test_a_text_has_the_same_vector_whatever_adapters_share_its_batch(adapted):
         np.testing.assert_allclose(got, together[k], rtol=1e-5, atol=1e-5)  # another row
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert", "qwen3"])
+@pytest.mark.parametrize("name", ADAPTED)
 def test_native_kernels_give_the_adapters_too(name, native_kernels):
     spec = adapted_spec(WIDER_TOWERS[name])
     parameters = random_parameters(spec)
