@@ -123,6 +123,10 @@ class Recorder:
     def primary(self) -> OutputName:
         return self.runner.primary
 
+    @property
+    def planes(self) -> int:
+        return self.runner.planes
+
     def compile(self, bucket: Bucket) -> None:
         """Compile a bucket, unless it is compiled."""
         if bucket not in self.compiled:
@@ -336,7 +340,7 @@ def _useful_rate(runner: Runner, bucket: Bucket, entries: Sequence[Entry]) -> fl
     """
     permits = DeviceTurn.for_platform(jax.local_devices()[0].platform).permits
     batch = place(bucket, entries)
-    ms = milliseconds(runner, bucket, permits, SUSTAINED_S, pack(batch))
+    ms = milliseconds(runner, bucket, permits, SUSTAINED_S, pack(batch, runner.planes))
     return batch.useful_tokens / ms * 1000
 
 

@@ -131,6 +131,13 @@ def test_the_routes_of_tei_take_it_by_the_prompt_or_by_the_model(model, models):
     assert same(by_model[0], model.encode("cat", adapter="sql"))
 
 
+def test_similarity_is_of_the_vectors_of_the_adapter(model, models):
+    compared = {"source_sentence": "cat", "sentences": ["the dog"]}
+    _, got = ask({"inputs": compared, "model": "tiny:sql"}, path="/similarity", models=models)
+    first, second = model.encode(["cat", "the dog"], adapter="sql")
+    assert same(got, [first @ second])
+
+
 def test_an_unknown_adapter_is_an_unknown_model(models):
     response, body = ask({"input": "cat", "model": "tiny:other"}, models=models)
     assert response.status_code == 404
