@@ -96,7 +96,7 @@ IGNORED = [
 
 CONTENT_TO_POSITION, POSITION_TO_CONTENT = "c2p", "p2c"
 
-TABLE = "encoder.rel_embeddings.weight"
+RELATIVE_TABLE = "encoder.rel_embeddings.weight"
 TABLE_NORM = ("encoder.LayerNorm.weight", "encoder.LayerNorm.bias")
 
 
@@ -149,7 +149,12 @@ def _relative_rule(hf: dict[str, Any], part: str) -> Rule:
     is_shared = hf.get("share_att_key", False)
     linear = f"{bert.SELF}.{part if is_shared else f'pos_{part}_proj'}"
     is_normed = "layer_norm" in _names(hf.get("norm_rel_ebd", "none"))
-    sources = (TABLE, *(TABLE_NORM if is_normed else ()), f"{linear}.weight", f"{linear}.bias")
+    sources = (
+        RELATIVE_TABLE,
+        *(TABLE_NORM if is_normed else ()),
+        f"{linear}.weight",
+        f"{linear}.bias",
+    )
     transform = projected(float(hf.get("layer_norm_eps", 1e-7)))
     return Rule(sources, f"{bert.TARGET}.attention.relative_{part}", transform)
 

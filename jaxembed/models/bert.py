@@ -90,7 +90,7 @@ class RelativePositions:
     bias: Float[Array, "heads distances"] | None = None  # as `attend` takes it
 
 
-NOTHING = RelativePositions()
+NOT_RELATIVE = RelativePositions()
 
 
 class BertEmbeddings(nnx.Module):
@@ -154,7 +154,7 @@ class BertLayer(nnx.Module):
         self.mlp_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
 
     def __call__(
-        self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOTHING
+        self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOT_RELATIVE
     ) -> Hidden:
         mixed = self.attention(hidden, tokens, relative)
         if self._is_native(hidden):
@@ -198,7 +198,7 @@ class BertAttention(nnx.Module):
         self.out = Linear(dim, dim, bias=config.attention_bias)
 
     def __call__(
-        self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOTHING
+        self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOT_RELATIVE
     ) -> Hidden:
         return attend_hidden(
             hidden,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxembed.models.bert import (
-    NOTHING,
+    NOT_RELATIVE,
     BertAttention,
     BertConfig,
     BertLayer,
@@ -130,7 +130,7 @@ class DebertaAttention(BertAttention):
         self.distances = Distances(config.buckets, config.max_distance, config.max_positions - 1)
 
     def __call__(
-        self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOTHING
+        self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOT_RELATIVE
     ) -> Hidden:
         rows, length, dim = hidden.shape
         width = dim // self.num_heads

@@ -18,7 +18,7 @@ from jaxembed.errors import ConfigError
 from jaxembed.inputs import Pair, Text
 from jaxembed.models import is_static
 from jaxembed.processors.text import Rules
-from jaxembed.spec import ModelSpec
+from jaxembed.spec import ModelSpec, Routes
 from jaxembed.summary import summary
 from jaxembed.verify.agreement import Agreement, agreement, different_tokens
 from jaxembed.verify.reference import Computed, ReferenceRun, check_installed, run_apart
@@ -75,21 +75,11 @@ def verify_model(
     """
     started = time.monotonic()
     check_installed()
-    routes = hub.describe_model(model, **source)
-    spec = routes.main
-    if len(routes.specs) > 1:
-        raise ConfigError(
-            f"{spec.source} has the routes {', '.join(routes.specs)}; only models of one route are "
-            "compared so far"
-        )
+    spec = _only_route(hub.describe_model(model, **source))
     fetched = {name: source[name] for name in ("revision", "offline", "token")}
     folder = hub.fetch_source(model, **fetched).folder
     check_template(spec, folder)
-    if is_static(spec) and not (folder / "modules.json").is_file():
-        raise ConfigError(
-            f"{folder} has no modules.json: it is served by the rules of model2vec, and "
-            "sentence-transformers does not know them"
-        )
+    _check_rules(spec, folder)
     limit, config = _limited(spec, config)
     groups = input_groups(spec, limit, texts)
     at_most = config.max_input_tokens
@@ -122,6 +112,25 @@ def verify_model(
         agreements=agreements,
         seconds=time.monotonic() - started,
     )
+
+
+def _only_route(routes: Routes) -> ModelSpec:
+    """The spec of a model with one route. Raises ConfigError for one with several."""
+    if len(routes.specs) > 1:
+        raise ConfigError(
+            f"{routes.main.source} has the routes {', '.join(routes.specs)}; only models of one "
+            "route are compared so far"
+        )
+    return routes.main
+
+
+def _check_rules(spec: ModelSpec, folder: Path) -> None:
+    """Raise ConfigError for static embeddings that the reference would treat by other rules."""
+    if is_static(spec) and not (folder / "modules.json").is_file():
+        raise ConfigError(
+            f"{folder} has no modules.json: it is served by the rules of model2vec, and "
+            "sentence-transformers does not know them"
+        )
 
 
 def check_template(spec: ModelSpec, folder: Path) -> None:

@@ -57,6 +57,9 @@ class _Model:
     def eval(self):
         return self
 
+    def float(self):
+        return self
+
     def requires_grad_(self, wanted: bool):
         assert not wanted
         return self
@@ -68,7 +71,8 @@ class _Model:
         rules = Rules(prompt or "", truncate=True, side="right")
         (encoding,) = self.embedder.processor.encode([given], rules).work.encodings
         ids = encoding.ids.tolist()
-        return {"input_ids": [[*ids, 1] if _holds("FAKE_EXTRA_TOKEN", one) else ids], "one": one}
+        ids = [*ids, 1] if _holds("FAKE_EXTRA_TOKEN", one) else ids
+        return {"input_ids": np.array([ids]), "one": one}
 
     def noise(self, one: str | tuple[str, str], width: int) -> np.ndarray:
         draw = np.random.default_rng(0).standard_normal(width).astype(np.float32)
