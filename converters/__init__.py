@@ -273,7 +273,8 @@ def _config(tower: Path) -> dict[str, Any]:
             "base_model_name_or_path"
         )
         raise UnsupportedModel(
-            f"{tower} is an adapter of {base}; serve that model with --adapter NAME={tower}"
+            f"{tower} is an adapter of {base or 'another model'}; serve that with "
+            f"--adapter NAME={tower}"
         )
     hf = heads.read_optional_json(tower / "config.json")
     if not hf:

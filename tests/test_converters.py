@@ -471,7 +471,9 @@ def test_paths_out_of_the_model_are_refused(source):
 
 def test_an_adapter_is_refused(source):
     sources.write_json(source / "adapter_config.json", {})
-    with pytest.raises(UnsupportedModel, match="merge it"):
+    with pytest.raises(
+        UnsupportedModel, match="is an adapter of another model; serve that with --adapter NAME="
+    ):
         converted(source)
 
 

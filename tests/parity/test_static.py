@@ -25,9 +25,11 @@ def write_wordllama(folder: Path, *, normalize: bool, modules: bool) -> Path:
     table = load_file(weights)["embedding.weight"].astype(np.float32)
     if modules:
         save_file({"embedding.weight": table}, folder / "model.safetensors")
-        entry = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models."}
         kinds = ["StaticEmbedding", "Normalize"][: 1 + normalize]
-        entries = [entry | {"type": entry["type"] + kind} for kind in kinds]
+        entries = [
+            {"idx": n, "name": str(n), "path": "", "type": f"sentence_transformers.models.{kind}"}
+            for n, kind in enumerate(kinds)
+        ]
         (folder / "modules.json").write_text(json.dumps(entries))
     else:
         save_file({"embeddings": table}, folder / "model.safetensors")

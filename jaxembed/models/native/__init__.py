@@ -235,9 +235,7 @@ def takes_mlp(hidden: Float[Array, "rows length dim"], *kernels: Array) -> bool:
     return hidden.shape[0] * hidden.shape[1] > PANEL and all(map(is_packed, kernels))
 
 
-def takes_self_attention(
-    hidden: Float[Array, "rows length dim"], heads: int, kernel: Array
-) -> bool:
+def takes_self_attention(hidden: Float[Array, "rows length dim"], heads: int, kernel: Any) -> bool:
     """Whether `self_attention` takes these hidden states and this weight.
 
     Few tokens, and rows too long for a core's cache, are faster as two calls.
