@@ -48,6 +48,17 @@ def either(hf: dict[str, Any], first: str, second: str, default: Any = None) -> 
     return values[0] if values else default
 
 
+def even_head_width(hidden: int, heads: int) -> int:
+    """The width of a head, whose pairs of elements are rotated. Raises CheckpointError if `hidden`
+    is no even width for each head."""
+    width, rest = divmod(hidden, heads)
+    if rest or width % 2:
+        raise CheckpointError(
+            f"hidden_size {hidden} does not split into num_attention_heads {heads} of even width"
+        )
+    return width
+
+
 def refuse_unless(hf: dict[str, Any], supported: Mapping[str, Sequence[Any]]) -> None:
     """Raise UnsupportedModel, naming the field, for a value that is not among the supported ones.
 

@@ -67,7 +67,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 def gemma_config(
     hf: dict[str, Any], causal: bool, rope: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The fields of Qwen3Config that Gemma 2 and 3 share."""
+    """The fields of Qwen3Config that are alike in every Gemma."""
     width, bias = hf.get("head_dim") or HEAD_WIDTH, bool(hf.get("attention_bias", False))
     scalar = hf.get("query_pre_attn_scalar", 256)
     if not isinstance(scalar, int | float) or scalar <= 0:

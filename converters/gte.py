@@ -7,7 +7,7 @@ tensors' names are the same.
 from typing import Any
 
 from converters import bert
-from converters.fields import activation_of, refuse_unless, require
+from converters.fields import activation_of, even_head_width, refuse_unless, require
 from converters.rope import rope_fields, rope_parameters, scaled_positions
 from converters.scores import Scorer
 from converters.weights import (
@@ -81,15 +81,6 @@ RULES = [
 # weights.
 IGNORED = ["pooler.dense.*", "lm_head.*", "classifier.weight", "classifier.bias"]
 
-REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-)
-
 # The values that the tower runs of switches of Alibaba's code.
 SWITCHES: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", None),
@@ -112,14 +103,9 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
             f"architecture {', '.join(sorted(architectures))} is not supported by itself: tokens "
             "are not classified"
         )
-    require(hf, REQUIRED)
+    require(hf, bert.REQUIRED)
     refuse_unless(hf, SWITCHES)
-    width, rest = divmod(hf["hidden_size"], hf["num_attention_heads"])
-    if rest or width % 2:
-        raise CheckpointError(
-            f"hidden_size {hf['hidden_size']} does not split into num_attention_heads "
-            f"{hf['num_attention_heads']} of even width"
-        )
+    width = even_head_width(hf["hidden_size"], hf["num_attention_heads"])
     refuse_unless(hf, {"head_dim": (width, None)})
     rope = _rope(hf, width)
     return {

@@ -36,8 +36,8 @@ OWN_CODE = {
 
 POOLINGS_OF_SCORES: dict[str, Pooling] = {"avg": "mean", "cls": "cls", "last": "lasttoken"}
 
-# From the code in the README of llama-nemotron-rerank-1b-v2. The cut is before the colon, because
-# a token may hold it and the first letter after it.
+# The template of vLLM for llama-nemotron-rerank-1b-v2. Its scores were not compared with the
+# model's. The cut is before the colon, because a token may hold it and the first letter after it.
 RERANKER = Reranker(
     name="llama-nemotron-rerank",
     quote="question:{query} \\n \\n passage:{passage}",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from converters.fields import activation_of, require
+from converters.fields import activation_of, even_head_width, require
 from converters.heads import dense_rules, parameter_of
 from converters.scores import Scorer
 from converters.weights import Rule, transpose
@@ -71,11 +71,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     for flag in ("is_decoder", "is_causal", "add_cross_attention"):
         if hf.get(flag):
             raise UnsupportedModel(f"{flag}={hf[flag]} is not supported: ModernBERT is an encoder")
-    if hf["hidden_size"] % (2 * hf["num_attention_heads"]):
-        raise CheckpointError(
-            f"hidden_size {hf['hidden_size']} does not split into num_attention_heads "
-            f"{hf['num_attention_heads']} of even width"
-        )
+    even_head_width(hf["hidden_size"], hf["num_attention_heads"])
     if hf.get("rope_scaling"):
         raise UnsupportedModel(f"rope_scaling {hf['rope_scaling']} is not supported")
     global_theta = _theta(hf, GLOBAL, None)

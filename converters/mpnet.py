@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from converters import bert
+from converters import bert, roberta
 from converters.scores import Scorer
 from converters.weights import (
     Rule,
@@ -63,46 +63,26 @@ def _misfits(sources: Sequence[Tensor], shape: Shape) -> list[str]:
 
 by_distance = Transform(_by_distance, _misfits)
 
-LAYER = "encoder.layer.{i}"
-SELF = f"{LAYER}.attention.attn"
-TARGET = "tower.layers.{i}"
-
-RULES = [
-    Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
-    Rule("embeddings.position_embeddings.weight", "tower.embeddings.position.embedding"),
-    Rule("embeddings.LayerNorm.weight", "tower.embeddings.norm.scale"),
-    Rule("embeddings.LayerNorm.bias", "tower.embeddings.norm.bias"),
-    Rule("encoder.relative_attention_bias.weight", "tower.distance.bias", by_distance),
+SELF = f"{bert.LAYER}.attention.attn"
+ATTENTION = [
     Rule(
         (f"{SELF}.q.weight", f"{SELF}.k.weight", f"{SELF}.v.weight"),
-        f"{TARGET}.attention.qkv.kernel",
+        f"{bert.TARGET}.attention.qkv.kernel",
         concatenate_transposed,
     ),
     Rule(
         (f"{SELF}.q.bias", f"{SELF}.k.bias", f"{SELF}.v.bias"),
-        f"{TARGET}.attention.qkv.bias",
+        f"{bert.TARGET}.attention.qkv.bias",
         concatenate,
     ),
-    Rule(f"{SELF}.o.weight", f"{TARGET}.attention.out.kernel", transpose),
-    Rule(f"{SELF}.o.bias", f"{TARGET}.attention.out.bias"),
-    Rule(f"{LAYER}.attention.LayerNorm.weight", f"{TARGET}.attention_norm.scale"),
-    Rule(f"{LAYER}.attention.LayerNorm.bias", f"{TARGET}.attention_norm.bias"),
-    Rule(f"{LAYER}.intermediate.dense.weight", f"{TARGET}.mlp.up.kernel", transpose),
-    Rule(f"{LAYER}.intermediate.dense.bias", f"{TARGET}.mlp.up.bias"),
-    Rule(f"{LAYER}.output.dense.weight", f"{TARGET}.mlp.down.kernel", transpose),
-    Rule(f"{LAYER}.output.dense.bias", f"{TARGET}.mlp.down.bias"),
-    Rule(f"{LAYER}.output.LayerNorm.weight", f"{TARGET}.mlp_norm.scale"),
-    Rule(f"{LAYER}.output.LayerNorm.bias", f"{TARGET}.mlp_norm.bias"),
+    Rule(f"{SELF}.o.weight", f"{bert.TARGET}.attention.out.kernel", transpose),
+    Rule(f"{SELF}.o.bias", f"{bert.TARGET}.attention.out.bias"),
+    Rule(f"{bert.LAYER}.attention.LayerNorm.weight", f"{bert.TARGET}.attention_norm.scale"),
+    Rule(f"{bert.LAYER}.attention.LayerNorm.bias", f"{bert.TARGET}.attention_norm.bias"),
+    Rule("encoder.relative_attention_bias.weight", "tower.distance.bias", by_distance),
 ]
-
-# The training heads and the pooler are not used for embeddings, and the pooler not for scores.
-IGNORED = [
-    "embeddings.position_ids",
-    "pooler.dense.*",
-    "lm_head.*",
-    "classifier.dense.*",
-    "classifier.out_proj.*",
-]
+RULES = [*(rule for rule in bert.RULES if ".attention" not in rule.target), *ATTENTION]
+IGNORED = roberta.IGNORED
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
@@ -127,4 +107,4 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """MPNetClassificationHead: a dense layer with tanh on the first token, then the logits."""
-    return bert.two_layers(hf["hidden_size"], labels, "classifier.dense", "classifier.out_proj")
+    return roberta.classifier(hf, labels)

@@ -7,7 +7,7 @@ tensors' names are the same.
 from typing import Any
 
 from converters import bert
-from converters.fields import activation_of, either, refuse_unless
+from converters.fields import activation_of, either, even_head_width, refuse_unless
 from converters.rope import rope_fields, rope_parameters
 from converters.scores import Scorer
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
@@ -126,12 +126,7 @@ def _sizes(hf: dict[str, Any]) -> dict[str, int]:
         missing.append(" or ".join(LENGTHS))
     if missing:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}")
-    width, rest = divmod(sizes["hidden_size"], sizes["num_heads"])
-    if rest or width % 2:
-        raise CheckpointError(
-            f"hidden_size {sizes['hidden_size']} does not split into num_attention_heads "
-            f"{sizes['num_heads']} of even width"
-        )
+    width = even_head_width(sizes["hidden_size"], sizes["num_heads"])
     refuse_unless(hf, {"head_dim": (width, None)})
     return sizes
 

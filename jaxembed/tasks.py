@@ -107,9 +107,10 @@ class Tasks:
         options, prompts = replace(options, route=route), self._spec.prompts
         if {options.prompt, options.prompt_name, options.adapter} != {None}:
             return options
+        chosen = prompt_for(role, prompts)
+        if chosen in self._spec.adapter_names:  # as in Jina v3: the prompt goes with its adapter
+            return replace(options, prompt_name=chosen)
         name = prompt_of_role(role, prompts)
-        if name is None and self._spec.adapters:  # of Jina v3 it is that of the task
-            return replace(options, prompt_name=prompt_for(role, prompts))
         return replace(options, prompt="" if name is None else prompts[name])
 
     def route_for(self, purpose: str) -> str:

@@ -129,6 +129,7 @@ def part_of(work: Work, sequences: range) -> Work:
         work.bounds[slot:slot_end],
         work.slots[first:last],
         work.outputs,
+        work.adapter,
     )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -89,8 +90,6 @@ class FakeEmbedder(LoadedModel):
     max_batch_tokens = 1024
     tokenization_workers = 2
     tokenizing_bytes = 1000
-    device = "cpu"
-    dtype = "float32"
     attention = "none"
     ready = True
     healthy = True
@@ -100,7 +99,8 @@ class FakeEmbedder(LoadedModel):
 
     def __init__(self, failure: Exception | None = None, spec: ModelSpec = SPEC):
         self.spec = spec
-        self.routes = {"": None}
+        self.plan = SimpleNamespace(device_name="cpu", dtype="float32")
+        self.routes = {"": SimpleNamespace(plan=self.plan)}
         self.admission = Admission(Capacity(1000, 100_000), 0, lambda: 0.0)
         self.telemetry = Telemetry()
         self.failure = failure

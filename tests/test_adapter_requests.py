@@ -4,18 +4,21 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from conftest import save_tiny
+from conftest import save_tiny, tiny_spec
 from test_server_app import fetch_json
 from test_server_openai import ask
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.config import TextConfig
 from jaxembed.errors import InvalidInput
+from jaxembed.options import EncodeOptions
 from jaxembed.server.models import Models
-from jaxembed.spec import Adapter
+from jaxembed.spec import Adapter, Routes
+from jaxembed.tasks import Tasks
 
 RANKS = {"tower.layers.0.attention.qkv": 4, "tower.layers.1.mlp.up": 2}
 NAMES = ("retrieval.query", "retrieval.passage", "text-matching", "sql")
+ADAPTERS = tuple(Adapter(name, RANKS) for name in NAMES)
 PROMPTS = {"retrieval.query": "what is ", "retrieval.passage": "the ", "text-matching": ""}
 
 
@@ -26,7 +29,7 @@ def _model(tmp_path_factory, grid_file) -> Iterator[Embedder]:
     path = save_tiny(
         folder / "tiny",
         prompts=PROMPTS,
-        adapters=tuple(Adapter(name, RANKS) for name in NAMES),
+        adapters=ADAPTERS,
     )
     config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
     model = Embedder(str(path), config=config, cache_dir=folder)
@@ -56,6 +59,13 @@ def test_an_adapter_has_the_prompt_of_its_name_and_a_prompt_the_adapter(model):
     assert same(model.encode_query("cat"), wanted)
     assert not same(model.encode("cat", prompt="what is "), wanted)
     assert same(model.encode("cat", adapter="sql"), model.encode("cat", adapter="sql", prompt=""))
+
+
+def test_a_role_without_a_prompt_gets_none_beside_adapters_either(model):
+    spec = tiny_spec(prompts={"sts": "the "}, default_prompt_name="sts", adapters=ADAPTERS)
+    tasks = Tasks("tiny", Routes({"": spec}), model.processor, TextConfig())
+    assert tasks.for_role("query", EncodeOptions()).prompt == ""
+    assert model.tasks.for_role("query", EncodeOptions()).prompt_name == "retrieval.query"
 
 
 def test_an_adapter_with_the_prompt_of_another_is_refused(model):

@@ -5,6 +5,7 @@ import base64
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from operator import is_, is_not
 from pathlib import Path
@@ -224,6 +225,16 @@ def test_openai_can_have_it_as_base64(routed, wanted):
     body = {"input": TEXTS, "encoding_format": "base64", "input_type": "query"}
     (first, *_) = over_http(routed, "/v1/embeddings", body)["data"]
     assert same(np.frombuffer(base64.b64decode(first["embedding"]), "<f4"), wanted["query"][0])
+
+
+def test_the_headers_are_those_of_the_route(routed, monkeypatch):
+    query = routed.routes["query"]
+    other = replace(query, plan=replace(query.plan, dtype="bfloat16"))
+    monkeypatch.setitem(routed.routes, "query", other)
+    for route, dtype in (("query", "bfloat16"), ("document", "float32")):
+        body = {"inputs": TEXTS, "prompt_name": route}
+        response, _ = ask(body, path="/embed", models=Models([routed]))
+        assert response.headers["x-compute-type"] == f"cpu+{dtype}"
 
 
 @pytest.mark.parametrize("path", ["/embed", "/", "/invocations"])

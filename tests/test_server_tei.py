@@ -52,7 +52,7 @@ def test_embed_carries_the_headers_of_tei():
 
 def test_compute_type_names_the_device():
     embedder = FakeEmbedder()
-    embedder.device, embedder.dtype = "NVIDIA H200", "bfloat16"
+    embedder.plan.device_name, embedder.plan.dtype = "NVIDIA H200", "bfloat16"
     response, _ = ask({"inputs": "a"}, path="/embed", embedder=embedder)
     assert response.headers["x-compute-type"] == "nvidia-h200+bfloat16"
 

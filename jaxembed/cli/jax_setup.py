@@ -1,4 +1,4 @@
-"""Configures JAX and the process, before a device is started."""
+"""Configures JAX and the process, then starts the devices."""
 
 import os
 import sys

@@ -42,10 +42,8 @@ Bias = Float[Array, "heads distances"]  # 2 * length - 1 distances: from 1 - len
 
 @dataclass(frozen=True)
 class Sight:
-    """The attention mask: which tokens of its own segment a token sees. All of them by default.
-
-    And the soft cap of what it sees.
-    """
+    """Which tokens of its own segment a token attends to, by default all of them, and whether the
+    scores have a soft cap."""
 
     causal: bool = False  # if True, no token after itself
     reach: int | None = None  # the largest distance on either side; None: no limit

@@ -15,8 +15,8 @@ from jaxembed.models.attention import MASKED, AttentionScores, Heads, weighted_v
 from jaxembed.models.tokens import Segments
 
 # Queries and keys of a tile of scores. Rows up to this length are one tile; of longer rows a block
-# of queries is computed at a time, with all keys that any of them may see. Blocks of 64 are up to
-# a third slower on CPU at 512.
+# of queries is computed at a time, with all keys that any of them may see. Smaller blocks are
+# slower on CPU.
 SCORES_TILE = 128
 
 Table = Float[Array, "places heads width"]
@@ -70,7 +70,7 @@ def attend_disentangled(
     with the relative vectors of their distance, over sqrt(width of a head * number of terms). A
     distance in the row is the distance in the segment.
 
-    Nothing is gathered by score, which takes twice as long on CPU: a block of queries is multiplied
+    Nothing is gathered by score, which is slower on CPU: a block of queries is multiplied
     with the relative keys of all distances that it has to any key, in the order of distances, and
     the diagonals of that product are its scores.
     """
@@ -156,7 +156,7 @@ class Relative:
         assert self.keys is not None
         first = self.largest - (offset + 1) * self.tile + 1
         table = lax.dynamic_slice_in_dim(self.keys, first, keys + self.tile - 1, axis=0)
-        # heads first: XLA:CPU takes twice as long to transpose the product before the slice
+        # heads first: XLA:CPU is slower where the product is transposed before the slice
         return _diagonals(_product("bshk,whk->hbsw", query, table)).swapaxes(0, 1)
 
     def by_key(self, key: Tiles, offset: Offset) -> AttentionScores:

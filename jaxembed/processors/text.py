@@ -233,12 +233,13 @@ class TextProcessor:
         ids: list[int] = []
         lengths: list[int] = []
         truncated = 0
+        dropped = () if self._dropped_id is None else (self._dropped_id,)
         try:
             for text, (encoding, whole) in zip(texts, self._read(texts, rules), strict=True):
                 row = encoding.ids
                 is_usual = 0 < len(row) <= self.limit and text.text
                 is_short = len(rules.prompt) + len(text.text) <= self._most_characters
-                if not is_usual or not is_short or self._dropped_id in row:
+                if not is_usual or not is_short or any(id_ in row for id_ in dropped):
                     finished, cut = self._finish(text, encoding, whole, rules)
                     row = finished.ids.tolist()
                     truncated += cut

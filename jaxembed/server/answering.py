@@ -10,6 +10,7 @@ from quart import Response
 from jaxembed.errors import InvalidInput
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
+from jaxembed.request import Answer, Request
 from jaxembed.server.body import RequestInputs, RequestTexts, check_batch
 from jaxembed.server.meter import Meter, RequestSize
 from jaxembed.spec import Task
@@ -28,7 +29,7 @@ async def embed_inputs(
     they raise what is wrong with the body."""
     loaded, inputs = _accept(meter, model, "embed", read)
     request = loaded.tasks.embed(inputs.items, _adapted(meter, options(loaded)))
-    return await loaded.answer(request, meter.held)
+    return await _answer(meter, request)
 
 
 async def embed_to_compare(
@@ -42,12 +43,12 @@ async def embed_to_compare(
     loaded, inputs = _accept(meter, model, "embed", read)
     tasks, options = loaded.tasks, _adapted(meter, options)
     if len(loaded.routes) == 1 or options.prompt_name is not None:
-        return await loaded.answer(tasks.embed(inputs.items, options), meter.held)
+        return await _answer(meter, tasks.embed(inputs.items, options))
     query = tasks.embed(inputs.items[:1], tasks.for_role("query", options))
     documents = tasks.embed(inputs.items[1:], tasks.for_role("document", options))
-    first = await loaded.answer(query, meter.held)
+    first = await _answer(meter, query)
     try:
-        return first.followed_by(await loaded.answer(documents, meter.held))
+        return first.followed_by(await _answer(meter, documents))
     except InvalidInput as error:
         error.index = 1 + (error.index or 0)
         raise
@@ -62,7 +63,7 @@ async def score_inputs(
     """The logits of a request to classify, with `read` and `options` as in `embed_inputs`."""
     loaded, inputs = _accept(meter, model, "classify", read)
     request = loaded.tasks.score(inputs.items, _adapted(meter, options()))
-    return await loaded.answer(request, meter.held)
+    return await _answer(meter, request)
 
 
 async def score_documents(
@@ -84,7 +85,7 @@ async def score_documents(
 
     loaded, _ = _accept(meter, model, "rerank", read)
     request = loaded.tasks.rerank(query, documents, _adapted(meter, options))
-    return await loaded.answer(request, meter.held)
+    return await _answer(meter, request)
 
 
 async def encode_answer(
@@ -94,6 +95,12 @@ async def encode_answer(
     with meter.time("encode"):
         response = await encode()
     return meter.stamp(response, answer)
+
+
+async def _answer(meter: Meter, request: Request[Answer]) -> Answer:
+    """What the model found answers, on the route of the request."""
+    meter.route = request.route
+    return await meter.loaded.answer(request, meter.held)
 
 
 def _adapted(meter: Meter, options: Options) -> Options:

@@ -43,6 +43,7 @@ class Meter:
 
     loaded: LoadedModel  # set by `find`
     adapter: str | None = None  # that `model` names beside it; set by `find`
+    route: str  # of the model, which the request took; set when it is run
     size: RequestSize  # set by `accept`
 
     def __init__(self, service: Service, held: Held):
@@ -99,10 +100,10 @@ class Meter:
 
     def stamp(self, response: Response, answer: Embeddings | Scores) -> Response:
         """Count the request as answered and tell the client where its time went."""
-        total_ms = _ms(self._count(answer))
+        total_ms, plan = _ms(self._count(answer)), self.loaded.routes[self.route].plan
         response.headers.extend(  # `update` would look for each name first: 2 us a header
             {
-                "x-compute-type": compute_type(self.loaded),
+                "x-compute-type": compute_type(plan.device_name, plan.dtype),
                 "x-compute-time": total_ms,
                 "x-total-time": total_ms,
                 "x-tokenization-time": _ms(answer.tokenization_s),
@@ -141,9 +142,9 @@ def blame(meter: Meter) -> None:
     g.meter = meter
 
 
-def compute_type(loaded: LoadedModel) -> str:
+def compute_type(device: str, dtype: str) -> str:
     """The device and dtype really used, in the form of TEI's header: `cpu+bfloat16`."""
-    return f"{loaded.device.lower().replace(' ', '-')}+{loaded.dtype}"
+    return f"{device.lower().replace(' ', '-')}+{dtype}"
 
 
 def _ms(seconds: float) -> str:
