@@ -97,6 +97,49 @@ QWEN3_06B = {
     "qk_norm": True,
     "causal": True,
 }
+EUROBERT_210M = QWEN3_06B | {
+    "vocab_size": 128256,
+    "hidden_size": 768,
+    "num_layers": 12,
+    "num_heads": 12,
+    "num_key_heads": 12,
+    "head_width": 64,
+    "max_positions": 8192,
+    "rope_theta": 250_000.0,
+    "norm_eps": 1e-5,
+    "qk_norm": False,
+    "causal": False,
+}
+LLAMA_1B = QWEN3_06B | {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "num_layers": 16,
+    "num_heads": 32,
+    "head_width": 64,
+    "intermediate_size": 8192,
+    "max_positions": 131072,
+    "rope_theta": 500_000.0,
+    "norm_eps": 1e-5,
+    "qk_norm": False,
+}
+EMBEDDINGGEMMA_300M = QWEN3_06B | {
+    "vocab_size": 262144,
+    "hidden_size": 768,
+    "num_layers": 24,
+    "num_heads": 3,
+    "num_key_heads": 1,
+    "head_width": 256,
+    "intermediate_size": 1152,
+    "max_positions": 2048,
+    "activation": "gelu_tanh",
+    "causal": False,
+    "local_layers": [layer for layer in range(24) if (layer + 1) % 6],
+    "local_reach": 256,
+    "local_theta": 10_000.0,
+    "embedding_scale": 768**0.5,
+    "block_norms": True,
+    "overflows_float16": True,
+}
 DEBERTA_V3_BASE = _bert(128100, 768, 12, 12, 3072, 512) | {
     "type_vocab_size": 0,
     "norm_eps": 1e-7,
@@ -117,6 +160,9 @@ SIZES: dict[str, tuple[str, dict[str, Any], Pooling]] = {
     "gte-base": ("bert", GTE_BASE, "cls"),
     "deberta-v3-base": ("deberta", DEBERTA_V3_BASE, "cls"),
     "modernbert-base": ("modernbert", MODERNBERT_BASE, "cls"),
+    "eurobert-210m": ("qwen3", EUROBERT_210M, "mean"),
+    "embeddinggemma-300m": ("qwen3", EMBEDDINGGEMMA_300M, "mean"),
+    "llama-1b": ("qwen3", LLAMA_1B, "lasttoken"),
     "qwen3-0.6b": ("qwen3", QWEN3_06B, "lasttoken"),
 }
 
