@@ -50,6 +50,7 @@ CONVERTERS: dict[str, str] = {
     "camembert": "converters.roberta",
     "deberta-v2": "converters.deberta",
     "distilbert": "converters.distilbert",
+    "electra": "converters.electra",
     "eurobert": "converters.eurobert",
     "gemma3_text": "converters.gemma3",
     "gte": "converters.gte",

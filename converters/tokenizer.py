@@ -35,7 +35,7 @@ WITH_TYPES = {
 }
 
 # The model types for which transformers takes one of these classes if none is named.
-TYPED_BY_DEFAULT = {"bert", "deberta-v2", "nomic_bert"}
+TYPED_BY_DEFAULT = {"bert", "deberta-v2", "electra", "nomic_bert"}
 
 
 def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:

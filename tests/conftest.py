@@ -68,6 +68,7 @@ TOWERS: dict[str, dict[str, Any]] = {
         "config": _BERT | {"max_positions": LIMIT + 2, "pad_id": 1},
     },
     "distilbert": {"architecture": "bert", "config": _SIZES | {"type_vocab_size": 0}},
+    "electra": {"architecture": "bert", "config": _BERT | {"embedding_size": 20}},
     "mpnet": {
         "architecture": "bert",
         "config": _SIZES

@@ -38,6 +38,7 @@ FAMILIES = (
     "bert_mean",
     "xlm_roberta_mean",
     "distilbert_mean",
+    "electra_mean",
     "modernbert_mean",
     "qwen3_lasttoken",
     "mpnet_mean",
@@ -57,7 +58,7 @@ def write_adapter(
     draw = np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = {}
     for name, (first, second) in weights.items():
-        table = "embed" in name
+        table = name.endswith(("embeddings", "embed_tokens"))
         outputs, inputs = (second, first) if table else (first, second)
         down, up = ("embedding_A", "embedding_B") if table else ("A.weight", "B.weight")
         prefix = f"base_model.model.{name}.lora_"

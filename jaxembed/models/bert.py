@@ -5,7 +5,8 @@ BertModel. The config says in what the others differ: RoBERTa (Liu et al. 2019, 
 counts positions from another number; DistilBERT (Sanh et al. 2019, arXiv:1910.01108) has no token
 types; MPNet (Song et al. 2020, arXiv:2004.09297) adds a bias by distance to the scores; NomicBERT
 (Nussbaum et al. 2024, arXiv:2402.01613) and GTE (Zhang et al. 2024, arXiv:2407.19669) have rotary
-positions and gated MLPs. Knows nothing of pooling.
+positions and gated MLPs; ELECTRA (Clark et al. 2020, arXiv:2003.10555) has embeddings of another
+width. Knows nothing of pooling.
 """
 
 from collections.abc import Mapping
@@ -44,6 +45,7 @@ class BertConfig:
     gated: bool = False  # whether the MLP is gated
     up_bias: bool = True  # of the first product of the MLP
     down_bias: bool = True  # of its last product
+    embedding_size: int | None = None  # width of embeddings to project; None: hidden_size, as is
 
 
 class Bert(nnx.Module):
@@ -94,15 +96,19 @@ NOT_RELATIVE = RelativePositions()
 
 
 class BertEmbeddings(nnx.Module):
-    """The sum of word, type and position embeddings, as far as there are any, and its norm."""
+    """The sum of word, type and position embeddings, as far as there are any, its norm, and the
+    projection of that to the width of the tower, if there is one."""
 
     def __init__(self, config: BertConfig):
-        self.word = Embedding(config.vocab_size, config.hidden_size)
+        size = config.embedding_size or config.hidden_size
+        self.word = Embedding(config.vocab_size, size)
         learned = config.rope_theta is None
-        self.position = Embedding(config.max_positions, config.hidden_size) if learned else None
+        self.position = Embedding(config.max_positions, size) if learned else None
         types = config.type_vocab_size
-        self.type = Embedding(types, config.hidden_size) if types else None
-        self.norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.type = Embedding(types, size) if types else None
+        self.norm = LayerNorm(size, eps=config.norm_eps)
+        is_projected = config.embedding_size is not None
+        self.projection = Linear(size, config.hidden_size) if is_projected else None
         self.pad_id = config.pad_id
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
@@ -114,7 +120,8 @@ class BertEmbeddings(nnx.Module):
             if self.pad_id is not None:
                 positions = positions_after_pad(tokens, self.pad_id)
             hidden = hidden + self.position(positions)
-        return self.norm(hidden)
+        hidden = self.norm(hidden)
+        return hidden if self.projection is None else self.projection(hidden)
 
 
 def positions_after_pad(tokens: PackedTokens, pad_id: int) -> Int[Array, "rows length"]:

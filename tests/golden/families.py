@@ -280,6 +280,20 @@ FAMILIES = {
         wordpiece,
         {"add_pooling_layer": False},
     ),
+    "electra": Family(
+        "ElectraModel",
+        "ElectraForPreTraining",
+        "ElectraForSequenceClassification",
+        TINY
+        | {
+            "vocab_size": len(WORDPIECES),
+            "embedding_size": 10,
+            "max_position_embeddings": 32,
+            "type_vocab_size": 2,
+        },
+        BERT_ODD | {"embedding_size": 15},  # the hidden size: not projected
+        wordpiece,
+    ),
     "xlm_roberta": Family(
         "XLMRobertaModel",
         "XLMRobertaForMaskedLM",

@@ -163,6 +163,9 @@ CASES: dict[str, Case | Static] = {
         head=Head(("no", "perhaps", "yes"), cross_encoder=False),
         config=FAMILIES["bert"].odd,
     ),
+    "electra_mean": Case("mean", (NORMALIZE,), masked_lm=True, family="electra"),
+    "electra_odd_cls": Case("cls", (), FAMILIES["electra"].odd, family="electra"),
+    "electra_cross_encoder": Case(family="electra", head=Head()),
     "xlm_roberta_mean": Case("mean", (NORMALIZE,), prompts=PROMPTS, family="xlm_roberta"),
     "xlm_roberta_cross_encoder": Case(
         family="xlm_roberta",

@@ -52,6 +52,15 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
         "max_position_embeddings": 512,
     },
     ("bert", "768x12"): BASE | {"vocab_size": 30522, "max_position_embeddings": 512},
+    ("electra", "256x12"): {
+        "vocab_size": 30522,
+        "embedding_size": 128,
+        "hidden_size": 256,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 4,
+        "intermediate_size": 1024,
+        "max_position_embeddings": 512,
+    },
     ("xlm_roberta", "768x12"): BASE | {"vocab_size": 250002, "max_position_embeddings": 514},
     ("xlm_roberta", "1024x2"): LARGE | {"vocab_size": 250002, "max_position_embeddings": 514},
     ("roberta", "768x2"): BASE
