@@ -9,9 +9,13 @@ import pytest
 from golden import make
 from golden.families import FAMILIES, WORDS
 from sentence_transformers import CrossEncoder
-from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+from transformers.models.auto.tokenization_auto import (
+    TOKENIZER_MAPPING_NAMES,
+    tokenizer_class_from_name,
+)
 
-from converters.tokenizer import WITH_TYPES
+from converters import CONVERTERS
+from converters.tokenizer import TYPED_BY_DEFAULT, WITH_TYPES
 from jaxembed import Embedder
 from jaxembed.inputs import Pair
 from jaxembed.outputs import OutputName
@@ -174,3 +178,10 @@ def test_tokenizers_said_to_give_types_do(name):
         kind = tokenizer_class_from_name(spelling)
         assert kind is not None
         assert "token_type_ids" in kind.model_input_names
+
+
+def test_model_types_said_to_have_types_where_no_tokenizer_is_named_do():
+    named = {kind: TOKENIZER_MAPPING_NAMES.get(kind) for kind in CONVERTERS}
+    kinds = {kind: tokenizer_class_from_name(name) for kind, name in named.items() if name}
+    typed = {kind for kind, one in kinds.items() if "token_type_ids" in one.model_input_names}
+    assert typed - {"distilbert"} == TYPED_BY_DEFAULT  # DistilBERT has no use for them
