@@ -46,6 +46,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 CONVERTERS: dict[str, str] = {
+    "albert": "converters.albert",
     "bert": "converters.bert",
     "camembert": "converters.roberta",
     "deberta-v2": "converters.deberta",

@@ -69,6 +69,11 @@ TOWERS: dict[str, dict[str, Any]] = {
     },
     "distilbert": {"architecture": "bert", "config": _SIZES | {"type_vocab_size": 0}},
     "electra": {"architecture": "bert", "config": _BERT | {"embedding_size": 20}},
+    "albert": {  # with a layer that runs again before and after another
+        "architecture": "bert",
+        "config": _BERT
+        | {"embedding_size": 32, "layer_order": [0, 0, 1, 0], "activation": "gelu_tanh"},
+    },
     "mpnet": {
         "architecture": "bert",
         "config": _SIZES

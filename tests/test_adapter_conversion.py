@@ -39,6 +39,8 @@ FAMILIES = (
     "xlm_roberta_mean",
     "distilbert_mean",
     "electra_mean",
+    "albert_mean",
+    "albert_odd_cls",
     "modernbert_mean",
     "qwen3_lasttoken",
     "mpnet_mean",

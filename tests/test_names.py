@@ -33,6 +33,7 @@ INTERFACES = {
         "TARGET",
         "classifier",
         "config",
+        "config_rules",
         "score_head",
     },
     "an attention kernel": {"KERNEL", "attend", "refuses"},

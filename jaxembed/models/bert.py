@@ -6,10 +6,11 @@ counts positions from another number; DistilBERT (Sanh et al. 2019, arXiv:1910.0
 types; MPNet (Song et al. 2020, arXiv:2004.09297) adds a bias by distance to the scores; NomicBERT
 (Nussbaum et al. 2024, arXiv:2402.01613) and GTE (Zhang et al. 2024, arXiv:2407.19669) have rotary
 positions and gated MLPs; ELECTRA (Clark et al. 2020, arXiv:2003.10555) has embeddings of another
-width. Knows nothing of pooling.
+width; ALBERT (Lan et al. 2019, arXiv:1909.11942) runs one layer many times, too. Knows nothing of
+pooling.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, no_type_check
 
@@ -46,6 +47,7 @@ class BertConfig:
     up_bias: bool = True  # of the first product of the MLP
     down_bias: bool = True  # of its last product
     embedding_size: int | None = None  # width of embeddings to project; None: hidden_size, as is
+    layer_order: Sequence[int] | None = None  # numbers of the layers as they run; None: each once
 
 
 class Bert(nnx.Module):
@@ -63,6 +65,7 @@ class Bert(nnx.Module):
         reach = config.bias_reach
         self.distance = None if reach is None else BiasByDistance(config.num_heads, reach)
         self.layers = nnx.List([BertLayer(config) for _ in range(config.num_layers)])
+        self.layer_order = tuple(config.layer_order or range(config.num_layers))
         self.head_width = config.hidden_size // config.num_heads
         self.rope_theta = config.rope_theta
         self.rope_scaling = read_scaling(config.rope_scaling)
@@ -70,8 +73,8 @@ class Bert(nnx.Module):
     def __call__(self, tokens: PackedTokens) -> Hidden:
         hidden = self.embeddings(tokens)
         relative = self._relative_positions(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden, tokens, relative)
+        for number in self.layer_order:
+            hidden = self.layers[number](hidden, tokens, relative)
         return hidden
 
     def _relative_positions(self, tokens: PackedTokens) -> "RelativePositions":

@@ -105,6 +105,15 @@ def deberta_unigram(folder: Path) -> Any:
     return transformers.DebertaV2Tokenizer(vocab=DEBERTA_PIECES, unk_id=3)
 
 
+ALBERT_SPECIAL = ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")
+ALBERT_PIECES = [(name, 0.0) for name in ALBERT_SPECIAL] + UNIGRAMS[4:-1]
+
+
+def albert_unigram(folder: Path) -> Any:
+    """As published: pieces of lower case, which transformers gives without types."""
+    return transformers.AlbertTokenizer(vocab=ALBERT_PIECES)
+
+
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -293,6 +302,27 @@ FAMILIES = {
         },
         BERT_ODD | {"embedding_size": 15},  # the hidden size: not projected
         wordpiece,
+    ),
+    "albert": Family(
+        "AlbertModel",
+        "AlbertForMaskedLM",
+        "AlbertForSequenceClassification",
+        TINY
+        | {
+            "vocab_size": len(ALBERT_PIECES),
+            "embedding_size": 10,
+            "max_position_embeddings": 32,
+            "type_vocab_size": 2,
+        },
+        ODD
+        | {
+            "type_vocab_size": 3,
+            "hidden_act": "gelu",
+            "num_hidden_groups": 2,  # which run twice and once
+            "inner_group_num": 2,
+        },
+        albert_unigram,
+        {"add_pooling_layer": False},
     ),
     "xlm_roberta": Family(
         "XLMRobertaModel",

@@ -166,6 +166,9 @@ CASES: dict[str, Case | Static] = {
     "electra_mean": Case("mean", (NORMALIZE,), masked_lm=True, family="electra"),
     "electra_odd_cls": Case("cls", (), FAMILIES["electra"].odd, family="electra"),
     "electra_cross_encoder": Case(family="electra", head=Head()),
+    "albert_mean": Case("mean", (), masked_lm=True, family="albert"),
+    "albert_odd_cls": Case("cls", (NORMALIZE,), FAMILIES["albert"].odd, family="albert"),
+    "albert_cross_encoder": Case(family="albert", head=Head()),
     "xlm_roberta_mean": Case("mean", (NORMALIZE,), prompts=PROMPTS, family="xlm_roberta"),
     "xlm_roberta_cross_encoder": Case(
         family="xlm_roberta",

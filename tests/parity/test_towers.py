@@ -61,6 +61,13 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
         "intermediate_size": 1024,
         "max_position_embeddings": 512,
     },
+    ("albert", "768x6"): BASE
+    | {
+        "num_hidden_layers": 6,
+        "vocab_size": 30000,
+        "embedding_size": 128,
+        "max_position_embeddings": 512,
+    },
     ("xlm_roberta", "768x12"): BASE | {"vocab_size": 250002, "max_position_embeddings": 514},
     ("xlm_roberta", "1024x2"): LARGE | {"vocab_size": 250002, "max_position_embeddings": 514},
     ("roberta", "768x2"): BASE
