@@ -12,15 +12,16 @@ pooling.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, no_type_check
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxembed.models import native
-from jaxembed.models.attention import bias_of_table, is_native
+from jaxembed.models.attention import is_native
 from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear, attend_hidden
+from jaxembed.models.relative import NOT_RELATIVE, BiasByDistance, RelativePositions
 from jaxembed.models.rope import Rotation, read_scaling
 from jaxembed.models.tokens import Hidden, PackedTokens
 
@@ -77,25 +78,13 @@ class Bert(nnx.Module):
             hidden = self.layers[number](hidden, tokens, relative)
         return hidden
 
-    def _relative_positions(self, tokens: PackedTokens) -> "RelativePositions":
+    def _relative_positions(self, tokens: PackedTokens) -> RelativePositions:
         rotation = bias = None
         if self.rope_theta is not None:
             rotation = Rotation.of(tokens, self.head_width, self.rope_theta, self.rope_scaling)
         if self.distance is not None:
             bias = self.distance(tokens.ids.shape[1])
         return RelativePositions(rotation, bias)
-
-
-@no_type_check  # a tracer is no array to the check
-@dataclass(frozen=True)
-class RelativePositions:
-    """What the attention of every layer is told of the tokens' distances: nothing in BERT."""
-
-    rotation: Rotation | None = None
-    bias: Float[Array, "heads distances"] | None = None  # as `attend` takes it
-
-
-NOT_RELATIVE = RelativePositions()
 
 
 class BertEmbeddings(nnx.Module):
@@ -138,20 +127,6 @@ def positions_after_pad(tokens: PackedTokens, pad_id: int) -> Int[Array, "rows l
     first = jnp.arange(tokens.ids.shape[1])[None] - tokens.positions
     before_in_segment = before - jnp.take_along_axis(before, first, axis=1)
     return jnp.where(pads == 1, pad_id, pad_id + 1 + tokens.positions - before_in_segment)
-
-
-class BiasByDistance(nnx.Module):
-    """A bias of attention scores for each head and distance of key and query.
-
-    From `reach` on, on either side, it stays the same.
-    """
-
-    def __init__(self, heads: int, reach: int):
-        self.bias = nnx.Param(jnp.zeros((heads, 2 * reach + 1), jnp.float32))
-
-    def __call__(self, length: int) -> Float[Array, "heads distances"]:
-        """The biases in rows of this length, as `attend` takes them."""
-        return bias_of_table(self.bias[...], length)
 
 
 class BertLayer(nnx.Module):

@@ -9,15 +9,10 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxembed.models.bert import (
-    NOT_RELATIVE,
-    BertAttention,
-    BertConfig,
-    BertLayer,
-    RelativePositions,
-)
+from jaxembed.models.bert import BertAttention, BertConfig, BertLayer
 from jaxembed.models.disentangled import Distances, attend_disentangled
 from jaxembed.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
+from jaxembed.models.relative import NOT_RELATIVE, RelativePositions
 from jaxembed.models.tokens import Hidden, PackedTokens, Segments
 
 
