@@ -102,6 +102,21 @@ TOWERS: dict[str, dict[str, Any]] = {
             "up_bias": False,
         },
     },
+    "jina_bert": {
+        "architecture": "bert",
+        "config": _BERT | {"alibi": True, "gated": True, "up_bias": False},
+    },
+    "jina_bert_code": {
+        "architecture": "bert",
+        "config": _BERT
+        | {
+            "alibi": True,
+            "gated": True,
+            "up_bias": False,
+            "qk_norm": True,
+            "residual_norm": True,
+        },
+    },
     "modernbert": {
         "architecture": "modernbert",
         "config": _SIZES

@@ -23,7 +23,17 @@ BUCKET = Bucket(2, 32)
 TEXTS = [[2, 7, 9, 3], [2, 7, 9, 3], [2, 7, 9, 3], [2, 11, 30, 8, 9, 12, 3], [2, 4, 3]]
 NUMBERS = [0, 1, 2, 1, 0]  # the adapter of each text
 
-ADAPTED = ("bert", "albert", "mpnet", "nomic_bert", "modernbert", "deberta", "qwen3", "gemma3")
+ADAPTED = (
+    "bert",
+    "albert",
+    "mpnet",
+    "nomic_bert",
+    "jina_bert_code",
+    "modernbert",
+    "deberta",
+    "qwen3",
+    "gemma3",
+)
 
 
 def layers_of(tower: dict[str, Any]) -> list[str]:

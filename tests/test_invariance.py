@@ -84,7 +84,8 @@ def _bfloat16(request) -> Replica:
     return replica_of("bfloat16", **TOWERS[request.param])
 
 
-NATIVE = ("bert", "mpnet", "nomic_bert", "modernbert", "qwen3")  # of each set of native calls one
+# Of each set of native calls one.
+NATIVE = ("bert", "mpnet", "nomic_bert", "jina_bert", "jina_bert_code", "modernbert", "qwen3")
 
 
 @pytest.fixture(name="native", scope="module", params=NATIVE)

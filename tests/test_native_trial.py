@@ -36,6 +36,8 @@ CALLS = {
     "mpnet": POST_NORM | {"gelu"},
     "nomic_bert": POST_NORM | {"gated_silu"},
     "gte": POST_NORM | {"gated_gelu"},
+    "jina_bert": POST_NORM | {"gated_gelu"},
+    "jina_bert_code": {"linear", "norm", "joint_attention", "gated_gelu"},
     "modernbert": {"linear", "gated_gelu", "joint_attention", "self_attention"},
     "qwen3": {"linear", "gated_silu", "attention"},
 }

@@ -5,7 +5,8 @@ BertModel. The config says in what the others differ: RoBERTa (Liu et al. 2019, 
 counts positions from another number; DistilBERT (Sanh et al. 2019, arXiv:1910.01108) has no token
 types; MPNet (Song et al. 2020, arXiv:2004.09297) adds a bias by distance to the scores; NomicBERT
 (Nussbaum et al. 2024, arXiv:2402.01613) and GTE (Zhang et al. 2024, arXiv:2407.19669) have rotary
-positions and gated MLPs; ELECTRA (Clark et al. 2020, arXiv:2003.10555) has embeddings of another
+positions and gated MLPs; JinaBERT (Günther et al. 2023, arXiv:2310.19923) has gated MLPs and lowers
+scores by the distance; ELECTRA (Clark et al. 2020, arXiv:2003.10555) has embeddings of another
 width; ALBERT (Lan et al. 2019, arXiv:1909.11942) runs one layer many times, too. Knows nothing of
 pooling.
 """
@@ -19,9 +20,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxembed.models import native
-from jaxembed.models.attention import is_native
+from jaxembed.models.attention import attend_joint, is_native
 from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear, attend_hidden
-from jaxembed.models.relative import NOT_RELATIVE, BiasByDistance, RelativePositions
+from jaxembed.models.relative import NOT_RELATIVE, BiasByDistance, RelativePositions, alibi
 from jaxembed.models.rope import Rotation, read_scaling
 from jaxembed.models.tokens import Hidden, PackedTokens
 
@@ -43,7 +44,10 @@ class BertConfig:
     rope_theta: float | None = None  # base of rotary angles; None: a table of positions instead
     rope_scaling: Mapping[str, Any] | None = None  # fields of a RopeScaling; None: not scaled
     bias_reach: int | None = None  # distance from which on MPNet's biases stay the same; None: none
+    alibi: bool = False  # whether scores are lowered by the distance; then positions have no table
     attention_bias: bool = True  # of the products of attention
+    qk_norm: bool = False  # a norm of whole queries and one of whole keys, before heads are split
+    residual_norm: bool = False  # whether x is added to attention once more, followed by a norm
     gated: bool = False  # whether the MLP is gated
     up_bias: bool = True  # of the first product of the MLP
     down_bias: bool = True  # of its last product
@@ -65,6 +69,7 @@ class Bert(nnx.Module):
         self.embeddings = BertEmbeddings(config)
         reach = config.bias_reach
         self.distance = None if reach is None else BiasByDistance(config.num_heads, reach)
+        self.alibi_heads = config.num_heads if config.alibi else None
         self.layers = nnx.List([BertLayer(config) for _ in range(config.num_layers)])
         self.layer_order = tuple(config.layer_order or range(config.num_layers))
         self.head_width = config.hidden_size // config.num_heads
@@ -82,8 +87,11 @@ class Bert(nnx.Module):
         rotation = bias = None
         if self.rope_theta is not None:
             rotation = Rotation.of(tokens, self.head_width, self.rope_theta, self.rope_scaling)
+        length = tokens.ids.shape[1]
         if self.distance is not None:
-            bias = self.distance(tokens.ids.shape[1])
+            bias = self.distance(length)
+        elif self.alibi_heads is not None:
+            bias = alibi(self.alibi_heads, length)
         return RelativePositions(rotation, bias)
 
 
@@ -94,7 +102,7 @@ class BertEmbeddings(nnx.Module):
     def __init__(self, config: BertConfig):
         size = config.embedding_size or config.hidden_size
         self.word = Embedding(config.vocab_size, size)
-        learned = config.rope_theta is None
+        learned = config.rope_theta is None and not config.alibi
         self.position = Embedding(config.max_positions, size) if learned else None
         types = config.type_vocab_size
         self.type = Embedding(types, size) if types else None
@@ -135,6 +143,8 @@ class BertLayer(nnx.Module):
     def __init__(self, config: BertConfig):
         self.attention = BertAttention(config)
         self.attention_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        again = config.residual_norm
+        self.residual_norm = LayerNorm(config.hidden_size, eps=config.norm_eps) if again else None
         self.mlp = _gated_mlp(config) if config.gated else Mlp(config)
         self.mlp_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
 
@@ -152,7 +162,8 @@ class BertLayer(nnx.Module):
                 self.mlp_norm.eps,
                 self.mlp.activation if isinstance(self.mlp, GatedMlp) else None,
             )
-        hidden = self.attention_norm.of_sum(hidden, self.attention.out, mixed)
+        attended = self.attention_norm.of_sum(hidden, self.attention.out, mixed)
+        hidden = attended if self.residual_norm is None else self.residual_norm(hidden + attended)
         return self.mlp_norm.of_sum(hidden, self.mlp.down, self.mlp.wide(hidden))
 
     @property
@@ -170,6 +181,7 @@ class BertLayer(nnx.Module):
         else:
             has_activation = mlp.activation == "gelu"
         plain = has_activation and all(linear.adapter is None for linear in linears)
+        plain = plain and self.residual_norm is None
         return is_native("mlp") and plain and native.takes_mlp(hidden, out, up, down)
 
 
@@ -181,18 +193,32 @@ class BertAttention(nnx.Module):
         self.num_heads = config.num_heads
         self.qkv = Linear(dim, 3 * dim, bias=config.attention_bias)
         self.out = Linear(dim, dim, bias=config.attention_bias)
+        self.norms = QueryKeyNorms(config) if config.qk_norm else None
 
     def __call__(
         self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOT_RELATIVE
     ) -> Hidden:
-        return attend_hidden(
-            hidden,
-            self.qkv,
-            self.num_heads,
-            tokens.segments,
-            bias=relative.bias,
-            rotation=relative.rotation,
-        )
+        told = {"bias": relative.bias, "rotation": relative.rotation}
+        if self.norms is None:
+            return attend_hidden(hidden, self.qkv, self.num_heads, tokens.segments, **told)
+        rows, length, dim = hidden.shape
+        joint = self.norms(self.qkv(hidden)).astype(self.qkv.kernel[...].dtype)
+        joint = joint.reshape(rows, length, 3, self.num_heads, dim // self.num_heads)
+        return attend_joint(joint, tokens.segments, **told).reshape(rows, length, dim)
+
+
+class QueryKeyNorms(nnx.Module):
+    """A norm of whole queries and one of whole keys, before they are split into heads."""
+
+    def __init__(self, config: BertConfig):
+        self.query = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.key = LayerNorm(config.hidden_size, eps=config.norm_eps)
+
+    def __call__(
+        self, joint: Float[Array, "rows length three"]
+    ) -> Float[Array, "rows length three"]:
+        query, key, value = jnp.split(joint, 3, axis=-1)
+        return jnp.concatenate([self.query(query), self.key(key), value], axis=-1)
 
 
 class Mlp(nnx.Module):

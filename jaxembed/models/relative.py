@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxembed.models.attention import bias_of_table
+from jaxembed.models.attention import Bias, bias_of_slopes, bias_of_table
 from jaxembed.models.rope import Rotation
 
 
@@ -35,3 +35,21 @@ class BiasByDistance(nnx.Module):
     def __call__(self, length: int) -> Float[Array, "heads distances"]:
         """The biases in rows of this length, as `attend` takes them."""
         return bias_of_table(self.bias[...], length)
+
+
+def alibi(heads: int, length: int) -> Bias:
+    """The bias of ALiBi in rows of this length, in its form for both directions: Press et al. 2021,
+    arXiv:2108.12409."""
+    return bias_of_slopes(alibi_slopes(heads), length)
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """ALiBi's slope of each head: powers of two with equal steps between them, down to 2^-8.
+
+    If the number of heads is no power of two, the slopes are those of the next lower one, then
+    every second one of twice that.
+    """
+    lower = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (head + 1) / lower) for head in range(lower)]
+    between = [2 ** (-4 * (head + 1) / lower) for head in range(0, 2 * lower, 2)]
+    return (*slopes, *between[: heads - lower])
