@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 
 import msgspec
 
-from converters import heads, jina, rerankers, scores, static, tokenizer, weights
+from converters import heads, jina, jina_bert, rerankers, scores, static, tokenizer, weights
 from converters.adapters import (
     AdapterSource,
     BuiltIn,
@@ -26,6 +26,7 @@ from converters.adapters import (
 )
 from converters.heads import Layout, weight_folders
 from converters.jina import is_flash
+from converters.jina_bert import is_jina_bert
 from converters.weights import Rule, Step
 from jaxembed import checkpoint
 from jaxembed.checkpoint import Contents
@@ -219,8 +220,10 @@ def outline(
             )
         layout, spec, text = static.static_outline(source, name, revision, dense_path, route)
         return Outline(source, static, layout, spec, text, layout.rules)
-    hf = _config(source / heads.tower_folder(source, route))
+    folder = source / heads.tower_folder(source, route)
+    hf = _config(folder)
     family = _family(hf)
+    hf = family.completed(hf, folder) if hasattr(family, "completed") else hf
     use = _use(source, family, hf, route)
     _refuse_own_code(family, hf, use)
     config = family.config(hf)
@@ -290,7 +293,12 @@ def _family(hf: dict[str, Any]) -> ModuleType:
     if kind not in CONVERTERS:
         kinds = ", ".join(sorted(CONVERTERS))
         raise UnsupportedModel(f"model_type {kind!r} is not supported; known: {kinds}")
-    family = jina if kind == "xlm-roberta" and is_flash(hf) else import_module(CONVERTERS[kind])
+    if kind == "xlm-roberta" and is_flash(hf):
+        family = jina
+    elif kind == "bert" and is_jina_bert(hf):
+        family = jina_bert
+    else:
+        family = import_module(CONVERTERS[kind])
     classes = (*family.CLASSES, *classifiers(family), *generators(family))
     for architecture in hf.get("architectures") or ():
         if architecture not in classes:

@@ -47,6 +47,8 @@ FAMILIES = (
     "nomic_bert_mean",
     "gte_cls",
     "gte_odd_mean",
+    "jina_bert_mean",
+    "jina_bert_code_odd_mean",
     "gemma3_mean",
     "llama_odd_mean",
     "eurobert_mean",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from golden import jina_bert
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 _SENTENCE = "the a of cat dog sat on mat runs red blue sky how what is where query document"
@@ -202,10 +203,11 @@ def word_pieces(special: tuple[str, ...]) -> tuple[dict[str, int], list[tuple[st
 
 @dataclass(frozen=True)
 class Family:
-    """`tower`, `masked_lm` and `classifier` are classes of transformers, the last two None where
-    there is no such thing; `options` are for the tower's. `tokenizer` gets a folder to keep its
-    vocabulary in, where it needs one. Positions that no token can have are `spare_positions`.
-    `odd` are changes to `config`: odd in every size, so that no two axes can be swapped unseen."""
+    """`tower`, `masked_lm` and `classifier` are names of classes, for `class_of`, the last two None
+    where there is no such thing; `options` are for the tower's. `tokenizer` gets a folder to keep
+    its vocabulary in, where it needs one. Positions that no token can have are `spare_positions`.
+    `odd` are changes to `config`: odd in every size, so that no two axes can be swapped unseen.
+    `published` are fields of published configs, which name no class of our own."""
 
     tower: str
     masked_lm: str | None
@@ -215,10 +217,16 @@ class Family:
     tokenizer: Callable[[Path], Any]
     options: dict[str, Any] = field(default_factory=dict)
     spare_positions: int = 0
+    published: dict[str, Any] = field(default_factory=dict)
 
     def positions(self, config: dict[str, Any]) -> int:
         """The longest sequence, of this family's config changed by `config`."""
         return (self.config | config)["max_position_embeddings"] - self.spare_positions
+
+
+def class_of(name: str) -> Any:
+    """A class of transformers, or of our own where it has none."""
+    return getattr(transformers if hasattr(transformers, name) else jina_bert, name)
 
 
 TINY = {
@@ -240,6 +248,12 @@ BERT_ODD = ODD | {"type_vocab_size": 3, "hidden_act": "gelu_new"}
 ROTARY_ODD = BERT_ODD | {
     "hidden_size": 18,  # whose heads have an even width
     "rope_parameters": {"rope_type": "linear", "rope_theta": 30.0, "factor": 1.5},
+}
+
+JINA_BERT = TINY | {
+    "vocab_size": len(WORDPIECES),
+    "max_position_embeddings": 32,
+    "type_vocab_size": 2,
 }
 
 # as published: no types, positions from pad_token_id + 1
@@ -398,6 +412,24 @@ FAMILIES = {
         },
         ROTARY_ODD,
         unigram,
+    ),
+    "jina_bert": Family(
+        "JinaBertModel",
+        None,
+        "JinaBertForSequenceClassification",
+        JINA_BERT,
+        ODD | {"type_vocab_size": 3},
+        wordpiece,
+        published=jina_bert.PUBLISHED,
+    ),
+    "jina_bert_code": Family(
+        "JinaBertModel",
+        None,
+        "JinaBertForSequenceClassification",
+        JINA_BERT | {"qk_post_norm": True},
+        ODD | {"type_vocab_size": 3},
+        wordpiece,
+        published=jina_bert.PUBLISHED_CODE,
     ),
     "distilbert": Family(
         "DistilBertModel",

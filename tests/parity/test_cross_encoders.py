@@ -92,7 +92,9 @@ def _scorers(request, tmp_path_factory, make_embedder) -> Scorers:
     limit = min(FAMILIES[name].positions(SIZES[name, size]), 512)
     case = make.Case(family=name, config=SIZES[name, size], head=head, max_seq_length=limit)
     make.save(case, folder)
-    return Scorers(make.load_scorer(folder), head, make_embedder(folder, [(2, limit)]))
+    reference = make.load_scorer(folder)
+    make.publish(FAMILIES[name], folder)
+    return Scorers(reference, head, make_embedder(folder, [(2, limit)]))
 
 
 def apart(got: np.ndarray, wanted: np.ndarray) -> float:

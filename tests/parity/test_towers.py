@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from golden import make
-from golden.families import FAMILIES, WORDS
+from golden.families import FAMILIES, WORDS, class_of
 
 from jaxembed import Embedder
 from jaxembed.inputs import Text
@@ -75,6 +75,16 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
     ("mpnet", "768x12"): BASE | {"vocab_size": 30527, "max_position_embeddings": 514},
     ("nomic_bert", "768x12"): BASE | {"vocab_size": 30528, "max_position_embeddings": 512},
     ("gte", "768x12"): BASE | {"vocab_size": 250048, "max_position_embeddings": 512},
+    ("jina_bert", "512x4"): {
+        "vocab_size": 30528,
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "intermediate_size": 2048,
+        "max_position_embeddings": 512,
+    },
+    ("jina_bert", "768x12"): BASE | {"vocab_size": 30528, "max_position_embeddings": 512},
+    ("jina_bert_code", "768x12"): BASE | {"vocab_size": 61056, "max_position_embeddings": 512},
     ("distilbert", "768x6"): {
         "vocab_size": 30522,
         "hidden_size": 768,
@@ -230,11 +240,12 @@ def _towers(request, tmp_path_factory, make_embedder) -> Towers:
     family, changes = KINDS[name], SIZES[request.param]
     folder: Path = tmp_path_factory.mktemp(name)
     make.save_tower(family, folder, **changes)
-    kind = getattr(transformers, family.tower)
+    kind = class_of(family.tower)
     tower = kind.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    make.publish(family, folder)
     length = min(family.positions(changes), 512)
-    embedder = make_embedder(folder, [(2, length)])
-    return Towers(tower, transformers.AutoTokenizer.from_pretrained(folder), embedder)
+    return Towers(tower, tokenizer, make_embedder(folder, [(2, length)]))
 
 
 def test_hidden_states_agree_at_every_length_packed_several_to_a_row(towers, note):
