@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from jaxembed.models import native
 from jaxembed.models.attention import EVERYTHING, Sight, attend_joint, by_native, by_xla, using
 from jaxembed.models.layers import ACTIVATIONS, gelu
+from jaxembed.models.relative import alibi
 from jaxembed.models.rope import Rotation
 
 ROUNDED = 2.0**-8  # twice what rounding to bfloat16 changes: a sum may round to either side
@@ -429,6 +430,15 @@ def test_a_bias_by_distance_and_a_cap_change_scores(way, case, has_bias, cap):
     wanted = exactly(*operands(case), segments, sight, None if bias is None else np.asarray(bias))
     for one in mixed:
         assert_mixed(one, wanted, segments)
+
+
+def test_alibi_lowers_scores_by_hundreds_in_a_long_row(way):
+    case = Case(1536, 3, 3, 32, rows=1)
+    segments, bias = laid_out([[(3, 1400), (2, 100)]], case.length), alibi(3, case.length)
+    call = jax.jit(lambda *x: native.attention(*x, False, None, None, bias))
+    mixed = call(*with_nan(segments, *operands(case)), segments)
+    wanted = exactly(*operands(case), segments, case.sight, np.asarray(bias))
+    assert_mixed(mixed, wanted, segments)
 
 
 @pytest.mark.parametrize("case", [case for case in PLACED_CASES if case.heads == case.groups])

@@ -141,12 +141,12 @@ class BertLayer(nnx.Module):
     """One layer: attention and MLP, each followed by a residual connection and a norm."""
 
     def __init__(self, config: BertConfig):
+        dim, eps = config.hidden_size, config.norm_eps
         self.attention = BertAttention(config)
-        self.attention_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
-        again = config.residual_norm
-        self.residual_norm = LayerNorm(config.hidden_size, eps=config.norm_eps) if again else None
+        self.attention_norm = LayerNorm(dim, eps=eps)
+        self.residual_norm = LayerNorm(dim, eps=eps) if config.residual_norm else None
         self.mlp = _gated_mlp(config) if config.gated else Mlp(config)
-        self.mlp_norm = LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp_norm = LayerNorm(dim, eps=eps)
 
     def __call__(
         self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOT_RELATIVE
@@ -180,8 +180,8 @@ class BertLayer(nnx.Module):
             has_activation = native.takes_gated(up, mlp.activation)
         else:
             has_activation = mlp.activation == "gelu"
-        plain = has_activation and all(linear.adapter is None for linear in linears)
-        plain = plain and self.residual_norm is None
+        has_adapter = any(linear.adapter is not None for linear in linears)
+        plain = has_activation and self.residual_norm is None and not has_adapter
         return is_native("mlp") and plain and native.takes_mlp(hidden, out, up, down)
 
 
@@ -198,13 +198,13 @@ class BertAttention(nnx.Module):
     def __call__(
         self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOT_RELATIVE
     ) -> Hidden:
-        told = {"bias": relative.bias, "rotation": relative.rotation}
+        distances = {"bias": relative.bias, "rotation": relative.rotation}
         if self.norms is None:
-            return attend_hidden(hidden, self.qkv, self.num_heads, tokens.segments, **told)
+            return attend_hidden(hidden, self.qkv, self.num_heads, tokens.segments, **distances)
         rows, length, dim = hidden.shape
         joint = self.norms(self.qkv(hidden)).astype(self.qkv.kernel[...].dtype)
         joint = joint.reshape(rows, length, 3, self.num_heads, dim // self.num_heads)
-        return attend_joint(joint, tokens.segments, **told).reshape(rows, length, dim)
+        return attend_joint(joint, tokens.segments, **distances).reshape(rows, length, dim)
 
 
 class QueryKeyNorms(nnx.Module):
