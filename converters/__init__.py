@@ -68,6 +68,7 @@ CONVERTERS: dict[str, str] = {
     "qwen2": "converters.qwen2",
     "qwen3": "converters.qwen3",
     "roberta": "converters.roberta",
+    "t5": "converters.t5",
     "xlm-roberta": "converters.roberta",
 }
 

@@ -24,11 +24,9 @@ from converters.weights import (
     Transform,
     canonical,
     choose,
-    concatenate_transposed,
     expand,
     identity,
     safetensors_of,
-    swap_halves_transposed,
     transpose,
 )
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
@@ -65,12 +63,6 @@ HARMLESS = {
     "runtime_config",
     "target_modules",
     "task_type",
-}
-# The transforms of weights beside which an adapter can stand, by the kind of parameter: they put
-# each output of a source into a column of its own, and change no value.
-ADAPTABLE = {
-    "kernel": (transpose, concatenate_transposed, swap_halves_transposed),
-    "embedding": (identity,),
 }
 INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the base as it is
 
@@ -384,9 +376,12 @@ def _layer(rule: Rule) -> str:
 
 
 def _is_adaptable(rule: Rule) -> bool:
-    """Whether the rule makes a weight of the tower that an adapter can stand beside."""
+    """Whether the rule makes a weight of the tower that an adapter can stand beside: each output of
+    a source has a column of its own, or it is a table that stays as it is."""
     layer, _, kind = rule.target.rpartition(".")
-    return layer.startswith("tower.") and rule.transform in ADAPTABLE.get(kind, ())
+    by_column = kind == "kernel" and rule.transform.by_column
+    is_table = kind == "embedding" and rule.transform is identity
+    return layer.startswith("tower.") and (by_column or is_table)
 
 
 def _is_ignored(name: str, family: ModuleType) -> bool:

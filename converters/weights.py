@@ -69,6 +69,7 @@ class Transform:
     misfits: Callable[[Sequence[Tensor], Shape], list[str]]  # reasons why a shape is not possible
     dtype: DType | None = None  # of the parameter; None: that of the sources
     takes: Collection[str] = tuple(NUMPY_DTYPES)  # dtypes of the sources
+    by_column: bool = False  # whether a column of the parameter is a row of one source, or scaled
 
 
 def _keep(array: np.ndarray) -> np.ndarray:
@@ -122,10 +123,10 @@ def _joined_transposed(sources: Sequence[Tensor], shape: Shape) -> list[str]:
 
 
 identity = Transform(_keep, _shaped)
-transpose = Transform(_transpose, _transposed)  # torch stores weights as [out, in]
+transpose = Transform(_transpose, _transposed, by_column=True)  # torch stores weights as [out, in]
 concatenate = Transform(_join, _joined)
-concatenate_transposed = Transform(_join_transposed, _joined_transposed)
-swap_halves_transposed = Transform(_swap_halves_transposed, _transposed)
+concatenate_transposed = Transform(_join_transposed, _joined_transposed, by_column=True)
+swap_halves_transposed = Transform(_swap_halves_transposed, _transposed, by_column=True)
 one_plus = Transform(_add_one, _shaped, dtype="float32")  # bfloat16 would lose bits of the weight
 
 

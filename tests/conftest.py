@@ -59,6 +59,12 @@ _DEBERTA = _SIZES | {
     "content_to_position": True,
     "position_to_content": True,
 }
+_T5 = {key: value for key, value in _SIZES.items() if key != "max_positions"} | {
+    "head_width": 8,
+    "bias_reach": 5,
+    "activation": "relu",
+    "gated": False,
+}
 
 # A tiny one of every tower, and of what a tower does by its config: fields of ModelSpec.
 TOWERS: dict[str, dict[str, Any]] = {
@@ -185,6 +191,11 @@ TOWERS: dict[str, dict[str, Any]] = {
     "eurobert": {
         "architecture": "qwen3",
         "config": _DECODER | {"qk_norm": False, "causal": False, "mlp_bias": True},
+    },
+    "t5": {"architecture": "t5", "config": _T5},
+    "t5, gated": {  # with heads that are wider than the hidden states together
+        "architecture": "t5",
+        "config": _T5 | {"head_width": 12, "activation": "gelu_tanh", "gated": True},
     },
 }
 

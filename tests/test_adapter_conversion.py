@@ -52,6 +52,8 @@ FAMILIES = (
     "gemma3_mean",
     "llama_odd_mean",
     "eurobert_mean",
+    "t5_mean",
+    "t5_odd_mean",
 )
 
 
@@ -86,6 +88,7 @@ LEFT_OUT = (
     "*relative*",
     "pooler.*",
     "*head*",
+    "shared.*",
     "*value*",
     "*v_proj*",
     "*v_lin*",

@@ -33,6 +33,7 @@ ADAPTED = (
     "deberta",
     "qwen3",
     "gemma3",
+    "t5",
 )
 
 

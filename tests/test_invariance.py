@@ -84,8 +84,17 @@ def _bfloat16(request) -> Replica:
     return replica_of("bfloat16", **TOWERS[request.param])
 
 
-# Of each set of native calls one.
-NATIVE = ("bert", "mpnet", "nomic_bert", "jina_bert", "jina_bert_code", "modernbert", "qwen3")
+NATIVE = (  # of each set of native calls one
+    "bert",
+    "mpnet",
+    "nomic_bert",
+    "jina_bert",
+    "jina_bert_code",
+    "modernbert",
+    "qwen3",
+    "t5",
+    "t5, gated",
+)
 
 
 @pytest.fixture(name="native", scope="module", params=NATIVE)

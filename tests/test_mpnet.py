@@ -109,24 +109,6 @@ def test_what_is_not_run_is_refused_by_name_before_weights_are_read(said, error,
         convert(tmp_path / "source", tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("distance", "bucket"),
-    # as transformers' relative_position_bucket has them
-    {
-        **{-200: 15, -128: 15, -64: 14, -32: 12, -16: 10, -8: 8, -7: 7, -1: 1, 0: 0},
-        **{1: 17, 7: 23, 8: 24, 32: 28, 64: 30, 128: 31, 8000: 31},
-    }.items(),
-)
-def test_buckets_of_distances_are_those_of_transformers(distance, bucket):
-    assert mpnet.bucket(np.array([distance])).tolist() == [bucket]
-
-
-def test_buckets_stay_the_same_from_the_reach_on():
-    far = np.arange(mpnet.REACH, 9000)
-    assert set(mpnet.bucket(far)) == {31}
-    assert set(mpnet.bucket(-far)) == {15}
-
-
 def test_all_layers_share_one_table_of_biases_by_distance(scorer, tmp_path):
     spec, params = converted(scorer, tmp_path)
     biases, buckets = params["tower.distance.bias"], scorer[TABLE]

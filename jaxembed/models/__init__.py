@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "deberta": "jaxembed.models.deberta:Deberta",
     "modernbert": "jaxembed.models.modernbert:ModernBert",
     "qwen3": "jaxembed.models.qwen3:Qwen3",
+    "t5": "jaxembed.models.t5:T5",
 }
 
 

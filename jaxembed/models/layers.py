@@ -236,15 +236,17 @@ def attend_hidden(
     sight: Sight = EVERYTHING,
     bias: Bias | None = None,
     rotation: Rotation | None = None,
-) -> Hidden:
+) -> Float[Array, "rows length inner"]:
     """Compute the product that gives queries, keys and values, and `attend_joint` of them.
 
-    It is one native call if possible. Otherwise heads are rotated before they are rounded, unless a
-    native call rotates them.
+    The result is as wide as all heads together. It is one native call if possible. Otherwise heads
+    are rotated before they are rounded, unless a native call rotates them.
     """
     rows, length, dim = hidden.shape
-    width, kernel = dim // heads, qkv.kernel[...]
-    takes = qkv.adapter is None and native.takes_self_attention(hidden, heads, kernel)
+    inner, kernel = qkv.shape[1] // 3, qkv.kernel[...]
+    width = inner // heads
+    takes = inner == dim and native.takes_self_attention(hidden, heads, kernel)
+    takes = takes and qkv.adapter is None
     if is_native("self_attention") and takes:
         mask = sight.causal, sight.reach, sight.cap
         angles = None if rotation is None else (rotation.cos, rotation.sin)
@@ -252,4 +254,4 @@ def attend_hidden(
     rounds = rotation is None or takes_joint(length, width, kernel.dtype)
     joint = (qkv.rounded if rounds else qkv)(hidden).reshape(rows, length, 3, heads, width)
     mixed = attend_joint(joint, segments, sight, bias, rotation, kernel.dtype)
-    return mixed.reshape(rows, length, dim)
+    return mixed.reshape(rows, length, inner)

@@ -5,7 +5,6 @@ from typing import no_type_check
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
 from jaxembed.models.attention import Bias, bias_of_slopes, bias_of_table
 from jaxembed.models.rope import Rotation
@@ -17,7 +16,7 @@ class RelativePositions:
     """What the attention of every layer is told of the tokens' distances: nothing in BERT."""
 
     rotation: Rotation | None = None
-    bias: Float[Array, "heads distances"] | None = None  # as `attend` takes it
+    bias: Bias | None = None
 
 
 NOT_RELATIVE = RelativePositions()
@@ -32,7 +31,7 @@ class BiasByDistance(nnx.Module):
     def __init__(self, heads: int, reach: int):
         self.bias = nnx.Param(jnp.zeros((heads, 2 * reach + 1), jnp.float32))
 
-    def __call__(self, length: int) -> Float[Array, "heads distances"]:
+    def __call__(self, length: int) -> Bias:
         """The biases in rows of this length, as `attend` takes them."""
         return bias_of_table(self.bias[...], length)
 

@@ -3,6 +3,7 @@
 A new family is an entry of FAMILIES; test_towers, test_cross_encoders and make.py take it up.
 """
 
+import json
 import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -167,6 +168,17 @@ def _llama_bytes(end: str) -> Any:
         model_input_names=["input_ids", "attention_mask"],
         **dict(zip(names, LLAMA_SPECIAL, strict=True)),
     )
+
+
+T5_SPECIAL = ("<pad>", "</s>", "<unk>")
+T5_PIECES = [(name, 0.0) for name in T5_SPECIAL] + UNIGRAMS[4:-1]
+
+
+def t5_unigram(folder: Path) -> Any:
+    """As published: a text ends with </s>, and only the tokenizer says how long it may be. Without
+    the sentinels of its training."""
+    longest = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    return transformers.T5Tokenizer(vocab=T5_PIECES, extra_ids=0, model_max_length=longest)
 
 
 GEMMA_SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
@@ -703,5 +715,35 @@ FAMILIES = {
             "classifier_pooling": "mean",
         },
         eurobert_bytes,
+    ),
+    "t5": Family(
+        "T5EncoderModel",
+        "T5ForConditionalGeneration",
+        None,  # T5ForSequenceClassification takes the decoder's hidden states
+        {  # its own names, but for those of sizes; the tower reads no max_position_embeddings
+            "vocab_size": len(T5_PIECES),
+            "hidden_size": 16,
+            "num_layers": 2,
+            "num_decoder_layers": 1,
+            "num_heads": 2,
+            "d_kv": 4,
+            "d_ff": 32,
+            "max_position_embeddings": 32,
+            "relative_attention_max_distance": 20,
+            "is_encoder_decoder": False,
+        },
+        {  # version 1.1, with a scale of queries that is no power of two
+            "hidden_size": 15,
+            "num_layers": 3,
+            "num_heads": 3,
+            "d_kv": 6,
+            "d_ff": 37,
+            "feed_forward_proj": "gated-gelu",
+            "max_position_embeddings": 41,
+            "relative_attention_num_buckets": 13,
+            "relative_attention_max_distance": 17,
+            "layer_norm_epsilon": 1e-2,
+        },
+        t5_unigram,
     ),
 }

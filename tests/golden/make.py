@@ -306,6 +306,16 @@ CASES: dict[str, Case | Static] = {
         config=FAMILIES["eurobert"].odd,
         max_seq_length=41,
     ),
+    "t5_mean": Case(
+        "mean",
+        (Dense(12, "Identity", bias=False), NORMALIZE),
+        prompts=PROMPTS,
+        include_prompt=False,  # as instructor's
+        family="t5",
+    ),
+    "t5_odd_mean": Case(
+        "mean", (NORMALIZE,), FAMILIES["t5"].odd, masked_lm=True, family="t5", max_seq_length=41
+    ),
 }
 
 
@@ -434,6 +444,9 @@ def randomise(model: torch.nn.Module) -> None:
         else:
             values *= parameter.shape[1] ** -0.5
         parameter.data = torch.from_numpy(values)
+    for module in model.modules():  # T5 does not divide scores by the root of the heads' width
+        if hasattr(module, "key_value_proj_dim"):
+            module.q.weight.data *= module.key_value_proj_dim**-0.5
 
 
 def _later(case: Case | Static, width: int) -> Iterator[torch.nn.Module]:
@@ -450,7 +463,9 @@ def _as_masked_lm(family: Family, folder: Path) -> None:
     tower = class_of(family.tower).from_pretrained(folder, **family.options)
     whole = class_of(family.masked_lm)(tower.config)
     randomise(whole)
-    whole.base_model.load_state_dict(tower.state_dict())
+    # not strict: that of T5 is the whole, with a decoder
+    loaded = whole.base_model.load_state_dict(tower.state_dict(), strict=False)
+    assert not loaded.unexpected_keys
     whole.save_pretrained(folder)
 
 

@@ -35,7 +35,7 @@ def hidden_states(embedder: Embedder, tower, adapter: str | None) -> float:
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize(
-    "family", ["bert", "xlm_roberta", "modernbert", "distilbert", "albert", "qwen3"]
+    "family", ["bert", "xlm_roberta", "modernbert", "distilbert", "albert", "qwen3", "t5"]
 )
 def test_hidden_states_are_those_of_peft(family, make_embedder, tmp_path, note):
     peft = pytest.importorskip("peft")

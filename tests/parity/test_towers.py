@@ -193,6 +193,17 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
         "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "default", "rope_theta": 250_000.0},
     },
+    # with distances from 128 on, which share a bucket
+    ("t5", "768x12"): {
+        "vocab_size": 32128,
+        "hidden_size": 768,
+        "num_layers": 12,
+        "num_heads": 12,
+        "d_kv": 64,
+        "d_ff": 3072,
+        "max_position_embeddings": 512,
+        "relative_attention_max_distance": 128,
+    },
 }
 LENGTHS = [1, 2, 3, 5, 17, 33, 64, 100, 129, 255, 257, 511]
 TOLERANCE = 1e-5  # float32, sums in another order; 4.8e-6 was the most
