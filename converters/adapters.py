@@ -30,7 +30,7 @@ from converters.weights import (
     transpose,
 )
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
-from jaxembed.models.adapters import padded_width
+from jaxembed.models.adapters import owners_of
 from jaxembed.spec import Adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -288,7 +288,7 @@ def _steps(rule: Rule, parts: Sequence[tuple[int, Factors]], outputs: list[int])
     """The steps of the two parameters beside a layer. `parts` are in the order of their columns,
     each with the position of its weight among the rule's sources."""
     layer, kind = rule.target.rsplit(".", 1)
-    width = padded_width([one.rank for _, one in parts])
+    width = len(owners_of([one.rank for _, one in parts]))
     transform = transpose if rule.transform is identity else rule.transform
     positions = [(position, one.scale) for position, one in parts]
     down = partial(_side_by_side, width)

@@ -146,6 +146,20 @@ def test_native_kernels_give_the_adapters_too(name, native_kernels):
         assert cosine >= 0.999
 
 
+@pytest.mark.parametrize("name", ["bert", "nomic_bert", "qwen3"])
+def test_native_kernels_compute_a_text_as_if_it_were_alone(name, native_kernels):
+    """To the bit: without an adapter as the plain model does, and whatever its batch takes."""
+    spec = adapted_spec(WIDER_TOWERS[name])
+    parameters = random_parameters(spec)
+    replica = replica_of(spec, parameters, "bfloat16", native=True)
+    text = [2, *range(5, 35), 3]  # a row of its own
+    got = [vectors(replica, [text, text], [number, 2])[0] for number in (0, 1)]
+    plain = tiny_spec(architecture=spec.architecture, config=spec.config)
+    alone = replica_of(plain, merged(parameters, spec, 0), "bfloat16", native=True)
+    np.testing.assert_array_equal(got[0], vectors(alone, [text], [0])[0])
+    np.testing.assert_array_equal(got[1], vectors(replica, [text], [1])[0])
+
+
 def test_a_model_without_adapters_has_no_plane_for_them():
     spec = tiny_spec()
     assert program(spec).planes == PackedTokens.PLANES

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxembed.models import native
+from jaxembed.models.adapters import owners_of
 from jaxembed.models.attention import EVERYTHING, Sight, attend_joint, by_native, by_xla, using
 from jaxembed.models.layers import ACTIVATIONS, gelu
 from jaxembed.models.relative import alibi
@@ -239,6 +240,95 @@ def test_packing_moves_each_element_once():
     # column 70, feature 45: columns of 32, features of 32, tiles of 16, pairs, lanes
     assert packed[2, 1, 0, 6, 6, 1] == kernel[45, 70]
     np.testing.assert_array_equal(np.sort(packed, axis=None), kernel.ravel())
+
+
+# ---- adapters
+
+
+def small_integers(*shape: int, seed: int) -> np.ndarray:
+    """Sums of their products are integers, exact in float32, and below 256 in bfloat16 too."""
+    return np.random.default_rng(seed).integers(-1, 2, shape).astype(np.float32)
+
+
+def adapters_of(k: int, n: int, numbers: np.ndarray, ranks: tuple[int, ...]) -> native.Adapters:
+    owners = np.array(owners_of(ranks), np.int32)
+    down, up = small_integers(k, len(owners), seed=5), small_integers(len(owners), n, seed=6)
+    return native.Adapters(*map(jnp.asarray, (numbers, panels(down), panels(up), owners)))
+
+
+def unpacked(weight) -> np.ndarray:
+    columns, steps = weight.shape[:2]
+    tiles = np.asarray(weight, np.float32).transpose(1, 3, 5, 0, 2, 4)
+    return tiles.reshape(steps * 32, columns * 32)
+
+
+def added(x: np.ndarray, adapters: native.Adapters) -> np.ndarray:
+    """What the adapters add to a product of x."""
+    numbers, owners = np.asarray(adapters.numbers), np.asarray(adapters.owners)
+    between = np.where(numbers[..., None] == owners, x @ unpacked(adapters.down), np.float32(0))
+    return between @ unpacked(adapters.up)
+
+
+RANKS = ((4,), (8, 8), (3, 1, 5), (24, 24), (16, 16, 16, 16), (4, 4, 4, 4, 4), (1, 70, 2))
+
+
+@pytest.mark.parametrize("ranks", RANKS, ids=str)
+@pytest.mark.parametrize(("k", "n"), [(32, 96), (384, 64), (1536, 32)])
+def test_each_row_gets_the_product_of_its_own_adapter(way, k, n, ranks):
+    """To the bit, whatever adapters the rows beside it have."""
+    x, kernel = small_integers(max(ROWS), k, seed=0), small_integers(k, n, seed=1)
+    draw, weight = np.random.default_rng(2), jnp.asarray(panels(kernel))
+    for rows in ROWS:
+        mixed = draw.integers(0, len(ranks) + 1, rows).astype(np.int32)
+        runs = np.repeat(mixed, 13)[:rows]
+        for numbers in (mixed, runs, np.full(rows, len(ranks), np.int32)):
+            adapters = adapters_of(k, n, numbers[None], ranks)
+            got = native.linear(jnp.asarray(x[None, :rows]), weight, None, adapters=adapters)
+            wanted = x[:rows] @ kernel + added(x[:rows], adapters)[0]
+            np.testing.assert_array_equal(np.asarray(got)[0], wanted)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_adapters_are_added_before_what_follows_a_product(way, rows):
+    k, n = 64, 96
+    x, residual = small_integers(1, rows, k, seed=0), drawn(1, rows, n, seed=3)
+    numbers = (np.arange(rows, dtype=np.int32) // 5 % 3)[None]
+    kernel, bias, scale, shift = (small_integers(*of, seed=8) for of in ((k, n), (n,), (n,), (n,)))
+    halves, of_halves = small_integers(k, 2 * n, seed=9), drawn(2 * n, seed=4)
+    one, two = (adapters_of(k, width, numbers, (8, 3)) for width in (n, 2 * n))
+    plain = x @ kernel + bias + added(x, one)
+
+    @jax.jit
+    def run(x, kernel, bias, residual, scale, shift, halves, of_halves, one, two):
+        return (
+            native.linear(x, kernel, bias, gelu=True, adapters=one),
+            native.linear_norm(x, kernel, bias, residual, scale, shift, 1e-6, one),
+            native.gated_linear(x, halves, of_halves, "silu", dtype="float32", adapters=two),
+        )
+
+    weights = panels(kernel), bias, residual, scale, shift, panels(halves), of_halves
+    active, normed, gated = run(x, *weights, one, two)
+    assert_near(active, gelu(jnp.asarray(plain)), "float32", atol=1e-4)
+    total = residual + plain
+    centred = total - total.mean(axis=-1, keepdims=True)
+    normal = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-6)
+    assert_near(normed, normal * scale + shift, "float32")
+    gate, up = np.split(x @ halves + of_halves + added(x, two), 2, axis=-1)
+    # the approximation of the activation is off by 6e-6 of the gate
+    atol = 6e-6 * np.abs(gate).max() * np.abs(up).max()
+    assert_near(gated, np.asarray(jax.nn.silu(gate)) * up, "float32", atol=atol)
+
+
+def test_nan_in_a_row_stays_there_beside_adapters(way):
+    x, kernel = small_integers(1, 40, 64, seed=0), small_integers(64, 96, seed=1)
+    numbers = (np.arange(40, dtype=np.int32) % 3)[None]
+    adapters = adapters_of(64, 96, numbers, (8, 8))
+    wanted = (x @ kernel + added(x, adapters))[0]
+    x[0, 5:7] = [[np.nan], [np.inf]]
+    x, kernel = jnp.asarray(x), jnp.asarray(panels(kernel))
+    got = np.asarray(native.linear(x, kernel, None, adapters=adapters))[0]
+    np.testing.assert_array_equal(np.delete(got, [5, 6], 0), np.delete(wanted, [5, 6], 0))
+    assert np.isnan(got[5]).all()
 
 
 # ---- attention
@@ -514,7 +604,10 @@ def test_attention_is_the_kernels_only_where_they_take_it(native_kernels):
     [(3, 16, 64, 2), (9, 16, 96, 3), (1, 64, 96, 1), (5, 112, 64, 2), (2, 528, 384, 12)],
 )
 @pytest.mark.parametrize("gate", [None, "silu"])
-def test_half_a_layer_in_one_call_is_what_its_parts_are(way, rows, length, dim, heads, gate):
+@pytest.mark.parametrize("adapted", [(), ("qkv", "out", "up", "down"), ("down",)], ids=str)
+def test_half_a_layer_in_one_call_is_what_its_parts_are(
+    way, rows, length, dim, heads, gate, adapted
+):
     """`linear` and `joint_attention`, of which the other tests say what they are."""
     width, shape = 4 * dim, (rows, length, dim)
     hidden = drawn(*shape, seed=9)
@@ -533,6 +626,15 @@ def test_half_a_layer_in_one_call_is_what_its_parts_are(way, rows, length, dim, 
     up = linear_of(dim, 2 * width if gate else width, 6)
     down = (*linear_of(width, dim, 7), *norm_of(8))
 
+    numbers = (np.arange(rows * length, dtype=np.int32) // 11 % 3).reshape(rows, length)
+    wholes = {"qkv": qkv, "out": out, "up": up, "down": down}
+    adapters: dict = {}
+    for name in adapted:
+        k, n = unpacked(wholes[name][0]).shape
+        one = adapters_of(k, n, numbers, (8, 16))
+        adapters[name] = one._replace(down=one.down / k, up=one.up / 4)
+    of_mlp = {name: one for name, one in adapters.items() if name != "qkv"}
+
     places: dict = {}
     if gate:
         turns = drawn(rows, length, dim // heads // 2, seed=10)
@@ -546,20 +648,24 @@ def test_half_a_layer_in_one_call_is_what_its_parts_are(way, rows, length, dim, 
 
     @jax.jit
     def in_one(hidden, segments, qkv, out, up, down):
-        mixed = native.self_attention(hidden, *qkv, segments, heads, *mask, **places)
-        return mixed, native.mlp(mixed, hidden, out, up, down, 1e-6, gate)
+        mixed = native.self_attention(
+            hidden, *qkv, segments, heads, *mask, **places, adapters=adapters.get("qkv")
+        )
+        return mixed, native.mlp(mixed, hidden, out, up, down, 1e-6, gate, of_mlp)
 
     @jax.jit
     def in_parts(hidden, segments, qkv, out, up, down):
-        joint = native.linear(hidden, *qkv, dtype="bfloat16")
+        joint = native.linear(hidden, *qkv, dtype="bfloat16", adapters=adapters.get("qkv"))
         joint = joint.reshape(rows, length, 3, heads, dim // heads)
         mixed = native.joint_attention(joint, segments, *mask, **places).reshape(shape)
-        hidden = native.linear_norm(mixed, *out[:2], hidden, *out[2:], 1e-6)
+        hidden = native.linear_norm(mixed, *out[:2], hidden, *out[2:], 1e-6, adapters.get("out"))
         if gate:
-            inner = native.gated_linear(hidden, *up, gate)
+            inner = native.gated_linear(hidden, *up, gate, adapters=adapters.get("up"))
         else:
-            inner = native.linear(hidden, *up, gelu=True, dtype="bfloat16")
-        return mixed, native.linear_norm(inner, *down[:2], hidden, *down[2:], 1e-6)
+            of_up = adapters.get("up")
+            inner = native.linear(hidden, *up, gelu=True, dtype="bfloat16", adapters=of_up)
+        of_down = adapters.get("down")
+        return mixed, native.linear_norm(inner, *down[:2], hidden, *down[2:], 1e-6, of_down)
 
     operands = (hidden, segments, qkv, out, up, down)
     real = segments != 0

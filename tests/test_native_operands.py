@@ -158,6 +158,33 @@ CALLS |= {
 }
 
 
+def adapted(call: str, *products: tuple[str, int, int]) -> Made:
+    """A call with adapters of products, given by the name in front of their operands and shape."""
+    made = CALLS[call]
+    leading = made.shape[:2]
+    operands, mode = {"numbers": np.ones(leading, np.int32)}, native.ADAPTED
+    for of, k, n in products:
+        operands[f"{of}adapter_down"] = weight(k, 32)
+        operands[f"{of}adapter_up"] = weight(32, n)
+        operands[f"{of}adapter_owners"] = np.ones(32, np.int32)
+        mode |= native.ADAPTS.get(of.removesuffix("_"), 0)
+    return replace(
+        made,
+        operands=made.operands | operands,
+        attributes=made.attributes | {"mode": made.attributes["mode"] | mode},
+    )
+
+
+CALLS |= {
+    "linear with adapters": adapted("linear", ("", 64, 96)),
+    "linear with a gate and adapters": adapted("linear with a gate", ("", 64, 192)),
+    "linear with a norm and adapters": adapted("linear with a norm", ("", 64, 96)),
+    "self_attention with adapters": adapted("self_attention", ("", 64, 192)),
+    "mlp with adapters": adapted("mlp", ("out_", 64, 64), ("up_", 64, 96), ("down_", 96, 64)),
+    "mlp with adapters of one product": adapted("mlp with a gate", ("up_", 64, 192)),
+}
+
+
 @pytest.fixture(name="made", params=CALLS)
 def _made(request) -> Made:
     return CALLS[request.param]
@@ -251,6 +278,8 @@ def test_attributes_that_are_missing_or_unknown_or_of_another_type_are_refused(m
         ("mlp with a gate", "mode", np.int64(len(native.ENDS))),
         ("attention", "mode", np.int64(native.ROTATED)),
         ("self_attention", "mode", np.int64(4)),
+        ("linear", "mode", np.int64(native.ADAPTED + len(native.ENDS))),
+        ("joint_attention", "mode", np.int64(native.ADAPTED)),
         ("attention", "cap", np.float32(-1)),
         ("linear with a norm", "eps", np.float32(-1)),
         ("linear with a norm", "eps", np.float32(np.nan)),

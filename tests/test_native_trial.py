@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TOWERS, WIDER_TOWERS, WORDS, save_tiny, tiny_spec
+from test_adapters import adapted_spec
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.engine import build, native_trial
@@ -83,6 +84,17 @@ def test_all_calls_of_a_model_are_right(name, tmp_path):
         assert 0 <= verdict.off < native_trial.MOST_OFF / 2
         assert verdict.times_xla > 0
     assert chosen(name, tmp_path).native == ByNative()
+
+
+@pytest.mark.parametrize("name", ["bert", "nomic_bert", "qwen3"])
+def test_calls_with_adapters_are_right_too(name):
+    model = program(adapted_spec(WIDER_TOWERS[name]))
+    adapted = {call.name for call in noted_calls(model, "bfloat16") if call.mode & native.ADAPTED}
+    assert adapted == CALLS[name] - {"attention", "joint_attention"}
+    verdicts = try_native(model, jax.local_devices()[0], "bfloat16")
+    assert set(verdicts) == CALLS[name]
+    for verdict in verdicts.values():
+        assert verdict.refusal(faster=False) is None
 
 
 def test_calls_are_tried_in_few_tokens_and_in_many():

@@ -25,7 +25,7 @@ from jaxembed.engine.compiles import WORKERS, compile_lowered, compiler_options
 from jaxembed.engine.drawn import packed_segments
 from jaxembed.engine.placement import Device, placed_dtype
 from jaxembed.models import Program, native
-from jaxembed.models.adapters import stacked
+from jaxembed.models.adapters import LowRank, chosen
 from jaxembed.models.attention import ByNative, Sight, by_xla, using
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 from jaxembed.models.rope import Rotation
@@ -43,6 +43,7 @@ BELIEVED = 3  # times that a call must be timed as slower before it is refused
 MOST_OFF = 0.02
 # The calls that another call depends on: weights are packed into panels only if products take them.
 NEEDED = {name: {"linear"} for name in (*native.ENDS[1:], "self_attention", "mlp")}
+RUN = 8  # tokens or columns of one adapter that stand side by side
 GATED = "gated_"  # before the activation, in names of calls
 LATE = f"was not tried: {TRIAL_S:.0f} s were over"
 
@@ -90,9 +91,7 @@ def try_native(program: Program, device: Device, dtype: DType) -> Verdicts:
 
 def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
     """The different native calls that a model makes with few tokens and with many."""
-    placed = {name: _placed_shape(name, leaf, dtype) for name, leaf in program.shapes.items()}
-    shapes = jax.eval_shape(stacked, placed)
-    leaves = [shapes[name] for name in program.shapes]
+    leaves = [_placed_shape(name, leaf, dtype) for name, leaf in program.shapes.items()]
     calls: dict[native.NativeCall, None] = {}
     for bucket in TRIED:
         planes = jax.ShapeDtypeStruct((program.planes, bucket.rows, bucket.length), jnp.int32)
@@ -139,7 +138,7 @@ class CallTrial:
         try:
             for run, is_packed in (
                 (call.run, True),
-                (partial(XLA_CALLS[call.target], call), False),
+                (partial(_in_xla, call), False),
             ):
                 if time.monotonic() < stop_at:
                     self._programs.append(self._compiled(run, is_packed))
@@ -207,9 +206,11 @@ def _drawn(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np
         shape = native.plain_shape(of.shape)
         values = draw.standard_normal(shape, np.float32)
         if shape != of.shape:
-            values *= shape[0] ** -0.5
+            values *= shape[0] ** -0.5 * (0.25 if name.endswith("adapter_up") else 1)
         elif len(shape) == 1:
             values = 0.1 * values + name.endswith("scale")
+        if name == "numbers" or name.endswith("owners"):  # of two adapters, and of none
+            values = np.broadcast_to(np.arange(shape[-1]) // RUN % 3, shape)
         plain[name] = values.astype(of.dtype)
     if "segments" in plain:
         segments = packed_segments(Bucket(*plain["segments"].shape))
@@ -253,9 +254,15 @@ def _fastest_ms(*runs: Callable[[], Any]) -> list[float]:
     return fastest
 
 
+def _in_xla(call: native.NativeCall, of: Operands) -> Array:
+    """Compute in XLA what a native call computes."""
+    with chosen(of.get("numbers")):
+        return XLA_CALLS[call.target](call, of)
+
+
 def _linear_in_xla(call: native.NativeCall, of: Operands) -> Array:
     """Compute in XLA, with the towers' layers, what the native call `linear` computes."""
-    linear = _linear(of["kernel"], of["bias"])
+    linear = _linear(of)
     if call.name == "norm":
         eps = float(dict(call.attributes)["eps"])
         norm = _layer_norm(of["scale"], of["shift"], eps)
@@ -285,23 +292,20 @@ def _self_attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
     """Compute in XLA what the native call `self_attention` computes."""
     rows, length, dim = call.shape
     heads = int(dict(call.attributes)["heads"])
-    joint = _linear(of["kernel"], of["bias"]).rounded(of["hidden"])
+    joint = _linear(of).rounded(of["hidden"])
     joint = joint.reshape(rows, length, 3, heads, dim // heads)
     return _joint_attention_in_xla(call, {**of, "joint": joint}).reshape(call.shape)
 
 
 def _mlp_in_xla(call: native.NativeCall, of: Operands) -> Array:
     """Compute in XLA what the native call `mlp` computes."""
-    attributes = dict(call.attributes)
-    eps, mode = float(attributes["eps"]), native.ENDS[attributes["mode"]]
-    out, up, down = (
-        _linear(of[f"{name}_kernel"], of[f"{name}_bias"]) for name in ("out", "up", "down")
-    )
+    eps, end = float(dict(call.attributes)["eps"]), call.end
+    out, up, down = (_linear(of, f"{name}_") for name in ("out", "up", "down"))
     first, second = (
         _layer_norm(of[f"{name}_scale"], of[f"{name}_shift"], eps) for name in ("out", "down")
     )
     hidden = first.of_sum(of["hidden"], out, of["mixed"])
-    inner = _gated(up(hidden), mode) if mode.startswith(GATED) else up.rounded(hidden, "gelu")
+    inner = _gated(up(hidden), end) if end.startswith(GATED) else up.rounded(hidden, "gelu")
     return second.of_sum(hidden, down, inner)
 
 
@@ -320,10 +324,14 @@ def _attend(call: native.NativeCall, of: Operands, query, key, value) -> Array:
     return mixed.astype(call.dtype)
 
 
-def _linear(kernel: Array, bias: Array) -> Linear:
-    """A linear layer with this weight and bias."""
+def _linear(of: Operands, name: str = "") -> Linear:
+    """A linear layer with the weight, bias and adapters of a product, which a call may name."""
     linear = Linear(1, 1)
-    linear.kernel, linear.bias = nnx.Param(kernel), nnx.Param(bias)
+    linear.kernel, linear.bias = nnx.Param(of[f"{name}kernel"]), nnx.Param(of[f"{name}bias"])
+    if f"{name}adapter_owners" in of:
+        linear.adapter = LowRank(linear, of[f"{name}adapter_owners"])
+        linear.adapter.down.kernel = nnx.Param(of[f"{name}adapter_down"])
+        linear.adapter.up.kernel = nnx.Param(of[f"{name}adapter_up"])
     return linear
 
 

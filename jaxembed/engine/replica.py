@@ -18,7 +18,6 @@ from jaxembed.engine.compiles import compile_lowered, compiler_options
 from jaxembed.engine.placement import FLOAT32, Device, mesh_of, place_parameters
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program
-from jaxembed.models.adapters import stacked
 from jaxembed.models.attention import Attend, by_xla, using
 from jaxembed.outputs import OutputName
 from jaxembed.spec import DType
@@ -95,8 +94,6 @@ class Replica:
         self._float32: jax.stages.Compiled | None = None
         named = zip(program.shapes, program.order(parameters), strict=True)
         (placed,) = place_parameters(named, [devices], dtype, native_layout)
-        if native_layout:
-            placed = stacked(placed)
         self._parameters = [placed[name] for name in program.shapes]
 
     def compile(self, bucket: Bucket) -> None:

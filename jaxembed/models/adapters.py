@@ -11,18 +11,15 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxembed.errors import CheckpointError
+from jaxembed.models import native
 from jaxembed.models.layers import Embedding, Linear
-from jaxembed.models.native import PANEL, is_packed, plain_shape
 from jaxembed.spec import Adapter
 
 Numbers = Int[Array, "rows length"]  # of the adapter of each token, from 1; 0: none
-
-_UP = ".adapter.up.kernel"  # the end of the name of a parameter
 
 _numbers: ContextVar[Numbers | None] = ContextVar("numbers", default=None)
 
@@ -40,51 +37,41 @@ def chosen(numbers: Numbers | None) -> Iterator[None]:
 class LowRank(nnx.Module):
     """What the adapters add to the result of a layer: (the token's columns of x . down) . up.
 
-    `ranks` are the numbers of columns of each adapter, in the order of their numbers.
+    `owners` are the numbers of the adapters that the columns between down and up belong to.
     """
 
-    def __init__(self, layer: Linear | Embedding, ranks: Sequence[int]):
-        inputs, outputs = layer.shape
-        width = padded_width(ranks)
+    def __init__(self, layer: Linear | Embedding, owners: Sequence[int] | Array):
+        (inputs, outputs), width = layer.shape, len(owners)
         kind = Embedding(inputs, width)
         if isinstance(layer, Linear):
             kind = Linear(inputs, width, bias=False)
         self.down = kind
         self.up = Linear(width, outputs, bias=False)
-        columns = [number for number, rank in enumerate(ranks, start=1) for _ in range(rank)]
-        self.owners = (*columns, *[-1] * (width - len(columns)))  # -1: of no adapter
-
-    def narrow(self, x: Array) -> Float[Array, "rows length width"]:
-        """x . down, where only the columns of each token's own adapter are not zero."""
-        numbers = _numbers.get()
-        assert numbers is not None
-        own = numbers[:, :, None] == np.array(self.owners, np.int32)[None, None]
-        return jnp.where(own, self.down(x), 0.0)
+        self.owners = owners
 
     def __call__(self, x: Array) -> Float[Array, "rows length out"]:
-        return self.up(self.narrow(x))
+        own = _chosen()[:, :, None] == jnp.asarray(self.owners, jnp.int32)[None, None]
+        return self.up(jnp.where(own, self.down(x), 0.0))
+
+    def for_native(self) -> native.Adapters:
+        """The same for a native call, which computes it within the product of the layer."""
+        owners = jnp.asarray(self.owners, jnp.int32)
+        return native.Adapters(_chosen(), self.down.kernel[...], self.up.kernel[...], owners)
 
 
-def padded_width(ranks: Sequence[int]) -> int:
-    """The columns of all adapters together, and so many of zeros that native kernels take them."""
-    return -(-sum(ranks) // PANEL) * PANEL
+def _chosen() -> Numbers:
+    numbers = _numbers.get()
+    assert numbers is not None
+    return numbers
 
 
-def stacked(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The parameters with the up factor of each adapter below the weight of its layer, for weights
-    in panels: native kernels then compute both in one product, of x and the narrow columns.
+def owners_of(ranks: Sequence[int]) -> tuple[int, ...]:
+    """The owners of the columns of adapters of these ranks, in the order of their numbers.
 
-    Not where more goes in than comes out: there to copy x takes longer than to add two results.
+    There are so many columns that native kernels take them; the last are of no adapter (-1).
     """
-    joined = dict(parameters)
-    for name, up in parameters.items():
-        weight = f"{name.removesuffix(_UP)}.kernel" if name.endswith(_UP) else ""
-        if weight not in joined or not is_packed(joined[weight]):
-            continue
-        inputs, outputs = plain_shape(joined[weight].shape)
-        if inputs <= outputs:
-            joined[weight] = jnp.concatenate([joined[weight], up], axis=1)  # of features
-    return joined
+    columns = [number for number, rank in enumerate(ranks, start=1) for _ in range(rank)]
+    return (*columns, *[-1] * (-len(columns) % native.PANEL))
 
 
 def attach(tower: nnx.Module, adapters: Sequence[Adapter]) -> None:
@@ -94,7 +81,9 @@ def attach(tower: nnx.Module, adapters: Sequence[Adapter]) -> None:
     """
     for name in dict.fromkeys(name for adapter in adapters for name in adapter.ranks):
         layer = _layer_of(tower, name)
-        layer.adapter = LowRank(layer, [adapter.ranks.get(name, 0) for adapter in adapters])
+        layer.adapter = LowRank(
+            layer, owners_of([adapter.ranks.get(name, 0) for adapter in adapters])
+        )
 
 
 def _layer_of(tower: nnx.Module, name: str) -> Linear | Embedding:

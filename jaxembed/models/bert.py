@@ -153,6 +153,7 @@ class BertLayer(nnx.Module):
     ) -> Hidden:
         mixed = self.attention(hidden, tokens, relative)
         if self._is_native(hidden):
+            linears = {"out": self.attention.out, "up": self._up, "down": self.mlp.down}
             return native.mlp(
                 mixed.astype(jnp.bfloat16),
                 hidden,
@@ -161,6 +162,7 @@ class BertLayer(nnx.Module):
                 (*self.mlp.down.parameters, *self.mlp_norm.parameters),
                 self.mlp_norm.eps,
                 self.mlp.activation if isinstance(self.mlp, GatedMlp) else None,
+                {k: x.native_adapters for k, x in linears.items() if x.adapter is not None},
             )
         attended = self.attention_norm.of_sum(hidden, self.attention.out, mixed)
         hidden = attended if self.residual_norm is None else self.residual_norm(hidden + attended)
@@ -174,14 +176,12 @@ class BertLayer(nnx.Module):
     def _is_native(self, hidden: Hidden) -> bool:
         """Whether one native call computes all that follows attention."""
         mlp = self.mlp
-        linears = (self.attention.out, self._up, mlp.down)
-        out, up, down = (linear.kernel[...] for linear in linears)
+        out, up, down = (x.kernel[...] for x in (self.attention.out, self._up, mlp.down))
         if isinstance(mlp, GatedMlp):
             has_activation = native.takes_gated(up, mlp.activation)
         else:
             has_activation = mlp.activation == "gelu"
-        has_adapter = any(linear.adapter is not None for linear in linears)
-        plain = has_activation and self.residual_norm is None and not has_adapter
+        plain = has_activation and self.residual_norm is None
         return is_native("mlp") and plain and native.takes_mlp(hidden, out, up, down)
 
 

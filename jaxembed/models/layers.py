@@ -48,8 +48,7 @@ class Linear(nnx.Module):
 
     A float32 weight is multiplied in full float32, also within a bfloat16 program: the default
     precision would be TF32 on GPU and bfloat16 passes on TPU. A weight in panels is multiplied by
-    the native kernels. `adapter`, a LowRank, adds its own product of x; below a weight in panels
-    its second factor may stand, see `adapters.stacked`.
+    the native kernels. `adapter`, a LowRank, adds its own product of x.
     """
 
     adapter: Any = None  # set by models.adapters
@@ -61,7 +60,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "rows length in"]) -> Float[Array, "rows length out"]:
         kernel, bias = self.parameters
         if native.is_packed(kernel):
-            return self.plus_adapter(native.linear(self.operand(x), kernel, bias), x)
+            return native.linear(x, kernel, bias, adapters=self.native_adapters)
         contract = (((2,), (0,)), ((), ()))
         y = lax.dot_general(
             x.astype(kernel.dtype),
@@ -70,24 +69,13 @@ class Linear(nnx.Module):
             precision=lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )
-        return self.plus_adapter(y if bias is None else y + bias[None, None], x)
+        y = y if bias is None else y + bias[None, None]
+        return y if self.adapter is None else y + self.adapter(x)
 
-    def plus_adapter(
-        self, y: Float[Array, "rows length out"], x: Float[Array, "rows length in"]
-    ) -> Float[Array, "rows length out"]:
-        """y and the product of the adapter, unless that is part of the layer's own product."""
-        return y if self.adapter is None or self._is_stacked(x) else y + self.adapter(x)
-
-    def _is_stacked(self, x: Float[Array, "rows length in"]) -> bool:
-        """Whether the adapter's second factor stands below the weight."""
-        return native.plain_shape(self.kernel[...].shape)[0] > x.shape[-1]
-
-    def operand(self, x: Float[Array, "rows length in"]) -> Float[Array, "rows length wide"]:
-        """The operand of a weight in panels: x, and beside it columns of an adapter below it."""
-        if not self._is_stacked(x):
-            return x
-        columns = self.adapter.narrow(x)
-        return jnp.concatenate([x.astype(jnp.bfloat16), columns.astype(jnp.bfloat16)], axis=-1)
+    @property
+    def native_adapters(self) -> native.Adapters | None:
+        """The adapters for a native call, if there are any; the weight is in panels."""
+        return None if self.adapter is None else self.adapter.for_native()
 
     def rounded(
         self, x: Float[Array, "rows length in"], activation: str = "identity"
@@ -98,9 +86,9 @@ class Linear(nnx.Module):
         """
         kernel, bias = self.parameters
         gelu = activation == "gelu" and is_native("gelu")
-        fused = self.adapter is None or self._is_stacked(x)
-        if native.is_packed(kernel) and fused and (gelu or activation == "identity"):
-            return native.linear(self.operand(x), kernel, bias, gelu=gelu, dtype=str(kernel.dtype))
+        if native.is_packed(kernel) and (gelu or activation == "identity"):
+            adapters, dtype = self.native_adapters, str(kernel.dtype)
+            return native.linear(x, kernel, bias, gelu=gelu, dtype=dtype, adapters=adapters)
         return ACTIVATIONS[activation](self(x)).astype(kernel.dtype)
 
     @property
@@ -181,8 +169,8 @@ class LayerNorm(nnx.Module):
         kernel, bias = linear.parameters
         scale, shift = self.parameters
         if native.is_packed(kernel) and is_native("norm") and shift is not None:
-            hidden, x = linear.plus_adapter(hidden, x), linear.operand(x)
-            return native.linear_norm(x, kernel, bias, hidden, scale, shift, self.eps)
+            adapters = linear.native_adapters
+            return native.linear_norm(x, kernel, bias, hidden, scale, shift, self.eps, adapters)
         return self(hidden + linear(x))
 
 
@@ -221,9 +209,10 @@ class GatedMlp(nnx.Module):
     def wide(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length width"]:
         """What `down` is applied to; the native kernels round it, as `down` would."""
         kernel, bias = self.gate_up.parameters
-        takes = self.gate_up.adapter is None and native.takes_gated(kernel, self.activation)
+        takes = native.takes_gated(kernel, self.activation)
         if takes and is_native(f"gated_{self.activation}"):
-            return native.gated_linear(x, kernel, bias, self.activation)
+            adapters = self.gate_up.native_adapters
+            return native.gated_linear(x, kernel, bias, self.activation, adapters=adapters)
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return ACTIVATIONS[self.activation](gate) * up
 
@@ -246,11 +235,19 @@ def attend_hidden(
     inner, kernel = qkv.shape[1] // 3, qkv.kernel[...]
     width = inner // heads
     takes = inner == dim and native.takes_self_attention(hidden, heads, kernel)
-    takes = takes and qkv.adapter is None
     if is_native("self_attention") and takes:
         mask = sight.causal, sight.reach, sight.cap
         angles = None if rotation is None else (rotation.cos, rotation.sin)
-        return native.self_attention(hidden, *qkv.parameters, segments, heads, *mask, bias, angles)
+        return native.self_attention(
+            hidden,
+            *qkv.parameters,
+            segments,
+            heads,
+            *mask,
+            distance_bias=bias,
+            angles=angles,
+            adapters=qkv.native_adapters,
+        )
     rounds = rotation is None or takes_joint(length, width, kernel.dtype)
     joint = (qkv.rounded if rounds else qkv)(hidden).reshape(rows, length, 3, heads, width)
     mixed = attend_joint(joint, segments, sight, bias, rotation, kernel.dtype)

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16, Float, Int
 
 from jaxembed.models.native.compiler import Unavailable as Unavailable
 from jaxembed.models.native.compiler import find_compiler as find_compiler
@@ -38,9 +38,20 @@ Panels = BFloat16[Array, "columns steps two pairs lanes both"]
 # Names of the `linear` call by its mode, in trials and refusals.
 ENDS = ("linear", "norm", "gelu", "gated_gelu", "gated_silu", "gated_gelu_tanh")
 BIASED, ROTATED = 1, 2  # bits of the mode of attention: which operands come with the call
+ADAPTED = 8  # bit of any mode: adapters come, in `mlp` for the products of these bits
+ADAPTS = {"out": 16, "up": 32, "down": 64}
 
 DistanceBias = Float[Array, "heads distances"]  # as models.attention.attend takes it
 Angles = Float[Array, "rows length half"]
+
+
+class Adapters(NamedTuple):
+    """The low-rank adapters of a product, as `models.adapters.LowRank` has them, in panels."""
+
+    numbers: Int[Array, "rows length"]  # of the adapter of each token
+    down: Panels
+    up: Panels
+    owners: Int[Array, " narrow"]  # the number of the adapter of each column between down and up
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,17 @@ class NativeCall:
     @property
     def name(self) -> str:
         """The name of the target; a `linear` call is named by its mode, one of ENDS."""
-        return ENDS[dict(self.attributes)["mode"]] if self.target == "linear" else self.target
+        return self.end if self.target == "linear" else self.target
+
+    @property
+    def end(self) -> str:
+        """What follows the product of `linear`, or the product with `up` of `mlp`: one of ENDS."""
+        return ENDS[self.mode % ADAPTED]
+
+    @property
+    def mode(self) -> int:
+        """The attribute `mode`: it says which operands come with the call."""
+        return int(dict(self.attributes)["mode"])
 
     def run(self, operands: Mapping[str, Array]) -> Array:
         """Add the call to the program that is being traced, and return its result.
@@ -64,14 +85,13 @@ class NativeCall:
         `operands` are arrays by name; the library tells their order. Raises TypeError if the names
         are not those that the call takes.
         """
-        attributes = dict(self.attributes)
-        names = operand_names(self.target, int(attributes.get("mode", 0)))
+        names = operand_names(self.target, self.mode)
         if operands.keys() != set(names):
             given_names = ", ".join(operands)
             raise TypeError(f"native {self.target} takes {', '.join(names)}, not {given_names}")
         result = jax.ShapeDtypeStruct(self.shape, self.dtype)
         call = jax.ffi.ffi_call(f"jaxembed_{self.target}", result)
-        return call(*(operands[name] for name in names), **attributes)
+        return call(*(operands[name] for name in names), **dict(self.attributes))
 
 
 _noted: ContextVar[dict[NativeCall, None] | None] = ContextVar("noted", default=None)
@@ -132,14 +152,15 @@ def linear(
     *,
     gelu: bool = False,
     dtype: str = "float32",
+    adapters: Adapters | None = None,
 ) -> Float[Array, "... out"]:
     """Compute x . weight + bias, optionally its exact GELU, and round the result to `dtype`.
 
     `kernel` is the packed weight. `x` is bfloat16, or float32 that is rounded to it. Sums are
-    float32.
+    float32. With `adapters` their product is part of the sum.
     """
     mode = ENDS.index("gelu" if gelu else "linear")
-    return _linear(x, kernel, bias, {}, mode=mode, eps=0.0, dtype=dtype)
+    return _linear(x, kernel, bias, {}, adapters, mode=mode, eps=0.0, dtype=dtype)
 
 
 def takes_gated(kernel: Any, activation: str) -> bool:
@@ -157,13 +178,14 @@ def gated_linear(
     activation: str,
     *,
     dtype: str = "bfloat16",
+    adapters: Adapters | None = None,
 ) -> Float[Array, "... out"]:
     """Compute activation(gate) * up, where gate and up are the halves of x . weight + bias.
 
     It is as `linear` is. Weight and activation must satisfy `takes_gated`.
     """
     mode = ENDS.index(f"gated_{activation}")
-    return _linear(x, kernel, bias, {}, mode=mode, eps=0.0, dtype=dtype)
+    return _linear(x, kernel, bias, {}, adapters, mode=mode, eps=0.0, dtype=dtype)
 
 
 def linear_norm(
@@ -174,10 +196,16 @@ def linear_norm(
     scale: Float[Array, " out"],
     shift: Float[Array, " out"],
     eps: float,
+    adapters: Adapters | None = None,
 ) -> Float[Array, "rows length out"]:
-    """Compute the layer norm of residual + x . weight + bias. The result is float32."""
+    """Compute the layer norm of residual + x . weight + bias. The result is float32.
+
+    It is as `linear` is.
+    """
     norm = {"residual": residual, "scale": scale, "shift": shift}
-    return _linear(x, kernel, bias, norm, mode=ENDS.index("norm"), eps=eps, dtype="float32")
+    return _linear(
+        x, kernel, bias, norm, adapters, mode=ENDS.index("norm"), eps=eps, dtype="float32"
+    )
 
 
 def takes(length: int, width: int, dtype: str) -> bool:
@@ -256,14 +284,19 @@ def self_attention(
     cap: float | None = None,
     distance_bias: DistanceBias | None = None,
     angles: tuple[Angles, Angles] | None = None,
+    adapters: Adapters | None = None,
 ) -> BFloat16[Array, "rows length dim"]:
     """Compute the product that gives queries, keys and values, and their attention, in one call.
 
-    `kernel` is the packed weight of that product. The rest is as in `joint_attention`.
+    `kernel` is the packed weight of that product, and `adapters` are its adapters. The rest is as
+    in `joint_attention`.
     """
     bias = _or_zeros(bias, 3 * hidden.shape[2])
     operands = {"hidden": hidden, "kernel": kernel, "bias": bias, "segments": segments}
     places, mode = _places(distance_bias, angles)
+    if adapters is not None:
+        places |= _of_adapters(adapters)
+        mode["mode"] |= ADAPTED
     attributes = {**mode, "heads": np.int64(heads), **_sight(causal, reach, cap)}
     return _call("self_attention", hidden.shape, jnp.bfloat16, operands | places, **attributes)
 
@@ -276,12 +309,14 @@ def mlp(
     down: tuple[Array | None, ...],
     eps: float,
     gate: str | None = None,
+    adapters: Mapping[str, Adapters] | None = None,
 ) -> Float[Array, "rows length dim"]:
     """Compute the rest of a BERT layer after attention, in one call.
 
     It is hidden = norm(hidden + mixed . out), then norm(hidden + gelu(hidden . up) . down). `up` is
     a packed weight and a bias (or None); `out` and `down` also have their norm's scale and shift.
     With a `gate`, the name of an activation, the product with `up` is that of `gated_linear`.
+    `adapters` are those of the products "out", "up" and "down" that have any.
     """
     mode = ENDS.index("gelu" if gate is None else f"gated_{gate}")
     parameters = {"out": out, "up": up, "down": down}
@@ -292,6 +327,9 @@ def mlp(
         for part, vector in zip(parts, of, strict=False)  # `up` has no norm
     }
     operands = {"mixed": mixed, "hidden": hidden, **operands}
+    for name, of in (adapters or {}).items():
+        operands |= _of_adapters(of, f"{name}_")
+        mode |= ADAPTED | ADAPTS[name]
     attributes = {"mode": np.int64(mode), "eps": np.float32(eps)}
     return _call("mlp", hidden.shape, jnp.float32, operands, **attributes)
 
@@ -318,10 +356,22 @@ def _places(
     return operands, {"mode": np.int64(mode)}
 
 
-def _linear(x, kernel, bias, norm, *, mode: int, eps: float, dtype: str):
+def _of_adapters(adapters: Adapters, of: str = "") -> dict[str, Array]:
+    """The operands of the adapters of a product; `of` is its name in a call of several."""
+    numbers, *rest = adapters
+    parts = ("down", "up", "owners")
+    return {"numbers": numbers} | {
+        f"{of}adapter_{part}": array for part, array in zip(parts, rest, strict=True)
+    }
+
+
+def _linear(x, kernel, bias, norm, adapters, *, mode: int, eps: float, dtype: str):
     columns = _columns(kernel)
     out = columns // 2 if ENDS[mode].startswith("gated") else columns
     operands = {"x": x, "kernel": kernel, "bias": _or_zeros(bias, columns), **norm}
+    if adapters is not None:
+        operands |= _of_adapters(adapters)
+        mode |= ADAPTED
     attributes = {"mode": np.int64(mode), "eps": np.float32(eps)}
     return _call("linear", (*x.shape[:-1], out), jnp.dtype(dtype), operands, **attributes)
 

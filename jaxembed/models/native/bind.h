@@ -207,7 +207,8 @@ static const void* number(const XLA_FFI_CallFrame* frame, const char* name,
 static int is_in_range(const Attribute* attribute, const void* value) {
   if (attribute->dtype == XLA_FFI_DataType_F32)
     return *(const float*)value >= 0 && *(const float*)value <= FLT_MAX;
-  return *(const int64_t*)value >= attribute->least && *(const int64_t*)value <= attribute->most;
+  const int64_t whole = *(const int64_t*)value & ~attribute->bits;
+  return whole >= attribute->least && whole <= attribute->most;
 }
 
 // Append what is wrong, such as "attribute reach: -5 came, wanted an s64 of at least -1".

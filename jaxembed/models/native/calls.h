@@ -26,6 +26,21 @@ static int asks_for_metadata(XLA_FFI_CallFrame* frame) {
 // The same versions for Python, which compares them with those of the installed jaxlib.
 const int jaxembed_ffi_major = XLA_FFI_API_MAJOR, jaxembed_ffi_minor = XLA_FFI_API_MINOR;
 
+// The adapters of a product by the names of their operands; none if they do not come.
+static Adapters adapters_of(const Bound* bound, const char* down, const char* up,
+                            const char* owners, Size width) {
+  return (Adapters){.down = data_of(bound, down),
+                    .up = data_of(bound, up),
+                    .owners = data_of(bound, owners),
+                    .numbers = data_of(bound, "numbers"),
+                    .width = bound->sizes[width]};
+}
+
+// The adapters of a call that has one product.
+static Adapters only_adapters(const Bound* bound) {
+  return adapters_of(bound, "adapter_down", "adapter_up", "adapter_owners", NARROW);
+}
+
 enum { MOST_SHARED = 64 };  // with more blocks than this, threads do not share a block's columns
 
 // A linear layer; with mode NORM, the layer norm of its sum with a residual; with a gated mode, the
@@ -34,8 +49,8 @@ XLA_FFI_Error* jaxembed_linear(XLA_FFI_CallFrame* frame) {
   if (asks_for_metadata(frame)) return NULL;
   const int64_t* mode = number(frame, "mode", XLA_FFI_DataType_S64);
   const Call* call = &linear_call;
-  if (mode && *mode == NORM) call = &linear_norm_call;
-  if (mode && *mode >= GATED_GELU) call = &gated_linear_call;
+  if (mode && end_of(*mode) == NORM) call = &linear_norm_call;
+  if (mode && end_of(*mode) >= GATED_GELU) call = &gated_linear_call;
   Bound bound;
   XLA_FFI_Error* error = bind_call(frame, call, &bound);
   if (error) return error;
@@ -49,8 +64,9 @@ XLA_FFI_Error* jaxembed_linear(XLA_FFI_CallFrame* frame) {
               .y_stride = bound.sizes[OUT],
               .x_is_float = bound.operands[0]->dtype == XLA_FFI_DataType_F32,
               .y_is_float = bound.result->dtype == XLA_FFI_DataType_F32,
-              .mode = (int)whole_of(&bound, "mode"),
-              .eps = real_of(&bound, "eps")};
+              .mode = end_of(bound.mode),
+              .eps = real_of(&bound, "eps"),
+              .adapters = only_adapters(&bound)};
   if (l.mode == NORM) {
     l.residual = data_of(&bound, "residual");
     l.scale = data_of(&bound, "scale");
@@ -147,7 +163,8 @@ XLA_FFI_Error* jaxembed_self_attention(XLA_FFI_CallFrame* frame) {
                              .rows = rows * length,
                              .k = dim,
                              .n = 3 * dim,
-                             .x_is_float = 1},
+                             .x_is_float = 1,
+                             .adapters = only_adapters(&bound)},
                      .attention = {.mixed_stride = dim, .heads = heads, .width = dim / heads}};
   bind_attention(&bound, &s.attention);
   // An item has enough rows to make up for reading the weight, few enough heads to stay in the
@@ -170,7 +187,7 @@ XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
   if (asks_for_metadata(frame)) return NULL;
   Bound bound;
   const int64_t* mode = number(frame, "mode", XLA_FFI_DataType_S64);
-  const int gated = mode && *mode >= GATED_GELU;
+  const int gated = mode && end_of(*mode) >= GATED_GELU;
   XLA_FFI_Error* error = bind_call(frame, gated ? &gated_mlp_call : &mlp_call, &bound);
   if (error) return error;
   const int64_t dim = bound.sizes[DIM], inner = bound.sizes[INNER];
@@ -187,7 +204,7 @@ XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
            .up = {.kernel = data_of(&bound, "up_kernel"),
                   .bias = data_of(&bound, "up_bias"),
                   .k = dim, .n = inner,
-                  .x_is_float = 1, .y_in_tiles = 1, .mode = (int)bound.mode},
+                  .x_is_float = 1, .y_in_tiles = 1, .mode = end_of(bound.mode)},
            .down = {.kernel = data_of(&bound, "down_kernel"),
                     .bias = data_of(&bound, "down_bias"),
                     .scale = data_of(&bound, "down_scale"),
@@ -195,6 +212,12 @@ XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
                     .y = bound.result->data,
                     .k = inner, .n = dim, .y_stride = dim,
                     .y_is_float = 1, .mode = NORM, .eps = eps}};
+  m.out.adapters = adapters_of(&bound, "out_adapter_down", "out_adapter_up", "out_adapter_owners",
+                               OUT_NARROW);
+  m.up.adapters = adapters_of(&bound, "up_adapter_down", "up_adapter_up", "up_adapter_owners",
+                              UP_NARROW);
+  m.down.adapters = adapters_of(&bound, "down_adapter_down", "down_adapter_up",
+                                "down_adapter_owners", DOWN_NARROW);
   const int64_t threads = share_of_threads(frame);
   m.block = 128;
   while (m.block > PANEL && parts(m.rows, m.block) < threads) m.block /= 2;

@@ -5,7 +5,7 @@
 #include "tiles.h"
 
 // Convert to bfloat16 by cutting bits off, without rounding.
-static bf16 narrow(float value) {
+static bf16 cut(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
   return (bf16)(bits >> 16);
@@ -19,7 +19,7 @@ int jaxembed_check(void) {
   static float bias[N], y[ROWS * N];
   if (jaxembed_prepare()) return 2;
   // small integers: they are exact in bfloat16, and the sums of their products in float32
-  for (int i = 0; i < ROWS * K; i++) x[i] = narrow((float)(i * 7 % 13 - 6));
+  for (int i = 0; i < ROWS * K; i++) x[i] = cut((float)(i * 7 % 13 - 6));
   float plain[K * N];
   for (int row = 0; row < K; row++)
     for (int column = 0; column < N; column++) {
@@ -28,7 +28,7 @@ int jaxembed_check(void) {
       const int at = ((column / PANEL) * (K / STEP) + row / STEP) * 2 * TILE_ELEMENTS +
                      column / TILE % 2 * TILE_ELEMENTS + row % STEP / 2 * PANEL +
                      column % TILE * 2 + row % 2;
-      kernel[at] = narrow(value);
+      kernel[at] = cut(value);
     }
   const Linear l = {.x = x, .kernel = kernel, .bias = bias, .y = y, .rows = ROWS, .k = K, .n = N,
                     .y_stride = N, .block = PANEL * 2, .columns = N, .column_parts = 1, .y_is_float = 1};

@@ -18,18 +18,23 @@ static int mlp_item(const void* arguments, int64_t item) {
   const Mlp* m = arguments;
   const int64_t first = item * m->block, rows = min64(m->block, m->rows - first);
   const int64_t dim = m->out.n, width = m->up.n, block = m->block;
-  float* sums = scratch(sums_of(&m->up, block) * sizeof(float) +
-                        block * (dim * sizeof(float) + (dim + width) * sizeof(bf16)));
+  const int64_t outer = max64(tiles_of(&m->out, block), tiles_of(&m->up, block));
+  float* sums = scratch((sums_of(&m->up, block) + block * dim) * sizeof(float) +
+                        (outer + tiles_of(&m->down, block)) * sizeof(bf16));
   if (!sums) return -1;
   float* hidden = sums + sums_of(&m->up, block);
   bf16* tiles = (bf16*)(hidden + block * dim);
-  bf16* inner = tiles + block * dim;
+  bf16* inner = tiles + outer;
 
   Linear out = m->out, up = m->up, down = m->down;
   out.x = (const bf16*)out.x + first * dim;
   out.residual += first * dim;
   out.y = hidden;
+  out.adapters = of_rows(out.adapters, first);
+  up.adapters = of_rows(up.adapters, first);
+  down.adapters = of_rows(down.adapters, first);
   lay_in_tiles(&out, 0, rows, tiles);
+  narrow(&out, tiles, 0, rows, sums);
   multiply(&out, tiles, 0, rows, 0, dim, sums);
   norm_rows(&out, 0, rows);
 
@@ -37,10 +42,12 @@ static int mlp_item(const void* arguments, int64_t item) {
   up.y = inner;
   if (rows % TILE) memset(inner, 0, block * width * sizeof(bf16));
   lay_in_tiles(&up, 0, rows, tiles);
+  narrow(&up, tiles, 0, rows, sums);
   multiply(&up, tiles, 0, rows, 0, width, sums);
 
   down.residual = hidden;
   down.y = (float*)down.y + first * dim;
+  narrow(&down, inner, 0, rows, sums);
   multiply(&down, inner, 0, rows, 0, dim, sums);
   norm_rows(&down, 0, rows);
   return 0;
@@ -68,15 +75,18 @@ static int self_attention_item(const void* arguments, int64_t item) {
   const int64_t wide = heads * t.width, block = parts(most, PANEL) * PANEL;
 
   char* memory = scratch(attention_memory(&t) + block * PANEL * sizeof(float) +
-                         block * (l.k + 3 * t.heads_per_item * t.width) * sizeof(bf16));
+                         tiles_of(&l, block) * sizeof(bf16) +
+                         block * 3 * t.heads_per_item * t.width * sizeof(bf16));
   if (!memory) return -1;
   float* sums = (float*)(memory + attention_memory(&t));
   bf16* tiles = (bf16*)(sums + block * PANEL);
-  bf16* joint = tiles + block * l.k;
+  bf16* joint = tiles + tiles_of(&l, block);
 
   l.x = (const float*)l.x + first_row * t.length * l.k;
+  l.adapters = of_rows(l.adapters, first_row * t.length);
   l.y_stride = 3 * wide;
   lay_in_tiles(&l, 0, tokens, tiles);
+  narrow(&l, tiles, 0, tokens, sums);
   for (int of = 0; of < 3; of++) {  // queries, keys, values
     l.y = joint + of * wide;
     l.y_column = of * dim + first_head * t.width;

@@ -3,6 +3,7 @@
 
 #include <stdatomic.h>
 
+#include "adapters.h"
 #include "numbers.h"
 #include "product.h"
 #include "scratch.h"
@@ -24,6 +25,7 @@ typedef struct {
   int64_t column_parts;  // number of items that share a block
   int x_is_float, y_is_float, y_in_tiles, mode;
   float eps;
+  Adapters adapters;
   atomic_int* unfinished;  // number of unfinished items of each block; the last computes the norm
 } Linear;
 
@@ -53,6 +55,21 @@ static inline int is_gated(const Linear* l) { return l->mode >= GATED_GELU; }
 
 // The number of floats of scratch memory that `multiply` needs for a block of rows.
 static int64_t sums_of(const Linear* l, int64_t block) { return block * PANEL * (1 + is_gated(l)); }
+
+// The number of bfloat16 for the tiles of a block of rows, and after them for the same of adapters.
+static int64_t tiles_of(const Linear* l, int64_t block) {
+  return block * (l->k + l->adapters.width + 1);  // 1: `Taken` of each group
+}
+
+// The place after the tiles of some rows, for what adapters add before `up`.
+static inline bf16* narrow_of(const Linear* l, const bf16* tiles, int64_t rows) {
+  return (bf16*)tiles + parts(rows, TILE) * TILE * l->k;
+}
+
+// The place after that, for the columns that adapters take.
+static inline Taken* taken_of(const Linear* l, const bf16* tiles, int64_t rows) {
+  return (Taken*)(narrow_of(l, tiles, rows) + parts(rows, TILE) * TILE * l->adapters.width);
+}
 
 // Copy rows of x into tiles of 16 rows and 32 features: [rows / 16][k / 32][16][32]. Float32 is
 // rounded, and missing rows of the last tile become zeros. With y_in_tiles, y has this layout too.
@@ -124,14 +141,26 @@ static inline void multiply_panel(const Linear* l, const bf16* tiles, int64_t fi
       const int64_t rows = min64(PANEL, last - row), at = (row - first) * PANEL;
       product(tiles + (row - first) * k + from * TILE, STEP, TILE_ELEMENTS, TILE * k,
               rows > TILE ? PANEL : TILE, panel + from * PANEL, steps, from > 0, sums + at, PANEL);
-      if (column >= 0 && from + CHUNK >= k)
-        finish_columns(l, row, (int)rows, column, sums + at, gates ? gates + at : NULL);
+      if (from + CHUNK < k) continue;
+      if (l->adapters.width)
+        widen_rows(&l->adapters, narrow_of(l, tiles, last - first),
+                   taken_of(l, tiles, last - first), row - first, rows,
+                   l->adapters.up + (panel - l->kernel) / k * l->adapters.width, sums + at);
+      if (column >= 0) finish_columns(l, row, (int)rows, column, sums + at, gates ? gates + at : NULL);
     }
   }
 }
 
-// Compute the columns [start, end) of the rows [first, last), which are in `tiles`. `sums` has room
-// for sums_of a block of so many rows.
+// Compute what adapters add for the rows [first, last), which are in `tiles`, as far as `multiply`
+// wants it to be: it is kept after the tiles. `sums` has room for 32 rows of a panel.
+static void narrow(const Linear* l, bf16* tiles, int64_t first, int64_t last, float* sums) {
+  if (l->adapters.width)
+    narrow_rows(&l->adapters, l->k, tiles, first, last, narrow_of(l, tiles, last - first),
+                taken_of(l, tiles, last - first), sums);
+}
+
+// Compute the columns [start, end) of the rows [first, last), which are in `tiles`; `narrow` must
+// have been called for them. `sums` has room for sums_of a block of so many rows.
 static void multiply(const Linear* l, const bf16* tiles, int64_t first, int64_t last, int64_t start,
                      int64_t end, float* sums) {
   float* gates = is_gated(l) ? sums + sums_of(l, parts(last - first, PANEL) * PANEL) / 2 : NULL;
@@ -152,10 +181,11 @@ static int linear_item(const void* arguments, int64_t item) {
   const int64_t block = item / l->column_parts, part = item % l->column_parts;
   const int64_t first = block * l->block, last = min64(first + l->block, l->rows);
   const int64_t start = part * l->columns, end = min64(start + l->columns, l->n);
-  float* sums = scratch(sums_of(l, l->block) * sizeof(float) + l->block * l->k * sizeof(bf16));
+  float* sums = scratch(sums_of(l, l->block) * sizeof(float) + tiles_of(l, l->block) * sizeof(bf16));
   if (!sums) return -1;
   bf16* tiles = (bf16*)(sums + sums_of(l, l->block));
   lay_in_tiles(l, first, last, tiles);
+  narrow(l, tiles, first, last, sums);
   multiply(l, tiles, first, last, start, end, sums);
   if (l->mode == NORM &&
       (l->column_parts == 1 || atomic_fetch_sub(&l->unfinished[block], 1) == 1))

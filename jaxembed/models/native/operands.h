@@ -27,6 +27,10 @@ typedef enum {
   COLUMNS,
   DISTANCES,
   HALF,
+  NARROW,
+  OUT_NARROW,
+  UP_NARROW,
+  DOWN_NARROW,
   SIZES
 } Size;
 
@@ -39,14 +43,18 @@ static const struct {
     [WIDTH] = {"width", STEP}, [DIM] = {"dim", PANEL},  [JOINT] = {"joint", PANEL},
     [INNER] = {"inner", PANEL}, [IN] = {"in", PANEL},   [OUT] = {"out", PANEL},
     [COLUMNS] = {"columns", PANEL}, [DISTANCES] = {"distances", 1}, [HALF] = {"half", TILE},
+    [NARROW] = {"narrow", PANEL},           [OUT_NARROW] = {"out_narrow", PANEL},
+    [UP_NARROW] = {"up_narrow", PANEL},     [DOWN_NARROW] = {"down_narrow", PANEL},
 };
 
 #define DTYPE(name) ((uint64_t)1 << XLA_FFI_DataType_##name)
 
-enum { MOST_OPERANDS = 12, MOST_AXES = 6, MOST_ATTRIBUTES = 5, MOST_RELATIONS = 4 };
+enum { MOST_OPERANDS = 22, MOST_AXES = 6, MOST_ATTRIBUTES = 5, MOST_RELATIONS = 4 };
 
 // Bits of the mode of attention: what comes with the call.
 enum { BIASED = 1, ROTATED = 2 };
+// Bits of any mode: whether numbers of adapters come, and in mlp for which products they do.
+enum { ADAPTED = 8, ADAPTS_OUT = 16, ADAPTS_UP = 32, ADAPTS_DOWN = 64 };
 
 typedef struct {
   const char* name;
@@ -60,7 +68,8 @@ typedef struct {
   const char* name;
   XLA_FFI_DataType dtype;  // F32, finite and not negative; or S64 from `least` to `most`
   int64_t least, most;
-  Size size;  // the size that the value gives, or NO_SIZE
+  Size size;     // the size that the value gives, or NO_SIZE
+  int64_t bits;  // that it may have besides
 } Attribute;
 
 // A rule between sizes: times * part divides `of`, or times * part * by - less equals it if is_equal
@@ -81,7 +90,7 @@ typedef struct {
   Relation relations[MOST_RELATIONS + 1];
 } Call;
 
-#define MODE(most) {"mode", XLA_FFI_DataType_S64, 0, most, NO_SIZE}
+#define MODE(least, most, bits) {"mode", XLA_FFI_DataType_S64, least, most, NO_SIZE, bits}
 #define EPS {"eps", XLA_FFI_DataType_F32, 0, 0, NO_SIZE}
 #define CAUSAL {"causal", XLA_FFI_DataType_S64, 0, 1, NO_SIZE}
 #define REACH {"reach", XLA_FFI_DataType_S64, -1, INT64_MAX, NO_SIZE}
@@ -89,24 +98,32 @@ typedef struct {
 #define DISTANCE_BIAS {"distance_bias", DTYPE(F32), {HEADS, DISTANCES}, .only_with = BIASED}
 #define COS {"cos", DTYPE(F32), {ROWS, LENGTH, HALF}, .only_with = ROTATED}
 #define SIN {"sin", DTYPE(F32), {ROWS, LENGTH, HALF}, .only_with = ROTATED}
+#define NUMBERS(...) {"numbers", DTYPE(S32), {__VA_ARGS__}, .only_with = ADAPTED}
+// The adapters of a product [in, out], see adapters.h.
+#define ADAPTERS(of, bits, in, narrow, out)                                                        \
+  {of "adapter_down", DTYPE(BF16), {in, narrow}, .in_panels = 1, .only_with = ADAPTED | (bits)},   \
+  {of "adapter_up", DTYPE(BF16), {narrow, out}, .in_panels = 1, .only_with = ADAPTED | (bits)},    \
+  {of "adapter_owners", DTYPE(S32), {narrow}, .only_with = ADAPTED | (bits)}
 #define DISTANCES_OF_ROW {2, LENGTH, DISTANCES, .is_equal = 1, .less = 1}
 
 static const Call linear_call = {
     .name = "linear",
     .operands = {{"x", DTYPE(F32) | DTYPE(BF16), {LEADING, IN}},
                  {"kernel", DTYPE(BF16), {IN, OUT}, .in_panels = 1},
-                 {"bias", DTYPE(F32), {OUT}}},
+                 {"bias", DTYPE(F32), {OUT}},
+                 NUMBERS(LEADING), ADAPTERS("", 0, IN, NARROW, OUT)},
     .result = {"y", DTYPE(F32) | DTYPE(BF16), {LEADING, OUT}},
-    .attributes = {MODE(MODES - 1), EPS},
+    .attributes = {MODE(PLAIN, MODES - 1, ADAPTED), EPS},
 };
 
 static const Call gated_linear_call = {  // linear with a gated mode
     .name = "linear",
     .operands = {{"x", DTYPE(F32) | DTYPE(BF16), {LEADING, IN}},
                  {"kernel", DTYPE(BF16), {IN, COLUMNS}, .in_panels = 1},
-                 {"bias", DTYPE(F32), {COLUMNS}}},
+                 {"bias", DTYPE(F32), {COLUMNS}},
+                 NUMBERS(LEADING), ADAPTERS("", 0, IN, NARROW, COLUMNS)},
     .result = {"y", DTYPE(F32) | DTYPE(BF16), {LEADING, OUT}},
-    .attributes = {MODE(MODES - 1), EPS},
+    .attributes = {MODE(PLAIN, MODES - 1, ADAPTED), EPS},
     .relations = {{2, OUT, COLUMNS, .is_equal = 1}},
 };
 
@@ -117,9 +134,10 @@ static const Call linear_norm_call = {  // linear with mode NORM
                  {"bias", DTYPE(F32), {OUT}},
                  {"residual", DTYPE(F32), {LEADING, OUT}},
                  {"scale", DTYPE(F32), {OUT}},
-                 {"shift", DTYPE(F32), {OUT}}},
+                 {"shift", DTYPE(F32), {OUT}},
+                 NUMBERS(LEADING), ADAPTERS("", 0, IN, NARROW, OUT)},
     .result = {"y", DTYPE(F32), {LEADING, OUT}},
-    .attributes = {MODE(MODES - 1), EPS},
+    .attributes = {MODE(PLAIN, MODES - 1, ADAPTED), EPS},
 };
 
 static const Call attention_call = {
@@ -130,7 +148,7 @@ static const Call attention_call = {
                  {"segments", DTYPE(S32), {ROWS, LENGTH}},
                  DISTANCE_BIAS},
     .result = {"mixed", DTYPE(BF16), {ROWS, LENGTH, HEADS, WIDTH}},
-    .attributes = {MODE(BIASED), CAUSAL, REACH, CAP},
+    .attributes = {MODE(0, BIASED, 0), CAUSAL, REACH, CAP},
     .relations = {{1, GROUPS, HEADS}, DISTANCES_OF_ROW},
 };
 
@@ -140,7 +158,7 @@ static const Call joint_attention_call = {  // query, key and value side by side
                  {"segments", DTYPE(S32), {ROWS, LENGTH}},
                  DISTANCE_BIAS, COS, SIN},
     .result = {"mixed", DTYPE(BF16), {ROWS, LENGTH, HEADS, WIDTH}},
-    .attributes = {MODE(BIASED | ROTATED), CAUSAL, REACH, CAP},
+    .attributes = {MODE(0, BIASED | ROTATED, 0), CAUSAL, REACH, CAP},
     .relations = {DISTANCES_OF_ROW, {2, HALF, WIDTH, .is_equal = 1}},
 };
 
@@ -150,9 +168,10 @@ static const Call self_attention_call = {
                  {"kernel", DTYPE(BF16), {DIM, JOINT}, .in_panels = 1},
                  {"bias", DTYPE(F32), {JOINT}},
                  {"segments", DTYPE(S32), {ROWS, LENGTH}},
-                 DISTANCE_BIAS, COS, SIN},
+                 DISTANCE_BIAS, COS, SIN,
+                 NUMBERS(ROWS, LENGTH), ADAPTERS("", 0, DIM, NARROW, JOINT)},
     .result = {"mixed", DTYPE(BF16), {ROWS, LENGTH, DIM}},
-    .attributes = {MODE(BIASED | ROTATED),
+    .attributes = {MODE(0, BIASED | ROTATED, ADAPTED),
                    {"heads", XLA_FFI_DataType_S64, 1, INT64_MAX, HEADS},
                    CAUSAL, REACH, CAP},
     .relations = {{3, DIM, JOINT, .is_equal = 1},
@@ -161,22 +180,26 @@ static const Call self_attention_call = {
                   {2, HALF, DIM, .is_equal = 1, .by = HEADS}},
 };
 
-#define MLP_OF(columns)                                                \
-  .name = "mlp",                                                       \
-  .operands = {{"mixed", DTYPE(BF16), {LEADING, DIM}},                 \
-               {"hidden", DTYPE(F32), {LEADING, DIM}},                 \
-               {"out_kernel", DTYPE(BF16), {DIM, DIM}, .in_panels = 1}, \
-               {"out_bias", DTYPE(F32), {DIM}},                        \
-               {"out_scale", DTYPE(F32), {DIM}},                       \
-               {"out_shift", DTYPE(F32), {DIM}},                       \
-               {"up_kernel", DTYPE(BF16), {DIM, columns}, .in_panels = 1}, \
-               {"up_bias", DTYPE(F32), {columns}},                     \
-               {"down_kernel", DTYPE(BF16), {INNER, DIM}, .in_panels = 1}, \
-               {"down_bias", DTYPE(F32), {DIM}},                       \
-               {"down_scale", DTYPE(F32), {DIM}},                      \
-               {"down_shift", DTYPE(F32), {DIM}}},                     \
-  .result = {"hidden", DTYPE(F32), {LEADING, DIM}},                    \
-  .attributes = {{"mode", XLA_FFI_DataType_S64, GELU, MODES - 1, NO_SIZE}, EPS}
+#define MLP_OF(columns)                                                     \
+  .name = "mlp",                                                            \
+  .operands = {{"mixed", DTYPE(BF16), {LEADING, DIM}},                      \
+               {"hidden", DTYPE(F32), {LEADING, DIM}},                      \
+               {"out_kernel", DTYPE(BF16), {DIM, DIM}, .in_panels = 1},     \
+               {"out_bias", DTYPE(F32), {DIM}},                             \
+               {"out_scale", DTYPE(F32), {DIM}},                            \
+               {"out_shift", DTYPE(F32), {DIM}},                            \
+               {"up_kernel", DTYPE(BF16), {DIM, columns}, .in_panels = 1},  \
+               {"up_bias", DTYPE(F32), {columns}},                          \
+               {"down_kernel", DTYPE(BF16), {INNER, DIM}, .in_panels = 1},  \
+               {"down_bias", DTYPE(F32), {DIM}},                            \
+               {"down_scale", DTYPE(F32), {DIM}},                           \
+               {"down_shift", DTYPE(F32), {DIM}},                           \
+               NUMBERS(LEADING),                                            \
+               ADAPTERS("out_", ADAPTS_OUT, DIM, OUT_NARROW, DIM),          \
+               ADAPTERS("up_", ADAPTS_UP, DIM, UP_NARROW, columns),         \
+               ADAPTERS("down_", ADAPTS_DOWN, INNER, DOWN_NARROW, DIM)},    \
+  .result = {"hidden", DTYPE(F32), {LEADING, DIM}},                         \
+  .attributes = {MODE(GELU, MODES - 1, ADAPTED | ADAPTS_OUT | ADAPTS_UP | ADAPTS_DOWN), EPS}
 
 static const Call mlp_call = {MLP_OF(INNER)};
 
@@ -190,6 +213,9 @@ static int comes(const Operand* operand, int64_t mode) {
   return (mode & operand->only_with) == operand->only_with;
 }
 
+// What follows the product of `linear` or mlp's first one: a mode without the bits of adapters.
+static inline int end_of(int64_t mode) { return (int)(mode & (ADAPTED - 1)); }
+
 // The name of operand `i` of a call in a mode; NULL after the last one, or for an unknown call.
 const char* jaxembed_operand(const char* call, int64_t mode, int64_t i) {
   static const Call* const calls[] = {&linear_call, &attention_call, &joint_attention_call,
@@ -197,7 +223,7 @@ const char* jaxembed_operand(const char* call, int64_t mode, int64_t i) {
   const Call* found = NULL;
   for (size_t at = 0; at < sizeof calls / sizeof *calls; at++)
     if (!strcmp(calls[at]->name, call)) found = calls[at];
-  if (found == &linear_call && mode == NORM) found = &linear_norm_call;
+  if (found == &linear_call && end_of(mode) == NORM) found = &linear_norm_call;
   if (!found || i < 0) return NULL;
   for (const Operand* operand = found->operands; operand->name; operand++)
     if (comes(operand, mode) && i-- == 0) return operand->name;

@@ -61,37 +61,90 @@ static inline void product(const bf16* a, int64_t a_stride, int64_t a_step, int6
   _tile_stored(2, lower, c_bytes);
   _tile_stored(3, lower + TILE, c_bytes);
 }
+
+// The rows that the functions below take at once.
+enum { GROUP = PANEL };
+
+// Compute sums[rows, 32] = x[rows, 32 * steps] . panel, at least its columns [low, high). `x` is in
+// tiles, with `lower` elements from one 16 rows to the next.
+static inline void product_of_columns(const bf16* x, int64_t lower, int rows, const bf16* panel,
+                                      int64_t steps, int64_t low, int64_t high, float* sums) {
+  (void)low, (void)high;
+  product(x, STEP, TILE_ELEMENTS, lower, rows, panel, steps, 0, sums, PANEL);
+}
+
+// Add x[rows, features] . panel to sums[rows, 32] for the features [low, high), which are even. `x`
+// is as above; other features of the same steps are zeros.
+static inline void add_product_of_features(const bf16* x, int64_t lower, int rows,
+                                           const bf16* panel, int64_t low, int64_t high,
+                                           float* sums) {
+  const int64_t step = low / STEP;
+  product(x + step * TILE_ELEMENTS, STEP, TILE_ELEMENTS, lower, rows,
+          panel + step * 2 * TILE_ELEMENTS, parts(high, STEP) - step, 1, sums, PANEL);
+}
 #else
+// The rows that the functions below take at once.
+enum { GROUP = 8 };
+
+// Compute `halves` times 16 columns of c[8, 32] = a . panel for the features [low, high), which are
+// even. The rest is as in `product`.
+static inline __attribute__((always_inline)) void multiply_group(
+    const bf16* a, int64_t a_stride, int64_t a_step, const bf16* panel, int64_t low, int64_t high,
+    const int halves, int add, float* c, int64_t c_stride) {
+  __m512 sums[GROUP][2];
+#pragma GCC unroll 8
+  for (int i = 0; i < GROUP; i++)
+    for (int half = 0; half < halves; half++)
+      sums[i][half] = add ? _mm512_loadu_ps(c + i * c_stride + half * TILE) : _mm512_setzero_ps();
+  for (int64_t step = low / STEP; step * STEP < high; step++) {
+    const bf16 *line = a + step * a_step, *from = panel + step * 2 * TILE_ELEMENTS;
+    const int64_t end = min64(high - step * STEP, STEP);
+    for (int64_t at = max64(low - step * STEP, 0); at < end; at += 2) {
+      __m512bh left = (__m512bh)_mm512_loadu_si512(from + at * TILE);
+      __m512bh right = (__m512bh)_mm512_loadu_si512(from + at * TILE + TILE_ELEMENTS);
+#pragma GCC unroll 8
+      for (int i = 0; i < GROUP; i++) {
+        int32_t both;
+        memcpy(&both, line + i * a_stride + at, sizeof both);
+        __m512bh x = (__m512bh)_mm512_set1_epi32(both);
+        sums[i][0] = _mm512_dpbf16_ps(sums[i][0], x, left);
+        if (halves > 1) sums[i][1] = _mm512_dpbf16_ps(sums[i][1], x, right);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < GROUP; i++)
+    for (int half = 0; half < halves; half++)
+      _mm512_storeu_ps(c + i * c_stride + half * TILE, sums[i][half]);
+}
+
 static inline void product(const bf16* a, int64_t a_stride, int64_t a_step, int64_t a_lower,
                            int rows, const bf16* panel, int64_t steps, int add, float* c,
                            int64_t c_stride) {
-  enum { LINES = 8 };
-  for (int first = 0; first < rows; first += LINES) {
-    const bf16* line = a + first / TILE * a_lower + first % TILE * a_stride;
-    const bf16* from = panel;
-    float* to = c + first * c_stride;
-    __m512 sums[LINES][2];
-    for (int i = 0; i < LINES; i++)
-      for (int half = 0; half < 2; half++)
-        sums[i][half] = add ? _mm512_loadu_ps(to + i * c_stride + half * TILE)
-                            : _mm512_setzero_ps();
-    for (int64_t step = 0; step < steps; step++, line += a_step, from += 2 * TILE_ELEMENTS) {
-      for (int pair = 0; pair < TILE; pair++) {
-        __m512bh left = (__m512bh)_mm512_loadu_si512(from + pair * PANEL);
-        __m512bh right = (__m512bh)_mm512_loadu_si512(from + pair * PANEL + TILE_ELEMENTS);
-#pragma GCC unroll 8
-        for (int i = 0; i < LINES; i++) {
-          int32_t both;
-          memcpy(&both, line + i * a_stride + pair * 2, sizeof both);
-          __m512bh x = (__m512bh)_mm512_set1_epi32(both);
-          sums[i][0] = _mm512_dpbf16_ps(sums[i][0], x, left);
-          sums[i][1] = _mm512_dpbf16_ps(sums[i][1], x, right);
-        }
-      }
-    }
-    for (int i = 0; i < LINES; i++)
-      for (int half = 0; half < 2; half++)
-        _mm512_storeu_ps(to + i * c_stride + half * TILE, sums[i][half]);
-  }
+  for (int first = 0; first < rows; first += GROUP)
+    multiply_group(a + first / TILE * a_lower + first % TILE * a_stride, a_stride, a_step, panel, 0,
+                   steps * STEP, 2, add, c + first * c_stride, c_stride);
+}
+
+// Compute sums[8, 32] = x[8, 32 * steps] . panel, at least its columns [low, high). `x` is in tiles.
+static inline void product_of_columns(const bf16* x, int64_t lower, int rows, const bf16* panel,
+                                      int64_t steps, int64_t low, int64_t high, float* sums) {
+  (void)lower, (void)rows;
+  if (low < TILE && high > TILE)
+    multiply_group(x, STEP, TILE_ELEMENTS, panel, 0, steps * STEP, 2, 0, sums, PANEL);
+  else if (low < TILE)
+    multiply_group(x, STEP, TILE_ELEMENTS, panel, 0, steps * STEP, 1, 0, sums, PANEL);
+  else
+    multiply_group(x, STEP, TILE_ELEMENTS, panel + TILE_ELEMENTS, 0, steps * STEP, 1, 0,
+                   sums + TILE, PANEL);
+}
+
+// Add x[8, features] . panel to sums[8, 32] for the features [low, high), which are even. `x` is in
+// tiles.
+static inline void add_product_of_features(const bf16* x, int64_t lower, int rows,
+                                           const bf16* panel, int64_t low, int64_t high,
+                                           float* sums) {
+  (void)lower, (void)rows;
+  multiply_group(x, STEP, TILE_ELEMENTS, panel, low, high, 2, 1, sums, PANEL);
 }
 #endif

@@ -1,0 +1,89 @@
+// Low-rank adapters beside a linear layer: each row of x has a number, and takes the columns of
+// x . down that belong to the adapter of that number. They are multiplied with `up` and added to
+// the sums of the layer.
+//
+// Rows are taken in groups. Columns that no row of a group takes are skipped: they are zeros, which
+// change no sum.
+#pragma once
+
+#include "numbers.h"
+#include "product.h"
+
+typedef struct {
+  const bf16 *down, *up;   // [k, width] and [width, n], in panels
+  const int32_t* numbers;  // of the adapter of each row
+  const int32_t* owners;   // the number of the adapter that each column belongs to
+  int64_t width;           // 0: there are no adapters
+} Adapters;
+
+// The adapters for the rows from `first` on.
+static inline Adapters of_rows(Adapters adapters, int64_t first) {
+  if (adapters.width) adapters.numbers += first;
+  return adapters;
+}
+
+// The columns that some row of a group takes: [low, high), rounded to pairs.
+typedef struct {
+  int32_t low, high;
+} Taken;
+
+// Which of 16 columns a row takes.
+static inline __mmask16 columns_of(const Adapters* a, int64_t row, int64_t column) {
+  return _mm512_cmpeq_epi32_mask(_mm512_loadu_si512(a->owners + column),
+                                 _mm512_set1_epi32(a->numbers[row]));
+}
+
+// The columns that some of the rows take.
+static inline Taken taken_by(const Adapters* a, int64_t row, int64_t rows) {
+  Taken taken = {0, 0};
+  for (int64_t column = 0; column < a->width; column += TILE) {
+    unsigned some = 0;
+    for (int64_t i = 0; i < rows; i++) some |= columns_of(a, row + i, column);
+    if (!some) continue;
+    if (!taken.high) taken.low = (int32_t)column + __builtin_ctz(some) / 2 * 2;
+    taken.high = (int32_t)column + (33 - __builtin_clz(some)) / 2 * 2;
+  }
+  return taken;
+}
+
+// The place of a row and a feature in tiles of 16 rows and 32 features, [rows / 16][k / 32][16][32].
+static inline int64_t in_tiles(int64_t k, int64_t row, int64_t feature) {
+  return row / TILE * TILE * k + feature / STEP * TILE_ELEMENTS + row % TILE * STEP;
+}
+
+// Compute what the adapters add for the rows [first, last), before `up`. `x` has their k features in
+// tiles; the result goes to `narrow`, in tiles too, and for each group to `taken`. `sums` has room
+// for 32 rows of a panel.
+static void narrow_rows(const Adapters* a, int64_t k, const bf16* x, int64_t first, int64_t last,
+                        bf16* narrow, Taken* taken, float* sums) {
+  for (int64_t row = 0; row < last - first; row += GROUP, taken++) {
+    const int64_t rows = min64(GROUP, last - first - row);
+    const int padded = rows > TILE ? GROUP : (int)min64(GROUP, TILE);
+    *taken = taken_by(a, first + row, rows);
+    for (int64_t column = taken->low / PANEL * PANEL; column < taken->high; column += PANEL) {
+      product_of_columns(x + in_tiles(k, row, 0), TILE * k, padded, a->down + column * k, k / STEP,
+                         taken->low - column, taken->high - column, sums);
+      for (int i = 0; i < padded; i++) {
+        const int64_t at = first + row + i;
+        const __mmask16 low = i < rows ? columns_of(a, at, column) : 0;
+        const __mmask16 high = i < rows ? columns_of(a, at, column + TILE) : 0;
+        store_bf16(narrow + in_tiles(a->width, row + i, column),
+                   _mm512_maskz_loadu_ps(low, sums + i * PANEL),
+                   _mm512_maskz_loadu_ps(high, sums + i * PANEL + TILE));
+      }
+    }
+  }
+}
+
+// Add what the adapters add to `sums`, those of a panel of the weight, for `rows` rows after `row`,
+// which is counted from the first row of `narrow`. `up` is the panel for the same columns.
+static inline void widen_rows(const Adapters* a, const bf16* narrow, const Taken* taken,
+                              int64_t row, int64_t rows, const bf16* up, float* sums) {
+  for (int64_t at = row; at < row + rows; at += GROUP, sums += GROUP * PANEL) {
+    const Taken columns = taken[at / GROUP];
+    const int padded = row + rows - at > TILE ? GROUP : (int)min64(GROUP, TILE);
+    if (columns.high)
+      add_product_of_features(narrow + in_tiles(a->width, at, 0), TILE * a->width, padded, up,
+                              columns.low, columns.high, sums);
+  }
+}
