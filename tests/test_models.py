@@ -105,6 +105,14 @@ def test_an_unknown_architecture_is_refused_with_those_there_are():
         program(tiny_spec(architecture="mamba"))
 
 
+def test_a_switch_of_a_later_version_is_refused_by_its_name():
+    spec = tiny_spec(written_by="jaxembed 9.9")
+    later = msgspec.structs.replace(spec, config=spec.config | {"new_switch": True})
+    for use in (program, position_limit):
+        with pytest.raises(CheckpointError, match=r"jaxembed 9\.9.*new_switch.*upgrade"):
+            use(later)
+
+
 def test_the_position_limit_is_the_length_of_the_table():
     assert position_limit(tiny_spec()) == 64
 

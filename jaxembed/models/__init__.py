@@ -32,8 +32,7 @@ class Model(nnx.Module):
     """A tower and the heads on it."""
 
     def __init__(self, spec: ModelSpec):
-        tower = tower_class(spec.architecture)
-        self.tower = tower(tower.Config(**spec.config))
+        self.tower = tower_class(spec.architecture)(tower_config(spec))
         adapters.attach(self.tower, spec.adapters)
         self.heads = nnx.Dict({name: HEADS[type(head)](head) for name, head in spec.heads.items()})
 
@@ -103,6 +102,20 @@ def tower_class(architecture: str) -> Any:
     return getattr(import_module(module), name)
 
 
+def tower_config(spec: ModelSpec) -> Any:
+    """The config of the model's tower. Raises CheckpointError if a field is unknown or missing."""
+    kind = tower_class(spec.architecture).Config
+    try:
+        return kind(**spec.config)
+    except TypeError as error:  # it names the field
+        raise CheckpointError(
+            f"the {spec.architecture} of this checkpoint, written by "
+            f"{spec.written_by or 'an early jaxembed'}, is not known here "
+            f"({str(error).partition(' ')[2]}): upgrade jaxembed, or convert the model again with "
+            "this one"
+        ) from error
+
+
 def is_static(spec: ModelSpec) -> bool:
     """Whether the model is a table of token vectors: it has no tower and makes no program."""
     return spec.architecture == static.ARCHITECTURE
@@ -112,8 +125,7 @@ def position_limit(spec: ModelSpec) -> int | None:
     """The most tokens that the tower has positions for; None where there is no limit."""
     if is_static(spec):
         return None
-    tower = tower_class(spec.architecture)
-    return tower.position_limit(tower.Config(**spec.config))
+    return tower_class(spec.architecture).position_limit(tower_config(spec))
 
 
 def overflows_float16(spec: ModelSpec) -> bool:
