@@ -32,6 +32,7 @@ INTERFACES = {
         "SWITCHES",
         "TARGET",
         "classifier",
+        "config_rules",
         "config",
         "config_rules",
         "score_head",
