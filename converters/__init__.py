@@ -54,6 +54,7 @@ CONVERTERS: dict[str, str] = {
     "distilbert": "converters.distilbert",
     "electra": "converters.electra",
     "eurobert": "converters.eurobert",
+    "gemma2": "converters.gemma2",
     "gemma3_text": "converters.gemma3",
     "gte": "converters.gte",
     "jina_embeddings_v3": "converters.jina",

@@ -188,6 +188,21 @@ TOWERS: dict[str, dict[str, Any]] = {
             "overflows_float16": True,
         },
     },
+    "gemma2": {
+        "architecture": "qwen3",
+        "config": _DECODER
+        | {
+            "activation": "gelu_tanh",
+            "qk_norm": False,
+            "local_layers": [0],
+            "local_reach": 3,
+            "embedding_scale": 32**0.5,
+            "block_norms": True,
+            "query_scale": 0.7,
+            "score_cap": 0.5,
+            "overflows_float16": True,
+        },
+    },
     "eurobert": {
         "architecture": "qwen3",
         "config": _DECODER | {"qk_norm": False, "causal": False, "mlp_bias": True},

@@ -49,6 +49,7 @@ FAMILIES = (
     "gte_odd_mean",
     "jina_bert_mean",
     "jina_bert_code_odd_mean",
+    "gemma2_lasttoken",
     "gemma3_mean",
     "llama_odd_mean",
     "eurobert_mean",

@@ -92,6 +92,7 @@ NATIVE = (  # of each set of native calls one
     "jina_bert_code",
     "modernbert",
     "qwen3",
+    "gemma2",
     "t5",
     "t5, gated",
 )

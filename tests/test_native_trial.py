@@ -41,6 +41,7 @@ CALLS = {
     "jina_bert_code": {"linear", "norm", "joint_attention", "gated_gelu"},
     "modernbert": {"linear", "gated_gelu", "joint_attention", "self_attention"},
     "qwen3": {"linear", "gated_silu", "attention"},
+    "gemma2": {"linear", "gated_gelu_tanh", "attention"},
     "t5": {"linear", "joint_attention", "self_attention"},
     "t5, gated": {"linear", "gated_gelu_tanh", "joint_attention", "self_attention"},
 }

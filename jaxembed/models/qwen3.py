@@ -45,6 +45,7 @@ class Qwen3Config:
     embedding_scale: float = 1.0  # factor of the word embeddings; sqrt(hidden_size) in Gemma
     block_norms: bool = False  # norms after the blocks, too; True in Gemma
     query_scale: float = 1.0  # factor of the scores besides 1 / sqrt(head_width)
+    score_cap: float | None = None  # soft cap of the scores; 50 in Gemma 2
     # queries are multiplied by 1 + query_growth * ln(1 + position // query_growth_length)
     query_growth: float = 0.0
     query_growth_length: int = 1
@@ -164,7 +165,8 @@ class Qwen3Attention(nnx.Module):
         self.num_heads = config.num_heads
         self.num_key_heads = config.num_key_heads
         self.head_width = config.head_width
-        self.sight = Sight(causal=config.causal, reach=config.local_reach if is_local else None)
+        reach = config.local_reach if is_local else None
+        self.sight = Sight(causal=config.causal, reach=reach, cap=config.score_cap)
         wide = config.num_heads * config.head_width
         heads = config.num_heads + 2 * config.num_key_heads
         self.qkv = Linear(config.hidden_size, heads * config.head_width, bias=config.qkv_bias)

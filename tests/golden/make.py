@@ -278,6 +278,10 @@ CASES: dict[str, Case | Static] = {
     "qwen2_odd_mean": Case("mean", (Dense(24, "Identity"),), FAMILIES["qwen2"].odd, family="qwen2"),
     "static_bert": Static((NORMALIZE,), PROMPTS),
     "static_xlm_roberta": Static((Dense(12), NORMALIZE), family="xlm_roberta", folded=True),
+    "gemma2_lasttoken": Case("lasttoken", (NORMALIZE,), family="gemma2"),
+    "gemma2_odd_mean": Case(
+        "mean", (), FAMILIES["gemma2"].odd, family="gemma2", max_seq_length=41, masked_lm=True
+    ),
     "gemma3_mean": Case(
         "mean",
         (Dense(24, "Identity", bias=False), Dense(18, "Identity", bias=False), NORMALIZE),

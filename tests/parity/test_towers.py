@@ -121,6 +121,20 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
         "vocab_size": 151646,
         "is_causal": False,
     },
+    # but for the number of tokens and the window, as bge-multilingual-gemma2
+    ("gemma2", "3584x2"): {
+        "vocab_size": 32000,
+        "hidden_size": 3584,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 512,
+        "sliding_window": 128,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+    },
     # with a window far shorter than the longest sequence, of which the published 512 is not
     ("gemma3", "768x7"): {
         "vocab_size": 262144,
