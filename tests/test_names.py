@@ -34,7 +34,6 @@ INTERFACES = {
         "classifier",
         "config_rules",
         "config",
-        "config_rules",
         "score_head",
     },
     "an attention kernel": {"KERNEL", "attend", "refuses"},
