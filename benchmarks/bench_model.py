@@ -7,13 +7,19 @@ shapes, dtype and order. Attention, norms, activations and copies are the rest t
 
     python -m benchmarks.bench_model                                # all-MiniLM-L6-v2, default grid
     python -m benchmarks.bench_model --architecture-size bert-base --limit 512 --buckets 8x128,8x512
+    python -m benchmarks.bench_model --architecture-size minilm --buckets 16x128 --adapters 2x8
+
+`--adapters 2x8` also runs each bucket of the same model with two random adapters of rank 8 on all
+products of its layers, in turn with the others; each row of a batch takes another of them, or none.
+`times_plain` is the median ratio of a run with adapters to the run without before it.
 """
 
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -47,6 +53,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     add_arguments(parser)
     parser.add_argument("--buckets", help="such as 1x32,8x128; default: the default grid")
     parser.add_argument("--repeat", type=int, default=15, help="runs of each bucket")
+    parser.add_argument("--adapters", metavar="COUNTxRANK", help="also run with these, such as 2x8")
     return parser.parse_args(argv)
 
 
@@ -59,10 +66,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     grid = chosen_grid(args, model)
     replica = subject.replica(model, args, [grid], dtype)
     print(f"{model.name}, {dtype}, {report.device_name()}, {len(grid.buckets)} buckets")
+    adapted = None
+    if args.adapters:
+        count, rank = map(int, args.adapters.split("x"))
+        changed = subject.with_adapters(model, count, rank)
+        adapted = partial(run_of, subject.replica(changed, args, [grid], dtype), count)
     with empty_compile_cache():
-        rows = [measure(model, replica, bucket, args.repeat) for bucket in grid.buckets]
+        rows = [measure(model, replica, bucket, args.repeat, adapted) for bucket in grid.buckets]
     report.show(rows)
     facts = {"model": model.name, "dtype": dtype, "repeat": args.repeat, "buckets": rows}
+    facts |= {"adapters": args.adapters} if args.adapters else {}
     report.finish("bench_model", argv, facts, args.out)
 
 
@@ -100,19 +113,26 @@ def budget_of(args: Namespace, model: Subject) -> int:
         return batch_tokens(model.program, device, dtype, Path(rates), native_choice.joins)
 
 
-def measure(model: Subject, replica: Replica, bucket: Bucket, runs: int) -> dict[str, Any]:
-    """Measure a bucket, and return its row."""
+def measure(
+    model: Subject,
+    replica: Replica,
+    bucket: Bucket,
+    runs: int,
+    adapted: Callable[[Bucket, np.ndarray], Callable] | None = None,
+) -> dict[str, Any]:
+    """Measure a bucket, and return its row; `adapted` is `run_of` of a model with adapters."""
     cold_s, cached_s = seconds_of(replica, bucket), seconds_of(replica, bucket)
     planes, lengths = full_planes(bucket, model)
     ceiling = products(
         model, replica.dtype, bucket.tokens, replica.devices[0], replica.native_layout
     )
-    times, least = report.timed_in_turn(
-        [lambda: replica.run(bucket, planes, (replica.primary,)), ceiling], runs
-    )
+    calls = [lambda: replica.run(bucket, planes, (replica.primary,)), ceiling]
+    if adapted is not None:
+        calls.insert(1, adapted(bucket, planes))
+    times, *with_adapters, least = report.timed_in_turn(calls, runs)
     flops = subject.useful_flops(model.spec, model.program, lengths)
     products_flops = 2.0 * bucket.tokens * sum(a * b for a, b in subject.kernels(model.program))
-    return {
+    row = {
         "bucket": str(bucket),
         "tokens": bucket.tokens,
         "cold_s": cold_s,
@@ -125,6 +145,15 @@ def measure(model: Subject, replica: Replica, bucket: Bucket, runs: int) -> dict
         "share": least.median / times.median,
         "temporary_mb": replica.temporary_bytes(bucket) / 1e6,
     }
+    return row | {"times_plain": with_adapters[0].times(times)} if with_adapters else row
+
+
+def run_of(adapted: Replica, count: int, bucket: Bucket, planes: np.ndarray) -> Callable[[], Any]:
+    """Compile a bucket of a model with `count` adapters, and return a function that runs it."""
+    adapted.compile(bucket)
+    numbers = np.arange(bucket.rows, dtype=np.int32)[None, :, None] % (count + 1)
+    numbered = np.concatenate([planes, np.repeat(numbers, bucket.length, axis=2)])
+    return lambda: adapted.run(bucket, numbered, (adapted.primary,))
 
 
 def seconds_of(replica: Replica, bucket: Bucket) -> float:

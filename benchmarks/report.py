@@ -59,6 +59,10 @@ class Times:
         """The 95th percentile in milliseconds."""
         return float(np.percentile(self.ms, 95))
 
+    def times(self, other: "Times") -> float:
+        """How many times as long as another function, in the median round of both."""
+        return float(np.median(np.divide(self.ms, other.ms)))
+
     def row(self) -> dict[str, float]:
         """The columns of a table."""
         return {"ms_median": self.median, "ms_p95": self.p95}

@@ -6,18 +6,19 @@ values.
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 
 from jaxembed.engine.bucket import BucketGrid
 from jaxembed.engine.kernels import Choice, choose_kernels, choose_native
 from jaxembed.engine.replica import Replica
 from jaxembed.models import Program, program, random_parameters
-from jaxembed.spec import DType, ModelSpec, NormalizeLayer, Pooled, Pooling
+from jaxembed.spec import Adapter, DType, ModelSpec, NormalizeLayer, Pooled, Pooling
 
 
 def _bert(
@@ -211,6 +212,27 @@ def random_subject(size: str, seed: int = 0) -> Subject:
     """A model of SIZES with random weights."""
     spec = spec_of(size)
     return Subject(f"{size} (random)", spec, program(spec), random_parameters(spec, seed), None)
+
+
+# Weights that stand side by side in a product; an adapter changes each by columns of its own.
+JOINED = {"qkv": 3, "gate_up": 2}
+
+
+def with_adapters(subject: Subject, count: int, rank: int, seed: int = 0) -> Subject:
+    """The model with random adapters of this rank for all products of its layers."""
+    ranks = {}
+    for name in subject.program.shapes:
+        if name.startswith("tower.layers.") and name.endswith(".kernel"):
+            layer = name.removesuffix(".kernel")
+            ranks[layer] = rank * JOINED.get(layer.rsplit(".", 1)[1], 1)
+    adapters = tuple(Adapter(str(number), ranks) for number in range(1, count + 1))
+    spec = msgspec.structs.replace(subject.spec, adapters=adapters)
+    parameters = random_parameters(spec, seed) | subject.parameters
+    for layer in ranks:
+        up, joined = parameters[f"{layer}.adapter.up.kernel"], ranks[layer] // rank
+        row, column = np.indices(up.shape)
+        up *= row // rank % joined == column * joined // up.shape[1]
+    return replace(subject, spec=spec, program=program(spec), parameters=parameters)
 
 
 def replica(

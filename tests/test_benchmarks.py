@@ -196,6 +196,21 @@ def test_bench_model_runs(capsys):
     assert jax.config.jax_compilation_cache_dir == before
 
 
+def test_bench_model_compares_a_model_with_adapters_with_the_plain_one(capsys):
+    bench_model.main([*TINY, "--repeat", "1", "--buckets", "4x32", "--adapters", "2x4"])
+    found = last_line(capsys)
+    assert found["adapters"] == "2x4"
+    assert found["buckets"][0]["times_plain"] > 0
+
+
+def test_an_adapter_changes_each_weight_of_a_joined_product_by_columns_of_its_own():
+    model = subject.with_adapters(subject.random_subject("tiny"), 2, 3)
+    up = model.parameters["tower.layers.0.attention.qkv.adapter.up.kernel"]
+    assert model.spec.adapters[0].ranks["tower.layers.0.attention.qkv"] == 9
+    assert np.argwhere(up[9:12]).max(axis=0).tolist() == [2, 31]
+    assert np.argwhere(up[15:18]).min(axis=0).tolist() == [0, 64]
+
+
 @pytest.mark.slow
 def test_bench_engine_runs(capsys):
     arguments = ["--repeat", "1", "--scale", "0.01", "--mixes", "queries,bimodal", "--data", "none"]

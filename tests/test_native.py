@@ -250,10 +250,14 @@ def small_integers(*shape: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(-1, 2, shape).astype(np.float32)
 
 
-def adapters_of(k: int, n: int, numbers: np.ndarray, ranks: tuple[int, ...]) -> native.Adapters:
+def adapters_of(
+    k: int, n: int, numbers: np.ndarray, ranks: tuple[int, ...]
+) -> native.AdapterOperands:
     owners = np.array(owners_of(ranks), np.int32)
     down, up = small_integers(k, len(owners), seed=5), small_integers(len(owners), n, seed=6)
-    return native.Adapters(*map(jnp.asarray, (numbers, panels(down), panels(up), owners)))
+    if n > 64:  # two weights side by side, the first of which is changed by the first columns
+        up[: len(owners) // 2, 64:] = up[len(owners) // 2 :, :64] = 0
+    return native.AdapterOperands(*map(jnp.asarray, (numbers, panels(down), panels(up), owners)))
 
 
 def unpacked(weight) -> np.ndarray:
@@ -262,7 +266,7 @@ def unpacked(weight) -> np.ndarray:
     return tiles.reshape(steps * 32, columns * 32)
 
 
-def added(x: np.ndarray, adapters: native.Adapters) -> np.ndarray:
+def added(x: np.ndarray, adapters: native.AdapterOperands) -> np.ndarray:
     """What the adapters add to a product of x."""
     numbers, owners = np.asarray(adapters.numbers), np.asarray(adapters.owners)
     between = np.where(numbers[..., None] == owners, x @ unpacked(adapters.down), np.float32(0))

@@ -53,10 +53,11 @@ class LowRank(nnx.Module):
         own = _chosen()[:, :, None] == jnp.asarray(self.owners, jnp.int32)[None, None]
         return self.up(jnp.where(own, self.down(x), 0.0))
 
-    def for_native(self) -> native.Adapters:
-        """The same for a native call, which computes it within the product of the layer."""
+    def for_native(self) -> native.AdapterOperands:
+        """The same for a native call, which computes it within the product of a linear layer."""
+        assert isinstance(self.down, Linear)
         owners = jnp.asarray(self.owners, jnp.int32)
-        return native.Adapters(_chosen(), self.down.kernel[...], self.up.kernel[...], owners)
+        return native.AdapterOperands(_chosen(), self.down.kernel[...], self.up.kernel[...], owners)
 
 
 def _chosen() -> Numbers:

@@ -162,7 +162,7 @@ class BertLayer(nnx.Module):
                 (*self.mlp.down.parameters, *self.mlp_norm.parameters),
                 self.mlp_norm.eps,
                 self.mlp.activation if isinstance(self.mlp, GatedMlp) else None,
-                {k: x.native_adapters for k, x in linears.items() if x.adapter is not None},
+                {name: linear.native_adapters for name, linear in linears.items()},
             )
         attended = self.attention_norm.of_sum(hidden, self.attention.out, mixed)
         hidden = attended if self.residual_norm is None else self.residual_norm(hidden + attended)

@@ -73,7 +73,7 @@ class Linear(nnx.Module):
         return y if self.adapter is None else y + self.adapter(x)
 
     @property
-    def native_adapters(self) -> native.Adapters | None:
+    def native_adapters(self) -> native.AdapterOperands | None:
         """The adapters for a native call, if there are any; the weight is in panels."""
         return None if self.adapter is None else self.adapter.for_native()
 

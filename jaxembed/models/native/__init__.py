@@ -45,7 +45,7 @@ DistanceBias = Float[Array, "heads distances"]  # as models.attention.attend tak
 Angles = Float[Array, "rows length half"]
 
 
-class Adapters(NamedTuple):
+class AdapterOperands(NamedTuple):
     """The low-rank adapters of a product, as `models.adapters.LowRank` has them, in panels."""
 
     numbers: Int[Array, "rows length"]  # of the adapter of each token
@@ -152,7 +152,7 @@ def linear(
     *,
     gelu: bool = False,
     dtype: str = "float32",
-    adapters: Adapters | None = None,
+    adapters: AdapterOperands | None = None,
 ) -> Float[Array, "... out"]:
     """Compute x . weight + bias, optionally its exact GELU, and round the result to `dtype`.
 
@@ -178,7 +178,7 @@ def gated_linear(
     activation: str,
     *,
     dtype: str = "bfloat16",
-    adapters: Adapters | None = None,
+    adapters: AdapterOperands | None = None,
 ) -> Float[Array, "... out"]:
     """Compute activation(gate) * up, where gate and up are the halves of x . weight + bias.
 
@@ -196,7 +196,7 @@ def linear_norm(
     scale: Float[Array, " out"],
     shift: Float[Array, " out"],
     eps: float,
-    adapters: Adapters | None = None,
+    adapters: AdapterOperands | None = None,
 ) -> Float[Array, "rows length out"]:
     """Compute the layer norm of residual + x . weight + bias. The result is float32.
 
@@ -284,7 +284,7 @@ def self_attention(
     cap: float | None = None,
     distance_bias: DistanceBias | None = None,
     angles: tuple[Angles, Angles] | None = None,
-    adapters: Adapters | None = None,
+    adapters: AdapterOperands | None = None,
 ) -> BFloat16[Array, "rows length dim"]:
     """Compute the product that gives queries, keys and values, and their attention, in one call.
 
@@ -309,14 +309,14 @@ def mlp(
     down: tuple[Array | None, ...],
     eps: float,
     gate: str | None = None,
-    adapters: Mapping[str, Adapters] | None = None,
+    adapters: Mapping[str, AdapterOperands | None] | None = None,
 ) -> Float[Array, "rows length dim"]:
     """Compute the rest of a BERT layer after attention, in one call.
 
     It is hidden = norm(hidden + mixed . out), then norm(hidden + gelu(hidden . up) . down). `up` is
     a packed weight and a bias (or None); `out` and `down` also have their norm's scale and shift.
     With a `gate`, the name of an activation, the product with `up` is that of `gated_linear`.
-    `adapters` are those of the products "out", "up" and "down" that have any.
+    `adapters` are those of the products "out", "up" and "down".
     """
     mode = ENDS.index("gelu" if gate is None else f"gated_{gate}")
     parameters = {"out": out, "up": up, "down": down}
@@ -327,9 +327,10 @@ def mlp(
         for part, vector in zip(parts, of, strict=False)  # `up` has no norm
     }
     operands = {"mixed": mixed, "hidden": hidden, **operands}
-    for name, of in (adapters or {}).items():
-        operands |= _of_adapters(of, f"{name}_")
-        mode |= ADAPTED | ADAPTS[name]
+    for name, of_product in (adapters or {}).items():
+        if of_product is not None:
+            operands |= _of_adapters(of_product, f"{name}_")
+            mode |= ADAPTED | ADAPTS[name]
     attributes = {"mode": np.int64(mode), "eps": np.float32(eps)}
     return _call("mlp", hidden.shape, jnp.float32, operands, **attributes)
 
@@ -356,7 +357,7 @@ def _places(
     return operands, {"mode": np.int64(mode)}
 
 
-def _of_adapters(adapters: Adapters, of: str = "") -> dict[str, Array]:
+def _of_adapters(adapters: AdapterOperands, of: str = "") -> dict[str, Array]:
     """The operands of the adapters of a product; `of` is its name in a call of several."""
     numbers, *rest = adapters
     parts = ("down", "up", "owners")

@@ -75,15 +75,35 @@ static void narrow_rows(const Adapters* a, int64_t k, const bf16* x, int64_t fir
   }
 }
 
+// Whether a panel of `up` has only zeros for a pair of features, as the panels of queries have for
+// the adapters of keys.
+static inline int is_zero(const bf16* up, int64_t feature) {
+  up += feature / STEP * 2 * TILE_ELEMENTS + feature % STEP * TILE;
+  const __m512i both = _mm512_or_si512(_mm512_loadu_si512(up), _mm512_loadu_si512(up + TILE_ELEMENTS));
+  return !_mm512_test_epi32_mask(both, both);
+}
+
+// The columns of a group without those at either end for which a panel of `up` has only zeros.
+static inline Taken without_zeros(Taken taken, const bf16* up) {
+  while (taken.low < taken.high && is_zero(up, taken.low)) taken.low += 2;
+  while (taken.low < taken.high && is_zero(up, taken.high - 2)) taken.high -= 2;
+  return taken;
+}
+
 // Add what the adapters add to `sums`, those of a panel of the weight, for `rows` rows after `row`,
 // which is counted from the first row of `narrow`. `up` is the panel for the same columns.
 static inline void widen_rows(const Adapters* a, const bf16* narrow, const Taken* taken,
                               int64_t row, int64_t rows, const bf16* up, float* sums) {
+  Taken before = {0, 0}, wanted = before;
   for (int64_t at = row; at < row + rows; at += GROUP, sums += GROUP * PANEL) {
-    const Taken columns = taken[at / GROUP];
     const int padded = row + rows - at > TILE ? GROUP : (int)min64(GROUP, TILE);
-    if (columns.high)
+    const Taken now = taken[at / GROUP];
+    if (now.low != before.low || now.high != before.high) {
+      wanted = without_zeros(now, up);
+      before = now;
+    }
+    if (wanted.low < wanted.high)
       add_product_of_features(narrow + in_tiles(a->width, at, 0), TILE * a->width, padded, up,
-                              columns.low, columns.high, sums);
+                              wanted.low, wanted.high, sums);
   }
 }
