@@ -103,7 +103,7 @@ class Layer(nn.Module):
         if self.is_code:
             query, key = products["layer_norm_q"](query), products["layer_norm_k"](key)
         width = query.shape[-1] // self.heads
-        places = torch.arange(x.shape[1])
+        places = torch.arange(x.shape[1], dtype=torch.float32)
         distance = (places[:, None] - places[None]).abs()
         mixed = []
         for head, slope in enumerate(slopes(self.heads)):
