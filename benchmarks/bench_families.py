@@ -35,7 +35,7 @@ FAMILIES = tuple(
     name for name in subject.SIZES if name not in ("tiny", "minilm", "bge-large", BASELINE)
 )
 VOCABULARY = 1024  # the rows of the table are gathered: their number does not count
-BY_LAYER = ("global_layers", "local_layers")  # fields that list numbers of layers
+BY_LAYER = {"global_layers", "local_layers"}  # fields that list numbers of layers
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,8 @@ def _small(name: str, layers: int) -> Subject:
     """A model of SIZES with so many layers, and a small vocabulary."""
     spec = subject.spec_of(name)
     config = spec.config | {"num_layers": layers, "vocab_size": VOCABULARY}
-    for field in BY_LAYER:
-        if field in config:
-            config[field] = [number for number in config[field] if number < layers]
+    for field in BY_LAYER & config.keys():
+        config[field] = [number for number in config[field] if number < layers]
     spec = msgspec.structs.replace(spec, config=config)
     return Subject(name, spec, program(spec), random_parameters(spec, 0), None)
 

@@ -64,6 +64,12 @@ GTE_BASE = _BASE | {  # gte-base-en-v1.5
     "gated": True,
     "up_bias": False,
 }
+JINA_V2_BASE = _BASE | {  # jina-embeddings-v2-base-en
+    "max_positions": 8192,
+    "gated": True,
+    "up_bias": False,
+    "alibi": True,
+}
 MODERNBERT_BASE = {
     "vocab_size": 50368,
     "hidden_size": 768,
@@ -141,6 +147,33 @@ EMBEDDINGGEMMA_300M = QWEN3_06B | {
     "block_norms": True,
     "overflows_float16": True,
 }
+GEMMA2_9B = EMBEDDINGGEMMA_300M | {  # bge-multilingual-gemma2
+    "hidden_size": 3584,
+    "num_layers": 42,
+    "num_heads": 16,
+    "num_key_heads": 8,
+    "intermediate_size": 14336,
+    "max_positions": 8192,
+    "qk_norm": False,
+    "causal": True,
+    "local_layers": list(range(0, 42, 2)),
+    "local_reach": 4095,
+    "local_theta": None,
+    "embedding_scale": 3584**0.5,
+    "score_cap": 50.0,
+}
+T5_BASE = {  # gtr-t5-base, sentence-t5-base
+    "vocab_size": 32128,
+    "hidden_size": 768,
+    "num_layers": 12,
+    "num_heads": 12,
+    "head_width": 64,
+    "intermediate_size": 3072,
+    "bias_reach": 128,
+    "norm_eps": 1e-6,
+    "activation": "relu",
+    "gated": False,
+}
 DEBERTA_V3_BASE = _bert(128100, 768, 12, 12, 3072, 512) | {
     "type_vocab_size": 0,
     "norm_eps": 1e-7,
@@ -159,10 +192,13 @@ SIZES: dict[str, tuple[str, dict[str, Any], Pooling]] = {
     "mpnet-base": ("bert", MPNET_BASE, "mean"),
     "nomic-base": ("bert", NOMIC_BASE, "mean"),
     "gte-base": ("bert", GTE_BASE, "cls"),
+    "jina-v2-base": ("bert", JINA_V2_BASE, "mean"),
+    "t5-base": ("t5", T5_BASE, "mean"),
     "deberta-v3-base": ("deberta", DEBERTA_V3_BASE, "cls"),
     "modernbert-base": ("modernbert", MODERNBERT_BASE, "cls"),
     "eurobert-210m": ("qwen3", EUROBERT_210M, "mean"),
     "embeddinggemma-300m": ("qwen3", EMBEDDINGGEMMA_300M, "mean"),
+    "gemma2-9b": ("qwen3", GEMMA2_9B, "lasttoken"),
     "llama-1b": ("qwen3", LLAMA_1B, "lasttoken"),
     "qwen3-0.6b": ("qwen3", QWEN3_06B, "lasttoken"),
 }
@@ -263,7 +299,7 @@ def spec_of(size: str) -> ModelSpec:
         architecture=architecture,
         config=config,
         heads={"dense": Pooled((pooling,), (NormalizeLayer(),))},
-        max_input_tokens=config["max_positions"],
+        max_input_tokens=config.get("max_positions", 512),
         hidden_size=config["hidden_size"],
         dtype="float32",
         source=size,
