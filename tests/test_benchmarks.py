@@ -15,6 +15,7 @@ from benchmarks import (
     bench_attention,
     bench_engine,
     bench_memory,
+    bench_families,
     bench_model,
     bench_pair,
     bench_start,
@@ -209,6 +210,21 @@ def test_an_adapter_changes_each_weight_of_a_joined_product_by_columns_of_its_ow
     assert model.spec.adapters[0].ranks["tower.layers.0.attention.qkv"] == 9
     assert np.argwhere(up[9:12]).max(axis=0).tolist() == [2, 31]
     assert np.argwhere(up[15:18]).min(axis=0).tolist() == [0, 64]
+
+
+def test_bench_families_compares_with_bert(capsys):
+    arguments = ["--families", "mpnet-base", "--buckets", "1x16", "--layers", "1", "--repeat", "1"]
+    bench_families.main([*arguments, "--kernels", "xla"])
+    bert, mpnet = last_line(capsys)["results"]
+    assert (bert["family"], bert["of_bert"]) == ("bert-base", 1.0)
+    assert mpnet["family"] == "mpnet-base"
+    assert mpnet["share"] > 0
+
+
+@pytest.mark.parametrize("name", subject.SIZES)
+def test_every_size_is_a_model(name):
+    shapes = program(subject.spec_of(name)).shapes
+    assert shapes["tower.embeddings.word.embedding"].shape[0] > 0
 
 
 @pytest.mark.slow
