@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from jaxembed.spec import ScoreFunction
 
 Ties = Literal["first", "last"]  # which of equal logits is ranked higher
+LEAST = 5e-324  # the least float64 over zero
 
 
 def shape_vectors(
@@ -25,11 +26,9 @@ def shape_vectors(
     cut = np.ascontiguousarray(dense[:, :dimensions], dtype=np.float32)
     if not normalize:
         return cut
-    lengths = _lengths(cut)[:, None]
+    lengths = np.maximum(_lengths(cut), LEAST)[:, None]
     # Divided in float64 and rounded once, in numpy's small buffers rather than a second matrix.
-    return np.divide(
-        cut, np.where(lengths > 0, lengths, 1.0), out=np.empty_like(cut), casting="same_kind"
-    )
+    return np.divide(cut, lengths, out=np.empty_like(cut), casting="same_kind")
 
 
 def similarity(

@@ -9,8 +9,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from itertools import islice
 
-import numpy as np
-
 from jaxembed.engine.client import EngineClient
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, InvalidInput
@@ -173,13 +171,17 @@ class RequestRunner:
         telemetry, ticket, figures = self._telemetry, run.ticket, run.figures
         count = len(figures["num_tokens"])
         telemetry.truncated_inputs.inc(figures["truncated"])
-        telemetry.input_length.observe_many(figures["num_tokens"])
+        telemetry.input_length.observe_many(figures["num_tokens"].tolist())
         done, succeeded, *durations = self._series
         done.inc(count)
         succeeded.inc(count)
-        tokenization_s = np.full(count, run.tokenization_s / count)
-        each = (tokenization_s, ticket.queue_s, ticket.inference_s)
-        for duration, seconds in zip(durations, (*each, sum(each)), strict=True):
+        each = (
+            [run.tokenization_s / count] * count,
+            ticket.queue_s.tolist(),
+            ticket.inference_s.tolist(),
+        )
+        total = [sum(parts) for parts in zip(*each, strict=True)]
+        for duration, seconds in zip(durations, (*each, total), strict=True):
             duration.observe_many(seconds)
         for name, stage in self._stages:
             stage.observe(figures[name])

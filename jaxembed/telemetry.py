@@ -89,9 +89,9 @@ class BulkHistogram(Collector):
         if len(self._kept) >= MOST_KEPT:
             self._count_kept()
 
-    def observe_many(self, values: np.ndarray) -> None:
-        """Add all values of an array."""
-        self._kept.extend(values.tolist())
+    def observe_many(self, values: Sequence[float]) -> None:
+        """Add several values."""
+        self._kept.extend(values)
         if len(self._kept) >= MOST_KEPT:
             self._count_kept()
 
@@ -147,17 +147,25 @@ class LengthCounts(Collector):
 
     def __init__(self, most: int):
         self._counts = np.zeros(most + 1, np.int64)
+        self._kept: deque[int] = deque()
         self._lock = threading.Lock()
 
-    def observe_many(self, lengths: np.ndarray) -> None:
+    def observe_many(self, lengths: Sequence[int]) -> None:
         """Count answered inputs of these numbers of tokens."""
+        self._kept.extend(lengths)
+        if len(self._kept) >= MOST_KEPT:
+            self._count_kept()
+
+    def _count_kept(self) -> np.ndarray:
+        """Count the lengths kept, and return how many inputs each length has."""
         with self._lock:
-            np.add.at(self._counts, np.minimum(lengths, len(self._counts) - 1), 1)
+            lengths = [self._kept.popleft() for _ in range(len(self._kept))]
+            np.add.at(self._counts, np.minimum(lengths, len(self._counts) - 1).astype(np.int64), 1)
+            return self._counts.copy()
 
     def collect(self) -> Iterable[Metric]:
         """The counts as the histograms of TEI and of ours."""
-        with self._lock:
-            counts = self._counts.copy()
+        counts = self._count_kept()
         most = len(counts) - 1
         powers = [power for power in POWERS[:20] if power <= most]
         upto, total = np.cumsum(counts), float(counts @ np.arange(most + 1))

@@ -97,7 +97,9 @@ def whole_work(
     outputs: frozenset[OutputName] = frozenset({"dense"}),
 ) -> Work:
     """The work of sequences that are each pooled as a whole."""
-    return Work(planes, lengths, _whole(lengths), np.ones(len(lengths), np.int32), outputs)
+    slots = np.empty(len(lengths), np.int32)
+    slots.fill(1)  # np.ones takes three times as long
+    return Work(planes, lengths, _whole(lengths), slots, outputs)
 
 
 def join_work(parts: Sequence[Work], outputs: frozenset[OutputName], adapter: int = 0) -> Work:

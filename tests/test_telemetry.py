@@ -3,7 +3,6 @@
 import threading
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -77,8 +76,8 @@ def test_input_length_buckets_end_at_the_limit():
 
 def test_lengths_are_counted_and_shown_as_tei_does_and_finer():
     telemetry = Telemetry(max_input_tokens=20)
-    telemetry.input_length.observe_many(np.array([1, 9, 9, 16]))
-    telemetry.input_length.observe_many(np.array([20]))
+    telemetry.input_length.observe_many([1, 9, 9, 16])
+    telemetry.input_length.observe_many([20])
     found = families(telemetry)
 
     def shown(name):
@@ -143,7 +142,7 @@ def test_no_observation_of_many_threads_is_lost():
         for _ in range(MOST_KEPT):
             for value in values:
                 telemetry.batch_size.observe(value)
-            telemetry.batch_size.observe_many(np.array(values))
+            telemetry.batch_size.observe_many(values)
 
     threads = [threading.Thread(target=observe) for _ in range(4)]
     for thread in threads:

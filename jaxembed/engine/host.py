@@ -133,16 +133,16 @@ class HostEngine:
         BackendError if the engine is closed.
         """
         ticket = Ticket(work, self._model.widths, wake, by_entry=False)
-        job = Job(ticket, np.cumsum(work.lengths, dtype=np.int64))
         is_small = len(work) <= INTERACTIVE_INPUTS and work.tokens <= self._model.block_tokens
         with self._lock:
             if self._closing:
                 raise BackendError(CLOSED)
             if not is_small:
+                job = Job(ticket, np.cumsum(work.lengths, dtype=np.int64))
                 self._lanes[priority or self._priority(work)].append(job)
                 self._idle.notify()
         if is_small:
-            self._run(job, range(len(work)))
+            self._run(ticket, range(len(work)))
         return ticket
 
     def _priority(self, work: Work) -> Priority:
@@ -202,7 +202,7 @@ class HostEngine:
         """Compute steps until the engine is closed and nothing waits."""
         while (job := self._next()) is not None:
             step = job.step(self._step_tokens)
-            self._run(job, step)
+            self._run(job.ticket, step)
 
     def _next(self) -> Job | None:
         """Wait for work, and take the next job out of its lane; None when closed and empty.
@@ -223,9 +223,8 @@ class HostEngine:
                     return job
             return None
 
-    def _run(self, job: Job, step: range) -> None:
-        """Compute some sequences of a job, and answer or fail them."""
-        ticket = job.ticket
+    def _run(self, ticket: Ticket, step: range) -> None:
+        """Compute some sequences of a request, and answer or fail them."""
         index = slice(step.start, step.stop)
         started_at = time.monotonic()
         ticket.queue_s[index] = started_at - ticket.queued_at

@@ -55,7 +55,8 @@ class Ticket:
         self.entries = _entries(self) if by_entry else []
         self.cancelled = False
         self._failures: dict[int, Exception] = {}
-        self._open = np.ones(count, bool)  # sequences that are neither answered nor failed
+        self._settled = np.zeros(count, bool)  # sequences that are answered or failed
+        self._open = count  # how many are not
         self._wake = wake
         self._done = threading.Event()
         self._lock = threading.Lock()
@@ -92,7 +93,7 @@ class Ticket:
     def fail(self, index: list[int], error: Exception) -> None:
         """Fail the sequences at `index` that have no answer yet. The others still run."""
         with self._lock:
-            self._failures.update((i, error) for i in index if self._open[i])
+            self._failures.update((i, error) for i in index if not self._settled[i])
         self._settle(index)
 
     def cancel(self) -> bool:
@@ -107,9 +108,11 @@ class Ticket:
     def _settle(self, index: Index) -> None:
         """Note that these sequences are answered or failed; the last ones complete the ticket."""
         with self._lock:
-            were_open = bool(self._open[index].any())
-            self._open[index] = False
-            last = were_open and not self._open.any() and not self.cancelled
+            before = self._settled[index]
+            newly = len(before) - int(np.count_nonzero(before))
+            self._settled[index] = True
+            self._open -= newly
+            last = newly > 0 and self._open == 0 and not self.cancelled
         if last:
             self._done.set()
             self._call_wake()
