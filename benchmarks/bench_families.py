@@ -32,7 +32,9 @@ from jaxembed.spec import DType
 
 BASELINE = "bert-base"
 FAMILIES = tuple(
-    name for name in subject.SIZES if name not in ("tiny", "minilm", "bge-large", BASELINE)
+    name
+    for name in subject.SIZES
+    if name not in ("tiny", "minilm", "bge-large", "gemma2-9b", BASELINE)
 )
 VOCABULARY = 1024  # the rows of the table are gathered: their number does not count
 BY_LAYER = {"global_layers", "local_layers"}  # fields that list numbers of layers
@@ -111,7 +113,7 @@ def rows_of(contestants: Sequence[Contestant], bucket: Bucket, rounds: int) -> l
 def _small(name: str, layers: int) -> Subject:
     """A model of SIZES with so many layers, and a small vocabulary."""
     spec = subject.spec_of(name)
-    config = spec.config | {"num_layers": layers, "vocab_size": VOCABULARY}
+    config: dict[str, Any] = {**spec.config, "num_layers": layers, "vocab_size": VOCABULARY}
     for field in BY_LAYER & config.keys():
         config[field] = [number for number in config[field] if number < layers]
     spec = msgspec.structs.replace(spec, config=config)
