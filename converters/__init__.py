@@ -24,6 +24,7 @@ from converters.adapters import (
     read_adapter,
     without_built_in,
 )
+from converters.field_types import CONFIG_FIELDS, check_fields
 from converters.heads import Layout, weight_folders
 from converters.jina import is_flash
 from converters.jina_bert import is_jina_bert
@@ -31,7 +32,7 @@ from converters.weights import Rule, Step
 from jaxembed import checkpoint
 from jaxembed.checkpoint import Contents
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.models import parameter_shapes, position_limit
+from jaxembed.models import parameter_shapes, position_limit, tower_class
 from jaxembed.spec import DType, ModelSpec
 
 __all__ = [
@@ -228,7 +229,7 @@ def outline(
     hf = family.completed(hf, folder) if hasattr(family, "completed") else hf
     use = _use(source, family, hf, route)
     _refuse_own_code(family, hf, use)
-    config = family.config(hf)
+    config = _tower_fields(family, folder, hf)
     layout = _layout(source, name, family, hf, config, use, dense_path, route)
     tower = source / layout.tower
     spec = _spec(family, config, layout, name, revision)
@@ -274,7 +275,8 @@ def folders_read(source: Path) -> list[str]:
 
 
 def _config(tower: Path) -> dict[str, Any]:
-    """Read config.json. Raises CheckpointError if there is none."""
+    """Read config.json and check the types of its fields. Raises CheckpointError if there is none,
+    and UnsupportedModel for a model_type without a converter: its fields may be others."""
     if (tower / "adapter_config.json").is_file():
         base = heads.read_optional_json(tower / "adapter_config.json").get(
             "base_model_name_or_path"
@@ -286,15 +288,18 @@ def _config(tower: Path) -> dict[str, Any]:
     hf = heads.read_optional_json(tower / "config.json")
     if not hf:
         raise CheckpointError(f"{tower} is not a model: there is no config.json")
+    kind = hf.get("model_type")
+    if not isinstance(kind, str) or kind not in CONVERTERS:
+        kinds = ", ".join(sorted(CONVERTERS))
+        raise UnsupportedModel(f"model_type {kind!r} is not supported; known: {kinds}")
+    check_fields(str(tower / "config.json"), hf, CONFIG_FIELDS)
     return hf
 
 
 def _family(hf: dict[str, Any]) -> ModuleType:
-    """Import the converter of this config. Raises UnsupportedModel if there is none for it."""
-    kind = hf.get("model_type")
-    if kind not in CONVERTERS:
-        kinds = ", ".join(sorted(CONVERTERS))
-        raise UnsupportedModel(f"model_type {kind!r} is not supported; known: {kinds}")
+    """Import the converter of this config. Raises UnsupportedModel for a class that it does not
+    convert."""
+    kind = hf["model_type"]
     if kind == "xlm-roberta" and is_flash(hf):
         family = jina
     elif kind == "bert" and is_jina_bert(hf):
@@ -310,6 +315,20 @@ def _family(hf: dict[str, Any]) -> ModuleType:
     if hf.get("quantization_config"):
         raise UnsupportedModel("quantised weights are not supported; use the original ones")
     return family
+
+
+def _tower_fields(family: ModuleType, folder: Path, hf: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the tower's config, in the types that the tower wants. Raises CheckpointError
+    for one of another type, as null may lead to, besides what the family raises."""
+    fields = family.config(hf)
+    try:
+        typed = msgspec.convert(fields, tower_class(family.ARCHITECTURE).Config)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'} does not give what the {family.ARCHITECTURE} tower takes: "
+            f"{error}"
+        ) from error
+    return {name: getattr(typed, name) for name in fields}
 
 
 def _use(source: Path, family: ModuleType, hf: dict[str, Any], route: str) -> str:

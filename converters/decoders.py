@@ -170,7 +170,7 @@ def window_fields(
         layers = [number for number, kind in enumerate(kinds) if kind == LOCAL_LAYER]
     if not layers:
         return {}
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+    if not window:
         raise CheckpointError(
             f"sliding_window is {window!r}, wanted a whole number over 0 for the layers with a "
             "window"

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from converters.field_types import CONFIG_FIELDS, check_fields
 from converters.router import CONFIG_FILES, Listed, Router, is_router, plain_type, read_router
 from converters.weights import Rule, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
@@ -294,7 +295,7 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the second for brackets without end
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
@@ -354,9 +355,11 @@ def _listed(source: Path) -> Listed | None:
 
 def _module(path: Path, kind: str, folder: str) -> ModuleEntry:
     own, code = OWN_MODULES.get(kind, (None, None))
-    codes = read_optional_json(path.parent / "config.json").get("auto_map") or {} if own else {}
-    if own is not None and codes.get("AutoModel") == code:
-        return ModuleEntry(own, folder)
+    if own is not None:
+        hf = read_optional_json(path.parent / "config.json")
+        check_fields(str(path.parent / "config.json"), hf, CONFIG_FIELDS)
+        if (hf.get("auto_map") or {}).get("AutoModel") == code:
+            return ModuleEntry(own, folder)
     if kind not in MODULES:
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in MODULES}))
         raise UnsupportedModel(f"{path}: module {kind!r} is not supported; known: {known}")

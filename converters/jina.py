@@ -109,7 +109,7 @@ def built_in(hf: dict[str, Any]) -> BuiltIn | None:
     if not names:
         return None
     rank, alpha = hf.get("lora_rank"), hf.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+    if rank is None or alpha is None:
         raise CheckpointError(
             f"config.json: lora_adaptations without a lora_rank over 0 and a lora_alpha; they are "
             f"{rank!r} and {alpha!r}"

@@ -86,7 +86,7 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     if pooling not in POOLINGS_OF_SCORES:
         names = ", ".join(POOLINGS_OF_SCORES)
         raise UnsupportedModel(f"pooling {pooling!r} is not supported; known: {names}")
-    if not isinstance(temperature, int | float) or temperature <= 0:
+    if not temperature:
         raise CheckpointError(f"temperature is {temperature!r}, wanted a number over 0")
     head = last_token_classifier(hf, labels, POOLINGS_OF_SCORES[pooling]).logits
     kernel = parameter_of("logits", 0, "kernel")

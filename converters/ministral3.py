@@ -56,7 +56,7 @@ def _growth(hf: dict[str, Any]) -> dict[str, Any]:
     if not beta:
         return {}
     length = hf.get(ORIGINAL) or parameters.get(ORIGINAL)
-    if not isinstance(length, int) or length < 1:
+    if length is None:
         raise CheckpointError(
             f"{ORIGINAL} is {length!r}, wanted a whole number over 0 beside {BETA} {beta}"
         )

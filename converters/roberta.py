@@ -34,7 +34,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     """
     fields = bert.config(hf)
     pad = hf.get("pad_token_id", 1)
-    if not isinstance(pad, int) or not 0 <= pad < fields["max_positions"] - 1:
+    if pad is None or not 0 <= pad < fields["max_positions"] - 1:
         raise CheckpointError(
             f"config.json: pad_token_id is {pad!r}, wanted a number from 0 that leaves some of the "
             f"{fields['max_positions']} positions, which begin after it"

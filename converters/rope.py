@@ -129,6 +129,8 @@ def _scaling(
     factor = _positive("factor", factor)
     fields = {"kind": kind, "length": int(length)}
     if kind == "longrope":
+        if length < 2:
+            raise CheckpointError(f"{ORIGINAL} is {length}, wanted at least 2 for {kind}")
         magnitude = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(length))
         return fields | {
             "short": _factors(given, "short_factor", head_width // 2),
@@ -138,7 +140,13 @@ def _scaling(
     fields["factor"] = factor
     if kind == "llama3":
         names = {"low": "low_freq_factor", "high": "high_freq_factor"}
-        return fields | {name: _positive(key, given.get(key)) for name, key in names.items()}
+        bounds = {name: _positive(key, given.get(key)) for name, key in names.items()}
+        if bounds["low"] >= bounds["high"]:
+            raise CheckpointError(
+                f"low_freq_factor is {bounds['low']}, wanted less than high_freq_factor, "
+                f"{bounds['high']}"
+            )
+        return fields | bounds
     return fields | {
         "magnitude": _yarn_magnitude(given, factor),
         "beta_fast": _positive("beta_fast", given.get("beta_fast") or 32.0),
@@ -156,7 +164,7 @@ def _yarn_magnitude(given: dict[str, Any], factor: float) -> float:
     if given.get("attention_factor") is not None:
         return _positive("attention_factor", given["attention_factor"])
     scale, of_all = given.get("mscale"), given.get("mscale_all_dim")
-    return mscale(scale) / mscale(of_all) if scale and of_all else mscale(1.0)
+    return mscale(float(scale)) / mscale(float(of_all)) if scale and of_all else mscale(1.0)
 
 
 def _factors(given: dict[str, Any], key: str, count: int) -> list[float]:

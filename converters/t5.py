@@ -115,11 +115,11 @@ def _distances(hf: dict[str, Any]) -> tuple[int, int]:
     """The number of buckets of distances, and the distance from which on the last is taken."""
     buckets = hf.get("relative_attention_num_buckets", 32)
     reach = hf.get("relative_attention_max_distance", 128)
-    if not isinstance(buckets, int) or buckets < 4:
+    if buckets < 4:
         raise CheckpointError(
             f"relative_attention_num_buckets is {buckets!r}, wanted a whole number of at least 4"
         )
-    if not isinstance(reach, int) or reach <= buckets // 4:
+    if reach <= buckets // 4:
         raise CheckpointError(
             f"relative_attention_max_distance is {reach!r}, wanted a whole number over "
             f"{buckets // 4}, the distances with a bucket each"

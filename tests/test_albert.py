@@ -115,10 +115,10 @@ def test_embeddings_of_the_hidden_size_are_projected_too():
         (
             {"num_hidden_groups": 7},
             CheckpointError,
-            "num_hidden_groups is 7 .* wanted 1 to 6 groups",
+            "num_hidden_groups is 7; wanted 1 to 6 groups",
         ),
         ({"num_hidden_groups": 0}, CheckpointError, "num_hidden_groups is 0"),
-        ({"inner_group_num": 0}, CheckpointError, "inner_group_num 0; wanted"),
+        ({"inner_group_num": 0}, CheckpointError, "inner_group_num is 0, wanted a whole"),
         ({"inner_group_num": None}, CheckpointError, "lacks inner_group_num"),
         ({"position_embedding_type": "relative_key"}, UnsupportedModel, "'relative_key'"),
         ({"hidden_act": "mish"}, UnsupportedModel, "hidden_act 'mish'"),

@@ -322,7 +322,7 @@ def test_limit_never_exceeds_the_positions(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "mt5"}, "model_type 'mt5' is not supported; known: albert, bert"),
+        ({"model_type": "mt5"}, "model_type 'mt5' is not supported; known: albert"),
         ({"model_type": None}, "model_type None"),
         ({"architectures": ["BertForTokenClassification"]}, "BertForTokenClassification"),
         ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported; known: gelu"),

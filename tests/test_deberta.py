@@ -134,7 +134,7 @@ def test_what_a_config_leaves_out_has_the_default_of_transformers():
         ({"num_attention_heads": 3}, CheckpointError, "hidden_size 8 is not a multiple"),
         ({"position_buckets": 46}, CheckpointError, "position_buckets is 46"),
         ({"position_buckets": 1}, CheckpointError, "position_buckets is 1"),
-        ({"max_relative_positions": "all"}, CheckpointError, "max_relative_positions is 'all'"),
+        ({"max_relative_positions": "all"}, CheckpointError, 'max_relative_positions is "all"'),
         ({"type_vocab_size": -1}, CheckpointError, "type_vocab_size is -1"),
         ({"embedding_size": 0}, CheckpointError, "embedding_size is 0"),
         ({"hidden_size": None}, CheckpointError, "lacks hidden_size"),

@@ -121,7 +121,7 @@ def test_what_transformers_does_not_read_changes_nothing(said):
         ({"activation": "mish"}, UnsupportedModel, "activation 'mish'"),
         ({"pruned_heads": {"0": [1]}}, UnsupportedModel, "pruned_heads="),
         ({"n_heads": 3}, CheckpointError, "dim 8 is not a multiple of n_heads 3"),
-        ({"dim": None, "n_layers": "6"}, CheckpointError, "lacks dim, n_layers"),
+        ({"dim": None, "n_layers": None}, CheckpointError, "lacks dim, n_layers"),
         (
             {"architectures": ["DistilBertForQuestionAnswering"]},
             UnsupportedModel,

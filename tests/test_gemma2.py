@@ -118,7 +118,7 @@ def test_scores_may_have_no_cap():
     [
         ({"use_bidirectional_attention": True}, UnsupportedModel, "use_bidirectional_attention is"),
         ({"attn_logit_softcapping": 0}, CheckpointError, "attn_logit_softcapping is 0, wanted"),
-        ({"attn_logit_softcapping": "50"}, CheckpointError, "attn_logit_softcapping is '50'"),
+        ({"attn_logit_softcapping": "50"}, CheckpointError, 'attn_logit_softcapping is "50"'),
         ({"query_pre_attn_scalar": 0}, CheckpointError, "query_pre_attn_scalar is 0"),
         ({"sliding_window": None}, CheckpointError, "sliding_window is None, wanted"),
         ({"layer_types": ["chunked"] * 42}, UnsupportedModel, "layer_types chunked"),

@@ -144,8 +144,6 @@ def test_one_plus_a_weight_keeps_what_bfloat16_would_lose():
         ({"layer_types": ["chunked"] * 24}, UnsupportedModel, "layer_types chunked"),
         ({"layer_types": ["full_attention"]}, CheckpointError, "1 layer_types for num_hidden"),
         ({"sliding_window": None}, CheckpointError, "sliding_window is None, wanted"),
-        ({"_sliding_window_pattern": 0}, CheckpointError, "sliding_window_pattern is 0"),
-        ({"query_pre_attn_scalar": 0}, CheckpointError, "query_pre_attn_scalar is 0"),
         ({"hidden_activation": "mish"}, UnsupportedModel, "hidden_activation 'mish'"),
         ({"is_causal": True}, CheckpointError, "is_causal and use_bidirectional_attention"),
     ],

@@ -116,7 +116,7 @@ def test_odd_configs_are_read(said, read):
             UnsupportedModel,
             "full_attention with rope_type 'yarn' and factor",
         ),
-        ({"rope_parameters": {"rope_theta": 1.0}}, UnsupportedModel, "of rope_theta"),
+        ({"rope_parameters": {"rope_theta": 2.0}}, UnsupportedModel, "of rope_theta"),
         ({"layer_types": ["chunked_attention"] * 5}, UnsupportedModel, "chunked_attention"),
         ({"layer_types": [GLOBAL] * 4}, CheckpointError, "4 layer_types for num_hidden_layers 5"),
         ({"hidden_activation": "gelu_10"}, UnsupportedModel, "hidden_activation 'gelu_10'"),

@@ -87,7 +87,7 @@ def test_the_pad_is_1_where_the_config_says_nothing():
     assert roberta.config(config | {"pad_token_id": 5})["pad_id"] == 5
 
 
-@pytest.mark.parametrize("pad", [None, -1, "<pad>", sources.POSITIONS - 1])
+@pytest.mark.parametrize("pad", [None, -1, sources.POSITIONS - 1])
 def test_a_pad_that_positions_cannot_be_counted_from_is_refused(pad):
     with pytest.raises(CheckpointError, match="pad_token_id is"):
         roberta.config(sources.ROBERTA_CONFIG | {"pad_token_id": pad})

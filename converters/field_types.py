@@ -1,0 +1,230 @@
+"""The types and bounds of the fields that converters read, checked before a family reads them.
+
+Whether values fit each other, and which of them a tower runs, only the family knows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from jaxembed.errors import CheckpointError
+from jaxembed.json_file import shown
+
+_MOST = 2**24  # of widths, heads, tokens and rows of tables
+_MOST_LAYERS = 1000
+_MAX_FACTOR = 1_000_000  # of positions: float32 has seven digits
+_LARGEST = 1e30  # of numbers: float32 ends at 3.4e38, and factors are multiplied
+
+
+@dataclass(frozen=True)
+class FieldType:
+    """What a field may hold, in words and as a type for msgspec; of an object perhaps its fields.
+
+    With `null` it may hold that too: families know what it means to them, or say what they lack.
+    """
+
+    wanted: str
+    type: Any
+    fields: Mapping[str, "FieldType"] = field(default_factory=dict)
+    null: bool = True
+
+
+def _whole(least: int, most: int) -> FieldType:
+    return FieldType(
+        f"a whole number from {least} to {most}", Annotated[int, Meta(ge=least, le=most)]
+    )
+
+
+def _not_null(kind: FieldType) -> FieldType:
+    return replace(kind, null=False)
+
+
+_FINITE = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
+_OVER_0 = Annotated[float, Meta(gt=0, le=_LARGEST)]
+
+_SIZE, _COUNT, _COUNT_OR_NONE = _whole(1, _MOST), _whole(0, _MOST), _whole(-1, _MOST)
+_LAYERS = _whole(1, _MOST_LAYERS)
+_NUMBER = FieldType("a finite number", _FINITE)
+_POSITIVE = FieldType("a number over 0", _OVER_0)
+_NOT_NEGATIVE = FieldType("a number of at least 0", Annotated[float, Meta(ge=0, le=_LARGEST)])
+_FACTOR = FieldType(
+    f"a number over 0, at most {_MAX_FACTOR}", Annotated[float, Meta(gt=0, le=_MAX_FACTOR)]
+)
+_BASE = FieldType("a number over 1", Annotated[float, Meta(gt=1, le=_LARGEST)])
+_EPSILON = _not_null(FieldType("a number from 0 to 1", Annotated[float, Meta(ge=0, le=1)]))
+_SWITCH = FieldType("true or false", bool)
+_NAME = FieldType("a string", str)
+_NAMES = FieldType("a list of strings", list[str])
+_ONE_OR_MORE_NAMES = FieldType("a string or a list of strings", str | list[str])
+_FACTORS = FieldType("a list of numbers over 0", list[_OVER_0])
+_OBJECT = FieldType("a JSON object", dict[str, Any])
+
+_ROPE_FIELDS = {
+    "attention_factor": _POSITIVE,
+    "beta_fast": _NOT_NEGATIVE,
+    "beta_slow": _NOT_NEGATIVE,
+    "factor": _FACTOR,
+    "high_freq_factor": _POSITIVE,
+    "llama_4_scaling_beta": _NOT_NEGATIVE,
+    "long_factor": _FACTORS,
+    "low_freq_factor": _POSITIVE,
+    "max_position_embeddings": _SIZE,
+    "mscale": _NOT_NEGATIVE,
+    "mscale_all_dim": _NOT_NEGATIVE,
+    "original_max_position_embeddings": _SIZE,
+    "partial_rotary_factor": _POSITIVE,
+    "rope_theta": _BASE,
+    "rope_type": _NAME,
+    "short_factor": _FACTORS,
+    "truncate": _SWITCH,
+    "type": _NAME,
+}
+_ROPE = FieldType(_OBJECT.wanted, _OBJECT.type, _ROPE_FIELDS)
+_ROPE_BY_LAYERS = FieldType(
+    _OBJECT.wanted,
+    _OBJECT.type,
+    _ROPE_FIELDS | {"full_attention": _ROPE, "sliding_attention": _ROPE},
+)
+
+# Of config.json, for all families: a key has one meaning wherever it is read.
+CONFIG_FIELDS = {
+    "activation": _NAME,
+    "activation_function": _NAME,
+    "add_cross_attention": _SWITCH,
+    "architectures": _NAMES,
+    "attention_bias": _SWITCH,
+    "attn_logit_softcapping": _POSITIVE,
+    "auto_map": _OBJECT,
+    "classifier_activation": _NAME,
+    "classifier_bias": _SWITCH,
+    "classifier_pooling": _NAME,
+    "conv_act": _NAME,
+    "conv_kernel_size": _COUNT_OR_NONE,
+    "d_ff": _SIZE,
+    "d_kv": _SIZE,
+    "d_model": _SIZE,
+    "dim": _SIZE,
+    "dtype": _NAME,
+    "embedding_size": _SIZE,
+    "feed_forward_proj": _NAME,
+    "final_logit_softcapping": _POSITIVE,
+    "global_attn_every_n_layers": _not_null(_SIZE),
+    "global_rope_theta": _BASE,
+    "head_dim": _SIZE,
+    "hidden_act": _NAME,
+    "hidden_activation": _NAME,
+    "hidden_dim": _SIZE,
+    "hidden_size": _SIZE,
+    "id2label": FieldType("an object of names by id", dict[str, str | int] | None),
+    "inner_group_num": _whole(1, 32),
+    "intermediate_size": _SIZE,
+    "is_causal": _SWITCH,
+    "is_decoder": _SWITCH,
+    "layer_norm_eps": _EPSILON,
+    "layer_norm_epsilon": _EPSILON,
+    "layer_types": _NAMES,
+    "local_attention": _not_null(_COUNT),
+    "local_rope_theta": _BASE,
+    "lora_adaptations": _NAMES,
+    "lora_alpha": _NUMBER,
+    "lora_rank": _SIZE,
+    "max_position_embeddings": _SIZE,
+    "max_relative_positions": _not_null(_COUNT_OR_NONE),
+    "max_trained_positions": _SIZE,
+    "max_window_layers": _not_null(_COUNT),
+    "mlp_bias": _SWITCH,
+    "mlp_fc1_bias": _SWITCH,
+    "mlp_fc2_bias": _SWITCH,
+    "model_type": _NAME,
+    "n_embd": _SIZE,
+    "n_head": _SIZE,
+    "n_heads": _SIZE,
+    "n_inner": _SIZE,
+    "n_layer": _LAYERS,
+    "n_layers": _LAYERS,
+    "n_positions": _SIZE,
+    "norm_bias": _SWITCH,
+    "norm_eps": _EPSILON,
+    "norm_rel_ebd": _not_null(_ONE_OR_MORE_NAMES),
+    "num_attention_heads": _SIZE,
+    "num_heads": _SIZE,
+    "num_hidden_groups": _LAYERS,
+    "num_hidden_layers": _LAYERS,
+    "num_key_value_heads": _SIZE,
+    "num_labels": _whole(0, 2**20),
+    "num_layers": _LAYERS,
+    "original_max_position_embeddings": _SIZE,
+    "pad_token_id": _COUNT_OR_NONE,
+    "pad_vocab_size_multiple": _SIZE,
+    "pooler_hidden_act": _NAME,
+    "pooling": _NAME,
+    "pos_att_type": FieldType(_ONE_OR_MORE_NAMES.wanted, _ONE_OR_MORE_NAMES.type | None),
+    "position_biased_input": _SWITCH,
+    "position_buckets": _not_null(_COUNT_OR_NONE),
+    "position_embedding_type": _NAME,
+    "problem_type": _NAME,
+    "qkv_proj_bias": _SWITCH,
+    "query_pre_attn_scalar": _not_null(_POSITIVE),
+    "relative_attention": _SWITCH,
+    "relative_attention_max_distance": _not_null(_SIZE),
+    "relative_attention_num_buckets": _not_null(_SIZE),
+    "rms_norm_eps": _EPSILON,
+    "rope_local_base_freq": _BASE,
+    "rope_parameters": _ROPE_BY_LAYERS,
+    "rope_scaling": _ROPE_BY_LAYERS,
+    "rope_theta": _BASE,
+    "rotary_emb_base": _BASE,
+    "rotary_scaling_factor": _FACTOR,
+    "sbert_ce_default_activation_function": _NAME,
+    "sentence_transformers": FieldType(_OBJECT.wanted, _OBJECT.type, {"activation_fn": _NAME}),
+    "share_att_key": _SWITCH,
+    "sliding_window": _COUNT,
+    "sliding_window_pattern": _SIZE,
+    "_sliding_window_pattern": _SIZE,
+    "task_instructions": FieldType("an object of strings by name", dict[str, str | None]),
+    "temperature": _NOT_NEGATIVE,
+    "tie_word_embeddings": _SWITCH,
+    "tokenizer_class": _NAME,
+    "torch_dtype": _NAME,
+    "type_vocab_size": _not_null(_COUNT),
+    "use_bidirectional_attention": _SWITCH,
+    "use_sliding_window": _SWITCH,
+    "vocab_size": _SIZE,
+}
+
+# Of adapter_config.json.
+ADAPTER_FIELDS = {
+    "alpha_pattern": FieldType("an object of numbers by pattern", dict[str, _FINITE]),
+    "bias": _NAME,
+    "lora_alpha": _not_null(_NUMBER),
+    "peft_type": _NAME,
+    "use_rslora": _SWITCH,
+}
+
+
+def check_fields(where: str, values: Mapping[str, Any], types: Mapping[str, FieldType]) -> None:
+    """Raise CheckpointError for the first field that holds another type, or a number beyond its
+    bounds. `where` names the file; fields that are not among `types` are not looked at."""
+    _check(where, "", values, types)
+
+
+def _check(
+    where: str, prefix: str, values: Mapping[str, Any], types: Mapping[str, FieldType]
+) -> None:
+    for key, kind in types.items():
+        if key not in values:
+            continue
+        value = values[key]
+        if value is None and kind.null:
+            continue
+        try:
+            msgspec.convert(value, kind.type)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(
+                f"{where}: {prefix}{key} is {shown(value)}, wanted {kind.wanted}"
+            ) from error
+        if value is not None and kind.fields:
+            _check(where, f"{prefix}{key}.", value, kind.fields)

@@ -1,0 +1,119 @@
+"""Whatever config.json says: a model is described, or refused by name before a tower is made."""
+
+import json
+import math
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sources import change_json, write_bert
+from test_golden import SCORERS, TOWERS, read
+
+from converters import CONVERTERS, outline_routes
+from converters.field_types import ADAPTER_FIELDS, CONFIG_FIELDS, check_fields
+from jaxembed.errors import CheckpointError, UnsupportedModel
+
+WRONG: tuple[Any, ...] = (None, "x", -1, 0, True, 10**30, math.nan, ["x"], {"x": 1})
+
+
+def small_files(file: Path) -> dict[str, str]:
+    """The files of a golden's source that hold no weights, by their path."""
+    arrays = read(file).items()
+    return {k.removeprefix("source/"): v.item() for k, v in arrays if k.startswith("source/")}
+
+
+def config_of(file: Path) -> dict[str, Any]:
+    return json.loads(small_files(file)["config.json"])
+
+
+CONFIGS = {file: config_of(file) for file in TOWERS}
+
+# A golden of each model type: one that scores if there is one, because more is read then.
+FAMILIES = {
+    CONFIGS[file]["model_type"]: file
+    for file in sorted(CONFIGS, key=lambda file: (file in SCORERS, len(CONFIGS[file])))
+}
+ALIKE = {"camembert", "new", "llama_bidirec"}  # without a golden; other types have their converter
+
+
+def changes(values: Any) -> list[Any]:
+    """Copies of a JSON object, each with a wrong value in one of its fields, however deep."""
+    changed = []
+    for key, value in values.items():
+        inside = changes(value) if isinstance(value, dict) else []
+        changed += [values | {key: other} for other in (*WRONG, *inside)]
+    return changed
+
+
+def test_every_family_is_tried():
+    assert set(CONVERTERS) - set(FAMILIES) == ALIKE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_is_described_or_refused_whatever_it_holds(family, tmp_path):
+    for name, text in small_files(FAMILIES[family]).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    hf = CONFIGS[FAMILIES[family]]
+    outline_routes(tmp_path)
+    for changed in changes({key: value for key, value in hf.items() if key in CONFIG_FIELDS}):
+        (tmp_path / "config.json").write_text(json.dumps(hf | changed))
+        with suppress(CheckpointError):  # which UnsupportedModel and ConversionError are
+            outline_routes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("hidden_size", True, "is true, wanted a whole number from 1 to 16777216"),
+        ("num_attention_heads", 0, "is 0, wanted a whole number from 1"),
+        ("num_attention_heads", -1, "is -1, wanted a whole number from 1"),
+        ("num_hidden_layers", 10**9, "is 1000000000, wanted a whole number from 1 to 1000"),
+        ("type_vocab_size", "2", 'is "2", wanted a whole number from 0'),
+        ("type_vocab_size", None, "is null, wanted a whole number from 0"),
+        ("layer_norm_eps", -0.5, "is -0.5, wanted a number from 0 to 1"),
+        ("layer_norm_eps", "1e-12", 'is "1e-12", wanted a number from 0 to 1'),
+        ("layer_norm_eps", math.nan, "is NaN, wanted a number from 0 to 1"),
+        ("rope_theta", math.inf, "is Infinity, wanted a number over 1"),
+        ("is_causal", "false", 'is "false", wanted true or false'),
+        ("hidden_act", ["gelu"], r'is \["gelu"\], wanted a string'),
+        ("architectures", True, "is true, wanted a list of strings"),
+        ("auto_map", "x", 'is "x", wanted a JSON object'),
+        ("id2label", {"0": [1]}, "wanted an object of names by id"),
+        ("sentence_transformers", {"activation_fn": [1]}, "wanted a string"),
+        ("rope_scaling", {"factor": math.nan}, "is NaN, wanted a number over 0"),
+        ("rope_parameters", {"full_attention": {"rope_theta": 0}}, "is 0, wanted a number over 1"),
+        ("tokenizer_class", 5, "is 5, wanted a string"),
+    ],
+    ids=str,
+)
+def test_a_field_of_another_type_is_refused_by_its_name(field, value, wanted, tmp_path):
+    source = write_bert(tmp_path / "source")
+    change_json(source / "config.json", **{field: value})
+    with pytest.raises(CheckpointError, match=rf"config\.json: {field}[a-z_.]* .*{wanted}"):
+        outline_routes(source)
+
+
+@pytest.mark.parametrize("kind", [["bert"], {}, 1, None])
+def test_a_model_type_of_another_type_is_no_known_one(kind, tmp_path):
+    source = write_bert(tmp_path / "source")
+    change_json(source / "config.json", model_type=kind)
+    with pytest.raises(UnsupportedModel, match=r"model_type .* is not supported; known: albert"):
+        outline_routes(source)
+
+
+def test_a_field_that_no_converter_reads_is_not_looked_at():
+    check_fields("config.json", {"something": math.nan}, CONFIG_FIELDS)
+
+
+@pytest.mark.parametrize("types", [CONFIG_FIELDS, ADAPTER_FIELDS], ids=["config", "adapter"])
+def test_fields_are_listed_in_the_order_of_the_alphabet(types):
+    assert list(types) == sorted(types, key=lambda key: key.lstrip("_"))
+
+
+def test_json_without_end_is_refused(tmp_path):
+    source = write_bert(tmp_path / "source")
+    (source / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        outline_routes(source)
