@@ -30,6 +30,7 @@ from converters.jina import is_flash
 from converters.jina_bert import is_jina_bert
 from converters.weights import Rule, Step
 from jaxembed import checkpoint
+from jaxembed.adapter_folders import adapter_folders
 from jaxembed.checkpoint import Contents
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import parameter_shapes, position_limit, tower_class
@@ -123,7 +124,7 @@ def convert(
     name: str | None = None,
     revision: str | None = None,
     dense_path: str | None = None,
-    adapters: Mapping[str, Path] | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
     progress: ConversionProgress = show_progress,
 ) -> ModelSpec:
     """Convert the model in the directory `source` to a checkpoint at `out`, and return its spec; of
@@ -159,7 +160,7 @@ def outline_routes(
     name: str | None = None,
     revision: str | None = None,
     dense_path: str | None = None,
-    adapters: Mapping[str, Path] | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> tuple[dict[str, Outline], str | None]:
     """Describe the checkpoint that `convert` would write, without reading weights: each route and
     the name of the default one, as in `Routes`.
@@ -170,6 +171,7 @@ def outline_routes(
     """
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory")
+    adapters = adapter_folders(adapters)
     router = heads.router_of(source)
     if router is None:
         model = outline(

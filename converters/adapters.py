@@ -1,11 +1,10 @@
 """Converts low-rank adapters, as PEFT and sentence-transformers save them, by the rules of their
 base model."""
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from converters.heads import modules_of, read_layout, tower_folder
+from converters.field_types import ADAPTER_FIELDS, check_fields
+from converters.heads import modules_of, read_layout, read_optional_json, tower_folder
 from converters.weights import (
     NUMPY_DTYPES,
     Rule,
@@ -38,6 +38,9 @@ PEFT_PREFIX = "base_model.model."
 # What PEFT appends to the name of a layer; the names of rules end in ".weight".
 DOWN = (".lora_A.weight", ".lora_embedding_A")
 UP = (".lora_B.weight", ".lora_embedding_B")
+
+# Names that hold the name of an adapter too, such as `lora_A.default.weight`.
+_IN_MEMORY = re.compile(r"\.lora_(embedding_)?[AB]\.(?!weight$|bias$)")
 
 PARAMETRIZED = ".parametrizations.weight.0."  # in names of tensors of built-in adapters
 
@@ -64,6 +67,7 @@ HARMLESS = {
     "target_modules",
     "task_type",
 }
+_LARGEST = 65504.0  # the largest float16
 INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the base as it is
 
 
@@ -174,11 +178,7 @@ def read_adapter(name: str, folder: Path, family: ModuleType) -> AdapterSource:
         raise CheckpointError(f"adapter {name}: {folder} has no {CONFIG}, as PEFT saves it")
     if not (folder / WEIGHTS).is_file():
         raise CheckpointError(f"adapter {name}: {folder} has no {WEIGHTS}; save it as safetensors")
-    try:
-        config = json.loads((folder / CONFIG).read_bytes())
-        _check_config(name, config)
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"adapter {name}: {folder / CONFIG} is damaged: {error}") from error
+    config = _config(name, folder / CONFIG)
     stems: dict[str, dict[str, Tensor]] = {}
     copies: dict[str, Tensor] = {}
     for original, tensor in safetensors_of(folder / WEIGHTS).items():
@@ -188,15 +188,18 @@ def read_adapter(name: str, folder: Path, family: ModuleType) -> AdapterSource:
         else:
             stems.setdefault(f"{stem}.weight", {})[part] = tensor
     problems = [
-        f"adapter {name}: {one.name} has no partner, or is no part of a low-rank adapter"
+        f"adapter {name}: {one.name} {_misfit(one.name)}"
         for parts in stems.values()
         for one in parts.values()
         if parts.keys() != {"down", "up"} or not _is_low_rank(**parts)
     ]
     if problems:
         raise ConversionError(str(folder), problems)
+    scales = {stem: _scale(config, stem, one["down"].shape[0]) for stem, one in stems.items()}
     factors = {
-        stem: Factors(parts["down"], parts["up"], _scale(config, stem, parts["down"].shape[0]))
+        stem: Factors(
+            _bounded(name, parts["down"]), _bounded(name, parts["up"], scales[stem]), scales[stem]
+        )
         for stem, parts in stems.items()
     }
     as_rules = partial(canonical, str(folder), prefixes=family.PREFIXES, renames=family.RENAMES)
@@ -327,8 +330,13 @@ def _below_each_other(
     return np.pad(joined, ((0, width - len(joined)), (0, 0)))
 
 
-def _check_config(name: str, config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModel for what is not run, by its field."""
+def _config(name: str, path: Path) -> dict[str, Any]:
+    """Read an adapter's config. Raises UnsupportedModel for what is not run, by its field."""
+    try:
+        config = read_optional_json(path)
+        check_fields(str(path), config, ADAPTER_FIELDS)
+    except CheckpointError as error:
+        raise CheckpointError(f"adapter {name}: {error}") from error
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UnsupportedModel(f"adapter {name}: peft_type {kind!r} is not supported; known: LORA")
@@ -345,6 +353,14 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
     for field, value in config.items():
         if field not in READ and field not in HARMLESS and value:
             raise UnsupportedModel(f"adapter {name}: {field} of {value!r} is not supported")
+    for pattern in config.get("alpha_pattern") or {}:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise CheckpointError(
+                f"adapter {name}: alpha_pattern {pattern!r} is no regular expression: {error}"
+            ) from error
+    return config
 
 
 def _scale(config: Mapping[str, Any], stem: str, rank: int) -> float:
@@ -357,9 +373,29 @@ def _scale(config: Mapping[str, Any], stem: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
+def _bounded(adapter: str, tensor: Tensor, scale: float = 1.0) -> Tensor:
+    """The tensor, which raises CheckpointError when it is read if a value times `scale` is not
+    within what every dtype of the models can hold. The product of all adapters is computed for
+    every batch, so that such a value could reach sequences without this adapter."""
+
+    def read() -> np.ndarray:
+        array = tensor.read()
+        largest = np.abs(array.astype(np.float64)).max(initial=0.0) * abs(scale)
+        if not largest <= _LARGEST:  # not NaN either
+            raise CheckpointError(
+                f"adapter {adapter}: {tensor.name} has values up to {largest:g}, with its scale of "
+                f"{scale:g}; wanted at most {_LARGEST:g}"
+            )
+        return array
+
+    return replace(tensor, read=read)
+
+
 def _split(original: str) -> tuple[str, str]:
     """The layer of a tensor, and which part it is: down, up or a copy of the base's weight."""
     name = original.removeprefix(PEFT_PREFIX)
+    if _IN_MEMORY.search(name):
+        return original, "unknown"
     for endings, part in ((DOWN, "down"), (UP, "up"), ((".base_layer.weight", ".weight"), "copy")):
         for ending in endings:
             if name.endswith(ending) and name != original:
@@ -367,8 +403,15 @@ def _split(original: str) -> tuple[str, str]:
     return original, "unknown"
 
 
+def _misfit(name: str) -> str:
+    """Why a tensor is no factor of an adapter."""
+    if _IN_MEMORY.search(name):
+        return "has a name that PEFT gives it in memory; save the adapter with save_pretrained"
+    return "has no partner, or is no part of a low-rank adapter"
+
+
 def _is_low_rank(down: Tensor, up: Tensor) -> bool:
-    return len(down.shape) == len(up.shape) == 2 and down.shape[0] == up.shape[1]
+    return len(down.shape) == len(up.shape) == 2 and down.shape[0] == up.shape[1] > 0
 
 
 def _layer(rule: Rule) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from jaxembed import checkpoint, hub
+from jaxembed.adapter_folders import adapter_folders
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.engine.admission import Admission, Capacity, Cost, Held, capacity_of
 from jaxembed.engine.build import Plan
@@ -73,7 +74,7 @@ class LoadedModel:
         offline: bool = False,
         token: str | None = None,
         dense_path: str | None = None,
-        adapters: Mapping[str, Path] | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         pooling: Pooling | None = None,
         cache_dir: Path | None = None,
         config: EngineConfig | None = None,
@@ -92,7 +93,7 @@ class LoadedModel:
             cache_dir=cache_dir,
             token=token,
             dense_path=dense_path,
-            adapters=adapters or hub.NO_ADAPTERS,
+            adapters=adapter_folders(adapters),
         )
         self.name = model or hub.DEFAULT_MODEL
         specs = checkpoint.load_routes(path)

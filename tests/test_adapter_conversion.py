@@ -29,6 +29,7 @@ from test_golden import FILES, read, write_source
 
 from converters import convert
 from jaxembed import checkpoint, hub
+from jaxembed.adapter_folders import adapter_folders
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
 from jaxembed.spec import ModelSpec
 
@@ -339,3 +340,100 @@ def test_the_manifest_names_the_adapters(tmp_path):
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
     ranks = {"tower.layers.0.attention.qkv": 3}
     assert manifest["adapters"] == [{"name": "one", "ranks": ranks}]
+
+
+def refused(tmp_path: Path, adapter: Path, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        converted(write_bert(tmp_path / "source"), tmp_path / "out", one=adapter)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("lora_alpha", "x", 'is "x", wanted a finite number'),
+        ("lora_alpha", None, "is null, wanted a finite number"),
+        ("lora_alpha", float("nan"), "is NaN, wanted a finite number"),
+        ("lora_alpha", 1e300, r"is 1e\+300, wanted a finite number"),
+        ("lora_alpha", 10**400, "is 1000.*, wanted a finite number"),
+        ("alpha_pattern", [1], r"is \[1\], wanted an object of numbers by pattern"),
+        ("alpha_pattern", {"query": "x"}, "wanted an object of numbers by pattern"),
+        ("alpha_pattern", {"query": float("nan")}, "wanted an object of numbers by pattern"),
+        ("alpha_pattern", {"(": 1}, "is no regular expression"),
+        ("use_rslora", "false", 'is "false", wanted true or false'),
+        ("peft_type", ["LORA"], r'is \["LORA"\], wanted a string'),
+    ],
+    ids=str,
+)
+def test_a_field_of_another_type_is_refused_by_its_name(field, value, wanted, tmp_path):
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)}, **{field: value})
+    refused(tmp_path, adapter, CheckpointError, rf"adapter one: .*{field}.* {wanted}")
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "[" * 100_000])
+def test_a_config_that_is_no_object_is_refused(text, tmp_path):
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
+    (adapter / "adapter_config.json").write_text(text)
+    refused(tmp_path, adapter, CheckpointError, r"adapter one: .*adapter_config\.json is damaged")
+
+
+@pytest.mark.parametrize("factor", ["A", "B"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e5])
+def test_values_that_would_reach_other_sequences_are_refused_by_their_tensor(
+    factor, value, tmp_path
+):
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors[f"base_model.model.{QUERY}.lora_{factor}.weight"][0, 0] = value
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    named = rf"adapter one: .*query\.lora_{factor}\.weight has values up to"
+    refused(tmp_path, adapter, CheckpointError, named)
+
+
+def test_a_scale_that_would_overflow_is_refused(tmp_path):
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)}, lora_alpha=1e9)
+    refused(tmp_path, adapter, CheckpointError, r"lora_B\.weight has values up to .* its scale of")
+
+
+def test_an_adapter_of_rank_0_is_refused(tmp_path):
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    down, up = sorted(tensors)
+    tensors = {down: tensors[down][:0].copy(), up: tensors[up][:, :0].copy()}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    refused(tmp_path, adapter, ConversionError, "is no part of a low-rank adapter")
+
+
+def test_names_that_peft_gives_in_memory_are_refused_with_what_to_do(tmp_path):
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    renamed = {key.replace(".weight", ".default.weight"): one for key, one in tensors.items()}
+    save_file(renamed, adapter / "adapter_model.safetensors")
+    refused(tmp_path, adapter, ConversionError, r"default\.weight has a name .* save_pretrained")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"": "folder"}, "the name '', wanted letters"),
+        ({"a:b": "folder"}, "the name 'a:b', wanted letters"),
+        ({"a\n": "folder"}, "wanted letters"),
+        ({1: "folder"}, "the name 1, wanted letters"),
+        ({"a": ""}, "adapter a has the folder '', wanted a path"),
+        ({"a": None}, "adapter a has the folder None, wanted a path"),
+        (["folder"], "wanted folders by the names"),
+    ],
+    ids=str,
+)
+def test_adapters_without_names_or_folders_are_refused(given, message):
+    with pytest.raises(CheckpointError, match=message):
+        adapter_folders(given)
+
+
+def test_the_folder_of_an_adapter_may_be_a_string(tmp_path):
+    source = write_bert(tmp_path / "source")
+    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
+    spec = convert(source, tmp_path / "out", adapters={"one": str(adapter)})
+    assert spec.adapter_names == ("one",)
+    with pytest.raises(CheckpointError, match="the name 'a:b', wanted letters"):
+        convert(source, tmp_path / "other", adapters={"a:b": adapter})

@@ -184,6 +184,20 @@ def test_a_served_name_of_no_one_model_is_refused(name):
         model_aliases([name], ["a", "b"])
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("x", "wanted NAME=DIR"),
+        ("x=", "adapter x has the folder '', wanted a path"),
+        ("a:b=folder", "an adapter has the name 'a:b', wanted letters"),
+    ],
+)
+def test_an_adapter_without_name_or_folder_is_refused(given, message):
+    done = run("embed", "texts.txt", "-o", "vectors.npy", "--adapter", given)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize("flag", OF_ONE_MODEL)
 def test_a_flag_of_one_model_is_refused_with_several(flag):
     option = "--" + flag.replace("_", "-")

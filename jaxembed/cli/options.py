@@ -1,7 +1,6 @@
 """Options that several commands share, and the functions that make options."""
 
 import math
-import re
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
@@ -9,7 +8,9 @@ from typing import Any, get_args
 
 import click
 
+from jaxembed.adapter_folders import adapter_folders
 from jaxembed.config import EngineConfig
+from jaxembed.errors import CheckpointError
 from jaxembed.spec import DType, Pooling
 
 # TEI's names of poolings, which --pooling takes.
@@ -43,16 +44,16 @@ def named_folders(
     ctx: click.Context, param: click.Parameter, given: tuple[str, ...]
 ) -> dict[str, Path]:
     """The folders of NAME=DIR, by name. Raises BadParameter for other forms, and names twice."""
-    folders: dict[str, Path] = {}
+    folders: dict[str, str] = {}
     for one in given:
         name, equals, folder = one.partition("=")
-        if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or not equals or name in folders:
-            raise click.BadParameter(
-                f"{one!r}: wanted NAME=DIR, each with a NAME of its own of letters, digits, "
-                "'.', '_' and '-'"
-            )
-        folders[name] = Path(folder)
-    return folders
+        if not equals or name in folders:
+            raise click.BadParameter(f"{one!r}: wanted NAME=DIR, each with a NAME of its own")
+        folders[name] = folder
+    try:
+        return adapter_folders(folders)
+    except CheckpointError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 MODEL_FLAG = click.option(
