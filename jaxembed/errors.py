@@ -153,7 +153,7 @@ class UnknownRoute(InvalidInput):
     request names none and the model has no default one."""
 
     def __init__(self, asked: str | None, available: Sequence[str]):
-        names = ", ".join(available)
+        names = ", ".join(filter(None, available)) or "no routes"
         missing = "names no route" if asked is None else f"asks for {asked!r}, which is no route"
         super().__init__(f"the request {missing} of this model; it has {names}", "prompt_name")
         self.asked = asked

@@ -149,22 +149,21 @@ class Tasks:
         request has another prompt. Raises InvalidInput for an unknown adapter, and for the prompt
         of another one.
         """
-        if not self._spec.adapters:
-            return options, self._number(options.adapter)
+        number = self._number(options.adapter)
+        if not self._spec.adapters or options.prompt is not None:
+            return options, number
         names, name = self._spec.adapter_names, options.prompt_name
-        if options.prompt is not None:
-            return options, self._number(options.adapter)
         if name is None and options.adapter is None:
             name = self._processor.default_prompt_name
         elif name is None and options.adapter in self._spec.prompts:
-            return replace(options, prompt_name=options.adapter), self._number(options.adapter)
+            return replace(options, prompt_name=options.adapter), number
         if options.adapter is not None and name in names and name != options.adapter:
             raise InvalidInput(
-                f"the prompt `{name}` is for the adapter of that name, not for "
-                f"`{options.adapter}`; ask for one of them",
+                f"`prompt_name` of `{name}` asks for the adapter of that name, and the request "
+                f"for the adapter `{options.adapter}`; ask for one of them",
                 field="prompt_name",
             )
-        return options, self._number(options.adapter or (name if name in names else None))
+        return options, number or self._number(name if name in names else None)
 
     def _number(self, adapter: str | None) -> int:
         """The number of the adapter with this name; 0 without one. Raises InvalidInput."""

@@ -69,7 +69,7 @@ def test_a_role_without_a_prompt_gets_none_beside_adapters_either(model):
 
 
 def test_an_adapter_with_the_prompt_of_another_is_refused(model):
-    with pytest.raises(InvalidInput, match=r"`retrieval\.query` is for the adapter of that name"):
+    with pytest.raises(InvalidInput, match=r"`retrieval\.query` asks for the adapter of that name"):
         model.encode("cat", adapter="sql", prompt_name="retrieval.query")
 
 

@@ -169,7 +169,7 @@ def test_unknown_names_are_refused(routed):
 
 def test_a_model_with_one_route_knows_no_other(embedder):
     assert same(embedder.encode(TEXTS, route=""), embedder.encode(TEXTS))
-    with pytest.raises(UnknownRoute):
+    with pytest.raises(UnknownRoute, match=r"of this model; it has no routes$"):
         embedder.encode(TEXTS, route="query")
 
 

@@ -83,6 +83,12 @@ def test_an_unknown_name_is_told_those_there_are():
     assert raised.value.field == "model"
 
 
+def test_a_long_name_is_not_repeated_in_full():
+    with pytest.raises(UnknownModel, match=r"xxx\.\.\.` does not exist") as raised:
+        models(e="embed").find("x" * 100_000, "embed")
+    assert len(str(raised.value)) < 300
+
+
 @pytest.mark.parametrize(
     ("name", "task", "message"),
     [

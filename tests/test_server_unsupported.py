@@ -57,6 +57,16 @@ def test_a_modality_other_than_text_is_refused(path):
     assert not embedder.asked
 
 
+@cases()
+@pytest.mark.parametrize("field", ["adapter", "adapter_id", "lora_path"])
+def test_an_adapter_is_asked_for_by_the_model_alone(path, field):
+    response, answer, embedder = send(path, **{field: "law"})
+    assert response.status_code in (400, 422)
+    assert f'`{field}` of "law" is not supported' in str(answer)
+    assert "by the model `<served name>:<adapter>`" in str(answer)
+    assert not embedder.asked
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field_that_is_not_served_is_refused_by_its_name(kind):
     fields = unserved(kind)

@@ -56,8 +56,9 @@ class Models:
         try:
             return self._by_name[self._split(name)[0]]
         except KeyError:
+            shown = name if len(name) <= 200 else f"{name[:200]}..."
             raise UnknownModel(
-                f"the model `{name}` does not exist; this server has {', '.join(self.names)}",
+                f"the model `{shown}` does not exist; this server has {', '.join(self.names)}",
                 field="model",
             ) from None
 

@@ -33,6 +33,7 @@ _RIGHT = Unserved("texts are cut on the right", ("right", "Right"))
 _CUT = "a long document is cut at the limit, not split; `max_tokens_per_doc` sets a lower one"
 _OTHERS = "only /v1/embeddings and /embeddings take it"
 _PROMPT = "put it before the text, or name one of the checkpoint's by `prompt_name`"
+_ADAPTER = Unserved("ask for the adapter by the model `<served name>:<adapter>`")
 _EMBEDS = "only routes that embed take it, /similarity in `parameters`"
 
 
@@ -62,6 +63,12 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     prompt: Annotated[Any, Unserved(_PROMPT)] = None
     prompt_name: Annotated[Any, Unserved(_EMBEDS)] = None
     instruction: Annotated[Any, Unserved("it is for reranking; see `prompt_name`")] = None
+    adapter: Annotated[Any, _ADAPTER] = None
+    adapters: Annotated[Any, _ADAPTER] = None
+    adapter_id: Annotated[Any, _ADAPTER] = None
+    adapter_name: Annotated[Any, _ADAPTER] = None
+    lora_name: Annotated[Any, _ADAPTER] = None
+    lora_path: Annotated[Any, _ADAPTER] = None
     add_special_tokens: Annotated[Any, Unserved("they are always added", (True,))] = None
     truncation: Annotated[Any, Unserved("send `truncate`", (True,))] = None
     truncation_side: Annotated[Any, _RIGHT] = None
