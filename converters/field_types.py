@@ -149,6 +149,7 @@ CONFIG_FIELDS = {
     "norm_bias": _SWITCH,
     "norm_eps": _EPSILON,
     "norm_rel_ebd": _not_null(_ONE_OR_MORE_NAMES),
+    "normalize": _SWITCH,
     "num_attention_heads": _SIZE,
     "num_heads": _SIZE,
     "num_hidden_groups": _LAYERS,
@@ -193,6 +194,34 @@ CONFIG_FIELDS = {
     "use_bidirectional_attention": _SWITCH,
     "use_sliding_window": _SWITCH,
     "vocab_size": _SIZE,
+}
+
+# Of the config.json of a module of sentence-transformers.
+MODULE_FIELDS = {
+    "activation_function": _NAME,
+    "bias": _not_null(_SWITCH),
+    "in_features": _SIZE,
+    "include_prompt": _not_null(_SWITCH),
+    "out_features": _SIZE,
+    "pooling_mode": _ONE_OR_MORE_NAMES,
+    "pooling_mode_cls_token": _SWITCH,
+    "pooling_mode_lasttoken": _SWITCH,
+    "pooling_mode_max_tokens": _SWITCH,
+    "pooling_mode_mean_sqrt_len_tokens": _SWITCH,
+    "pooling_mode_mean_tokens": _SWITCH,
+    "pooling_mode_weightedmean_tokens": _SWITCH,
+    "use_residual": _SWITCH,
+}
+
+# Of files whose name says what they hold.
+FIELDS_BY_FILE = {
+    "config_sentence_transformers.json": {
+        "activation_fn": _NAME,
+        "default_prompt_name": _NAME,
+        "model_type": _NAME,
+        "prompts": FieldType("an object of strings by name", dict[str, str | None]),
+    },
+    "tokenizer_config.json": {"model_input_names": _NAMES, "tokenizer_class": _NAME},
 }
 
 # Of adapter_config.json.

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from converters.field_types import CONFIG_FIELDS, check_fields
+from converters.field_types import CONFIG_FIELDS, FIELDS_BY_FILE, MODULE_FIELDS, check_fields
 from converters.router import CONFIG_FILES, Listed, Router, is_router, plain_type, read_router
 from converters.weights import Rule, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
@@ -289,6 +289,7 @@ def read_optional_json(path: Path) -> dict[str, Any]:
     content = _json(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is damaged: wanted a JSON object")
+    check_fields(str(path), content, FIELDS_BY_FILE.get(path.name, {}))
     return content
 
 
@@ -384,13 +385,20 @@ def _with_dense_path(
 
 
 def _layer(folder: Path, kind: str) -> Module:
-    config = read_optional_json(folder / "config.json")
+    config = _module_config(folder)
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
             raise UnsupportedModel(
                 f"{folder}: {key}={config[key]!r} is not supported; known: sentence_embedding"
             )
     return NormalizeLayer() if kind == "normalize" else _dense(folder, config)
+
+
+def _module_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a module, checked; empty if there is none."""
+    config = read_optional_json(folder / "config.json")
+    check_fields(str(folder / "config.json"), config, MODULE_FIELDS)
+    return config
 
 
 def _dense(folder: Path, config: dict[str, Any]) -> DenseLayer:
@@ -423,7 +431,7 @@ def _check_widths(layers: tuple[Module, ...], width: int) -> None:
 
 
 def _pooling(folder: Path, hidden_size: int) -> tuple[tuple[Pooling, ...], bool]:
-    config = read_optional_json(folder / "config.json")
+    config = _module_config(folder)
     if not config:
         raise CheckpointError(f"{folder} has no config.json: wanted a pooling mode")
     widths = {"word_embedding_dimension", "embedding_dimension"}

@@ -16,6 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from converters import heads, tokenizer, weights
+from converters.field_types import CONFIG_FIELDS, check_fields
 from converters.heads import Layout
 from converters.weights import NUMPY_DTYPES, Rule, Shape, Tensor, Transform
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
@@ -84,6 +85,7 @@ def _by_model2vec(
 ) -> tuple[Layout, dict[str, Any], int]:
     """The layout, the fields of StaticConfig and the limit that config.json asks for."""
     hf = heads.read_optional_json(source / "config.json")
+    check_fields(str(source / "config.json"), hf, CONFIG_FIELDS)
     if hf.get("head_config"):
         raise UnsupportedModel(
             f"{source}: a classifier on static embeddings (head_config) is not supported"

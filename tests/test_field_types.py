@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sources import change_json, write_bert
+from sources import change_json, write_bert, write_json, write_sentence_bert
 from test_golden import SCORERS, TOWERS, read
 
 from converters import CONVERTERS, outline_routes
-from converters.field_types import ADAPTER_FIELDS, CONFIG_FIELDS, check_fields
+from converters.field_types import ADAPTER_FIELDS, CONFIG_FIELDS, MODULE_FIELDS, check_fields
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
 WRONG: tuple[Any, ...] = (None, "x", -1, 0, True, 10**30, math.nan, ["x"], {"x": 1})
@@ -95,6 +95,29 @@ def test_a_field_of_another_type_is_refused_by_its_name(field, value, wanted, tm
         outline_routes(source)
 
 
+@pytest.mark.parametrize(
+    ("file", "field", "value", "wanted"),
+    [
+        ("1_Pooling/config.json", "pooling_mode_mean_tokens", "false", "true or false"),
+        ("1_Pooling/config.json", "pooling_mode", 1, "a string or a list of strings"),
+        ("1_Pooling/config.json", "include_prompt", None, "true or false"),
+        ("config_sentence_transformers.json", "prompts", ["x"], "an object of strings by name"),
+        ("config_sentence_transformers.json", "default_prompt_name", 1, "a string"),
+        ("tokenizer_config.json", "tokenizer_class", ["x"], "a string"),
+        ("tokenizer_config.json", "model_input_names", 1, "a list of strings"),
+    ],
+)
+def test_a_field_of_the_other_files_is_refused_by_its_name_too(
+    file, field, value, wanted, tmp_path
+):
+    source = write_sentence_bert(tmp_path / "source")
+    if not (source / file).is_file():
+        write_json(source / file, {})
+    change_json(source / file, **{field: value})
+    with pytest.raises(CheckpointError, match=rf"{file}: {field} is .*, wanted {wanted}"):
+        outline_routes(source)
+
+
 @pytest.mark.parametrize("kind", [["bert"], {}, 1, None])
 def test_a_model_type_of_another_type_is_no_known_one(kind, tmp_path):
     source = write_bert(tmp_path / "source")
@@ -107,7 +130,9 @@ def test_a_field_that_no_converter_reads_is_not_looked_at():
     check_fields("config.json", {"something": math.nan}, CONFIG_FIELDS)
 
 
-@pytest.mark.parametrize("types", [CONFIG_FIELDS, ADAPTER_FIELDS], ids=["config", "adapter"])
+@pytest.mark.parametrize(
+    "types", [CONFIG_FIELDS, MODULE_FIELDS, ADAPTER_FIELDS], ids=["config", "module", "adapter"]
+)
 def test_fields_are_listed_in_the_order_of_the_alphabet(types):
     assert list(types) == sorted(types, key=lambda key: key.lstrip("_"))
 
