@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from sources import change_json, write_bert, write_json, write_sentence_bert
 from test_golden import SCORERS, TOWERS, read
 
-from converters import CONVERTERS, outline_routes
+from converters import CONVERTERS, field_types, outline_routes
 from converters.field_types import ADAPTER_FIELDS, CONFIG_FIELDS, MODULE_FIELDS, check_fields
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
@@ -34,6 +35,8 @@ FAMILIES = {
     CONFIGS[file]["model_type"]: file
     for file in sorted(CONFIGS, key=lambda file: (file in SCORERS, len(CONFIGS[file])))
 }
+# Read whatever they hold: only whether they ask for anything, or as text; and one checked there.
+ANY_VALUE = {"quantization_config", "pruned_heads", "head_config", "_name_or_path", "max_length"}
 ALIKE = {"camembert", "new", "llama_bidirec"}  # without a golden; other types have their converter
 
 
@@ -48,6 +51,13 @@ def changes(values: Any) -> list[Any]:
 
 def test_every_family_is_tried():
     assert set(CONVERTERS) - set(FAMILIES) == ALIKE
+
+
+def test_every_key_that_a_converter_reads_has_a_type():
+    code = "".join(file.read_text() for file in Path(field_types.__file__).parent.glob("*.py"))
+    keys = set(re.findall(r"""\bhf(?:\.get\(|\[)"(\w+)\"""", code))
+    assert len(keys) > 50
+    assert keys - set(CONFIG_FIELDS) == ANY_VALUE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
