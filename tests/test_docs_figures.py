@@ -62,6 +62,15 @@ def test_the_share_of_the_ceiling_that_each_bucket_reaches():
         assert f"| {one['bucket']} | {rates} | {one['share']:.2f} |" in BENCHMARKS
 
 
+def test_the_share_of_the_ceiling_that_each_family_reaches():
+    of_family: dict[str, list[str]] = {}
+    for one in result("bench_families", AMD)["results"]:
+        cells = f"{one['share']:.2f} | {one['of_bert']:.2f}"
+        of_family.setdefault(one["family"], []).append(cells)
+    for name, cells in of_family.items():
+        assert f"| {name} | {' | '.join(cells)} |" in BENCHMARKS
+
+
 @pytest.mark.parametrize(("start", "cache"), [("cold", "empty"), ("warm", "warm")])
 def test_the_times_of_a_start(start, cache):
     starts = [one for one in result("bench_start")["starts"] if one["start"] == start]
