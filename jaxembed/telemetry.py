@@ -91,9 +91,10 @@ class BulkHistogram(Collector):
 
     def observe_many(self, values: Sequence[float]) -> None:
         """Add several values."""
-        self._kept.extend(values)
-        if len(self._kept) >= MOST_KEPT:
-            self._count_kept()
+        if len(self._kept) + len(values) < MOST_KEPT:
+            self._kept.extend(values)
+        else:
+            self._count_kept(values)
 
     def totals(self) -> tuple[int, float]:
         """The number of values and their sum."""
@@ -107,10 +108,11 @@ class BulkHistogram(Collector):
         family.samples.append(Sample(f"{self.name}_created", {}, self._created_at))
         return [family]
 
-    def _count_kept(self) -> tuple[np.ndarray, float]:
-        """Count the values kept, and return how many values each bucket has, and their sum."""
+    def _count_kept(self, more: Sequence[float] = ()) -> tuple[np.ndarray, float]:
+        """Count the values kept and some more, and return how many values each bucket has, and
+        their sum."""
         with self._lock:
-            values = [self._kept.popleft() for _ in range(len(self._kept))]
+            values = [*(self._kept.popleft() for _ in range(len(self._kept))), *more]
             places = np.searchsorted(self._bounds, values, side="left")
             self._counts += np.bincount(places, minlength=len(self._counts))
             self._sum += sum(values)
@@ -152,14 +154,15 @@ class LengthCounts(Collector):
 
     def observe_many(self, lengths: Sequence[int]) -> None:
         """Count answered inputs of these numbers of tokens."""
-        self._kept.extend(lengths)
-        if len(self._kept) >= MOST_KEPT:
-            self._count_kept()
+        if len(self._kept) + len(lengths) < MOST_KEPT:
+            self._kept.extend(lengths)
+        else:
+            self._count_kept(lengths)
 
-    def _count_kept(self) -> np.ndarray:
-        """Count the lengths kept, and return how many inputs each length has."""
+    def _count_kept(self, more: Sequence[int] = ()) -> np.ndarray:
+        """Count the lengths kept and some more, and return how many inputs each length has."""
         with self._lock:
-            lengths = [self._kept.popleft() for _ in range(len(self._kept))]
+            lengths = [*(self._kept.popleft() for _ in range(len(self._kept))), *more]
             np.add.at(self._counts, np.minimum(lengths, len(self._counts) - 1).astype(np.int64), 1)
             return self._counts.copy()
 

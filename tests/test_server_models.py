@@ -141,7 +141,8 @@ def test_models_lists_every_name_with_its_task_and_limit():
 
 
 def test_answers_carry_the_name_of_the_model_that_answered():
-    served = Models([fake("a", dtype="float32"), fake("b", dtype="bfloat16")])
+    served = Models([fake("a"), fake("b")])
+    served.find("b", None).plan.dtype = "bfloat16"
     for name, dtype in (("a", "float32"), ("b", "bfloat16")):
         response, body = ask({"input": "x", "model": name}, models=served)
         assert body["model"] == name

@@ -15,7 +15,6 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
     `memory_fraction` is the share of a GPU's memory that may be taken. Raises ConfigError if
     `cache_dir` cannot be made, if others can write to it, or if no device can be started.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our threads share the work
     if "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):  # the user's choice stays
         memory.keep()
     if memory_fraction is not None:

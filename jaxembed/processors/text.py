@@ -3,11 +3,13 @@
 Knows no HTTP and no batches.
 """
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,8 @@ class TextProcessor:
         self._check_room()
         self._default_prompt = default_prompt(config, spec)
         self.default_prompt_name = default_prompt_name(config, spec)
+        # these threads share the work: others within each job would only disturb them
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.executor: Executor = ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
         self._prompt_length = lru_cache(maxsize=64)(self._count_prompt)
 
@@ -230,26 +234,25 @@ class TextProcessor:
 
     def _encode_whole_texts(self, texts: Sequence[Text], rules: Rules) -> Tokenized:
         """`encode` of texts that are ids alone and pooled whole: half the time of one by one."""
-        ids: list[int] = []
-        lengths: list[int] = []
+        limit, dropped = self.limit, self._dropped_id
+        most = self._most_characters - len(rules.prompt)
+        rows: list[list[int]] = []
         truncated = 0
-        dropped = () if self._dropped_id is None else (self._dropped_id,)
         try:
             for text, (encoding, whole) in zip(texts, self._read(texts, rules), strict=True):
                 row = encoding.ids
-                is_usual = 0 < len(row) <= self.limit and text.text
-                is_short = len(rules.prompt) + len(text.text) <= self._most_characters
-                if not is_usual or not is_short or any(id_ in row for id_ in dropped):
+                is_usual = 0 < len(row) <= limit and 0 < len(text.text) <= most
+                if not is_usual or (dropped is not None and dropped in row):
                     finished, cut = self._finish(text, encoding, whole, rules)
                     row = finished.ids.tolist()
                     truncated += cut
-                ids += row
-                lengths.append(len(row))
+                rows.append(row)
         except InvalidInput as error:
-            error.index = len(lengths)
+            error.index = len(rows)
             raise
-        planes = {"ids": np.array(ids, np.int32)}
-        return Tokenized(whole_work(planes, np.array(lengths, np.int32)), truncated)
+        lengths = np.fromiter(map(len, rows), np.int32, len(rows))
+        ids = np.fromiter(chain.from_iterable(rows), np.int32, int(lengths.sum()))
+        return Tokenized(whole_work({"ids": ids}, lengths), truncated)
 
     def _encode_texts(self, texts: Sequence[Text], rules: Rules) -> Iterator[tuple[Encoding, bool]]:
         """Yield the encoding of each text, and whether it was cut."""
