@@ -71,7 +71,7 @@ def write_model(environment: Path, folder: Path) -> Path:
     (weights,) = package.glob("weights/*_256.safetensors")
     (tokenizer,) = package.glob("tokenizers/*.json")
     folder.mkdir()
-    (folder / "model.safetensors").symlink_to(weights)
+    (folder / "model.safetensors").symlink_to(weights.resolve())
     table = find(folder)["embedding.weight"].read().astype(np.float32)
     (folder / "model.safetensors").unlink()
     save_file({"embeddings": table}, folder / "model.safetensors")

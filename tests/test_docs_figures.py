@@ -71,6 +71,18 @@ def test_the_share_of_the_ceiling_that_each_family_reaches():
         assert f"| {name} | {' | '.join(cells)} |" in BENCHMARKS
 
 
+def test_what_adapters_cost():
+    page = (ROOT / "docs" / "how-to" / "adapters.md").read_text()
+    for one in result("bench_adapters", AMD)["buckets"]:
+        assert f" {one['times_plain']:.2f} " in page.replace("\n", " ")
+
+
+def test_static_embeddings_beside_model2vec():
+    for one in result("bench_static", AMD)["results"]:
+        spread = f"{one['times']:.2f} (from {one['least']:.2f} to {one['most']:.2f})"
+        assert spread in BENCHMARKS.replace("\n", " ")
+
+
 @pytest.mark.parametrize(("start", "cache"), [("cold", "empty"), ("warm", "warm")])
 def test_the_times_of_a_start(start, cache):
     starts = [one for one in result("bench_start")["starts"] if one["start"] == start]
