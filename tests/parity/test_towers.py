@@ -259,7 +259,15 @@ def ragged(config: Any, limit: int) -> list[Encoding]:
     ]
 
 
-@pytest.fixture(name="towers", scope="module", params=SIZES, ids="-".join)
+# Each takes a minute or more, and differs from a smaller one of its family by size alone.
+SLOW = {("gemma2", "3584x2"), ("jina_bert", "768x12")}
+PARAMS = [
+    pytest.param(size, id="-".join(size), marks=[pytest.mark.slow] if size in SLOW else [])
+    for size in SIZES
+]
+
+
+@pytest.fixture(name="towers", scope="module", params=PARAMS)
 def _towers(request, tmp_path_factory, make_embedder) -> Towers:
     name, _ = request.param
     family, changes = KINDS[name], SIZES[request.param]
