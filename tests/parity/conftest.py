@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 
@@ -46,7 +47,7 @@ def _note(request) -> Note:
 @pytest.fixture(name="make_embedder", scope="module")
 def _make_embedder(tmp_path_factory) -> Iterator[MakeEmbedder]:
     """Embedder(source) on one device with the given buckets; closed after the module."""
-    opened = []
+    opened: WeakSet[Embedder] = WeakSet()
     cache = tmp_path_factory.mktemp("cache")
 
     def make(
@@ -59,9 +60,10 @@ def _make_embedder(tmp_path_factory) -> Iterator[MakeEmbedder]:
         grid.write_text(json.dumps({"buckets": buckets}))
         budget = max(rows * length for rows, length in buckets)
         config = EngineConfig(dtype=dtype, devices=1, buckets=grid, max_batch_tokens=budget)
-        opened.append(Embedder(str(source), cache_dir=cache, config=config, adapters=adapters))
-        return opened[-1]
+        embedder = Embedder(str(source), cache_dir=cache, config=config, adapters=adapters)
+        opened.add(embedder)
+        return embedder
 
     yield make
-    for embedder in opened:
+    for embedder in list(opened):
         embedder.close()

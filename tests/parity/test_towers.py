@@ -1,7 +1,9 @@
 """Hidden states of random models against transformers, tiny to full size, in float32."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import numpy as np
@@ -268,7 +270,7 @@ PARAMS = [
 
 
 @pytest.fixture(name="towers", scope="module", params=PARAMS)
-def _towers(request, tmp_path_factory, make_embedder) -> Towers:
+def _towers(request, tmp_path_factory, make_embedder) -> Iterator[Towers]:
     name, _ = request.param
     family, changes = KINDS[name], SIZES[request.param]
     folder: Path = tmp_path_factory.mktemp(name)
@@ -278,7 +280,10 @@ def _towers(request, tmp_path_factory, make_embedder) -> Towers:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     make.publish(family, folder)
     length = min(family.positions(changes), 512)
-    return Towers(tower, tokenizer, make_embedder(folder, [(2, length)]))
+    embedder = make_embedder(folder, [(2, length)])
+    yield Towers(tower, tokenizer, embedder)
+    embedder.close()
+    rmtree(folder)  # of all sizes together the files would be tens of gigabytes
 
 
 def test_hidden_states_agree_at_every_length_packed_several_to_a_row(towers, note):
