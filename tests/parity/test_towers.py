@@ -87,6 +87,7 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("jina_bert", "768x12"): BASE | {"vocab_size": 30528, "max_position_embeddings": 512},
     ("jina_bert_code", "768x12"): BASE | {"vocab_size": 61056, "max_position_embeddings": 512},
+    ("jina_v3", "1024x2"): LARGE | {"vocab_size": 250002, "max_position_embeddings": 512},
     ("distilbert", "768x6"): {
         "vocab_size": 30522,
         "hidden_size": 768,
