@@ -98,7 +98,7 @@ def whole_work(
 ) -> Work:
     """The work of sequences that are each pooled as a whole."""
     slots = np.empty(len(lengths), np.int32)
-    slots.fill(1)  # np.ones takes three times as long
+    slots.fill(1)  # np.ones takes longer
     return Work(planes, lengths, _whole(lengths), slots, outputs)
 
 

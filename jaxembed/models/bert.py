@@ -7,8 +7,8 @@ types; MPNet (Song et al. 2020, arXiv:2004.09297) adds a bias by distance to the
 (Nussbaum et al. 2024, arXiv:2402.01613) and GTE (Zhang et al. 2024, arXiv:2407.19669) have rotary
 positions and gated MLPs; JinaBERT (Günther et al. 2023, arXiv:2310.19923) has gated MLPs and lowers
 scores by the distance; ELECTRA (Clark et al. 2020, arXiv:2003.10555) has embeddings of another
-width; ALBERT (Lan et al. 2019, arXiv:1909.11942) runs one layer many times, too. Knows nothing of
-pooling.
+width; ALBERT (Lan et al. 2019, arXiv:1909.11942) has them too, and runs one layer many times. Knows
+nothing of pooling.
 """
 
 from collections.abc import Mapping, Sequence
