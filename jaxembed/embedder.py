@@ -18,6 +18,7 @@ from jaxembed.request import ComputeRequest, EncodeRequest, ScoreRequest
 from jaxembed.work import WorkResult
 
 TextOrPair = str | tuple[str, str]
+NO_OPTIONS = EncodeOptions()
 
 
 class Embedder(LoadedModel):
@@ -165,7 +166,7 @@ def _encode_options(options: dict[str, Any]) -> EncodeOptions:
     """Raises TypeError for an option that the methods of the library do not have."""
     if "outputs" in options:
         raise TypeError("encode gives one vector a text; for other outputs use compute()")
-    return EncodeOptions(**options)
+    return EncodeOptions(**options) if options else NO_OPTIONS
 
 
 def _compute_options(options: dict[str, Any]) -> EncodeOptions:

@@ -23,7 +23,7 @@ from jaxembed.models import is_static
 from jaxembed.processors.pieces import TokenPiece
 from jaxembed.processors.text import DECODED_BYTES, PIECE_BYTES, TextProcessor
 from jaxembed.request import Answer, Request
-from jaxembed.runner import RequestRunner
+from jaxembed.runner import RequestRunner, runner_of
 from jaxembed.spec import ModelSpec, Pooling, Routes
 from jaxembed.tasks import KIND, Tasks
 from jaxembed.telemetry import Telemetry
@@ -163,7 +163,7 @@ class LoadedModel:
         )
         name = f"{self.name}, {route}" if route else self.name
         engine = planned.load(folder, self.telemetry, on_progress, name)
-        runner = RequestRunner(processor, engine, self.telemetry, spec)
+        runner = runner_of(engine, processor, self.telemetry, spec)
         return LoadedRoute(spec, planned.plan, processor, engine, runner)
 
     def _tokens_per_s(self) -> float:

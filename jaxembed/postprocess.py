@@ -26,9 +26,10 @@ def shape_vectors(
     cut = np.ascontiguousarray(dense[:, :dimensions], dtype=np.float32)
     if not normalize:
         return cut
-    lengths = np.maximum(_lengths(cut), LEAST)[:, None]
+    lengths = _lengths(cut)
+    np.maximum(lengths, LEAST, out=lengths)
     # Divided in float64 and rounded once, in numpy's small buffers rather than a second matrix.
-    return np.divide(cut, lengths, out=np.empty_like(cut), casting="same_kind")
+    return np.divide(cut, lengths[:, None], out=np.empty_like(cut), casting="same_kind")
 
 
 def similarity(
@@ -75,4 +76,5 @@ def to_base64(row: Float[np.ndarray, " dim"]) -> str:
 
 def _lengths(vectors: np.ndarray) -> np.ndarray:
     """The Euclidean length of each row, in float64 because squares can overflow float32."""
-    return np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))
+    squares = np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64)
+    return np.sqrt(squares, out=squares)

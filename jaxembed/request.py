@@ -4,13 +4,12 @@ Runs nothing."""
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 
 from jaxembed.engine.admission import Cost
-from jaxembed.engine.ticket import Ticket
 from jaxembed.inputs import Input, Pair, Priority
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.outputs import OutputName
@@ -27,23 +26,24 @@ LOGITS: frozenset[OutputName] = frozenset({"logits"})
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(msgspec.Struct, frozen=True, eq=False):
     """The results of the tokenizer and the engine for one request."""
 
-    ticket: Ticket
+    values: WorkResult
     tokenized: Tokenized
     tokenization_s: float  # of all inputs together
+    queue_s: list[float]  # of each input
+    inference_s: list[float]  # of each input
 
-    @cached_property
+    @property
     def figures(self) -> dict[str, Any]:
         """The fields that Embeddings and Scores have in common."""
         return {
             "num_tokens": self.tokenized.work.lengths.astype(np.int64),
             "truncated": self.tokenized.truncated,
             "tokenization_s": self.tokenization_s,
-            "queue_s": _mean(self.ticket.queue_s),
-            "inference_s": _mean(self.ticket.inference_s),
+            "queue_s": mean(self.queue_s),
+            "inference_s": mean(self.inference_s),
         }
 
 
@@ -97,7 +97,7 @@ class EncodeRequest(Request[Embeddings]):
 
     def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
         """Cut and normalise the vectors as the options say."""
-        values = dict(run.ticket.values)
+        values = dict(run.values)
         if "dense" in values:
             normalize = self.options.normalize
             values["dense"] = shape_vectors(
@@ -116,7 +116,7 @@ class ScoreRequest(Request[Scores]):
 
     def finish(self, spec: ModelSpec, run: Run) -> Scores:
         """The logits, with what it takes to show them as scores."""
-        logits = run.ticket.values["logits"]
+        logits = run.values["logits"]
         return Scores(logits, spec.labels, spec.score_function, **run.figures)
 
 
@@ -146,8 +146,9 @@ class ComputeRequest(Request[WorkResult]):
 
     def finish(self, spec: ModelSpec, run: Run) -> WorkResult:
         """The outputs as the heads give them."""
-        return run.ticket.values
+        return run.values
 
 
-def _mean(seconds: np.ndarray) -> float:
-    return sum(seconds.tolist()) / len(seconds) if len(seconds) else 0.0
+def mean(seconds: list[float]) -> float:
+    """The mean; 0 of nothing."""
+    return sum(seconds) / len(seconds) if seconds else 0.0

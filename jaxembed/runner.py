@@ -3,45 +3,45 @@ on an event loop that may not."""
 
 import asyncio
 import contextlib
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
+from typing import TypeVar
 
-from jaxembed.engine.client import EngineClient
+from jaxembed.engine.client import EngineClient, ServedEngine
+from jaxembed.engine.host import HostEngine
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, InvalidInput
 from jaxembed.inputs import Priority, Text
 from jaxembed.processors.text import Row, TextProcessor, Tokenized, characters
 from jaxembed.processors.tokenizer import SHORT_CHARACTERS, chunks
-from jaxembed.request import Answer, Request, Run
+from jaxembed.request import Answer, Request, Run, mean
 from jaxembed.spec import ModelSpec, Task
 from jaxembed.telemetry import ANSWER_STAGES, Telemetry
-from jaxembed.work import Work, join_work, work_of
+from jaxembed.work import Work, empty_result, join_results, join_work, work_of
+
+Part = TypeVar("Part")  # what a job makes of some items of a request
+Job = Callable[[Row | None, Sequence], Part]  # of what the chunks share, and a chunk
+OnTokens = Callable[[int], object]
 
 
-class RequestRunner:
+class RequestRunner(ABC):
     """Runs the requests of one model and counts what is answered, until it is closed.
 
-    A small request is tokenized in one job. For a large one `Request.share` is a job, and then
-    `Request.prepare` of each chunk, so that a huge query keeps one tokenizer thread busy and not
-    all of them. When a request is dropped, its jobs that have begun are finished and the others are
-    dropped too.
+    A small request is one job. A large one is many, a chunk of its items each, so that it shares
+    the threads with others; `Request.share` is a job before them. When a request is dropped, its
+    jobs that have begun are finished and the others are dropped too.
     """
 
-    def __init__(
-        self,
-        processor: TextProcessor,
-        engine: EngineClient,
-        telemetry: Telemetry,
-        spec: ModelSpec,
-    ):
+    def __init__(self, processor: TextProcessor, telemetry: Telemetry, spec: ModelSpec):
         self._processor = processor
-        self._engine = engine
         self._telemetry = telemetry
         self._series = _series(telemetry, spec.task)
-        self._stages = [(f"{name}_s", telemetry.stage.labels(name)) for name in ANSWER_STAGES]
+        self._stages = [telemetry.stage.labels(name) for name in ANSWER_STAGES]
         self._spec = spec
         self._closed = False
 
@@ -49,35 +49,31 @@ class RequestRunner:
         """Block until the answer is there. Raises the errors of InvalidInput and BackendError."""
         if not request.items:
             return self._nothing(request)
-        started_at = time.monotonic()
-        tokenized = self._tokenize(request)
-        tokenization_s = time.monotonic() - started_at
-        ticket = self._engine.submit(tokenized.work, priority=request.priority)
-        try:
-            ticket.result()
-        except BaseException:
-            self._engine.cancel(ticket)
-            raise
-        return request.finish(self._spec, self._count(Run(ticket, tokenized, tokenization_s)))
+        run = self._run(request)
+        self._count(run)
+        return request.finish(self._spec, run)
 
     async def run_async(
-        self,
-        request: Request[Answer],
-        on_tokens: Callable[[int], object] = lambda tokens: None,
+        self, request: Request[Answer], on_tokens: OnTokens = lambda tokens: None
     ) -> Answer:
         """`run` without blocking the event loop. `on_tokens` is called with the number of tokens
-        before they are queued.
+        before the engine computes them; from any thread, and again when there are more.
 
         If the task is cancelled, what is still queued of the request is dropped.
         """
         if not request.items:
             return self._nothing(request)
-        started_at = time.monotonic()
-        tokenized = await self._tokenize_async(request)
-        tokenization_s = time.monotonic() - started_at
-        on_tokens(tokenized.work.tokens)
-        ticket = await self._submit(tokenized.work, request.priority)
-        return request.finish(self._spec, self._count(Run(ticket, tokenized, tokenization_s)))
+        run = await self._run_async(request, on_tokens)
+        self._count(run)
+        return request.finish(self._spec, run)
+
+    @abstractmethod
+    def _run(self, request: Request) -> Run:
+        """Compute a request, and block until that is done."""
+
+    @abstractmethod
+    async def _run_async(self, request: Request, on_tokens: OnTokens) -> Run:
+        """Compute a request without blocking the event loop."""
 
     def off_loop(self, call: Callable, *arguments) -> asyncio.Future:
         """Make the call in a tokenizer thread; to be awaited. Raises BackendError when closed."""
@@ -88,60 +84,110 @@ class RequestRunner:
         self._closed = True
         self._processor.executor.shutdown(wait=False)
 
-    def _tokenize(self, request: Request) -> Tokenized:
+    def _parts(self, request: Request, job: Job[Part]) -> list[Part]:
+        """What the jobs of a request make, in order. Blocks until they are done."""
         if _is_brief(request.items) and not self._closed:
-            return self._prepare_whole(request)
+            return self._whole(request, job)
         if _is_one_job(request.items):
-            return self._in_thread(self._prepare_whole, request).result()
+            return self._in_thread(self._whole, request, job).result()
         shared = self._in_thread(request.share, self._processor).result()
-        prepare = partial(self._prepare_chunk, request, shared)
         parts: list[Future] = []
         try:
-            for first, chunk in _jobs(request.items):
-                parts.append(self._in_thread(prepare, chunk, first))
+            for first, chunk in _chunks(request.items):
+                parts.append(self._in_thread(_run_job, job, shared, chunk, first))
             for part in wait(parts, return_when=FIRST_EXCEPTION).done:
                 part.result()  # raises what one failed with, while others may wait
-            return _join([part.result() for part in parts], request)
+            return [part.result() for part in parts]
         except BaseException:
             _cancel(parts)
             raise
 
-    async def _tokenize_async(self, request: Request) -> Tokenized:
+    async def _parts_async(self, request: Request, job: Job[Part]) -> list[Part]:
+        """`_parts` without blocking the event loop."""
         if _is_brief(request.items) and not self._closed:
-            return self._prepare_whole(request)
+            return self._whole(request, job)
         if _is_one_job(request.items):
-            return await self.off_loop(self._prepare_whole, request)
+            return await self.off_loop(self._whole, request, job)
         shared = await self.off_loop(request.share, self._processor)
-        prepare = partial(self._prepare_chunk, request, shared)
         parts: list[asyncio.Future] = []
         try:
-            for first, chunk in _jobs(request.items):
-                parts.append(self.off_loop(prepare, chunk, first))
-            return _join(await asyncio.gather(*parts), request)
+            for first, chunk in _chunks(request.items):
+                parts.append(self.off_loop(_run_job, job, shared, chunk, first))
+            return await asyncio.gather(*parts)
         except BaseException:
             _cancel(parts)
             raise
 
-    def _prepare_whole(self, request: Request) -> Tokenized:
-        shared = request.share(self._processor)
-        whole = request.prepare(self._processor, shared, request.items)
-        return _join([whole], request)
-
-    def _prepare_chunk(
-        self, request: Request, shared: Row | None, chunk: Sequence, first: int
-    ) -> Tokenized:
-        """Tokenize the items from number `first` on; an error names its item by that number."""
-        try:
-            return request.prepare(self._processor, shared, chunk)
-        except InvalidInput as error:
-            error.index = first + (error.index or 0)
-            raise
+    def _whole(self, request: Request, job: Job[Part]) -> list[Part]:
+        """The one job of a small request."""
+        return [job(request.share(self._processor), request.items)]
 
     def _in_thread(self, call: Callable, *arguments) -> Future:
         try:
             return self._processor.executor.submit(call, *arguments)
         except RuntimeError as error:  # it was shut down
             raise BackendError("this Embedder is closed") from error
+
+    def _nothing(self, request: Request[Answer]) -> Answer:
+        """The answer to a request without items."""
+        nothing = work_of([], request.outputs)
+        values = empty_result(nothing, self._spec.widths)
+        return request.finish(self._spec, Run(values, Tokenized(nothing, 0), 0.0, [], []))
+
+    def _count(self, run: Run) -> None:
+        tokenized = run.tokenized
+        count = len(tokenized.work)
+        if tokenized.truncated:
+            self._telemetry.truncated_inputs.inc(tokenized.truncated)
+        self._telemetry.input_length.observe_many(tokenized.work.lengths.tolist())
+        done, succeeded, tokenization, queue, inference, duration = self._series
+        done.inc(count)
+        succeeded.inc(count)
+        each_s = run.tokenization_s / count
+        tokenization.observe_many([each_s] * count)
+        queue.observe_many(run.queue_s)
+        inference.observe_many(run.inference_s)
+        both = zip(run.queue_s, run.inference_s, strict=True)
+        duration.observe_many([each_s + queue_s + inference_s for queue_s, inference_s in both])
+        stages = (run.tokenization_s, mean(run.queue_s), mean(run.inference_s))
+        for stage, seconds in zip(self._stages, stages, strict=True):
+            stage.observe(seconds)
+
+
+class QueueRunner(RequestRunner):
+    """Tokenizes a request in its jobs, and queues it as a whole with an engine."""
+
+    def __init__(
+        self,
+        processor: TextProcessor,
+        engine: EngineClient,
+        telemetry: Telemetry,
+        spec: ModelSpec,
+    ):
+        super().__init__(processor, telemetry, spec)
+        self._engine = engine
+
+    def _run(self, request: Request) -> Run:
+        started_at = time.monotonic()
+        parts = self._parts(request, partial(request.prepare, self._processor))
+        tokenized = _join(parts, request)
+        tokenization_s = time.monotonic() - started_at
+        ticket = self._engine.submit(tokenized.work, priority=request.priority)
+        try:
+            ticket.result()
+        except BaseException:
+            self._engine.cancel(ticket)
+            raise
+        return _run_of(ticket, tokenized, tokenization_s)
+
+    async def _run_async(self, request: Request, on_tokens: OnTokens) -> Run:
+        started_at = time.monotonic()
+        parts = await self._parts_async(request, partial(request.prepare, self._processor))
+        tokenized = _join(parts, request)
+        tokenization_s = time.monotonic() - started_at
+        on_tokens(tokenized.work.tokens)
+        ticket = await self._submit(tokenized.work, request.priority)
+        return _run_of(ticket, tokenized, tokenization_s)
 
     async def _submit(self, work: Work, priority: Priority | None) -> Ticket:
         """Submit the work and wait for its ticket; the engine wakes the event loop once."""
@@ -150,7 +196,7 @@ class RequestRunner:
 
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(_finish, done)
+                loop.call_soon_threadsafe(_wake, done)
 
         ticket = self._engine.submit(work, wake, priority)
         try:
@@ -161,31 +207,65 @@ class RequestRunner:
         ticket.result(timeout_s=0.0)
         return ticket
 
-    def _nothing(self, request: Request[Answer]) -> Answer:
-        """The answer to a request without items."""
-        nothing = work_of([], request.outputs)
-        ticket = Ticket(nothing, self._spec.widths)
-        return request.finish(self._spec, Run(ticket, Tokenized(nothing, 0), 0.0))
 
-    def _count(self, run: Run) -> Run:
-        telemetry, ticket, figures = self._telemetry, run.ticket, run.figures
-        count = len(figures["num_tokens"])
-        telemetry.truncated_inputs.inc(figures["truncated"])
-        telemetry.input_length.observe_many(figures["num_tokens"].tolist())
-        done, succeeded, *durations = self._series
-        done.inc(count)
-        succeeded.inc(count)
-        each = (
-            [run.tokenization_s / count] * count,
-            ticket.queue_s.tolist(),
-            ticket.inference_s.tolist(),
-        )
-        total = [sum(parts) for parts in zip(*each, strict=True)]
-        for duration, seconds in zip(durations, (*each, total), strict=True):
-            duration.observe_many(seconds)
-        for name, stage in self._stages:
-            stage.observe(figures[name])
-        return run
+class HostRunner(RequestRunner):
+    """Tokenizes and computes a request in its jobs, so that each thread computes what it has just
+    tokenized, while others tokenize."""
+
+    def __init__(
+        self, processor: TextProcessor, engine: HostEngine, telemetry: Telemetry, spec: ModelSpec
+    ):
+        super().__init__(processor, telemetry, spec)
+        self._engine = engine
+
+    def _run(self, request: Request) -> Run:
+        return _join_runs(self._parts(request, partial(self._compute, request, None)), request)
+
+    async def _run_async(self, request: Request, on_tokens: OnTokens) -> Run:
+        tally = _Tally(self._processor.estimate(request.inputs()), on_tokens)
+        job = partial(self._compute, request, tally)
+        return _join_runs(await self._parts_async(request, job), request)
+
+    def _compute(
+        self, request: Request, tally: "_Tally | None", shared: Row | None, chunk: Sequence
+    ) -> Run:
+        started_at = time.monotonic()
+        tokenized = _join([request.prepare(self._processor, shared, chunk)], request)
+        work = tokenized.work
+        if tally is not None:
+            tally.add(work.tokens)
+        tokenized_at = time.monotonic()
+        values = self._engine.compute(work)
+        seconds, count = time.monotonic() - tokenized_at, len(work)
+        waited, ran = [0.0] * count, [seconds] * count
+        return Run(values, tokenized, tokenized_at - started_at, waited, ran)
+
+
+class _Tally:
+    """Adds up the tokens of the jobs of a request, and tells when they are more than estimated."""
+
+    def __init__(self, estimate: int, on_tokens: OnTokens):
+        self._told, self._on_tokens = estimate, on_tokens
+        self._tokens = 0
+        self._lock = threading.Lock()
+
+    def add(self, tokens: int) -> None:
+        """Add the tokens of a job. Raises what `on_tokens` does."""
+        with self._lock:
+            self._tokens += tokens
+            if self._tokens > self._told:
+                self._told = self._tokens
+                self._on_tokens(self._tokens)
+
+
+def runner_of(
+    engine: ServedEngine, processor: TextProcessor, telemetry: Telemetry, spec: ModelSpec
+) -> RequestRunner:
+    """The runner for the requests to an engine."""
+    if isinstance(engine, HostEngine):
+        return HostRunner(processor, engine, telemetry, spec)
+    assert isinstance(engine, EngineClient)
+    return QueueRunner(processor, engine, telemetry, spec)
 
 
 def _series(telemetry: Telemetry, task: Task) -> tuple:
@@ -210,11 +290,11 @@ def _series(telemetry: Telemetry, task: Task) -> tuple:
 
 
 def _is_one_job(items: Sequence) -> bool:
-    return len(items) == 1 or len(list(islice(_jobs(items), 2))) == 1
+    return len(items) == 1 or len(list(islice(_chunks(items), 2))) == 1
 
 
-def _jobs(items: Sequence) -> Iterator[tuple[int, list]]:
-    """For each job: the index of its first item, and its items."""
+def _chunks(items: Sequence) -> Iterator[tuple[int, list]]:
+    """For each chunk: the index of its first item, and its items."""
     first = 0
     for chunk in chunks(items, characters):
         yield first, chunk
@@ -226,7 +306,16 @@ def _is_brief(items: Sequence) -> bool:
     return len(items) == 1 and isinstance(items[0], Text) and len(items[0].text) <= SHORT_CHARACTERS
 
 
-def _finish(future: asyncio.Future) -> None:
+def _run_job(job: Job[Part], shared: Row | None, chunk: Sequence, first: int) -> Part:
+    """Run the job of the items from number `first` on; an error names its item by that number."""
+    try:
+        return job(shared, chunk)
+    except InvalidInput as error:
+        error.index = first + (error.index or 0)
+        raise
+
+
+def _wake(future: asyncio.Future) -> None:
     if not future.done():  # it may be cancelled
         future.set_result(None)
 
@@ -238,4 +327,23 @@ def _cancel(parts: Iterable[Future | asyncio.Future]) -> None:
 
 def _join(parts: Sequence[Tokenized], request: Request) -> Tokenized:
     work = join_work([part.work for part in parts], request.outputs, request.adapter)
-    return Tokenized(work, sum(part.truncated for part in parts))
+    return Tokenized(work, sum([part.truncated for part in parts]))
+
+
+def _run_of(ticket: Ticket, tokenized: Tokenized, tokenization_s: float) -> Run:
+    """What a request that was queued came to."""
+    times = ticket.queue_s.tolist(), ticket.inference_s.tolist()
+    return Run(ticket.values, tokenized, tokenization_s, *times)
+
+
+def _join_runs(parts: Sequence[Run], request: Request) -> Run:
+    """The results of all jobs of a request, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    return Run(
+        join_results([part.values for part in parts]),
+        _join([part.tokenized for part in parts], request),
+        sum(part.tokenization_s for part in parts),
+        list(chain.from_iterable(part.queue_s for part in parts)),
+        list(chain.from_iterable(part.inference_s for part in parts)),
+    )

@@ -167,9 +167,9 @@ class Tasks:
 
     def _number(self, adapter: str | None) -> int:
         """The number of the adapter with this name; 0 without one. Raises InvalidInput."""
-        names = self._spec.adapter_names
         if adapter is None:
             return 0
+        names = self._spec.adapter_names
         if adapter not in names:
             known = f"it has {', '.join(names)}" if names else "it has none"
             raise InvalidInput(f"the model has no adapter `{adapter}`; {known}", field="adapter")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, SupportsIndex
 
+import msgspec
 import numpy as np
 
 from jaxembed.outputs import OUTPUTS, OutputName
@@ -33,8 +34,7 @@ class Encoding:
         return len(self.ids)
 
 
-@dataclass(frozen=True, eq=False)
-class Work:
+class Work(msgspec.Struct, frozen=True, eq=False):
     """The sequences of one request, back to back, and what is wanted of them.
 
     A slot is what is pooled together: the `bounds` of a slot are its first token and the one after
@@ -118,23 +118,6 @@ def join_work(parts: Sequence[Work], outputs: frozenset[OutputName], adapter: in
     )
 
 
-def part_of(work: Work, sequences: range) -> Work:
-    """Some sequences of a request that follow each other, as views of its columns."""
-    if len(sequences) == len(work):
-        return work
-    first, last = sequences.start, sequences.stop
-    start, end = (int(work.lengths[:at].sum()) for at in (first, last))
-    slot, slot_end = (int(work.slots[:at].sum()) for at in (first, last))
-    return Work(
-        {name: plane[start:end] for name, plane in work.planes.items()},
-        work.lengths[first:last],
-        work.bounds[slot:slot_end],
-        work.slots[first:last],
-        work.outputs,
-        work.adapter,
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Ragged:
     """Arrays of different lengths: array k is `values[offsets[k] : offsets[k + 1]]`."""
@@ -171,6 +154,18 @@ def empty_result(work: Work, widths: Mapping[OutputName, int]) -> WorkResult:
             offsets = np.concatenate([[0], np.cumsum(work.lengths, dtype=np.int64)])
             result[name] = Ragged(np.empty((work.tokens, widths[name]), np.float32), offsets)
     return result
+
+
+def join_results(parts: Sequence[WorkResult]) -> WorkResult:
+    """The results of all parts of a request, in order."""
+    return {name: _joined_output([part[name] for part in parts]) for name in parts[0]}
+
+
+def _joined_output(parts: Sequence[Any]) -> Any:
+    if not isinstance(parts[0], Ragged):
+        return np.concatenate(parts)
+    counts = np.concatenate([[0], *(np.diff(part.offsets) for part in parts)])
+    return Ragged(np.concatenate([part.values for part in parts]), np.cumsum(counts))
 
 
 def _whole(lengths: np.ndarray) -> np.ndarray:

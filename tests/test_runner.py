@@ -14,7 +14,7 @@ from jaxembed.inputs import Text
 from jaxembed.processors.text import Rules, TextProcessor, Tokenized
 from jaxembed.processors.tokenizer import JOB_CHARACTERS
 from jaxembed.request import Request
-from jaxembed.runner import RequestRunner
+from jaxembed.runner import QueueRunner
 from jaxembed.work import Encoding, work_of
 
 LONG = Text("x" * JOB_CHARACTERS)  # a job by itself
@@ -46,7 +46,7 @@ class OneWorker:
     def __init__(self, embedder):
         self.executor = ThreadPoolExecutor(1)
         processor = WorkersProcessor(self)
-        self.runner = RequestRunner(processor, embedder.engine, embedder.telemetry, embedder.spec)
+        self.runner = QueueRunner(processor, embedder.engine, embedder.telemetry, embedder.spec)
         self.begun: list[int] = []  # inputs of each job
         self.entered, self.gate = threading.Event(), threading.Event()
 

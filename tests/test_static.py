@@ -1,6 +1,6 @@
 """Static embeddings: conversion by the rules of two libraries, and the engine on the host."""
 
-import threading
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import sources
 import tokenizers
-from fakes import WAIT_S
 from sources import NORMALIZE, WORDS, write_static
 from test_server_openai import ask
 
@@ -20,7 +19,6 @@ from jaxembed.engine.host import HostEngine
 from jaxembed.engines import plan_engine
 from jaxembed.errors import (
     BackendError,
-    Cancelled,
     CheckpointError,
     ConfigError,
     ConversionError,
@@ -29,7 +27,7 @@ from jaxembed.errors import (
     NotFinite,
     UnsupportedModel,
 )
-from jaxembed.inputs import Tokens
+from jaxembed.inputs import Text, Tokens
 from jaxembed.models import random_parameters
 from jaxembed.models.static import BLOCK_BYTES, StaticModel
 from jaxembed.options import EncodeOptions
@@ -86,29 +84,14 @@ def _load(tmp_path) -> Iterator[Callable[..., Embedder]]:
 def _start() -> Iterator[Callable[..., HostEngine]]:
     engines: list[HostEngine] = []
 
-    def start(model, **options) -> HostEngine:
-        engines.append(HostEngine(model, Telemetry(), **options))
+    def start(model) -> HostEngine:
+        engines.append(HostEngine(model, Telemetry()))
         engines[-1].start()
         return engines[-1]
 
     yield start
     for engine in engines:
-        engine.close(WAIT_S)
-
-
-class Gated(StaticModel):
-    """A model whose work waits at a gate, and is noted by the number of its sequences."""
-
-    def __init__(self, spec: ModelSpec):
-        super().__init__(spec, random_parameters(spec))
-        self.gate, self.entered = threading.Event(), threading.Semaphore(0)
-        self.seen: list[int] = []
-
-    def compute(self, work):
-        self.seen.append(len(work))
-        self.entered.release()
-        assert self.gate.wait(WAIT_S)
-        return super().compute(work)
+        engine.close()
 
 
 def batch_of(count: int, length: int = 4) -> list[Encoding]:
@@ -335,68 +318,15 @@ def test_it_is_an_engine_that_a_loaded_model_can_have(start):
     engine.wait_ready(0.0)
 
 
-def test_a_small_request_is_answered_before_submit_returns(start):
+def test_a_closed_engine_computes_no_more(start):
     spec = spec_of()
     engine = start(StaticModel(spec, random_parameters(spec)))
-    woken = []
-    ticket = engine.submit(work_of(batch_of(2)), lambda: woken.append(True))
-    assert woken == [True]
-    assert ticket.result(0.0)["dense"].shape == (2, WIDTH)
-
-
-def test_requests_of_a_lane_take_turns_and_interactive_ones_lead(start):
-    model = Gated(spec_of())
-    engine = start(model, step_tokens=40)
-    bulk = [engine.submit(work_of(batch_of(count)), priority="bulk") for count in (20, 15)]
-    assert model.entered.acquire(timeout=WAIT_S)  # the first step of the first
-    person = engine.submit(work_of(batch_of(9)), priority="interactive")
-    state = engine.snapshot()
-    assert state.lanes["interactive"].inputs == 9
-    assert state.waiting_inputs == 10 + 15 + 9
-    assert state.waiting_tokens == 4 * state.waiting_inputs
-    model.gate.set()
-    for ticket in (*bulk, person):
-        ticket.result(WAIT_S)
-    assert model.seen == [10, 9, 10, 10, 5]
+    assert engine.compute(work_of(batch_of(30)))["dense"].shape == (30, WIDTH)
     assert engine.tokens_per_s > 0
-
-
-def test_a_cancelled_request_is_not_computed_to_its_end(start):
-    model = Gated(spec_of())
-    engine = start(model, step_tokens=40)
-    ticket = engine.submit(work_of(batch_of(100)))
-    assert model.entered.acquire(timeout=WAIT_S)
-    engine.cancel(ticket)
-    model.gate.set()
-    engine.submit(work_of(batch_of(10))).result(WAIT_S)
-    assert model.seen == [10, 10]
-    with pytest.raises(Cancelled):
-        ticket.result(0.0)
-
-
-def test_a_closed_engine_answers_what_is_queued_and_refuses_more(start):
-    model = Gated(spec_of())
-    engine = start(model, step_tokens=40)
-    ticket = engine.submit(work_of(batch_of(30)))
-    model.gate.set()
-    engine.close(WAIT_S)
-    assert ticket.result(0.0)["dense"].shape == (30, WIDTH)
+    engine.close()
     assert not engine.ready
     with pytest.raises(BackendError, match="closed"):
-        engine.submit(work_of(batch_of(1)))
-
-
-def test_what_is_queued_fails_when_there_is_no_time_left(start):
-    model = Gated(spec_of())
-    engine = start(model, step_tokens=40)
-    first, second = (engine.submit(work_of(batch_of(30))) for _ in range(2))
-    assert model.entered.acquire(timeout=WAIT_S)
-    engine.close(0.0)
-    with pytest.raises(BackendError, match="closed"):
-        second.result(0.0)
-    model.gate.set()
-    with pytest.raises(BackendError, match="closed"):
-        first.result(WAIT_S)
+        engine.compute(work_of(batch_of(1)))
 
 
 def test_a_failure_fails_only_its_request(start, caplog):
@@ -405,9 +335,9 @@ def test_a_failure_fails_only_its_request(start, caplog):
     parameters["table"][7] = np.inf
     engine = start(StaticModel(spec, parameters))
     with pytest.raises(NotFinite, match="not finite"):
-        engine.submit(work_of([Encoding(np.array([7], np.int32))])).result(0.0)
+        engine.compute(work_of([Encoding(np.array([7], np.int32))]))
     assert engine.snapshot().failures == (1,)
-    engine.submit(work_of(batch_of(1))).result(0.0)
+    engine.compute(work_of(batch_of(1)))
     assert engine.snapshot().failures == (0,)
     assert engine.healthy
 
@@ -417,7 +347,7 @@ def test_an_internal_error_is_told_in_the_log_alone(start, caplog, monkeypatch):
     engine = start(StaticModel(spec, random_parameters(spec)))
     monkeypatch.setattr(engine._model, "compute", lambda work: 1 / 0)
     with pytest.raises(BackendError, match="an internal error"):
-        engine.submit(work_of(batch_of(100))).result(WAIT_S)
+        engine.compute(work_of(batch_of(100)))
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -450,6 +380,28 @@ def test_many_texts_are_answered_in_order(source, load):
     np.testing.assert_array_equal(
         vectors, np.stack([embedder.encode(t) for t in texts[:5]])[np.arange(3000) % 5]
     )
+
+
+def test_several_outputs_of_many_texts_are_joined_in_order(source, load):
+    embedder = load(source)
+    texts = [" ".join(WORDS[4 : 5 + k % 4]) for k in range(200)]
+    result = embedder.compute(texts, ["dense", "tokens"])
+    for text, dense, tokens in zip(texts, result["dense"], result["tokens"], strict=True):
+        alone = embedder.compute(text, ["dense", "tokens"])
+        np.testing.assert_array_equal(dense, alone["dense"][0])
+        np.testing.assert_array_equal(tokens, alone["tokens"][0])
+
+
+def test_more_tokens_than_estimated_are_admitted_before_they_are_computed(source, load):
+    embedder = load(source)
+    texts = ["a a a a"] * 200  # the estimate is 3 tokens, there are 4
+    request = embedder.tasks.embed([Text(text) for text in texts], EncodeOptions())
+    computed, told = [], []
+    compute = embedder.engine.compute
+    embedder.engine.compute = lambda work: (computed.append(work.tokens), compute(work))[1]
+    asyncio.run(embedder.runner.run_async(request, lambda n: told.append((n, sum(computed)))))
+    assert told[-1][0] == sum(computed) == 800
+    assert all(tokens > before for tokens, before in told)
 
 
 def test_it_says_that_the_host_computes(source, load):

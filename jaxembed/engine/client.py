@@ -28,8 +28,9 @@ class EngineClient(Protocol):
 
 
 @runtime_checkable
-class ServedEngine(EngineClient, Protocol):
-    """An engine as a loaded model sees it. Engine has the words for each of its members."""
+class ServedEngine(Protocol):
+    """An engine as a loaded model sees it, beside what its requests do. Engine has the words for
+    each of its members."""
 
     @property
     def ready(self) -> bool:

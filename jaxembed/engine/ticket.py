@@ -36,15 +36,11 @@ class Ticket:
         work: Work,
         widths: Mapping[OutputName, int],
         wake: Callable[[], object] | None = None,
-        *,
-        by_entry: bool = True,
     ):
         """Make the entries and the empty answer of a request.
 
         `widths` are the numbers of columns of the model's outputs. `wake` is called once, from an
-        engine thread, when the ticket is complete; not if it was cancelled before. Without
-        `by_entry` there are no entries, for an engine that puts no sequences of several requests
-        into a batch.
+        engine thread, when the ticket is complete; not if it was cancelled before.
         """
         count = len(work)
         self.work = work
@@ -52,7 +48,7 @@ class Ticket:
         self.queue_s = np.zeros(count)
         self.inference_s = np.zeros(count)
         self.queued_at = time.monotonic()
-        self.entries = _entries(self) if by_entry else []
+        self.entries = _entries(self)
         self.cancelled = False
         self._failures: dict[int, Exception] = {}
         self._settled = np.zeros(count, bool)  # sequences that are answered or failed

@@ -75,11 +75,6 @@ class StaticModel:
         ]
         self._block = max(BLOCK_BYTES // self._table[:1].nbytes, 1)  # tokens
 
-    @property
-    def block_tokens(self) -> int:
-        """The number of tokens whose rows fit the cache together."""
-        return self._block
-
     def compute(self, work: Work) -> WorkResult:
         """The outputs of some sequences, as the engine gives them: float32, not normalised."""
         result: WorkResult = {}
@@ -97,10 +92,12 @@ class StaticModel:
     def _means(self, ids: np.ndarray, slots: list[tuple[int, int]]) -> np.ndarray:
         """The mean of the rows of each slot, zeros for an empty one. A slot is its first token and
         the one after its last."""
+        if len(slots) == 1 and 0 < slots[0][1] - slots[0][0] <= self._block:
+            return self._mean(ids[slice(*slots[0])])  # the same, in a third of the time
         means = np.zeros((len(slots), self._table.shape[1]), np.float32)
         counts = np.array([[max(end - start, 1)] for start, end in slots], np.float32)
         first = done = 0  # the tokens whose rows are gathered
-        rows = self._table[:0]
+        rows = self._table
         for number, (start, end) in enumerate(slots):
             if end - start > self._block:
                 means[number] = self._long_sum(ids[start:end])
@@ -111,6 +108,11 @@ class StaticModel:
             if end > start:
                 np.add.reduce(rows[start - first : end - first], axis=0, out=means[number])
         return np.divide(means, counts, out=means)
+
+    def _mean(self, ids: np.ndarray) -> np.ndarray:
+        """The mean of the rows of some tokens, one or more and no more than a block has."""
+        rows = self._table.take(ids, axis=0, mode="clip")
+        return np.add.reduce(rows, axis=0, keepdims=True) / np.float32(len(ids))
 
     def _reach(self, slots: list[tuple[int, int]], number: int) -> int:
         """The token up to which rows are gathered at once, from slot `number` on."""

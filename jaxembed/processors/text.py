@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jaxembed.config import TextConfig
@@ -51,16 +51,14 @@ DECODED_BYTES = 1600
 Row = tuple[np.ndarray, bool]  # the ids of a text, and whether the whole text was tokenized
 
 
-@dataclass(frozen=True)
-class Tokenized:
+class Tokenized(msgspec.Struct, frozen=True, eq=False):
     """The columns of some inputs, in order, and the number of inputs that were cut to the limit."""
 
     work: Work
     truncated: int
 
 
-@dataclass(frozen=True)
-class Rules:
+class Rules(msgspec.Struct, frozen=True):
     """The options of a request for the tokenization of its inputs.
 
     `instruction` and `max_second_tokens` are for pairs. `bare_ids` is for token ids: if it is
@@ -250,9 +248,9 @@ class TextProcessor:
         except InvalidInput as error:
             error.index = len(rows)
             raise
-        lengths = np.fromiter(map(len, rows), np.int32, len(rows))
-        ids = np.fromiter(chain.from_iterable(rows), np.int32, int(lengths.sum()))
-        return Tokenized(whole_work({"ids": ids}, lengths), truncated)
+        lengths = [len(row) for row in rows]
+        ids = np.fromiter(chain.from_iterable(rows), np.int32, sum(lengths))
+        return Tokenized(whole_work({"ids": ids}, np.array(lengths, np.int32)), truncated)
 
     def _encode_texts(self, texts: Sequence[Text], rules: Rules) -> Iterator[tuple[Encoding, bool]]:
         """Yield the encoding of each text, and whether it was cut."""

@@ -73,9 +73,12 @@ class Tokenizer:
         """
         first_cut = FIRST_CUT * (most + CUT_MARGIN)
         for chunk in chunks(texts, len):
-            fast = all(len(text) <= first_cut for text in chunk)
+            if max(map(len, chunk)) <= first_cut:
+                for encoding in self.encode(chunk, special=special):
+                    yield encoding, True
+                continue
             parts = [_cut(text, first_cut, side) for text in chunk]
-            encodings = self.encode(parts, special=special, fast=fast)
+            encodings = self.encode(parts, special=special, fast=False)
             for text, encoding in zip(chunk, encodings, strict=True):
                 if len(text) <= first_cut:
                     yield encoding, True
