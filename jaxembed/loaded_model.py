@@ -201,10 +201,10 @@ class LoadedModel:
         if not request.items:
             raise NoInputs()
         route = self.routes[request.route]
-        tokens = route.processor.estimate(request.inputs())
-        with self.admission.admit(request.cost(route.spec, tokens), held) as permit:
+        estimate = route.processor.estimate(request.inputs(), request.rules)
+        with self.admission.admit(request.cost(route.spec, *estimate), held) as permit:
             return await route.runner.run_async(
-                request, lambda tokens: permit.correct(request.cost(route.spec, tokens))
+                request, lambda *size: permit.correct(request.cost(route.spec, *size))
             )
 
     async def tokenize_async(

@@ -36,13 +36,16 @@ class ScoreOptions:
     embedding models.
 
     `instruction` is for models with a template. `max_document_tokens` cuts the second text of each
-    pair, even where `truncate` is off.
+    pair, even where `truncate` is off. With `max_chunks` over 1 a document that does not fit is
+    divided into so many windows at most, and the best one counts.
     """
 
     truncate: bool | None = None
     truncation_side: Side = "right"
     instruction: str | None = None
     max_document_tokens: int | None = None
+    max_chunks: int = 1
+    overlap_tokens: int | None = None  # that neighbouring windows share; None: see `overlap_of`
     adapter: str | None = None  # its name; None: none
     priority: Priority | None = None  # None: interactive where the request is small
 
@@ -85,11 +88,22 @@ class Embeddings:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """A window of a document: its number, its first character and the one after its last."""
+
+    index: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Ranked:
-    """A document's place in the list that was given, and its score."""
+    """A document's place in the list that was given, and its score; of a request whose documents
+    may be divided also the window that has this score."""
 
     index: int
     score: float
+    chunk: Chunk | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +126,7 @@ class Scores:
     tokenization_s: float  # this and the next two are means over the inputs
     queue_s: float
     inference_s: float
+    chunks: list[Chunk] | None = None  # the best window of each document, if they may be divided
 
     def shown(self, raw_scores: bool) -> np.ndarray:
         """float32 [n, labels]: from 0 to 1, or the logits."""
@@ -120,7 +135,8 @@ class Scores:
     def ranked(self, raw_scores: bool) -> list[Ranked]:
         """Each input by its first label, best first."""
         values = self.shown(raw_scores)[:, 0]
-        return [Ranked(int(k), float(values[k])) for k in rank(self.logits[:, 0])]
+        chunks = self.chunks or [None] * len(values)
+        return [Ranked(int(k), float(values[k]), chunks[k]) for k in rank(self.logits[:, 0])]
 
     def labelled(self, raw_scores: bool) -> list[list[Label]]:
         """Every label of each input, best first."""

@@ -3,7 +3,7 @@ Runs nothing."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxembed.engine.admission import Cost
 from jaxembed.inputs import Input, Pair, Priority
-from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
+from jaxembed.options import Chunk, Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.outputs import OutputName
 from jaxembed.postprocess import shape_vectors
 from jaxembed.processors.text import Row, Rules, TextProcessor, Tokenized
@@ -79,14 +79,13 @@ class Request(ABC, Generic[Answer]):
         """The items as inputs of the model."""
         return self.items
 
-    def cost(self, spec: ModelSpec, tokens: int) -> Cost:
-        """The cost of the request if it has this many tokens."""
+    def cost(self, spec: ModelSpec, sequences: int, tokens: int) -> Cost:
+        """The cost of the request if it is made of so many sequences and tokens."""
         token_bytes = TOKEN_BYTES
         if "tokens" in self.outputs:
             token_bytes += FLOAT_BYTES * spec.hidden_size
         input_bytes = INPUT_BYTES + 2 * FLOAT_BYTES * spec.dim
-        count = len(self.items)
-        return Cost(count, tokens, count * input_bytes + tokens * token_bytes)
+        return Cost(sequences, tokens, sequences * input_bytes + tokens * token_bytes)
 
 
 @dataclass(frozen=True)
@@ -134,6 +133,22 @@ class QueryRequest(ScoreRequest):
         """Tokenize some of the documents, each beside the tokenized query."""
         assert shared is not None
         return processor.encode_beside(shared, chunk, self.rules)
+
+    def finish(self, spec: ModelSpec, run: Run) -> Scores:
+        """The logits of the best window of each document, if they may be divided."""
+        answer, windows = super().finish(spec, run), run.tokenized.windows
+        if windows is None:
+            return answer
+        first = np.cumsum(windows.counts) - windows.counts
+        logits = np.split(answer.logits[:, 0], first[1:])
+        best = np.array([int(np.argmax(of_one)) for of_one in logits], np.int64)
+        bounds = windows.bounds[first + best].tolist()
+        return replace(
+            answer,
+            logits=answer.logits[first + best],
+            num_tokens=np.add.reduceat(answer.num_tokens, first),
+            chunks=[Chunk(k, *bound) for k, bound in zip(best.tolist(), bounds, strict=True)],
+        )
 
     def inputs(self) -> Sequence[Input]:
         """The pairs of the query and each document."""

@@ -17,8 +17,14 @@ from jaxembed.engine.host import HostEngine
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, InvalidInput
 from jaxembed.inputs import Priority, Text
-from jaxembed.processors.text import Row, TextProcessor, Tokenized, characters
+from jaxembed.processors.text import (
+    Row,
+    TextProcessor,
+    Tokenized,
+    characters,
+)
 from jaxembed.processors.tokenizer import SHORT_CHARACTERS, chunks
+from jaxembed.processors.windows import join_windows
 from jaxembed.request import Answer, Request, Run, mean
 from jaxembed.spec import ModelSpec, Task
 from jaxembed.telemetry import ANSWER_STAGES, Telemetry
@@ -26,7 +32,7 @@ from jaxembed.work import Work, empty_result, join_results, join_work, work_of
 
 Part = TypeVar("Part")  # what a job makes of some items of a request
 Job = Callable[[Row | None, Sequence], Part]  # of what the chunks share, and a chunk
-OnTokens = Callable[[int], object]
+OnSize = Callable[[int, int], object]  # with the numbers of sequences and tokens
 
 
 class RequestRunner(ABC):
@@ -54,16 +60,16 @@ class RequestRunner(ABC):
         return request.finish(self._spec, run)
 
     async def run_async(
-        self, request: Request[Answer], on_tokens: OnTokens = lambda tokens: None
+        self, request: Request[Answer], on_size: OnSize = lambda sequences, tokens: None
     ) -> Answer:
-        """`run` without blocking the event loop. `on_tokens` is called with the number of tokens
-        before the engine computes them; from any thread, and again when there are more.
+        """`run` without blocking the event loop. `on_size` is called with the numbers of sequences
+        and tokens before the engine computes them; from any thread, and again when there are more.
 
         If the task is cancelled, what is still queued of the request is dropped.
         """
         if not request.items:
             return self._nothing(request)
-        run = await self._run_async(request, on_tokens)
+        run = await self._run_async(request, on_size)
         self._count(run)
         return request.finish(self._spec, run)
 
@@ -72,7 +78,7 @@ class RequestRunner(ABC):
         """Compute a request, and block until that is done."""
 
     @abstractmethod
-    async def _run_async(self, request: Request, on_tokens: OnTokens) -> Run:
+    async def _run_async(self, request: Request, on_size: OnSize) -> Run:
         """Compute a request without blocking the event loop."""
 
     def off_loop(self, call: Callable, *arguments) -> asyncio.Future:
@@ -180,12 +186,12 @@ class QueueRunner(RequestRunner):
             raise
         return _run_of(ticket, tokenized, tokenization_s)
 
-    async def _run_async(self, request: Request, on_tokens: OnTokens) -> Run:
+    async def _run_async(self, request: Request, on_size: OnSize) -> Run:
         started_at = time.monotonic()
         parts = await self._parts_async(request, partial(request.prepare, self._processor))
         tokenized = _join(parts, request)
         tokenization_s = time.monotonic() - started_at
-        on_tokens(tokenized.work.tokens)
+        on_size(len(tokenized.work), tokenized.work.tokens)
         ticket = await self._submit(tokenized.work, request.priority)
         return _run_of(ticket, tokenized, tokenization_s)
 
@@ -221,8 +227,8 @@ class HostRunner(RequestRunner):
     def _run(self, request: Request) -> Run:
         return _join_runs(self._parts(request, partial(self._compute, request, None)), request)
 
-    async def _run_async(self, request: Request, on_tokens: OnTokens) -> Run:
-        tally = _Tally(self._processor.estimate(request.inputs()), on_tokens)
+    async def _run_async(self, request: Request, on_size: OnSize) -> Run:
+        tally = _Tally(self._processor.estimate(request.inputs(), request.rules), on_size)
         job = partial(self._compute, request, tally)
         return _join_runs(await self._parts_async(request, job), request)
 
@@ -233,7 +239,7 @@ class HostRunner(RequestRunner):
         tokenized = _join([request.prepare(self._processor, shared, chunk)], request)
         work = tokenized.work
         if tally is not None:
-            tally.add(work.tokens)
+            tally.add(len(work), work.tokens)
         tokenized_at = time.monotonic()
         values = self._engine.compute(work)
         seconds, count = time.monotonic() - tokenized_at, len(work)
@@ -242,20 +248,22 @@ class HostRunner(RequestRunner):
 
 
 class _Tally:
-    """Adds up the tokens of the jobs of a request, and tells when they are more than estimated."""
+    """Adds up the sizes of the jobs of a request, and tells when they are more than estimated."""
 
-    def __init__(self, estimate: int, on_tokens: OnTokens):
-        self._told, self._on_tokens = estimate, on_tokens
-        self._tokens = 0
+    def __init__(self, estimate: tuple[int, int], on_size: OnSize):
+        self._told, self._on_size = estimate, on_size
+        self._sequences = self._tokens = 0
         self._lock = threading.Lock()
 
-    def add(self, tokens: int) -> None:
-        """Add the tokens of a job. Raises what `on_tokens` does."""
+    def add(self, sequences: int, tokens: int) -> None:
+        """Add the size of a job. Raises what `on_size` does."""
         with self._lock:
+            self._sequences += sequences
             self._tokens += tokens
-            if self._tokens > self._told:
-                self._told = self._tokens
-                self._on_tokens(self._tokens)
+            told = max(self._sequences, self._told[0]), max(self._tokens, self._told[1])
+            if told != self._told:
+                self._told = told
+                self._on_size(*told)
 
 
 def runner_of(
@@ -327,7 +335,8 @@ def _cancel(parts: Iterable[Future | asyncio.Future]) -> None:
 
 def _join(parts: Sequence[Tokenized], request: Request) -> Tokenized:
     work = join_work([part.work for part in parts], request.outputs, request.adapter)
-    return Tokenized(work, sum([part.truncated for part in parts]))
+    truncated = sum([part.truncated for part in parts])
+    return Tokenized(work, truncated, join_windows([part.windows for part in parts]))
 
 
 def _run_of(ticket: Ticket, tokenized: Tokenized, tokenization_s: float) -> Run:

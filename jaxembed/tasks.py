@@ -11,6 +11,7 @@ from jaxembed.options import EncodeOptions, ScoreOptions
 from jaxembed.outputs import OutputName
 from jaxembed.processors.prompts import Role, prompt_for, prompt_of_role, same_purpose
 from jaxembed.processors.text import Rules, TextProcessor
+from jaxembed.processors.windows import MOST_WINDOWS
 from jaxembed.request import LOGITS, ComputeRequest, EncodeRequest, QueryRequest, ScoreRequest
 from jaxembed.spec import ModelSpec, Routes, Task
 
@@ -63,6 +64,8 @@ class Tasks:
     def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> ScoreRequest:
         """The request for the logits of each text or pair."""
         check_task(self._name, self._spec, "classify")
+        if options.max_chunks != 1:
+            raise InvalidInput("only `rerank` divides documents", field="max_chunks")
         rules, adapter = self._rules(options), self._number(options.adapter)
         return ScoreRequest(inputs, rules, LOGITS, options.priority, options, adapter=adapter)
 
@@ -198,8 +201,26 @@ class Tasks:
             raise InvalidInput(
                 "this model takes no `instruction`; leave it out", field="instruction"
             )
-        side = options.truncation_side
-        return Rules("", self._truncate(options), side, options.instruction, most)
+        if not 1 <= options.max_chunks <= MOST_WINDOWS:
+            raise InvalidInput(
+                f"`max_chunks_per_doc` must be from 1 to {MOST_WINDOWS}. "
+                f"Given: {options.max_chunks}",
+                field="max_chunks_per_doc",
+            )
+        if options.overlap_tokens is not None and options.overlap_tokens < 0:
+            raise InvalidInput(
+                f"`overlap_tokens` must be 0 or more. Given: {options.overlap_tokens}",
+                field="overlap_tokens",
+            )
+        return Rules(
+            "",
+            self._truncate(options),
+            options.truncation_side,
+            options.instruction,
+            most,
+            max_windows=options.max_chunks,
+            overlap=options.overlap_tokens,
+        )
 
     def _truncate(self, options: EncodeOptions | ScoreOptions) -> bool:
         return self._text.truncate if options.truncate is None else options.truncate

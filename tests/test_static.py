@@ -399,7 +399,7 @@ def test_more_tokens_than_estimated_are_admitted_before_they_are_computed(source
     computed, told = [], []
     compute = embedder.engine.compute
     embedder.engine.compute = lambda work: (computed.append(work.tokens), compute(work))[1]
-    asyncio.run(embedder.runner.run_async(request, lambda n: told.append((n, sum(computed)))))
+    asyncio.run(embedder.runner.run_async(request, lambda _, n: told.append((n, sum(computed)))))
     assert told[-1][0] == sum(computed) == 800
     assert all(tokens > before for tokens, before in told)
 

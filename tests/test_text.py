@@ -315,7 +315,9 @@ def test_token_ids_may_be_an_array(processor):
     ids = array("I", [CLS, 7, 48])
     assert ids_of(processor, Tokens(ids)) == [CLS, 7, 48]
     assert processor.decode([ids], skip_special_tokens=False)
-    assert processor.estimate([Tokens(ids)]) == processor.estimate([Tokens(ids.tolist())])
+    assert processor.estimate([Tokens(ids)], rules()) == processor.estimate(
+        [Tokens(ids.tolist())], rules()
+    )
     with pytest.raises(InvalidInput, match="token id 49 is out of range"):
         processor.encode([Tokens(array("I", [5, 49, 6]))], rules())
     with pytest.raises(EmptyInput):
@@ -572,7 +574,7 @@ def test_a_limit_without_room_for_text_is_refused(make):
 
 def test_the_estimate_is_a_guess_within_the_limit(processor):
     inputs = [Text("x" * 8), Text("x" * 10**6), Pair("x" * 4, "x" * 4), Tokens([1, 2, 3])]
-    assert processor.estimate(inputs) == 4 + 8 + 4 + 5
+    assert processor.estimate(inputs, rules()) == (4, 4 + 8 + 4 + 5)
 
 
 def test_many_threads_share_one_processor(wide):

@@ -39,6 +39,14 @@ class Frame:
             instruction = self.template.instruction
         return _fill(self.template.first, instruction=instruction, query=text)
 
+    @property
+    def around_second(self) -> tuple[str, str]:
+        """What the template puts before and after the second text."""
+        if self.template is None:
+            return "", ""
+        before, _, after = self.template.second.partition("{document}")
+        return before, after
+
     def second(self, text: str) -> str:
         """The second text as it is tokenized."""
         return text if self.template is None else _fill(self.template.second, document=text)

@@ -31,6 +31,8 @@ from jaxembed.processors.prompts import default_prompt, default_prompt_name, nam
 from jaxembed.processors.token_ids import checked_ids, has_special_tokens
 from jaxembed.processors.tokenizer import (
     CHARACTER_BYTES,
+    CUT_MARGIN,
+    FIRST_CUT,
     MOST_READ,
     Side,
     Tokenizer,
@@ -38,6 +40,7 @@ from jaxembed.processors.tokenizer import (
     cut_tokens,
     most_read,
 )
+from jaxembed.processors.windows import Divided, Division, Windows, overlap_of, windows
 from jaxembed.spec import NO_LIMIT, ModelSpec
 from jaxembed.work import Encoding, Work, whole_work, work_of
 
@@ -48,6 +51,8 @@ PIECE_BYTES = 1800
 # Bytes of memory per token id for /decode, measured for the longest token of a vocabulary: 512
 # characters, in that of ModernBERT. Ordinary ids needed 5 to 70.
 DECODED_BYTES = 1600
+# Tokens of a document that is divided: so many are found in the characters that a thread may read.
+MOST_DIVIDED = MOST_READ // (2 * FIRST_CUT) - CUT_MARGIN
 Row = tuple[np.ndarray, bool]  # the ids of a text, and whether the whole text was tokenized
 
 
@@ -56,13 +61,15 @@ class Tokenized(msgspec.Struct, frozen=True, eq=False):
 
     work: Work
     truncated: int
+    windows: Windows | None = None  # of documents that were divided
 
 
 class Rules(msgspec.Struct, frozen=True):
     """The options of a request for the tokenization of its inputs.
 
-    `instruction` and `max_second_tokens` are for pairs. `bare_ids` is for token ids: if it is
-    False, they must have the tokenizer's special tokens around them.
+    `instruction`, `max_second_tokens`, `max_windows` and `overlap` are for pairs: a second text
+    that does not fit is divided into at most `max_windows` windows; with 1 it is cut. `bare_ids` is
+    for token ids: if it is False, they must have the tokenizer's special tokens around them.
     """
 
     prompt: str
@@ -71,6 +78,8 @@ class Rules(msgspec.Struct, frozen=True):
     instruction: str | None = None
     max_second_tokens: int | None = None
     bare_ids: bool = True
+    max_windows: int = 1
+    overlap: int | None = None  # tokens that windows share; None: see `overlap_of`
 
 
 class TextProcessor:
@@ -151,12 +160,17 @@ class TextProcessor:
     def encode_beside(self, query: Row, documents: Sequence[str], rules: Rules) -> Tokenized:
         """Tokenize the pairs of a query and each document; several threads may share the query.
         Raises what `encode` does."""
+        if rules.max_windows > 1:
+            return self._encode_windows(query, documents, rules)
         seconds = self._second_rows(documents, rules)
         return _tokenized(self._pair(query, second, rules) for second in seconds)
 
-    def estimate(self, inputs: Sequence[Input]) -> int:
-        """Estimate the number of tokens of the inputs before tokenization: one per 4 characters."""
-        return sum(min(_size(item) // 4 + 2, self.limit) for item in inputs)
+    def estimate(self, inputs: Sequence[Input], rules: Rules) -> tuple[int, int]:
+        """Estimate the numbers of sequences and tokens of the inputs before tokenization, with one
+        token per 4 characters."""
+        most = self.limit * rules.max_windows
+        tokens = sum(min(_size(item) // 4 + 2, most) for item in inputs)
+        return max(len(inputs), tokens // self.limit), tokens
 
     @property
     def job_bytes(self) -> int:
@@ -352,6 +366,65 @@ class TextProcessor:
         if not len(ids):
             raise EmptyInput()
         return Encoding(ids, types), length > room or len(short_second) < len(second)
+
+    def _encode_windows(self, query: Row, documents: Sequence[str], rules: Rules) -> Tokenized:
+        """Tokenize the pairs of a query and each window of each document."""
+        if rules.side == "left":
+            raise InvalidInput(
+                "a divided document is not cut on the left; leave `truncation_direction` out",
+                field="truncation_direction",
+            )
+        division = self._division(query, rules)
+        parts: list[Divided] = []
+        encodings: list[Encoding] = []
+        try:
+            for document in documents:
+                parts.append(part := self._divide(document, division, rules))
+                encodings += [Encoding(*self._frame.join(query[0], row)) for row in part.rows]
+        except InvalidInput as error:
+            error.index = len(parts)
+            raise
+        truncated = sum(part.is_cut or not query[1] for part in parts)
+        counts = np.array([len(part.rows) for part in parts])
+        bounds = np.array([bound for part in parts for bound in part.bounds]).reshape(-1, 2)
+        return Tokenized(work_of(encodings), truncated, Windows(counts, bounds))
+
+    def _division(self, query: Row, rules: Rules) -> Division:
+        """How documents are divided beside a query. Raises InvalidInput if it leaves no room."""
+        before, after = self._frame.around_second
+        (sample,) = self._tokenizer.encode([f"{before}a{after}"], special=False, fast=False)
+        ends = np.array(sample.offsets).reshape(-1, 2)
+        ids = np.array(sample.ids, np.int32)
+        head, tail = ids[ends[:, 1] <= len(before)], ids[ends[:, 0] > len(before)]
+        room = self.limit - self._frame.length - len(query[0]) - len(head) - len(tail)
+        return Division(head, tail, room, overlap_of(room, rules.overlap))
+
+    def _divide(self, document: str, division: Division, rules: Rules) -> Divided:
+        """The windows of one document. Raises InvalidInput if it is cut and may not be."""
+        before, _ = self._frame.around_second
+        around, room = len(division.head) + len(division.tail), division.room
+        most = min(rules.max_windows * room, MOST_DIVIDED)
+        if rules.max_second_tokens is not None:
+            most = min(most, rules.max_second_tokens)
+        ((encoding, whole),) = self._tokenizer.encode_enough(
+            [self._frame.second(document)], most + around, "right", special=False, fast=False
+        )
+        ids = np.array(encoding.ids, np.int32)
+        places = np.array(encoding.offsets, np.int64).reshape(-1, 2) - len(before)
+        inside = (places[:, 1] > 0) & (places[:, 0] < len(document))
+        own, places = ids[inside], places[inside].clip(0, len(document))
+        found = windows(min(len(own), most), room, division.overlap)
+        is_cut = not whole or len(own) > most or len(found) > rules.max_windows
+        if is_cut and not rules.truncate:
+            raise self._too_long(self.limit + 1, whole=False)
+        found = found[: rules.max_windows]
+        if len(found) == 1 and not is_cut:
+            return Divided([ids], [(0, len(document))], is_cut=False)
+        return Divided(
+            [np.concatenate([division.head, own[a:b], division.tail]) for a, b in found],
+            [(int(places[a, 0]), int(places[b - 1, 1])) for a, b in found],
+            is_cut,
+        )
 
     def _encode_ids(self, tokens: Tokens, rules: Rules) -> tuple[Encoding, bool]:
         """The encoding of token ids without a prompt, and whether they were cut.

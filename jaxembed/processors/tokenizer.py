@@ -62,19 +62,26 @@ class Tokenizer:
             raise TokenizerError(_reason(texts, error)) from error
 
     def encode_enough(
-        self, texts: Iterable[str], most: int, side: Side, *, special: bool = True
+        self,
+        texts: Iterable[str],
+        most: int,
+        side: Side,
+        *,
+        special: bool = True,
+        fast: bool = True,
     ) -> Iterator[tuple[tokenizers.Encoding, bool]]:
         """Tokenize as much of each text as is needed to keep `most` tokens.
 
         Yields the tokenizers.Encoding of each text, and whether it is that of the whole text. A
         long text is read only until `most` of its tokens are certain to be those of the whole text.
-        `side` is the side that tokens are cut from. Raises InvalidInput if `most_read` characters
+        `side` is the side that tokens are cut from. `fast` leaves out offsets where all texts of a
+        chunk are short. Raises InvalidInput if `most_read` characters
         of a text do not suffice, because its words are too long, and TokenizerError.
         """
         first_cut = FIRST_CUT * (most + CUT_MARGIN)
         for chunk in chunks(texts, len):
             if max(map(len, chunk)) <= first_cut:
-                for encoding in self.encode(chunk, special=special):
+                for encoding in self.encode(chunk, special=special, fast=fast):
                     yield encoding, True
                 continue
             parts = [_cut(text, first_cut, side) for text in chunk]

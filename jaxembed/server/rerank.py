@@ -3,17 +3,21 @@ different answers."""
 
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from jaxembed.errors import InvalidInput, NoInputs
-from jaxembed.options import ScoreOptions, Scores
+from jaxembed.options import Chunk, ScoreOptions, Scores
+from jaxembed.processors.windows import MOST_WINDOWS
 from jaxembed.server.answering import score_documents
 from jaxembed.server.body import AnyPriority, priority_of
 from jaxembed.server.meter import Meter
 from jaxembed.server.scoring import json_ranks
 from jaxembed.server.unsupported import ModelRequest, agreed
+
+LongDocuments = Literal["truncate", "chunk"]
 
 
 class Document(msgspec.Struct):
@@ -27,7 +31,9 @@ class DocumentsRequest(ModelRequest, kw_only=True):
     `instruction` on every route.
 
     Null or 0 as `top_n` asks for all documents, as `max_tokens_per_doc` for the model's own limit.
-    Voyage says `top_k` and `truncation`. A number as `priority` and any `user` change nothing.
+    Voyage says `top_k` and `truncation`. `max_chunks_per_doc` over 1, or `long_documents` of
+    "chunk", divides documents that are too long. A number as `priority` and any `user` change
+    nothing.
     """
 
     query: str
@@ -40,9 +46,21 @@ class DocumentsRequest(ModelRequest, kw_only=True):
     truncate: bool | None = None
     truncation: bool | None = None
     max_tokens_per_doc: int | None = None
+    max_chunks_per_doc: int | None = None
+    overlap_tokens: int | None = None
+    long_documents: LongDocuments | None = None
     instruction: str | None = None
     priority: AnyPriority | None = None
     user: str | None = None
+
+
+class BestChunk(msgspec.Struct):
+    """The part of a document that has its score: its number, its first character and the one after
+    its last. Only where documents may be divided."""
+
+    index: int
+    start: int
+    end: int
 
 
 class Result(msgspec.Struct, omit_defaults=True):
@@ -50,6 +68,7 @@ class Result(msgspec.Struct, omit_defaults=True):
 
     index: int
     relevance_score: float
+    chunk: BestChunk | msgspec.UnsetType = msgspec.UNSET
     document: Document | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -64,12 +83,14 @@ async def rerank_documents(
         truncate=agreed(body, "truncate", "truncation"),
         instruction=body.instruction or None,
         max_document_tokens=body.max_tokens_per_doc or None,
+        max_chunks=most_chunks(body.max_chunks_per_doc, body.long_documents),
+        overlap_tokens=body.overlap_tokens,
         priority=priority_of(body.priority),
     )
     answer = await score_documents(meter, body.model, body.query, texts, options, field="documents")
 
     def result(i: int, score: np.float32) -> dict:
-        found = {"index": i, "relevance_score": score}
+        found = {"index": i, "relevance_score": score, **chunk_of(answer, i)}
         return found | {"document": {"text": texts[i]}} if body.return_documents else found
 
     results = partial(
@@ -82,6 +103,23 @@ async def rerank_documents(
         top_n=agreed(body, "top_n", "top_k", unset=(None, 0)),
     )
     return answer, results
+
+
+def most_chunks(asked: int | None, long: LongDocuments | None) -> int:
+    """The most windows of a document; 1 cuts it. Raises InvalidInput if the fields contradict each
+    other."""
+    if long == "truncate" and (asked or 1) > 1:
+        raise InvalidInput(
+            f"`long_documents` of truncate contradicts `max_chunks_per_doc` of {asked}; "
+            "send one of them",
+            field="long_documents",
+        )
+    return asked or (MOST_WINDOWS if long == "chunk" else 1)
+
+
+def chunk_of(answer: Scores, document: int) -> dict[str, Chunk]:
+    """The field of a result that says which chunk of its document counts, if any."""
+    return {} if answer.chunks is None else {"chunk": answer.chunks[document]}
 
 
 def _check(body: DocumentsRequest) -> None:

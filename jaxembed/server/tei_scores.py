@@ -23,6 +23,7 @@ from jaxembed.server.body import (
 from jaxembed.server.decoding import mixed
 from jaxembed.server.encoding import json_list, json_stream
 from jaxembed.server.meter import Meter, current_meter
+from jaxembed.server.rerank import BestChunk, LongDocuments, chunk_of, most_chunks
 from jaxembed.server.scoring import json_predictions, json_ranks
 from jaxembed.server.tei import SIDES, Direction
 from jaxembed.server.unsupported import ModelRequest, Unserved
@@ -43,6 +44,9 @@ class RerankRequest(ModelRequest, kw_only=True):
     top_k: Annotated[Any, _WITH_DOCUMENTS] = None
     max_tokens_per_doc: Annotated[Any, _WITH_DOCUMENTS] = None
     return_documents: Annotated[Any, _RETURN_TEXT] = None
+    max_chunks_per_doc: int | None = None
+    overlap_tokens: int | None = None
+    long_documents: LongDocuments | None = None
     truncate: bool | None = None
     truncation_direction: Direction = "right"
     raw_scores: bool = False
@@ -58,6 +62,7 @@ class Rank(msgspec.Struct, omit_defaults=True):
     index: int
     score: float
     text: str | msgspec.UnsetType = msgspec.UNSET
+    chunk: BestChunk | msgspec.UnsetType = msgspec.UNSET
 
 
 class PredictRequest(ModelRequest, kw_only=True):
@@ -89,13 +94,15 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
         truncate=body.truncate,
         truncation_side=SIDES[body.truncation_direction],
         instruction=body.instruction or None,
+        max_chunks=most_chunks(body.max_chunks_per_doc, body.long_documents),
+        overlap_tokens=body.overlap_tokens,
         priority=priority_of(body.priority),
     )
     answer = await score_documents(meter, body.model, body.query, texts, options, field="texts")
 
     def item(i: int, score: np.float32) -> dict:
         text = {"text": texts[i]} if body.return_text else {}
-        return {"index": i, **text, "score": score}
+        return {"index": i, **text, "score": score, **chunk_of(answer, i)}
 
     def encode() -> Awaitable[Response]:
         inside = json_ranks(

@@ -1,0 +1,237 @@
+"""Long documents of a reranker: divided into windows, of which the best one counts."""
+
+import asyncio
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from conftest import TOWERS, WORDS, tiny_spec, word_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from test_embedder import save_scorer
+from test_pairs import TEMPLATE, bare, bert, template
+from test_server_openai import ask
+
+from jaxembed import Embedder, EngineConfig
+from jaxembed.config import TextConfig
+from jaxembed.errors import InputTooLong, InvalidInput
+from jaxembed.options import Chunk, ScoreOptions
+from jaxembed.processors import text as text_module
+from jaxembed.processors.text import Rules, TextProcessor
+from jaxembed.processors.windows import LEAST_ROOM, overlap_of, windows
+
+LIMIT = 128
+QUERY = "what cat"
+ROOM = LIMIT - 5  # [CLS], two words, [SEP], and [SEP] at the end
+ROUTES = {"/v1/rerank": "documents", "/v2/rerank": "documents", "/rerank": "texts"}
+
+
+def prose(words: int, seed: int = 0) -> str:
+    draw = np.random.default_rng(seed)
+    return " ".join(draw.choice(WORDS, words))
+
+
+def rules(**options) -> Rules:
+    return Rules("", truncate=True, side="right", **options)
+
+
+@pytest.fixture(name="make", scope="module")
+def _make(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made: list[TextProcessor] = []
+
+    def make(post_processor=bert, limit=LIMIT, **spec) -> TextProcessor:
+        tokenizer = word_tokenizer()
+        post_processor(tokenizer)
+        tokenizer.save(str(path))
+        made.append(TextProcessor(path, tiny_spec(**spec), limit, TextConfig(), 2))
+        return made[-1]
+
+    yield make
+    for processor in made:
+        processor.executor.shutdown()
+
+
+@pytest.fixture(name="reranker", scope="module")
+def _reranker(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reranker")
+    tower = TOWERS["bert"]["config"] | {"max_positions": LIMIT}
+    save_scorer(path / "checkpoint", config=tower, max_input_tokens=LIMIT)
+    grid = path / "buckets.json"
+    grid.write_text('{"buckets": [[1, 128], [4, 128]]}')
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid, max_batch_tokens=512)
+    with Embedder(str(path / "checkpoint"), cache_dir=path, config=config) as embedder:
+        yield embedder
+
+
+@given(st.integers(0, 3000), st.integers(LEAST_ROOM, 600), st.none() | st.integers(0, 900))
+def test_windows_cover_a_document_and_share_the_overlap(count, room, asked):
+    overlap = overlap_of(room, asked)
+    assert 0 <= overlap <= room // 2
+    found = windows(count, room, overlap)
+    assert found[0][0] == 0
+    assert found[-1][1] == count
+    assert all(end - start == room for start, end in found[:-1])
+    assert 0 <= found[-1][1] - found[-1][0] <= room
+    for (_, end), (start, last) in pairwise(found):
+        assert end - start == overlap
+        assert last > end  # no window lies within the one before
+
+
+def test_the_overlap_is_a_quarter_of_a_window_and_at_most_80_tokens():
+    assert [overlap_of(room, None) for room in (64, 100, 400)] == [16, 25, 80]
+    assert overlap_of(400, 300) == 200
+    assert overlap_of(400, 0) == 0
+
+
+def ids_of(processor, document, **options) -> list[list[int]]:
+    row = processor.query_row(QUERY, rules(**options))
+    work = processor.encode_beside(row, [document], rules(**options)).work
+    return [one.ids.tolist() for one in work.encodings]
+
+
+@pytest.mark.parametrize(
+    ("post_processor", "spec"),
+    [
+        (bert, {}),
+        (template("[CLS]:1 $A:0 [SEP]:1 [SEP]:1 $B:1"), {}),
+        (bare, {"labels": ("yes",), "template": TEMPLATE}),
+    ],
+)
+def test_a_window_has_the_tokens_of_its_characters_as_a_document(make, post_processor, spec):
+    processor = make(post_processor, **spec)
+    long = prose(400)
+    row = processor.query_row(QUERY, rules())
+    tokenized = processor.encode_beside(row, [long], rules(max_windows=64))
+    assert tokenized.windows is not None
+    assert tokenized.windows.counts.tolist() == [len(tokenized.work)] != [1]
+    assert tokenized.truncated == 0
+    for one, (start, end) in zip(
+        tokenized.work.encodings, tokenized.windows.bounds.tolist(), strict=True
+    ):
+        assert [one.ids.tolist()] == ids_of(processor, long[start:end])
+        assert one.length <= LIMIT
+    assert tokenized.windows.bounds[-1, 1] == len(long)
+
+
+def test_a_document_that_fits_is_as_it_would_be_without_windows(make):
+    processor = make()
+    for document in ("", "cat", prose(ROOM), "  a cat  "):
+        assert ids_of(processor, document, max_windows=8) == ids_of(processor, document)
+
+
+def test_windows_beyond_the_most_are_cut(make):
+    processor = make()
+    row = processor.query_row(QUERY, rules())
+    long = prose(400)
+    cut = processor.encode_beside(row, [long, "cat"], rules(max_windows=2))
+    assert cut.windows.counts.tolist() == [2, 1]
+    assert cut.truncated == 1
+    kept = processor.encode_beside(row, [long], rules(max_windows=64, max_second_tokens=130))
+    assert kept.windows.counts.tolist() == [2]
+    assert kept.windows.bounds[-1, 1] == len(" ".join(long.split()[:130]))
+    strict = Rules("", truncate=False, side="right", max_windows=2)
+    with pytest.raises(InputTooLong):
+        processor.encode_beside(row, ["cat", long], strict)
+
+
+def test_only_so_much_of_a_document_is_read_as_a_thread_may(make, monkeypatch):
+    monkeypatch.setattr(text_module, "MOST_DIVIDED", 300)
+    processor = make()
+    row = processor.query_row(QUERY, rules())
+    found = processor.encode_beside(row, [prose(2000)], rules(max_windows=64))
+    assert found.truncated == 1
+    assert found.windows.bounds[-1, 1] == len(" ".join(prose(2000).split()[:300]))
+
+
+def test_a_query_that_leaves_no_room_is_refused(make):
+    processor = make()
+    query = "cat " * (ROOM - LEAST_ROOM + 3)
+    row = processor.query_row(query, rules())
+    with pytest.raises(InvalidInput, match="leaves room for 63 tokens") as raised:
+        processor.encode_beside(row, ["cat"], rules(max_windows=2))
+    assert raised.value.field == "query"
+
+
+def test_the_best_window_counts_and_is_named(reranker):
+    documents = [prose(300, 1), "a cat", prose(500, 2), prose(300, 1)]
+    ranked = reranker.rerank(QUERY, documents, raw_scores=True, max_chunks=64)
+    assert sorted(one.index for one in ranked) == [0, 1, 2, 3]
+    rules_ = rules(max_windows=64)
+    row = reranker.processor.query_row(QUERY, rules_)
+    for one in ranked:
+        text = documents[one.index]
+        bounds = reranker.processor.encode_beside(row, [text], rules_).windows.bounds.tolist()
+        parts = [text[start:end] for start, end in bounds]
+        alone = reranker.rerank(QUERY, parts, raw_scores=True)
+        assert one.score == pytest.approx(alone[0].score, abs=1e-5)
+        assert one.chunk == Chunk(alone[0].index, *bounds[alone[0].index])
+    first = reranker.rerank(QUERY, documents, raw_scores=True)
+    cut = {one.index: one.score for one in first}
+    assert all(one.score >= cut[one.index] - 1e-5 for one in ranked)
+    assert all(one.chunk is None for one in first)
+
+
+def test_many_documents_are_divided_in_several_jobs(reranker):
+    documents = [prose(50 + 10 * (k % 30), k) for k in range(150)]
+    together = reranker.rerank(QUERY, documents, max_chunks=64)
+    for one in together[:5]:
+        (alone,) = reranker.rerank(QUERY, [documents[one.index]], max_chunks=64)
+        assert (alone.score, alone.chunk) == (pytest.approx(one.score, abs=1e-6), one.chunk)
+
+
+@pytest.mark.parametrize(("path", "field"), ROUTES.items())
+def test_every_route_that_reranks_takes_and_names_chunks(reranker, path, field):
+    body = {"query": QUERY, field: ["a cat", prose(300, 1)], "model": reranker.name}
+    wanted = {one.index: one for one in reranker.rerank(QUERY, body[field], max_chunks=64)}
+    for asked in ({"max_chunks_per_doc": 64}, {"long_documents": "chunk", "overlap_tokens": 30}):
+        response, answer = ask(body | asked, path=path, embedder=reranker)
+        assert response.status_code == 200
+        results = answer["results"] if isinstance(answer, dict) else answer
+        assert {one["index"] for one in results} == {0, 1}
+        for one in results:
+            best = wanted[one["index"]].chunk
+            score = one.get("relevance_score", one.get("score"))
+            assert score == pytest.approx(wanted[one["index"]].score, abs=1e-6)
+            if "overlap_tokens" in asked:  # a quarter of 123 is 30
+                assert one["chunk"] == {"index": best.index, "start": best.start, "end": best.end}
+        assert "x-truncated-inputs" not in response.headers
+        assert int(response.headers["x-compute-tokens"]) > 300
+    response, answer = ask(body | {"long_documents": "truncate"}, path=path, embedder=reranker)
+    assert response.headers["x-truncated-inputs"] == "1"
+
+
+@pytest.mark.parametrize(("path", "field"), ROUTES.items())
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"max_chunks_per_doc": 65}, "must be from 1 to 64"),
+        ({"max_chunks_per_doc": -1}, "must be from 1 to 64"),
+        ({"max_chunks_per_doc": "2"}, "max_chunks_per_doc"),
+        ({"max_chunks_per_doc": 2, "overlap_tokens": -1}, "overlap_tokens"),
+        ({"max_chunks_per_doc": 2, "long_documents": "truncate"}, "contradicts"),
+        ({"long_documents": "mean"}, "long_documents"),
+        ({"max_chunks_per_doc": 2, "aggregation": "mean"}, "best window counts"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(reranker, path, field, asked, words):
+    body = {"query": QUERY, field: ["a cat"], **asked}
+    response, answer = ask(body, path=path, embedder=reranker)
+    assert response.status_code in (400, 422)
+    assert words in str(answer)
+
+
+def test_only_reranking_divides(reranker):
+    with pytest.raises(InvalidInput, match="only `rerank` divides"):
+        reranker.classify("a cat", max_chunks=2)
+
+
+def test_each_window_is_admitted(reranker):
+    request = reranker.tasks.rerank(QUERY, [prose(2000)], ScoreOptions(max_chunks=64))
+    sequences, tokens = reranker.processor.estimate(request.inputs(), request.rules)
+    assert sequences == tokens // LIMIT > 10
+    told = []
+    asyncio.run(reranker.runner.run_async(request, lambda *size: told.append(size)))
+    ((sequences, tokens),) = told
+    assert sequences == len(windows(2000, ROOM, overlap_of(ROOM, None)))
+    assert tokens > 2000
