@@ -62,6 +62,27 @@ _ONE_OR_MORE_NAMES = FieldType("a string or a list of strings", str | list[str])
 _FACTORS = FieldType("a list of numbers over 0", list[_OVER_0])
 _OBJECT = FieldType("a JSON object", dict[str, Any])
 
+
+_CONTENT = Annotated[str, Meta(min_length=1)]
+
+
+class AddedTokenFields(msgspec.Struct):
+    """A special token with its flags, as tokenizer_config.json has it."""
+
+    content: _CONTENT
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    special: bool = False
+
+
+_TOKEN = FieldType("a token, or an object with its content", _CONTENT | AddedTokenFields)
+_TOKENS = FieldType("a list of tokens", list[_CONTENT | AddedTokenFields])
+_TOKENS_BY_ID = FieldType(
+    "an object of tokens by id",
+    dict[Annotated[str, Meta(pattern=r"^\d{1,8}$")], AddedTokenFields],
+)
+
 _ROPE_FIELDS = {
     "attention_factor": _POSITIVE,
     "beta_fast": _NOT_NEGATIVE,
@@ -224,6 +245,33 @@ FIELDS_BY_FILE = {
         "prompts": FieldType("an object of strings by name", dict[str, str | None]),
     },
     "tokenizer_config.json": {"model_input_names": _NAMES, "tokenizer_class": _NAME},
+}
+
+# Of tokenizer_config.json and special_tokens_map.json, and the content of added_tokens.json.
+TOKENIZER_FIELDS = {
+    "add_bos_token": _SWITCH,
+    "add_eos_token": _SWITCH,
+    "add_prefix_space": _SWITCH,
+    "added_tokens": FieldType("an object of ids by token", dict[_CONTENT, _COUNT.type]),
+    "added_tokens_decoder": _TOKENS_BY_ID,
+    "additional_special_tokens": _TOKENS,
+    "bos_token": _TOKEN,
+    "cls_token": _TOKEN,
+    "do_lower_case": _SWITCH,
+    "eos_token": _TOKEN,
+    "extra_ids": _COUNT,
+    "extra_special_tokens": FieldType(
+        "tokens in a list or by name",
+        list[_CONTENT | AddedTokenFields] | dict[str, _CONTENT | AddedTokenFields],
+    ),
+    "keep_accents": _SWITCH,
+    "legacy": _SWITCH,
+    "mask_token": _TOKEN,
+    "pad_token": _TOKEN,
+    "sep_token": _TOKEN,
+    "sp_model_kwargs": _OBJECT,
+    "split_by_punct": _SWITCH,
+    "unk_token": _TOKEN,
 }
 
 # Of adapter_config.json.

@@ -2,19 +2,19 @@
 
 import json
 import logging
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from converters import sentencepiece_model
 from converters.heads import read_optional_json
+from converters.sentencepiece_families import FAMILIES, class_name
+from converters.sentencepiece_model import build_from_sentencepiece
 from jaxembed.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Files from which transformers can build a tokenizer without tokenizer.json.
+# Files of which a tokenizer can be built without tokenizer.json.
 VOCABULARIES = ("vocab.txt", "vocab.json", "*.model", "*.vocab")
 
 # The classes whose model_input_names have token_type_ids in transformers 5. Its TokenizersBackend
@@ -70,17 +70,16 @@ def gives_types(folder: Path, hf: dict[str, Any]) -> bool:
 
 
 def _build(folder: Path) -> bytes:
-    """Build a tokenizer.json with transformers. Raises CheckpointError if that is not possible."""
+    """Build a tokenizer.json, of a SentencePiece model or with transformers.
+
+    Raises CheckpointError if that is not possible.
+    """
     if not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
         raise CheckpointError(f"no tokenizer in {folder}: wanted tokenizer.json or a vocabulary")
-    if any(folder.glob("*.model")) and find_spec("sentencepiece") is None:
-        raise CheckpointError(
-            f"{folder} has no tokenizer.json but a SentencePiece model; install sentencepiece for "
-            "the conversion (pip install sentencepiece) or save a tokenizer with tokenizer.json"
-        )
-    logger.info("%s has no tokenizer.json: building it with transformers", folder)
-    if (folder / sentencepiece_model.FILE).is_file():
-        return sentencepiece_model.build_from_sentencepiece(folder)
+    logger.info("%s has no tokenizer.json: building it", folder)
+    others = any(folder.glob("vocab.*"))
+    if any(folder.glob("*.model")) and (class_name(folder) in FAMILIES or not others):
+        return build_from_sentencepiece(folder)
     # imported here, because it takes two seconds and only old models need it
     from transformers import AutoTokenizer
 

@@ -595,8 +595,9 @@ def test_a_tokenizer_is_built_from_its_vocabulary(source):
 def test_a_sentencepiece_model_alone_is_refused_with_what_to_install(source, monkeypatch):
     (source / "tokenizer.json").unlink()
     (source / "sentencepiece.bpe.model").write_bytes(b"")
-    monkeypatch.setattr(tokenizer, "find_spec", lambda name: None)
-    with pytest.raises(CheckpointError, match="pip install sentencepiece"):
+    sources.write_json(source / "tokenizer_config.json", {"tokenizer_class": "XLMRobertaTokenizer"})
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(CheckpointError, match="pip install sentencepiece protobuf"):
         converted(source)
 
 
