@@ -1,0 +1,80 @@
+"""Encodes float32 vectors in fewer bytes, as sentence-transformers does. Uses no device.
+
+The formulas and the order of the bits are those of `quantize_embeddings` in sentence-transformers
+from 5.2 on (`util/quantization.py`), so that either side can read what the other wrote. Vectors are
+cut and normalised before.
+"""
+
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from jaxembed.errors import InvalidInput
+
+EmbeddingDtype = Literal["float", "float16", "int8", "uint8", "binary", "ubinary"]
+
+STEPS = 255  # between the lowest and the highest of the 256 values of a byte
+NEEDS_RANGES: tuple[EmbeddingDtype, ...] = ("int8", "uint8")
+
+
+def quantise(
+    vectors: Float[np.ndarray, "rows dim"],
+    dtype: EmbeddingDtype,
+    ranges: Float[np.ndarray, "2 dim"] | None = None,
+) -> Shaped[np.ndarray, "rows width"]:
+    """The float32 vectors as `dtype`, C-contiguous; `float` leaves them as they are.
+
+    `float16` rounds to the nearest. `uint8` is floor(255 (x - low) / (high - low)) within 0 to 255,
+    and `int8` is that less 128. `ubinary` has a bit for each dimension, 1 where x > 0: the first
+    dimension in the highest bit of the first byte, the last byte filled up with zeros, so that
+    `width` is dim / 8 rounded up. `binary` is those bytes less 128, as int8.
+
+    `ranges` are the lowest and the highest value of each dimension, of vectors cut and normalised
+    alike. Raises ValueError where `dtype` needs ranges and there are none, and InvalidInput for a
+    value that float16 cannot hold.
+    """
+    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+    match dtype:
+        case "float":
+            return vectors
+        case "float16":
+            return _halves(vectors)
+        case "uint8":
+            return _levels(vectors, ranges).astype(np.uint8)
+        case "int8":
+            return (_levels(vectors, ranges) - 128).astype(np.int8)
+        case "ubinary":
+            return np.packbits(vectors > 0, axis=-1)
+        case "binary":
+            # The highest bit is flipped, which takes 128 from a byte that is then read as int8.
+            return (np.packbits(vectors > 0, axis=-1) ^ 0x80).view(np.int8)
+
+
+def _halves(vectors: np.ndarray) -> np.ndarray:
+    """The vectors as float16. Raises InvalidInput for a value outside its range."""
+    with np.errstate(over="ignore"):
+        halves = vectors.astype(np.float16)
+    if not np.isfinite(halves).all():
+        largest = np.finfo(np.float16).max
+        raise InvalidInput(
+            f"`output_dtype` of float16 holds values up to {largest:.0f}, and a vector has "
+            f"{np.abs(vectors).max():.6g}; ask for normalised vectors, or for float",
+            field="output_dtype",
+        )
+    return halves
+
+
+def _levels(vectors: np.ndarray, ranges: np.ndarray | None) -> np.ndarray:
+    """Whole numbers from 0 to 255 as float32, by where a value lies in the range of its dimension.
+    A dimension that never varied has steps of 1."""
+    if ranges is None:
+        raise ValueError("int8 and uint8 need ranges")
+    low, high = ranges.astype(np.float32, copy=False)
+    steps = (high - low) / np.float32(STEPS)
+    steps[steps == 0] = 1
+    levels = vectors - low
+    with np.errstate(over="ignore"):  # far outside the range of a dimension that hardly varied
+        levels /= steps
+    np.floor(levels, out=levels)
+    return np.clip(levels, 0, STEPS, out=levels)

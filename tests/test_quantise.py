@@ -1,0 +1,117 @@
+"""Vectors in fewer bytes: the values of sentence-transformers, and what real clients decode."""
+
+import base64
+import struct
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from jaxembed.errors import InvalidInput
+from jaxembed.quantise import EmbeddingDtype, quantise
+
+# What sentence_transformers 6.2.0's quantize_embeddings gave for VECTORS and RANGES. The values of
+# the first dimension are below, on, within and above the range; the last dimension never varied.
+RANGES = np.array([[-0.5, -1.0, 0.0, 0.25], [0.5, 1.0, 0.75, 0.25]], np.float32)
+VECTORS = np.array(
+    [
+        [-0.75, 0.0, -0.0, 0.25],
+        [-0.5, 0.999, 0.3, 0.9],
+        [0.1, -1.0, 0.75, 1.5],
+        [0.5, 0.5, 1e-30, -3.0],
+        [0.75, -0.25, 0.5, 400.0],
+    ],
+    np.float32,
+)
+UINT8 = [[0, 127, 0, 0], [0, 254, 102, 0], [153, 0, 255, 1], [254, 191, 0, 0], [255, 95, 170, 255]]
+UBINARY = [[16], [112], [176], [224], [176]]
+
+
+@pytest.fixture(name="vectors")
+def _vectors():
+    return np.random.default_rng(0).normal(size=(7, 21)).astype(np.float32)
+
+
+@pytest.fixture(name="ranges")
+def _ranges(vectors):
+    return np.stack([vectors.min(axis=0), vectors.max(axis=0)])
+
+
+def test_bytes_are_those_of_sentence_transformers():
+    np.testing.assert_array_equal(quantise(VECTORS, "uint8", RANGES), UINT8)
+    np.testing.assert_array_equal(quantise(VECTORS, "int8", RANGES), np.subtract(UINT8, 128))
+    np.testing.assert_array_equal(quantise(VECTORS, "ubinary"), UBINARY)
+    np.testing.assert_array_equal(quantise(VECTORS, "binary"), np.subtract(UBINARY, 128))
+
+
+@pytest.mark.parametrize("dtype", get_args(EmbeddingDtype))
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_each_dtype_has_its_type_and_width(vectors, ranges, dtype, rows):
+    numpy_names = {"float": "float32", "binary": "int8", "ubinary": "uint8"}
+    encoded = quantise(vectors[:rows], dtype, ranges)
+    assert encoded.dtype == numpy_names.get(dtype, dtype)
+    assert encoded.shape == (rows, 3 if "binary" in dtype else 21)
+    assert encoded.flags.c_contiguous
+
+
+@pytest.mark.parametrize("dtype", get_args(EmbeddingDtype))
+def test_a_vector_is_the_same_in_any_batch_and_memory_order(vectors, ranges, dtype):
+    together = quantise(np.asfortranarray(vectors), dtype, ranges)
+    alone = [quantise(vectors[i : i + 1], dtype, ranges)[0] for i in range(len(vectors))]
+    np.testing.assert_array_equal(together, alone)
+    assert together.flags.c_contiguous
+
+
+@pytest.mark.parametrize("dim", [1, 7, 8, 9, 16, 21])
+def test_a_bit_says_whether_a_value_is_over_zero(vectors, dim):
+    cut = vectors[:, :dim]
+    packed = quantise(cut, "ubinary")
+    np.testing.assert_array_equal(np.unpackbits(packed, axis=1, count=dim), cut > 0)
+    assert not np.unpackbits(packed, axis=1)[:, dim:].any()
+
+
+def test_binary_is_read_by_clients_that_add_128(vectors):
+    """As LlamaIndex and Milvus do."""
+    packed = quantise(vectors, "binary")
+    bits = [[np.uint8(int(x) + 128) for x in row] for row in packed.tolist()]
+    np.testing.assert_array_equal(bits, quantise(vectors, "ubinary"))
+
+
+@pytest.mark.parametrize("dtype", get_args(EmbeddingDtype))
+def test_bytes_in_base64_are_read_by_numpy(vectors, ranges, dtype):
+    """As Voyage's client does."""
+    numpy_names = {"float": "<f4", "float16": "<f2", "binary": "int8", "ubinary": "uint8"}
+    row = quantise(vectors, dtype, ranges)[0]
+    sent = base64.b64decode(base64.b64encode(row.tobytes()))
+    np.testing.assert_array_equal(np.frombuffer(sent, numpy_names.get(dtype, dtype)), row)
+
+
+def test_float16_is_the_nearest_half(vectors):
+    for value, half in zip(vectors[0], quantise(vectors, "float16")[0], strict=True):
+        assert struct.unpack("<e", struct.pack("<e", float(value)))[0] == half
+
+
+def test_float16_refuses_what_it_cannot_hold():
+    with pytest.raises(InvalidInput, match="values up to 65504, and a vector has 70000") as caught:
+        quantise(np.array([[1.0, -7e4]], np.float32), "float16")
+    assert caught.value.field == "output_dtype"
+
+
+def test_the_lowest_and_highest_of_the_ranges_are_the_ends(vectors, ranges):
+    encoded = quantise(vectors, "uint8", ranges)
+    assert (encoded.min(axis=0) == 0).all()
+    assert (encoded.max(axis=0) >= 254).all()  # the float32 quotient of the highest may round down
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_whole_bytes_need_ranges(vectors, dtype):
+    with pytest.raises(ValueError, match="need ranges"):
+        quantise(vectors, dtype)
+
+
+def test_the_vectors_and_ranges_given_stay_as_they_are(vectors, ranges):
+    copies = vectors.copy(), ranges.copy()
+    for dtype in get_args(EmbeddingDtype):
+        quantise(vectors, dtype, ranges)
+    np.testing.assert_array_equal(vectors, copies[0])
+    np.testing.assert_array_equal(ranges, copies[1])
