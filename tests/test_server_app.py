@@ -12,7 +12,7 @@ from test_server_openai import ask
 
 from jaxembed.config import ServerConfig
 from jaxembed.server.app import create_app
-from jaxembed.server.errors import UNPREFIXED
+from jaxembed.server.errors import COHERE, UNPREFIXED
 from jaxembed.server.models import Models
 
 KEYS = ServerConfig(api_keys=("first-key", "second-kéy"))
@@ -35,6 +35,8 @@ CLOSED = (
     ("POST", "/"),
     ("POST", "/embed"),
     ("POST", "/v1/embeddings"),
+    ("POST", "/v1/embed"),
+    ("POST", "/v2/embed"),
     ("POST", "/metrics"),
     ("GET", "/nowhere"),
 )
@@ -58,6 +60,8 @@ def fetch_json(path, method="GET", **options):
 
 
 def is_error(path, body):
+    if path.startswith("/v2/") or path in COHERE:
+        return set(body) == {"message"}
     if path.startswith("/v1/") or path in UNPREFIXED:
         told = body["error"]["message"] == body["detail"]
         return told and set(body["error"]) == {"message", "type", "param", "code"}

@@ -23,7 +23,7 @@ SPECS = {"rerank": RERANKER, "classify": CLASSIFIER}  # by the end of the route
 RECORDED = json.loads((Path(__file__).parent / "clients" / "requests.json").read_text())
 
 # Routes that this server does not have yet.
-ABSENT = ("/v1/embed", "/v2/embed", "/v1/contextualizedembeddings")
+ABSENT = ("/v1/contextualizedembeddings",)
 
 # What is refused because it is not served, and what the client is told.
 REFUSED = {
@@ -33,6 +33,14 @@ REFUSED = {
     "ll_cohere": (422, "missing required field `inputs`"),  # a Cohere body, sent to /
     "hs_hf_sparse": (424, "SPLADE"),
     "ll_voyage": (415, "Content-Type: application/json"),  # it says nothing of what it sends
+}
+
+PROMPTS = {  # of EMBEDDER, by what a client says its texts are for
+    "query": "query",
+    "retrieval.query": "query",
+    "search_query": "query",
+    "document": "passage",
+    "search_document": "passage",
 }
 
 # LiteLLM reads a string here for Infinity and an object for vLLM, from the same request.
@@ -110,9 +118,8 @@ def test_every_exception_is_about_a_recorded_request():
 def test_the_prompt_follows_what_the_client_says_its_texts_are_for():
     for one in RECORDED:
         purpose = (one.get("body") or {}).get("input_type") or (one.get("body") or {}).get("task")
-        if purpose and is_served(one) and one["request"].endswith("embeddings"):
+        if purpose and is_served(one) and one["request"].endswith(("embeddings", "embed")):
             embedder = FakeEmbedder(spec=msgspec.structs.replace(EMBEDDER, hidden_size=8))
             body = {**one, "body": one["body"] | {"dimensions": 0}}
             response, _ = replay(body, embedder)
-            wanted = {"query": "query", "retrieval.query": "query", "document": "passage"}
-            assert response.headers["x-prompt-name"] == wanted.get(purpose, "")
+            assert response.headers["x-prompt-name"] == PROMPTS.get(purpose, "")

@@ -21,6 +21,7 @@ from jaxembed.errors import InvalidInput
 from jaxembed.inputs import Tokens
 from jaxembed.server import decoding
 from jaxembed.server.classify import ClassifyRequest
+from jaxembed.server.cohere_embed import CohereEmbedRequest
 from jaxembed.server.decoding import AT_ONCE, WINDOW, decode
 from jaxembed.server.errors import BadField, BadJson
 from jaxembed.server.hosted import Asked, VertexRequest
@@ -37,6 +38,7 @@ from jaxembed.server.tei_scores import PredictRequest, RerankRequest
 
 KINDS = [
     EmbeddingsRequest,
+    CohereEmbedRequest,
     ClassifyRequest,
     EmbedRequest,
     EmbedAllRequest,
@@ -86,6 +88,9 @@ item = st.one_of(
     st.lists(text, max_size=6),
     st.fixed_dictionaries({"text": text}, optional={"x": st.lists(st.lists(wrong))}),
 )
+part = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image_url"])}, optional={"text": text, "image_url": text}
+)
 value = st.one_of(
     text,
     st.lists(text),
@@ -95,6 +100,7 @@ value = st.one_of(
     st.lists(item),
     st.lists(item | wrong),
     wrong,
+    st.lists(st.fixed_dictionaries({"content": st.lists(part | wrong)})),
     st.fixed_dictionaries({"source_sentence": text, "sentences": st.lists(text)}),
     st.dictionaries(text, item | wrong, max_size=3),
 )

@@ -36,6 +36,8 @@ BODIES = {
     "/rerank": {"query": "a", "texts": ["a", "b"], "return_text": True},
     "/v1/rerank": {"query": "a", "documents": ["a", {"text": "b"}], "return_documents": True},
     "/v2/rerank": {"query": "a", "documents": ["a", "b"], "top_n": 1},
+    "/v2/embed": {"texts": ["a", "b"], "embedding_types": ["float", "base64", "binary"]},
+    "/v1/embed": {"inputs": [{"content": [{"type": "text", "text": "a"}]}]},
     "/classify": {"input": ["a"]},
     "/v1/classify": {"input": "a"},
 }
@@ -143,6 +145,8 @@ def test_a_route_without_a_task_takes_the_bodies_of_all(path, body):
     [
         ("/rerank", {"error": "", "error_type": ""}),
         ("/v2/rerank", {"message": ""}),
+        ("/v2/embed", {"message": ""}),
+        ("/v1/embed", {"message": ""}),
         ("/v1/rerank", OPENAI_ERROR),
         ("/classify", OPENAI_ERROR),
     ],

@@ -9,7 +9,7 @@ from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
 from test_server_openai import ask
 
 from jaxembed.errors import InvalidInput
-from jaxembed.server import classify, openai, rerank, tei, tei_scores
+from jaxembed.server import classify, cohere_embed, openai, rerank, tei, tei_scores
 from jaxembed.server.body import decode_body
 from jaxembed.server.models import UNSPECIFIED
 from jaxembed.server.unsupported import NOTHING, unserved
@@ -17,6 +17,8 @@ from jaxembed.server.unsupported import NOTHING, unserved
 ROUTES = {  # what each route takes, and the kind of its model
     "/v1/embeddings": ({"input": "a"}, openai.EmbeddingsRequest, SPEC),
     "/embeddings": ({"input": "a"}, openai.EmbeddingsRequest, SPEC),
+    "/v1/embed": ({"texts": ["a"]}, cohere_embed.CohereEmbedRequest, SPEC),
+    "/v2/embed": ({"texts": ["a"]}, cohere_embed.CohereEmbedRequest, SPEC),
     "/embed": ({"inputs": "a"}, tei.EmbedRequest, SPEC),
     "/": ({"inputs": "a"}, tei.EmbedRequest, SPEC),
     "/embed_all": ({"inputs": "a"}, tei.EmbedAllRequest, SPEC),

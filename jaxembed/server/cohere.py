@@ -1,8 +1,12 @@
-"""POST /v2/rerank in the words of Cohere. Knows JSON and no tokens."""
+"""POST /v2/rerank, and what all answers in the words of Cohere say of themselves. Knows JSON and no
+tokens."""
+
+from typing import Literal
 
 import msgspec
 from quart import Blueprint, Response, g
 
+from jaxembed.options import Embeddings, Scores
 from jaxembed.server.answering import encode_answer
 from jaxembed.server.body import read_body_as
 from jaxembed.server.encoding import json_answer, json_stream
@@ -10,6 +14,8 @@ from jaxembed.server.meter import current_meter
 from jaxembed.server.rerank import DocumentsRequest, Result, rerank_documents
 
 blueprint = Blueprint("cohere", __name__)
+
+ApiVersion = Literal["1", "2"]
 
 SEARCH_UNITS = 1  # what Cohere bills for a request; some clients add it up
 
@@ -35,12 +41,18 @@ async def rerank_cohere() -> Response:
     """Rank documents by how well they answer a query."""
     with current_meter() as meter:
         answer, results = await rerank_documents(meter, await read_body_as(DocumentsRequest))
-        meta = {
-            "api_version": {"version": "2"},
-            "billed_units": {"search_units": SEARCH_UNITS},
-            "tokens": {"input_tokens": int(answer.num_tokens.sum()), "output_tokens": 0},
-        }
-        rest = {"id": g.request_id, "meta": meta}
+        rest = {"id": g.request_id, "meta": meta_of(answer, "2")}
         return await encode_answer(
             meter, answer, lambda: json_stream(json_answer({"results": results()}, rest))
         )
+
+
+def meta_of(answer: Embeddings | Scores, version: ApiVersion) -> dict:
+    """The fields of CohereMeta: Cohere bills the tokens of texts to embed, and searches."""
+    tokens = int(answer.num_tokens.sum())
+    is_search = isinstance(answer, Scores)
+    return {
+        "api_version": {"version": version},
+        "billed_units": {"search_units": SEARCH_UNITS} if is_search else {"input_tokens": tokens},
+        "tokens": {"input_tokens": tokens, "output_tokens": 0},
+    }

@@ -327,7 +327,13 @@ def _allowed(kind: type, field: str, message: str) -> str:
     them, or that it is no text."""
     if not message.startswith(("Invalid enum value", "Expected")):
         return ""
-    hints = get_args(get_type_hints(kind).get(field))
-    values = [value for hint in hints for value in (get_args(hint) or [hint])]
-    names = ", ".join(repr(value) for value in values if isinstance(value, str))
+    hint = get_type_hints(kind).get(field.partition("[")[0])
+    names = ", ".join(repr(name) for name in _literals(hint))
     return f"; wanted one of {names}" if names else ""
+
+
+def _literals(hint: Any) -> list[str]:
+    """The texts among the literal values of a type and of its parts."""
+    if isinstance(hint, str):
+        return [hint]
+    return [name for part in get_args(hint) for name in _literals(part)]

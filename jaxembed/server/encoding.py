@@ -77,12 +77,20 @@ async def json_answer(
 ) -> AsyncIterator[bytes]:
     """`{"<name>": [<items>], ...}`, the rest of the fields after the lists, in slices."""
     yield first
+    async for part in json_lists(lists):
+        yield part
+    yield b"," + orjson.dumps(rest)[1:]
+
+
+async def json_lists(lists: Mapping[str, AsyncIterator[bytes]]) -> AsyncIterator[bytes]:
+    """`"<name>": [<items>], ...`, the inside of a JSON object, in slices."""
+    before = b'"'
     for name, items in lists.items():
-        yield b'"' + name.encode() + b'":['
+        yield before + name.encode() + b'":['
         async for part in items:
             yield part
-        yield b"],"
-    yield orjson.dumps(rest)[1:]
+        yield b"]"
+        before = b',"'
 
 
 def wants_octets() -> bool:

@@ -105,6 +105,8 @@ REPLIES: dict[type[Exception], Reply] = {
 # Routes that Infinity has without /v1; its errors look like OpenAI's.
 UNPREFIXED = ("/embeddings", "/classify", "/models")
 
+COHERE = ("/v1/embed",)  # of Cohere, though not under /v2/
+
 HINTS = {
     404: "no such route; GET /docs lists them",
     405: "this route does not take {method}; it takes {allowed}",
@@ -116,9 +118,9 @@ HINTS = {
 
 
 def dialect_of(path: str) -> Dialect:
-    """The dialect of a route's errors: OpenAI's under /v1/ and on the routes of UNPREFIXED,
-    Cohere's under /v2/, TEI's on all others."""
-    if path.startswith("/v2/"):
+    """The dialect of a route's errors: Cohere's under /v2/ and on the routes of COHERE, OpenAI's on
+    others under /v1/ and on the routes of UNPREFIXED, TEI's on all others."""
+    if path.startswith("/v2/") or path in COHERE:
         return "cohere"
     return "openai" if path.startswith("/v1/") or path in UNPREFIXED else "tei"
 

@@ -11,7 +11,7 @@ from jaxembed.tasks import DOES, KIND
 from jaxembed.telemetry import exposition
 
 TASK_ROUTES: dict[Task, str] = {
-    "embed": "/v1/embeddings, /embed",
+    "embed": "/v1/embeddings, /embed, /v2/embed",
     "classify": "/predict, /classify",
     "rerank": "/rerank, /v1/rerank, /v2/rerank",
 }

@@ -172,16 +172,19 @@ def _check_adapters(
 
 
 async def respond(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> Response:
-    """The response with the vectors as raw float32 or JSON.
-
-    If the body chose a prompt, the header PROMPT has its name, or is empty for no prompt.
-    """
+    """The response with the vectors as raw float32 or JSON, and the header PROMPT."""
     if wants_octets():
         response = octet_response(answer.dense)
     else:
         base64 = body.encoding_format == "base64"
         response = await _json_response(answer, meter.served_name, base64=base64)
-    prompt, prompt_name = chosen_prompt(body, meter.loaded.spec)
+    return with_prompt(response, body, meter.loaded.spec)
+
+
+def with_prompt(response: Response, body: EmbeddingsRequest, spec: ModelSpec) -> Response:
+    """The response, with the header PROMPT if the body chose a prompt: its name, or empty for no
+    prompt."""
+    prompt, prompt_name = chosen_prompt(body, spec)
     if prompt is not None or prompt_name is not None:
         response.headers.add(PROMPT, prompt_name or "")
     return response

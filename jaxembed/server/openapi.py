@@ -18,6 +18,7 @@ from jaxembed.inputs import Priority
 from jaxembed.server import (
     classify,
     cohere,
+    cohere_embed,
     hosted,
     info,
     jina,
@@ -61,7 +62,7 @@ class TeiError(msgspec.Struct):
 
 
 class CohereError(msgspec.Struct):
-    """The body of every error under /v2."""
+    """The body of every error under /v2 and of /v1/embed."""
 
     message: str
 
@@ -117,6 +118,11 @@ ROUTES = (
     Route("tei_scores.predict", "Labels with scores", tei_scores.PredictRequest, LABELS),
     Route("jina.rerank_jina", "Rerank, as Jina", DocumentsRequest, jina.JinaResponse),
     Route("cohere.rerank_cohere", "Rerank, as Cohere", DocumentsRequest, cohere.CohereResponse),
+    Route("cohere_embed.embed_cohere", "Embed, as Cohere", cohere_embed.CohereEmbedRequest,
+          cohere_embed.EmbeddingsByType),
+    Route("cohere_embed.embed_cohere_v1", "Embed, as Cohere's version 1",
+          cohere_embed.CohereEmbedRequest,
+          AnyOf(cohere_embed.EmbeddingsFloats, cohere_embed.EmbeddingsByType)),
     Route("classify.classify", "Labels with scores, as Infinity", classify.ClassifyRequest,
           classify.ClassifyResponse),
     Route("hosted.root", "What the body asks for", ANY_REQUEST, ANY_RESPONSE, octets=True),

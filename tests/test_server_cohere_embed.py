@@ -1,0 +1,304 @@
+"""/v2/embed and /v1/embed, and Cohere's own client on both."""
+
+import base64
+
+import msgspec
+import numpy as np
+import pytest
+from fake_embedder import DIM, SPEC, FakeEmbedder, vector
+from test_server_cohere import with_client
+from test_server_openai import ask, unit
+
+from jaxembed.config import ServerConfig
+from jaxembed.errors import Overloaded
+from jaxembed.inputs import Text
+
+PATHS = ["/v2/embed", "/v1/embed"]
+TEXTS = ["the cat", "a"]
+VECTORS = np.stack([unit(Text(text)) for text in TEXTS])
+TYPES = ["float", "base64", "ubinary", "binary"]
+
+each_path = pytest.mark.parametrize("path", PATHS)
+
+
+def embed(path="/v2/embed", embedder=None, config=None, **fields):
+    body = {} if "inputs" in fields else {"texts": TEXTS}
+    return ask(body | fields, path=path, embedder=embedder, config=config)
+
+
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
+def test_version_2_answers_by_type_even_where_none_is_named():
+    response, body = embed()
+    assert response.status_code == 200
+    assert body == {
+        "response_type": "embeddings_by_type",
+        "id": response.headers["x-request-id"],
+        "embeddings": {"float": body["embeddings"]["float"]},
+        "texts": TEXTS,
+        "meta": {
+            "api_version": {"version": "2"},
+            "billed_units": {"input_tokens": 3},
+            "tokens": {"input_tokens": 3, "output_tokens": 0},
+        },
+    }
+    np.testing.assert_allclose(body["embeddings"]["float"], VECTORS, rtol=1e-6)
+
+
+@pytest.mark.parametrize("types", [None, []])
+def test_version_1_answers_with_bare_vectors_where_no_type_is_named(types):
+    _, body = embed("/v1/embed", embedding_types=types)
+    assert body["response_type"] == "embeddings_floats"
+    assert body["meta"]["api_version"] == {"version": "1"}
+    np.testing.assert_allclose(body["embeddings"], VECTORS, rtol=1e-6)
+
+
+@each_path
+def test_one_pass_gives_every_type(path):
+    embedder = FakeEmbedder()
+    _, body = embed(path, embedder, embedding_types=[*TYPES, "float"])
+    assert len(embedder.asked) == 1
+    assert body["response_type"] == "embeddings_by_type"
+    found = body["embeddings"]
+    assert list(found) == TYPES
+    coded = [np.frombuffer(base64.b64decode(one), "<f4") for one in found["base64"]]
+    np.testing.assert_array_equal(coded, np.array(found["float"], np.float32))
+    np.testing.assert_array_equal(np.unpackbits(np.uint8(found["ubinary"]), axis=1), VECTORS > 0)
+    np.testing.assert_array_equal(np.int16(found["ubinary"]) - 128, found["binary"])
+
+
+@each_path
+@pytest.mark.parametrize("name", ["int8", "uint8"])
+def test_a_type_that_needs_ranges_is_refused_without_them(path, name):
+    embedder = FakeEmbedder()
+    response, body = embed(path, embedder, embedding_types=["float", name])
+    assert response.status_code == 400
+    assert f"`embedding_types` of {name} needs the ranges" in body["message"]
+    assert not embedder.asked
+
+
+@each_path
+def test_the_parts_of_an_input_are_lines_of_one_text(path):
+    inputs = [
+        {"content": [text_part("the"), text_part("cat")]},
+        {"content": [text_part("a")], "name": "ignored"},
+    ]
+    _, body = embed(path, inputs=inputs, texts=None, embedding_types=["float"])
+    assert body["texts"] == ["the\ncat", "a"]
+    np.testing.assert_allclose(body["embeddings"]["float"], VECTORS, rtol=1e-6)
+
+
+@each_path
+@pytest.mark.parametrize(
+    ("given", "truncate", "side"),
+    [
+        ("NONE", False, "right"),
+        ("START", True, "left"),
+        ("END", True, "right"),
+        (None, None, "right"),
+    ],
+)
+def test_truncate_says_whether_and_where_to_cut(path, given, truncate, side):
+    embedder = FakeEmbedder()
+    embed(path, embedder, truncate=given)
+    (options,) = embedder.asked
+    assert (options.truncate, options.truncation_side) == (truncate, side)
+    assert options.normalize is True
+
+
+@each_path
+def test_inputs_that_were_cut_are_counted_and_those_that_may_not_be_are_named(path):
+    texts = ["a", "b " * 20]
+    response, _ = embed(path, texts=texts)
+    assert response.headers["x-truncated-inputs"] == "1"
+    response, body = embed(path, texts=texts, truncate="NONE")
+    assert response.status_code == 400
+    assert "`texts[1]` must have less than 16 tokens" in body["message"]
+
+
+@each_path
+@pytest.mark.parametrize(
+    ("purpose", "prompt"),
+    [("search_query", "query"), ("search_document", "passage"), ("clustering", "")],
+)
+def test_the_input_type_chooses_the_prompt(path, purpose, prompt):
+    prompts = {"query": "query: ", "passage": "passage: "}
+    spec = msgspec.structs.replace(SPEC, prompts=prompts)
+    embedder = FakeEmbedder(spec=spec)
+    response, _ = embed(path, embedder, input_type=purpose)
+    assert response.headers["x-prompt-name"] == prompt
+    assert (embedder.asked[0].prompt_name or "") == prompt
+    assert "x-prompt-name" not in embed(path, embedder)[0].headers
+
+
+@each_path
+@pytest.mark.parametrize("given", [3, 0, None])
+def test_the_output_dimension_cuts(path, given):
+    _, body = embed(path, output_dimension=given, embedding_types=["float"])
+    assert {len(row) for row in body["embeddings"]["float"]} == {given or DIM}
+    np.testing.assert_allclose(np.linalg.norm(body["embeddings"]["float"], axis=1), 1, rtol=1e-6)
+
+
+@each_path
+def test_vectors_may_keep_their_lengths(path):
+    _, body = embed(path, normalize=False, embedding_types=["float"])
+    np.testing.assert_allclose(
+        body["embeddings"]["float"], [vector(Text(text)) for text in TEXTS], rtol=1e-6
+    )
+
+
+@each_path
+def test_null_is_as_good_as_absent(path):
+    fields = ["inputs", "images", "model", "input_type", "embedding_types", "truncate"]
+    fields += ["output_dimension", "max_tokens", "priority"]
+    response, body = ask({"texts": TEXTS} | dict.fromkeys(fields), path=path)
+    assert response.status_code == 200
+    assert body["texts"] == TEXTS
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+
+
+@each_path
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"texts": []}, "`texts` cannot be empty"),
+        ({"texts": ["a", ""]}, "`texts[1]` cannot be empty"),
+        ({"texts": None}, "missing required field `texts` (or `inputs`)"),
+        ({"texts": "a"}, "at `$.texts`"),
+        ({"texts": ["a", 1]}, "at `$.texts[1]`"),
+        ({"texts": ["a"], "inputs": []}, "send one of them"),
+        ({"inputs": []}, "`inputs` cannot be empty"),
+        ({"inputs": [{}]}, "at `$.inputs[0]`"),
+        ({"inputs": [{"content": []}]}, "`inputs[0]` cannot be empty"),
+        ({"inputs": [{"content": [text_part("")]}]}, "`inputs[0].content[0].text`"),
+        ({"inputs": [{"content": [{"type": "text"}]}]}, "`inputs[0].content[0].text`"),
+        ({"inputs": [{"content": [text_part("a"), IMAGE]}]}, "`inputs[0].content[1]`"),
+        ({"inputs": [{"content": [{"type": "video"}]}]}, "at `$.inputs[0].content[0].type`"),
+        ({"images": ["data:image/png;base64,AA"]}, "this server takes texts alone"),
+        ({"input_type": "image"}, "`input_type` of 'image' is unknown"),
+        ({"embedding_types": ["int4"]}, "wanted one of 'float', 'int8'"),
+        ({"embedding_types": "float"}, "at `$.embedding_types`"),
+        ({"truncate": "end"}, "wanted one of 'NONE', 'START', 'END'"),
+        ({"output_dimension": DIM + 1}, f"from 1 to {DIM}"),
+        ({"dimensions": 3}, "send `output_dimension`"),
+        ({"max_tokens": 5}, "`max_tokens` of 5 is not supported"),
+    ],
+)
+def test_a_bad_value_is_a_400_in_the_words_of_cohere(path, fields, words):
+    embedder = FakeEmbedder()
+    response, body = embed(path, embedder, **fields)
+    assert response.status_code == 400
+    assert list(body) == ["message"]
+    assert words in body["message"]
+    assert not embedder.asked
+
+
+@each_path
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"texts": ["a"] * 5},
+        {"inputs": [{"content": [text_part("a")]}] * 5},
+        {"inputs": [{"content": [text_part("a")] * 5}]},
+    ],
+)
+def test_the_limit_on_a_batch_counts_inputs_and_the_parts_of_one(path, fields):
+    response, body = embed(path, config=ServerConfig(max_client_batch_size=4), **fields)
+    assert response.status_code == 400
+    assert "batch size 5 > maximum allowed batch size 4" in body["message"]
+
+
+@each_path
+def test_a_large_image_is_refused_as_a_small_one_is(path):
+    image = {"type": "image_url", "image_url": {"url": "A" * 300_000}}
+    response, body = embed(path, inputs=[{"content": [image]}])
+    assert response.status_code == 400
+    assert "`inputs[0].content[0]` of the type `image_url`" in body["message"]
+
+
+@each_path
+def test_long_texts_come_back_whole(path):
+    texts = ["a " * 100_000, "é" * 100_000]
+    assert embed(path, texts=texts)[1]["texts"] == texts
+
+
+@each_path
+def test_an_unknown_model_is_a_404(path):
+    response, body = embed(path, model="embed-v4.0")
+    assert response.status_code == 404
+    assert body == {"message": "the model `embed-v4.0` does not exist; this server has test/fake"}
+
+
+@pytest.fixture(name="cohere")
+def _cohere():
+    return pytest.importorskip("cohere", reason="Cohere's client is not installed")
+
+
+def test_the_client_of_cohere_reads_v2(cohere):
+    async def go(client):
+        fields = {"model": "test/fake", "input_type": "search_document"}
+        plain = await client.embed(texts=TEXTS, **fields)
+        typed = await client.embed(
+            inputs=[{"content": [text_part("the"), text_part("cat")]}],
+            embedding_types=TYPES,
+            output_dimension=DIM,
+            truncate="NONE",
+            **fields,
+        )
+        return plain, typed
+
+    plain, typed = with_client(cohere.AsyncClientV2, go, FakeEmbedder())
+    np.testing.assert_allclose(plain.embeddings.float_, VECTORS, rtol=1e-6)
+    assert plain.texts == TEXTS
+    assert plain.meta.billed_units.input_tokens == 3
+    bits = VECTORS[:1] > 0
+    assert typed.embeddings.ubinary == np.packbits(bits, axis=1).tolist()
+    assert typed.embeddings.binary == (np.packbits(bits, axis=1).astype(int) - 128).tolist()
+    coded = base64.b64decode(typed.embeddings.base64[0])
+    np.testing.assert_allclose(np.frombuffer(coded, "<f4"), VECTORS[0], rtol=1e-6)
+
+
+# it joins answers by what pydantic deprecates
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_client_of_cohere_reads_v1_and_joins_its_batches(cohere):
+    texts = [f"text {k}" for k in range(200)]  # it posts 96 at a time
+
+    async def go(client):
+        plain = await client.embed(texts=texts)
+        typed = await client.embed(texts=texts, embedding_types=["float"], model="test/fake")
+        return plain, typed
+
+    plain, typed = with_client(cohere.AsyncClient, go, FakeEmbedder())
+    wanted = [unit(Text(text)) for text in texts]
+    np.testing.assert_allclose(plain.embeddings, wanted, rtol=1e-6)
+    np.testing.assert_allclose(typed.embeddings.float_, wanted, rtol=1e-6)
+    assert plain.response_type == "embeddings_floats"
+    assert plain.texts == typed.texts == texts
+    assert plain.meta.billed_units.input_tokens == 400
+
+
+@pytest.mark.parametrize("kind", ["AsyncClient", "AsyncClientV2"])
+def test_the_client_of_cohere_raises_its_own_errors(cohere, kind):
+    async def go(client):
+        fields = {"texts": ["a"], "input_type": "search_query"}
+        with pytest.raises(cohere.NotFoundError) as unknown:
+            await client.embed(model="x", **fields)
+        with pytest.raises(cohere.BadRequestError) as image:
+            await client.embed(model="test/fake", texts=["a"], input_type="image")
+        return unknown.value.body, image.value.body
+
+    unknown, image = with_client(getattr(cohere, kind), go, FakeEmbedder())
+    assert "this server has test/fake" in unknown["message"]
+    assert "'image' is unknown" in image["message"]
+
+
+def test_the_client_of_cohere_sees_overload(cohere):
+    async def go(client):
+        with pytest.raises(cohere.TooManyRequestsError, match="overloaded"):
+            await client.embed(model="test/fake", texts=["a"], input_type="search_query")
+
+    with_client(cohere.AsyncClientV2, go, FakeEmbedder(Overloaded("Model is overloaded")))
