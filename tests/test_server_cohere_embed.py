@@ -12,6 +12,7 @@ from test_server_openai import ask, unit
 from jaxembed.config import ServerConfig
 from jaxembed.errors import Overloaded
 from jaxembed.inputs import Text
+from jaxembed.server.body import MOST_CONTENT
 
 PATHS = ["/v2/embed", "/v1/embed"]
 TEXTS = ["the cat", "a"]
@@ -174,9 +175,10 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
         ({"inputs": []}, "`inputs` cannot be empty"),
         ({"inputs": [{}]}, "at `$.inputs[0]`"),
         ({"inputs": [{"content": []}]}, "`inputs[0]` cannot be empty"),
-        ({"inputs": [{"content": [text_part("")]}]}, "`inputs[0].content[0].text`"),
-        ({"inputs": [{"content": [{"type": "text"}]}]}, "`inputs[0].content[0].text`"),
-        ({"inputs": [{"content": [text_part("a"), IMAGE]}]}, "`inputs[0].content[1]`"),
+        ({"inputs": [{"content": [text_part("")]}]}, "`content[0].text` cannot be empty"),
+        ({"inputs": [{"content": [{"type": "text"}]}]}, "at `$.inputs[0]`"),
+        ({"inputs": [{"content": [text_part("a"), IMAGE]}]}, "`content[1]` of the type"),
+        ({"inputs": [{"content": [text_part("a")]}, {"content": [IMAGE]}]}, "at `$.inputs[1]`"),
         ({"inputs": [{"content": [{"type": "video"}]}]}, "at `$.inputs[0].content[0].type`"),
         ({"images": ["data:image/png;base64,AA"]}, "this server takes texts alone"),
         ({"input_type": "image"}, "`input_type` of 'image' is unknown"),
@@ -203,21 +205,33 @@ def test_a_bad_value_is_a_400_in_the_words_of_cohere(path, fields, words):
     [
         {"texts": ["a"] * 5},
         {"inputs": [{"content": [text_part("a")]}] * 5},
-        {"inputs": [{"content": [text_part("a")] * 5}]},
     ],
 )
-def test_the_limit_on_a_batch_counts_inputs_and_the_parts_of_one(path, fields):
+def test_the_limit_on_a_batch_counts_inputs(path, fields):
     response, body = embed(path, config=ServerConfig(max_client_batch_size=4), **fields)
     assert response.status_code == 400
     assert "batch size 5 > maximum allowed batch size 4" in body["message"]
 
 
 @each_path
+@pytest.mark.parametrize("size", [1, 100])
+def test_an_input_may_have_many_parts(path, size):
+    config = ServerConfig(max_client_batch_size=4)
+    inputs = [{"content": [text_part("a" * size)] * MOST_CONTENT}]
+    assert embed(path, config=config, inputs=inputs)[0].status_code == 200
+    inputs[0]["content"].append(text_part("a"))
+    response, body = embed(path, config=config, inputs=inputs)
+    assert response.status_code == 400
+    assert f"at most {MOST_CONTENT} parts of an input" in body["message"]
+
+
+@each_path
 def test_a_large_image_is_refused_as_a_small_one_is(path):
     image = {"type": "image_url", "image_url": {"url": "A" * 300_000}}
-    response, body = embed(path, inputs=[{"content": [image]}])
+    response, body = embed(path, inputs=[{"content": [text_part("a")]}, {"content": [image]}])
     assert response.status_code == 400
-    assert "`inputs[0].content[0]` of the type `image_url`" in body["message"]
+    assert "`content[0]` of the type `image_url` is not supported" in body["message"]
+    assert "at `$.inputs[1]`" in body["message"]
 
 
 @each_path

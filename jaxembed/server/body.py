@@ -28,6 +28,8 @@ InputUnion = str | list[str | TokenId | list[TokenId]]
 # Clients of Cohere and vLLM send a number, which changes nothing.
 AnyPriority = Priority | int
 
+MOST_CONTENT = 2048  # of an input that comes in parts
+
 PRIORITY = "x-priority"  # the header of clients that cannot change bodies
 
 T = TypeVar("T")
@@ -104,7 +106,10 @@ def decode_body(
 
 def _check_count(place: str, count: int) -> None:
     """Raise InvalidInput if a list with at least `count` items is too long."""
-    if not place.endswith("]"):
+    if place.endswith("].content"):
+        if count > MOST_CONTENT:
+            raise BadField(f"{too_many_parts(count)} - at `$.{place}`", field=place)
+    elif not place.endswith("]"):
         check_batch(count)
     elif count > 2:
         raise BadField(
@@ -185,6 +190,11 @@ def check_batch(count: int) -> None:
             f"{count} inputs take over {max_bytes} bytes of memory; "
             "send smaller batches or raise --max-queue-bytes"
         )
+
+
+def too_many_parts(count: int) -> str:
+    """The message about an input with so many parts."""
+    return f"Expected at most {MOST_CONTENT} parts of an input, got {count}"
 
 
 def _text(text: str, field: str, index: int | None = None) -> Text:

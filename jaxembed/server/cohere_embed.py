@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from quart import Blueprint, Response, g
 
-from jaxembed.errors import EmptyInput, InvalidInput
+from jaxembed.errors import InvalidInput
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import to_base64
@@ -17,7 +17,13 @@ from jaxembed.processors.tokenizer import Side
 from jaxembed.quantise import NEEDS_RANGES, quantise
 from jaxembed.server import openai
 from jaxembed.server.answering import embed_inputs, encode_answer
-from jaxembed.server.body import AnyPriority, check_batch, read_body_as, read_inputs
+from jaxembed.server.body import (
+    MOST_CONTENT,
+    AnyPriority,
+    read_body_as,
+    read_inputs,
+    too_many_parts,
+)
 from jaxembed.server.cohere import ApiVersion, CohereMeta, meta_of
 from jaxembed.server.encoding import (
     json_answer,
@@ -46,9 +52,26 @@ class ContentPart(msgspec.Struct, gc=False):
 
 
 class ContentInput(msgspec.Struct, gc=False):
-    """An input of several parts, which have one vector; lines of text are joined as such."""
+    """An input of several parts, which has one vector: that of their texts as lines of one.
+
+    Its parts become one as soon as it is decoded: many small ones take much memory. Raises
+    ValueError for a part that is no text.
+    """
 
     content: list[ContentPart]
+
+    def __post_init__(self) -> None:
+        if len(self.content) > MOST_CONTENT:
+            raise ValueError(too_many_parts(len(self.content)))
+        for k, part in enumerate(self.content):
+            if part.type != "text":
+                raise ValueError(
+                    f"`content[{k}]` of the type `{part.type}` is not supported: this server takes "
+                    "texts alone"
+                )
+            if not part.text:
+                raise ValueError(f"`content[{k}].text` cannot be empty")
+        self.content = [ContentPart("text", "\n".join(part.text or "" for part in self.content))]
 
 
 class CohereEmbedRequest(ModelRequest, kw_only=True):
@@ -125,8 +148,8 @@ async def _embed(version: ApiVersion) -> Response:
 
 
 def _texts(body: CohereEmbedRequest) -> tuple[list[str], str]:
-    """The texts to embed, and the field that they came in. Raises BadField unless exactly one field
-    has some, EmptyInput and InvalidInput for a part that is no text."""
+    """The texts to embed, and the field that they came in. Raises BadField unless there is exactly
+    one such field."""
     if body.texts is not None and body.inputs is not None:
         raise BadField(
             "`texts` and `inputs` both hold what to embed; send one of them", field="inputs"
@@ -135,23 +158,7 @@ def _texts(body: CohereEmbedRequest) -> tuple[list[str], str]:
         return body.texts, "texts"
     if body.inputs is None:
         raise BadField("Object missing required field `texts` (or `inputs`)", field="texts")
-    check_batch(len(body.inputs))
-    return [_joined(item, f"inputs[{i}]") for i, item in enumerate(body.inputs)], "inputs"
-
-
-def _joined(item: ContentInput, place: str) -> str:
-    """The texts of an input as lines of one."""
-    check_batch(len(item.content))
-    for k, part in enumerate(item.content):
-        if part.type != "text":
-            raise InvalidInput(
-                f"`{place}.content[{k}]` of the type `{part.type}` is not supported: this server "
-                "takes texts alone",
-                field=f"{place}.content[{k}]",
-            )
-        if not part.text:
-            raise EmptyInput(f"{place}.content[{k}].text")
-    return "\n".join(part.text or "" for part in item.content)
+    return [part.text or "" for item in body.inputs for part in item.content], "inputs"
 
 
 def _as_openai(body: CohereEmbedRequest) -> openai.EmbeddingsRequest:

@@ -138,7 +138,10 @@ async def _decode_struct(
         if name in left:
             value = await _decode_part(memoryview(value), left[name], f"{place}.{name}", check)
         values[name] = value
-    return kind(**values)
+    try:
+        return kind(**values)
+    except ValueError as error:  # of the Struct's own checks, as msgspec reports it
+        raise BadField(f"{error} - at `{place}`", field=_field(place)) from error
 
 
 async def _decode_list(
