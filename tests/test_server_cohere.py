@@ -52,10 +52,30 @@ def test_the_answer_of_jina():
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank"])
-def test_clients_of_voyage_find_the_results_where_they_look(path):
-    _, body = rerank(path, top_k=2, truncation=True, return_documents=True)
+@pytest.mark.parametrize("fields", [{}, {"top_k": None, "truncation": None}, {"top_n": 2}])
+def test_clients_of_voyage_find_the_results_where_they_look(path, fields):
+    _, body = rerank(path, return_documents=True, **fields)
     assert body["data"] == body["results"]
-    assert len(body["data"]) == 2
+    assert body["data"][0]["document"] == {"text": "a b c"}
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 2}, {"truncation": True}, {"truncation": False}])
+def test_the_answer_of_voyage(fields):
+    response, body = rerank(return_documents=True, **fields)
+    order = ORDER[: fields.get("top_k")]
+    texts = [item if isinstance(item, str) else item["text"] for item in DOCUMENTS]
+    assert body == {
+        "object": "list",
+        "data": [
+            {"index": i, "relevance_score": pytest.approx(score), "document": texts[i]}
+            for i, score in zip(order, SCORES, strict=False)
+        ],
+        "model": "test/fake",
+        "usage": {"prompt_tokens": 23, "total_tokens": 23},
+    }
+    assert response.headers["x-compute-tokens"] == "23"
+    _, body = rerank(**fields)
+    assert list(body["data"][0]) == ["index", "relevance_score"]
 
 
 def test_the_answer_of_cohere():

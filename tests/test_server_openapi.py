@@ -97,6 +97,16 @@ def test_it_lists_exactly_the_routes_there_are():
     assert routes == set(OPERATIONS)
 
 
+def test_it_describes_the_answer_to_clients_of_voyage():
+    async def go():
+        app = create_app(Models([FakeEmbedder(spec=RERANKER)]), ServerConfig())
+        body = BODIES["/v1/rerank"] | {"top_k": 1}
+        return await (await app.test_client().post("/v1/rerank", json=body)).get_json()
+
+    content = DOCUMENT["paths"]["/v1/rerank"]["post"]["responses"]["200"]["content"]
+    assert mismatch(asyncio.run(go()), content["application/json"]["schema"]) is None
+
+
 def test_a_handler_of_several_paths_is_described_at_each():
     for path, other in (("/v1/embeddings", "/embeddings"), ("/classify", "/v1/classify")):
         one, two = (DOCUMENT["paths"][name]["post"] for name in (path, other))

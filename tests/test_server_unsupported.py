@@ -181,7 +181,7 @@ def test_reranks_take_the_names_of_voyage(path):
     embedder = FakeEmbedder(spec=RERANKER)
     body = {"query": "a", "documents": ["b", "a", "c"], "top_k": 2, "truncation": False}
     _, answer = ask(body, path=path, embedder=embedder)
-    assert len(answer["results"]) == 2
+    assert len(answer["data" if path == "/v1/rerank" else "results"]) == 2
     assert embedder.asked[0].truncate is False
     response, _ = ask(body | {"top_n": 1}, path=path, embedder=embedder)
     assert response.status_code in (400, 422)

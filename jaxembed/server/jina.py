@@ -1,7 +1,8 @@
-"""POST /v1/rerank in the words of Jina. Knows JSON and no tokens.
+"""POST /v1/rerank in the words of Jina, or of Voyage. Knows JSON and no tokens.
 
-Infinity, vLLM and Cohere's own client for its first version speak this dialect, more or less. Those
-of Voyage do too, but for the name of the list of results: the answer has it under both.
+Infinity, vLLM and Cohere's own client for its first version speak Jina's dialect, more or less. So
+do clients of Voyage, but for the answer, unless they say `top_k` or `truncation`: Jina's answer has
+the list of results under both names for them.
 """
 
 import time
@@ -17,6 +18,7 @@ from jaxembed.server.encoding import json_answer, json_stream
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.rerank import DocumentsRequest, Result, rerank_documents
 from jaxembed.server.usage import Usage, usage_of
+from jaxembed.server.voyage import answer_voyage
 
 blueprint = Blueprint("jina", __name__)
 
@@ -38,7 +40,9 @@ class JinaResponse(msgspec.Struct):
 async def rerank_jina() -> Response:
     """Rank documents by how well they answer a query."""
     with current_meter() as meter:
-        return await answer_jina(meter, await read_body_as(DocumentsRequest))
+        body = await read_body_as(DocumentsRequest)
+        answer = answer_jina if (body.top_k, body.truncation) == (None, None) else answer_voyage
+        return await answer(meter, body)
 
 
 async def answer_jina(meter: Meter, body: DocumentsRequest) -> Response:

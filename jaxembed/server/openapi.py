@@ -27,6 +27,7 @@ from jaxembed.server import (
     scoring,
     tei,
     tei_scores,
+    voyage,
 )
 from jaxembed.server.body import PRIORITY
 from jaxembed.server.encoding import JSON, OCTETS
@@ -116,7 +117,8 @@ ROUTES = (
     Route("hosted.rerank_texts", "Texts by how well they answer a query; also takes Jina's body",
           RERANKS, RANKINGS),
     Route("tei_scores.predict", "Labels with scores", tei_scores.PredictRequest, LABELS),
-    Route("jina.rerank_jina", "Rerank, as Jina", DocumentsRequest, jina.JinaResponse),
+    Route("jina.rerank_jina", "Rerank, as Jina; as Voyage with `top_k` or `truncation`",
+          DocumentsRequest, AnyOf(jina.JinaResponse, voyage.VoyageResponse)),
     Route("cohere.rerank_cohere", "Rerank, as Cohere", DocumentsRequest, cohere.CohereResponse),
     Route("cohere_embed.embed_cohere", "Embed, as Cohere", cohere_embed.CohereEmbedRequest,
           cohere_embed.EmbeddingsByType),

@@ -73,10 +73,10 @@ class Result(msgspec.Struct, omit_defaults=True):
 
 
 async def rerank_documents(
-    meter: Meter, body: DocumentsRequest
+    meter: Meter, body: DocumentsRequest, *, as_strings: bool = False
 ) -> tuple[Scores, Callable[[], AsyncIterator[bytes]]]:
     """The model's answer, and a function that gives the best documents as Results: at each call the
-    inside of a JSON list, in slices."""
+    inside of a JSON list, in slices. With `as_strings` the document of a Result is its text."""
     _check(body)
     texts = [item if isinstance(item, str) else item.text for item in body.documents]
     options = ScoreOptions(
@@ -91,7 +91,9 @@ async def rerank_documents(
 
     def result(i: int, score: np.float32) -> dict:
         found = {"index": i, "relevance_score": score, **chunk_of(answer, i)}
-        return found | {"document": {"text": texts[i]}} if body.return_documents else found
+        if body.return_documents:
+            found["document"] = texts[i] if as_strings else {"text": texts[i]}
+        return found
 
     results = partial(
         json_ranks,
