@@ -107,7 +107,7 @@ def test_a_route_that_is_not_served_yet_is_a_404(path):
     for one in requests:
         response, data = replay(one)
         assert response.status_code == 404
-        assert b"no such route" in data
+        assert f"no such route as {path}" in json.loads(data)["detail"]
 
 
 def test_every_exception_is_about_a_recorded_request():

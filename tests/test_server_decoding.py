@@ -514,3 +514,10 @@ def test_ids_of_a_large_body_are_the_ids_of_a_small_one():
     assert len(raw) > AT_ONCE
     _, body = ask(None, path="/embed", raw=raw)
     np.testing.assert_allclose(body, [unit(Tokens(ids))], rtol=1e-6)
+
+
+def test_a_long_object_holds_no_more_than_a_short_one():
+    for size in (1, 4 * WINDOW):
+        body = json.dumps({"input": [{"text": "a", "image": "A" * size}]}).encode()
+        with pytest.raises(BadField, match=r"unknown field `image` - at `\$\.input\[0\]`"):
+            run(body, EmbeddingsRequest)

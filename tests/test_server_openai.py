@@ -68,6 +68,7 @@ def test_a_text_becomes_one_normalised_vector(path):
         ([1, 2, 3], [Tokens([1, 2, 3])]),
         ([[1, 2], [3]], [Tokens([1, 2]), Tokens([3])]),
         (["a", [1, 2]], [Text("a"), Tokens([1, 2])]),
+        ([{"text": "a"}, "b", {"text": "c"}], [Text("a"), Text("b"), Text("c")]),
     ],
 )
 def test_every_shape_of_input_is_understood(given, wanted):
@@ -162,6 +163,13 @@ def test_an_unknown_model_is_told_the_known_ones():
         (b'{"input": ["a", 1]}', "input[1]", "at `$.input[1]`"),
         (b'{"input": [1, "a"]}', "input[1]", "at `$.input[1]`"),
         (b'{"input": [1, [2]]}', "input[1]", "at `$.input[1]`"),
+        (b'{"input": [1, {"text": "a"}]}', "input[1]", "got `object` - at `$.input[1]`"),
+        (b'{"input": [{"text": "a"}, 1]}', "input[1]", "at `$.input[1]`"),
+        (b'{"input": [{"text": ""}]}', "input[0]", "`input[0]` cannot be empty"),
+        (b'{"input": [{"text": null}]}', "input[0].text", "at `$.input[0].text`"),
+        (b'{"input": ["a", {"image": "u"}]}', "input[1]", "unknown field `image`"),
+        (b'{"input": [{"text": "a", "image": "u"}]}', "input[0]", "unknown field `image`"),
+        (b'{"input": {"text": "a"}}', "input", "got `object`"),
         (b'{"input": [[1], 2]}', "input[1]", "at `$.input[1]`"),
         (b'{"input": [1.5]}', "input[0]", "at `$.input[0]`"),
         (b'{"input": [true]}', "input[0]", "at `$.input[0]`"),

@@ -21,7 +21,7 @@ TYPES = {
     "boolean": bool,
 }
 BODIES = {
-    "/v1/embeddings": {"input": ["a", "b"]},
+    "/v1/embeddings": {"input": ["a", {"text": "b"}]},
     "/embeddings": {"input": "a", "encoding_format": "base64"},
     "/embed": {"inputs": ["a"]},
     "/embed_all": {"inputs": ["a b"]},

@@ -25,6 +25,15 @@ from jaxembed.server.service import current_service
 # msgspec refuses list[str] | list[int] in one union: `read_inputs` checks what this lets through.
 InputUnion = str | list[str | TokenId | list[TokenId]]
 
+
+class TextObject(msgspec.Struct, forbid_unknown_fields=True):
+    """A text as Jina's clients may send it. What else the object holds may be an image."""
+
+    text: str
+
+
+MixedInputs = str | list[str | TokenId | list[TokenId] | TextObject]
+
 # Clients of Cohere and vLLM send a number, which changes nothing.
 AnyPriority = Priority | int
 
@@ -117,7 +126,9 @@ def _check_count(place: str, count: int) -> None:
         )
 
 
-def read_inputs(raw: str | Sequence[str | int | Sequence[int]], field: str) -> RequestInputs:
+def read_inputs(
+    raw: str | Sequence[str | int | Sequence[int] | TextObject], field: str
+) -> RequestInputs:
     """One text, one sequence of token ids, or a list in which each item is either.
 
     `[1, 2, 3]` is one sequence. `field` is the name the client gave the value.
@@ -133,9 +144,10 @@ def read_inputs(raw: str | Sequence[str | int | Sequence[int]], field: str) -> R
     for i, item in enumerate(raw):
         if isinstance(item, int):
             raise mixed(field, i, "a text or a list of token ids", "int")
-        one = _text(item, field, i) if isinstance(item, str) else _ids(item, field, i)
+        value = item.text if isinstance(item, TextObject) else item
+        one = _text(value, field, i) if isinstance(value, str) else _ids(value, field, i)
         items.append(one)
-        characters += len(item)
+        characters += len(value)
     return RequestInputs("batch", characters, field, items)
 
 
@@ -209,7 +221,7 @@ def _ids(ids: Sequence[int], field: str, index: int) -> Tokens:
     return Tokens(ids)
 
 
-def _sequence(raw: Sequence[str | int | Sequence[int]], field: str) -> Sequence[int]:
+def _sequence(raw: Sequence[str | int | Sequence[int] | TextObject], field: str) -> Sequence[int]:
     if isinstance(raw, array):
         return raw
     if not raw:
@@ -217,7 +229,7 @@ def _sequence(raw: Sequence[str | int | Sequence[int]], field: str) -> Sequence[
     ids = []
     for i, item in enumerate(raw):
         if not isinstance(item, int):
-            got = "str" if isinstance(item, str) else "array"
+            got = {str: "str", TextObject: "object"}.get(type(item), "array")
             raise mixed(field, i, "a token id, as the items before it", got)
         ids.append(item)
     return ids

@@ -105,7 +105,9 @@ def _skim(kind: type[msgspec.Struct]) -> tuple[type[msgspec.Struct], dict[str, A
         form = msgspec.Raw if field.name in left else field.type
         unset = (Union[form, msgspec.UnsetType], msgspec.UNSET)  # noqa: UP007, not for Literal
         skimmed.append((field.name, form) if field.required else (field.name, *unset))
-    return msgspec.defstruct(kind.__name__, skimmed, kw_only=True), left
+    forbids = kind.__struct_config__.forbid_unknown_fields
+    skim = msgspec.defstruct(kind.__name__, skimmed, kw_only=True, forbid_unknown_fields=forbids)
+    return skim, left
 
 
 async def _decode_part(part: memoryview, kind: Any, place: str, check: CheckCount) -> Any:
@@ -234,8 +236,13 @@ def _decode_token_ids(piece: memoryview, item: Any, place: str, first: int) -> l
         with _collector_paused():
             return msgspec.json.decode(data, type=list[TokenId])
     except msgspec.ValidationError as error:
-        other = re.search(r"got `(str|array)` - at `\$\[(\d+)\]`$", str(error))
-        is_taken = {"str": str in _members(item), "array": _forms(item).item is not None}
+        other = re.search(r"got `(str|array|object)` - at `\$\[(\d+)\]`$", str(error))
+        forms = _forms(item)
+        is_taken = {
+            "str": str in _members(item),
+            "array": forms.item is not None,
+            "object": forms.struct is not None,
+        }
         if other and is_taken[other[1]]:
             i, wanted = first + int(other[2]), "a token id, as the items before it"
             raise mixed(_field(place), i, wanted, other[1]) from error

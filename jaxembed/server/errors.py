@@ -108,7 +108,7 @@ UNPREFIXED = ("/embeddings", "/classify", "/models")
 COHERE = ("/v1/embed",)  # of Cohere, though not under /v2/
 
 HINTS = {
-    404: "no such route; GET /docs lists them",
+    404: "there is no such route as {path}; GET /docs lists those there are",
     405: "this route does not take {method}; it takes {allowed}",
     408: "the body did not arrive in time",
     413: "the body is larger than {limit} bytes; send smaller batches or raise --payload-limit",
@@ -182,6 +182,7 @@ def _hint(status: int, error: HTTPException) -> str:
     if status not in HINTS:
         return error.description or HTTPStatus(status).phrase
     return HINTS[status].format(
+        path=_clipped(request.path),
         method=request.method,
         allowed=", ".join(sorted(getattr(error, "valid_methods", None) or ())),
         limit=current_service().config.payload_limit,

@@ -17,7 +17,7 @@ from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import to_base64
 from jaxembed.processors.prompts import Role, prompt_for, role_of
 from jaxembed.server.answering import embed_inputs, encode_answer
-from jaxembed.server.body import AnyPriority, InputUnion, priority_of, read_body_as, read_inputs
+from jaxembed.server.body import AnyPriority, MixedInputs, priority_of, read_body_as, read_inputs
 from jaxembed.server.encoding import (
     json_answer,
     json_items,
@@ -43,10 +43,11 @@ class EmbeddingsRequest(ModelRequest, kw_only=True):
 
     Three fields also have the names that Voyage, Jina and LiteLLM use: `truncation` for `truncate`,
     `normalized` for `normalize`, `output_dimension` for `dimensions`. `input_type` (Cohere, Voyage,
-    NVIDIA) and `task` (Jina) choose a prompt by the purpose of the texts.
+    NVIDIA) and `task` (Jina) choose a prompt by the purpose of the texts. Jina's clients may send a
+    text as an object.
     """
 
-    input: InputUnion
+    input: MixedInputs
     model: str | None = None
     encoding_format: Format | None = None
     dimensions: int | None = None
