@@ -32,6 +32,7 @@ REFUSED = {
     "lc_langchain_jina": (400, "`late_chunking` of true is not supported"),
     "ll_cohere": (422, "missing required field `inputs`"),  # a Cohere body, sent to /
     "hs_hf_sparse": (424, "SPLADE"),
+    "npm_cohere_image": (400, "this server takes texts alone"),
     "ll_voyage": (415, "Content-Type: application/json"),  # it says nothing of what it sends
 }
 
