@@ -1,11 +1,13 @@
-"""Embeds files of texts into files of vectors, in bounded memory. Knows no model but an
-Embedder."""
+"""Embeds files of texts into files of vectors, or measures the ranges of these, in bounded memory.
+
+Knows no model but an Embedder.
+"""
 
 import io
 import json
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -17,9 +19,15 @@ import orjson
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError, InvalidInput
 from jaxembed.files import replacing
+from jaxembed.options import EncodeOptions
 from jaxembed.output_path import check_output
+from jaxembed.postprocess import shape_vectors
+from jaxembed.ranges import KeptRanges
+from jaxembed.tasks import check_dimensions
 
 TEXTS_A_CALL = 1024  # texts encoded in one call
+FEWEST_TEXTS = 2  # that have a range; as in sentence-transformers
+ENOUGH_TEXTS = 100  # for ranges that other texts keep to; fewer warn in sentence-transformers too
 CHUNKS_AHEAD = 3  # one runs on the device, one is tokenized, one is ready
 
 
@@ -50,18 +58,58 @@ def embed_file(
 ) -> int:
     """Encode all texts and write their vectors in order. Returns the number of texts.
 
-    The suffix of `out` chooses .npy (float32 `[texts, dim]`) or .jsonl (one array a line).
+    The suffix of `out` chooses .npy (`[texts, dim]`, of the `output_dtype`) or .jsonl (one array a
+    line).
     `options` are the fields of EncodeOptions. `on_progress` is called with the number of texts of
     each chunk. On failure `out` is not changed. Raises ConfigError for a wrong path, and the errors
     of `texts` and of `Embedder.encode`.
     """
     check_vectors_path(out)
     with replacing(out) as partial, partial.open("w+b") as file:
-        writer = WRITERS[out.suffix](file, options.get("dimensions") or embedder.spec.dim)
+        writer = WRITERS[out.suffix](file, embedder.encode([], **options))
         for vectors in _encoded(embedder, texts, options):
             writer.write(vectors)
             on_progress(len(vectors))
         return writer.finish()
+
+
+def measure_ranges(
+    embedder: Embedder,
+    texts: Iterator[str],
+    dimensions: Sequence[int] = (),
+    *,
+    on_progress: Callable[[int], object] = lambda count: None,
+    **options,
+) -> list[KeptRanges]:
+    """The ranges of the vectors of these texts: of whole ones, and of those cut to each of the
+    `dimensions`; all are normalised after that.
+
+    `options` are prompt_name and adapter, as of EncodeOptions. Raises ConfigError for fewer than
+    two texts, and the errors of `texts` and of `Embedder.encode`.
+    """
+    asked = [EncodeOptions(**options, dimensions=width) for width in (None, *dimensions)]
+    for one in asked:
+        check_dimensions(embedder.spec, one.dimensions)
+    kinds = list(dict.fromkeys(embedder.tasks.kind(one) for one in asked))
+    low = [np.full(kind.dimensions, np.inf, np.float32) for kind in kinds]
+    high = [np.full(kind.dimensions, -np.inf, np.float32) for kind in kinds]
+    count = 0
+    for vectors in _encoded(embedder, texts, options | {"normalize": False}):
+        for kind, lowest, highest in zip(kinds, low, high, strict=True):
+            shaped = shape_vectors(vectors, dimensions=kind.dimensions, normalize=True)
+            np.minimum(lowest, shaped.min(axis=0), out=lowest)
+            np.maximum(highest, shaped.max(axis=0), out=highest)
+        count += len(vectors)
+        on_progress(len(vectors))
+    if count < FEWEST_TEXTS:
+        raise ConfigError(
+            f"ranges need {FEWEST_TEXTS} texts, better {ENOUGH_TEXTS}. Given: {count}"
+        )
+    content_hash = embedder.routes[kinds[0].route].spec.content_hash
+    return [
+        KeptRanges(kind, content_hash, count, lowest.tolist(), highest.tolist())
+        for kind, lowest, highest in zip(kinds, low, high, strict=True)
+    ]
 
 
 def _encoded(embedder: Embedder, texts: Iterator[str], options: dict) -> Iterator[np.ndarray]:
@@ -85,7 +133,7 @@ class Writer(Protocol):
     """A format of vector files."""
 
     def write(self, vectors: np.ndarray) -> None:
-        """Append vectors, float32 `[rows, dim]`."""
+        """Append vectors `[rows, width]`."""
         ...
 
     def finish(self) -> int:
@@ -96,15 +144,17 @@ class Writer(Protocol):
 class NpyWriter:
     """Writes rows as they come: numpy's header leaves room for the number of rows to grow."""
 
-    def __init__(self, file: BinaryIO, dim: int):
+    def __init__(self, file: BinaryIO, none: np.ndarray):
+        """`none` is an array `[0, width]` of the dtype of the vectors."""
         self._file = file
-        self._dim = dim
+        self._dtype = none.dtype.newbyteorder("<")
+        self._width = none.shape[1]
         self._rows = 0
         self._header()
 
     def write(self, vectors: np.ndarray) -> None:
-        """Append vectors, float32 `[rows, dim]`."""
-        self._file.write(np.ascontiguousarray(vectors, "<f4").data)
+        """Append vectors `[rows, width]`."""
+        self._file.write(np.ascontiguousarray(vectors, self._dtype).data)
         self._rows += len(vectors)
 
     def finish(self) -> int:
@@ -114,20 +164,21 @@ class NpyWriter:
         return self._rows
 
     def _header(self) -> None:
-        shape = {"descr": "<f4", "fortran_order": False, "shape": (self._rows, self._dim)}
-        np.lib.format.write_array_header_1_0(self._file, shape)
+        shape = (self._rows, self._width)
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._file, header)
 
 
 class JsonlWriter:
     """Writes each vector as one JSON array in a line."""
 
-    def __init__(self, file: BinaryIO, dim: int):
+    def __init__(self, file: BinaryIO, none: np.ndarray):
         self._file = file
         self._rows = 0
-        del dim  # only .npy needs it
+        del none  # only .npy needs it
 
     def write(self, vectors: np.ndarray) -> None:
-        """Append vectors, float32 `[rows, dim]`."""
+        """Append vectors `[rows, width]`."""
         for row in vectors:
             self._file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY))
             self._file.write(b"\n")
@@ -138,7 +189,10 @@ class JsonlWriter:
         return self._rows
 
 
-WRITERS: dict[str, Callable[[BinaryIO, int], Writer]] = {".npy": NpyWriter, ".jsonl": JsonlWriter}
+WRITERS: dict[str, Callable[[BinaryIO, np.ndarray], Writer]] = {
+    ".npy": NpyWriter,
+    ".jsonl": JsonlWriter,
+}
 
 
 def _open(path: str) -> io.TextIOBase:

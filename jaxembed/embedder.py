@@ -19,6 +19,7 @@ from jaxembed.work import WorkResult
 
 TextOrPair = str | tuple[str, str]
 NO_OPTIONS = EncodeOptions()
+_OF_ENCODE = {"outputs", "dimensions", "normalize", "output_dtype", "bare_ids"}  # not of `compute`
 
 
 class Embedder(LoadedModel):
@@ -38,8 +39,9 @@ class Embedder(LoadedModel):
         """float32 `[n, dim]`, or `[dim]` for a single text. Normalised if the checkpoint says so.
 
         Options are the fields of EncodeOptions: prompt, prompt_name, route, truncate,
-        truncation_side, dimensions, normalize, adapter, priority. Raises the errors of InvalidInput
-        and BackendError.
+        truncation_side, dimensions, normalize, output_dtype, adapter, priority. With another
+        `output_dtype` than "float" the array is as `quantise` gives it. Raises the errors of
+        InvalidInput and BackendError.
         """
         return _one_or_all(texts, self.run(self._to_encode(texts, options)))
 
@@ -171,7 +173,7 @@ def _encode_options(options: dict[str, Any]) -> EncodeOptions:
 
 def _compute_options(options: dict[str, Any]) -> EncodeOptions:
     """Raises TypeError for an option that `compute` does not have."""
-    if unknown := sorted({"outputs", "dimensions", "normalize", "bare_ids"} & options.keys()):
+    if unknown := sorted(_OF_ENCODE & options.keys()):
         raise TypeError(f"compute takes no {', '.join(unknown)}: it gives outputs as they are")
     return EncodeOptions(**options)
 

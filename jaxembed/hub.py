@@ -24,6 +24,7 @@ from jaxembed import checkpoint
 from jaxembed.cache_folder import make_private, refuse_shared
 from jaxembed.errors import CheckpointError
 from jaxembed.files import is_copy_of, replacing
+from jaxembed.ranges import RANGES
 from jaxembed.spec import FORMAT_VERSION, ModelSpec, Routes
 
 logger = logging.getLogger(__name__)
@@ -464,11 +465,12 @@ def _is_current(entry: Path, source: Source) -> bool:
 
 
 def _sizes(entry: Path) -> dict[str, int]:
-    """The size in bytes of each file of an entry, by its path, without the record."""
+    """The size in bytes of each file of an entry, by its path, without the record and without the
+    ranges, which are written later."""
     return {
         str(path.relative_to(entry)): path.stat().st_size
         for path in sorted(entry.rglob("*"))
-        if path.is_file() and not is_copy_of(path, RECORD)
+        if path.is_file() and not any(is_copy_of(path, name) for name in (RECORD, RANGES))
     }
 
 

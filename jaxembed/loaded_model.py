@@ -22,6 +22,7 @@ from jaxembed.errors import ConfigError, NoInputs
 from jaxembed.models import is_static
 from jaxembed.processors.pieces import TokenPiece
 from jaxembed.processors.text import DECODED_BYTES, PIECE_BYTES, TextProcessor
+from jaxembed.ranges import load_ranges
 from jaxembed.request import Answer, Request
 from jaxembed.runner import RequestRunner, runner_of
 from jaxembed.spec import ModelSpec, Pooling, Routes
@@ -115,6 +116,7 @@ class LoadedModel:
         capacity: Capacity | None,
         on_progress: Progress | None,
     ) -> None:
+        self.path = path  # of the checkpoint
         planned = self._planned(specs, cache_dir)
         self.telemetry = Telemetry(max(one.plan.max_input_tokens for one in planned.values()))
         shares = _shares_of(on_progress, len(planned))
@@ -126,7 +128,7 @@ class LoadedModel:
         main = self.routes[self.main_route]
         self.spec, self.plan, self.processor = main.spec, main.plan, main.processor
         self.engine, self.runner = main.engine, main.runner
-        self.tasks = Tasks(self.name, specs, self.processor, self.text)
+        self.tasks = Tasks(self.name, specs, self.processor, self.text, load_ranges(path))
         self.admission = Admission(
             capacity or capacity_of(self.config),
             max(map(_queued_tokens, self.routes.values())),

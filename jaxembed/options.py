@@ -9,6 +9,7 @@ from jaxembed.inputs import Priority
 from jaxembed.outputs import OutputName
 from jaxembed.postprocess import rank, scores
 from jaxembed.processors.tokenizer import Side
+from jaxembed.quantise import EmbeddingDtype
 from jaxembed.spec import ScoreFunction
 from jaxembed.work import Ragged, WorkResult
 
@@ -25,6 +26,7 @@ class EncodeOptions:
     truncation_side: Side = "right"
     dimensions: int | None = None
     normalize: bool | None = None
+    output_dtype: EmbeddingDtype = "float"
     adapter: str | None = None  # its name; None: that of the prompt's name, or none
     priority: Priority | None = None  # None: interactive where the request is small
     bare_ids: bool = True  # whether token ids may lack the tokenizer's special tokens
@@ -54,7 +56,7 @@ class ScoreOptions:
 class Embeddings:
     """The answer to a request, in input order."""
 
-    values: WorkResult  # of each output asked for; `dense` is cut and normalised as asked
+    values: WorkResult  # of each output asked for, cut, normalised and encoded as asked
     num_tokens: np.ndarray  # int [n], tokens really run
     truncated: int  # inputs that were cut
     tokenization_s: float  # this and the next two are means over the inputs
@@ -77,13 +79,14 @@ class Embeddings:
 
     @property
     def dense(self) -> np.ndarray:
-        """float32 `[n, dim]`. Raises KeyError if it was not asked for."""
+        """float32 `[n, dim]`, or of the dtype asked for, as `quantise` gives it. Raises KeyError if
+        it was not asked for."""
         return self.values["dense"]
 
     @property
     def tokens(self) -> Ragged:
-        """The last hidden states of each input, float32 `[length, width]`, before pooling. Raises
-        KeyError if they were not asked for."""
+        """The last hidden states of each input, before pooling: float32 `[length, width]`, or of
+        the dtype asked for. Raises KeyError if they were not asked for."""
         return self.values["tokens"]
 
 

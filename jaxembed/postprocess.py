@@ -7,7 +7,7 @@ import base64
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from jaxembed.spec import ScoreFunction
 
@@ -64,13 +64,14 @@ def rank(logits: Float[np.ndarray, " n"], ties: Ties = "first") -> Int[np.ndarra
     return np.argsort(logits, kind="stable")[::-1]
 
 
-def to_bytes(vectors: Float[np.ndarray, "..."]) -> bytes:
-    """The bytes of the vectors, row after row, in little-endian float32 on every machine."""
-    return np.ascontiguousarray(vectors, dtype="<f4").tobytes()
+def to_bytes(vectors: Shaped[np.ndarray, "..."]) -> bytes:
+    """The bytes of the vectors, row after row, of their own dtype, little-endian everywhere."""
+    return np.ascontiguousarray(vectors, dtype=vectors.dtype.newbyteorder("<")).tobytes()
 
 
-def to_base64(row: Float[np.ndarray, " dim"]) -> str:
-    """The vector as little-endian float32 in standard base64, as OpenAI's clients decode it."""
+def to_base64(row: Shaped[np.ndarray, " width"]) -> str:
+    """The bytes of the vector in standard base64, as OpenAI's clients decode those of float32, and
+    Voyage's those of any dtype."""
     return base64.b64encode(to_bytes(row)).decode("ascii")
 
 

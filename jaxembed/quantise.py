@@ -5,7 +5,7 @@ from 5.2 on (`util/quantization.py`), so that either side can read what the othe
 cut and normalised before.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Float, Shaped
@@ -15,7 +15,19 @@ from jaxembed.errors import InvalidInput
 EmbeddingDtype = Literal["float", "float16", "int8", "uint8", "binary", "ubinary"]
 
 STEPS = 255  # between the lowest and the highest of the 256 values of a byte
+INFINITE_HALF = 65520  # halfway between the largest float16, 65504, and what would be the next
 NEEDS_RANGES: tuple[EmbeddingDtype, ...] = ("int8", "uint8")
+
+
+def embedding_dtype(value: object, field: str = "output_dtype") -> EmbeddingDtype:
+    """The dtype of this name. Raises InvalidInput, which names the field, for any other value."""
+    dtypes: tuple[EmbeddingDtype, ...] = get_args(EmbeddingDtype)
+    for dtype in dtypes:
+        if value == dtype:
+            return dtype
+    raise InvalidInput(
+        f"`{field}` must be one of {', '.join(dtypes)}. Given: {repr(value)[:40]}", field=field
+    )
 
 
 def quantise(
@@ -53,16 +65,14 @@ def quantise(
 
 def _halves(vectors: np.ndarray) -> np.ndarray:
     """The vectors as float16. Raises InvalidInput for a value outside its range."""
-    with np.errstate(over="ignore"):
-        halves = vectors.astype(np.float16)
-    if not np.isfinite(halves).all():
-        largest = np.finfo(np.float16).max
+    largest = max(vectors.max(initial=0), -vectors.min(initial=0))
+    if largest >= INFINITE_HALF:
         raise InvalidInput(
-            f"`output_dtype` of float16 holds values up to {largest:.0f}, and a vector has "
-            f"{np.abs(vectors).max():.6g}; ask for normalised vectors, or for float",
+            f"`output_dtype` of float16 holds values up to 65504, and a vector has {largest:.6g}; "
+            "ask for normalised vectors, or for float",
             field="output_dtype",
         )
-    return halves
+    return vectors.astype(np.float16)
 
 
 def _levels(vectors: np.ndarray, ranges: np.ndarray | None) -> np.ndarray:

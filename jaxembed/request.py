@@ -15,8 +15,9 @@ from jaxembed.options import Chunk, Embeddings, EncodeOptions, ScoreOptions, Sco
 from jaxembed.outputs import OutputName
 from jaxembed.postprocess import shape_vectors
 from jaxembed.processors.text import Row, Rules, TextProcessor, Tokenized
+from jaxembed.quantise import quantise
 from jaxembed.spec import ModelSpec
-from jaxembed.work import WorkResult
+from jaxembed.work import Ragged, WorkResult
 
 INPUT_BYTES = 1024  # of memory an input takes beside its text and its tokens: measured 0.8 KB
 TOKEN_BYTES = 8  # a token takes: its id, twice while a batch is packed
@@ -90,20 +91,26 @@ class Request(ABC, Generic[Answer]):
 
 @dataclass(frozen=True)
 class EncodeRequest(Request[Embeddings]):
-    """A request for vectors; `items` are Inputs."""
+    """A request for vectors; `items` are Inputs. `ranges` are those of the dtype asked for, if it
+    needs any."""
 
     options: EncodeOptions
+    ranges: np.ndarray | None = field(default=None, kw_only=True)  # float32 [2, dim]
 
     def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
-        """Cut and normalise the vectors as the options say."""
-        values = dict(run.values)
+        """Cut, normalise and encode the vectors as the options say."""
+        values, dtype = dict(run.values), self.options.output_dtype
         if "dense" in values:
             normalize = self.options.normalize
-            values["dense"] = shape_vectors(
+            dense = shape_vectors(
                 values["dense"],
                 dimensions=self.options.dimensions,
                 normalize=spec.heads["dense"].normalize if normalize is None else normalize,
             )
+            values["dense"] = quantise(dense, dtype, self.ranges)
+        if "tokens" in values:
+            tokens = values["tokens"]
+            values["tokens"] = Ragged(quantise(tokens.values, dtype), tokens.offsets)
         return Embeddings(values, **run.figures)
 
 

@@ -1,8 +1,11 @@
 """The tasks that a model can do, and the requests for them, checked. Runs nothing."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import get_args
+
+import numpy as np
 
 from jaxembed.config import TextConfig
 from jaxembed.errors import EmptyInput, InvalidInput, UnknownRoute, WrongTask
@@ -12,6 +15,8 @@ from jaxembed.outputs import OutputName
 from jaxembed.processors.prompts import Role, prompt_for, prompt_of_role, same_purpose
 from jaxembed.processors.text import Rules, TextProcessor
 from jaxembed.processors.windows import MOST_WINDOWS
+from jaxembed.quantise import NEEDS_RANGES, EmbeddingDtype, embedding_dtype
+from jaxembed.ranges import KeptRanges, VectorKind
 from jaxembed.request import LOGITS, ComputeRequest, EncodeRequest, QueryRequest, ScoreRequest
 from jaxembed.spec import ModelSpec, Routes, Task
 
@@ -25,6 +30,7 @@ KIND: dict[Task, str] = {
     "classify": "a classifier",
     "rerank": "a reranker",
 }
+NO_RANGES: Mapping[VectorKind, KeptRanges] = {}
 
 
 class Tasks:
@@ -34,13 +40,22 @@ class Tasks:
     does not have.
     """
 
-    def __init__(self, name: str, routes: Routes, processor: TextProcessor, text: TextConfig):
-        """`processor` is that of any route: all have the same prompts."""
+    def __init__(
+        self,
+        name: str,
+        routes: Routes,
+        processor: TextProcessor,
+        text: TextConfig,
+        ranges: Mapping[VectorKind, KeptRanges] = NO_RANGES,
+    ):
+        """`processor` is that of any route: all have the same prompts. `ranges` are those kept for
+        the model's vectors."""
         self._name = name
         self._routes = routes
         self._spec = routes.main
         self._processor = processor
         self._text = text
+        self._ranges = ranges
 
     def embed(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
         """The request for a vector of each input, and for the other outputs of the options."""
@@ -59,6 +74,42 @@ class Tasks:
             options,
             route=self._route(options),
             adapter=adapter,
+            ranges=self.ranges(options, embedding_dtype(options.output_dtype)),
+        )
+
+    def ranges(self, options: EncodeOptions, dtype: EmbeddingDtype) -> np.ndarray | None:
+        """The ranges to quantise the vectors of such a request with, float32 `[2, dim]`; None for
+        a dtype that needs none. The `output_dtype` of the options does not count.
+
+        Raises InvalidInput if none are kept for such vectors.
+        """
+        if dtype not in NEEDS_RANGES:
+            return None
+        kind = self.kind(options)
+        spec = self._routes.specs[kind.route]
+        _check_calibrated(spec, options, dtype)
+        kept = self._ranges.get(kind)
+        if kept is None or kept.content_hash != spec.content_hash:
+            why = "there are none" if kept is None else "those kept are of another checkpoint"
+            raise InvalidInput(
+                f"`output_dtype` of {dtype} needs ranges of these vectors, and {why}: run "
+                f"`{_calibration(self._name, spec, kind)}` with the flags that load the model, and "
+                "load it again",
+                field="output_dtype",
+            )
+        return kept.values
+
+    def kind(self, options: EncodeOptions) -> VectorKind:
+        """The kind of the vectors of such a request, by which ranges are kept. Raises
+        InvalidInput."""
+        options, number = self._with_prompt_of_adapter(options)
+        route = self._route(options)
+        spec = self._routes.specs[route]
+        return VectorKind(
+            route=route,
+            pooling=spec.heads["dense"].pooling,
+            adapter=spec.adapter_names[number - 1] if number else None,
+            dimensions=options.dimensions or spec.dim,
         )
 
     def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> ScoreRequest:
@@ -224,6 +275,32 @@ class Tasks:
 
     def _truncate(self, options: EncodeOptions | ScoreOptions) -> bool:
         return self._text.truncate if options.truncate is None else options.truncate
+
+
+def _check_calibrated(spec: ModelSpec, options: EncodeOptions, dtype: EmbeddingDtype) -> None:
+    """Raise InvalidInput for vectors that no calibration has ranges of."""
+    normalize = options.normalize
+    if "tokens" in options.outputs:
+        which = "of inputs, not of tokens"
+    elif not (spec.heads["dense"].normalize if normalize is None else normalize):
+        which = "of length one; ask for them by `normalize`"
+    else:
+        return
+    others = ", ".join(one for one in get_args(EmbeddingDtype) if one not in NEEDS_RANGES)
+    raise InvalidInput(
+        f"`output_dtype` of {dtype} is for vectors {which}; for others there are {others}",
+        field="output_dtype",
+    )
+
+
+def _calibration(model: str, spec: ModelSpec, kind: VectorKind) -> str:
+    """The command that computes the ranges of vectors of this kind."""
+    command = f"jaxembed calibrate {model} TEXTS"
+    if kind.route:
+        command += f" --prompt-name {kind.route}"
+    if kind.adapter is not None:
+        command += f" --adapter-name {kind.adapter}"
+    return command if kind.dimensions == spec.dim else f"{command} --dimensions {kind.dimensions}"
 
 
 def check_task(name: str, spec: ModelSpec, task: Task) -> None:

@@ -17,6 +17,8 @@ from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.postprocess import shape_vectors
 from jaxembed.processors.text import TextProcessor, TokenPiece
+from jaxembed.quantise import quantise
+from jaxembed.ranges import KeptRanges, VectorKind
 from jaxembed.request import Answer, EncodeRequest, Request, ScoreRequest
 from jaxembed.spec import ModelSpec, PairTemplate, Pooled, Routes, scoring_heads
 from jaxembed.tasks import Tasks
@@ -67,6 +69,8 @@ IDLE = EngineState(
 class NoPrompts(TextProcessor):
     """A processor of a model without prompts, which tokenizes nothing."""
 
+    default_prompt_name = None
+
     def __init__(self):
         pass
 
@@ -99,6 +103,7 @@ class FakeEmbedder(LoadedModel):
 
     def __init__(self, failure: Exception | None = None, spec: ModelSpec = SPEC):
         self.spec = spec
+        self.ranges: dict[VectorKind, KeptRanges] = {}
         self.plan = SimpleNamespace(device_name="cpu", dtype="float32")
         self.routes = {"": SimpleNamespace(plan=self.plan)}
         self.admission = Admission(Capacity(1000, 100_000), 0, lambda: 0.0)
@@ -115,7 +120,7 @@ class FakeEmbedder(LoadedModel):
 
     @property
     def tasks(self) -> Tasks:
-        return Tasks(self.name, Routes({"": self.spec}), NoPrompts(), self.text)
+        return Tasks(self.name, Routes({"": self.spec}), NoPrompts(), self.text, self.ranges)
 
     async def answer(self, request: Request[Answer], held: Held | None = None) -> Answer:
         await self._weather(held)
@@ -132,21 +137,27 @@ class FakeEmbedder(LoadedModel):
             "inference_s": 0.003,
         }
         if isinstance(request, EncodeRequest):
-            return Embeddings(self._values(inputs, request.options, lengths), **figures)
+            return Embeddings(self._values(inputs, request, lengths), **figures)
         assert isinstance(request, ScoreRequest)
         values = np.stack([logits(item, len(self.spec.labels)) for item in inputs])
         return Scores(values, self.spec.labels, self.spec.score_function, **figures)
 
-    def _values(self, inputs: Sequence[Input], options: EncodeOptions, lengths) -> WorkResult:
+    def _values(self, inputs: Sequence[Input], request: EncodeRequest, lengths) -> WorkResult:
+        options = request.options
         dense = shape_vectors(
             np.stack([vector(item) for item in inputs]),
             dimensions=options.dimensions,
             normalize=bool(options.normalize),
         )
         rows = [np.full((n, DIM), n, np.float32) for n in np.minimum(lengths, MAX_TOKENS)]
-        tokens = Ragged(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
-        everything: WorkResult = {"dense": dense, "tokens": tokens}
-        return {name: everything[name] for name in options.outputs}
+        everything = {"dense": dense, "tokens": np.concatenate(rows)}
+        encoded = {
+            name: quantise(everything[name], options.output_dtype, request.ranges)
+            for name in options.outputs
+        }
+        if "tokens" in encoded:
+            encoded["tokens"] = Ragged(encoded["tokens"], np.cumsum([0, *map(len, rows)]))
+        return encoded
 
     async def tokenize_async(self, texts, *, add_special_tokens, prompt_name, held=None):
         await self._weather(held)

@@ -133,6 +133,22 @@ def test_rows_are_written_in_the_order_of_the_texts(embedder, tmp_path, monkeypa
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.parametrize("count", [0, 5])
+@pytest.mark.parametrize("dtype", ["float16", "binary", "ubinary"])
+def test_files_hold_the_dtype_asked_for(embedder, tmp_path, dtype, count):
+    texts = [TEXTS[k % 4] for k in range(count)]
+    options = {"output_dtype": dtype, "dimensions": 20}
+    for name in ("out.npy", "out.jsonl"):
+        embed_file(embedder, iter(texts), tmp_path / name, **options)
+    vectors, wanted = np.load(tmp_path / "out.npy"), embedder.encode(texts, **options)
+    assert (vectors.dtype, vectors.shape) == (wanted.dtype, wanted.shape)
+    if dtype != "float16":  # in which batches may differ by a rounding
+        np.testing.assert_array_equal(vectors, wanted)
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    rows = np.array([json.loads(line) for line in lines]).reshape(vectors.shape)
+    np.testing.assert_allclose(rows, vectors, atol=1e-3)
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_the_npy_file_has_the_shape_numpy_reads(embedder, tmp_path, count):
     out = tmp_path / "out.npy"

@@ -408,6 +408,33 @@ def test_embed_writes_one_vector_a_line(tiny_checkpoint, grid_file, embedder, tm
     np.testing.assert_allclose(np.load(out), embedder.encode(texts), atol=1e-5)
 
 
+def test_ranges_that_are_calibrated_are_what_bytes_are_by(grid_file, tmp_path):
+    texts = tmp_path / "in.txt"
+    texts.write_text("the cat sat\na dog runs\nblue sky\n")
+    path = save_tiny(tmp_path / "model")
+    flags = ["--buckets", str(grid_file), "--max-batch-tokens", "128", "--dtype", "float32"]
+    flags += ["--devices", "1", "--cache-dir", str(tmp_path / "cache")]
+    done = run("calibrate", str(path), str(texts), str(texts), "--dimensions", "8", *flags)
+    assert done.returncode == 0, done.stderr
+    file = path / "ranges.json"
+    assert done.stdout == f"{file}: ranges of 6 texts, of vectors of 32, 8 dimensions\n"
+    assert "ranges of 6 texts are narrow" in done.stderr
+    flags += ["--model", str(path), "-o", str(tmp_path / "out.npy"), "--output-dtype", "uint8"]
+    done = run("embed", str(texts), "--dimensions", "8", *flags)
+    assert done.returncode == 0, done.stderr
+    vectors = np.load(tmp_path / "out.npy")
+    assert (vectors.dtype, vectors.shape) == (np.uint8, (3, 8))
+    assert (vectors.min(axis=0) == 0).all()
+    assert (vectors.max(axis=0) >= 254).all()
+    refused = run("embed", str(texts), "--dimensions", "7", *flags)
+    assert refused.returncode == 2
+    assert f"run `jaxembed calibrate {path} TEXTS --dimensions 7`" in refused.stderr
+    file.write_text("{}")
+    refused = run("embed", str(texts), *flags)
+    assert refused.returncode == 2
+    assert f"{file} is damaged" in refused.stderr
+
+
 def test_embed_refuses_a_model_that_gives_no_vectors(tmp_path):
     reranker = save_tiny(
         tmp_path / "reranker",

@@ -31,6 +31,7 @@ COMMANDS = {  # and the sections with the flags that they share with others
     "serve": ("Server", MODEL, ENGINE, TEXTS),
     "convert": (MODEL,),
     "embed": (MODEL, ENGINE, TEXTS),
+    "calibrate": (MODEL, ENGINE, TEXTS),
     "info": (MODEL,),
     "tune": (MODEL, ENGINE, TEXTS),
     "doctor": (MODEL, ENGINE),

@@ -23,6 +23,7 @@ from huggingface_hub import errors
 import converters
 from jaxembed import checkpoint, hub
 from jaxembed.errors import CheckpointError
+from jaxembed.ranges import save_ranges
 from jaxembed.spec import Routes
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -105,6 +106,15 @@ def test_a_changed_source_is_converted_again(source, cache, conversions):
     another = hub.resolve(str(source), cache_dir=cache)
     assert len(conversions) == 2
     assert checkpoint.load_spec(another).content_hash != before.content_hash
+
+
+def test_ranges_kept_in_an_entry_leave_it_current(source, cache, conversions):
+    entry = hub.resolve(str(source), cache_dir=cache)
+    path = save_ranges(entry, [])
+    assert hub.resolve(str(source), cache_dir=cache) == entry
+    assert path.is_file()
+    assert len(conversions) == 1
+    assert hub.verify_files(str(source), cache_dir=cache) > 0
 
 
 def change(source, seed):

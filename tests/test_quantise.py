@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxembed.errors import InvalidInput
-from jaxembed.quantise import EmbeddingDtype, quantise
+from jaxembed.quantise import EmbeddingDtype, embedding_dtype, quantise
 
 # What sentence_transformers 6.2.0's quantize_embeddings gave for VECTORS and RANGES. The values of
 # the first dimension are below, on, within and above the range; the last dimension never varied.
@@ -91,6 +91,14 @@ def test_float16_is_the_nearest_half(vectors):
         assert struct.unpack("<e", struct.pack("<e", float(value)))[0] == half
 
 
+def test_float16_holds_what_rounds_to_its_largest_value():
+    edge = np.nextafter(np.float32(65520), np.float32(0))
+    np.testing.assert_array_equal(quantise(np.array([[edge, -edge]]), "float16"), [[65504, -65504]])
+    for value in (65520, -65520):
+        with pytest.raises(InvalidInput, match="has 65520"):
+            quantise(np.array([[value]], np.float32), "float16")
+
+
 def test_float16_refuses_what_it_cannot_hold():
     with pytest.raises(InvalidInput, match="values up to 65504, and a vector has 70000") as caught:
         quantise(np.array([[1.0, -7e4]], np.float32), "float16")
@@ -101,6 +109,21 @@ def test_the_lowest_and_highest_of_the_ranges_are_the_ends(vectors, ranges):
     encoded = quantise(vectors, "uint8", ranges)
     assert (encoded.min(axis=0) == 0).all()
     assert (encoded.max(axis=0) >= 254).all()  # the float32 quotient of the highest may round down
+
+
+def test_a_dtype_goes_by_its_name():
+    assert [embedding_dtype(name) for name in get_args(EmbeddingDtype)] == [
+        *get_args(EmbeddingDtype)
+    ]
+
+
+@pytest.mark.parametrize("name", ["float32", "int4", "", None, 8, ["binary"], "x" * 1000])
+def test_an_unknown_dtype_is_refused_with_those_that_there_are(name):
+    wanted = "`dtype` must be one of float, float16, int8, uint8, binary, ubinary. Given: "
+    with pytest.raises(InvalidInput, match=wanted) as refused:
+        embedding_dtype(name, "dtype")
+    assert refused.value.field == "dtype"
+    assert len(str(refused.value)) < 140
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])

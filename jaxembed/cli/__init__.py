@@ -9,6 +9,7 @@ from typing import NoReturn
 import click
 
 from jaxembed import __version__
+from jaxembed.cli.calibrate import calibrate_command
 from jaxembed.cli.convert import convert_command
 from jaxembed.cli.doctor import doctor_command
 from jaxembed.cli.embed import embed_command
@@ -34,6 +35,7 @@ for _command in (
     serve_command,
     convert_command,
     embed_command,
+    calibrate_command,
     tune_command,
     verify_command,
     doctor_command,

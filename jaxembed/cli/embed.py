@@ -3,12 +3,11 @@
 import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
-from jaxembed.cli.jax_setup import configure_jax
-from jaxembed.cli.loading import load_embedder
+from jaxembed.cli.loading import load_embedder, refuse_without_vectors
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
@@ -17,8 +16,7 @@ from jaxembed.cli.options import (
     MODEL_OPTIONS,
     TEXT_OPTIONS,
 )
-from jaxembed.cli.settings import model_source
-from jaxembed.errors import ConfigError, WrongTask
+from jaxembed.quantise import EmbeddingDtype
 
 logger = logging.getLogger("jaxembed")
 
@@ -33,6 +31,13 @@ logger = logging.getLogger("jaxembed")
 @click.option("--prompt-name", help="Prompt of the model to put before every text.")
 @click.option("--adapter-name", help="The adapter of the model to embed with.")
 @click.option("--dimensions", type=click.IntRange(1), help="Cut the vectors to this many.")
+@click.option(
+    "--output-dtype",
+    type=click.Choice(get_args(EmbeddingDtype)),
+    default="float",
+    show_default=True,
+    help="int8 and uint8 need ranges: see `jaxembed calibrate`.",
+)
 @MODEL_OPTIONS
 @ENGINE_OPTIONS
 @TEXT_OPTIONS
@@ -44,6 +49,7 @@ def embed_command(
     prompt_name: str | None,
     adapter_name: str | None,
     dimensions: int | None,
+    output_dtype: EmbeddingDtype,
     **flags: Any,
 ) -> None:
     """Embed a file of texts into a file of vectors.
@@ -58,7 +64,7 @@ def embed_command(
 
     lines = read_text_file(texts, field)  # a missing file is reported before a long load
     check_vectors_path(output)
-    _refuse_unfit(model, prompt_name, flags)
+    refuse_without_vectors(model, prompt_name, flags)
     embedder = load_embedder(model, flags)
     started_at = time.monotonic()
     with tqdm(unit=" texts", desc="embed", disable=None) as bar:
@@ -70,22 +76,8 @@ def embed_command(
             prompt_name=prompt_name,
             adapter=adapter_name,
             dimensions=dimensions,
+            output_dtype=output_dtype,
         )
     seconds = time.monotonic() - started_at
     embedder.close()
     logger.info("%d texts to %s in %.1f s, %.0f a second", count, output, seconds, count / seconds)
-
-
-def _refuse_unfit(model: str | None, prompt_name: str | None, flags: dict[str, Any]) -> None:
-    """Raise WrongTask if the model gives no vectors, and ConfigError if nothing says by which of
-    its routes, before its weights are downloaded."""
-    configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
-    from jaxembed import hub
-    from jaxembed.tasks import KIND
-
-    routes = hub.describe_model(model, **model_source(flags))
-    task = routes.main.task
-    if task != "embed":
-        raise WrongTask(f"{model} is {KIND[task]}, which gives no vectors; use `jaxembed serve`")
-    if routes.default is None and prompt_name is None and flags["default_prompt_name"] is None:
-        raise ConfigError(f"--prompt-name must name a route of {model}: {', '.join(routes.specs)}")

@@ -6,6 +6,7 @@ from jaxembed.cli.jax_setup import configure_jax
 from jaxembed.cli.options import POOLING_CHOICES
 from jaxembed.cli.progress import compile_bar
 from jaxembed.cli.settings import engine_config, model_source, text_config
+from jaxembed.errors import ConfigError, WrongTask
 
 
 def load_embedder(model: str | None, flags: dict[str, Any], **options: Any):
@@ -22,3 +23,20 @@ def load_embedder(model: str | None, flags: dict[str, Any], **options: Any):
         on_progress=compile_bar(),
         **options,
     )
+
+
+def refuse_without_vectors(
+    model: str | None, prompt_name: str | None, flags: dict[str, Any]
+) -> None:
+    """Raise WrongTask if the model gives no vectors, and ConfigError if nothing says by which of
+    its routes, before its weights are downloaded."""
+    configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
+    from jaxembed import hub
+    from jaxembed.tasks import KIND
+
+    routes = hub.describe_model(model, **model_source(flags))
+    task = routes.main.task
+    if task != "embed":
+        raise WrongTask(f"{model} is {KIND[task]}, which gives no vectors; use `jaxembed serve`")
+    if routes.default is None and prompt_name is None and flags["default_prompt_name"] is None:
+        raise ConfigError(f"--prompt-name must name a route of {model}: {', '.join(routes.specs)}")

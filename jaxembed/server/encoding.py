@@ -27,7 +27,7 @@ async def json_items(
 ) -> AsyncIterator[bytes]:
     """The inside of a JSON list of `count` items of about `width` floats each, in slices.
 
-    `items(start, stop)` gives some of them, as a list or an array; orjson writes float32 in its
+    `items(start, stop)` gives some of them, as a list or an array; orjson writes floats in their
     shortest form and NaN as null.
     """
     step = max(1, SLICE_FLOATS // max(1, width))
@@ -56,7 +56,7 @@ async def json_list(items: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def json_matrix(rows: np.ndarray) -> AsyncIterator[bytes]:
-    """`[[...], ...]` of a C-contiguous float32 matrix, in slices."""
+    """`[[...], ...]` of a C-contiguous matrix, in slices."""
     return json_list(json_items(len(rows), rows.shape[1], lambda start, stop: rows[start:stop]))
 
 
@@ -65,7 +65,7 @@ async def json_matrices(matrices: Iterable[np.ndarray]) -> AsyncIterator[bytes]:
     before = b"["
     for rows in matrices:
         yield before
-        async for part in json_matrix(np.ascontiguousarray(rows, dtype=np.float32)):
+        async for part in json_matrix(rows):
             yield part
         await asyncio.sleep(0)
         before = b","
@@ -94,7 +94,7 @@ async def json_lists(lists: Mapping[str, AsyncIterator[bytes]]) -> AsyncIterator
 
 
 def wants_octets() -> bool:
-    """Whether the client prefers raw float32 to JSON."""
+    """Whether the client prefers raw bytes to JSON."""
     if OCTETS not in request.headers.get("accept", ""):
         return False  # nearly all requests, which need no parsing
     return request.accept_mimetypes.best_match([JSON, OCTETS]) == OCTETS
@@ -122,7 +122,7 @@ async def _rest(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[byte
 
 
 def octet_response(vectors: np.ndarray) -> Response:
-    """Raw little-endian float32, row after row, with the shape in a header."""
+    """The little-endian bytes of the vectors, row after row, with the shape in a header."""
     response = Response(to_bytes(vectors), content_type=OCTETS)
     response.headers["x-embedding-shape"] = ",".join(str(size) for size in vectors.shape)
     return response

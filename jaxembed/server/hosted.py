@@ -140,7 +140,7 @@ async def _decode_instances(instances: list[msgspec.Raw], models: Models) -> lis
 
 
 async def answer_any(meter: Meter, body: AnyRequest, *, octets: bool) -> Response:
-    """The answer of the route that the body is for; `octets` gives vectors as raw float32."""
+    """The answer of the route that the body is for; `octets` gives vectors as raw bytes."""
     match body:
         case EmbedRequest():
             return await answer_embed(meter, body, octets=octets)

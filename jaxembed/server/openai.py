@@ -27,8 +27,9 @@ from jaxembed.server.encoding import (
 )
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.service import current_service
-from jaxembed.server.unsupported import ModelRequest, agreed
+from jaxembed.server.unsupported import agreed
 from jaxembed.server.usage import Usage, usage_of
+from jaxembed.server.vectors import VectorsRequest, add_dtype, asked_dtype
 from jaxembed.spec import ModelSpec
 
 blueprint = Blueprint("openai", __name__)
@@ -38,7 +39,7 @@ PROMPT = "x-prompt-name"  # response header: the name of the prompt that the req
 Format = Literal["float", "base64"]
 
 
-class EmbeddingsRequest(ModelRequest, kw_only=True):
+class EmbeddingsRequest(VectorsRequest, kw_only=True):
     """OpenAI's fields, and `truncate`, `prompt_name`, `normalize` and `priority`.
 
     Three fields also have the names that Voyage, Jina and LiteLLM use: `truncation` for `truncate`,
@@ -64,7 +65,7 @@ class EmbeddingsRequest(ModelRequest, kw_only=True):
 
 
 class EmbeddingObject(msgspec.Struct):
-    """One vector: a list of floats, or base64 of little-endian float32."""
+    """One vector: a list of numbers, or base64 of their little-endian bytes."""
 
     object: Literal["embedding"]
     embedding: list[float] | str
@@ -109,6 +110,7 @@ def options(body: EmbeddingsRequest, loaded: LoadedModel) -> EncodeOptions:
         truncate=agreed(body, "truncate", "truncation"),
         dimensions=agreed(body, "dimensions", "output_dimension", unset=(None, 0)),
         normalize=agreed(body, "normalize", "normalized") is not False,
+        output_dtype=asked_dtype(body) or "float",
         priority=priority_of(body.priority),
         bare_ids=current_service().config.accept_bare_token_ids,
     )
@@ -173,7 +175,7 @@ def _check_adapters(
 
 
 async def respond(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> Response:
-    """The response with the vectors as raw float32 or JSON, and the header PROMPT."""
+    """The response with the vectors as raw bytes or JSON, and the header PROMPT."""
     if wants_octets():
         response = octet_response(answer.dense)
     else:
@@ -188,14 +190,14 @@ def with_prompt(response: Response, body: EmbeddingsRequest, spec: ModelSpec) ->
     prompt, prompt_name = chosen_prompt(body, spec)
     if prompt is not None or prompt_name is not None:
         response.headers.add(PROMPT, prompt_name or "")
-    return response
+    return add_dtype(response, body)
 
 
 async def _json_response(answer: Embeddings, model: str, *, base64: bool) -> Response:
     """The response with the vectors as JSON in the form of EmbeddingsResponse.
 
-    `model` is the served name. Each vector is a list of floats, or with `base64` a string of
-    little-endian float32. The JSON is encoded in slices, between which other tasks run.
+    `model` is the served name. Each vector is a list of numbers, or with `base64` a string of their
+    little-endian bytes. The JSON is encoded in slices, between which other tasks run.
     """
     vector = to_base64 if base64 else _as_is
 
@@ -211,5 +213,5 @@ async def _json_response(answer: Embeddings, model: str, *, base64: bool) -> Res
 
 
 def _as_is(row: np.ndarray) -> np.ndarray:
-    """The vector itself: orjson writes it as a list of floats."""
+    """The vector itself: orjson writes it as a list of numbers."""
     return row

@@ -89,7 +89,7 @@ class Route:
     summary: str
     request: Any = None
     response: Any = None
-    octets: bool = False  # also answers raw float32
+    octets: bool = False  # also answers raw bytes
     query: tuple[str, ...] = ()  # the names of parameters after `?`
 
 

@@ -35,6 +35,7 @@ from jaxembed.server.encoding import (
 )
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.unsupported import ModelRequest
+from jaxembed.server.vectors import VectorsRequest, add_dtype, asked_dtype
 
 blueprint = Blueprint("tei", __name__)
 
@@ -47,7 +48,7 @@ SIDES: dict[str, Literal["left", "right"]] = {
 }
 
 
-class EmbedRequest(ModelRequest, kw_only=True):
+class EmbedRequest(VectorsRequest, kw_only=True):
     """One input or a list of them; a list of integers is one input of token ids."""
 
     inputs: InputUnion
@@ -60,7 +61,7 @@ class EmbedRequest(ModelRequest, kw_only=True):
     priority: Priority | None = None
 
 
-class EmbedAllRequest(ModelRequest, kw_only=True):
+class EmbedAllRequest(VectorsRequest, kw_only=True):
     """The fields of /embed without `normalize` and `dimensions`: vectors are not normalised."""
 
     inputs: InputUnion
@@ -146,11 +147,13 @@ async def embed_all() -> Response:
                 truncate=body.truncate,
                 truncation_side=SIDES[body.truncation_direction],
                 normalize=False,
+                output_dtype=asked_dtype(body) or "float",
                 priority=priority_of(body.priority),
             ),
         )
         matrices = answer.tokens
-        return await encode_answer(meter, answer, lambda: json_stream(json_matrices(matrices)))
+        response = await encode_answer(meter, answer, lambda: json_stream(json_matrices(matrices)))
+        return add_dtype(response, body)
 
 
 @blueprint.post("/similarity")
@@ -219,7 +222,7 @@ async def embed_sparse() -> Response:
 async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Response:
     """The response to a body of /embed; other routes take such bodies too.
 
-    With `octets` the vectors are raw float32, otherwise JSON.
+    With `octets` the vectors are raw bytes, otherwise JSON.
     """
     answer = await embed_inputs(
         meter,
@@ -231,14 +234,16 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Res
             truncation_side=SIDES[body.truncation_direction],
             dimensions=_check_dimensions(body.dimensions, loaded.spec.dim),
             normalize=body.normalize,
+            output_dtype=asked_dtype(body) or "float",
             priority=priority_of(body.priority),
         ),
     )
-    return await encode_answer(meter, answer, lambda: _vectors(answer, octets=octets))
+    response = await encode_answer(meter, answer, lambda: _vectors(answer, octets=octets))
+    return add_dtype(response, body)
 
 
 async def _vectors(answer: Embeddings, *, octets: bool) -> Response:
-    """The response with the vectors, as raw float32 with `octets`, otherwise as JSON."""
+    """The response with the vectors, as raw bytes with `octets`, otherwise as JSON."""
     if octets:
         return octet_response(answer.dense)
     return await json_stream(json_matrix(answer.dense))

@@ -28,7 +28,7 @@ class Unserved:
 
 _TEXTS = Unserved("this server takes texts alone", ("text",))
 _SINGLE = Unserved("each input has one vector, of all its tokens", (False,))
-_FLOAT = Unserved("vectors are float32; `encoding_format` may be base64", ("float", ["float"]))
+_FLOAT = Unserved("only routes that answer vectors take it", ("float", ["float"]))
 _RIGHT = Unserved("texts are cut on the right", ("right", "Right"))
 _RERANKS = "only the documents of a reranker are divided"
 _OTHERS = "only /v1/embeddings and /embeddings take it"
@@ -55,8 +55,8 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     embedding_types: Annotated[Any, _FLOAT] = None
     encoding_type: Annotated[Any, _FLOAT] = None
     output_dtype: Annotated[Any, _FLOAT] = None
-    embed_dtype: Annotated[Any, Unserved("vectors are float32", ("float32",))] = None
-    endianness: Annotated[Any, Unserved("base64 is little-endian", ("little", "native"))] = None
+    embed_dtype: Annotated[Any, Unserved(_FLOAT.reason, ("float32",))] = None
+    endianness: Annotated[Any, Unserved("vectors are little-endian", ("little", "native"))] = None
     encoding_format: Annotated[Any, Unserved(_OTHERS, ("float",))] = None
     output_dimension: Annotated[Any, Unserved(_EMBEDDERS, (0,))] = None
     input_type: Annotated[Any, Unserved(_EMBEDDERS)] = None

@@ -1,0 +1,74 @@
+"""`jaxembed calibrate`: the ranges of a model's vectors, from files of texts."""
+
+import logging
+from itertools import chain
+from typing import Any
+
+import click
+
+from jaxembed.cli.loading import load_embedder, refuse_without_vectors
+from jaxembed.cli.logs import configure_logging
+from jaxembed.cli.options import ENGINE_OPTIONS, FIELD_FLAG, MODEL_OPTIONS, TEXT_OPTIONS
+
+logger = logging.getLogger("jaxembed")
+
+
+@click.command("calibrate")
+@click.argument("model")
+@click.argument("texts", nargs=-1, required=True)
+@FIELD_FLAG
+@click.option(
+    "--dimensions",
+    type=click.IntRange(1),
+    multiple=True,
+    help="Also of vectors cut to this many. Repeatable.",
+)
+@click.option("--prompt-name", help="Prompt of the model to put before every text, and its route.")
+@click.option("--adapter-name", help="The adapter of the model to embed with.")
+@MODEL_OPTIONS
+@ENGINE_OPTIONS
+@TEXT_OPTIONS
+def calibrate_command(
+    model: str,
+    texts: tuple[str, ...],
+    field: str,
+    dimensions: tuple[int, ...],
+    prompt_name: str | None,
+    adapter_name: str | None,
+    **flags: Any,
+) -> None:
+    """Measure the ranges of MODEL's vectors, which int8 and uint8 need, and keep them beside the
+    converted model.
+
+    TEXTS are files as of `jaxembed embed`: a hundred texts or more, like those to be embedded. A
+    server reads the ranges when it starts.
+    """
+    configure_logging()
+    from tqdm import tqdm
+
+    from jaxembed.bulk import ENOUGH_TEXTS, measure_ranges, read_text_file
+    from jaxembed.ranges import check_writable, save_ranges
+
+    lines = [read_text_file(path, field) for path in texts]  # a missing file is reported first
+    refuse_without_vectors(model, prompt_name, flags)
+    embedder = load_embedder(model, flags)
+    check_writable(embedder.path)
+    with tqdm(unit=" texts", desc="calibrate", disable=None) as bar:
+        ranges = measure_ranges(
+            embedder,
+            chain.from_iterable(lines),
+            dimensions,
+            on_progress=bar.update,
+            prompt_name=prompt_name,
+            adapter=adapter_name,
+        )
+    embedder.close()
+    if (count := ranges[0].texts) < ENOUGH_TEXTS:
+        logger.warning(
+            "ranges of %d texts are narrow: values of other texts will be clipped; give %d or more",
+            count,
+            ENOUGH_TEXTS,
+        )
+    path = save_ranges(embedder.path, ranges)
+    widths = ", ".join(str(one.kind.dimensions) for one in ranges)
+    click.echo(f"{path}: ranges of {count} texts, of vectors of {widths} dimensions")
