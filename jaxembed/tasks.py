@@ -77,25 +77,28 @@ class Tasks:
             ranges=self.ranges(options, embedding_dtype(options.output_dtype)),
         )
 
-    def ranges(self, options: EncodeOptions, dtype: EmbeddingDtype) -> np.ndarray | None:
+    def ranges(
+        self, options: EncodeOptions, dtype: EmbeddingDtype, field: str = "output_dtype"
+    ) -> np.ndarray | None:
         """The ranges to quantise the vectors of such a request with, float32 `[2, dim]`; None for
         a dtype that needs none. The `output_dtype` of the options does not count.
 
-        Raises InvalidInput if none are kept for such vectors.
+        Raises InvalidInput, which names the field that asked for the dtype, if none are kept for
+        such vectors.
         """
         if dtype not in NEEDS_RANGES:
             return None
         kind = self.kind(options)
         spec = self._routes.specs[kind.route]
-        _check_calibrated(spec, options, dtype)
+        _check_calibrated(spec, options, dtype, field)
         kept = self._ranges.get(kind)
         if kept is None or kept.content_hash != spec.content_hash:
             why = "there are none" if kept is None else "those kept are of another checkpoint"
             raise InvalidInput(
-                f"`output_dtype` of {dtype} needs ranges of these vectors, and {why}: run "
+                f"`{field}` of {dtype} needs ranges of these vectors, and {why}: run "
                 f"`{_calibration(self._name, spec, kind)}` with the flags that load the model, and "
                 "load it again",
-                field="output_dtype",
+                field=field,
             )
         return kept.values
 
@@ -277,7 +280,9 @@ class Tasks:
         return self._text.truncate if options.truncate is None else options.truncate
 
 
-def _check_calibrated(spec: ModelSpec, options: EncodeOptions, dtype: EmbeddingDtype) -> None:
+def _check_calibrated(
+    spec: ModelSpec, options: EncodeOptions, dtype: EmbeddingDtype, field: str
+) -> None:
     """Raise InvalidInput for vectors that no calibration has ranges of."""
     normalize = options.normalize
     if "tokens" in options.outputs:
@@ -288,8 +293,7 @@ def _check_calibrated(spec: ModelSpec, options: EncodeOptions, dtype: EmbeddingD
         return
     others = ", ".join(one for one in get_args(EmbeddingDtype) if one not in NEEDS_RANGES)
     raise InvalidInput(
-        f"`output_dtype` of {dtype} is for vectors {which}; for others there are {others}",
-        field="output_dtype",
+        f"`{field}` of {dtype} is for vectors {which}; for others there are {others}", field=field
     )
 
 

@@ -8,6 +8,8 @@ import pytest
 from fake_embedder import DIM, SPEC, FakeEmbedder, vector
 from test_server_cohere import with_client
 from test_server_openai import ask, unit
+from test_server_vectors import TEXTS as QUANTISED
+from test_server_vectors import calibrated, wanted
 
 from jaxembed.config import ServerConfig
 from jaxembed.errors import Overloaded
@@ -71,12 +73,30 @@ def test_one_pass_gives_every_type(path):
 
 
 @each_path
+@pytest.mark.parametrize("size", [DIM, 3])
+def test_whole_numbers_are_those_of_the_calibrated_ranges(path, size):
+    _, body = embed(
+        path,
+        calibrated(size),
+        texts=QUANTISED,
+        embedding_types=["int8", "float", "uint8"],
+        output_dimension=None if size == DIM else size,
+    )
+    found = body["embeddings"]
+    assert list(found) == ["int8", "float", "uint8"]
+    assert np.shape(found["int8"]) == (len(QUANTISED), size)
+    for name in ("int8", "uint8"):
+        np.testing.assert_array_equal(found[name], wanted(name, size))
+
+
+@each_path
 @pytest.mark.parametrize("name", ["int8", "uint8"])
 def test_a_type_that_needs_ranges_is_refused_without_them(path, name):
     embedder = FakeEmbedder()
     response, body = embed(path, embedder, embedding_types=["float", name])
     assert response.status_code == 400
-    assert f"`embedding_types` of {name} needs the ranges" in body["message"]
+    assert f"`embedding_types` of {name} needs ranges" in body["message"]
+    assert "jaxembed calibrate test/fake TEXTS" in body["message"]
     assert not embedder.asked
 
 
@@ -187,6 +207,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
         ({"truncate": "end"}, "wanted one of 'NONE', 'START', 'END'"),
         ({"output_dimension": DIM + 1}, f"from 1 to {DIM}"),
         ({"dimensions": 3}, "send `output_dimension`"),
+        ({"output_dtype": "int8"}, "send `embedding_types`"),
+        ({"normalize": False, "embedding_types": ["int8"]}, "`embedding_types` of int8 is for"),
         ({"max_tokens": 5}, "`max_tokens` of 5 is not supported"),
     ],
 )

@@ -86,6 +86,17 @@ def test_base64_holds_the_same_bits_as_float():
         np.testing.assert_array_equal(got, np.array(plain["embedding"], np.float32))
 
 
+@pytest.mark.parametrize("field", ["embedding_type", "encoding_type"])
+@pytest.mark.parametrize("given", ["base64", ["base64"]])
+def test_base64_is_a_type_of_embeddings_to_clients_of_jina(field, given):
+    _, coded = ask({"input": ["a", "b"], "encoding_format": "base64"})
+    response, body = ask({"input": ["a", "b"], field: given, "output_dtype": "float"})
+    assert body == coded
+    response, body = ask({"input": "a", field: given, "encoding_format": "float"})
+    assert response.status_code == 400
+    assert f"`{field}` of base64 and `encoding_format` of float" in body["detail"]
+
+
 def test_octets_on_request_with_their_shape_in_a_header():
     response, body = ask({"input": ["a", "b"]}, headers={"accept": "application/octet-stream"})
     assert response.headers["x-embedding-shape"] == f"2,{DIM}"

@@ -148,7 +148,7 @@ def test_each_name_of_the_field_is_taken(path, fields, dtype):
             "`output_dtype` must be one of float, float16, int8, uint8, binary, ubinary. "
             "Given: 'int4'",
         ),
-        ({"embedding_type": "base64"}, "embedding_type", "`embedding_type` must be one of float,"),
+        ({"embedding_type": "hex"}, "embedding_type", "`embedding_type` must be one of float,"),
         ({"encoding_type": ["float", "int8"]}, "encoding_type", "Given: ['float', 'int8']"),
         ({"embed_dtype": "bfloat16"}, "embed_dtype", "Given: 'bfloat16'"),
         ({"output_dtype": 8}, "output_dtype", "Expected `str | array | null`, got `int`"),

@@ -9,12 +9,11 @@ import msgspec
 import numpy as np
 from quart import Blueprint, Response, g
 
-from jaxembed.errors import InvalidInput
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import to_base64
 from jaxembed.processors.tokenizer import Side
-from jaxembed.quantise import NEEDS_RANGES, quantise
+from jaxembed.quantise import quantise
 from jaxembed.server import openai
 from jaxembed.server.answering import embed_inputs, encode_answer
 from jaxembed.server.body import (
@@ -41,7 +40,12 @@ blueprint = Blueprint("cohere_embed", __name__)
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 CohereTruncate = Literal["NONE", "START", "END"]
 
+Ranges = dict[EmbeddingType, np.ndarray | None]  # of each type asked for; None where it needs none
+
 CUT_SIDES: dict[CohereTruncate | None, Side] = {"START": "left"}
+
+
+_TYPES = Unserved("send `embedding_types`", ("float", ["float"]))
 
 
 class ContentPart(msgspec.Struct, gc=False):
@@ -90,6 +94,8 @@ class CohereEmbedRequest(ModelRequest, kw_only=True):
     truncate: CohereTruncate | None = None
     output_dimension: int | None = None
     dimensions: Annotated[Any, Unserved("send `output_dimension`", (0,))] = None
+    output_dtype: Annotated[Any, _TYPES] = None
+    embedding_type: Annotated[Any, _TYPES] = None
     prompt_name: str | None = None
     normalize: bool | None = None
     priority: AnyPriority | None = None
@@ -133,15 +139,18 @@ async def _embed(version: ApiVersion) -> Response:
         body = await read_body_as(CohereEmbedRequest)
         texts, field = _texts(body)
         request = _as_openai(body)
-        answer = await embed_inputs(
-            meter,
-            body.model,
-            lambda: read_inputs(texts, field),
-            lambda loaded: _options(body, request, loaded),
-        )
+        ranges: Ranges = {}
+
+        def options(loaded: LoadedModel) -> EncodeOptions:
+            side = CUT_SIDES.get(body.truncate, "right")
+            chosen = replace(openai.options(request, loaded), truncation_side=side)
+            ranges.update(_ranges(body, replace(chosen, adapter=meter.adapter), loaded))
+            return chosen
+
+        answer = await embed_inputs(meter, body.model, lambda: read_inputs(texts, field), options)
 
         async def encode() -> Response:
-            response = await json_stream(_parts(body, texts, answer, version))
+            response = await json_stream(_parts(answer, texts, ranges, version))
             return openai.with_prompt(response, request, meter.loaded.spec)
 
         return await encode_answer(meter, answer, encode)
@@ -175,27 +184,21 @@ def _as_openai(body: CohereEmbedRequest) -> openai.EmbeddingsRequest:
     )
 
 
-def _options(
-    body: CohereEmbedRequest, request: openai.EmbeddingsRequest, loaded: LoadedModel
-) -> EncodeOptions:
-    """The options of a request to a model. Raises InvalidInput for types that it cannot give."""
-    for name in body.embedding_types or ():
-        if name in NEEDS_RANGES:
-            raise InvalidInput(
-                f"`embedding_types` of {name} needs the ranges of the model's dimensions, which "
-                "its checkpoint does not have; float, binary and ubinary need none",
-                field="embedding_types",
-            )
-    side = CUT_SIDES.get(body.truncate, "right")
-    return replace(openai.options(request, loaded), truncation_side=side)
+def _ranges(body: CohereEmbedRequest, options: EncodeOptions, loaded: LoadedModel) -> Ranges:
+    """The types that a body asks for, in its order, with what each needs. Raises InvalidInput for
+    those that the model cannot give."""
+    field = "embedding_types"
+    return {
+        name: None if name == "base64" else loaded.tasks.ranges(options, name, field)
+        for name in body.embedding_types or ()
+    }
 
 
 async def _parts(
-    body: CohereEmbedRequest, texts: list[str], answer: Embeddings, version: ApiVersion
+    answer: Embeddings, texts: list[str], ranges: Ranges, version: ApiVersion
 ) -> AsyncIterator[bytes]:
     """The answer as EmbeddingsByType, or as EmbeddingsFloats, in slices."""
-    types = list(dict.fromkeys(body.embedding_types or ()))
-    is_bare = version == "1" and not types
+    is_bare = version == "1" and not ranges
     rest = {
         "response_type": "embeddings_floats" if is_bare else "embeddings_by_type",
         "id": g.request_id,
@@ -203,12 +206,13 @@ async def _parts(
     }
     if is_bare:
         yield b'{"embeddings":['
-        async for part in _vectors(answer.dense, "float"):
+        async for part in _vectors(answer.dense, "float", None):
             yield part
         yield b"],"
     else:
         yield b'{"embeddings":{'
-        lists = {name: _vectors(answer.dense, name) for name in types or ("float",)}
+        asked: Ranges = ranges or {"float": None}
+        lists = {name: _vectors(answer.dense, name, kept) for name, kept in asked.items()}
         async for part in json_lists(lists):
             yield part
         yield b"},"
@@ -217,7 +221,9 @@ async def _parts(
         yield part
 
 
-def _vectors(dense: np.ndarray, name: EmbeddingType) -> AsyncIterator[bytes]:
+def _vectors(
+    dense: np.ndarray, name: EmbeddingType, ranges: np.ndarray | None
+) -> AsyncIterator[bytes]:
     """The inside of a JSON list of the vectors as this type, in slices: each is encoded when it is
     written, so that none is held beside the float32 ones."""
 
@@ -225,7 +231,7 @@ def _vectors(dense: np.ndarray, name: EmbeddingType) -> AsyncIterator[bytes]:
         rows = dense[start:stop]
         if name == "base64":
             return [to_base64(row) for row in rows]
-        return quantise(rows, name)
+        return quantise(rows, name, ranges)
 
     count, width = dense.shape
     return json_items(count, width, items)

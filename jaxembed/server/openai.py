@@ -38,6 +38,8 @@ PROMPT = "x-prompt-name"  # response header: the name of the prompt that the req
 
 Format = Literal["float", "base64"]
 
+BASE64 = ("base64", ["base64"])  # which is a type of embeddings to Jina
+
 
 class EmbeddingsRequest(VectorsRequest, kw_only=True):
     """OpenAI's fields, and `truncate`, `prompt_name`, `normalize` and `priority`.
@@ -62,6 +64,19 @@ class EmbeddingsRequest(VectorsRequest, kw_only=True):
     normalize: bool | None = None
     normalized: bool | None = None
     priority: AnyPriority | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("embedding_type", "encoding_type"):
+            if getattr(self, field) in BASE64:
+                if self.encoding_format == "float":
+                    raise InvalidInput(
+                        f"`{field}` of base64 and `encoding_format` of float contradict each "
+                        "other; send one of them",
+                        field=field,
+                    )
+                self.encoding_format = "base64"
+                setattr(self, field, None)
 
 
 class EmbeddingObject(msgspec.Struct):
