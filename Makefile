@@ -55,7 +55,7 @@ docs-links: $(VENV)-docs/stamp  ## check the links of the documents to other sit
 	$(SPHINX) --builder linkcheck docs/_build/links
 
 parity: $(VENV)-parity/stamp  ## compare with transformers and sentence-transformers (needs torch)
-	$(VENV)-parity/bin/pytest tests/parity $(ARGS)
+	$(VENV)-parity/bin/pytest tests/parity --numprocesses auto --maxprocesses 2 --dist worksteal $(ARGS)
 
 golden: $(VENV)-parity/stamp  ## make tests/golden anew (needs torch)
 	$(VENV)-parity/bin/python tests/golden/make.py $(ARGS)

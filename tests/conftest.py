@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 
 import converters
 from jaxembed import Embedder, EngineConfig, checkpoint
-from jaxembed.engine import costs, timing
+from jaxembed.engine import calibrate, costs, timing
 from jaxembed.models import native, random_parameters
 from jaxembed.spec import ModelSpec, NormalizeLayer, Pooled, scoring_heads
 
@@ -21,9 +22,23 @@ jax.config.update("jax_num_cpu_devices", 8)  # used by tests of parallelism; the
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_cpu_enable_async_dispatch", False)
+# LLVM's optimisations are half of the time that a program takes to compile. XLA's own are made all
+# the same. `optimized` is for tests of what only the code that is served can show.
+jax.config.update("jax_disable_most_optimizations", True)
 
 # Nothing runs beside other tests: beartype draws random numbers, which Hypothesis notices.
 timing.AGAIN_S = 3600.0
+
+measure_product = calibrate._measure
+
+
+@cache
+def _measured_once(dtype: str) -> tuple[float, float]:
+    """This machine's rate, as that of a quiet one: each cache directory would be given its own."""
+    return measure_product(dtype)[0], 1.0
+
+
+calibrate._measure = _measured_once
 
 LIMIT = 64  # tokens
 _SENTENCE = "the a of cat dog sat on mat runs red blue sky how what is where train tiny"
@@ -285,6 +300,14 @@ def _compiled_once(tmp_path_factory) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(name="optimized", scope="module")
+def _optimized() -> Iterator[None]:
+    """Programs are compiled as they are for users, with LLVM's optimisations."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(name="native_kernels", scope="session")

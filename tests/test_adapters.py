@@ -97,14 +97,16 @@ def vectors(replica: Replica, texts=TEXTS, numbers=NUMBERS) -> np.ndarray:
 
 
 @pytest.fixture(name="adapted", scope="module", params=ADAPTED)
-def _adapted(request):
+def _adapted(request) -> tuple[ModelSpec, dict[str, np.ndarray], Replica]:
+    """A tower with two adapters, its parameters, and both on a device."""
     spec = adapted_spec(TOWERS[request.param])
-    return spec, random_parameters(spec)
+    parameters = random_parameters(spec)
+    return spec, parameters, replica_of(spec, parameters)
 
 
 def test_a_text_has_the_vector_of_the_merged_model_of_its_adapter(adapted):
-    spec, parameters = adapted
-    got = vectors(replica_of(spec, parameters))
+    spec, parameters, replica = adapted
+    got = vectors(replica)
     plain = tiny_spec(architecture=spec.architecture, config=spec.config)
     for number in (0, 1, 2):
         alone = replica_of(plain, merged(parameters, spec, number))
@@ -117,8 +119,8 @@ def test_a_text_has_the_vector_of_the_merged_model_of_its_adapter(adapted):
 
 
 def test_a_text_without_an_adapter_has_exactly_the_vector_of_the_plain_model(adapted):
-    spec, parameters = adapted
-    got = vectors(replica_of(spec, parameters))
+    spec, parameters, replica = adapted
+    got = vectors(replica)
     plain = tiny_spec(architecture=spec.architecture, config=spec.config)
     wanted = vectors(replica_of(plain, merged(parameters, spec, 0)), TEXTS, [0] * len(TEXTS))
     if spec.architecture == "qwen3":  # XLA computes its norms in another order beside the sums
@@ -128,7 +130,7 @@ def test_a_text_without_an_adapter_has_exactly_the_vector_of_the_plain_model(ada
 
 
 def test_a_text_has_the_same_vector_whatever_adapters_share_its_batch(adapted):
-    replica = replica_of(*adapted)
+    _, _, replica = adapted
     together = vectors(replica)
     for k, (ids, number) in enumerate(zip(TEXTS, NUMBERS, strict=True)):
         got = vectors(replica, [ids], [number])[0]

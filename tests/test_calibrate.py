@@ -5,7 +5,7 @@ import os
 
 import jax
 import pytest
-from conftest import tiny_spec
+from conftest import measure_product, tiny_spec
 
 from jaxembed.engine import calibrate
 from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, batch_tokens, native_dtype
@@ -162,6 +162,6 @@ def test_an_accelerator_is_asked_what_it_is_and_not_measured(measured):
 
 def test_a_product_is_measured_for_real(monkeypatch):
     monkeypatch.setattr(calibrate, "SHAPE", (64, 64, 64))
-    rate, spread = calibrate._measure("float32")
+    rate, spread = measure_product("float32")
     assert 1e5 < rate < 1e15
     assert 1.0 <= spread < 1e3

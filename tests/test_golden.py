@@ -1,27 +1,27 @@
 """Conversion and towers against what torch computed: tests/golden/*.npz, made by `make golden`."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import jax
-import msgspec
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from fakes import ticket_of
 from safetensors.numpy import save_file
 
-from converters import CONVERTERS, convert
+from converters import CONVERTERS, convert, outline
 from converters.heads import POOLING_FLAGS
-from jaxembed import Embedder, EngineConfig, checkpoint
+from jaxembed import Embedder, EngineConfig
 from jaxembed.engine.batch import pack, place
-from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.replica import Replica
-from jaxembed.models import ARCHITECTURES, is_static, program
-from jaxembed.spec import ModelSpec, Pooled
+from jaxembed.models import ARCHITECTURES, is_static
+from jaxembed.models.pooling import POOLINGS
+from jaxembed.models.tokens import PackedTokens
+from jaxembed.spec import ModelSpec
 from jaxembed.work import Encoding
 
 FILES = sorted((Path(__file__).parent / "golden").glob("*.npz"))
@@ -107,43 +107,54 @@ def assert_agrees(got: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
 
 
-def run(
-    golden: Golden, encodings: Sequence[Encoding], **changes: Any
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """The hidden states of each sequence, and the primary output, of a model whose spec has
-    `changes`."""
-    spec = msgspec.structs.replace(golden.spec, **changes)
-    model = program(spec)
-    stored = checkpoint.load_params(golden.path, golden.spec)
-    parameters = {name: stored[name] for name in model.shapes}
-    replica = Replica(model, parameters, jax.local_devices()[:1], "float32")
-    bucket = Bucket(2, 64)
-    replica.compile(bucket)
-    hidden, primary = {}, {}
-    waiting = ticket_of(list(encodings), widths=spec.widths).entries
+@partial(jax.jit, static_argnums=2)
+def every_pooling(hidden: jax.Array, planes: np.ndarray, slots: int) -> jax.Array:
+    """All poolings of sentence-transformers side by side, `[rows, slots, poolings * width]`."""
+    tokens = PackedTokens.unstack(planes, slots)
+    return jnp.concatenate([POOLINGS[name](hidden, tokens) for name in POOLING_FLAGS.values()], -1)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a golden's model gives for its encodings, several to a row."""
+
+    hidden: np.ndarray  # [tokens, width]: of one encoding after the other
+    pooled: np.ndarray  # [encodings, poolings * width]
+    primary: np.ndarray  # [encodings, dim or labels]
+
+
+@pytest.fixture(name="computed", scope="module")
+def _computed(golden, golden_embedder) -> Computed:
+    """In the one program of `golden_embedder`."""
+    spec = golden.spec
+    (bucket,) = golden_embedder.plan.grid.buckets
+    (seat,) = golden_embedder.engine.seats
+    found: dict[int, tuple[np.ndarray, ...]] = {}
+    waiting = ticket_of(golden.encodings, widths=spec.widths).entries
     places = {entry: i for entry in waiting for index in entry.claims.values() for i in index}
     while waiting:
         batch = place(bucket, waiting[:1], waiting[1:])
-        outputs = replica.run(bucket, pack(batch), (spec.primary, "tokens"))
+        planes = pack(batch)
+        outputs = seat.runner.run(bucket, planes, (spec.primary, "tokens"))
+        hidden, primary = outputs["tokens"], outputs[spec.primary]
+        pooled = np.asarray(every_pooling(hidden, planes, bucket.slots))
         for entry, row, slot, start in zip(
             batch.entries, batch.rows, batch.slots, batch.starts, strict=True
         ):
-            hidden[places[entry]] = outputs["tokens"][row, start : start + entry.length]
-            primary[places[entry]] = outputs[spec.primary][row, slot]
-        waiting = [entry for entry in waiting if places[entry] not in hidden]
-    order = range(len(hidden))
-    return [hidden[i] for i in order], np.stack([primary[i] for i in order])
+            of_entry = hidden[row, start : start + entry.length]
+            found[places[entry]] = of_entry, pooled[row, slot], primary[row, slot]
+        waiting = [entry for entry in waiting if places[entry] not in found]
+    hidden, pooled, primary = zip(*(found[i] for i in range(len(found))), strict=True)
+    return Computed(np.concatenate(hidden), np.stack(pooled), np.stack(primary))
 
 
 @of_towers
-def test_hidden_states_and_every_pooling_agree_with_torch_when_rows_are_packed(golden):
+def test_hidden_states_and_every_pooling_agree_with_torch_when_rows_are_packed(golden, computed):
     # every pooling of sentence-transformers, whichever the model has, and nothing after it
-    every = Pooled(tuple(POOLING_FLAGS.values()))
     width = golden.arrays["pooled"].shape[1]
-    assert width == every.width(golden.spec.hidden_size), "other poolings than ours: `make golden`"
-    hidden, pooled = run(golden, golden.encodings, heads={"dense": every})
-    assert_agrees(np.concatenate(hidden), golden.arrays["hidden"])
-    assert_agrees(pooled, golden.arrays["pooled"])
+    assert width == computed.pooled.shape[1], "other poolings than ours: `make golden`"
+    assert_agrees(computed.hidden, golden.arrays["hidden"])
+    assert_agrees(computed.pooled, golden.arrays["pooled"])
 
 
 @of_embedders
@@ -156,9 +167,8 @@ def test_vectors_of_texts_agree_with_sentence_transformers(golden, golden_embedd
 
 
 @of_scorers
-def test_logits_agree_with_torch_when_rows_are_packed(golden):
-    _, logits = run(golden, golden.encodings)
-    assert_agrees(logits, golden.arrays["logits"])
+def test_logits_agree_with_torch_when_rows_are_packed(golden, computed):
+    assert_agrees(computed.primary, golden.arrays["logits"])
 
 
 @of_scorers
@@ -190,8 +200,7 @@ def test_every_pooling_has_a_model_of_its_own(tmp_path):
     seen = set()
     for file in EMBEDDERS:
         source = write_source(read(file), tmp_path / file.stem)
-        spec = convert(source, tmp_path / f"{file.stem}-out", progress=lambda steps: steps)
-        seen.add(spec.head.pooling)
+        seen.add(outline(source).spec.head.pooling)
     assert {(name,) for name in POOLING_FLAGS.values()} < seen  # and at least one that concatenates
 
 

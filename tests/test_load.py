@@ -141,7 +141,7 @@ def different(count: int, words: int) -> list[str]:
 
 def test_a_client_that_goes_away_takes_its_queued_work_along(start_server):
     server = start_server("--max-client-batch-size", "0", "--max-queue-tokens", "1000000")
-    texts = different(20_000, words=60)
+    texts = different(8_000, words=60)
 
     async def vanish() -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -161,9 +161,9 @@ def test_sigterm_under_load_loses_no_admitted_request(start_server):
     server = start_server("--max-queue-tokens", "1000000")
 
     async def load() -> list:
-        texts = different(4_000, words=40)
+        texts = different(2_000, words=40)
         requests = [
-            asyncio.create_task(post(server.port, texts[k : k + 100])) for k in range(0, 4_000, 100)
+            asyncio.create_task(post(server.port, texts[k : k + 50])) for k in range(0, 2_000, 50)
         ]
         await asyncio.to_thread(server.wait_until, lambda: server.metric("te_queue_size") > 0)
         server.process.send_signal(signal.SIGTERM)

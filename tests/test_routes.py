@@ -508,9 +508,10 @@ def test_a_static_query_encoder_runs_beside_a_tower_for_documents(opened, tmp_pa
 # The command line.
 
 
-def test_a_file_is_embedded_by_the_route_of_its_prompt(saved, wanted, grid_file, tmp_path):
-    texts, out = tmp_path / "texts.txt", tmp_path / "out.npy"
+def test_a_file_is_embedded_by_the_route_of_its_prompt(saved, wanted, tmp_path):
+    texts, out, grid = (tmp_path / name for name in ("texts.txt", "out.npy", "grid.json"))
     texts.write_text("\n".join(TEXTS))
+    grid.write_text('{"buckets": [[2, 64]]}')
     named = [
         "--model",
         str(saved),
@@ -519,7 +520,7 @@ def test_a_file_is_embedded_by_the_route_of_its_prompt(saved, wanted, grid_file,
         "--cache-dir",
         str(tmp_path / "cache"),
     ]
-    flags = ["--dtype", "float32", "--devices", "1", "--buckets", str(grid_file)]
+    flags = ["--dtype", "float32", "--devices", "1", "--buckets", str(grid)]
     done = run("embed", str(texts), "-o", str(out), *named, *flags)
     assert done.returncode == 0, done.stderr
     assert same(np.load(out), wanted["query"])

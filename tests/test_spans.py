@@ -17,14 +17,6 @@ from jaxembed.work import Encoding, work_of
 BOTH = frozenset({"dense", "tokens"})
 
 
-@pytest.fixture(name="embedder", scope="module")
-def _embedder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("spans")
-    config = EngineConfig(dtype="float32", devices=1)
-    with Embedder(str(save_tiny(folder / "tiny")), cache_dir=folder, config=config) as embedder:
-        yield embedder
-
-
 def ids_of(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(5, 40, count, np.int32)
 
@@ -143,13 +135,13 @@ def test_a_row_gives_out_no_more_slots_than_it_has():
 
 
 @pytest.fixture(name="classifier", scope="module")
-def _classifier(tmp_path_factory):
+def _classifier(tmp_path_factory, grid_file):
     folder = tmp_path_factory.mktemp("classifier")
     layers = (DenseLayer(32, 32), DenseLayer(32, 3, activation="identity"))
     path = save_tiny(
         folder / "tiny", pooling=("cls",), modules=layers, labels=("no", "maybe", "yes")
     )
-    config = EngineConfig(dtype="float32", devices=1)
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
     with Embedder(str(path), cache_dir=folder, config=config) as classifier:
         yield classifier
 

@@ -372,17 +372,22 @@ def _few_texts(monkeypatch):
         monkeypatch.setattr(traffic_module, name, value)
 
 
-@pytest.fixture(name="opened")
-def _opened(tiny_checkpoint, grid_file, tmp_path, few_texts):
+@pytest.fixture(name="model", scope="module")
+def _model(tiny_checkpoint, grid_file, tmp_path_factory):
     config = EngineConfig(dtype="float32", buckets=grid_file, max_batch_tokens=128)
-    model = load_measured(
-        str(tiny_checkpoint), cache_dir=tmp_path, config=config, text=TextConfig()
-    )
+    cache = tmp_path_factory.mktemp("cache")
+    model = load_measured(str(tiny_checkpoint), cache_dir=cache, config=config, text=TextConfig())
     yield model
     model.close()
 
 
-def test_a_tuned_grid_holds_every_input_and_can_be_served(opened, tmp_path):
+@pytest.fixture(name="opened")
+def _opened(model, few_texts) -> MeasuredModel:
+    """Shared: what is changed of it is put back."""
+    return model
+
+
+def test_a_tuned_grid_holds_every_input_and_can_be_served(opened, tmp_path, monkeypatch):
     seen = []
     tuning = tune(opened, mix(*[7] * 20, 9, 500), WORK, lambda *step: seen.append(step))
     path = tmp_path / "found.json"
@@ -402,13 +407,9 @@ def test_a_tuned_grid_holds_every_input_and_can_be_served(opened, tmp_path):
     shown = table(tuning)
     for part in ("tokens/s", "p95", "compile s", "temporary MB", "22 inputs of some texts"):
         assert part in shown
-
-
-def test_the_grid_in_use_is_kept_where_none_is_better(opened, tmp_path, monkeypatch):
-    tuning = tune(opened, mix(9), WORK)
-    monkeypatch.setattr(type(tuning), "is_better", False)
-    tuning.write(tmp_path / "found.json")
-    assert read_grid(tmp_path / "found.json").buckets == tuning.before.grid.buckets
+    monkeypatch.setattr(type(tuning), "is_better", False)  # then the grid in use is kept
+    tuning.write(path)
+    assert read_grid(path).buckets == tuning.before.grid.buckets
     assert isinstance(tuning.before.grid, BucketGrid)
 
 
@@ -450,7 +451,7 @@ def test_each_grid_runs_on_its_own_buckets_of_the_one_engine(opened, monkeypatch
     for bucket in more.buckets:
         opened.workbench.compile(bucket)
         cost = dataclasses.replace(opened.workbench.costs[bucket], ms=float(bucket.tokens))
-        opened.workbench.costs[bucket] = cost
+        monkeypatch.setitem(opened.workbench.costs, bucket, cost)
     with Stage(opened.workbench, (few, more), opened.spec.widths, "cpu") as stage:
         trials = {grid: GridTrial(stage, grid) for grid in (few, more)}
         for grid in (few, more, few):

@@ -70,7 +70,11 @@ def checkpoint_in(folder: Path, version: str) -> Path:
 
 
 def embedder_of(model: Path, cache: Path, **settings) -> Embedder:
-    config = EngineConfig(dtype="float32", devices=1, **{"max_batch_tokens": 64} | settings)
+    """With one bucket, if `settings` has no others."""
+    grid = cache.parent / "one-bucket.json"
+    grid.write_text('{"buckets": [[2, 32]]}')
+    usual = {"dtype": "float32", "devices": 1, "buckets": grid, "max_batch_tokens": 64}
+    config = EngineConfig(**usual | settings)
     return Embedder(str(model), cache_dir=cache, config=config)
 
 

@@ -7,31 +7,41 @@ from importlib.util import find_spec
 from pathlib import Path
 from weakref import WeakSet
 
+import jax
 import pytest
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.spec import DType
 
-_AGREEMENT = pytest.StashKey[dict[str, str]]()
+_AGREEMENT = "agreement"  # a property of tests, which pytest-xdist sends along
 
 MakeEmbedder = Callable[..., Embedder]
 Note = Callable[[str], None]
+
+jax.config.update("jax_disable_most_optimizations", False)  # the programs that users get
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing is fetched
 
 if find_spec("torch") is None:
     collect_ignore_glob = ["test_*.py"]
+elif processes := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    import torch
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(processes)))
 
 
-def pytest_configure(config) -> None:
-    config.stash[_AGREEMENT] = {}
-
-
-def pytest_terminal_summary(terminalreporter, config) -> None:
-    if lines := config.stash[_AGREEMENT]:
+def pytest_terminal_summary(terminalreporter) -> None:
+    reports = [one for kind in ("passed", "failed") for one in terminalreporter.stats.get(kind, [])]
+    lines = sorted(
+        (report.nodeid.partition("::")[2], figure)
+        for report in reports
+        for name, figure in report.user_properties
+        if name == _AGREEMENT
+    )
+    if lines:
         terminalreporter.section("agreement")
-        for test, line in lines.items():
-            terminalreporter.write_line(f"{line:<44} {test}")
+    for test, figure in lines:
+        terminalreporter.write_line(f"{figure:<44} {test}")
 
 
 @pytest.fixture(name="note")
@@ -39,7 +49,7 @@ def _note(request) -> Note:
     """Put a figure into the table at the end of the run."""
 
     def note(figure: str) -> None:
-        request.config.stash[_AGREEMENT][request.node.name] = figure
+        request.node.user_properties.append((_AGREEMENT, figure))
 
     return note
 

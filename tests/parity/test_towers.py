@@ -35,7 +35,7 @@ QWEN = {
 KINDS = FAMILIES | {"camembert": replace(FAMILIES["xlm_roberta"], tower="CamembertModel")}
 
 # Of each family a tiny one with room for 64 tokens, an odd one, and what real ones look like:
-# changes to the family's config.
+# changes to the family's config. Large tables of embeddings are made for a few of them alone.
 SIZES: dict[tuple[str, str], dict[str, Any]] = {
     **{
         (name, "tiny"): {
@@ -71,7 +71,7 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
         "max_position_embeddings": 512,
     },
     ("xlm_roberta", "768x12"): BASE | {"vocab_size": 250002, "max_position_embeddings": 514},
-    ("xlm_roberta", "1024x2"): LARGE | {"vocab_size": 250002, "max_position_embeddings": 514},
+    ("xlm_roberta", "1024x2"): LARGE | {"vocab_size": 50265, "max_position_embeddings": 514},
     ("roberta", "768x2"): BASE
     | {"num_hidden_layers": 2, "vocab_size": 50265, "max_position_embeddings": 514},
     ("mpnet", "768x12"): BASE | {"vocab_size": 30527, "max_position_embeddings": 514},
@@ -87,7 +87,7 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("jina_bert", "768x12"): BASE | {"vocab_size": 30528, "max_position_embeddings": 512},
     ("jina_bert_code", "768x12"): BASE | {"vocab_size": 61056, "max_position_embeddings": 512},
-    ("jina_v3", "1024x2"): LARGE | {"vocab_size": 250002, "max_position_embeddings": 512},
+    ("jina_v3", "1024x2"): LARGE | {"vocab_size": 50265, "max_position_embeddings": 512},
     ("distilbert", "768x6"): {
         "vocab_size": 30522,
         "hidden_size": 768,
@@ -121,7 +121,7 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
         "intermediate_size": 8960,
-        "vocab_size": 151646,
+        "vocab_size": 32000,
         "is_causal": False,
     },
     # but for the number of tokens and the window, as bge-multilingual-gemma2
@@ -140,7 +140,7 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
     },
     # with a window far shorter than the longest sequence, of which the published 512 is not
     ("gemma3", "768x7"): {
-        "vocab_size": 262144,
+        "vocab_size": 32000,
         "hidden_size": 768,
         "num_hidden_layers": 7,
         "num_attention_heads": 3,
@@ -153,7 +153,7 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
         "query_pre_attn_scalar": 256,
     },
     ("llama", "2048x2"): {
-        "vocab_size": 128256,
+        "vocab_size": 32000,
         "hidden_size": 2048,
         "num_hidden_layers": 2,
         "num_attention_heads": 32,
@@ -183,7 +183,7 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     },
     ("ministral3", "3072x1"): {
-        "vocab_size": 131072,
+        "vocab_size": 32000,
         "hidden_size": 3072,
         "num_hidden_layers": 1,
         "num_attention_heads": 32,
@@ -222,6 +222,18 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
         "relative_attention_max_distance": 128,
     },
 }
+# Towers of which the first layers are a size too, the tower differing from it by its depth alone.
+DEEP = {
+    ("nomic_bert", "768x12"): 2,
+    ("jina_bert_code", "768x12"): 2,
+    ("deberta", "768x12"): 2,
+    ("eurobert", "768x12"): 2,
+    ("t5", "768x12"): 2,
+}
+for (name, size), layers in DEEP.items():
+    depth = "num_layers" if name == "t5" else "num_hidden_layers"
+    SIZES[name, f"768x{layers}"] = SIZES[name, size] | {depth: layers}
+
 LENGTHS = [1, 2, 3, 5, 17, 33, 64, 100, 129, 255, 257, 511]
 TOLERANCE = 1e-5  # float32, sums in another order; 4.8e-6 was the most
 
@@ -263,7 +275,14 @@ def ragged(config: Any, limit: int) -> list[Encoding]:
 
 
 # Each takes a minute or more, and differs from a smaller one of its family by size alone.
-SLOW = {("gemma2", "3584x2"), ("jina_bert", "768x12")}
+SLOW = {
+    ("bert", "768x12"),
+    ("xlm_roberta", "768x12"),
+    ("gemma2", "3584x2"),
+    ("jina_bert", "768x12"),
+    ("modernbert", "768x22"),  # whose first four layers test_modernbert has
+    *DEEP,
+}
 PARAMS = [
     pytest.param(size, id="-".join(size), marks=[pytest.mark.slow] if size in SLOW else [])
     for size in SIZES
