@@ -23,8 +23,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 # LLVM's optimisations are half of the time that a program takes to compile. XLA's own are made all
-# the same. `optimized` is for tests of what only the code that is served can show.
-jax.config.update("jax_disable_most_optimizations", True)
+# the same. `optimized` is for tests of what only the code that is served can show, which all are
+# that compare with native kernels, where this CPU runs them.
+UNOPTIMIZED = not native.library._runnable()
+jax.config.update("jax_disable_most_optimizations", UNOPTIMIZED)
 
 # Nothing runs beside other tests: beartype draws random numbers, which Hypothesis notices.
 timing.AGAIN_S = 3600.0
@@ -307,7 +309,7 @@ def _optimized() -> Iterator[None]:
     """Programs are compiled as they are for users, with LLVM's optimisations."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", UNOPTIMIZED)
 
 
 @pytest.fixture(name="native_kernels", scope="session")
