@@ -141,7 +141,9 @@ def _classifier(tmp_path_factory, grid_file):
     path = save_tiny(
         folder / "tiny", pooling=("cls",), modules=layers, labels=("no", "maybe", "yes")
     )
-    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
+    config = EngineConfig(
+        dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128, warmup="full"
+    )
     with Embedder(str(path), cache_dir=folder, config=config) as classifier:
         yield classifier
 
