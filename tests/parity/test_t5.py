@@ -25,5 +25,6 @@ def test_long_texts_agree(make_embedder, tmp_path, note):
     pairs = zip(got, encodings, strict=True)
     apart = max(relative(x, make.hidden_states(tower, one.ids)) for x, one in pairs)
     note(f"hidden states within {apart:.1e}")
-    # float32; transformers' own is 2e-5 from its float64 at 8,192 tokens
-    assert apart < 1e-5
+    # float32: 4.3e-6 with AVX512, 1.4e-5 with AVX2, whose sums have fewer parts; transformers' own
+    # is 2e-5 from its float64 at 8,192 tokens
+    assert apart < 3e-5
