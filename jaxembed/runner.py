@@ -17,12 +17,7 @@ from jaxembed.engine.host import HostEngine
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, InvalidInput
 from jaxembed.inputs import Priority, Text
-from jaxembed.processors.text import (
-    Row,
-    TextProcessor,
-    Tokenized,
-    characters,
-)
+from jaxembed.processors.text import Row, TextProcessor, Tokenized, characters
 from jaxembed.processors.tokenizer import SHORT_CHARACTERS, chunks
 from jaxembed.processors.windows import join_windows
 from jaxembed.request import Answer, Request, Run, mean

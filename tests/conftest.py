@@ -1,7 +1,7 @@
 """Fixtures that most tests share: a tiny random BERT as a checkpoint, and an Embedder on it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 
 import converters
 from jaxembed import Embedder, EngineConfig, checkpoint
+from jaxembed.config import TextConfig
 from jaxembed.engine import calibrate, costs, timing
 from jaxembed.models import native, random_parameters
+from jaxembed.processors.text import TextProcessor
 from jaxembed.spec import ModelSpec, NormalizeLayer, Pooled, scoring_heads
 
 jax.config.update("jax_num_cpu_devices", 8)  # used by tests of parallelism; the others take one
@@ -350,6 +352,24 @@ def _grid_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("grid") / "buckets.json"
     path.write_text('{"buckets": [[1, 16], [4, 32], [2, 64]]}')
     return path
+
+
+@pytest.fixture(name="make_processor", scope="module")
+def _make_processor(tmp_path_factory) -> Iterator[Callable[..., TextProcessor]]:
+    """Processors on the tiny tokenizer with another post-processor."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made: list[TextProcessor] = []
+
+    def make(limit: int, post_processor: Callable[[Any], None], **spec) -> TextProcessor:
+        tokenizer = word_tokenizer()
+        post_processor(tokenizer)
+        tokenizer.save(str(path))
+        made.append(TextProcessor(path, tiny_spec(**spec), limit, TextConfig(), 2))
+        return made[-1]
+
+    yield make
+    for processor in made:
+        processor.executor.shutdown()
 
 
 @pytest.fixture(name="embedder", scope="session")

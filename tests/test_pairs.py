@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from jaxembed.config import TextConfig
 from jaxembed.errors import (
     CheckpointError,
     ConfigError,
@@ -79,21 +78,11 @@ POST_PROCESSORS = {
 
 
 @pytest.fixture(name="make", scope="module")
-def _make(tmp_path_factory):
-    """Processors on the tiny tokenizer with another post-processor."""
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made: list[TextProcessor] = []
-
+def _make(make_processor):
     def make(limit=16, post_processor=bert, **spec) -> TextProcessor:
-        tokenizer = word_tokenizer()
-        post_processor(tokenizer)
-        tokenizer.save(str(path))
-        made.append(TextProcessor(path, tiny_spec(**spec), limit, TextConfig(), 2))
-        return made[-1]
+        return make_processor(limit, post_processor, **spec)
 
-    yield make
-    for processor in made:
-        processor.executor.shutdown()
+    return make
 
 
 @pytest.fixture(name="scorer", scope="module")

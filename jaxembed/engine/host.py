@@ -32,8 +32,9 @@ class HostEngine:
     `compute` may be called from any thread, and from several at once.
     """
 
-    healthy = True  # there is no device that could fail,
-    stuck = False  # or hang
+    # There is no device that could fail or hang.
+    healthy = True
+    stuck = False
 
     def __init__(self, model: StaticModel, telemetry: Telemetry, *, name: str = "model"):
         """`name` is the model's, for the log."""

@@ -404,19 +404,25 @@ class TextProcessor:
         before, _ = self._frame.around_second
         around, room = len(division.head) + len(division.tail), division.room
         most = min(rules.max_windows * room, MOST_DIVIDED)
-        if rules.max_second_tokens is not None:
-            most = min(most, rules.max_second_tokens)
+        kept = rules.max_second_tokens or most + 1  # the request itself cuts what is beyond
         ((encoding, whole),) = self._tokenizer.encode_enough(
-            [self._frame.second(document)], most + around, "right", special=False, fast=False
+            [self._frame.second(document)],
+            min(most, kept) + around,
+            "right",
+            special=False,
+            fast=False,
         )
         ids = np.array(encoding.ids, np.int32)
         places = np.array(encoding.offsets, np.int64).reshape(-1, 2) - len(before)
         inside = (places[:, 1] > 0) & (places[:, 0] < len(document))
         own, places = ids[inside], places[inside].clip(0, len(document))
-        found = windows(min(len(own), most), room, division.overlap)
-        is_cut = not whole or len(own) > most or len(found) > rules.max_windows
-        if is_cut and not rules.truncate:
+        is_shortened = len(own) > kept
+        found = windows(min(len(own), kept, most), room, division.overlap)
+        is_long = min(len(own), kept) > most or len(found) > rules.max_windows
+        is_long |= not (whole or is_shortened)
+        if is_long and not rules.truncate:
             raise self._too_long(self.limit + 1, whole=False)
+        is_cut = is_long or is_shortened
         found = found[: rules.max_windows]
         if len(found) == 1 and not is_cut:
             return Divided([ids], [(0, len(document))], is_cut=False)
