@@ -380,7 +380,7 @@ def _pooled(routes: Routes, pooling: Pooling) -> ModelSpec:
             f"--pooling {pooling} is for embedding models; this is {KIND[spec.task]}, and its head "
             "takes only the pooling it was trained with"
         )
-    head = spec.heads["dense"]
+    head = spec.dense
     if len(head.pooling) > 1:
         raise ConfigError(f"--pooling {pooling}: this checkpoint concatenates {head.pooling}")
     head = msgspec.structs.replace(head, pooling=(pooling,))

@@ -105,7 +105,7 @@ class EncodeRequest(Request[Embeddings]):
             dense = shape_vectors(
                 values["dense"],
                 dimensions=self.options.dimensions,
-                normalize=spec.heads["dense"].normalize if normalize is None else normalize,
+                normalize=spec.dense.normalize if normalize is None else normalize,
             )
             values["dense"] = quantise(dense, dtype, self.ranges)
         if "tokens" in values:

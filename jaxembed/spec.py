@@ -57,21 +57,83 @@ class Pooled(msgspec.Struct, frozen=True, tag="pooled"):
     @property
     def normalize(self) -> bool:
         """Whether the head ends in a Normalize module. The host runs that one."""
-        return bool(self.modules) and isinstance(self.modules[-1], NormalizeLayer)
+        return _ends_normalized(self.modules)
 
     @property
     def device_modules(self) -> tuple[Module, ...]:
         """The modules that run on the device: all but a last Normalize."""
-        return self.modules[:-1] if self.normalize else self.modules
+        return _without_last_normalize(self.modules)
 
     def width(self, hidden_size: int) -> int:
         """The number of columns of the output."""
-        dense = [layer for layer in self.modules if isinstance(layer, DenseLayer)]
-        return dense[-1].out_features if dense else hidden_size * len(self.pooling)
+        return _width(self.modules, hidden_size * len(self.pooling))
 
 
-Head = Pooled
-"""The union of all kinds of heads. jaxembed.models.HEADS has the layers of each kind."""
+class PerToken(msgspec.Struct, frozen=True, tag="per_token"):
+    """A head that gives each token a row of its own: its hidden state, through the modules.
+
+    The rows of the first token, with `drops_first`, and of tokens with the `skipped_ids` are
+    computed and not answered.
+    """
+
+    modules: tuple[Module, ...]
+    drops_first: bool = False
+    skipped_ids: tuple[int, ...] = ()
+
+    @property
+    def normalize(self) -> bool:
+        """Whether the head ends in a Normalize module. The host runs that one."""
+        return _ends_normalized(self.modules)
+
+    @property
+    def device_modules(self) -> tuple[Module, ...]:
+        """The modules that run on the device: all but a last Normalize."""
+        return _without_last_normalize(self.modules)
+
+    def width(self, hidden_size: int) -> int:
+        """The number of columns of the output."""
+        return _width(self.modules, hidden_size)
+
+
+class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
+    """A head that gives one weight for each term of the vocabulary: the logits of a masked language
+    model, which are a product with a table of terms after the modules, through the activation, and
+    over the tokens of a slot their maximum or sum. Formal et al. 2021, arXiv:2109.10086."""
+
+    vocab_size: int
+    features: int  # of the table, each term's number of values
+    modules: tuple[Module, ...] = ()
+    over_tokens: Literal["max", "sum"] = "max"
+    activation: Literal["relu", "log1p_relu"] = "relu"
+    """relu: log(1 + max(z, 0)) of a logit z; log1p_relu: log(1 + that)."""
+
+    normalize = False  # its weights are not
+
+    @property
+    def device_modules(self) -> tuple[Module, ...]:
+        """The modules before the product with the table: all."""
+        return self.modules
+
+    def width(self, hidden_size: int) -> int:
+        """The number of columns of the output."""
+        return self.vocab_size
+
+
+Head = Pooled | PerToken | Vocabulary
+"""The union of all kinds of heads. jaxembed.models.heads.HEADS has the layers of each kind."""
+
+
+def _ends_normalized(modules: tuple[Module, ...]) -> bool:
+    return bool(modules) and isinstance(modules[-1], NormalizeLayer)
+
+
+def _without_last_normalize(modules: tuple[Module, ...]) -> tuple[Module, ...]:
+    return modules[:-1] if _ends_normalized(modules) else modules
+
+
+def _width(modules: tuple[Module, ...], width: int) -> int:
+    dense = [layer for layer in modules if isinstance(layer, DenseLayer)]
+    return dense[-1].out_features if dense else width
 
 
 def scoring_heads(logits: Pooled) -> dict[OutputName, Head]:
@@ -115,8 +177,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `config` holds the fields of the architecture's own config dataclass. `heads` are what follows
     the tower, by the name of the output that each computes; the first is the primary one, which
-    the model is served for. The primary output of an embedder is "dense", that of a classifier or
-    reranker "logits", one for each of the `labels`, which `score_function` makes scores. `dtype` is
+    the model is served for. The primary output of an embedder is "dense", "sparse" or
+    "multi_vector", that of a classifier or reranker "logits", one for each of the `labels`, which
+    `score_function` makes scores. `dtype` is
     the dtype of the stored parameters, not the one they are computed in. `token_types` says whether
     the tower is given the tokenizer's types, or zeros. A request may choose one of the `adapters`,
     whose numbers count from 1. `written_by` names the version that made the
@@ -154,6 +217,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.heads[self.primary]
 
     @property
+    def pooling(self) -> tuple[str, ...]:
+        """The poolings of the primary head; "splade" or "multi_vector" of one without."""
+        if isinstance(self.head, Pooled):
+            return self.head.pooling
+        return ("splade",) if self.primary == "sparse" else (self.primary,)
+
+    @property
+    def dense(self) -> Pooled:
+        """The head of the one vector of a text. Raises KeyError if the model has none."""
+        head = self.heads["dense"]
+        assert isinstance(head, Pooled)
+        return head
+
+    @property
     def adapter_names(self) -> tuple[str, ...]:
         """The names of the adapters, in the order of their numbers, which count from 1."""
         return tuple(adapter.name for adapter in self.adapters)
@@ -161,7 +238,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def task(self) -> Task:
         """What the model is for: with several labels it is a classifier, else a reranker."""
-        if self.primary == "dense":
+        if self.primary != "logits":
             return "embed"
         return "classify" if len(self.labels) > 1 else "rerank"
 

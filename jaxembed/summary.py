@@ -9,7 +9,10 @@ import msgspec
 from jaxembed.engine.bucket import LONGEST_DEFAULT_ROW
 from jaxembed.engine.placement import placed_dtype
 from jaxembed.models import is_static, parameter_shapes, position_limit
+from jaxembed.outputs import OutputName
 from jaxembed.spec import DType, ModelSpec, Routes
+
+SUMMARY_NAMES: dict[OutputName, str] = {"dense": "embedding", "tokens": "token_embeddings"}
 
 
 def summary_of_routes(routes: Routes) -> dict[str, Any]:
@@ -37,7 +40,7 @@ def summary(spec: ModelSpec) -> dict[str, Any]:
         "task": spec.task,
         "dimensions": spec.dim,
         **(_of_embedder(spec) if spec.task == "embed" else _of_scorer(spec)),
-        "pooling": list(spec.head.pooling),
+        "pooling": list(spec.pooling),
         "adapters": list(spec.adapter_names),
         "modules": [msgspec.to_builtins(module) for module in spec.head.modules],
         "limits": _limits(spec),
@@ -50,8 +53,8 @@ def summary(spec: ModelSpec) -> dict[str, Any]:
 
 def _of_embedder(spec: ModelSpec) -> dict[str, Any]:
     return {
-        "outputs": {"embedding": spec.dim, "token_embeddings": spec.hidden_size},
-        "normalized": spec.heads["dense"].normalize,
+        "outputs": {SUMMARY_NAMES.get(name, name): width for name, width in spec.widths.items()},
+        "normalized": spec.head.normalize,
         "prompts": spec.prompts,
         "default_prompt_name": spec.default_prompt_name,
         "include_prompt": spec.include_prompt,

@@ -110,7 +110,7 @@ class Tasks:
         spec = self._routes.specs[route]
         return VectorKind(
             route=route,
-            pooling=spec.heads["dense"].pooling,
+            pooling=spec.dense.pooling,
             adapter=spec.adapter_names[number - 1] if number else None,
             dimensions=options.dimensions or spec.dim,
         )
@@ -287,7 +287,7 @@ def _check_calibrated(
     normalize = options.normalize
     if "tokens" in options.outputs:
         which = "of inputs, not of tokens"
-    elif not (spec.heads["dense"].normalize if normalize is None else normalize):
+    elif not (spec.dense.normalize if normalize is None else normalize):
         which = "of length one; ask for them by `normalize`"
     else:
         return

@@ -1,7 +1,7 @@
 """One request to the engine, and its answer, in columns: plain arrays that can be hashed, cached
 or sent to another process. Imports no JAX."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, SupportsIndex
@@ -139,16 +139,73 @@ class Ragged:
         return (self[index] for index in range(len(self)))
 
 
+@dataclass(frozen=True, eq=False)
+class SparseRows:
+    """Rows of a matrix that is mostly zero: row k has `values[k]`, float32, in the columns
+    `indices[k]`, int32 in ascending order, and zeros in all others of its `width`."""
+
+    width: int
+    indices: list[np.ndarray]
+    values: list[np.ndarray]
+
+    @staticmethod
+    def of_places(places: np.ndarray, values: np.ndarray, rows: int, width: int) -> "SparseRows":
+        """The rows of a flattened matrix with these values at these places, which ascend."""
+        ends = np.searchsorted(places, np.arange(1, rows) * width) if rows else np.zeros(0, int)
+        indices = np.split((places % width).astype(np.int32), ends)
+        return SparseRows(width, indices[:rows], np.split(values, ends)[:rows])
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def csr(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """All values, their columns, and the offsets of the rows among them: float32, int32 and
+        int64, the three arrays of a compressed matrix, as scipy.sparse.csr_array takes them."""
+        counts = [0, *map(len, self.indices)]
+        offsets = np.cumsum(counts, dtype=np.int64)
+        indices = np.concatenate([np.zeros(0, np.int32), *self.indices])
+        return np.concatenate([np.zeros(0, np.float32), *self.values]), indices, offsets
+
+    def rows(self, chosen: Iterable[SupportsIndex]) -> "SparseRows":
+        """The rows with these numbers, in this order, as views."""
+        chosen = list(chosen)
+        indices, values = self.indices, self.values
+        return SparseRows(self.width, [indices[k] for k in chosen], [values[k] for k in chosen])
+
+    def put(self, places: Iterable[SupportsIndex], rows: "SparseRows") -> None:
+        """Write copies of some rows at these places."""
+        for place, indices, values in zip(places, rows.indices, rows.values, strict=True):
+            self.indices[place] = indices.copy()
+            self.values[place] = values.copy()
+
+
+def sparse_rows(dense: np.ndarray) -> SparseRows:
+    """The rows of a matrix, float32 `[rows, width]`: their values that are not zero."""
+    flat = dense.reshape(-1)
+    places = np.flatnonzero(flat != 0)  # of floats themselves it takes four times as long
+    return SparseRows.of_places(places, flat[places], *dense.shape)
+
+
+def no_rows(count: int, width: int) -> SparseRows:
+    """So many rows of zeros."""
+    empty = [np.zeros(0, np.int32)] * count, [np.zeros(0, np.float32)] * count
+    return SparseRows(width, *empty)
+
+
 WorkResult = dict[OutputName, Any]
 """The answer to one request: for each output float32 `[all slots, width]`, in the order of the
-bounds, or a Ragged with an array `[length, width]` for each sequence."""
+bounds, or SparseRows of as many rows, or a Ragged with an array `[length, width]` for each
+sequence."""
 
 
 def empty_result(work: Work, widths: Mapping[OutputName, int]) -> WorkResult:
     """A result for the work, to be filled; `widths` are those of the model's outputs."""
     result: WorkResult = {}
     for name in work.outputs:
-        if OUTPUTS[name].per == "slot":
+        if OUTPUTS[name].sparse:
+            result[name] = no_rows(len(work.bounds), widths[name])
+        elif OUTPUTS[name].per == "slot":
             result[name] = np.empty((len(work.bounds), widths[name]), np.float32)
         else:
             offsets = np.concatenate([[0], np.cumsum(work.lengths, dtype=np.int64)])
@@ -162,6 +219,10 @@ def join_results(parts: Sequence[WorkResult]) -> WorkResult:
 
 
 def _joined_output(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], SparseRows):
+        indices = [one for part in parts for one in part.indices]
+        values = [one for part in parts for one in part.values]
+        return SparseRows(parts[0].width, indices, values)
     if not isinstance(parts[0], Ragged):
         return np.concatenate(parts)
     counts = np.concatenate([[0], *(np.diff(part.offsets) for part in parts)])

@@ -16,9 +16,8 @@ from jaxembed.engine.state import EngineState, LaneState
 from jaxembed.errors import BackendError, NotFinite
 from jaxembed.inputs import Priority
 from jaxembed.models.static import StaticModel
-from jaxembed.outputs import OUTPUTS
 from jaxembed.telemetry import Telemetry
-from jaxembed.work import Work, WorkResult
+from jaxembed.work import SparseRows, Work, WorkResult
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +134,9 @@ class HostEngine:
 
 def _check_finite(values: WorkResult) -> None:
     """Raise NotFinite if an output holds NaN or infinity: the checkpoint is damaged."""
-    for name, value in values.items():
-        array = value if OUTPUTS[name].per == "slot" else value.values
-        if not np.isfinite(array).all():
+    for value in values.values():
+        arrays = (
+            value.values if isinstance(value, SparseRows) else [getattr(value, "values", value)]
+        )
+        if not all(np.isfinite(array).all() for array in arrays):
             raise NotFinite("the result is not finite: verify the checkpoint")

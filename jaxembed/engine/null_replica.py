@@ -8,6 +8,7 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Outputs
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.outputs import OUTPUTS, OutputName
+from jaxembed.work import SparseRows
 
 
 class NullReplica:
@@ -24,11 +25,16 @@ class NullReplica:
 
     def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
         """Return ones in the shapes of these outputs."""
+        return {name: self._ones(bucket, name) for name in outputs}
+
+    def _ones(self, bucket: Bucket, name: OutputName) -> np.ndarray | SparseRows:
+        kind = OUTPUTS[name]
+        if kind.sparse:  # one term in each row
+            count = bucket.rows * bucket.slots
+            row = [np.zeros(1, np.int32)] * count, [np.ones(1, np.float32)] * count
+            return SparseRows(self._widths[name], *row)
         columns = {"slot": bucket.slots, "token": bucket.length}
-        return {
-            name: np.ones((bucket.rows, columns[OUTPUTS[name].per], self._widths[name]), np.float32)
-            for name in outputs
-        }
+        return np.ones((bucket.rows, columns[kind.per], self._widths[name]), np.float32)
 
     @property
     def float32_bucket(self) -> None:

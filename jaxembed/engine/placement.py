@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxembed.models import native
+from jaxembed.models.heads import TABLE_OF_TERMS
 from jaxembed.spec import DType
 
 Device = Any  # jax.Device, which type checkers refuse because JAX exports it as a variable
@@ -53,7 +54,9 @@ def placed_dtype(name: str, axes: int, dtype: DType) -> DType:
     """The dtype of a parameter on the device: `dtype` for weights of the tower, else float32.
 
     `axes` is its number of axes. Vectors, such as norms, stay in float32, and so do biases of any
-    shape and the heads: they are small, and scores come directly from them.
+    shape and the heads: they are small, and scores come directly from them. The table of terms of
+    a head is none of them: it is as large as the tower's embeddings.
     """
-    small = axes < 2 or name.endswith(".bias") or name.startswith("heads.")
+    is_head = name.startswith("heads.") and not name.endswith(TABLE_OF_TERMS)
+    small = axes < 2 or name.endswith(".bias") or is_head
     return FLOAT32 if small else dtype

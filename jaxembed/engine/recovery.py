@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxembed.engine.batch import Batch, pack, place
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.replica import Runner
+from jaxembed.engine.replica import Outputs, Runner
 from jaxembed.engine.ticket import Entry, flat_ranges
 from jaxembed.errors import BackendError, NotFinite
 from jaxembed.outputs import OUTPUTS, OutputName
@@ -30,9 +30,9 @@ Values = Mapping[OutputName, Any]  # an array for outputs per slot, a list of ar
 class Answers:
     """The result of a run for some entries: `values`, or an `error` for all of them.
 
-    `values` has an array `[slots of all entries, width]` for each output per slot, and a list with
-    the array of each entry for each output per token. These are views of the output of the whole
-    bucket, so they must be copied to be kept.
+    `values` has an array `[slots of all entries, width]` for each output per slot, SparseRows of a
+    sparse one, and a list with the array of each entry for each output per token. These are views
+    of the output of the whole bucket, so they must be copied to be kept.
     """
 
     entries: Sequence[Entry]
@@ -56,12 +56,13 @@ class Answers:
         if self.slots is not None:
             first, counts = self.slots
             places = flat_ranges(first[chosen], counts[chosen])
-        return {
-            name: self.values[name][places]
-            if OUTPUTS[name].per == "slot"
-            else [self.values[name][k] for k in chosen]
-            for name in outputs
-        }
+        return {name: self._chosen(name, chosen, places) for name in outputs}
+
+    def _chosen(self, name: OutputName, entries: Sequence[int], slots: Sequence[int] | np.ndarray):
+        values = self.values[name]
+        if OUTPUTS[name].sparse:
+            return values.rows(slots)
+        return values[slots] if OUTPUTS[name].per == "slot" else [values[k] for k in entries]
 
 
 def reference_to(batch: Batch) -> tuple[str, str]:
@@ -195,11 +196,13 @@ def _outputs(entries: Iterable[Entry]) -> set[OutputName]:
     return set().union(*(entry.outputs for entry in entries))
 
 
-def _gather(batch: Batch, output: dict[OutputName, np.ndarray]) -> Answers:
+def _gather(batch: Batch, output: Outputs) -> Answers:
     """Gather the values of each entry from the outputs of a bucket."""
     values: dict[OutputName, Any] = {}
     for name, array in output.items():
-        if OUTPUTS[name].per == "slot":
+        if OUTPUTS[name].sparse:
+            values[name] = array.rows(batch.slot_rows * batch.bucket.slots + batch.all_slots)
+        elif OUTPUTS[name].per == "slot":
             values[name] = array[batch.slot_rows, batch.all_slots]
         else:
             places = zip(batch.entries, batch.rows, batch.starts, strict=True)
@@ -212,7 +215,10 @@ def _finite(answers: Answers) -> np.ndarray:
     finite = np.ones(len(answers.entries), bool)
     for name, values in answers.values.items():
         if OUTPUTS[name].per == "slot":
-            of_slots = np.asarray(np.isfinite(values).all(axis=1))
+            if OUTPUTS[name].sparse:
+                of_slots = np.array([np.isfinite(row).all() for row in values.values])
+            else:
+                of_slots = np.asarray(np.isfinite(values).all(axis=1))
             if answers.slots is not None:
                 of_slots = np.logical_and.reduceat(of_slots, answers.slots[0])
             finite &= of_slots

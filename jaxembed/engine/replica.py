@@ -16,13 +16,15 @@ from jaxembed import memory
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.compiles import compile_lowered, compiler_options
 from jaxembed.engine.placement import FLOAT32, Device, mesh_of, place_parameters
+from jaxembed.engine.sparse import fetched, gathered
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program
 from jaxembed.models.attention import Attend, by_xla, using
-from jaxembed.outputs import OutputName
+from jaxembed.outputs import OUTPUTS, OutputName
 from jaxembed.spec import DType
 
-Outputs = dict[OutputName, np.ndarray]  # float32 `[rows, slots or length, width]`
+Outputs = dict[OutputName, Any]
+"""float32 `[rows, slots or length, width]`, a sparse one SparseRows `[rows * slots, width]`."""
 
 
 @runtime_checkable
@@ -144,7 +146,10 @@ class Replica:
         return jax.device_put(planes, NamedSharding(self._mesh, PartitionSpec(None, "data")))
 
     def _fetch(self, computed: dict[OutputName, Any], names: Iterable[OutputName]) -> Outputs:
-        return {name: np.asarray(computed[name]) for name in names}
+        return {
+            name: fetched(computed[name]) if OUTPUTS[name].sparse else np.asarray(computed[name])
+            for name in names
+        }
 
     def _compile(self, bucket: Bucket, dtype: DType) -> jax.stages.Compiled:
         """Compile the program of a bucket that computes in this dtype."""
@@ -157,7 +162,13 @@ class Replica:
         def forward(parameters, planes):
             leaves = [leaf.astype(jnp.float32) for leaf in parameters]
             leaves = leaves if dtype == FLOAT32 else parameters
-            return self._forward(leaves, planes, bucket.slots, self.outputs)
+            computed = self._forward(leaves, planes, bucket.slots, self.outputs)
+            if self.devices[0].platform == "cpu":  # its memory is the host's
+                return computed
+            return {
+                name: gathered(value, planes[0].size) if OUTPUTS[name].sparse else value
+                for name, value in computed.items()
+            }
 
         mapped = jax.shard_map(
             forward,

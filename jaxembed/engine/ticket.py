@@ -12,7 +12,7 @@ import numpy as np
 from jaxembed.engine.bucket import least_row
 from jaxembed.errors import Cancelled
 from jaxembed.outputs import OutputName
-from jaxembed.work import Ragged, Work, WorkResult, empty_result
+from jaxembed.work import Ragged, SparseRows, Work, WorkResult, empty_result
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +65,14 @@ class Ticket:
     def answer(self, index: Index, values: Mapping[OutputName, Any]) -> None:
         """Write the answers of the sequences at `index`, which are all different.
 
-        `values` has an array `[slots of these sequences, width]` for each output per slot, and a
-        list with the array of each sequence for each output per token.
+        `values` has an array `[slots of these sequences, width]` for each output per slot,
+        SparseRows of a sparse one, and a list with the array of each sequence for each output per
+        token.
         """
         for name, column in self.values.items():
-            if isinstance(column, Ragged):
+            if isinstance(column, SparseRows):
+                column.put(self._numbers(self._slots_of(index)), values[name])
+            elif isinstance(column, Ragged):
                 for i, rows in zip(self._numbers(index), values[name], strict=True):
                     column[i][:] = rows
             else:

@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import adapters, native, static
-from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
-from jaxembed.models.pooling import POOLINGS
-from jaxembed.models.tokens import Hidden, PackedTokens
+from jaxembed.models.heads import HEADS
+from jaxembed.models.tokens import PackedTokens
 from jaxembed.outputs import OUTPUTS, OutputName
-from jaxembed.spec import DenseLayer, Head, LayerNormLayer, ModelSpec, Module, Pooled
+from jaxembed.spec import ModelSpec
 
 ARCHITECTURES = {
     "bert": "jaxembed.models.bert:Bert",
@@ -47,50 +46,6 @@ class Model(nnx.Module):
             for name in OUTPUTS
             if name in outputs
         }
-
-
-class PooledHead(nnx.Module):
-    """The pooled hidden states of each slot, through the modules of the head."""
-
-    def __init__(self, head: Pooled):
-        self.modules = nnx.List([_module(layer) for layer in head.device_modules])
-        self.pooling = head.pooling
-
-    def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Float[Array, "rows slots width"]:
-        pooled = [POOLINGS[name](hidden, tokens) for name in self.pooling]
-        vectors = jnp.concatenate(pooled, axis=-1)
-        for layer in self.modules:
-            vectors = layer(vectors)
-        return vectors
-
-
-HEADS: dict[type[Head], Callable[..., nnx.Module]] = {Pooled: PooledHead}
-
-
-class Dense(Linear):
-    """sentence-transformers' Dense: a linear layer and its activation."""
-
-    def __init__(self, layer: DenseLayer):
-        super().__init__(layer.in_features, layer.out_features, bias=layer.bias)
-        self.activation = ACTIVATIONS[layer.activation]
-
-    def __call__(self, x: Float[Array, "rows slots in"]) -> Float[Array, "rows slots out"]:
-        return self.activation(super().__call__(x))
-
-
-class Normalize(nnx.Module):
-    """Scale to length one; zero stays zero."""
-
-    def __call__(self, x: Float[Array, "rows slots dim"]) -> Float[Array, "rows slots dim"]:
-        return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
-
-
-def _module(layer: Module) -> nnx.Module:
-    if isinstance(layer, DenseLayer):
-        return Dense(layer)
-    if isinstance(layer, LayerNormLayer):
-        return LayerNorm(layer.features, eps=layer.eps, bias=layer.bias)
-    return Normalize()
 
 
 def tower_class(architecture: str) -> Any:
@@ -138,10 +93,10 @@ class Program:
     """A model as data: the names and shapes of its parameters, and a pure function of them.
 
     `forward(parameters, planes, slots, outputs)` gives float32 arrays by the name of the output:
-    `[rows, slots, width]`, or `[rows, length, width]` for "tokens", none normalised. It computes
-    the `outputs` asked for and no others. `slots` and `outputs` are static: each choice of them is
-    a program of its own. `primary` is the output that the model is served for, `outputs` are all
-    that it can give. `planes` is the number of planes of PackedTokens that it takes.
+    `[rows, slots, width]`, or `[rows, length, width]` for those per token, none normalised. It
+    computes the `outputs` asked for and no others. `slots` and `outputs` are static: each choice of
+    them is a program of its own. `primary` is the output that the model is served for, `outputs`
+    are all that it can give. `planes` is the number of planes of PackedTokens that it takes.
     """
 
     shapes: dict[str, jax.ShapeDtypeStruct]

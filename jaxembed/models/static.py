@@ -71,7 +71,7 @@ class StaticModel:
         self._table = np.ascontiguousarray(parameters[TABLE], np.float32)
         self._modules = [
             (layer, _parameters_of(number, layer, parameters))
-            for number, layer in enumerate(spec.heads["dense"].device_modules)
+            for number, layer in enumerate(spec.dense.device_modules)
         ]
         self._block = max(BLOCK_BYTES // self._table[:1].nbytes, 1)  # tokens
 
@@ -136,7 +136,7 @@ def static_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The name and shape of every parameter that the checkpoint of a static model must hold."""
     config = StaticConfig(**spec.config)
     shapes: dict[str, tuple[int, ...]] = {TABLE: (config.vocab_size, config.hidden_size)}
-    for number, layer in enumerate(spec.heads["dense"].device_modules):
+    for number, layer in enumerate(spec.dense.device_modules):
         if isinstance(layer, DenseLayer):
             shapes[_name(number, "kernel")] = (layer.in_features, layer.out_features)
             if layer.bias:

@@ -94,7 +94,7 @@ def _model_type(loaded: LoadedModel) -> dict[str, dict[str, Any]]:
     """TEI's object with one key: the pooling of an embedding model, or the labels of others."""
     spec = loaded.spec
     if spec.task == "embed":
-        pooling = "+".join(TEI_POOLING_NAMES.get(name, name) for name in spec.head.pooling)
+        pooling = "+".join(TEI_POOLING_NAMES.get(name, name) for name in spec.pooling)
         return {"embedding": {"pooling": pooling}}
     id2label = {str(i): label for i, label in enumerate(spec.labels)}
     label2id = {label: i for i, label in enumerate(spec.labels)}

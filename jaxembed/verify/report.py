@@ -38,7 +38,7 @@ def report_lines(result: Verification) -> Iterator[str]:
     yield f"{result.name} ({_identity(result)}): {spec.architecture}, {task}, {_outputs(result)}"
     normalized = ", normalised" if spec.head.normalize else ""
     prompts = ", ".join(sorted(spec.prompts)) or "none"
-    yield f"pooling {' + '.join(spec.head.pooling)}{normalized}; prompts: {prompts}"
+    yield f"pooling {' + '.join(spec.pooling)}{normalized}; prompts: {prompts}"
     yield (
         f"compared with sentence-transformers {result.reference.version} in float32 on the CPU; "
         f"inputs cut at {result.limit} tokens"

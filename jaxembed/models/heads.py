@@ -1,0 +1,147 @@
+"""What follows a tower: from hidden states to the outputs of a model."""
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
+from jaxembed.models.pooling import POOLINGS, members
+from jaxembed.models.tokens import Hidden, PackedTokens
+from jaxembed.spec import (
+    DenseLayer,
+    Head,
+    LayerNormLayer,
+    Module,
+    PerToken,
+    Pooled,
+    Vocabulary,
+)
+
+BLOCK_TOKENS = 256  # whose logits are in memory at once: 31 MB of 30,592 terms
+TABLE_OF_TERMS = ".terms.kernel"  # how the name of its parameter ends
+TERM_TILE = 128  # the table of terms is padded to a multiple: the lanes of a TPU, and whole panels
+
+
+class PooledHead(nnx.Module):
+    """The pooled hidden states of each slot, through the modules of the head."""
+
+    def __init__(self, head: Pooled):
+        self.modules = nnx.List(map(_module, head.device_modules))
+        self.pooling = head.pooling
+
+    def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Float[Array, "rows slots width"]:
+        pooled = [POOLINGS[name](hidden, tokens) for name in self.pooling]
+        return _through(self.modules, jnp.concatenate(pooled, axis=-1))
+
+
+class TokenHead(nnx.Module):
+    """The hidden state of each token, through the modules of the head."""
+
+    def __init__(self, head: PerToken):
+        self.modules = nnx.List(map(_module, head.device_modules))
+
+    def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Float[Array, "rows length width"]:
+        return _through(self.modules, hidden)
+
+
+class VocabularyHead(nnx.Module):
+    """The weights of the vocabulary's terms in each slot, zeros for an empty one.
+
+    The logits of all tokens together would not fit: those of a block are folded into their slots
+    before the next block's. The maximum commutes with the bias and the activation, which follow
+    once for each slot. A token is of the first slot that holds it.
+    """
+
+    def __init__(self, head: Vocabulary):
+        self.modules = nnx.List(map(_module, head.device_modules))
+        self.terms = Linear(head.features, padded_terms(head.vocab_size), bias=False)
+        self.bias = nnx.Param(jnp.zeros(padded_terms(head.vocab_size), jnp.float32))
+        self.over_tokens = head.over_tokens
+        self.twice = head.activation == "log1p_relu"
+        self.vocab_size = head.vocab_size
+
+    def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Float[Array, "rows slots terms"]:
+        rows, slots, _ = tokens.bounds.shape
+        x = _through(self.modules, hidden).reshape(-1, self.terms.shape[0])
+        slot_of = _slots_of_tokens(tokens).reshape(-1)
+        block = min(BLOCK_TOKENS, len(x))
+        missing = -len(x) % block
+        x = jnp.pad(x, ((0, missing), (0, 0)))
+        slot_of = jnp.pad(slot_of, (0, missing), constant_values=rows * slots)
+
+        def fold(folded, one):
+            x, slot_of = one
+            logits = self.terms(x[None])[0]
+            if self.over_tokens == "max":
+                return folded.at[slot_of].max(logits), None
+            return folded.at[slot_of].add(self._activated(logits)), None
+
+        nothing = -jnp.inf if self.over_tokens == "max" else 0.0
+        folded = jnp.full((rows * slots + 1, self.terms.shape[1]), nothing)  # the last: padding
+        blocks = x.reshape(-1, block, x.shape[-1]), slot_of.reshape(-1, block)
+        folded, _ = lax.scan(fold, folded, blocks)
+        folded = folded[:-1, : self.vocab_size]
+        weights = self._activated(folded) if self.over_tokens == "max" else folded
+        return weights.reshape(rows, slots, -1)
+
+    def _activated(self, logits: Float[Array, "n terms"]) -> Float[Array, "n terms"]:
+        bias = self.bias[...][None, : logits.shape[1]]
+        weights = jnp.log1p(jnp.maximum(logits + bias, 0.0))
+        return jnp.log1p(weights) if self.twice else weights
+
+
+HEADS: dict[type[Head], Callable[..., nnx.Module]] = {
+    Pooled: PooledHead,
+    PerToken: TokenHead,
+    Vocabulary: VocabularyHead,
+}
+
+
+def padded_terms(vocab_size: int) -> int:
+    """The number of columns of a table of terms in a checkpoint: those over `vocab_size` are
+    zero."""
+    return -(-vocab_size // TERM_TILE) * TERM_TILE
+
+
+class Dense(Linear):
+    """sentence-transformers' Dense: a linear layer and its activation."""
+
+    def __init__(self, layer: DenseLayer):
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias)
+        self.activation = ACTIVATIONS[layer.activation]
+
+    def __call__(self, x: Float[Array, "rows slots in"]) -> Float[Array, "rows slots out"]:
+        return self.activation(super().__call__(x))
+
+
+class Normalize(nnx.Module):
+    """Scale to length one; zero stays zero."""
+
+    def __call__(self, x: Float[Array, "rows slots dim"]) -> Float[Array, "rows slots dim"]:
+        return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+
+
+def _slots_of_tokens(tokens: PackedTokens) -> Int[Array, "rows length"]:
+    """The number of the slot of each token among those of all rows; of a token in none that of
+    one after the last."""
+    rows, slots, _ = tokens.bounds.shape
+    member = members(tokens)
+    first = jnp.arange(rows)[:, None] * slots
+    return jnp.where(member.any(axis=1), first + member.argmax(axis=1), rows * slots)
+
+
+def _through(modules: Sequence, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    for layer in modules:
+        x = layer(x)
+    return x
+
+
+def _module(layer: Module) -> nnx.Module:
+    if isinstance(layer, DenseLayer):
+        return Dense(layer)
+    if isinstance(layer, LayerNormLayer):
+        return LayerNorm(layer.features, eps=layer.eps, bias=layer.bias)
+    return Normalize()

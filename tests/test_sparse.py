@@ -1,0 +1,139 @@
+"""Sparse outputs: the head over the vocabulary, and its way to the host."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxembed.engine import sparse
+from jaxembed.engine.sparse import fetched, gathered
+from jaxembed.models.heads import BLOCK_TOKENS, VocabularyHead, padded_terms
+from jaxembed.models.tokens import PackedTokens
+from jaxembed.spec import Vocabulary
+from jaxembed.work import SparseRows, no_rows, sparse_rows
+
+TERMS, FEATURES = 37, 8
+
+
+def mostly_zero(rows: int, width: int, share: float = 0.1, seed: int = 0) -> np.ndarray:
+    draw = np.random.default_rng(seed)
+    values = draw.standard_normal((rows, width), np.float32)
+    return np.where(draw.random((rows, width)) < share, values, np.float32(0))
+
+
+def as_dense(rows: SparseRows) -> np.ndarray:
+    matrix = np.zeros((len(rows), rows.width), np.float32)
+    for row, indices, values in zip(matrix, rows.indices, rows.values, strict=True):
+        assert (np.diff(indices) > 0).all()
+        assert (values != 0).all()
+        assert (indices.dtype, values.dtype) == (np.int32, np.float32)
+        row[indices] = values
+    return matrix
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_sparse_rows_hold_the_matrix_exactly(rows, share):
+    matrix = mostly_zero(rows, 11, share)
+    np.testing.assert_array_equal(as_dense(sparse_rows(matrix)), matrix)
+
+
+def test_an_empty_row_has_no_values():
+    matrix = mostly_zero(5, 9)
+    matrix[[0, 2, 4]] = 0
+    np.testing.assert_array_equal(as_dense(sparse_rows(matrix)), matrix)
+
+
+def test_csr_has_the_rows_one_after_the_other():
+    matrix = mostly_zero(6, 9, 0.3)
+    values, indices, offsets = sparse_rows(matrix).csr
+    assert offsets.tolist() == [0, *np.cumsum((matrix != 0).sum(axis=1)).tolist()]
+    np.testing.assert_array_equal(matrix[matrix != 0], values)
+    np.testing.assert_array_equal(np.nonzero(matrix)[1], indices)
+    assert [len(part) for part in no_rows(0, 3).csr] == [0, 0, 1]
+
+
+def test_rows_are_put_as_copies():
+    matrix = mostly_zero(4, 9, 0.5)
+    rows, target = sparse_rows(matrix), no_rows(3, 9)
+    target.put([2, 0], rows.rows([1, 3]))
+    np.testing.assert_array_equal(as_dense(target), matrix[[3, 1, 1]] * [[1], [0], [1]])
+    assert not np.shares_memory(target.values[2], rows.values[1])
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("room", [1, 8, 1000])
+def test_a_device_gives_all_that_is_not_zero(monkeypatch, shards, room):
+    """`room` of 1 is less than there is: then everything is copied."""
+    monkeypatch.setattr(sparse, "VALUES_A_TOKEN", room)
+    dense = mostly_zero(6 * 4, 50, 0.05).reshape(6, 4, 50)
+    parts = [jax.jit(lambda x: gathered(x, 3))(part) for part in np.split(dense, shards)]
+    whole = sparse.Gathered(*(jnp.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    np.testing.assert_array_equal(as_dense(fetched(whole)), dense.reshape(24, 50))
+
+
+def packed(rows: list[list[int]], length: int, slots: int) -> PackedTokens:
+    """Rows of sequences of these lengths, in order."""
+    ids, positions = (
+        np.zeros((len(rows), length), np.int32),
+        np.zeros((len(rows), length), np.int32),
+    )
+    segments, bounds = np.zeros_like(ids), np.zeros((len(rows), slots, 2), np.int32)
+    for row, lengths in enumerate(rows):
+        at = 0
+        for number, size in enumerate(lengths):
+            segments[row, at : at + size] = number + 1
+            positions[row, at : at + size] = np.arange(size)
+            bounds[row, number] = at, at + size
+            at += size
+    return PackedTokens(*map(jnp.asarray, (ids, positions, segments, np.zeros_like(ids), bounds)))
+
+
+def by_formula(head: Vocabulary, hidden: np.ndarray, table: np.ndarray, bias: np.ndarray):
+    """The weights of one sequence, from the formulas, in float64."""
+    weights = np.log1p(np.maximum(hidden.astype(np.float64) @ table + bias, 0))
+    if head.activation == "log1p_relu":
+        weights = np.log1p(weights)
+    return weights.max(axis=0) if head.over_tokens == "max" else weights.sum(axis=0)
+
+
+@pytest.mark.parametrize("over_tokens", ["max", "sum"])
+@pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
+def test_the_head_gives_the_weights_of_the_formula(
+    over_tokens: Literal["max", "sum"], activation: Literal["relu", "log1p_relu"]
+):
+    """Also where a slot spans two blocks of tokens, and padding holds NaN."""
+    length = BLOCK_TOKENS - 20
+    head = Vocabulary(TERMS, FEATURES, over_tokens=over_tokens, activation=activation)
+    layer = VocabularyHead(head)
+    draw = np.random.default_rng(1)
+    table = draw.standard_normal((FEATURES, padded_terms(TERMS)), np.float32) * 0.3
+    bias = draw.standard_normal(padded_terms(TERMS), np.float32) - 1
+    table[:, TERMS:] = bias[TERMS:] = 0
+    layer.terms.kernel[...], layer.bias[...] = jnp.asarray(table), jnp.asarray(bias)
+    rows = [[3, 200, 1], [length], [], [5, 6]]
+    tokens = packed(rows, length, 4)
+    hidden = draw.standard_normal((4, length, FEATURES), np.float32)
+    hidden[np.asarray(tokens.segments) == 0] = np.nan
+    got = np.asarray(layer(jnp.asarray(hidden), tokens))
+    assert got.shape == (4, 4, TERMS)
+    for row, lengths in enumerate(rows):
+        ends = np.cumsum(lengths, dtype=int)
+        for slot in range(4):
+            if slot >= len(lengths):
+                assert not got[row, slot].any()
+                continue
+            own = hidden[row, ends[slot] - lengths[slot] : ends[slot]]
+            wanted = by_formula(head, own, table[:, :TERMS], bias[:TERMS])
+            np.testing.assert_allclose(got[row, slot], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_logits_of_all_tokens_are_never_in_memory():
+    head = VocabularyHead(Vocabulary(1000, FEATURES))
+    tokens = packed([[64]] * 64, 64, 4)
+    hidden = jnp.zeros((64, 64, FEATURES))
+    memory = jax.jit(head.__call__).lower(hidden, tokens).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 3 * 4 * padded_terms(1000) * (BLOCK_TOKENS + 64 * 4)
