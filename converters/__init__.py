@@ -28,6 +28,7 @@ from converters.field_types import CONFIG_FIELDS, check_fields
 from converters.heads import Layout, weight_folders
 from converters.jina import is_flash
 from converters.jina_bert import is_jina_bert
+from converters.m3 import with_token_heads
 from converters.weights import Rule, Step
 from jaxembed import checkpoint
 from jaxembed.adapter_folders import adapter_folders
@@ -245,6 +246,9 @@ def outline(
     text = tokenizer.read_tokenizer(
         tower, lowercase=layout.lowercase, vocab_size=config["vocab_size"]
     )
+    if use == EMBEDDER:
+        layout = with_token_heads(source, layout, hf, getattr(family, "SPARSE", ()), text)
+        spec = msgspec.structs.replace(spec, heads=layout.heads)
     own = family.built_in(hf) if hasattr(family, "built_in") else None
     rules = (*tower_rules(family, hf), *layout.rules)
     model = Outline(source, family, layout, spec, text, rules, own)
@@ -450,6 +454,8 @@ def _plan(model: Outline) -> list[Step]:
         sources = [*own, *sources]
     for folder in layout.folders:
         tensors |= weights.within(folder, weights.find(source / folder))
+    for name in layout.files:
+        tensors |= weights.within(name, weights.torch_file(source / name))
     plain = msgspec.structs.replace(spec, adapters=())
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(plain).items()}
     steps = weights.plan_steps(spec.source, model.rules, family.IGNORED, tensors, shapes)

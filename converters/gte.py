@@ -21,7 +21,7 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 
 ARCHITECTURE = bert.ARCHITECTURE
 
-# gte-multilingual-base names NewModel and the class of its sparse weights, which are not computed.
+# The class that gte-multilingual-base names: its classifier of tokens gives the sparse weights.
 SPARSE = ("NewForTokenClassification", "GteForTokenClassification")
 CLASSES = ("NewModel", "NewForMaskedLM", "GteModel", "GteForMaskedLM", *SPARSE)
 CLASSIFIERS = ("NewForSequenceClassification", "GteForSequenceClassification")

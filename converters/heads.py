@@ -132,6 +132,7 @@ class Layout:
     heads: dict[OutputName, Head]  # as in ModelSpec
     rules: tuple[Rule, ...] = ()  # for the parameters of the heads
     folders: tuple[str, ...] = ()  # of modules that have weights of their own
+    files: tuple[str, ...] = ()  # torch files of heads; their tensors are `<file>/<name>`
     labels: tuple[str, ...] = ()
     score_function: ScoreFunction = "softmax"
     template: PairTemplate | None = None

@@ -329,7 +329,7 @@ def find(folder: Path) -> dict[str, Tensor]:
     Of safetensors only names, dtypes and shapes are read; a torch file is loaded. Raises
     CheckpointError if there are no weights, a file is damaged, or torch is missing or too old.
     """
-    for name, reader in (("model.safetensors", safetensors_of), ("pytorch_model.bin", _torch_file)):
+    for name, reader in (("model.safetensors", safetensors_of), ("pytorch_model.bin", torch_file)):
         tensors: dict[str, Tensor] = {}
         for file in _files(folder, name):
             tensors |= reader(file)
@@ -401,7 +401,7 @@ def _read(path: Path, offset: int, dtype: str, shape: Shape) -> np.ndarray:
     return raw.view(READ_DTYPES[dtype]).reshape(shape)
 
 
-def _torch_file(path: Path) -> dict[str, Tensor]:
+def torch_file(path: Path) -> dict[str, Tensor]:
     """Load a torch file. Raises CheckpointError if it is damaged, or without a recent torch."""
     try:
         torch = import_module("torch")  # no dependency of ours, because only old models need it

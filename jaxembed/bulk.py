@@ -89,7 +89,7 @@ def measure_ranges(
     """
     asked = [EncodeOptions(**options, dimensions=width) for width in (None, *dimensions)]
     for one in asked:
-        check_dimensions(embedder.spec, one.dimensions)
+        check_dimensions(embedder.spec.dim, one.dimensions)
     kinds = list(dict.fromkeys(embedder.tasks.kind(one) for one in asked))
     low = [np.full(kind.dimensions, np.inf, np.float32) for kind in kinds]
     high = [np.full(kind.dimensions, -np.inf, np.float32) for kind in kinds]

@@ -13,9 +13,10 @@ from jaxembed.errors import InvalidInput
 from jaxembed.inputs import Input, Pair, Text
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions, Label, Ranked, ScoreOptions
+from jaxembed.outputs import REPRESENTATIONS, OutputName
 from jaxembed.processors.prompts import Role
 from jaxembed.request import ComputeRequest, EncodeRequest, ScoreRequest
-from jaxembed.work import WorkResult
+from jaxembed.work import Ragged, SparseRows, WorkResult
 
 TextOrPair = str | tuple[str, str]
 NO_OPTIONS = EncodeOptions()
@@ -66,6 +67,46 @@ class Embedder(LoadedModel):
         """`encode_document` without blocking the event loop."""
         request = self._to_encode_as("document", texts, options)
         return _one_or_all(texts, await self.run_async(request))
+
+    def encode_outputs(
+        self, texts: str | Sequence[str], outputs: Collection[OutputName], **options
+    ) -> dict[OutputName, Any]:
+        """Several representations of each text from one pass, by name: of "dense" float32
+        `[n, dim]`, of "sparse" SparseRows with a row for each text, of "multi_vector" a Ragged with
+        an array `[vectors, width]` for each.
+
+        They are what `encode`, `encode_sparse` and `encode_multi` give alone. Options are those of
+        `encode`, and `role` ("query" or "document") of a model that treats them differently, and
+        `max_active_dims`, which keeps so many of the largest weights of a text. Raises WrongTask
+        for an output that the model does not give: `spec.representations` has them all.
+        """
+        return dict(self.run(self._to_encode_outputs(texts, outputs, options)).values)
+
+    async def encode_outputs_async(
+        self, texts: str | Sequence[str], outputs: Collection[OutputName], **options
+    ) -> dict[OutputName, Any]:
+        """`encode_outputs` without blocking the event loop."""
+        return dict((await self.run_async(self._to_encode_outputs(texts, outputs, options))).values)
+
+    def encode_sparse(self, texts: str | Sequence[str], **options) -> SparseRows:
+        """The weights of the vocabulary's terms in each text, a row for each; `to_scipy` makes a
+        matrix of them. Otherwise as `encode_outputs`."""
+        return self.encode_outputs(texts, ("sparse",), **options)["sparse"]
+
+    async def encode_sparse_async(self, texts: str | Sequence[str], **options) -> SparseRows:
+        """`encode_sparse` without blocking the event loop."""
+        return (await self.encode_outputs_async(texts, ("sparse",), **options))["sparse"]
+
+    def encode_multi(self, texts: str | Sequence[str], **options) -> Ragged:
+        """The vectors of each text to compare token by token, float32 `[vectors, width]`. Otherwise
+        as `encode_outputs`."""
+        return self.encode_outputs(texts, ("multi_vector",), **options)["multi_vector"]
+
+    async def encode_multi_async(self, texts: str | Sequence[str], **options) -> Ragged:
+        """`encode_multi` without blocking the event loop."""
+        return (await self.encode_outputs_async(texts, ("multi_vector",), **options))[
+            "multi_vector"
+        ]
 
     def rerank(
         self,
@@ -147,6 +188,21 @@ class Embedder(LoadedModel):
     ) -> EncodeRequest:
         return self.tasks.embed(_texts(texts), self.tasks.for_role(role, _encode_options(options)))
 
+    def _to_encode_outputs(
+        self, texts: str | Sequence[str], outputs: Collection[OutputName], options: dict[str, Any]
+    ) -> EncodeRequest:
+        unknown = [name for name in outputs if name not in REPRESENTATIONS]
+        if unknown or not outputs:
+            raise InvalidInput(
+                f"`outputs` must be some of {', '.join(REPRESENTATIONS)}. "
+                f"Given: {', '.join(map(str, unknown)) or 'none'}",
+                field="outputs",
+            )
+        role = options.pop("role", None)
+        chosen = EncodeOptions(outputs=frozenset(outputs), **options)
+        chosen = chosen if role is None else self.tasks.for_role(role, chosen)
+        return self.tasks.embed(_texts(texts), chosen)
+
     def _to_encode(self, texts: str | Sequence[str], options: dict[str, Any]) -> EncodeRequest:
         return self.tasks.embed(_texts(texts), _encode_options(options))
 
@@ -167,7 +223,7 @@ class Embedder(LoadedModel):
 def _encode_options(options: dict[str, Any]) -> EncodeOptions:
     """Raises TypeError for an option that the methods of the library do not have."""
     if "outputs" in options:
-        raise TypeError("encode gives one vector a text; for other outputs use compute()")
+        raise TypeError("encode gives one vector a text; for other outputs use encode_outputs()")
     return EncodeOptions(**options) if options else NO_OPTIONS
 
 

@@ -40,7 +40,8 @@ NO_ADAPTERS: Adapters = {}
 UNUSED_S = 24 * 3600.0  # after which entries of earlier versions of a source are removed
 
 # The small files. Weights are fetched once modules.json has told which ones are used.
-DESCRIPTIONS = ["*.json", "*.txt", "*.model", "*.jinja", "README.md"]
+# With the small heads of BGE-M3, which no other file tells of.
+DESCRIPTIONS = ["*.json", "*.txt", "*.model", "*.jinja", "README.md", "*_linear.pt"]
 NEVER_FETCHED = [
     "onnx/*",
     "openvino/*",

@@ -8,10 +8,11 @@ import numpy as np
 from jaxembed.inputs import Priority
 from jaxembed.outputs import OutputName
 from jaxembed.postprocess import rank, scores
+from jaxembed.processors.prompts import Role
 from jaxembed.processors.tokenizer import Side
 from jaxembed.quantise import EmbeddingDtype
 from jaxembed.spec import ScoreFunction
-from jaxembed.work import Ragged, WorkResult
+from jaxembed.work import Ragged, SparseRows, WorkResult
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class EncodeOptions:
     route: str | None = None  # of a model with several; None: that of the prompt, or the default
     truncate: bool | None = None
     truncation_side: Side = "right"
+    role: Role | None = None  # None: that of the prompt or route by name, or none
     dimensions: int | None = None
+    max_active_dims: int | None = None  # of sparse outputs; None: the model's own
     normalize: bool | None = None
     output_dtype: EmbeddingDtype = "float"
     adapter: str | None = None  # its name; None: that of the prompt's name, or none
@@ -82,6 +85,18 @@ class Embeddings:
         """float32 `[n, dim]`, or of the dtype asked for, as `quantise` gives it. Raises KeyError if
         it was not asked for."""
         return self.values["dense"]
+
+    @property
+    def sparse(self) -> SparseRows:
+        """The weights of terms, a row for each input. Raises KeyError if they were not asked
+        for."""
+        return self.values["sparse"]
+
+    @property
+    def multi_vector(self) -> Ragged:
+        """The vectors of each input to compare token by token: float32 `[vectors, width]`, or of
+        the dtype asked for. Raises KeyError if they were not asked for."""
+        return self.values["multi_vector"]
 
     @property
     def tokens(self) -> Ragged:

@@ -24,3 +24,6 @@ OUTPUTS: dict[OutputName, OutputKind] = {
     "multi_vector": OutputKind("token"),  # a vector to compare token by token
     "tokens": OutputKind("token"),  # the last hidden states
 }
+
+# Those that texts are compared by. "sparse" may be made of "token_weights".
+REPRESENTATIONS: tuple[OutputName, ...] = ("dense", "sparse", "multi_vector")

@@ -12,16 +12,19 @@ import numpy as np
 from jaxembed.engine.admission import Cost
 from jaxembed.inputs import Input, Pair, Priority
 from jaxembed.options import Chunk, Embeddings, EncodeOptions, ScoreOptions, Scores
-from jaxembed.outputs import OutputName
+from jaxembed.outputs import OUTPUTS, OutputName
 from jaxembed.postprocess import shape_vectors
 from jaxembed.processors.text import Row, Rules, TextProcessor, Tokenized
 from jaxembed.quantise import quantise
-from jaxembed.spec import ModelSpec
-from jaxembed.work import Ragged, WorkResult
+from jaxembed.spec import Head, ModelSpec, PerToken, Vocabulary
+from jaxembed.terms import most_active, terms_of_tokens
+from jaxembed.work import Ragged, SparseRows, WorkResult
 
 INPUT_BYTES = 1024  # of memory an input takes beside its text and its tokens: measured 0.8 KB
 TOKEN_BYTES = 8  # a token takes: its id, twice while a batch is packed
 FLOAT_BYTES = 4
+TERM_BYTES = 8  # of a value and its index
+TERMS_A_TOKEN = 16  # of a sparse answer: texts have one to three, short queries up to ten
 LOGITS: frozenset[OutputName] = frozenset({"logits"})
 
 Answer = TypeVar("Answer")
@@ -82,10 +85,15 @@ class Request(ABC, Generic[Answer]):
 
     def cost(self, spec: ModelSpec, sequences: int, tokens: int) -> Cost:
         """The cost of the request if it is made of so many sequences and tokens."""
-        token_bytes = TOKEN_BYTES
-        if "tokens" in self.outputs:
-            token_bytes += FLOAT_BYTES * spec.hidden_size
-        input_bytes = INPUT_BYTES + 2 * FLOAT_BYTES * spec.dim
+        token_bytes, input_bytes = TOKEN_BYTES, INPUT_BYTES
+        for name in self.outputs:
+            row_bytes = 2 * FLOAT_BYTES * spec.widths[name]  # twice while they are normalised
+            if OUTPUTS[name].sparse:
+                token_bytes += min(row_bytes, TERM_BYTES * TERMS_A_TOKEN)
+            elif OUTPUTS[name].per == "slot":
+                input_bytes += row_bytes
+            else:
+                token_bytes += row_bytes if name == "multi_vector" else row_bytes // 2
         return Cost(sequences, tokens, sequences * input_bytes + tokens * token_bytes)
 
 
@@ -98,20 +106,59 @@ class EncodeRequest(Request[Embeddings]):
     ranges: np.ndarray | None = field(default=None, kw_only=True)  # float32 [2, dim]
 
     def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
-        """Cut, normalise and encode the vectors as the options say."""
+        """Cut, normalise and encode the outputs as the options say."""
         values, dtype = dict(run.values), self.options.output_dtype
         if "dense" in values:
-            normalize = self.options.normalize
-            dense = shape_vectors(
-                values["dense"],
-                dimensions=self.options.dimensions,
-                normalize=spec.dense.normalize if normalize is None else normalize,
-            )
+            dense = self._shaped(values["dense"], spec.dense)
             values["dense"] = quantise(dense, dtype, self.ranges)
         if "tokens" in values:
             tokens = values["tokens"]
             values["tokens"] = Ragged(quantise(tokens.values, dtype), tokens.offsets)
+        if "multi_vector" in values:
+            kept = self._kept(spec, run)
+            rows = quantise(self._shaped(kept.values, spec.heads["multi_vector"]), dtype)
+            values["multi_vector"] = Ragged(rows, kept.offsets)
+        if "sparse" in self.options.outputs:
+            values["sparse"] = self._terms(spec, run)
+            values.pop("token_weights", None)
         return Embeddings(values, **run.figures)
+
+    def _shaped(self, vectors: np.ndarray, head: Head) -> np.ndarray:
+        normalize = self.options.normalize
+        return shape_vectors(
+            vectors,
+            dimensions=self.options.dimensions,
+            normalize=head.normalize if normalize is None else normalize,
+        )
+
+    def _kept(self, spec: ModelSpec, run: Run) -> Ragged:
+        """The rows of the tokens that are answered."""
+        head, rows = spec.heads["multi_vector"], run.values["multi_vector"]
+        assert isinstance(head, PerToken)
+        kept = np.ones(len(rows.values), bool)
+        if head.skipped_ids and self.rules.role != "query":
+            kept = ~np.isin(run.tokenized.work.planes["ids"], head.skipped_ids)
+        if head.drops_first:
+            kept[rows.offsets[:-1]] = False
+        return rows if kept.all() else rows.where(kept)
+
+    def _terms(self, spec: ModelSpec, run: Run) -> SparseRows:
+        """The weights of terms, of which no more than asked for."""
+        if "sparse" in run.values:
+            head, terms = spec.heads["sparse"], run.values["sparse"]
+            most = head.max_active if isinstance(head, Vocabulary) else None
+        else:
+            head, work, most = spec.heads["token_weights"], run.tokenized.work, None
+            assert isinstance(head, PerToken)
+            terms = terms_of_tokens(
+                run.values["token_weights"].values[:, 0],
+                work.planes["ids"],
+                work.lengths,
+                skipped=head.skipped_ids,
+                vocab_size=int(spec.config["vocab_size"]),
+            )
+        most = self.options.max_active_dims or most
+        return terms if most is None else most_active(terms, most)
 
 
 @dataclass(frozen=True)

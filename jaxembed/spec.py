@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from jaxembed.outputs import OutputName
+from jaxembed.outputs import REPRESENTATIONS, OutputName
 
 NO_LIMIT = 2**19  # tokens of an input to a model that cuts nothing; no text that is read has more
 
@@ -104,6 +104,7 @@ class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
     features: int  # of the table, each term's number of values
     modules: tuple[Module, ...] = ()
     over_tokens: Literal["max", "sum"] = "max"
+    max_active: int | None = None  # values of a text that are answered, the largest; None: all
     activation: Literal["relu", "log1p_relu"] = "relu"
     """relu: log(1 + max(z, 0)) of a logit z; log1p_relu: log(1 + that)."""
 
@@ -222,6 +223,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(self.head, Pooled):
             return self.head.pooling
         return ("splade",) if self.primary == "sparse" else (self.primary,)
+
+    @property
+    def representations(self) -> tuple[OutputName, ...]:
+        """What a text may be represented by: some of "dense", "sparse" and "multi_vector"."""
+        given = {"sparse" if name == "token_weights" else name for name in self.heads}
+        return tuple(name for name in REPRESENTATIONS if name in given)
 
     @property
     def dense(self) -> Pooled:

@@ -11,8 +11,14 @@ from jaxembed.config import TextConfig
 from jaxembed.errors import EmptyInput, InvalidInput, UnknownRoute, WrongTask
 from jaxembed.inputs import Input, Pair, Text
 from jaxembed.options import EncodeOptions, ScoreOptions
-from jaxembed.outputs import OutputName
-from jaxembed.processors.prompts import Role, prompt_for, prompt_of_role, same_purpose
+from jaxembed.outputs import OUTPUTS, REPRESENTATIONS, OutputName
+from jaxembed.processors.prompts import (
+    Role,
+    prompt_for,
+    prompt_of_role,
+    role_of,
+    same_purpose,
+)
 from jaxembed.processors.text import Rules, TextProcessor
 from jaxembed.processors.windows import MOST_WINDOWS
 from jaxembed.quantise import NEEDS_RANGES, EmbeddingDtype, embedding_dtype
@@ -30,6 +36,7 @@ KIND: dict[Task, str] = {
     "classify": "a classifier",
     "rerank": "a reranker",
 }
+PER_TOKEN = {name for name, kind in OUTPUTS.items() if kind.per == "token"}
 NO_RANGES: Mapping[VectorKind, KeptRanges] = {}
 
 
@@ -60,22 +67,62 @@ class Tasks:
     def embed(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
         """The request for a vector of each input, and for the other outputs of the options."""
         check_task(self._name, self._spec, "embed")
-        check_dimensions(self._spec, options.dimensions)
+        self._check_outputs(options)
         options, adapter = self._with_prompt_of_adapter(options)
         prompt = self._processor.prompt(options.prompt, options.prompt_name)
+        route = self._route(options)
         rules = Rules(
-            prompt, self._truncate(options), options.truncation_side, bare_ids=options.bare_ids
+            prompt,
+            self._truncate(options),
+            options.truncation_side,
+            bare_ids=options.bare_ids,
+            role=options.role or role_of(options.prompt_name or route),
         )
         return EncodeRequest(
             inputs,
             rules,
-            options.outputs,
+            self._computed(options.outputs, route),
             options.priority,
             options,
-            route=self._route(options),
+            route=route,
             adapter=adapter,
             ranges=self.ranges(options, embedding_dtype(options.output_dtype)),
         )
+
+    def _check_outputs(self, options: EncodeOptions) -> None:
+        """Raises WrongTask for outputs that the model does not give, and InvalidInput for options
+        that ask for nothing of those asked for."""
+        spec, offered = self._spec, self._spec.representations
+        if missing := [name for name in REPRESENTATIONS if name in {*options.outputs} - {*offered}]:
+            raise WrongTask(
+                f"{self._name} gives no {' and no '.join(missing)} output, only "
+                f"{' and '.join(offered)}"
+            )
+        vectors: tuple[OutputName, ...] = ("dense", "multi_vector")
+        asked: list[OutputName] = [name for name in vectors if name in options.outputs]
+        if options.dimensions is not None and not asked and "sparse" in options.outputs:
+            raise InvalidInput(
+                "`dimensions` is for vectors; `max_active_dims` shortens sparse outputs",
+                field="dimensions",
+            )
+        for name in asked:
+            check_dimensions(spec.widths[name], options.dimensions)
+        most = options.max_active_dims
+        if most is not None and "sparse" not in options.outputs:
+            raise InvalidInput(
+                "`max_active_dims` is for sparse outputs; ask for one or leave it out",
+                field="max_active_dims",
+            )
+        if most is not None and most < 1:
+            raise InvalidInput(
+                f"`max_active_dims` must be 1 or more. Given: {most}", field="max_active_dims"
+            )
+
+    def _computed(self, outputs: Collection[OutputName], route: str) -> frozenset[OutputName]:
+        """The outputs of the engine that these are made of."""
+        heads = self._routes.specs[route].heads
+        made = "sparse" if "sparse" in heads else "token_weights"
+        return frozenset(made if name == "sparse" else name for name in outputs)
 
     def ranges(
         self, options: EncodeOptions, dtype: EmbeddingDtype, field: str = "output_dtype"
@@ -88,9 +135,9 @@ class Tasks:
         """
         if dtype not in NEEDS_RANGES:
             return None
+        _check_calibrated(self._spec, options, dtype, field)
         kind = self.kind(options)
         spec = self._routes.specs[kind.route]
-        _check_calibrated(spec, options, dtype, field)
         kept = self._ranges.get(kind)
         if kept is None or kept.content_hash != spec.content_hash:
             why = "there are none" if kept is None else "those kept are of another checkpoint"
@@ -105,6 +152,7 @@ class Tasks:
     def kind(self, options: EncodeOptions) -> VectorKind:
         """The kind of the vectors of such a request, by which ranges are kept. Raises
         InvalidInput."""
+        self._check_outputs(options)
         options, number = self._with_prompt_of_adapter(options)
         route = self._route(options)
         spec = self._routes.specs[route]
@@ -161,7 +209,7 @@ class Tasks:
         the prompt of the role or none. The default prompt is for no role, as in
         sentence-transformers. Raises UnknownRoute."""
         route = self.route_for(role) if options.route is None else options.route
-        options, prompts = replace(options, route=route), self._spec.prompts
+        options, prompts = replace(options, route=route, role=role), self._spec.prompts
         if {options.prompt, options.prompt_name, options.adapter} != {None}:
             return options
         chosen = prompt_for(role, prompts)
@@ -285,7 +333,7 @@ def _check_calibrated(
 ) -> None:
     """Raise InvalidInput for vectors that no calibration has ranges of."""
     normalize = options.normalize
-    if "tokens" in options.outputs:
+    if "dense" not in options.outputs or options.outputs & PER_TOKEN:
         which = "of inputs, not of tokens"
     elif not (spec.dense.normalize if normalize is None else normalize):
         which = "of length one; ask for them by `normalize`"
@@ -315,11 +363,12 @@ def check_task(name: str, spec: ModelSpec, task: Task) -> None:
         )
 
 
-def check_dimensions(spec: ModelSpec, dimensions: int | None) -> None:
-    """Raises InvalidInput for more dimensions than a model has, or fewer than one."""
-    if dimensions is not None and not 0 < dimensions <= spec.dim:
+def check_dimensions(width: int, dimensions: int | None) -> None:
+    """Raises InvalidInput for more dimensions than the `width` of a model's vectors, or fewer than
+    one."""
+    if dimensions is not None and not 0 < dimensions <= width:
         raise InvalidInput(
-            f"`dimensions` must be from 1 to {spec.dim}, the size of this model's "
+            f"`dimensions` must be from 1 to {width}, the size of this model's "
             f"embeddings. Given: {dimensions}",
             field="dimensions",
         )

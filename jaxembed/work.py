@@ -138,6 +138,11 @@ class Ragged:
     def __iter__(self) -> Iterator[np.ndarray]:
         return (self[index] for index in range(len(self)))
 
+    def where(self, kept: np.ndarray) -> "Ragged":
+        """The arrays with only the rows where `kept`, bool `[rows of all]`, is true."""
+        before = np.concatenate([[0], np.cumsum(kept)])
+        return Ragged(self.values[kept], before[self.offsets])
+
 
 @dataclass(frozen=True, eq=False)
 class SparseRows:
@@ -166,6 +171,12 @@ class SparseRows:
         offsets = np.cumsum(counts, dtype=np.int64)
         indices = np.concatenate([np.zeros(0, np.int32), *self.indices])
         return np.concatenate([np.zeros(0, np.float32), *self.values]), indices, offsets
+
+    def to_scipy(self) -> Any:
+        """The rows as a scipy.sparse.csr_array. Raises ImportError without scipy."""
+        from scipy.sparse import csr_array  # imported here, because nothing else needs it
+
+        return csr_array(self.csr, shape=(len(self), self.width))
 
     def rows(self, chosen: Iterable[SupportsIndex]) -> "SparseRows":
         """The rows with these numbers, in this order, as views."""

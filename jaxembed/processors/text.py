@@ -27,7 +27,7 @@ from jaxembed.inputs import Input, Pair, Text, Tokens
 from jaxembed.models import is_static
 from jaxembed.processors.pairs import Frame, find_frame
 from jaxembed.processors.pieces import TokenPiece, token_pieces
-from jaxembed.processors.prompts import default_prompt, default_prompt_name, named_prompt
+from jaxembed.processors.prompts import Role, default_prompt, default_prompt_name, named_prompt
 from jaxembed.processors.token_ids import checked_ids, has_special_tokens
 from jaxembed.processors.tokenizer import (
     CHARACTER_BYTES,
@@ -80,6 +80,7 @@ class Rules(msgspec.Struct, frozen=True):
     bare_ids: bool = True
     max_windows: int = 1
     overlap: int | None = None  # tokens that windows share; None: see `overlap_of`
+    role: Role | None = None
 
 
 class TextProcessor:

@@ -1,0 +1,129 @@
+"""The three heads of BGE-M3: from its files, in one pass, by its formulas."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sources
+from safetensors.numpy import save_file
+from test_sparse import as_dense
+
+from converters import convert, weights
+from converters.m3 import SPARSE_FILE, VECTORS_FILE
+from jaxembed.embedder import Embedder
+from jaxembed.errors import InvalidInput, WrongTask
+
+TEXTS = ["the cat sat on the mat", "dog", "a cat", "the the the"]
+NAMES = {"cls_token": "[CLS]", "eos_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
+
+
+@pytest.fixture(name="files", scope="module")
+def _files(tmp_path_factory) -> Path:
+    """A tiny BERT with BGE-M3's files, which are safetensors here: torch is not needed."""
+    folder: Path = tmp_path_factory.mktemp("m3")
+    sources.write_bert(folder)
+    kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
+    modules = [(f"sentence_transformers.models.{kind}", path) for kind, path in kinds]
+    sources.write_modules(folder, *modules)
+    sources.write_json(folder / "1_Pooling" / "config.json", {"pooling_mode_cls_token": True})
+    sources.write_json(folder / "tokenizer_config.json", NAMES)
+    draw = np.random.default_rng(3)
+    for name, width in ((SPARSE_FILE, 1), (VECTORS_FILE, sources.HIDDEN)):
+        tensors = {
+            "weight": draw.standard_normal((width, sources.HIDDEN), np.float32),
+            "bias": draw.standard_normal(width, np.float32) + (width == 1),
+        }
+        save_file(tensors, folder / name)
+    return folder
+
+
+@pytest.fixture(name="embedder", scope="module")
+def _embedder(files, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "torch_file", weights.safetensors_of)
+        out = tmp_path_factory.mktemp("converted") / "m3"
+        convert(files, out)
+    with Embedder(str(out), cache_dir=tmp_path_factory.mktemp("cache")) as embedder:
+        yield embedder
+
+
+def linear(files: Path, name: str, hidden: np.ndarray) -> np.ndarray:
+    tensors = {key: one.read() for key, one in weights.safetensors_of(files / name).items()}
+    return hidden.astype(np.float64) @ tensors["weight"].T + tensors["bias"]
+
+
+def test_one_call_gives_all_three(embedder):
+    assert embedder.spec.representations == ("dense", "sparse", "multi_vector")
+    together = embedder.encode_outputs(TEXTS, ("multi_vector", "sparse", "dense"))
+    np.testing.assert_array_equal(together["dense"], embedder.encode(TEXTS))
+    sparse, multi = embedder.encode_sparse(TEXTS), embedder.encode_multi(TEXTS)
+    np.testing.assert_array_equal(as_dense(together["sparse"]), as_dense(sparse))
+    for one, other in zip(together["multi_vector"], multi, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_they_are_those_of_the_formulas(embedder, files):
+    hidden = embedder.compute(TEXTS, ["tokens"])["tokens"]
+    sparse, multi = embedder.encode_sparse(TEXTS), embedder.encode_multi(TEXTS)
+    for number, text in enumerate(TEXTS):
+        ids = embedder.processor.pieces([text], special=True, prompt="")[0]
+        tokens = [piece.id for piece in ids]
+        weight = np.maximum(linear(files, SPARSE_FILE, hidden[number])[:, 0], 0)
+        wanted = np.zeros(sparse.width)
+        for token, one in zip(tokens, weight, strict=True):
+            if token > 3:  # the first four words are the special ones
+                wanted[token] = max(wanted[token], one)
+        np.testing.assert_allclose(as_dense(sparse)[number], wanted, rtol=1e-5, atol=1e-6)
+        vectors = linear(files, VECTORS_FILE, hidden[number])[1:]  # [SEP] stays
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        np.testing.assert_allclose(multi[number], vectors, rtol=1e-5, atol=1e-6)
+        assert len(multi[number]) == len(tokens) - 1
+
+
+def test_a_text_alone_has_the_same(embedder):
+    sparse, multi = embedder.encode_sparse(TEXTS), embedder.encode_multi(TEXTS)
+    for number, text in enumerate(TEXTS):
+        (alone,) = as_dense(embedder.encode_sparse(text))
+        np.testing.assert_allclose(as_dense(sparse)[number], alone, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(multi[number], embedder.encode_multi(text)[0], rtol=1e-5)
+
+
+def test_options_shorten_what_they_are_for(embedder):
+    cut = embedder.encode_outputs(
+        TEXTS, ("dense", "sparse", "multi_vector"), dimensions=3, max_active_dims=1
+    )
+    assert cut["dense"].shape == (len(TEXTS), 3)
+    assert {rows.shape[1] for rows in cut["multi_vector"]} == {3}
+    for rows in cut["multi_vector"]:
+        np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, rtol=1e-6)
+    full = as_dense(embedder.encode_sparse(TEXTS))
+    kept = as_dense(cut["sparse"])
+    assert (np.count_nonzero(kept, axis=1) <= 1).all()
+    np.testing.assert_array_equal(kept.max(axis=1), full.max(axis=1))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "options", "field"),
+    [
+        (["sparse"], {"dimensions": 2}, "dimensions"),
+        (["sparse"], {"max_active_dims": 0}, "max_active_dims"),
+        (["dense"], {"max_active_dims": 2}, "max_active_dims"),
+        (["multi_vector"], {"dimensions": 10**6}, "dimensions"),
+        (["dense", "nothing"], {}, "outputs"),
+        ([], {}, "outputs"),
+        (["sparse"], {"output_dtype": "int8"}, "output_dtype"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(embedder, outputs, options, field):
+    with pytest.raises(InvalidInput) as error:
+        embedder.encode_outputs(TEXTS, outputs, **options)
+    assert error.value.field == field
+
+
+def test_a_model_with_one_head_gives_no_other(tmp_path):
+    folder = sources.write_bert(tmp_path / "plain")
+    with (
+        Embedder(str(folder), cache_dir=tmp_path / "cache") as plain,
+        pytest.raises(WrongTask, match="gives no sparse output, only dense"),
+    ):
+        plain.encode_sparse("a")

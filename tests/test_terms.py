@@ -1,0 +1,52 @@
+"""Weights of terms on the host."""
+
+import numpy as np
+import pytest
+from test_sparse import as_dense, mostly_zero
+
+from jaxembed.terms import most_active, products, terms_of_tokens
+from jaxembed.work import sparse_rows
+
+WEIGHTS = np.array([9, 0.5, 0.25, 0.75, 0, 8, 7, -1, 0.1], np.float32)
+IDS = np.array([0, 5, 6, 5, 7, 2, 0, 6, 2], np.int32)
+
+
+def test_a_term_has_the_largest_weight_of_its_tokens():
+    """Skipped ids, zeros and negative weights give none; equal ids of two texts stay apart."""
+    lengths = np.array([6, 0, 3])
+    rows = terms_of_tokens(WEIGHTS, IDS, lengths, skipped=(0, 2), vocab_size=10)
+    wanted = np.zeros((3, 10), np.float32)
+    wanted[0, 5], wanted[0, 6] = 0.75, 0.25
+    np.testing.assert_array_equal(as_dense(rows), wanted)
+
+
+def test_no_texts_have_no_terms():
+    none = np.zeros(0, np.float32)
+    rows = terms_of_tokens(none, none.astype(int), np.zeros(0, int), skipped=(), vocab_size=3)
+    assert len(rows) == 0
+
+
+@pytest.mark.parametrize("most", [1, 3, 100])
+def test_the_largest_values_are_kept(most):
+    matrix = mostly_zero(6, 30, 0.4)
+    matrix[0, [3, 7, 9]] = -5, 5, 5  # of equal magnitudes the first
+    wanted = np.zeros_like(matrix)
+    for row, kept in zip(matrix, wanted, strict=True):
+        chosen = np.argsort(-np.abs(row), kind="stable")[:most]
+        kept[chosen] = row[chosen]
+    np.testing.assert_array_equal(as_dense(most_active(sparse_rows(matrix), most)), wanted)
+
+
+def test_products_are_those_of_the_matrices():
+    rows, others = mostly_zero(3, 40, 0.3, seed=1), mostly_zero(7, 40, 0.3, seed=2)
+    others[[0, 3, 6]] = 0
+    got = products(sparse_rows(rows), sparse_rows(others))
+    np.testing.assert_allclose(got, rows.astype(np.float64) @ others.T, rtol=1e-6, atol=1e-7)
+
+
+def test_scipy_takes_the_rows():
+    scipy = pytest.importorskip("scipy.sparse")
+    matrix = mostly_zero(5, 9, 0.3)
+    made = sparse_rows(matrix).to_scipy()
+    assert isinstance(made, scipy.csr_array)
+    np.testing.assert_array_equal(made.toarray(), matrix)
