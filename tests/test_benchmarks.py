@@ -15,6 +15,7 @@ from benchmarks import (
     bench_attention,
     bench_engine,
     bench_families,
+    bench_maxsim,
     bench_memory,
     bench_model,
     bench_pair,
@@ -242,6 +243,15 @@ def test_bench_engine_runs(capsys):
 def test_bench_attention_runs(capsys):
     bench_attention.main([*TINY, "--repeat", "1", "--lengths", "32", "--blocks", "16"])
     assert [row["queries"] for row in last_line(capsys)["results"]] == ["all", 16]
+
+
+def test_bench_maxsim_compares_ways_with_the_same_scores(capsys):
+    sizes = ["--query", "3", "--documents", "7", "--length", "5", "--dim", "8", "--rounds", "1"]
+    bench_maxsim.main([*sizes, "--blocks", "0.0001"])
+    ceiling, *ways = last_line(capsys)["results"]
+    assert (ceiling["way"], ceiling["error"]) == ("products alone", None)
+    assert len(ways) == 8
+    assert all(way["error"] < 1e-6 and way["extra_mb"] > 0 for way in ways)
 
 
 @pytest.mark.slow
