@@ -83,6 +83,18 @@ def test_static_embeddings_beside_model2vec():
         assert spread in BENCHMARKS.replace("\n", " ")
 
 
+def test_maxsim_beside_plain_numpy():
+    ways = {one["way"]: one for one in result("bench_maxsim", AMD)["results"]}
+    (_, section) = BENCHMARKS.split("## MaxSim on the host\n")
+    lines = section.split("\n## ")[0].splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][1:]
+    assert len(rows) == 6
+    for name, *figures in rows:
+        one = ways[name]
+        wanted = [f"{one['ms_median']:.1f}", f"{one['times']:.2f}", f"{one['extra_mb']:.1f}"]
+        assert figures == wanted
+
+
 @pytest.mark.parametrize(("start", "cache"), [("cold", "empty"), ("warm", "warm")])
 def test_the_times_of_a_start(start, cache):
     starts = [one for one in result("bench_start")["starts"] if one["start"] == start]
