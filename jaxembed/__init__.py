@@ -7,11 +7,14 @@ if TYPE_CHECKING:
     from jaxembed.config import EngineConfig, TextConfig
     from jaxembed.embedder import Embedder
     from jaxembed.errors import JaxembedError
+    from jaxembed.inputs import ChunkedText, ChunkSize
     from jaxembed.options import Label, Ranked
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "ChunkSize": "jaxembed.inputs",
+    "ChunkedText": "jaxembed.inputs",
     "Embedder": "jaxembed.embedder",
     "EngineConfig": "jaxembed.config",
     "JaxembedError": "jaxembed.errors",
@@ -20,6 +23,8 @@ _PUBLIC = {
     "TextConfig": "jaxembed.config",
 }
 __all__ = [
+    "ChunkSize",
+    "ChunkedText",
     "Embedder",
     "EngineConfig",
     "JaxembedError",

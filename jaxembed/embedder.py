@@ -10,12 +10,20 @@ from typing import Any
 import numpy as np
 
 from jaxembed.errors import InvalidInput
-from jaxembed.inputs import Input, Pair, Text
+from jaxembed.inputs import ChunkedText, Input, Pair, Text
 from jaxembed.loaded_model import LoadedModel
-from jaxembed.options import Embeddings, EncodeOptions, Label, Ranked, ScoreOptions
+from jaxembed.options import (
+    Embeddings,
+    EncodedChunks,
+    EncodeOptions,
+    Label,
+    Ranked,
+    ScoreOptions,
+)
 from jaxembed.outputs import REPRESENTATIONS, OutputName
+from jaxembed.processors.late import NO_CHUNKS, join_texts
 from jaxembed.processors.prompts import Role
-from jaxembed.request import ComputeRequest, EncodeRequest, ScoreRequest
+from jaxembed.request import ComputeRequest, EncodeRequest, LateRequest, ScoreRequest
 from jaxembed.work import Ragged, SparseRows, WorkResult
 
 TextOrPair = str | tuple[str, str]
@@ -107,6 +115,27 @@ class Embedder(LoadedModel):
         return (await self.encode_outputs_async(texts, ("multi_vector",), **options))[
             "multi_vector"
         ]
+
+    def encode_chunks(
+        self, texts: Sequence[ChunkedText | Sequence[str]], **options
+    ) -> list[EncodedChunks]:
+        """Late chunking: for each text a vector of each of its chunks, pooled from the tokens of
+        the whole text, so that they know their context.
+
+        A list of strings is one text, whose chunks these are; neighbours are joined by a space
+        where there is no white space between them. One over the model's limit is run in windows, or
+        with `truncate` False refused. Options are those of `encode`, without `truncation_side`.
+
+        Raises the errors of InvalidInput, which has no late chunking for models that pool otherwise
+        than by the mean, and of BackendError.
+        """
+        return _by_text(self.run(self._to_encode_chunks(texts, options)))
+
+    async def encode_chunks_async(
+        self, texts: Sequence[ChunkedText | Sequence[str]], **options
+    ) -> list[EncodedChunks]:
+        """`encode_chunks` without blocking the event loop."""
+        return _by_text(await self.run_async(self._to_encode_chunks(texts, options)))
 
     def rerank(
         self,
@@ -206,6 +235,12 @@ class Embedder(LoadedModel):
     def _to_encode(self, texts: str | Sequence[str], options: dict[str, Any]) -> EncodeRequest:
         return self.tasks.embed(_texts(texts), _encode_options(options))
 
+    def _to_encode_chunks(
+        self, texts: Sequence[ChunkedText | Sequence[str]], options: dict[str, Any]
+    ) -> LateRequest:
+        chunked = [_chunked(text) for text in texts]
+        return self.tasks.embed_chunks(chunked, _encode_options(options))
+
     def _to_score(
         self, inputs: str | Sequence[TextOrPair], options: dict[str, Any]
     ) -> ScoreRequest:
@@ -245,6 +280,22 @@ def _texts_and_pairs(inputs: str | Sequence[TextOrPair]) -> list[Text | Pair]:
 
 def _one_or_all(texts: str | Sequence[str], answer: Embeddings) -> np.ndarray:
     return answer.dense[0] if isinstance(texts, str) else answer.dense
+
+
+def _chunked(text: ChunkedText | Sequence[str]) -> ChunkedText:
+    """Raises TypeError for a string: nothing says what its chunks are."""
+    if isinstance(text, str):
+        raise TypeError("a text is a list of its chunks or a ChunkedText, not one string")
+    return text if isinstance(text, ChunkedText) else join_texts(text)
+
+
+def _by_text(answer: Embeddings) -> list[EncodedChunks]:
+    chunked = answer.chunked or NO_CHUNKS
+    ends = np.cumsum(chunked.counts).tolist()
+    return [
+        EncodedChunks(answer.dense[end - count : end], chunked.bounds[end - count : end])
+        for count, end in zip(chunked.counts.tolist(), ends, strict=True)
+    ]
 
 
 def _check_top_n(top_n: int | None) -> None:

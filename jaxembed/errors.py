@@ -11,6 +11,7 @@ JaxembedError
           - NoInputs        a request with nothing to do
       - InputTooLong        more tokens than the limit, and truncation is off
       - TooManySpans        more spans of one input than a row of a batch has slots
+      - InvalidChunk        a chunk of a text that is no range of it, or has no tokens
       - BareTokenIds        token ids that lack the tokenizer's special tokens
       - UnknownPrompt       a prompt name that the checkpoint lacks
       - UnknownPurpose      a purpose of texts that is not one of the known ones
@@ -112,6 +113,15 @@ class TooManySpans(InvalidInput):
         )
         self.limit = limit
         self.got = got
+
+
+class InvalidChunk(InvalidInput):
+    """The chunk number `chunk` of an input is wrong. `reason` says why: it follows its name."""
+
+    def __init__(self, chunk: int, reason: str):
+        super().__init__(f"chunk {chunk} {reason}")
+        self.chunk = chunk
+        self.reason = reason
 
 
 class BareTokenIds(InvalidInput):

@@ -7,6 +7,8 @@ import msgspec
 
 Priority = Literal["interactive", "bulk"]  # interactive: a person waits; bulk: a job does
 
+OffsetUnit = Literal["code-points", "utf-16", "utf-8"]  # what places in a text are counted in
+
 
 class Text(msgspec.Struct, frozen=True):
     """One text; prompts and special tokens are added when it is tokenized."""
@@ -31,3 +33,23 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 Input = Text | Pair | Tokens
+
+
+class ChunkSize(msgspec.Struct, frozen=True):
+    """Chunks of so many tokens, of which each shares `overlap` with the one before."""
+
+    tokens: int
+    overlap: int = 0
+
+
+class ChunkedText(msgspec.Struct, frozen=True):
+    """A text whose chunks have a vector each, pooled from the tokens of the whole text.
+
+    `chunks` are half-open ranges `(start, end)` in the `offset_unit`, in ascending order of their
+    starts; they may overlap, and what is in none of them is context only. A ChunkSize divides the
+    text itself.
+    """
+
+    text: str
+    chunks: Sequence[tuple[int, int]] | ChunkSize
+    offset_unit: OffsetUnit = "code-points"

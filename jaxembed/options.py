@@ -8,6 +8,7 @@ import numpy as np
 from jaxembed.inputs import Priority
 from jaxembed.outputs import OutputName
 from jaxembed.postprocess import rank, scores
+from jaxembed.processors.late import Chunked
 from jaxembed.processors.prompts import Role
 from jaxembed.processors.tokenizer import Side
 from jaxembed.quantise import EmbeddingDtype
@@ -65,6 +66,7 @@ class Embeddings:
     tokenization_s: float  # this and the next two are means over the inputs
     queue_s: float
     inference_s: float
+    chunked: Chunked | None = None  # where the chunks are that each have a vector, of chunked texts
 
     def followed_by(self, other: "Embeddings") -> "Embeddings":
         """The vectors of both answers, which have no other outputs, as one answer."""
@@ -103,6 +105,15 @@ class Embeddings:
         """The last hidden states of each input, before pooling: float32 `[length, width]`, or of
         the dtype asked for. Raises KeyError if they were not asked for."""
         return self.values["tokens"]
+
+
+@dataclass(frozen=True)
+class EncodedChunks:
+    """The chunks of one text: their vectors `[chunks, dim]`, as `dense` of Embeddings has them, and
+    where each starts and ends in the text's offset unit, int64 `[chunks, 2]`."""
+
+    vectors: np.ndarray
+    bounds: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,17 @@ import msgspec
 import numpy as np
 
 from jaxembed.engine.admission import Cost
-from jaxembed.inputs import Input, Pair, Priority
+from jaxembed.engine.bucket import Bucket
+from jaxembed.inputs import ChunkSize, Input, Pair, Priority, Text
 from jaxembed.options import Chunk, Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.outputs import OUTPUTS, OutputName
 from jaxembed.postprocess import shape_vectors
+from jaxembed.processors.late import NO_CHUNKS, pool_slots
 from jaxembed.processors.text import Row, Rules, TextProcessor, Tokenized
 from jaxembed.quantise import quantise
 from jaxembed.spec import Head, ModelSpec, PerToken, Vocabulary
 from jaxembed.terms import most_active, terms_of_tokens
-from jaxembed.work import Ragged, SparseRows, WorkResult
+from jaxembed.work import Ragged, Span, SparseRows, WorkResult
 
 INPUT_BYTES = 1024  # of memory an input takes beside its text and its tokens: measured 0.8 KB
 TOKEN_BYTES = 8  # a token takes: its id, twice while a batch is packed
@@ -159,6 +161,43 @@ class EncodeRequest(Request[Embeddings]):
             )
         most = self.options.max_active_dims or most
         return terms if most is None else most_active(terms, most)
+
+
+@dataclass(frozen=True)
+class LateRequest(EncodeRequest):
+    """A request for a vector of each chunk of some texts; `items` are ChunkedTexts."""
+
+    def prepare(self, processor: TextProcessor, shared: Row | None, chunk: Sequence) -> Tokenized:
+        """Tokenize some of the texts. Raises InvalidInput or TokenizerError."""
+        return processor.encode_late(chunk, self.rules, Bucket(1, processor.limit).slots)
+
+    def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
+        """The vectors of all chunks, in order, shaped as the options say. Each token of a text
+        counts once, in however many windows it was run."""
+        chunked = run.tokenized.chunked or NO_CHUNKS
+        dense = run.values["dense"]
+        if len(dense):
+            dense = pool_slots(dense, run.tokenized.work.bounds, chunked)
+        answer = super().finish(spec, msgspec.structs.replace(run, values={"dense": dense}))
+        return replace(answer, num_tokens=chunked.tokens, chunked=chunked)
+
+    def inputs(self) -> Sequence[Input]:
+        """The texts without their chunks."""
+        return [Text(item.text) for item in self.items]
+
+    def cost(self, spec: ModelSpec, sequences: int, tokens: int) -> Cost:
+        """The cost of the request, with what its vectors take: one for each chunk."""
+        whole = super().cost(spec, sequences, tokens)
+        vectors = self._most_chunks(tokens) * (INPUT_BYTES + 2 * FLOAT_BYTES * spec.dim)
+        return Cost(whole.inputs, whole.tokens, whole.bytes + vectors)
+
+    def _most_chunks(self, tokens: int) -> int:
+        """The most chunks of all texts, if they have so many tokens together."""
+        chunks: list[Sequence[Span] | ChunkSize] = [item.chunks for item in self.items]
+        given = [len(one) for one in chunks if not isinstance(one, ChunkSize)]
+        steps = [one.tokens - one.overlap for one in chunks if isinstance(one, ChunkSize)]
+        divided = len(steps) + tokens // min(steps) if steps else 0
+        return sum(given) + divided
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxembed.engine.host import HostEngine
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, InvalidInput
 from jaxembed.inputs import Priority, Text
+from jaxembed.processors.late import join_chunked
 from jaxembed.processors.text import Row, TextProcessor, Tokenized, characters
 from jaxembed.processors.tokenizer import SHORT_CHARACTERS, chunks
 from jaxembed.processors.windows import join_windows
@@ -331,7 +332,8 @@ def _cancel(parts: Iterable[Future | asyncio.Future]) -> None:
 def _join(parts: Sequence[Tokenized], request: Request) -> Tokenized:
     work = join_work([part.work for part in parts], request.outputs, request.adapter)
     truncated = sum([part.truncated for part in parts])
-    return Tokenized(work, truncated, join_windows([part.windows for part in parts]))
+    windows = join_windows([part.windows for part in parts])
+    return Tokenized(work, truncated, windows, join_chunked([part.chunked for part in parts]))
 
 
 def _run_of(ticket: Ticket, tokenized: Tokenized, tokenization_s: float) -> Run:

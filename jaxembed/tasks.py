@@ -5,13 +5,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import get_args
 
+import msgspec
 import numpy as np
 
 from jaxembed.config import TextConfig
 from jaxembed.errors import EmptyInput, InvalidInput, UnknownRoute, WrongTask
-from jaxembed.inputs import Input, Pair, Text
+from jaxembed.inputs import ChunkedText, ChunkSize, Input, Pair, Text
+from jaxembed.models import is_static
 from jaxembed.options import EncodeOptions, ScoreOptions
 from jaxembed.outputs import OUTPUTS, REPRESENTATIONS, OutputName
+from jaxembed.processors.late import LEAST_CHUNK
 from jaxembed.processors.prompts import (
     Role,
     prompt_for,
@@ -20,10 +23,18 @@ from jaxembed.processors.prompts import (
     same_purpose,
 )
 from jaxembed.processors.text import Rules, TextProcessor
+from jaxembed.processors.tokenizer import MOST_READ
 from jaxembed.processors.windows import MOST_WINDOWS
 from jaxembed.quantise import NEEDS_RANGES, EmbeddingDtype, embedding_dtype
 from jaxembed.ranges import KeptRanges, VectorKind
-from jaxembed.request import LOGITS, ComputeRequest, EncodeRequest, QueryRequest, ScoreRequest
+from jaxembed.request import (
+    LOGITS,
+    ComputeRequest,
+    EncodeRequest,
+    LateRequest,
+    QueryRequest,
+    ScoreRequest,
+)
 from jaxembed.spec import ModelSpec, Routes, Task
 
 DOES: dict[Task, tuple[Task, ...]] = {  # the tasks that a model of each task can do
@@ -123,6 +134,29 @@ class Tasks:
         heads = self._routes.specs[route].heads
         made = "sparse" if "sparse" in heads else "token_weights"
         return frozenset(made if name == "sparse" else name for name in outputs)
+
+    def embed_chunks(self, texts: Sequence[ChunkedText], options: EncodeOptions) -> LateRequest:
+        """The request for a vector of each chunk of some texts (late chunking): all tokens of a
+        text are run together, and those of a chunk are pooled.
+
+        Raises InvalidInput for a model that does not pool by the mean alone, and for texts that are
+        divided into chunks of an impossible size.
+        """
+        plain = self.embed((), options)
+        _check_late(self._routes.specs[plain.route], plain.options)
+        for size in (text.chunks for text in texts if isinstance(text.chunks, ChunkSize)):
+            _check_size(size)
+        windows = MOST_READ if plain.rules.truncate else 1  # as many as it takes
+        return LateRequest(
+            texts,
+            msgspec.structs.replace(plain.rules, max_windows=windows),
+            plain.outputs,
+            plain.priority,
+            plain.options,
+            route=plain.route,
+            adapter=plain.adapter,
+            ranges=plain.ranges,
+        )
 
     def ranges(
         self, options: EncodeOptions, dtype: EmbeddingDtype, field: str = "output_dtype"
@@ -326,6 +360,43 @@ class Tasks:
 
     def _truncate(self, options: EncodeOptions | ScoreOptions) -> bool:
         return self._text.truncate if options.truncate is None else options.truncate
+
+
+def _check_late(spec: ModelSpec, options: EncodeOptions) -> None:
+    """Raise InvalidInput for a model without late chunking, and for options that it does not
+    take."""
+    pooling = spec.dense.pooling
+    if pooling != ("mean",):
+        raise InvalidInput(
+            "late chunking is for models that pool by the mean, and this one pools by "
+            f"{' and '.join(pooling)}; send each chunk as an input of its own"
+        )
+    if is_static(spec):
+        raise InvalidInput(
+            "late chunking is for models whose tokens see each other, and this one has static "
+            "embeddings; send each chunk as an input of its own"
+        )
+    if options.outputs != {"dense"}:
+        raise InvalidInput("a chunk has a dense vector and no other outputs", field="outputs")
+    if options.truncation_side != "right":
+        raise InvalidInput(
+            "late chunking cuts no text; leave `truncation_side` out", field="truncation_side"
+        )
+
+
+def _check_size(size: ChunkSize) -> None:
+    """Raise InvalidInput for chunks that are too short, or overlap too much."""
+    if size.tokens < LEAST_CHUNK:
+        raise InvalidInput(
+            f"`chunk_size` must be {LEAST_CHUNK} tokens or more. Given: {size.tokens}",
+            field="chunk_size",
+        )
+    if not 0 <= size.overlap <= size.tokens // 2:
+        raise InvalidInput(
+            f"`chunk_overlap` must be from 0 to {size.tokens // 2}, half of `chunk_size`. "
+            f"Given: {size.overlap}",
+            field="chunk_overlap",
+        )
 
 
 def _check_calibrated(

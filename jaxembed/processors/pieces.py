@@ -5,6 +5,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxembed.inputs import OffsetUnit
+
+# The first characters of two, three and four units.
+WIDER: dict[OffsetUnit, tuple[int, ...]] = {
+    "code-points": (),
+    "utf-16": (0x10000,),
+    "utf-8": (0x80, 0x800, 0x10000),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class TokenPiece:
@@ -27,7 +36,7 @@ def token_pieces(text: str, encoding, name_of: Callable[[int], str | None]) -> l
     `name_of` returns the token with an id, which is the text of special tokens.
     """
     data = text.encode()
-    offsets = _byte_offsets(text)[np.array(encoding.offsets, np.intp).reshape(-1, 2)]
+    offsets = character_offsets(text, "utf-8")[np.array(encoding.offsets, np.intp).reshape(-1, 2)]
     columns = (encoding.ids, encoding.special_tokens_mask, *offsets.T.tolist())
     return [
         TokenPiece(id, name_of(id) or "", True, None, None)
@@ -37,11 +46,11 @@ def token_pieces(text: str, encoding, name_of: Callable[[int], str | None]) -> l
     ]
 
 
-def _byte_offsets(text: str) -> np.ndarray:
-    """The offset of each character in the UTF-8 text, and the length of the text: int32."""
-    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+def character_offsets(text: str, unit: OffsetUnit) -> np.ndarray:
+    """The offset of each character in this unit, and the length of the text: int32."""
+    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
     widths = np.ones(len(codes) + 1, np.int8)
     widths[0] = 0
-    for first in (0x80, 0x800, 0x10000):  # the first characters of two, three and four bytes
+    for first in WIDER[unit]:
         widths[1:] += codes >= first
     return np.cumsum(widths, dtype=np.int32)

@@ -23,8 +23,9 @@ from jaxembed.errors import (
     InputTooLong,
     InvalidInput,
 )
-from jaxembed.inputs import Input, Pair, Text, Tokens
+from jaxembed.inputs import ChunkedText, Input, Pair, Text, Tokens
 from jaxembed.models import is_static
+from jaxembed.processors.late import Chunked, Late, encode_chunked, is_linear
 from jaxembed.processors.pairs import Frame, find_frame
 from jaxembed.processors.pieces import TokenPiece, token_pieces
 from jaxembed.processors.prompts import Role, default_prompt, default_prompt_name, named_prompt
@@ -62,14 +63,16 @@ class Tokenized(msgspec.Struct, frozen=True, eq=False):
     work: Work
     truncated: int
     windows: Windows | None = None  # of documents that were divided
+    chunked: Chunked | None = None  # of texts whose chunks are pooled one by one
 
 
 class Rules(msgspec.Struct, frozen=True):
     """The options of a request for the tokenization of its inputs.
 
-    `instruction`, `max_second_tokens`, `max_windows` and `overlap` are for pairs: a second text
-    that does not fit is divided into at most `max_windows` windows; with 1 it is cut. `bare_ids` is
-    for token ids: if it is False, they must have the tokenizer's special tokens around them.
+    `instruction`, `max_second_tokens` and `overlap` are for pairs, and `max_windows` for pairs and
+    chunked texts: a text that does not fit is divided into at most so many windows; with 1 it is
+    cut. `bare_ids` is for token ids: if it is False, they must have the tokenizer's special tokens
+    around them.
     """
 
     prompt: str
@@ -165,6 +168,24 @@ class TextProcessor:
             return self._encode_windows(query, documents, rules)
         seconds = self._second_rows(documents, rules)
         return _tokenized(self._pair(query, second, rules) for second in seconds)
+
+    def encode_late(self, texts: Sequence[ChunkedText], rules: Rules, slots: int) -> Tokenized:
+        """Tokenize texts whose chunks are pooled one by one, at most `slots` in a sequence. A text
+        over the limit is run in windows where `truncate` is on. Raises what `encode` does, and
+        InvalidChunk."""
+        late = Late(
+            self._tokenizer,
+            rules.prompt,
+            self._around,
+            self._prompt_length(rules.prompt) if self._has_spans(rules) else 0,
+            has_types=self._has_types,
+            limit=self.limit,
+            slots=slots,
+            truncate=rules.truncate,
+            can_divide=is_linear(self._spec.heads["dense"]),
+        )
+        encodings, chunked = encode_chunked(texts, late)
+        return Tokenized(work_of(encodings), 0, chunked=chunked)
 
     def estimate(self, inputs: Sequence[Input], rules: Rules) -> tuple[int, int]:
         """Estimate the numbers of sequences and tokens of the inputs before tokenization, with one
@@ -454,14 +475,14 @@ class TextProcessor:
         return Encoding(cut), len(ids) > self.limit
 
 
-def characters(item: Input | str) -> int:
+def characters(item: Input | ChunkedText | str) -> int:
     """The number of characters of a text or an input; a token id counts as four."""
     return len(item) if isinstance(item, str) else _size(item)
 
 
-def _size(item: Input) -> int:
+def _size(item: Input | ChunkedText) -> int:
     """The number of characters of an input; a token id counts as four."""
-    if isinstance(item, Text):
+    if isinstance(item, Text | ChunkedText):
         return len(item.text)
     return len(item.first) + len(item.second) if isinstance(item, Pair) else 4 * len(item.ids)
 

@@ -1,0 +1,523 @@
+"""Late chunking: the chunks of a text have the means of its hidden states."""
+
+import asyncio
+from itertools import pairwise
+from string import ascii_lowercase
+
+import numpy as np
+import pytest
+from conftest import LIMIT, NORMALIZED, WORDS, save_tiny, tiny_spec, word_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from jaxembed import ChunkedText, ChunkSize, Embedder, EngineConfig, TextConfig
+from jaxembed.engine.bucket import Bucket
+from jaxembed.errors import EmptyInput, InputTooLong, InvalidChunk, InvalidInput
+from jaxembed.inputs import Text
+from jaxembed.models import random_parameters
+from jaxembed.options import EncodeOptions
+from jaxembed.processors import late as late_module
+from jaxembed.processors.late import join_texts, plan_windows
+from jaxembed.processors.text import Rules, TextProcessor
+from jaxembed.spec import DenseLayer
+
+ROOM = LIMIT - 2  # tokens of a text in a window, beside [CLS] and [SEP]
+OVERLAP = ROOM // 4
+PARTS = ["the cat sat", "on the mat", "where the dog runs"]
+RELATIVE = 1e-5  # float32, sums in another order
+
+
+def prose(words: int, seed: int = 0) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS, words))
+
+
+def close(got, wanted):
+    np.testing.assert_allclose(got, wanted, rtol=RELATIVE, atol=RELATIVE)
+
+
+def chunks_of(embedder, text, **options):
+    (one,) = embedder.encode_chunks([text], **options)
+    return one.vectors
+
+
+def places_of(text: ChunkedText) -> list[list[int]]:
+    assert not isinstance(text.chunks, ChunkSize)
+    return [list(one) for one in text.chunks]
+
+
+@pytest.fixture(name="open_embedder", scope="module")
+def _open_embedder(tmp_path_factory, grid_file):
+    """Embedders of tiny checkpoints, by the fields of their spec."""
+    opened = []
+
+    def open_embedder(**changes) -> Embedder:
+        path = tmp_path_factory.mktemp("tiny")
+        save_tiny(path / "checkpoint", **changes)
+        config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
+        opened.append(Embedder(str(path / "checkpoint"), cache_dir=path, config=config))
+        return opened[-1]
+
+    yield open_embedder
+    for embedder in opened:
+        embedder.close()
+
+
+# one pass
+
+
+def chunked_pooling(hidden: np.ndarray, spans) -> np.ndarray:
+    """jina-ai/late-chunking: the means of the hidden states of each span."""
+    return np.stack([hidden[start:end].astype(np.float64).mean(axis=0) for start, end in spans])
+
+
+def test_chunks_are_the_means_of_the_hidden_states_of_the_whole_text(embedder):
+    (hidden,) = embedder.compute([" ".join(PARTS)], ["tokens"])["tokens"]
+    wanted = chunked_pooling(hidden, [(0, 4), (4, 7), (7, 12)])  # [CLS] with the first, [SEP] last
+    close(chunks_of(embedder, PARTS, normalize=False), wanted)
+
+
+def test_a_chunk_is_not_what_it_would_be_alone(embedder):
+    alone = embedder.encode(PARTS)
+    assert np.abs(chunks_of(embedder, PARTS) - alone).max() > 1e-2
+
+
+@pytest.mark.parametrize("include_prompt", [True, False])
+@pytest.mark.parametrize("prompt_name", [None, "query"])
+def test_one_chunk_has_the_ordinary_vector(open_embedder, include_prompt, prompt_name):
+    embedder = open_embedder(include_prompt=include_prompt)
+    for text in ("the cat", prose(ROOM - 2), "  a cat  "):
+        wanted = embedder.encode([text], prompt_name=prompt_name)
+        got = chunks_of(embedder, [text], prompt_name=prompt_name)
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("include_prompt", [True, False])
+def test_chunks_weighted_by_their_tokens_have_the_mean_of_the_text(open_embedder, include_prompt):
+    embedder = open_embedder(include_prompt=include_prompt)
+    options = {"prompt_name": "query", "normalize": False}
+    vectors = chunks_of(embedder, PARTS, **options).astype(np.float64)
+    first = 4 + 2 * include_prompt - (not include_prompt)  # [CLS], and "what is"
+    mean = np.average(vectors, axis=0, weights=[first, 3, 5])
+    close(mean, embedder.encode(" ".join(PARTS), **options))
+
+
+def test_places_in_a_text_are_the_same_chunks_as_a_list(embedder):
+    text = " ".join(PARTS)
+    places = [(0, 11), (11, 22), (22, 41)]
+    wanted = chunks_of(embedder, PARTS)
+    np.testing.assert_array_equal(chunks_of(embedder, ChunkedText(text, places)), wanted)
+    without_spaces = [(0, 11), (12, 22), (23, 41)]
+    np.testing.assert_array_equal(chunks_of(embedder, ChunkedText(text, without_spaces)), wanted)
+
+
+def test_chunks_may_overlap_and_leave_gaps(embedder):
+    text = " ".join(PARTS)
+    (hidden,) = embedder.compute([text], ["tokens"])["tokens"]
+    got = chunks_of(embedder, ChunkedText(text, [(4, 11), (8, 14), (8, 11)]), normalize=False)
+    close(got, chunked_pooling(hidden, [(2, 4), (3, 5), (3, 4)]))
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_texts_have_the_same_vectors_alone_and_in_a_batch(embedder, truncate):
+    texts = [PARTS, ChunkedText("the red sky", [(0, 3), (4, 11)]), ["a cat"], PARTS[::-1]]
+    together = embedder.encode_chunks(texts, truncate=truncate)
+    assert [len(one.vectors) for one in together] == [3, 2, 1, 3]
+    for text, one in zip(texts, together, strict=True):
+        close(one.vectors, chunks_of(embedder, text))
+    again = asyncio.run(embedder.encode_chunks_async(texts, truncate=truncate))
+    close(again[3].vectors, together[3].vectors)
+
+
+def test_many_texts_are_tokenized_in_several_jobs(embedder):
+    texts = [[prose(3 + k % 5, k), prose(2, k)] for k in range(150)]
+    together = embedder.encode_chunks(texts)
+    for k in (0, 63, 64, 149):
+        close(together[k].vectors, chunks_of(embedder, texts[k]))
+        assert together[k].bounds.tolist() == places_of(join_texts(texts[k]))
+
+
+def test_vectors_are_cut_normalised_and_encoded_as_others(embedder):
+    plain = chunks_of(embedder, PARTS, normalize=False)
+    cut = chunks_of(embedder, PARTS, dimensions=7, normalize=True)
+    close(cut, plain[:, :7] / np.linalg.norm(plain[:, :7], axis=1, keepdims=True))
+    bits = chunks_of(embedder, PARTS, output_dtype="ubinary")
+    np.testing.assert_array_equal(np.unpackbits(bits, axis=1), plain > 0)
+
+
+def test_no_texts_have_no_chunks(embedder):
+    assert embedder.encode_chunks([]) == []
+
+
+def test_more_chunks_than_a_row_has_slots_are_run_in_copies(embedder):
+    """A row of 64 tokens has 16 slots."""
+    text = prose(60)
+    places = [(at, at + 1) for at in range(len(text)) if text[at] != " "]
+    starts = [at for at, _ in places if at == 0 or text[at - 1] == " "]
+    words = [(at, at + len(text[at:].split(" ")[0])) for at in starts]
+    assert len(words) == 60 > Bucket(1, LIMIT).slots
+    (hidden,) = embedder.compute([text], ["tokens"])["tokens"]
+    spans = [(0, 2), *((k, k + 1) for k in range(2, 60)), (60, 62)]
+    got = chunks_of(embedder, ChunkedText(text, words), normalize=False)
+    close(got, chunked_pooling(hidden, spans))
+
+
+def test_layers_after_the_pooling_run_for_each_chunk(open_embedder):
+    embedder = open_embedder(modules=(DenseLayer(32, 12), *NORMALIZED))
+    (hidden,) = embedder.compute([" ".join(PARTS)], ["tokens"])["tokens"]
+    pooled = chunked_pooling(hidden, [(0, 4), (4, 7), (7, 12)])
+    parameters = random_parameters(embedder.spec)  # as save_tiny has them
+    kernel, bias = (parameters[f"heads.dense.modules.0.{name}"] for name in ("kernel", "bias"))
+    wanted = np.tanh(pooled @ kernel + bias)
+    close(chunks_of(embedder, PARTS, normalize=False), wanted)
+
+
+# windows
+
+
+ranges_of = st.integers(1, 400).flatmap(
+    lambda count: st.tuples(
+        st.just(count),
+        st.lists(
+            st.integers(0, count - 1).flatmap(
+                lambda start: st.tuples(st.just(start), st.integers(start + 1, count))
+            ),
+            max_size=30,
+        ),
+        st.integers(4, 80),
+    )
+)
+
+
+@given(ranges_of, st.floats(0, 0.5))
+@settings(max_examples=300, deadline=None)
+def test_windows_pool_every_token_of_every_chunk_once(case, share):
+    count, ranges, room = case
+    overlap = int(share * room)
+    found = plan_windows(ranges, count, room, overlap)
+    pooled = {chunk: [] for chunk in range(len(ranges))}
+    for window in found:
+        assert 0 < window.end - window.start <= room
+        for chunk, start, end in window.pieces:
+            assert window.start <= start < end <= window.end
+            # what a window pools has the context before it, or is at the start of the text
+            assert start >= min(window.start + overlap, window.end - 1) or window.start == 0
+            pooled[chunk].append((start, end))
+    for chunk, (start, end) in enumerate(ranges):
+        parts = pooled[chunk]
+        assert parts[0][0] == start
+        assert parts[-1][1] == end
+        assert all(one[1] == other[0] for one, other in pairwise(parts))
+        if end - start <= room - overlap:
+            assert len(parts) == 1
+    assert len({window.start for window in found}) == len(found)
+
+
+def test_a_text_that_fits_is_one_window():
+    assert plan_windows([(3, 9), (9, 20)], 20, 20, 5) == [(0, 20, [(0, 3, 9), (1, 9, 20)])]
+
+
+def test_windows_end_before_the_chunk_that_does_not_fit():
+    found = plan_windows([(0, 6), (6, 12), (12, 16), (16, 24)], 24, 15, 3)
+    assert found == [
+        (0, 15, [(0, 0, 6), (1, 6, 12)]),
+        (9, 24, [(2, 12, 16), (3, 16, 24)]),
+    ]
+
+
+def test_the_last_window_is_the_short_tail():
+    assert plan_windows([(0, 10), (10, 12)], 12, 10, 2) == [
+        (0, 10, [(0, 0, 10)]),
+        (8, 12, [(1, 10, 12)]),
+    ]
+
+
+def test_a_chunk_longer_than_a_window_is_pooled_in_several():
+    assert plan_windows([(0, 25)], 25, 10, 2) == [
+        (0, 10, [(0, 0, 10)]),
+        (8, 18, [(0, 10, 18)]),
+        (16, 25, [(0, 18, 25)]),
+    ]
+
+
+def windowed(embedder, words, ranges, prompt="") -> np.ndarray:
+    """The means of token ranges of a long text, from the hidden states of each window alone."""
+    head = len(prompt.split())
+    room = ROOM - head
+    sums = np.zeros((len(ranges), 32))
+    sizes = np.zeros(len(ranges))
+    for start, end, pieces in plan_windows(ranges, len(words), room, room // 4):
+        text = prompt + " ".join(words[start:end])
+        (hidden,) = embedder.compute([text], ["tokens"], prompt="")["tokens"]
+        for chunk, first, last in pieces:
+            a = 0 if first == 0 else first - start + 1 + head
+            b = last - start + 1 + head + (last == len(words))
+            sums[chunk] += hidden[a:b].astype(np.float64).sum(axis=0)
+            sizes[chunk] += b - a
+    return sums / sizes[:, None]
+
+
+@pytest.mark.parametrize("prompt", ["", "what is "])
+@pytest.mark.parametrize("sizes", [[40, 40, 40], [200], [10, 150, 5, 30], [7] * 40])
+def test_a_long_text_is_run_in_windows(embedder, sizes, prompt):
+    words = prose(sum(sizes)).split()
+    ends = np.cumsum([0, *sizes]).tolist()
+    parts = [" ".join(words[a:b]) for a, b in pairwise(ends)]
+    wanted = windowed(embedder, words, list(pairwise(ends)), prompt)
+    close(chunks_of(embedder, parts, prompt=prompt, normalize=False), wanted)
+
+
+def test_a_long_text_is_refused_where_nothing_may_be_divided(embedder):
+    with pytest.raises(InputTooLong, match="202 tokens, the limit is 64") as raised:
+        embedder.encode_chunks([PARTS, [prose(100), prose(100)]], truncate=False)
+    assert raised.value.index == 1
+
+
+def test_a_token_counts_once_for_the_client_and_each_time_it_runs_for_admission(embedder):
+    texts = [join_texts([prose(100), prose(100)]), join_texts(PARTS)]
+    request = embedder.tasks.embed_chunks(texts, EncodeOptions())
+    answer = embedder.run(request)
+    assert answer.num_tokens.tolist() == [202, 12]
+    assert answer.truncated == 0
+    work = request.prepare(embedder.processor, None, texts).work
+    assert answer.chunked.windows.tolist() == [len(work) - 1, 1]
+    assert work.tokens == 202 + 12 + (len(work) - 2) * (2 + OVERLAP)
+    assert request.cost(embedder.spec, len(work), work.tokens).tokens == work.tokens
+
+
+@pytest.mark.parametrize("chunks", [ChunkSize(8, 4), [(0, 3)] * 500])
+def test_each_vector_is_admitted(embedder, chunks):
+    text = ChunkedText(prose(2000), chunks)
+    request = embedder.tasks.embed_chunks([text], EncodeOptions())
+    one = embedder.tasks.embed_chunks([join_texts([text.text])], EncodeOptions())
+    size = embedder.processor.estimate(request.inputs(), request.rules)
+    more = request.cost(embedder.spec, *size).bytes - one.cost(embedder.spec, *size).bytes
+    vectors = len(embedder.run(request).dense)
+    assert vectors >= 499
+    assert more >= (vectors - 1) * 2 * 4 * embedder.spec.dim
+
+
+def test_a_chunk_that_is_divided_goes_through_linear_layers_alone(open_embedder):
+    parts = [prose(10), prose(150)]
+    linear = open_embedder(modules=(DenseLayer(32, 12, activation="identity"), *NORMALIZED))
+    parameters = random_parameters(linear.spec)
+    kernel, bias = (parameters[f"heads.dense.modules.0.{name}"] for name in ("kernel", "bias"))
+    words = " ".join(parts).split()
+    wanted = windowed(linear, words, [(0, 10), (10, 160)]) @ kernel + bias
+    close(chunks_of(linear, parts, normalize=False), wanted)
+    other = open_embedder(modules=(DenseLayer(32, 12), *NORMALIZED))
+    with pytest.raises(InvalidChunk, match="chunk 1 has 150 tokens, and a window has room for 47"):
+        other.encode_chunks([parts])
+    assert len(chunks_of(other, [prose(40), prose(40)])) == 2
+
+
+# chunks of so many tokens
+
+
+def test_a_text_is_divided_by_its_tokens(embedder):
+    text = f"  {prose(27)} "
+    (one,) = embedder.encode_chunks([ChunkedText(text, ChunkSize(10, 3))])
+    assert len(one.vectors) == 4
+    words = [text[start:end].split() for start, end in one.bounds.tolist()]
+    assert words == [text.split()[a : a + 10] for a in (0, 7, 14, 21)]
+    assert (one.bounds[0, 0], one.bounds[-1, 1]) == (0, len(text))
+    again = chunks_of(embedder, ChunkedText(text, one.bounds.tolist()))
+    np.testing.assert_array_equal(one.vectors, again)
+
+
+def test_a_chunk_size_over_a_window_is_the_whole_text(embedder):
+    text = prose(150)
+    got = chunks_of(embedder, ChunkedText(text, ChunkSize(32000)))
+    np.testing.assert_array_equal(got, chunks_of(embedder, [text]))
+
+
+@pytest.mark.parametrize(
+    ("size", "field"),
+    [
+        (ChunkSize(7), "chunk_size"),
+        (ChunkSize(-1), "chunk_size"),
+        (ChunkSize(20, 11), "chunk_overlap"),
+        (ChunkSize(20, -1), "chunk_overlap"),
+    ],
+)
+def test_an_impossible_size_is_refused(embedder, size, field):
+    with pytest.raises(InvalidInput, match=f"`{field}` must be") as raised:
+        embedder.encode_chunks([ChunkedText("the cat", size)])
+    assert raised.value.field == field
+
+
+# places
+
+
+def byte_level(trim: bool) -> Tokenizer:
+    """Byte-level BPE that merges a blank and a letter, as RoBERTa's (which trims blanks off places)
+    and others."""
+    merges = [("Ġ", letter) for letter in ascii_lowercase]
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["".join(pair) for pair in merges]
+    tokenizer = Tokenizer(models.BPE({token: k for k, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    vocabulary = [("<unk>", 0.0), *((f"▁{word}", -3.0) for word in WORDS), ("▁", -4.0)]
+    vocabulary += [(chr(code), -5.0) for code in range(ord("a"), ord("z") + 1)]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    return tokenizer
+
+
+TOKENIZERS = {
+    "wordpiece": word_tokenizer,
+    "byte-level": lambda: byte_level(False),
+    "byte-level, trimmed": lambda: byte_level(True),
+    "metaspace": metaspace,
+}
+
+
+@pytest.fixture(name="make_reader")
+def _make_reader(tmp_path):
+    made = []
+
+    def make(tokenizer: Tokenizer, limit: int = 512, **spec) -> TextProcessor:
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        config = tiny_spec().config | {"vocab_size": tokenizer.get_vocab_size()}
+        spec = tiny_spec(config=config, **spec)
+        made.append(TextProcessor(tmp_path / "tokenizer.json", spec, limit, TextConfig(), 1))
+        return made[-1]
+
+    yield make
+    for processor in made:
+        processor.executor.shutdown()
+
+
+def late_work(processor, text, prompt=""):
+    rules = Rules(prompt, truncate=True, side="right", max_windows=100)
+    return processor.encode_late([text], rules, slots=16)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("prompt", ["", "what is ", "a"])
+def test_the_space_before_a_word_belongs_to_its_chunk(make_reader, name, prompt):
+    """Whatever place the tokenizer gives to it."""
+    processor = make_reader(TOKENIZERS[name]())
+    text = "the cat sat on the mat"
+    found = [
+        late_work(processor, ChunkedText(text, chunks), prompt).work
+        for chunks in (
+            [(0, 3), (4, 7), (8, 22)],
+            [(0, 3), (3, 7), (7, 22)],
+            [(0, 4), (4, 8), (8, 22)],
+        )
+    ]
+    bounds = found[0].bounds.tolist()
+    assert bounds == found[1].bounds.tolist() == found[2].bounds.tolist()
+    assert (bounds[0][0], bounds[-1][1]) == (0, found[0].tokens)
+    assert all(one[1] == other[0] for one, other in pairwise(bounds))
+    ids = processor.encode([Text(text)], Rules(prompt, True, "right")).work.planes["ids"]
+    np.testing.assert_array_equal(ids, found[0].planes["ids"])
+
+
+def test_texts_are_joined_by_a_space_where_there_is_none():
+    joined = join_texts(["one", "two ", "three", "\nfour"])
+    assert joined.text == "one two three\nfour"
+    assert [joined.text[a:b] for a, b in places_of(joined)] == ["one", " two ", "three", "\nfour"]
+    assert join_texts(["one"]) == ChunkedText("one", [(0, 3)])
+
+
+@pytest.mark.parametrize(
+    ("unit", "places"),
+    [
+        ("code-points", [(0, 3), (4, 8), (9, 12)]),
+        ("utf-16", [(0, 3), (4, 9), (10, 13)]),
+        ("utf-8", [(0, 3), (4, 12), (13, 16)]),
+    ],
+)
+def test_places_are_counted_in_the_unit_asked_for(make_reader, unit, places):
+    processor = make_reader(word_tokenizer())
+    text = "the é🙂at mat"
+    found = late_work(processor, ChunkedText(text, places, unit))
+    plain = late_work(processor, ChunkedText(text, [(0, 3), (4, 8), (9, 12)]))
+    assert found.chunked.bounds.tolist() == [list(one) for one in places]
+    np.testing.assert_array_equal(found.work.bounds, plain.work.bounds)
+    sized = late_work(processor, ChunkedText(text * 9, ChunkSize(8), unit)).chunked.bounds
+    assert sized[-1, 1] == 9 * places[-1][1]
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("chunks", "unit", "chunk", "words"),
+    [
+        ([(0, 3), (4, 4)], "code-points", 1, "of \\[4, 4\\] is no range of its text, which has 10"),
+        ([(0, 11)], "code-points", 0, "which has 10 code-points"),
+        ([(-1, 3)], "code-points", 0, "wanted 0 <= start < end"),
+        ([(0, 10**30)], "code-points", 0, "is no range"),
+        ([(0, 3), (4, 8), (3, 9)], "utf-16", 2, "starts before the one before it, at 4"),
+        ([(0, 7)], "utf-16", 0, "within a character in utf-16"),
+        ([(0, 3), (3, 4)], "code-points", 1, "has no tokens: it is empty or white space"),
+    ],
+)
+def test_a_chunk_that_is_wrong_is_named(embedder, chunks, unit, chunk, words):
+    text = ChunkedText("the ca🙂 on", chunks, unit)
+    if unit == "code-points":
+        text = ChunkedText("the cat on", chunks, unit)
+    with pytest.raises(InvalidChunk, match=words) as raised:
+        embedder.encode_chunks([PARTS, text])
+    assert (raised.value.index, raised.value.chunk) == (1, chunk)
+
+
+def test_a_blank_string_of_a_list_is_named(embedder):
+    with pytest.raises(InvalidChunk, match="chunk 1 has no tokens") as raised:
+        embedder.encode_chunks([["the cat", " ", "sat"]])
+    assert raised.value.index == 0
+
+
+@pytest.mark.parametrize("text", [[], [""], ChunkedText("", [(0, 0)])])
+def test_an_empty_text_is_refused(embedder, text):
+    with pytest.raises(EmptyInput):
+        embedder.encode_chunks([text])
+
+
+def test_a_text_without_chunks_is_refused(embedder):
+    with pytest.raises(InvalidInput, match="the text has no chunks"):
+        embedder.encode_chunks([ChunkedText("the cat", [])])
+    with pytest.raises(InvalidInput, match="has no tokens: it is white space"):
+        embedder.encode_chunks([ChunkedText("  ", ChunkSize(8))])
+    with pytest.raises(TypeError, match="not one string"):
+        embedder.encode_chunks(["the cat"])
+
+
+def test_a_text_of_too_many_characters_is_refused(embedder, monkeypatch):
+    monkeypatch.setattr(late_module, "MOST_READ", 20)
+    with pytest.raises(InvalidInput, match="21 characters, and its chunks can be of 20 at most"):
+        embedder.encode_chunks([["a" * 21]])
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(embedder):
+    prompt = "the " * (ROOM - 15)
+    assert len(chunks_of(embedder, [prose(15)], prompt=prompt)) == 1  # it needs no windows
+    with pytest.raises(InvalidInput, match="room for 15 tokens of a text, and windows need 16"):
+        embedder.encode_chunks([[prose(16)]], prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "words"),
+    [(("cls",), "by cls;"), (("mean", "max"), "by mean and max;"), (("lasttoken",), "lasttoken")],
+)
+def test_other_poolings_are_refused_by_name(open_embedder, pooling, words):
+    embedder = open_embedder(pooling=pooling)
+    with pytest.raises(InvalidInput, match=f"this one pools .*{words}"):
+        embedder.encode_chunks([PARTS])
+
+
+def test_options_that_late_chunking_does_not_take_are_refused(embedder):
+    with pytest.raises(InvalidInput, match="late chunking cuts no text") as raised:
+        embedder.encode_chunks([PARTS], truncation_side="left")
+    assert raised.value.field == "truncation_side"
+    options = EncodeOptions(outputs=frozenset({"tokens"}))
+    with pytest.raises(InvalidInput, match="no other outputs") as raised:
+        embedder.tasks.embed_chunks([join_texts(PARTS)], options)
+    assert raised.value.field == "outputs"
