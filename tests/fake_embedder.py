@@ -12,14 +12,15 @@ from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.engine.admission import Admission, Capacity, Held
 from jaxembed.engine.state import EngineState
 from jaxembed.errors import InputTooLong, ShuttingDown
-from jaxembed.inputs import Input, Pair, Text, Tokens
+from jaxembed.inputs import ChunkedText, ChunkSize, Input, Pair, Text, Tokens
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.postprocess import shape_vectors
+from jaxembed.processors.late import Chunked
 from jaxembed.processors.text import TextProcessor, TokenPiece
 from jaxembed.quantise import quantise
 from jaxembed.ranges import KeptRanges, VectorKind
-from jaxembed.request import Answer, EncodeRequest, Request, ScoreRequest
+from jaxembed.request import Answer, EncodeRequest, LateRequest, Request, ScoreRequest
 from jaxembed.spec import ModelSpec, PairTemplate, Pooled, Routes, scoring_heads
 from jaxembed.tasks import Tasks
 from jaxembed.telemetry import Telemetry
@@ -136,6 +137,15 @@ class FakeEmbedder(LoadedModel):
             "queue_s": 0.002,
             "inference_s": 0.003,
         }
+        if isinstance(request, LateRequest):
+            chunked = chunks_of(request.items)
+            figures |= {"num_tokens": chunked.tokens, "truncated": 0, "chunked": chunked}
+            inputs = [
+                Text(item.text[start:end])
+                for item in request.items
+                for start, end in places_of(item)
+            ]
+            lengths = np.array([length(item) for item in inputs])
         if isinstance(request, EncodeRequest):
             return Embeddings(self._values(inputs, request, lengths), **figures)
         assert isinstance(request, ScoreRequest)
@@ -198,6 +208,27 @@ class FakeEmbedder(LoadedModel):
             except asyncio.CancelledError:
                 self.cancelled.set()
                 raise
+
+
+def places_of(item: ChunkedText) -> Sequence[tuple[int, int]]:
+    """The chunks of a text; its halves if it is to be divided."""
+    if isinstance(item.chunks, ChunkSize):
+        half = len(item.text) // 2
+        return [(0, half), (half, len(item.text))]
+    return item.chunks
+
+
+def chunks_of(items: Sequence[ChunkedText]) -> Chunked:
+    """The chunks of all texts, each of which is one window."""
+    places = [places_of(item) for item in items]
+    bounds = np.array([place for one in places for place in one], np.int64).reshape(-1, 2)
+    return Chunked(
+        np.array([len(one) for one in places], np.int64),
+        bounds,
+        np.array([len(item.text.split()) for item in items], np.int64),
+        np.ones(len(items), np.int64),
+        np.arange(len(bounds)),
+    )
 
 
 def length(item: Input) -> int:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
+from test_server_unsupported import MEAN
 
 from jaxembed.config import ServerConfig
 from jaxembed.server.app import create_app
@@ -38,10 +39,12 @@ BODIES = {
     "/v2/rerank": {"query": "a", "documents": ["a", "b"], "top_n": 1},
     "/v2/embed": {"texts": ["a", "b"], "embedding_types": ["float", "base64", "binary"]},
     "/v1/embed": {"inputs": [{"content": [{"type": "text", "text": "a"}]}]},
+    "/v1/contextualizedembeddings": {"inputs": ["a b"], "enable_auto_chunking": True},
     "/classify": {"input": ["a"]},
     "/v1/classify": {"input": "a"},
 }
 SPECS = {  # of the routes that an embedding model does not answer
+    "/v1/contextualizedembeddings": MEAN,
     "/predict": CLASSIFIER,
     "/classify": CLASSIFIER,
     "/v1/classify": CLASSIFIER,
@@ -105,6 +108,18 @@ def test_it_describes_the_answer_to_clients_of_voyage():
 
     content = DOCUMENT["paths"]["/v1/rerank"]["post"]["responses"]["200"]["content"]
     assert mismatch(asyncio.run(go()), content["application/json"]["schema"]) is None
+
+
+def test_it_describes_the_answer_with_places_of_chunks():
+    async def go():
+        app = create_app(Models([FakeEmbedder(spec=MEAN)]), ServerConfig())
+        body = {"input": "a b", "chunks": [[0, 1], [2, 3]]}
+        return await (await app.test_client().post("/v1/embeddings", json=body)).get_json()
+
+    content = DOCUMENT["paths"]["/v1/embeddings"]["post"]["responses"]["200"]["content"]
+    answer = asyncio.run(go())
+    assert answer["data"][1]["start"] == 2
+    assert mismatch(answer, content["application/json"]["schema"]) is None
 
 
 def test_a_handler_of_several_paths_is_described_at_each():

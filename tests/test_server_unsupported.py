@@ -4,19 +4,35 @@ import asyncio
 import json
 from functools import partial
 
+import msgspec
 import pytest
 from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
 from test_server_openai import ask
 
 from jaxembed.errors import InvalidInput
-from jaxembed.server import classify, cohere_embed, openai, rerank, tei, tei_scores
+from jaxembed.server import (
+    classify,
+    cohere_embed,
+    contextualized,
+    openai,
+    rerank,
+    tei,
+    tei_scores,
+)
 from jaxembed.server.body import decode_body
 from jaxembed.server.models import UNSPECIFIED
 from jaxembed.server.unsupported import NOTHING, unserved
+from jaxembed.spec import Pooled
 
+MEAN = msgspec.structs.replace(SPEC, heads={"dense": Pooled(("mean",))})
 ROUTES = {  # what each route takes, and the kind of its model
     "/v1/embeddings": ({"input": "a"}, openai.EmbeddingsRequest, SPEC),
     "/embeddings": ({"input": "a"}, openai.EmbeddingsRequest, SPEC),
+    "/v1/contextualizedembeddings": (
+        {"inputs": [["a"]]},
+        contextualized.ContextualizedRequest,
+        MEAN,
+    ),
     "/v1/embed": ({"texts": ["a"]}, cohere_embed.CohereEmbedRequest, SPEC),
     "/v2/embed": ({"texts": ["a"]}, cohere_embed.CohereEmbedRequest, SPEC),
     "/embed": ({"inputs": "a"}, tei.EmbedRequest, SPEC),
@@ -100,11 +116,10 @@ def test_a_field_that_nobody_knows_is_ignored(path):
     [
         ("modality", "image"),
         ("images", ["https://example.org/cat.png"]),
-        ("late_chunking", True),
         ("return_multivector", True),
         ("embedding_types", ["float", "int8"]),
         ("output_dtype", "int8"),
-        ("chunks", [[0, 3]]),
+        ("enable_auto_chunking", True),
         ("add_special_tokens", False),
         ("instruction", "Find cats"),
         ("prompt", "Find cats: "),

@@ -7,11 +7,12 @@ from typing import TypeVar
 
 from quart import Response
 
-from jaxembed.errors import InvalidInput
+from jaxembed.errors import InvalidChunk, InvalidInput
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.request import Answer, Request
 from jaxembed.server.body import RequestInputs, RequestTexts, check_batch
+from jaxembed.server.late import RequestChunks
 from jaxembed.server.meter import Meter, RequestSize
 from jaxembed.spec import Task
 
@@ -30,6 +31,23 @@ async def embed_inputs(
     loaded, inputs = _accept(meter, model, "embed", read)
     request = loaded.tasks.embed(inputs.items, _adapted(meter, options(loaded)))
     return await _answer(meter, request)
+
+
+async def embed_chunks(
+    meter: Meter,
+    model: str | None,
+    read: Callable[[], RequestChunks],
+    options: Callable[[LoadedModel], EncodeOptions],
+) -> Embeddings:
+    """The vectors of the chunks of a request's texts, with `read` and `options` as in
+    `embed_inputs`. An error of a chunk names its place in the body."""
+    loaded, texts = _accept(meter, model, "embed", read)
+    request = loaded.tasks.embed_chunks(texts.items, _adapted(meter, options(loaded)))
+    try:
+        return await _answer(meter, request)
+    except InvalidChunk as error:
+        error.field, error.index = texts.chunk_place(error.index or 0, error.chunk), None
+        raise
 
 
 async def embed_to_compare(

@@ -14,6 +14,7 @@ from jaxembed.server import (
     classify,
     cohere,
     cohere_embed,
+    contextualized,
     docs,
     errors,
     hosted,
@@ -30,6 +31,7 @@ from jaxembed.server.service import Service, install
 
 BLUEPRINTS = (
     openai.blueprint,
+    contextualized.blueprint,
     jina.blueprint,
     cohere.blueprint,
     cohere_embed.blueprint,

@@ -18,6 +18,7 @@ from jaxembed.errors import (
     DeviceStuck,
     EmptyInput,
     InputTooLong,
+    InvalidChunk,
     InvalidInput,
     JaxembedError,
     NoInputs,
@@ -216,6 +217,8 @@ def _words(error: Exception, field: str) -> str:
                 f"Input validation error: `{field}` must have less than {limit} tokens. Given: "
                 f"{count}. Send `truncate: true` or start the server with --auto-truncate true"
             )
+        case InvalidChunk(reason=reason):
+            return f"`{field}` {reason}"
         case BareTokenIds(before=before, after=after):
             return _about_bare_ids(field, before, after)
         case UnknownPrompt(name=name, available=available):

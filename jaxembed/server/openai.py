@@ -4,7 +4,7 @@ A request is read into `Input`s, a loaded model computes their vectors, and the 
 into the response.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import msgspec
@@ -15,9 +15,17 @@ from jaxembed.errors import InvalidInput, UnknownPurpose, UnknownRoute
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import to_base64
+from jaxembed.processors.late import Chunked
 from jaxembed.processors.prompts import Role, prompt_for, role_of
-from jaxembed.server.answering import embed_inputs, encode_answer
-from jaxembed.server.body import AnyPriority, MixedInputs, priority_of, read_body_as, read_inputs
+from jaxembed.server.answering import embed_chunks, embed_inputs, encode_answer
+from jaxembed.server.body import (
+    AnyPriority,
+    MixedInputs,
+    RequestInputs,
+    priority_of,
+    read_body_as,
+    read_inputs,
+)
 from jaxembed.server.encoding import (
     json_answer,
     json_items,
@@ -25,11 +33,12 @@ from jaxembed.server.encoding import (
     octet_response,
     wants_octets,
 )
+from jaxembed.server.late import WINDOWS, ChunksRequest, asks_for_chunks, read_chunks
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.service import current_service
 from jaxembed.server.unsupported import agreed
 from jaxembed.server.usage import Usage, usage_of
-from jaxembed.server.vectors import VectorsRequest, add_dtype, asked_dtype
+from jaxembed.server.vectors import add_dtype, asked_dtype
 from jaxembed.spec import ModelSpec
 
 blueprint = Blueprint("openai", __name__)
@@ -41,8 +50,9 @@ Format = Literal["float", "base64"]
 BASE64 = ("base64", ["base64"])  # which is a type of embeddings to Jina
 
 
-class EmbeddingsRequest(VectorsRequest, kw_only=True):
-    """OpenAI's fields, and `truncate`, `prompt_name`, `normalize` and `priority`.
+class EmbeddingsRequest(ChunksRequest, kw_only=True):
+    """OpenAI's fields, and `truncate`, `prompt_name`, `normalize`, `priority` and those of
+    ChunksRequest.
 
     Three fields also have the names that Voyage, Jina and LiteLLM use: `truncation` for `truncate`,
     `normalized` for `normalize`, `output_dimension` for `dimensions`. `input_type` (Cohere, Voyage,
@@ -79,16 +89,23 @@ class EmbeddingsRequest(VectorsRequest, kw_only=True):
                 setattr(self, field, None)
 
 
-class EmbeddingObject(msgspec.Struct):
-    """One vector: a list of numbers, or base64 of their little-endian bytes."""
+class EmbeddingObject(msgspec.Struct, omit_defaults=True):
+    """One vector: a list of numbers, or base64 of their little-endian bytes.
+
+    A chunk with a place also has the index of its input, and where it starts and ends there, in the
+    `offset_unit` of the request.
+    """
 
     object: Literal["embedding"]
     embedding: list[float] | str
     index: int
+    input_index: int | msgspec.UnsetType = msgspec.UNSET
+    start: int | msgspec.UnsetType = msgspec.UNSET
+    end: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class EmbeddingsResponse(msgspec.Struct):
-    """The embeddings, in the order of the inputs."""
+    """The embeddings, in the order of the inputs and of the chunks in each."""
 
     object: Literal["list"]
     data: list[EmbeddingObject]
@@ -102,13 +119,22 @@ async def embeddings() -> Response:
     """Answer a request for embeddings."""
     with current_meter() as meter:
         body = await read_body_as(EmbeddingsRequest)
-        answer = await embed_inputs(
-            meter,
-            body.model,
-            lambda: read_inputs(body.input, field="input"),
-            lambda loaded: options(body, loaded),
-        )
+        answer = await _answer(meter, body)
         return await encode_answer(meter, answer, lambda: respond(meter, body, answer))
+
+
+async def _answer(meter: Meter, body: EmbeddingsRequest) -> Embeddings:
+    """The vectors of the inputs, or of their chunks."""
+
+    def read() -> RequestInputs:
+        return read_inputs(body.input, field="input")
+
+    def asked(loaded: LoadedModel) -> EncodeOptions:
+        return options(body, loaded)
+
+    if asks_for_chunks(body):
+        return await embed_chunks(meter, body.model, lambda: read_chunks(body, read()), asked)
+    return await embed_inputs(meter, body.model, read, asked)
 
 
 def options(body: EmbeddingsRequest, loaded: LoadedModel) -> EncodeOptions:
@@ -190,12 +216,13 @@ def _check_adapters(
 
 
 async def respond(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> Response:
-    """The response with the vectors as raw bytes or JSON, and the header PROMPT."""
+    """The response with the vectors as raw bytes or JSON, and the headers PROMPT and WINDOWS."""
     if wants_octets():
         response = octet_response(answer.dense)
     else:
-        base64 = body.encoding_format == "base64"
-        response = await _json_response(answer, meter.served_name, base64=base64)
+        response = await _json_response(meter, body, answer)
+    if answer.chunked is not None:
+        response.headers.add(WINDOWS, str(int(answer.chunked.windows.sum())))
     return with_prompt(response, body, meter.loaded.spec)
 
 
@@ -208,23 +235,41 @@ def with_prompt(response: Response, body: EmbeddingsRequest, spec: ModelSpec) ->
     return add_dtype(response, body)
 
 
-async def _json_response(answer: Embeddings, model: str, *, base64: bool) -> Response:
+async def _json_response(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> Response:
     """The response with the vectors as JSON in the form of EmbeddingsResponse.
 
-    `model` is the served name. Each vector is a list of numbers, or with `base64` a string of their
-    little-endian bytes. The JSON is encoded in slices, between which other tasks run.
+    The JSON is encoded in slices, between which other tasks run.
     """
-    vector = to_base64 if base64 else _as_is
+    vector = vector_encoder(body)
+    places = None if body.late_chunking or answer.chunked is None else _places(answer.chunked)
 
     def items(start: int, stop: int) -> list[dict]:
-        return [
+        found = [
             {"object": "embedding", "embedding": vector(answer.dense[i]), "index": i}
             for i in range(start, stop)
         ]
+        if places is not None:
+            for item, place in zip(found, places[start:stop].tolist(), strict=True):
+                item.update(zip(("input_index", "start", "end"), place, strict=True))
+        return found
 
     count, width = answer.dense.shape
-    data, rest = json_items(count, width, items), {"model": model, "usage": usage_of(answer)}
+    rest = {"model": meter.served_name, "usage": usage_of(answer)}
+    data = json_items(count, width, items)
     return await json_stream(json_answer({"data": data}, rest, first=b'{"object":"list",'))
+
+
+def _places(chunked: Chunked) -> np.ndarray:
+    """The number of the input of each chunk, its first character and the one after its last: int64
+    `[chunks, 3]`."""
+    inputs = np.repeat(np.arange(len(chunked.counts)), chunked.counts)
+    return np.column_stack([inputs, chunked.bounds])
+
+
+def vector_encoder(body: EmbeddingsRequest) -> Callable[[np.ndarray], np.ndarray | str]:
+    """What makes a value for JSON of a vector: a list of numbers, or a string of its little-endian
+    bytes."""
+    return to_base64 if body.encoding_format == "base64" else _as_is
 
 
 def _as_is(row: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from jaxembed.server import (
     classify,
     cohere,
     cohere_embed,
+    contextualized,
     hosted,
     info,
     jina,
@@ -105,6 +106,9 @@ UNQUEUED = (tei.TokenizeRequest, tei.DecodeRequest)  # they run no device, so th
 ROUTES = (
     Route("openai.embeddings", "Embed, as OpenAI", openai.EmbeddingsRequest,
           openai.EmbeddingsResponse, octets=True),
+    Route("contextualized.contextualized_embeddings",
+          "A vector of each chunk of documents, as Voyage", contextualized.ContextualizedRequest,
+          contextualized.ContextualizedResponse),
     Route("ops.list_models", "The served names", response=ops.ModelList),
     Route("ops.list_models_unprefixed", "The served names, as Infinity", response=ops.ModelList),
     Route("ops.model", "One served name", response=ops.ServedModel),

@@ -28,6 +28,8 @@ class Unserved:
 
 _TEXTS = Unserved("this server takes texts alone", ("text",))
 _SINGLE = Unserved("each input has one vector, of all its tokens", (False,))
+_CHUNKS = "only /v1/embeddings and /embeddings have chunks"
+_AUTO = Unserved("only /v1/contextualizedembeddings takes it; see `chunk_size`", (False,))
 _FLOAT = Unserved("only routes that answer vectors take it", ("float", ["float"]))
 _RIGHT = Unserved("texts are cut on the right", ("right", "Right"))
 _RERANKS = "only the documents of a reranker are divided"
@@ -48,8 +50,12 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     modality: Annotated[Any, _TEXTS] = None
     images: Annotated[Any, _TEXTS] = None
     messages: Annotated[Any, _TEXTS] = None
-    late_chunking: Annotated[Any, _SINGLE] = None
-    chunks: Annotated[Any, _SINGLE] = None
+    late_chunking: Annotated[Any, Unserved(_CHUNKS, (False,))] = None
+    chunks: Annotated[Any, Unserved(_CHUNKS)] = None
+    chunk_size: Annotated[Any, Unserved(_CHUNKS)] = None
+    chunk_overlap: Annotated[Any, Unserved(_CHUNKS, (0,))] = None
+    offset_unit: Annotated[Any, Unserved(_CHUNKS)] = None
+    enable_auto_chunking: Annotated[Any, _AUTO] = None
     return_multivector: Annotated[Any, _SINGLE] = None
     embedding_type: Annotated[Any, _FLOAT] = None
     embedding_types: Annotated[Any, _FLOAT] = None
