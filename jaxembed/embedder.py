@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxembed.errors import InvalidInput
 from jaxembed.inputs import ChunkedText, Input, Pair, Text
+from jaxembed.interaction import similarities
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import (
     Embeddings,
@@ -148,12 +149,19 @@ class Embedder(LoadedModel):
     ) -> list[Ranked]:
         """The documents that answer the query best, best first; equal ones in the order given.
 
-        Scores are from 0 to 1, with `raw_scores` the model's logits. Other options are the fields
-        of ScoreOptions. Raises WrongTask and the errors of InvalidInput and BackendError.
+        Scores are from 0 to 1, with `raw_scores` the model's logits. An embedding model with
+        several vectors a text compares these: scores are means of cosines, raw ones their sums;
+        `weights` are those of its dense, sparse and multi-vector outputs. Other options are the
+        fields of ScoreOptions. Raises WrongTask and the errors of InvalidInput and BackendError.
         """
         _check_top_n(top_n)
-        request = self.tasks.rerank(query, documents, ScoreOptions(**options))
-        return self.run(request).ranked(raw_scores)[:top_n]
+        asked = ScoreOptions(**options)
+        if self.spec.task == "embed":
+            of_query, of_documents, weights = self.tasks.compare(query, documents, asked)
+            found = similarities(self.run(of_query), self.run(of_documents), weights)
+        else:
+            found = self.run(self.tasks.rerank(query, documents, asked))
+        return found.ranked(raw_scores)[:top_n]
 
     async def rerank_async(
         self,
@@ -166,8 +174,14 @@ class Embedder(LoadedModel):
     ) -> list[Ranked]:
         """`rerank` without blocking the event loop."""
         _check_top_n(top_n)
-        request = self.tasks.rerank(query, documents, ScoreOptions(**options))
-        return (await self.run_async(request)).ranked(raw_scores)[:top_n]
+        asked = ScoreOptions(**options)
+        if self.spec.task == "embed":
+            of_query, of_documents, weights = self.tasks.compare(query, documents, asked)
+            both = await self.run_async(of_query), await self.run_async(of_documents)
+            found = await self.runner.off_loop(similarities, *both, weights)
+        else:
+            found = await self.run_async(self.tasks.rerank(query, documents, asked))
+        return found.ranked(raw_scores)[:top_n]
 
     def classify(
         self, inputs: str | Sequence[TextOrPair], *, raw_scores: bool = False, **options

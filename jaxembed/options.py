@@ -43,7 +43,8 @@ class ScoreOptions:
 
     `instruction` is for models with a template. `max_document_tokens` cuts the second text of each
     pair, even where `truncate` is off. With `max_chunks` over 1 a document that does not fit is
-    divided into so many windows at most, and the best one counts.
+    divided into so many windows at most, and the best one counts. `weights` are for embedding
+    models that give several outputs; with these the options between are for models that score.
     """
 
     truncate: bool | None = None
@@ -52,6 +53,7 @@ class ScoreOptions:
     max_document_tokens: int | None = None
     max_chunks: int = 1
     overlap_tokens: int | None = None  # that neighbouring windows share; None: see `overlap_of`
+    weights: tuple[float, ...] | None = None  # of dense, sparse, multi_vector; None: all the same
     adapter: str | None = None  # its name; None: none
     priority: Priority | None = None  # None: interactive where the request is small
 
@@ -173,3 +175,15 @@ class Scores:
         return [
             [Label(self.labels[k], float(row[k])) for k in rank(logits)] for logits, row in rows
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Similarities(Scores):
+    """How similar documents are to a query. The `logits` are the similarities; `num_tokens` begins
+    with the query's."""
+
+    raw: np.ndarray | None = None  # float32 [n, 1], the sums that they are the means of
+
+    def shown(self, raw_scores: bool) -> np.ndarray:
+        """float32 [n, 1]: the similarities, or the sums where they are means of such."""
+        return self.raw if raw_scores and self.raw is not None else self.logits

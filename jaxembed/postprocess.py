@@ -69,10 +69,10 @@ def to_bytes(vectors: Shaped[np.ndarray, "..."]) -> bytes:
     return np.ascontiguousarray(vectors, dtype=vectors.dtype.newbyteorder("<")).tobytes()
 
 
-def to_base64(row: Shaped[np.ndarray, " width"]) -> str:
-    """The bytes of the vector in standard base64, as OpenAI's clients decode those of float32, and
-    Voyage's those of any dtype."""
-    return base64.b64encode(to_bytes(row)).decode("ascii")
+def to_base64(vectors: Shaped[np.ndarray, "..."]) -> str:
+    """The bytes of a vector, or of several row after row, in standard base64, as OpenAI's clients
+    decode those of float32, and Voyage's those of any dtype."""
+    return base64.b64encode(to_bytes(vectors)).decode("ascii")
 
 
 def _lengths(vectors: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from typing import get_args
 
 import msgspec
@@ -11,6 +12,7 @@ import numpy as np
 from jaxembed.config import TextConfig
 from jaxembed.errors import EmptyInput, InvalidInput, UnknownRoute, WrongTask
 from jaxembed.inputs import ChunkedText, ChunkSize, Input, Pair, Text
+from jaxembed.interaction import Weights, weights_of
 from jaxembed.models import is_static
 from jaxembed.options import EncodeOptions, ScoreOptions
 from jaxembed.outputs import OUTPUTS, REPRESENTATIONS, OutputName
@@ -47,6 +49,7 @@ KIND: dict[Task, str] = {
     "classify": "a classifier",
     "rerank": "a reranker",
 }
+FIELDS = {"max_document_tokens": "max_tokens_per_doc", "max_chunks": "max_chunks_per_doc"}
 PER_TOKEN = {name for name, kind in OUTPUTS.items() if kind.per == "token"}
 NO_RANGES: Mapping[VectorKind, KeptRanges] = {}
 
@@ -212,11 +215,64 @@ class Tasks:
         Documents may be empty, as in TEI. Raises EmptyInput for an empty query.
         """
         check_task(self._name, self._spec, "rerank")
+        if options.weights is not None:
+            raise InvalidInput(
+                "`weights` are for models that compare several outputs; leave them out",
+                field="weights",
+            )
         check_query(query)
         rules, adapter = self._rules(options), self._number(options.adapter)
         return QueryRequest(
             documents, rules, LOGITS, options.priority, options, query, adapter=adapter
         )
+
+    def compare(
+        self, query: str, documents: Sequence[str], options: ScoreOptions
+    ) -> tuple[EncodeRequest, EncodeRequest, Weights]:
+        """The requests for the outputs of a query and of documents, by which the documents are
+        ranked, and the weights of the outputs. Raises also EmptyInput for an empty query."""
+        offered = self._spec.representations
+        if "multi_vector" not in offered:
+            check_task(self._name, self._spec, "rerank")
+        check_query(query)
+        usual = ScoreOptions()
+        for field in ("instruction", "max_document_tokens", "max_chunks", "overlap_tokens"):
+            if getattr(options, field) != getattr(usual, field):
+                raise InvalidInput(
+                    f"`{FIELDS.get(field, field)}` is for models that score pairs, and this one "
+                    "compares vectors; leave it out",
+                    field=FIELDS.get(field, field),
+                )
+        self._check_weights(options.weights)
+        weights = weights_of(offered, options.weights)
+        encoded = EncodeOptions(
+            outputs=frozenset(weights),
+            truncate=options.truncate,
+            truncation_side=options.truncation_side,
+            adapter=options.adapter,
+            priority=options.priority,
+        )
+        of_query = self.embed([Text(query)], self.for_role("query", encoded))
+        texts = [Text(text) for text in documents]
+        return of_query, self.embed(texts, self.for_role("document", encoded)), weights
+
+    def _check_weights(self, weights: Sequence[float] | None) -> None:
+        """Raise InvalidInput for weights of outputs that the model does not give."""
+        offered = self._spec.representations
+        if weights is None:
+            return
+        if len(weights) != len(REPRESENTATIONS) or min(weights) < 0 or not 0 < sum(weights) < inf:
+            raise InvalidInput(
+                f"`weights` must be three numbers of 0 or more, of {', '.join(REPRESENTATIONS)}, "
+                f"not all 0. Given: {list(weights)}",
+                field="weights",
+            )
+        for name, weight in zip(REPRESENTATIONS, weights, strict=True):
+            if weight and name not in offered:
+                raise InvalidInput(
+                    f"`weights` has {weight} for {name}, which the model does not give; send 0",
+                    field="weights",
+                )
 
     def compute(
         self, inputs: Sequence[Input], outputs: Collection[str], options: EncodeOptions
@@ -365,6 +421,8 @@ class Tasks:
 def _check_late(spec: ModelSpec, options: EncodeOptions) -> None:
     """Raise InvalidInput for a model without late chunking, and for options that it does not
     take."""
+    if options.outputs != {"dense"}:
+        raise InvalidInput("a chunk has a dense vector and no other outputs", field="outputs")
     pooling = spec.dense.pooling
     if pooling != ("mean",):
         raise InvalidInput(
@@ -376,8 +434,6 @@ def _check_late(spec: ModelSpec, options: EncodeOptions) -> None:
             "late chunking is for models whose tokens see each other, and this one has static "
             "embeddings; send each chunk as an input of its own"
         )
-    if options.outputs != {"dense"}:
-        raise InvalidInput("a chunk has a dense vector and no other outputs", field="outputs")
     if options.truncation_side != "right":
         raise InvalidInput(
             "late chunking cuts no text; leave `truncation_side` out", field="truncation_side"
@@ -424,6 +480,11 @@ def _calibration(model: str, spec: ModelSpec, kind: VectorKind) -> str:
     if kind.adapter is not None:
         command += f" --adapter-name {kind.adapter}"
     return command if kind.dimensions == spec.dim else f"{command} --dimensions {kind.dimensions}"
+
+
+def tasks_of(spec: ModelSpec) -> tuple[Task, ...]:
+    """The tasks that a model can do. An embedder with a vector for each token reranks by these."""
+    return (*DOES[spec.task], "rerank") if "multi_vector" in spec.heads else DOES[spec.task]
 
 
 def check_task(name: str, spec: ModelSpec, task: Task) -> None:

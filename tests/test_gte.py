@@ -208,7 +208,10 @@ def published_names(arrays: dict[str, np.ndarray], packed: bool) -> dict[str, np
         else:
             named[name] = array
     head = "tensors/model.safetensors:classifier"
-    return named | {f"{head}.weight": np.ones((1, 16), np.float32), f"{head}.bias": np.ones(1, np.float32)}
+    return named | {
+        f"{head}.weight": np.ones((1, 16), np.float32),
+        f"{head}.bias": np.ones(1, np.float32),
+    }
 
 
 @pytest.mark.parametrize("packed", [True, False])

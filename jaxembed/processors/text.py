@@ -218,6 +218,11 @@ class TextProcessor:
                 pieces.append(token_pieces(text, encoding, name_of))
         return pieces
 
+    def term_names(self, ids: Sequence[int]) -> list[str]:
+        """The tokens with these ids, as the vocabulary spells them; empty where it has none."""
+        name_of = self._tokenizer.file.id_to_token
+        return [name_of(one) or "" for one in ids]
+
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         """The text of each list of ids.
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 from quart import Response
 
 from jaxembed.errors import InvalidChunk, InvalidInput
+from jaxembed.interaction import similarities
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.request import Answer, Request
@@ -102,8 +103,29 @@ async def score_documents(
         return RequestSize("batch", characters, field)
 
     loaded, _ = _accept(meter, model, "rerank", read)
-    request = loaded.tasks.rerank(query, documents, _adapted(meter, options))
-    return await _answer(meter, request)
+    options = _adapted(meter, options)
+    if loaded.spec.task == "embed":
+        return await _compare(meter, query, documents, options, field)
+    return await _answer(meter, loaded.tasks.rerank(query, documents, options))
+
+
+async def _compare(
+    meter: Meter, query: str, documents: Sequence[str], options: ScoreOptions, field: str
+) -> Scores:
+    """The similarities of documents and a query, by the outputs of both."""
+    of_query, of_documents, weights = meter.loaded.tasks.compare(query, documents, options)
+    try:
+        first = await _answer(meter, of_query)
+    except InvalidInput as error:
+        error.field, error.index = error.field or "query", None
+        raise
+    try:
+        others = await _answer(meter, of_documents)
+    except InvalidInput as error:
+        error.field = error.field or field
+        raise
+    runner = meter.loaded.routes[meter.route].runner
+    return await runner.off_loop(similarities, first, others, weights)
 
 
 async def encode_answer(

@@ -7,7 +7,7 @@ from jaxembed.engine.admission import Capacity
 from jaxembed.errors import ConfigError, InvalidInput, UnknownModel, WrongTask
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.spec import Task
-from jaxembed.tasks import DOES, KIND
+from jaxembed.tasks import KIND, tasks_of
 from jaxembed.telemetry import exposition
 
 TASK_ROUTES: dict[Task, str] = {
@@ -106,7 +106,7 @@ class Models:
         named model, or every model, cannot do the task, and InvalidInput if several models remain.
         """
         asked = self.meant(name)
-        able = [e for e in asked if task is None or task in DOES[e.spec.task]]
+        able = [e for e in asked if task is None or task in tasks_of(e.spec)]
         if task is not None and not able:
             raise WrongTask(f"{REFUSAL[task]}: {', '.join(map(self._description, asked))}")
         chosen = [e for e in able if e.spec.task == task] or able

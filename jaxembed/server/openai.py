@@ -35,8 +35,14 @@ from jaxembed.server.encoding import (
 )
 from jaxembed.server.late import WINDOWS, ChunksRequest, asks_for_chunks, read_chunks
 from jaxembed.server.meter import Meter, current_meter
+from jaxembed.server.representations import (
+    SparseEmbedding,
+    asked_outputs,
+    fields_of,
+    width_of,
+)
 from jaxembed.server.service import current_service
-from jaxembed.server.unsupported import agreed
+from jaxembed.server.unsupported import ModelRequest, agreed
 from jaxembed.server.usage import Usage, usage_of
 from jaxembed.server.vectors import add_dtype, asked_dtype
 from jaxembed.spec import ModelSpec
@@ -53,6 +59,10 @@ BASE64 = ("base64", ["base64"])  # which is a type of embeddings to Jina
 class EmbeddingsRequest(ChunksRequest, kw_only=True):
     """OpenAI's fields, and `truncate`, `prompt_name`, `normalize`, `priority` and those of
     ChunksRequest.
+
+    `outputs` are some of dense, sparse and multi_vector, of models that give several;
+    `return_multivector` is Jina's name of the last. `max_active_dims` keeps so many terms of a
+    sparse output, `return_tokens` names them.
 
     Three fields also have the names that Voyage, Jina and LiteLLM use: `truncation` for `truncate`,
     `normalized` for `normalize`, `output_dimension` for `dimensions`. `input_type` (Cohere, Voyage,
@@ -74,6 +84,10 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
     normalize: bool | None = None
     normalized: bool | None = None
     priority: AnyPriority | None = None
+    outputs: list[str] | None = None
+    return_multivector: bool | None = None
+    max_active_dims: int | None = None
+    return_tokens: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,15 +104,20 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
 
 
 class EmbeddingObject(msgspec.Struct, omit_defaults=True):
-    """One vector: a list of numbers, or base64 of their little-endian bytes.
+    """The outputs of an input. The vector is a list of numbers, or base64 of their little-endian
+    bytes, or null where it was not asked for; so are the vectors to compare token by token, of
+    which base64 has the `shape` beside it.
 
     A chunk with a place also has the index of its input, and where it starts and ends there, in the
     `offset_unit` of the request.
     """
 
     object: Literal["embedding"]
-    embedding: list[float] | str
+    embedding: list[float] | str | None
     index: int
+    sparse_embedding: SparseEmbedding | msgspec.UnsetType = msgspec.UNSET
+    embeddings: list[list[float]] | str | msgspec.UnsetType = msgspec.UNSET
+    shape: tuple[int, int] | msgspec.UnsetType = msgspec.UNSET
     input_index: int | msgspec.UnsetType = msgspec.UNSET
     start: int | msgspec.UnsetType = msgspec.UNSET
     end: int | msgspec.UnsetType = msgspec.UNSET
@@ -118,9 +137,13 @@ class EmbeddingsResponse(msgspec.Struct):
 async def embeddings() -> Response:
     """Answer a request for embeddings."""
     with current_meter() as meter:
-        body = await read_body_as(EmbeddingsRequest)
-        answer = await _answer(meter, body)
-        return await encode_answer(meter, answer, lambda: respond(meter, body, answer))
+        return await answer_openai(meter, await read_body_as(EmbeddingsRequest))
+
+
+async def answer_openai(meter: Meter, body: EmbeddingsRequest) -> Response:
+    """The answer to one body."""
+    answer = await _answer(meter, body)
+    return await encode_answer(meter, answer, lambda: respond(meter, body, answer))
 
 
 async def _answer(meter: Meter, body: EmbeddingsRequest) -> Embeddings:
@@ -143,11 +166,17 @@ def options(body: EmbeddingsRequest, loaded: LoadedModel) -> EncodeOptions:
     Vectors are normalised unless the body says otherwise, as OpenAI does. Raises InvalidInput for
     an unknown purpose, and for fields that contradict each other.
     """
-    prompt, prompt_name = chosen_prompt(body, loaded.spec)
+    prompt, prompt_name, route = purpose_of(body, loaded)
+    outputs = asked_outputs(body.outputs, body.return_multivector, loaded.spec)
+    if body.return_tokens and "sparse" not in outputs:
+        raise InvalidInput("`return_tokens` is for sparse outputs", field="return_tokens")
     return EncodeOptions(
+        outputs=outputs,
         prompt=prompt,
         prompt_name=prompt_name,
-        route=chosen_route(body, loaded),
+        route=route,
+        role=role_asked(body),
+        max_active_dims=body.max_active_dims,
         truncate=agreed(body, "truncate", "truncation"),
         dimensions=agreed(body, "dimensions", "output_dimension", unset=(None, 0)),
         normalize=agreed(body, "normalize", "normalized") is not False,
@@ -157,7 +186,20 @@ def options(body: EmbeddingsRequest, loaded: LoadedModel) -> EncodeOptions:
     )
 
 
-def chosen_prompt(body: EmbeddingsRequest, spec: ModelSpec) -> tuple[str | None, str | None]:
+def purpose_of(
+    body: ModelRequest, loaded: LoadedModel
+) -> tuple[str | None, str | None, str | None]:
+    """The text and the name of the prompt, as `chosen_prompt`, and the route for the purpose of the
+    body."""
+    return *chosen_prompt(body, loaded.spec), chosen_route(body, loaded)
+
+
+def role_asked(body: ModelRequest) -> Role | None:
+    """The role of the texts by the purpose in the body; None if it has none."""
+    return role_of(body.input_type or body.task or "")
+
+
+def chosen_prompt(body: ModelRequest, spec: ModelSpec) -> tuple[str | None, str | None]:
     """The text and the name of the prompt that the body asks for; at least one of them is None.
 
     If both are None, the server's default prompt is used. The text is empty if the body has a
@@ -188,7 +230,7 @@ def chosen_prompt(body: EmbeddingsRequest, spec: ModelSpec) -> tuple[str | None,
     return ("" if name is None else None), name
 
 
-def chosen_route(body: EmbeddingsRequest, loaded: LoadedModel) -> str | None:
+def chosen_route(body: ModelRequest, loaded: LoadedModel) -> str | None:
     """The route for the purpose of the body, None if it has none. Raises UnknownRoute."""
     for field in ("input_type", "task"):
         if purpose := getattr(body, field):
@@ -201,7 +243,7 @@ def chosen_route(body: EmbeddingsRequest, loaded: LoadedModel) -> str | None:
 
 
 def _check_adapters(
-    body: EmbeddingsRequest, found: Mapping[str, tuple[Role | None, str | None]], spec: ModelSpec
+    body: ModelRequest, found: Mapping[str, tuple[Role | None, str | None]], spec: ModelSpec
 ) -> None:
     """Raise InvalidInput for a purpose without an adapter if the adapters are for purposes, as
     those of Jina v3 are: the vector of none would look right."""
@@ -217,7 +259,7 @@ def _check_adapters(
 
 async def respond(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> Response:
     """The response with the vectors as raw bytes or JSON, and the headers PROMPT and WINDOWS."""
-    if wants_octets():
+    if wants_octets() and answer.values.keys() == {"dense"}:
         response = octet_response(answer.dense)
     else:
         response = await _json_response(meter, body, answer)
@@ -240,12 +282,18 @@ async def _json_response(meter: Meter, body: EmbeddingsRequest, answer: Embeddin
 
     The JSON is encoded in slices, between which other tasks run.
     """
-    vector = vector_encoder(body)
+    vector, names = vector_encoder(body), None
+    if body.return_tokens:
+        names = meter.loaded.routes[meter.route].processor.term_names
     places = None if body.late_chunking or answer.chunked is None else _places(answer.chunked)
 
     def items(start: int, stop: int) -> list[dict]:
         found = [
-            {"object": "embedding", "embedding": vector(answer.dense[i]), "index": i}
+            {
+                "object": "embedding",
+                **fields_of(answer, i, vector, names),
+                "index": i,
+            }
             for i in range(start, stop)
         ]
         if places is not None:
@@ -253,9 +301,9 @@ async def _json_response(meter: Meter, body: EmbeddingsRequest, answer: Embeddin
                 item.update(zip(("input_index", "start", "end"), place, strict=True))
         return found
 
-    count, width = answer.dense.shape
+    count = len(next(iter(answer.values.values())))
     rest = {"model": meter.served_name, "usage": usage_of(answer)}
-    data = json_items(count, width, items)
+    data = json_items(count, width_of(answer), items)
     return await json_stream(json_answer({"data": data}, rest, first=b'{"object":"list",'))
 
 

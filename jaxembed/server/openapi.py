@@ -23,6 +23,7 @@ from jaxembed.server import (
     hosted,
     info,
     jina,
+    multi,
     openai,
     ops,
     scoring,
@@ -36,7 +37,6 @@ from jaxembed.server.errors import Dialect, dialect_of
 from jaxembed.server.rerank import DocumentsRequest
 from jaxembed.server.unsupported import ModelRequest, unserved
 
-ALWAYS_REFUSED = "always 424"
 PATH_PARAMETER = re.compile(r"<(?:\w+:)?(\w+)>")
 
 
@@ -117,7 +117,12 @@ ROUTES = (
     Route("tei.similarities", "Cosines", tei.SimilarityRequest, list[float]),
     Route("tei.tokenize", "Tokens", tei.TokenizeRequest, list[list[tei.Token]]),
     Route("tei.decode_ids", "Text of token ids", tei.DecodeRequest, list[str]),
-    Route("tei.embed_sparse", f"Not for this kind of model: {ALWAYS_REFUSED}"),
+    Route("multi.embed_sparse", "Weights of terms", multi.EmbedSparseRequest,
+          list[list[multi.Term]]),
+    Route("multi.embed_multi", "Vectors to compare token by token", multi.EmbedMultiRequest,
+          list[VECTORS], octets=True),
+    Route("multi.multi_vector", "Vectors to compare token by token, as Jina",
+          openai.EmbeddingsRequest, openai.EmbeddingsResponse),
     Route("hosted.rerank_texts", "Texts by how well they answer a query; also takes Jina's body",
           RERANKS, RANKINGS),
     Route("tei_scores.predict", "Labels with scores", tei_scores.PredictRequest, LABELS),
@@ -251,8 +256,7 @@ def _operation(route: Route, path: str, method: str, schemas: dict[str, dict]) -
             "default": {"description": "Error", "content": {JSON: {"schema": schemas[str(error)]}}}
         },
     }
-    if not route.summary.endswith(ALWAYS_REFUSED):
-        operation["responses"]["200"] = {"description": "OK", **_content(route, schemas)}
+    operation["responses"]["200"] = {"description": "OK", **_content(route, schemas)}
     if route.request is not None:
         body = {"required": True, "content": {JSON: {"schema": _schema(route.request, schemas)}}}
         operation["requestBody"] = body

@@ -11,7 +11,7 @@ from jaxembed.server.errors import Unhealthy
 from jaxembed.server.models import Models
 from jaxembed.server.service import current_service
 from jaxembed.spec import Task
-from jaxembed.tasks import DOES
+from jaxembed.tasks import tasks_of
 
 blueprint = Blueprint("ops", __name__)
 metrics_blueprint = Blueprint("metrics", __name__)
@@ -139,7 +139,7 @@ def _model(name: str, models: Models) -> ServedModel:
         created=0,
         max_model_len=loaded.max_input_tokens,
         task=loaded.spec.task,
-        capabilities=DOES[loaded.spec.task],
+        capabilities=tasks_of(loaded.spec),
         stats=QueueStats(waiting, waiting / loaded.config.max_concurrent_requests),
         parent=name.removesuffix(f":{adapter}") if adapter else msgspec.UNSET,
     )

@@ -49,6 +49,7 @@ class DocumentsRequest(ModelRequest, kw_only=True):
     max_chunks_per_doc: int | None = None
     overlap_tokens: int | None = None
     long_documents: LongDocuments | None = None
+    weights: list[float] | None = None
     instruction: str | None = None
     priority: AnyPriority | None = None
     user: str | None = None
@@ -85,6 +86,7 @@ async def rerank_documents(
         max_document_tokens=body.max_tokens_per_doc or None,
         max_chunks=most_chunks(body.max_chunks_per_doc, body.long_documents),
         overlap_tokens=body.overlap_tokens,
+        weights=tuple(body.weights) if body.weights else None,
         priority=priority_of(body.priority),
     )
     answer = await score_documents(meter, body.model, body.query, texts, options, field="documents")

@@ -11,7 +11,7 @@ import msgspec
 import orjson
 from quart import Blueprint, Response
 
-from jaxembed.errors import EmptyInput, InvalidInput, NoInputs, WrongTask
+from jaxembed.errors import EmptyInput, InvalidInput, NoInputs
 from jaxembed.inputs import Priority, Tokens
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import similarity
@@ -211,12 +211,6 @@ async def decode_ids() -> Response:
             held=meter.held,
         )
         return json_response(orjson.dumps(texts))
-
-
-@blueprint.post("/embed_sparse")
-async def embed_sparse() -> Response:
-    """Raise WrongTask with TEI's message, because no model here has sparse embeddings yet."""
-    raise WrongTask("Model is not an embedding model with SPLADE pooling")
 
 
 async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Response:

@@ -47,6 +47,7 @@ class RerankRequest(ModelRequest, kw_only=True):
     max_chunks_per_doc: int | None = None
     overlap_tokens: int | None = None
     long_documents: LongDocuments | None = None
+    weights: list[float] | None = None
     truncate: bool | None = None
     truncation_direction: Direction = "right"
     raw_scores: bool = False
@@ -96,6 +97,7 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
         instruction=body.instruction or None,
         max_chunks=most_chunks(body.max_chunks_per_doc, body.long_documents),
         overlap_tokens=body.overlap_tokens,
+        weights=tuple(body.weights) if body.weights else None,
         priority=priority_of(body.priority),
     )
     answer = await score_documents(meter, body.model, body.query, texts, options, field="texts")

@@ -1,0 +1,166 @@
+"""The routes that answer one kind of output alone: /embed_sparse of Text Embeddings Inference,
+/embed_multi beside it, and Jina's /v1/multi-vector. Knows no devices."""
+
+from collections.abc import AsyncIterator
+
+import msgspec
+import numpy as np
+from quart import Blueprint, Response
+
+from jaxembed.errors import WrongTask
+from jaxembed.inputs import Priority
+from jaxembed.loaded_model import LoadedModel
+from jaxembed.options import Embeddings, EncodeOptions
+from jaxembed.outputs import OutputName
+from jaxembed.postprocess import to_bytes
+from jaxembed.server.answering import embed_inputs, encode_answer
+from jaxembed.server.body import InputUnion, priority_of, read_body_as, read_inputs
+from jaxembed.server.encoding import (
+    OCTETS,
+    json_items,
+    json_list,
+    json_matrices,
+    json_stream,
+    wants_octets,
+)
+from jaxembed.server.meter import Meter, current_meter
+from jaxembed.server.openai import EmbeddingsRequest, answer_openai, purpose_of, role_asked
+from jaxembed.server.representations import TermNames, width_of
+from jaxembed.server.tei import SIDES, Direction
+from jaxembed.server.unsupported import ModelRequest
+from jaxembed.server.vectors import VectorsRequest, add_dtype, asked_dtype
+
+blueprint = Blueprint("multi", __name__)
+
+# TEI's words, and theirs for the route that it lacks.
+REFUSALS: dict[OutputName, str] = {
+    "sparse": "Model is not an embedding model with SPLADE pooling",
+    "multi_vector": "Model is not an embedding model with several vectors for a text",
+}
+
+
+class EmbedSparseRequest(ModelRequest, kw_only=True):
+    """TEI's fields, `input_type`, and how many terms are answered and how."""
+
+    inputs: InputUnion
+    truncate: bool | None = None
+    truncation_direction: Direction = "right"
+    prompt_name: str | None = None
+    input_type: str | None = None
+    max_active_dims: int | None = None
+    return_tokens: bool | None = None
+    model: str | None = None
+    priority: Priority | None = None
+
+
+class EmbedMultiRequest(VectorsRequest, kw_only=True):
+    """The fields of /embed, and `input_type`: queries and documents may be treated differently."""
+
+    inputs: InputUnion
+    truncate: bool | None = None
+    truncation_direction: Direction = "right"
+    prompt_name: str | None = None
+    input_type: str | None = None
+    dimensions: int | None = None
+    model: str | None = None
+    priority: Priority | None = None
+
+
+class Term(msgspec.Struct, omit_defaults=True):
+    """The number of a term in the vocabulary and its weight; the term itself where asked for."""
+
+    index: int
+    value: float
+    token: str | msgspec.UnsetType = msgspec.UNSET
+
+
+@blueprint.post("/embed_sparse")
+async def embed_sparse() -> Response:
+    """Answer with the weights of each input's terms, those that are not zero, by their index."""
+    with current_meter() as meter:
+        body = await read_body_as(EmbedSparseRequest)
+        answer = await _answer(meter, body, "sparse", max_active_dims=body.max_active_dims)
+        names = None
+        if body.return_tokens:
+            names = meter.loaded.routes[meter.route].processor.term_names
+        return await encode_answer(meter, answer, lambda: json_stream(_terms(answer, names)))
+
+
+@blueprint.post("/embed_multi")
+async def embed_multi() -> Response:
+    """Answer with the vectors of each input's tokens, for models that compare token by token."""
+    with current_meter() as meter:
+        body = await read_body_as(EmbedMultiRequest)
+        answer = await _answer(
+            meter,
+            body,
+            "multi_vector",
+            dimensions=body.dimensions or None,
+            output_dtype=asked_dtype(body) or "float",
+        )
+        response = await encode_answer(meter, answer, lambda: _matrices(answer))
+        return add_dtype(response, body)
+
+
+@blueprint.post("/v1/multi-vector")
+async def multi_vector() -> Response:
+    """Answer as /v1/embeddings with `return_multivector`, as Jina."""
+    with current_meter() as meter:
+        body = await read_body_as(EmbeddingsRequest)
+        body.return_multivector = True
+        return await answer_openai(meter, body)
+
+
+async def _answer(
+    meter: Meter, body: EmbedSparseRequest | EmbedMultiRequest, output: OutputName, **more
+) -> Embeddings:
+    """The one output of each input. Raises WrongTask for a model that does not give it."""
+
+    def options(loaded: LoadedModel) -> EncodeOptions:
+        if output not in loaded.spec.representations:
+            raise WrongTask(REFUSALS[output])
+        prompt, prompt_name, route = purpose_of(body, loaded)
+        return EncodeOptions(
+            outputs=frozenset({output}),
+            prompt=prompt,
+            prompt_name=prompt_name,
+            route=route,
+            role=role_asked(body),
+            truncate=body.truncate,
+            truncation_side=SIDES[body.truncation_direction],
+            priority=priority_of(body.priority),
+            **more,
+        )
+
+    return await embed_inputs(
+        meter, body.model, lambda: read_inputs(body.inputs, field="inputs"), options
+    )
+
+
+def _terms(answer: Embeddings, names: TermNames | None) -> AsyncIterator[bytes]:
+    """A list of Terms for each input, in slices."""
+
+    def items(start: int, stop: int) -> list[list[dict]]:
+        return [_terms_of(answer, i, names) for i in range(start, stop)]
+
+    return json_list(json_items(len(answer.sparse), 4 * width_of(answer), items))
+
+
+def _terms_of(answer: Embeddings, number: int, names: TermNames | None) -> list[dict]:
+    indices, values = answer.sparse.indices[number], answer.sparse.values[number]
+    columns = {"index": indices.tolist(), "value": values}
+    if names is not None:
+        columns["token"] = names(columns["index"])
+    return [dict(zip(columns, term, strict=True)) for term in zip(*columns.values(), strict=True)]
+
+
+async def _matrices(answer: Embeddings) -> Response:
+    """The vectors of each input as JSON, or the bytes of all, row after row, with the numbers of
+    rows and the width in a header."""
+    vectors = answer.multi_vector
+    if not wants_octets():
+        return await json_stream(json_matrices(vectors))
+    response = Response(to_bytes(vectors.values), content_type=OCTETS)
+    counts = ",".join(map(str, np.diff(vectors.offsets).tolist()))
+    response.headers["x-embedding-shape"] = f"{counts};{vectors.values.shape[1]}"
+    return response

@@ -1,0 +1,210 @@
+"""Dense, sparse and multi-vector outputs over HTTP, of a model that gives all three."""
+
+import base64
+
+import numpy as np
+import pytest
+from test_m3 import TEXTS, _embedder, _files  # noqa: F401, fixtures
+from test_server_openai import ask
+from test_sparse import as_dense
+
+from jaxembed.server.models import Models
+from jaxembed.work import SparseRows
+
+ALL = ["dense", "sparse", "multi_vector"]
+
+
+def terms_of(items: list[dict], width: int) -> np.ndarray:
+    """The sparse embeddings of an answer as a matrix."""
+    rows = [item["sparse_embedding"] for item in items]
+    indices = [np.array(row["indices"], np.int32) for row in rows]
+    values = [np.array(row["values"], np.float32) for row in rows]
+    return as_dense(SparseRows(width, indices, values))
+
+
+def test_one_request_answers_all_outputs(embedder):
+    wanted = embedder.encode_outputs(TEXTS, ALL, normalize=True)
+    response, body = ask({"input": TEXTS, "outputs": ALL}, embedder=embedder)
+    assert response.status_code == 200
+    for number, item in enumerate(body["data"]):
+        assert list(item) == ["object", "embedding", "sparse_embedding", "embeddings", "index"]
+        np.testing.assert_allclose(item["embedding"], wanted["dense"][number], rtol=1e-6)
+        np.testing.assert_allclose(item["embeddings"], wanted["multi_vector"][number], rtol=1e-6)
+    width = wanted["sparse"].width
+    np.testing.assert_array_equal(terms_of(body["data"], width), as_dense(wanted["sparse"]))
+    assert body["usage"]["total_tokens"] == int(response.headers["x-compute-tokens"])
+
+
+def test_what_is_not_asked_for_is_not_answered(embedder):
+    _, body = ask({"input": "a cat"}, embedder=embedder)
+    assert list(body["data"][0]) == ["object", "embedding", "index"]
+    _, body = ask({"input": "a cat", "outputs": ["sparse"]}, embedder=embedder)
+    (item,) = body["data"]
+    assert item["embedding"] is None
+    assert list(item) == ["object", "embedding", "sparse_embedding", "index"]
+
+
+def test_base64_holds_the_matrix_and_its_shape_is_beside_it(embedder):
+    asked = {"input": "a cat", "outputs": ["dense", "multi_vector"], "encoding_format": "base64"}
+    _, body = ask(asked, embedder=embedder)
+    (item,) = body["data"]
+    wanted = embedder.encode_outputs("a cat", asked["outputs"], normalize=True)
+    matrix = np.frombuffer(base64.b64decode(item["embeddings"]), "<f4").reshape(item["shape"])
+    np.testing.assert_array_equal(matrix, wanted["multi_vector"][0])
+    vector = np.frombuffer(base64.b64decode(item["embedding"]), "<f4")
+    np.testing.assert_array_equal(vector, wanted["dense"][0])
+
+
+@pytest.mark.parametrize(
+    ("path", "more"), [("/v1/embeddings", {"return_multivector": True}), ("/v1/multi-vector", {})]
+)
+def test_jina_asks_for_several_vectors_by_its_own_names(embedder, path, more):
+    _, body = ask({"input": ["a cat"], "dimensions": 3} | more, path=path, embedder=embedder)
+    (item,) = body["data"]
+    assert item["embedding"] is None
+    wanted = embedder.encode_multi("a cat", dimensions=3, normalize=True)[0]
+    np.testing.assert_allclose(item["embeddings"], wanted, rtol=1e-6)
+
+
+def test_terms_may_be_named_and_few(embedder):
+    asked = {"input": "the cat", "outputs": ["sparse"], "max_active_dims": 1, "return_tokens": True}
+    _, body = ask(asked, embedder=embedder)
+    found = body["data"][0]["sparse_embedding"]
+    assert len(found["indices"]) == len(found["values"]) == len(found["tokens"]) == 1
+    assert found["tokens"][0] in ("the", "cat")
+
+
+def test_embed_sparse_answers_as_tei(embedder):
+    asked = {"inputs": TEXTS, "return_tokens": True}
+    response, body = ask(asked, path="/embed_sparse", embedder=embedder)
+    assert response.headers["x-compute-tokens"].isdigit()
+    rows = embedder.encode_sparse(TEXTS)
+    for terms, indices, values in zip(body, rows.indices, rows.values, strict=True):
+        assert [term["index"] for term in terms] == indices.tolist()
+        np.testing.assert_allclose([term["value"] for term in terms], values, rtol=1e-6)
+        assert all(term["token"] for term in terms)
+    _, body = ask({"inputs": "a cat"}, path="/embed_sparse", embedder=embedder)
+    assert [list(term) for term in body[0]] == [["index", "value"]] * len(body[0])
+
+
+def test_embed_multi_answers_numbers_or_bytes(embedder):
+    wanted = embedder.encode_multi(TEXTS)
+    _, body = ask({"inputs": TEXTS}, path="/embed_multi", embedder=embedder)
+    for got, rows in zip(body, wanted, strict=True):
+        np.testing.assert_allclose(got, rows, rtol=1e-6)
+    octets = {"accept": "application/octet-stream"}
+    response, raw = ask({"inputs": TEXTS}, path="/embed_multi", embedder=embedder, headers=octets)
+    counts, width = response.headers["x-embedding-shape"].split(";")
+    assert counts == ",".join(str(len(rows)) for rows in wanted)
+    np.testing.assert_array_equal(np.frombuffer(raw, "<f4").reshape(-1, int(width)), wanted.values)
+    body = {"inputs": TEXTS, "output_dtype": "ubinary"}
+    response, body = ask(body, path="/embed_multi", embedder=embedder)
+    assert response.headers["x-embedding-dtype"] == "ubinary"
+    np.testing.assert_array_equal(body[0], np.packbits(wanted[0] > 0, axis=1))
+
+
+def by_formula(embedder, query: str, documents: list[str]) -> dict[str, np.ndarray]:
+    """The similarities of each output, in float64."""
+    one = embedder.encode_outputs(query, ALL, role="query")
+    others = embedder.encode_outputs(documents, ALL, role="document")
+    tokens = [rows.astype(float) @ one["multi_vector"][0].T for rows in others["multi_vector"]]
+    return {
+        "dense": others["dense"].astype(float) @ one["dense"][0],
+        "sparse": as_dense(others["sparse"]).astype(float) @ as_dense(one["sparse"])[0],
+        "multi_vector": np.array([found.max(axis=0).mean() for found in tokens]),
+    }
+
+
+@pytest.mark.parametrize("weights", [None, [0.4, 0.2, 0.4], [0, 0, 1], [1, 0, 0]])
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_documents_are_ranked_by_the_weighted_similarities(embedder, path, weights):
+    parts = by_formula(embedder, "the cat", TEXTS)
+    shares = np.array(weights or [1, 1, 1]) / sum(weights or [1, 1, 1])
+    wanted = np.array([parts[name] for name in ALL]).T @ shares
+    asked = {"query": "the cat", "documents": TEXTS, "weights": weights}
+    response, body = ask(asked, path=path, embedder=embedder)
+    assert response.status_code == 200, body
+    order = [item["index"] for item in body["results"]]
+    assert order == np.argsort(-wanted, kind="stable").tolist()
+    scores = [item["relevance_score"] for item in body["results"]]
+    np.testing.assert_allclose(scores, wanted[order], rtol=1e-5, atol=1e-6)
+
+
+def test_the_raw_score_of_several_vectors_is_the_sum(embedder):
+    asked = {"query": "the cat", "texts": TEXTS, "weights": [0, 0, 1]}
+    _, means = ask(asked, path="/rerank", embedder=embedder)
+    _, sums = ask(asked | {"raw_scores": True}, path="/rerank", embedder=embedder)
+    count = len(embedder.encode_multi("the cat", role="query")[0])
+    for one, other in zip(means, sums, strict=True):
+        assert one["index"] == other["index"]
+        assert other["score"] == pytest.approx(count * one["score"], rel=1e-5)
+
+
+def test_the_library_ranks_as_the_server_does(embedder):
+    asked = {"query": "the cat", "documents": TEXTS}
+    _, body = ask(asked, path="/v1/rerank", embedder=embedder)
+    ranked = embedder.rerank("the cat", TEXTS)
+    assert [one.index for one in ranked] == [item["index"] for item in body["results"]]
+    scores = [item["relevance_score"] for item in body["results"]]
+    np.testing.assert_allclose([one.score for one in ranked], scores, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/embeddings", {"input": "a", "outputs": ["dense", "colour"]}, "outputs"),
+        (
+            "/v1/embeddings",
+            {"input": "a", "outputs": ["dense"], "return_multivector": True},
+            "return_multivector",
+        ),
+        ("/v1/embeddings", {"input": "a", "return_tokens": True}, "return_tokens"),
+        ("/v1/embeddings", {"input": "a", "max_active_dims": 3}, "max_active_dims"),
+        (
+            "/v1/embeddings",
+            {"input": "a", "outputs": ["sparse"], "max_active_dims": 0},
+            "max_active_dims",
+        ),
+        (
+            "/v1/embeddings",
+            {"input": "a", "outputs": ["sparse"], "dimensions": 2},
+            "dimensions",
+        ),
+        (
+            "/v1/embeddings",
+            {"input": ["a", "b"], "outputs": ["sparse"], "late_chunking": True},
+            None,
+        ),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "weights": [1, 2]}, "weights"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "weights": [0, 0, 0]}, "weights"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "weights": [-1, 1, 1]}, "weights"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "instruction": "x"}, "instruction"),
+        (
+            "/v1/rerank",
+            {"query": "a", "documents": ["b"], "max_tokens_per_doc": 5},
+            "max_tokens_per_doc",
+        ),
+        (
+            "/v1/rerank",
+            {"query": "a", "documents": ["b"], "max_chunks_per_doc": 5},
+            "max_chunks_per_doc",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(embedder, path, body, field):
+    response, answer = ask(body, path=path, embedder=embedder)
+    assert response.status_code == 400, answer
+    if field:
+        assert field in answer["error"]["message"]
+        assert answer["error"]["param"].startswith(field)
+
+
+@pytest.mark.parametrize("path", ["/embed_sparse", "/embed_multi"])
+def test_a_model_without_the_output_is_refused_in_teis_words(path):
+    response, body = ask({"inputs": "a"}, path=path)
+    assert response.status_code == 424
+    assert body["error"].startswith("Backend error: Model is not an embedding model with")
+
+
+def test_the_model_lists_what_it_can_do(embedder):
+    assert Models([embedder]).find(None, "rerank") is embedder
