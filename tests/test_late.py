@@ -496,6 +496,14 @@ def test_a_text_of_too_many_characters_is_refused(embedder, monkeypatch):
         embedder.encode_chunks([["a" * 21]])
 
 
+def test_many_long_chunks_above_each_other_are_refused(embedder):
+    """Each is in every window: so many of them would take much memory before they are run."""
+    text, length = prose(200), len(prose(200))
+    assert len(chunks_of(embedder, ChunkedText(text, [(0, length)] * 16))) == 16
+    with pytest.raises(InvalidInput, match="have 3400 tokens together, and may have 16 times the"):
+        embedder.encode_chunks([ChunkedText(text, [(0, length)] * 17)])
+
+
 def test_a_prompt_that_leaves_no_room_is_refused(embedder):
     prompt = "the " * (ROOM - 15)
     assert len(chunks_of(embedder, [prose(15)], prompt=prompt)) == 1  # it needs no windows

@@ -209,6 +209,14 @@ def test_more_chunks_than_a_request_may_have_inputs_are_refused(post):
     assert "batch size 3 > maximum allowed batch size 2" in answer["detail"]
 
 
+def test_many_chunks_of_a_large_body_come_whole(post):
+    places = [[k * 80, k * 80 + 7] for k in range(1000)]
+    response, answer = post(input="the cat " * 10_000, chunks=places)
+    assert response.status_code == 200
+    assert [[one["start"], one["end"]] for one in answer["data"]] == places
+    assert answer["usage"]["total_tokens"] == 20_002
+
+
 def test_many_places_are_refused_while_they_are_read(post):
     response, answer = post(input="a" * 70_000, chunks=[[k, k + 1] for k in range(3000)])
     assert response.status_code == 400

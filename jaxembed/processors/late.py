@@ -2,26 +2,25 @@
 text, which is run in one pass or in windows. Runs nothing."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from jaxembed.errors import EmptyInput, InputTooLong, InvalidChunk, InvalidInput
-from jaxembed.inputs import ChunkedText, ChunkSize
+from jaxembed.inputs import ChunkedText, ChunkSize, OffsetUnit
 from jaxembed.processors.pieces import character_offsets
 from jaxembed.processors.tokenizer import MOST_READ, Tokenizer
 from jaxembed.processors.windows import windows
 from jaxembed.spec import DenseLayer, Head
-from jaxembed.work import Encoding
+from jaxembed.work import Encoding, Span
 
 LEAST_CHUNK = 8  # tokens of a chunk size: more vectors than this of a text say little each
 LARGEST_CONTEXT = 512  # tokens of a window that only the one before pools
 LEAST_WINDOW = 16  # tokens of the text in a window
+MOST_LAYERS = 16  # chunks longer than a window that may lie above each other, on the average
 WHITE_SPACE = np.array([code for code in range(0x3001) if chr(code).isspace()], np.uint32)
-
-TokenRange = tuple[int, int]  # the first token of the text, and the one after the last
 
 
 class Chunked(msgspec.Struct, frozen=True, eq=False):
@@ -37,9 +36,7 @@ class Chunked(msgspec.Struct, frozen=True, eq=False):
     owners: np.ndarray  # int64 [slots]: the chunk of each slot
 
 
-NO_CHUNKS = Chunked(
-    *(np.zeros(shape, np.int64) for shape in ((0,), (0, 2), (0,), (0,), (0,))),
-)
+NO_CHUNKS = Chunked(*(np.zeros(shape, np.int64) for shape in ((0,), (0, 2), (0,), (0,), (0,))))
 
 
 class Late(NamedTuple):
@@ -48,9 +45,7 @@ class Late(NamedTuple):
     tokenizer: Tokenizer
     prompt: str
     around: tuple[int, int]  # special tokens before and after a text
-    unpooled: (
-        int  # tokens at the start that are in no chunk: those of a prompt, if it is not pooled
-    )
+    unpooled: int  # tokens at the start that are in no chunk, because a prompt is not pooled
     has_types: bool
     limit: int  # tokens of a sequence
     slots: int  # the most ranges of a sequence that are pooled
@@ -92,7 +87,7 @@ class LateWindow(NamedTuple):
 class ChunkPlaces(NamedTuple):
     """Where the chunks of a text are."""
 
-    ranges: list[TokenRange]
+    ranges: list[Span]
     bounds: np.ndarray  # int64 [chunks, 2], in the text's offset unit
     at_start: np.ndarray  # bool [chunks]: whether it starts where the text does
     at_end: np.ndarray  # bool [chunks]: whether it ends where the text does
@@ -169,9 +164,7 @@ def pool_slots(dense: np.ndarray, bounds: np.ndarray, chunked: Chunked) -> np.nd
     return np.add.reduceat(shares[order], firsts, axis=0).astype(np.float32)
 
 
-def plan_windows(
-    ranges: Sequence[TokenRange], count: int, room: int, overlap: int
-) -> list[LateWindow]:
+def plan_windows(ranges: Sequence[Span], count: int, room: int, overlap: int) -> list[LateWindow]:
     """The windows of a text of `count` tokens, of `room` tokens at most, that pool all `ranges`.
 
     A window ends before a range that has more room in the next one. The next one starts `overlap`
@@ -246,11 +239,11 @@ def _tokenize(text: ChunkedText, late: Late) -> LateText:
     rows = [encoding.ids, encoding.type_ids] if late.has_types else [encoding.ids]
     before, tail = late.around
     planes = np.array(rows, np.int32)
-    places = np.array(encoding.offsets, np.int64).reshape(-1, 2)[before : len(encoding) - tail]
+    ends = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding))
+    places = ends.reshape(-1, 2)[before : len(encoding) - tail]
     starts = _visible_starts(whole, places) - len(late.prompt)
     own = int(np.searchsorted(starts, 0))
-    ends = places[own:, 1] - len(late.prompt)
-    return LateText(planes, before + own, tail, starts[own:], ends)
+    return LateText(planes, before + own, tail, starts[own:], places[own:, 1] - len(late.prompt))
 
 
 def _visible_starts(text: str, places: np.ndarray) -> np.ndarray:
@@ -272,9 +265,15 @@ def _places(text: ChunkedText, tokens: LateText) -> ChunkPlaces:
         return _divided(text.chunks, tokens, offsets)
     if not len(text.chunks):
         raise InvalidInput("the text has no chunks")
-    _check_chunks(text, offsets)
+    _check_order(text.chunks, int(offsets[-1]), text.offset_unit)
     bounds = np.array(text.chunks, np.int64)
     characters = np.searchsorted(offsets, bounds)
+    if (inside := (offsets[characters] != bounds).any(axis=1)).any():
+        chunk = int(np.argmax(inside))
+        raise InvalidChunk(
+            chunk,
+            f"of {bounds[chunk].tolist()} starts or ends within a character in {text.offset_unit}",
+        )
     ranges = np.searchsorted(tokens.starts, characters)
     if not (full := ranges[:, 0] < ranges[:, 1]).all():
         raise InvalidChunk(int(np.argmin(full)), "has no tokens: it is empty or white space")
@@ -286,27 +285,21 @@ def _places(text: ChunkedText, tokens: LateText) -> ChunkPlaces:
     )
 
 
-def _check_chunks(text: ChunkedText, offsets: np.ndarray) -> None:
-    """Raise InvalidChunk for the first chunk that is no range of the text."""
-    assert not isinstance(text.chunks, ChunkSize)
-    size, before = int(offsets[-1]), 0
-    borders = frozenset(offsets.tolist())
-    for chunk, (start, end) in enumerate(text.chunks):
+def _check_order(chunks: Sequence[Sequence[int]], size: int, unit: OffsetUnit) -> None:
+    """Raise InvalidChunk for the first chunk that is no range of a text of this size, or starts
+    before the one before it."""
+    before = 0
+    for chunk, (start, end) in enumerate(chunks):
         if not 0 <= start < end <= size:
             raise InvalidChunk(
                 chunk,
-                f"of [{start}, {end}] is no range of its text, which has {size} {text.offset_unit}:"
-                " wanted 0 <= start < end",
+                f"of [{start}, {end}] is no range of its text, which has {size} {unit}: wanted "
+                "0 <= start < end",
             )
         if start < before:
             raise InvalidChunk(
                 chunk,
                 f"of [{start}, {end}] starts before the one before it, at {before}; sort them",
-            )
-        if not {start, end} <= borders:
-            raise InvalidChunk(
-                chunk,
-                f"of [{start}, {end}] starts or ends within a character in {text.offset_unit}",
             )
         before = start
 
@@ -340,6 +333,13 @@ def _windows(tokens: LateText, places: ChunkPlaces, late: Late) -> list[LateWind
             f"{LEAST_WINDOW}; shorten the prompt or the text"
         )
     overlap = min(LARGEST_CONTEXT, room // 4)
+    long = sum(end - start for start, end in places.ranges if end - start > room - overlap)
+    if long > MOST_LAYERS * tokens.own_tokens:
+        raise InvalidInput(
+            f"the chunks that do not fit a window, which has room for {room - overlap} tokens, "
+            f"have {long} tokens together, and may have {MOST_LAYERS} times the "
+            f"{tokens.own_tokens} of the text; send fewer of them"
+        )
     found = plan_windows(places.ranges, tokens.own_tokens, room, overlap)
     for piece in (piece for window in found for piece in window.pieces):
         start, end = places.ranges[piece.chunk]
@@ -368,7 +368,7 @@ def _row(tokens: LateText, window: LateWindow) -> np.ndarray:
 
 def _span(
     piece: Piece, window: LateWindow, tokens: LateText, places: ChunkPlaces, late: Late
-) -> TokenRange:
+) -> Span:
     """The tokens of a piece in its window. The special tokens and the prompt count for a chunk that
     touches that end of the text."""
     start = tokens.head + piece.start - window.start
