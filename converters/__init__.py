@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 
 import msgspec
 
-from converters import heads, jina, jina_bert, rerankers, scores, static, tokenizer, weights
+from converters import heads, jina, jina_bert, rerankers, scores, static, terms, tokenizer, weights
 from converters.adapters import (
     AdapterSource,
     BuiltIn,
@@ -87,6 +87,7 @@ STORED_DTYPES = get_args(DType)
 EMBEDDER = "AutoModel"
 CLASSIFIER = "AutoModelForSequenceClassification"
 GENERATOR = "AutoModelForCausalLM"
+MASKED_LM = "AutoModelForMaskedLM"  # whose logits become the weights of terms
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,12 @@ def outline_routes(
     if own := [route for route, model in routes.items() if model.built_in]:
         raise UnsupportedModel(
             f"{source}: its route {own[0]} has adapters, and a model with several routes takes none"
+        )
+    outputs = {route: model.spec.primary for route, model in routes.items()}
+    if len(set(outputs.values())) > 1:
+        shown = ", ".join(f"{output} of {route}" for route, output in outputs.items())
+        raise UnsupportedModel(
+            f"{source}: its routes give different outputs: {shown}; they are never compared"
         )
     widths = {route: model.spec.dim for route, model in routes.items()}
     if len(set(widths.values())) > 1:
@@ -338,13 +345,16 @@ def _tower_fields(family: ModuleType, folder: Path, hf: dict[str, Any]) -> dict[
 
 
 def _use(source: Path, family: ModuleType, hf: dict[str, Any], route: str) -> str:
-    """The use of a model: EMBEDDER if modules.json pools, else that of the class in config.json.
+    """The use of a model: EMBEDDER or MASKED_LM if modules.json pools hidden states or logits, else
+    that of the class in config.json.
 
     Raises UnsupportedModel if both are missing, because a classifier would be taken for an
     embedder.
     """
     if heads.pools(source, route):
         return EMBEDDER
+    if heads.weighs_terms(source, route):
+        return MASKED_LM
     classes = set(hf.get("architectures") or ())
     if not classes:
         raise UnsupportedModel(
@@ -403,9 +413,11 @@ def _layout(
         return heads.read_layout(source, config["hidden_size"], dense_path, route)
     if dense_path is not None:
         raise CheckpointError(
-            f"dense path {dense_path!r} takes the place of a Dense module, and {source} scores "
-            "without one; leave it out"
+            f"dense path {dense_path!r} takes the place of a Dense module, and {source} has none; "
+            "leave it out"
         )
+    if use == MASKED_LM:
+        return terms.terms_layout(source, _term_head(source, family, hf), route)
     if use == GENERATOR:
         return rerankers.reranker_layout(source, name, family, hf, config)
     labels = scores.labels_of(hf)
@@ -418,6 +430,18 @@ def _layout(
             name,
         )
     return scores.scores_layout(source, hf, scorer, labels, template)
+
+
+def _term_head(source: Path, family: ModuleType, hf: dict[str, Any]) -> terms.TermHead:
+    """The masked-LM head of a family. Raises UnsupportedModel for one whose head is not known."""
+    if not hasattr(family, "masked_lm"):
+        modules = {kind: import_module(name) for kind, name in CONVERTERS.items()}
+        known = [kind for kind, module in modules.items() if hasattr(module, "masked_lm")]
+        raise UnsupportedModel(
+            f"{source}: weights of terms are made by the head of a masked language model, and that "
+            f"of {hf['model_type']!r} is not supported; known: {', '.join(known)}"
+        )
+    return family.masked_lm(hf)
 
 
 def _spec(

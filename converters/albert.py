@@ -3,8 +3,9 @@
 from typing import Any
 
 from converters import bert
-from converters.fields import require
+from converters.fields import activation_of, require
 from converters.scores import Scorer
+from converters.terms import TermHead, term_head, transform_layers
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.errors import CheckpointError
 
@@ -104,3 +105,20 @@ def _layer_rules(layer: str, target: str) -> list[Rule]:
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """AlbertForSequenceClassification: the pooler with tanh on the first token, then the logits."""
     return bert.two_layers(hf["hidden_size"], labels, "pooler", "classifier")
+
+
+def masked_lm(hf: dict[str, Any]) -> TermHead:
+    """AlbertMLMHead: a dense layer with the activation to the width of the embeddings, a norm, and
+    the decoder."""
+    hf = DEFAULTS | hf
+    eps, features = hf.get("layer_norm_eps", 1e-12), hf["embedding_size"]
+    return term_head(
+        hf,
+        transform_layers(
+            hf["hidden_size"], activation_of(hf, "hidden_act"), eps, features=features
+        ),
+        dense="predictions.dense",
+        norms=("predictions.LayerNorm",),
+        decoder="predictions.decoder",
+        biases=("predictions.bias",),
+    )

@@ -5,6 +5,7 @@ from typing import Any
 from converters.fields import activation_of, require
 from converters.heads import dense_rules
 from converters.scores import Scorer
+from converters.terms import TermHead, term_head, transform_layers
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.spec import Activation, DenseLayer, Pooled
@@ -105,6 +106,19 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """The head of BertForSequenceClassification: the pooler on the first token, then the logits."""
     return two_layers(hf["hidden_size"], labels, "pooler.dense", "classifier")
+
+
+def masked_lm(hf: dict[str, Any]) -> TermHead:
+    """BertLMPredictionHead: a dense layer with the activation, a norm, and the decoder."""
+    eps = hf.get("layer_norm_eps", 1e-12)
+    return term_head(
+        hf,
+        transform_layers(hf["hidden_size"], activation_of(hf, "hidden_act"), eps),
+        dense="cls.predictions.transform.dense",
+        norms=("cls.predictions.transform.LayerNorm",),
+        decoder="cls.predictions.decoder",
+        biases=("cls.predictions.bias",),
+    )
 
 
 def two_layers(

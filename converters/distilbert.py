@@ -5,6 +5,7 @@ from typing import Any
 from converters import bert
 from converters.fields import activation_of, require
 from converters.scores import Scorer
+from converters.terms import TermHead, term_head, transform_layers
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
@@ -90,3 +91,14 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """The head of DistilBertForSequenceClassification: BERT's, with ReLU instead of tanh."""
     return bert.two_layers(hf["dim"], labels, "pre_classifier", "classifier", activation="relu")
+
+
+def masked_lm(hf: dict[str, Any]) -> TermHead:
+    """The head of DistilBertForMaskedLM: BERT's, with other names."""
+    return term_head(
+        hf,
+        transform_layers(hf["dim"], activation_of(hf, "activation"), NORM_EPS),
+        dense="vocab_transform",
+        norms=("vocab_layer_norm",),
+        decoder="vocab_projector",
+    )

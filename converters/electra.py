@@ -5,6 +5,7 @@ from typing import Any
 from converters import bert
 from converters.fields import refuse_unless, require
 from converters.scores import Scorer
+from converters.terms import TermHead, term_head, transform_layers
 from converters.weights import Rule, transpose
 
 ARCHITECTURE = bert.ARCHITECTURE
@@ -59,4 +60,18 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """ElectraClassificationHead: a dense layer with GELU on the first token, then the logits."""
     return bert.two_layers(
         hf["hidden_size"], labels, "classifier.dense", "classifier.out_proj", activation="gelu"
+    )
+
+
+def masked_lm(hf: dict[str, Any]) -> TermHead:
+    """The head of a generator: a dense layer with GELU to the width of the embeddings, a norm, and
+    the decoder."""
+    features = hf.get("embedding_size", EMBEDDING_SIZE)
+    eps = hf.get("layer_norm_eps", 1e-12)
+    return term_head(
+        hf,
+        transform_layers(hf["hidden_size"], "gelu", eps, features=features),
+        dense="generator_predictions.dense",
+        norms=("generator_predictions.LayerNorm",),
+        decoder="generator_lm_head",
     )

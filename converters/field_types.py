@@ -128,6 +128,7 @@ CONFIG_FIELDS = {
     "d_ff": _SIZE,
     "d_kv": _SIZE,
     "d_model": _SIZE,
+    "decoder_bias": _SWITCH,
     "dim": _SIZE,
     "dtype": _NAME,
     "embedding_size": _SIZE,
@@ -223,6 +224,8 @@ CONFIG_FIELDS = {
 MODULE_FIELDS = {
     "activation_function": _NAME,
     "bias": _not_null(_SWITCH),
+    "chunk_size": _COUNT_OR_NONE,
+    "embedding_dimension": _SIZE,
     "in_features": _SIZE,
     "include_prompt": _not_null(_SWITCH),
     "out_features": _SIZE,
@@ -233,7 +236,9 @@ MODULE_FIELDS = {
     "pooling_mode_mean_sqrt_len_tokens": _SWITCH,
     "pooling_mode_mean_tokens": _SWITCH,
     "pooling_mode_weightedmean_tokens": _SWITCH,
+    "pooling_strategy": _NAME,
     "use_residual": _SWITCH,
+    "word_embedding_dimension": _SIZE,
 }
 
 # Of files whose name says what they hold.
@@ -241,6 +246,7 @@ FIELDS_BY_FILE = {
     "config_sentence_transformers.json": {
         "activation_fn": _NAME,
         "default_prompt_name": _NAME,
+        "max_active_dims": _SIZE,
         "model_type": _NAME,
         "prompts": FieldType("an object of strings by name", dict[str, str | None]),
     },

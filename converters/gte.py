@@ -10,6 +10,7 @@ from converters import bert
 from converters.fields import activation_of, even_head_width, refuse_unless, require
 from converters.rope import rope_fields, rope_parameters, scaled_positions
 from converters.scores import Scorer
+from converters.terms import TermHead, term_head, transform_layers
 from converters.weights import (
     Rule,
     concatenate,
@@ -36,6 +37,7 @@ OWN_CODE = {
         *_TOWERS,
         *(f"{name}ForSequenceClassification" for name in _NAMES),
     ),
+    "AutoModelForMaskedLM": (*_TOWERS, *(f"{name}ForMaskedLM" for name in _NAMES)),
 }
 
 PREFIXES = ("new.", "gte.")
@@ -127,6 +129,21 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """The head of NewForSequenceClassification: BERT's."""
     return bert.two_layers(hf["hidden_size"], labels, "pooler.dense", "classifier")
+
+
+def masked_lm(hf: dict[str, Any]) -> TermHead:
+    """NewLMPredictionHead, a dense layer with the activation, a norm, and the decoder; or
+    transformers' GteLMHead, which has GELU, whatever hidden_act is, and another name of the
+    norm."""
+    own = hf["model_type"] == "new"
+    activation = activation_of(hf, "hidden_act") if own else "gelu"
+    return term_head(
+        hf,
+        transform_layers(hf["hidden_size"], activation, hf.get("layer_norm_eps", 1e-12)),
+        dense="lm_head.dense",
+        norms=("lm_head.norm", "lm_head.layer_norm"),
+        decoder="lm_head.decoder",
+    )
 
 
 def _rope(hf: dict[str, Any], width: int) -> dict[str, Any]:

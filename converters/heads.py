@@ -46,6 +46,10 @@ MODULES = {
     "sentence_transformers.models.StaticEmbedding": "static",
     "sentence_transformers.models.StaticEmbedding.StaticEmbedding": "static",
     "sentence_transformers.sentence_transformer.modules.static_embedding.StaticEmbedding": "static",
+    "sentence_transformers.sparse_encoder.models.MLMTransformer": "masked_lm",
+    "sentence_transformers.sparse_encoder.modules.mlm_transformer.MLMTransformer": "masked_lm",
+    "sentence_transformers.sparse_encoder.models.SpladePooling": "splade",
+    "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling": "splade",
 }
 # Modules of a model's own code that do what one above does, with the code of its tower.
 OWN_MODULES = {
@@ -109,7 +113,15 @@ HARMLESS_ARGS = {
     "unpad_inputs",
 }
 
-TRANSFORMER_TASKS = ("feature-extraction", "sequence-classification", "text-generation")
+FILL_MASK = "fill-mask"  # the task of a transformer whose logits SpladePooling takes
+TRANSFORMER_TASKS = (
+    "feature-extraction",
+    "sequence-classification",
+    "text-generation",
+    FILL_MASK,
+)
+
+MODEL_CONFIG = "config_sentence_transformers.json"
 
 MEAN: tuple[Pooling, ...] = ("mean",)
 
@@ -162,11 +174,7 @@ def read_layout(
         )
     else:
         pooling, include_prompt = _pooling(source / modules[1].path, hidden_size)
-    if "message" in modalities(source / modules[0].path):
-        raise UnsupportedModel(
-            f"{source}: texts are put into a chat template (modality_config has message), which is "
-            "not supported for embedding; known: text"
-        )
+    refuse_chat_template(source / modules[0].path)
     layout = _pooled_layout(source, modules[0], pooling, modules[2:], hidden_size, dense_path)
     lowercase = bool(transformer_config(source / modules[0].path).get("do_lower_case"))
     return replace(layout, include_prompt=include_prompt, lowercase=lowercase)
@@ -191,7 +199,7 @@ def _pooled_layout(
     later = _with_dense_path(source, later, dense_path)
     layers = tuple(_layer(source / module.path, module.kind) for module in later)
     _check_widths(layers, hidden_size * len(pooling))
-    prompts, default_prompt_name = _prompts(source)
+    prompts, default_prompt_name = read_prompts(source)
     dense = [(n, one.path) for n, one in enumerate(later) if isinstance(layers[n], DenseLayer)]
     rules = [dense_rules("dense", n, layers[n], f"{folder}/linear") for n, folder in dense]
     return Layout(
@@ -219,6 +227,12 @@ def dense_rules(head: OutputName, number: int, layer: Module, tensor: str) -> li
 def pools(source: Path, route: str = "") -> bool:
     """Whether modules.json says that hidden states are pooled, which makes an embedder."""
     return any(module.kind == "pooling" for module in modules_of(source, route) or ())
+
+
+def weighs_terms(source: Path, route: str = "") -> bool:
+    """Whether modules.json says that the logits of a masked language model become the weights of
+    terms, which makes a sparse encoder."""
+    return any(module.kind == "splade" for module in modules_of(source, route) or ())
 
 
 def tower_folder(source: Path, route: str = "") -> str:
@@ -277,10 +291,24 @@ def transformer_config(tower: Path) -> dict[str, Any]:
     return {}
 
 
+def is_masked_lm(tower: Path) -> bool:
+    """Whether a Transformer module gives the logits of a masked language model."""
+    return transformer_config(tower).get("transformer_task") == FILL_MASK
+
+
 def modalities(tower: Path) -> set[str]:
     """The forms of input that sentence-transformers gives to the model; versions before 6.0 do not
     write them. With "message" among them, texts are put into the chat template."""
     return set(transformer_config(tower).get("modality_config") or ())
+
+
+def refuse_chat_template(tower: Path) -> None:
+    """Raise UnsupportedModel for an embedder that puts its texts into a chat template."""
+    if "message" in modalities(tower):
+        raise UnsupportedModel(
+            f"{tower}: texts are put into a chat template (modality_config has message), which is "
+            "not supported for embedding; known: text"
+        )
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
@@ -332,14 +360,15 @@ def modules_of(source: Path, route: str = "") -> list[ModuleEntry] | None:
     kinds = [module.kind for module in modules]
     later = kinds[1:] if kinds[:1] == ["static"] else kinds[2:]
     embeds = kinds[:1] == ["static"] or kinds[:2] == ["transformer", "pooling"]
-    embeds = embeds and {*later} <= {"dense", "normalize"}
+    embeds = (embeds and {*later} <= {"dense", "normalize"}) or kinds == ["masked_lm", "splade"]
     scores = kinds in (["transformer"], ["transformer", "logit_score"])
     if not embeds and (route or not scores):
         shown = ", ".join(kinds) or "(none)"
         raise UnsupportedModel(
             f"{path}: modules {shown}{f' of route {route!r}' if route else ''} are not supported; "
             "wanted transformer, pooling, then any of dense and normalize; static, then any of "
-            "those; of a cross-encoder transformer, then perhaps logit_score"
+            "those; of a sparse encoder masked_lm, splade; of a cross-encoder transformer, then "
+            "perhaps logit_score"
         )
     return modules
 
@@ -367,7 +396,10 @@ def _module(path: Path, kind: str, folder: str) -> ModuleEntry:
         raise UnsupportedModel(f"{path}: module {kind!r} is not supported; known: {known}")
     if Path(folder).is_absolute() or ".." in Path(folder).parts:
         raise CheckpointError(f"{path}: path {folder!r} leads outside the model")
-    return ModuleEntry(MODULES[kind], "" if folder == "." else folder)
+    name, folder = MODULES[kind], "" if folder == "." else folder
+    if name == "transformer" and is_masked_lm(path.parent / folder):
+        name = "masked_lm"
+    return ModuleEntry(name, folder)
 
 
 def _with_dense_path(
@@ -386,7 +418,7 @@ def _with_dense_path(
 
 
 def _layer(folder: Path, kind: str) -> Module:
-    config = _module_config(folder)
+    config = module_config(folder)
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
             raise UnsupportedModel(
@@ -395,7 +427,7 @@ def _layer(folder: Path, kind: str) -> Module:
     return NormalizeLayer() if kind == "normalize" else _dense(folder, config)
 
 
-def _module_config(folder: Path) -> dict[str, Any]:
+def module_config(folder: Path) -> dict[str, Any]:
     """The config.json of a module, checked; empty if there is none."""
     config = read_optional_json(folder / "config.json")
     check_fields(str(folder / "config.json"), config, MODULE_FIELDS)
@@ -432,7 +464,7 @@ def _check_widths(layers: tuple[Module, ...], width: int) -> None:
 
 
 def _pooling(folder: Path, hidden_size: int) -> tuple[tuple[Pooling, ...], bool]:
-    config = _module_config(folder)
+    config = module_config(folder)
     if not config:
         raise CheckpointError(f"{folder} has no config.json: wanted a pooling mode")
     widths = {"word_embedding_dimension", "embedding_dimension"}
@@ -461,12 +493,19 @@ def _pooling_modes(folder: Path, config: dict[str, Any]) -> tuple[Pooling, ...]:
     return tuple(POOLING_NAMES[mode] for mode in modes)
 
 
-def _prompts(source: Path) -> tuple[dict[str, str], str | None]:
-    path = source / "config_sentence_transformers.json"
+def read_prompts(
+    source: Path, wanted: str = "SentenceTransformer"
+) -> tuple[dict[str, str], str | None]:
+    """The prompts of config_sentence_transformers.json, and the name of the default one.
+
+    `wanted` is the class of sentence-transformers that the modules make. Raises UnsupportedModel
+    for another one, and CheckpointError for an unknown default.
+    """
+    path = source / MODEL_CONFIG
     config = read_optional_json(path)
-    kind = config.get("model_type") or "SentenceTransformer"
-    if kind != "SentenceTransformer":
-        raise UnsupportedModel(f"{path}: a {kind} is not supported; known: SentenceTransformer")
+    kind = config.get("model_type") or wanted
+    if kind != wanted:
+        raise UnsupportedModel(f"{path}: a {kind} is not supported; known: {wanted}")
     if config.get("truncate_dim") is not None:
         raise UnsupportedModel(
             f"{path}: truncate_dim={config['truncate_dim']} is not supported; remove it and ask "

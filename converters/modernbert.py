@@ -5,6 +5,7 @@ from typing import Any
 from converters.fields import activation_of, even_head_width, require
 from converters.heads import dense_rules, parameter_of
 from converters.scores import Scorer
+from converters.terms import TermHead, term_head
 from converters.weights import Rule, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.spec import DenseLayer, LayerNormLayer, Pooled, Pooling
@@ -99,11 +100,37 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
 
     Raises UnsupportedModel for a pooling or an activation that is not supported.
     """
-    width = hf["hidden_size"]
     pooling = hf.get("classifier_pooling", "cls")
     if pooling not in CLASSIFIER_POOLINGS:
         names = ", ".join(CLASSIFIER_POOLINGS)
         raise UnsupportedModel(f"classifier_pooling {pooling!r} is not supported; known: {names}")
+    dense, norm = _prediction_head(hf)
+    out = DenseLayer(in_features=norm.features, out_features=labels, activation="identity")
+    rules = (
+        *dense_rules("logits", 0, dense, "head.dense"),
+        Rule("head.norm.weight", parameter_of("logits", 1, "scale")),
+        Rule("head.norm.bias", parameter_of("logits", 1, "bias")),
+        *dense_rules("logits", 2, out, "classifier"),
+    )
+    return Scorer(Pooled((CLASSIFIER_POOLINGS[pooling],), (dense, norm, out)), rules)
+
+
+def masked_lm(hf: dict[str, Any]) -> TermHead:
+    """The head of ModernBertForMaskedLM: decoder(norm(activation(dense(hidden state))))."""
+    return term_head(
+        hf,
+        _prediction_head(hf),
+        dense="head.dense",
+        norms=("head.norm",),
+        decoder="decoder",
+        tied="embeddings.tok_embeddings.weight",
+        bias=hf.get("decoder_bias") is not False,
+    )
+
+
+def _prediction_head(hf: dict[str, Any]) -> tuple[DenseLayer, LayerNormLayer]:
+    """ModernBertPredictionHead, which classifiers and masked language models have."""
+    width = hf["hidden_size"]
     dense = DenseLayer(
         in_features=width,
         out_features=width,
@@ -115,14 +142,7 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
         eps=float(hf.get("norm_eps", 1e-5)),
         bias=bool(hf.get("norm_bias", False)),
     )
-    out = DenseLayer(in_features=width, out_features=labels, activation="identity")
-    rules = (
-        *dense_rules("logits", 0, dense, "head.dense"),
-        Rule("head.norm.weight", parameter_of("logits", 1, "scale")),
-        Rule("head.norm.bias", parameter_of("logits", 1, "bias")),
-        *dense_rules("logits", 2, out, "classifier"),
-    )
-    return Scorer(Pooled((CLASSIFIER_POOLINGS[pooling],), (dense, norm, out)), rules)
+    return dense, norm
 
 
 def _global_layers(hf: dict[str, Any]) -> list[int]:

@@ -5,6 +5,7 @@ from typing import Any
 from converters import bert, roberta
 from converters.distances import by_distance
 from converters.scores import Scorer
+from converters.terms import TermHead
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
@@ -70,3 +71,8 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """MPNetClassificationHead: a dense layer with tanh on the first token, then the logits."""
     return roberta.classifier(hf, labels)
+
+
+def masked_lm(hf: dict[str, Any]) -> TermHead:
+    """MPNetLMHead: RoBERTa's."""
+    return roberta.masked_lm(hf)

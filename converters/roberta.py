@@ -4,6 +4,7 @@ from typing import Any
 
 from converters import bert
 from converters.scores import Scorer
+from converters.terms import TermHead, term_head, transform_layers
 from jaxembed.errors import CheckpointError
 
 ARCHITECTURE = bert.ARCHITECTURE
@@ -45,3 +46,15 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """RobertaClassificationHead: a dense layer with tanh on the first token, then the logits."""
     return bert.two_layers(hf["hidden_size"], labels, "classifier.dense", "classifier.out_proj")
+
+
+def masked_lm(hf: dict[str, Any]) -> TermHead:
+    """RobertaLMHead: a dense layer with GELU, whatever hidden_act is, a norm, and the decoder."""
+    return term_head(
+        hf,
+        transform_layers(hf["hidden_size"], "gelu", hf.get("layer_norm_eps", 1e-12)),
+        dense="lm_head.dense",
+        norms=("lm_head.layer_norm",),
+        decoder="lm_head.decoder",
+        biases=("lm_head.bias",),
+    )

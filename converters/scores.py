@@ -7,7 +7,13 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from converters.heads import Layout, read_optional_json, tower_folder, transformer_config
+from converters.heads import (
+    MODEL_CONFIG,
+    Layout,
+    read_optional_json,
+    tower_folder,
+    transformer_config,
+)
 from converters.weights import Rule
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.spec import PairTemplate, Pooled, ScoreFunction, scoring_heads
@@ -66,7 +72,7 @@ def scores_layout(
 def _with_default_prompt(source: Path, template: PairTemplate | None) -> PairTemplate | None:
     """The template with the default prompt of the checkpoint as its instruction, which is how
     sentence-transformers uses the default prompt of a cross-encoder."""
-    path = source / "config_sentence_transformers.json"
+    path = source / MODEL_CONFIG
     config = read_optional_json(path)
     name = config.get("default_prompt_name")
     prompt = name and (config.get("prompts") or {}).get(name)
@@ -104,7 +110,7 @@ def _score_function(source: Path, hf: dict[str, Any], labels: int) -> ScoreFunct
             f"{source}: problem_type 'regression' with {labels} labels is not supported: several "
             "values are no scores from 0 to 1; known: one label"
         )
-    said = read_optional_json(source / "config_sentence_transformers.json").get("activation_fn")
+    said = read_optional_json(source / MODEL_CONFIG).get("activation_fn")
     said = said or (hf.get("sentence_transformers") or {}).get("activation_fn")
     said = said or hf.get("sbert_ce_default_activation_function")
     if said is not None and said not in SCORE_FUNCTIONS:

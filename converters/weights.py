@@ -135,6 +135,30 @@ def transposed_over(divisor: float) -> Transform:
     return Transform(lambda x: _transpose(x).astype(np.float32) / divisor, _transposed, "float32")
 
 
+def padded(size: int, total: int) -> Transform:
+    """A transform from a vector `[size]` to one `[total]`, which ends in zeros."""
+    return Transform(
+        lambda x: np.pad(x, (0, total - size)), lambda sources, _: _shaped(sources, (size,))
+    )
+
+
+def transposed_padded(rows: int, columns: int) -> Transform:
+    """A transform from a table `[rows, width]` to a weight `[width, columns]`, whose columns after
+    those of the rows are zero."""
+
+    def apply(table: np.ndarray) -> np.ndarray:
+        weight = np.zeros((table.shape[1], columns), table.dtype)
+        weight[:, :rows] = table.T
+        return weight
+
+    return Transform(apply, lambda sources, shape: _shaped(sources, (rows, shape[0])))
+
+
+def zeros(total: int) -> Transform:
+    """A transform from no tensor to a vector of so many zeros, for a bias that a model has not."""
+    return Transform(lambda: np.zeros(total, np.float32), lambda sources, _: [], dtype="float32")
+
+
 def difference_of_rows(true_id: int, false_id: int) -> Transform:
     """A transform from a table `[vocab, hidden]` to a float32 weight `[hidden, 1]`.
 

@@ -54,6 +54,7 @@ TRANSFORMER = "sentence_transformers.models.Transformer"
 POOLING = "sentence_transformers.models.Pooling"
 DENSE = "sentence_transformers.models.Dense"
 NORMALIZE = "sentence_transformers.models.Normalize"
+SPLADE = "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling"
 STATIC = "sentence_transformers.models.StaticEmbedding"
 
 ROUTER = "sentence_transformers.base.modules.router.Router"
@@ -97,6 +98,16 @@ def head_tensors(layers: Mapping[str, tuple[int, int]], seed: int = 2) -> Tensor
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (inputs, outputs) in layers.items():
         shapes |= _linear(name, inputs, outputs)
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def masked_lm_tensors(seed: int = 3, config: Mapping[str, Any] = BERT_CONFIG) -> Tensors:
+    """The tensors of the head of a BertForMaskedLM whose decoder is tied."""
+    hidden = config["hidden_size"]
+    shapes = _linear("cls.predictions.transform.dense", hidden, hidden)
+    shapes |= _norm("cls.predictions.transform.LayerNorm", hidden)
+    shapes["cls.predictions.bias"] = (config["vocab_size"],)
     rng = np.random.default_rng(seed)
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
@@ -173,6 +184,28 @@ def write_sentence_bert(folder: Path, **options: Any) -> Path:
         {"word_embedding_dimension": HIDDEN, "pooling_mode_mean_tokens": True},
     )
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 16})
+    return folder
+
+
+def write_masked_lm(folder: Path, tensors: Tensors | None = None, **config: Any) -> Path:
+    """A BertForMaskedLM, as transformers saves it. `tensors` are those of its head."""
+    head = masked_lm_tensors() if tensors is None else tensors
+    tower = {f"bert.{name}": tensor for name, tensor in bert_tensors().items()}
+    config = {"architectures": ["BertForMaskedLM"]} | config
+    write_bert(folder, tensors=tower | head, **config)
+    write_json(folder / "sentence_bert_config.json", {"transformer_task": "fill-mask"})
+    return folder
+
+
+def write_splade(
+    folder: Path, tensors: Tensors | None = None, most: int | None = None, **pooling: Any
+) -> Path:
+    """A sparse encoder on `write_masked_lm`, with its SpladePooling and max_active_dims."""
+    write_masked_lm(folder, tensors)
+    write_modules(folder, (TRANSFORMER, ""), (SPLADE, "1_SpladePooling"))
+    write_json(folder / "1_SpladePooling" / "config.json", pooling)
+    config = {"model_type": "SparseEncoder", "prompts": {"query": "hello "}}
+    write_json(folder / "config_sentence_transformers.json", config | {"max_active_dims": most})
     return folder
 
 

@@ -34,6 +34,7 @@ INTERFACES = {
         "classifier",
         "config_rules",
         "config",
+        "masked_lm",
         "score_head",
     },
     "an attention kernel": {"KERNEL", "attend", "refuses"},

@@ -1,0 +1,156 @@
+"""Sparse encoders against sentence-transformers' SparseEncoder, which it saves with random weights:
+the head of every family, both poolings and activations, every layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from golden import make
+from golden.families import FAMILIES, class_of
+from sentence_transformers import SparseEncoder
+from sentence_transformers.sentence_transformer import modules
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+from jaxembed import Embedder
+from jaxembed.work import SparseRows
+from parity import sentences
+from parity.reference import relative
+
+TOLERANCE = 1e-5  # float32, sums in another order
+TEXTS = [*make.TEXTS, *sentences.VARIED[::9]]
+LIMIT = 24
+
+UNTIED = {"tie_word_embeddings": False}
+MODERN = {"classifier_bias": True, "norm_bias": True, "classifier_activation": "silu"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # the family, and changes to its config
+    "bert": ("bert", FAMILIES["bert"].odd),
+    "bert_untied": ("bert", {"hidden_act": "relu"} | UNTIED),
+    "distilbert": ("distilbert", FAMILIES["distilbert"].odd),
+    "distilbert_untied": ("distilbert", UNTIED),
+    "xlm_roberta": ("xlm_roberta", FAMILIES["xlm_roberta"].odd),
+    "roberta": ("roberta", {"hidden_act": "relu"}),
+    "roberta_untied": ("roberta", UNTIED),
+    "mpnet": ("mpnet", FAMILIES["mpnet"].odd),
+    "electra": ("electra", FAMILIES["electra"].odd),
+    "albert": ("albert", FAMILIES["albert"].odd),
+    "gte": ("gte", FAMILIES["gte"].odd),
+    "modernbert": ("modernbert", FAMILIES["modernbert"].odd),
+    "modernbert_biased": ("modernbert", MODERN),
+    "modernbert_untied": ("modernbert", {"decoder_bias": False} | UNTIED),
+}
+
+
+def save_masked_lm(folder: Path, family: str = "bert", **changes: Any) -> Path:
+    """A masked language model and its tokenizer as transformers saves them."""
+    made = FAMILIES[family]
+    assert made.masked_lm is not None
+    kind = class_of(made.masked_lm)
+    model = kind(kind.config_class(**made.config | changes))
+    make.randomise(model)
+    model.tie_weights()
+    folder.mkdir()
+    tokenizer = made.tokenizer(folder)
+    tokenizer.model_max_length = LIMIT
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save(folder: Path, plain: Path, *, prompts=None, most=None, **pooling) -> SparseEncoder:
+    """A sparse encoder of a masked language model, as sentence-transformers saves it."""
+    transformer = modules.Transformer(str(plain), transformer_task="fill-mask")
+    model = SparseEncoder(
+        modules=[transformer, SpladePooling(**pooling)],
+        prompts=prompts,
+        max_active_dims=most,
+        device="cpu",
+    )
+    model.save_pretrained(str(folder), create_model_card=False)
+    return SparseEncoder(str(folder), device="cpu")
+
+
+def as_dense(rows: SparseRows) -> np.ndarray:
+    matrix = np.zeros((len(rows), rows.width), np.float32)
+    for row, indices, values in zip(matrix, rows.indices, rows.values, strict=True):
+        row[indices] = values
+    return matrix
+
+
+def reference(model: SparseEncoder, texts: list[str], **options) -> np.ndarray:
+    """Its weights of all terms, one text at a time: nothing is padded."""
+    options |= {"batch_size": 1, "convert_to_sparse_tensor": False, "show_progress_bar": False}
+    return model.encode(texts, **options).numpy()
+
+
+def assert_agrees(got: np.ndarray, wanted: np.ndarray, note) -> None:
+    """A weight that is not there is zero; one within rounding of zero may be there or not."""
+    assert got.shape == wanted.shape
+    assert (wanted != 0).any()
+    assert (wanted == 0).any()
+    apart = relative(got, wanted)
+    note(f"weights within {apart:.1e}")
+    assert apart < TOLERANCE
+    assert np.abs(got)[wanted == 0].max() < TOLERANCE
+
+
+def sparse(embedder: Embedder, texts: list[str], **options) -> np.ndarray:
+    return as_dense(embedder.compute(texts, ["sparse"], **options)["sparse"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_head_of_every_family_agrees(case, tmp_path, make_embedder, note):
+    family, changes = CASES[case]
+    plain = save_masked_lm(tmp_path / "plain", family, **changes)
+    model = save(tmp_path / "model", plain)
+    embedder = make_embedder(tmp_path / "model", [(4, 32)])
+    assert_agrees(sparse(embedder, TEXTS), reference(model, TEXTS), note)
+
+
+@pytest.mark.parametrize("pooling_strategy", ["max", "sum"])
+@pytest.mark.parametrize("activation_function", ["relu", "log1p_relu"])
+def test_every_pooling_agrees(pooling_strategy, activation_function, tmp_path, make_embedder, note):
+    model = save(
+        tmp_path / "model",
+        save_masked_lm(tmp_path / "plain"),
+        prompts={"query": "what is ", "document": "the "},
+        pooling_strategy=pooling_strategy,
+        activation_function=activation_function,
+    )
+    embedder = make_embedder(tmp_path / "model", [(4, 32)])
+    assert_agrees(sparse(embedder, TEXTS), reference(model, TEXTS), note)
+    got = sparse(embedder, TEXTS, prompt_name="query")
+    assert_agrees(got, reference(model, TEXTS, prompt_name="query"), note)
+
+
+def as_version_5(folder: Path) -> None:
+    """Change the files to what sentence-transformers 5.0 wrote."""
+    names = ["MLMTransformer", "SpladePooling"]
+    entries = json.loads((folder / "modules.json").read_text())
+    for entry, name in zip(entries, names, strict=True):
+        entry["type"] = f"sentence_transformers.sparse_encoder.models.{name}"
+    (folder / "modules.json").write_text(json.dumps(entries))
+    config = {"max_seq_length": 12, "do_lower_case": False}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(config))
+    pooling = {
+        "pooling_strategy": "max",
+        "activation_function": "relu",
+        "word_embedding_dimension": None,
+    }
+    (folder / "1_SpladePooling" / "config.json").write_text(json.dumps(pooling))
+
+
+def test_the_files_of_version_5_agree(tmp_path, make_embedder, note):
+    save(tmp_path / "model", save_masked_lm(tmp_path / "plain"))
+    as_version_5(tmp_path / "model")
+    model = SparseEncoder(str(tmp_path / "model"), device="cpu")
+    embedder = make_embedder(tmp_path / "model", [(4, 32)])
+    assert embedder.max_input_tokens == 12
+    assert_agrees(sparse(embedder, TEXTS), reference(model, TEXTS), note)
+
+
+def test_the_number_of_weights_is_read(tmp_path, make_embedder):
+    model = save(tmp_path / "model", save_masked_lm(tmp_path / "plain"), most=5)
+    head = make_embedder(tmp_path / "model", [(4, 32)]).spec.head
+    assert head.max_active == model.max_active_dims == 5

@@ -1,0 +1,272 @@
+"""Sparse encoders: their conversion, and the weights that they give, from the formulas.
+
+tests/parity/test_splade.py compares them with sentence-transformers.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sources
+from safetensors.numpy import load_file
+from scipy.special import erf
+
+from converters import bert, convert, outline
+from jaxembed import Embedder, EngineConfig, checkpoint
+from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
+from jaxembed.models.heads import padded_terms
+from jaxembed.spec import Vocabulary
+from jaxembed.work import SparseRows
+
+TEXTS = ["hello world", "a", "unhappy hello ab hello world a a", "un", "world"]
+TERMS = len(sources.WORDS)
+POOLING = "1_SpladePooling/config.json"
+OF_MODEL = "config_sentence_transformers.json"
+
+Make = Callable[[Path], Embedder]
+
+
+@pytest.fixture(name="make")
+def _make(tmp_path) -> Iterator[Make]:
+    """Embedder(source) in float32 with one bucket of two rows, where texts are packed."""
+    opened: list[Embedder] = []
+    grid = tmp_path / "grid.json"
+    grid.write_text(json.dumps({"buckets": [[2, 24]]}))
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid, max_batch_tokens=48)
+
+    def make(source: Path) -> Embedder:
+        opened.append(Embedder(str(source), cache_dir=tmp_path / "cache", config=config))
+        return opened[-1]
+
+    yield make
+    for embedder in opened:
+        embedder.close()
+
+
+def as_dense(rows: SparseRows) -> np.ndarray:
+    matrix = np.zeros((len(rows), rows.width), np.float32)
+    for row, indices, values in zip(matrix, rows.indices, rows.values, strict=True):
+        row[indices] = values
+    return matrix
+
+
+def logits(tensors: dict[str, np.ndarray], hidden: np.ndarray) -> np.ndarray:
+    """Those of BertForMaskedLM for the hidden states of a text, in float64."""
+    head = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    dense, norm = (f"cls.predictions.transform.{name}" for name in ("dense", "LayerNorm"))
+    x = hidden @ head[f"{dense}.weight"].T + head[f"{dense}.bias"]
+    x = x * 0.5 * (1 + erf(x / np.sqrt(2)))
+    x = (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(x.var(axis=-1, keepdims=True) + 1e-12)
+    x = x * head[f"{norm}.weight"] + head[f"{norm}.bias"]
+    tied = head["bert.embeddings.word_embeddings.weight"]
+    return x @ head.get("cls.predictions.decoder.weight", tied).T + head["cls.predictions.bias"]
+
+
+def untied() -> dict[str, np.ndarray]:
+    table = np.random.default_rng(5).standard_normal((TERMS, sources.HIDDEN), np.float32)
+    return sources.masked_lm_tensors() | {"cls.predictions.decoder.weight": table}
+
+
+def refused(source: Path) -> str:
+    with pytest.raises(UnsupportedModel) as caught:
+        outline(source)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "fold"),
+    [
+        ({}, lambda z: np.log1p(np.maximum(z, 0)).max(axis=0)),
+        ({"pooling_strategy": "sum"}, lambda z: np.log1p(np.maximum(z, 0)).sum(axis=0)),
+        (
+            {"activation_function": "log1p_relu"},
+            lambda z: np.log1p(np.log1p(np.maximum(z, 0))).max(axis=0),
+        ),
+    ],
+)
+@pytest.mark.parametrize("head", [sources.masked_lm_tensors, untied], ids=["tied", "untied"])
+def test_the_weights_are_those_of_the_formula(make, tmp_path, head, pooling, fold):
+    """Of the tokens of the text alone, its special tokens among them, and of all terms."""
+    source = sources.write_splade(tmp_path / "source", head(), **pooling)
+    answer = make(source).compute(TEXTS, ["sparse", "tokens"])
+    tensors = load_file(source / "model.safetensors")
+    got = as_dense(answer["sparse"])
+    for weights, hidden in zip(got, answer["tokens"], strict=True):
+        wanted = fold(logits(tensors, hidden.astype(np.float64)))
+        np.testing.assert_allclose(weights, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_text_has_the_same_weights_alone_and_in_a_batch(make, tmp_path):
+    embedder = make(sources.write_splade(tmp_path / "source"))
+    together = as_dense(embedder.compute(TEXTS, ["sparse"])["sparse"])
+    alone = [as_dense(embedder.compute([text], ["sparse"])["sparse"])[0] for text in TEXTS]
+    np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_a_small_logit_keeps_its_weight(make, tmp_path):
+    """log(1 + 1e-9) is 0 in float32, log1p(1e-9) is not."""
+    head = {name: np.zeros_like(one) for name, one in sources.masked_lm_tensors().items()}
+    head["cls.predictions.bias"] += np.float32(1e-9)
+    embedder = make(sources.write_splade(tmp_path / "source", head))
+    got = as_dense(embedder.compute(TEXTS, ["sparse"])["sparse"])
+    np.testing.assert_allclose(got, np.full_like(got, 1e-9), rtol=1e-6)
+
+
+def test_the_special_tokens_keep_their_weights(make, tmp_path):
+    head = {name: np.zeros_like(one) for name, one in sources.masked_lm_tensors().items()}
+    head["cls.predictions.bias"][:4] = 1
+    embedder = make(sources.write_splade(tmp_path / "source", head))
+    (indices,) = embedder.compute(["hello"], ["sparse"])["sparse"].indices
+    assert indices.tolist() == [0, 1, 2, 3]
+
+
+def test_the_table_of_terms_is_padded_with_zeros(tmp_path):
+    source = sources.write_splade(tmp_path / "source")
+    spec = convert(source, tmp_path / "out", progress=lambda steps: steps)
+    parameters = checkpoint.load_params(tmp_path / "out", spec)
+    table, bias = parameters["heads.sparse.terms.kernel"], parameters["heads.sparse.bias"]
+    assert table.shape == (sources.HIDDEN, padded_terms(TERMS))
+    tied = load_file(source / "model.safetensors")["bert.embeddings.word_embeddings.weight"]
+    np.testing.assert_array_equal(table[:, :TERMS], tied.T)
+    assert not table[:, TERMS:].any()
+    assert not bias[TERMS:].any()
+
+
+def test_the_settings_of_a_sparse_encoder_are_read(tmp_path):
+    source = sources.write_splade(
+        tmp_path / "source",
+        most=7,
+        pooling_strategy="sum",
+        activation_function="log1p_relu",
+        word_embedding_dimension=TERMS,
+        chunk_size=2,
+    )
+    spec = outline(source).spec
+    assert list(spec.heads) == ["sparse"]
+    head = spec.head
+    assert isinstance(head, Vocabulary)
+    assert (head.vocab_size, head.features) == (TERMS, sources.HIDDEN)
+    assert (head.over_tokens, head.activation, head.max_active) == ("sum", "log1p_relu", 7)
+    assert (spec.task, spec.pooling, spec.dim) == ("embed", ("splade",), TERMS)
+    assert spec.prompts == {"query": "hello "}
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("models.MLMTransformer", "models.SpladePooling"),
+        ("models.MLMTransformer.MLMTransformer", "models.SpladePooling.SpladePooling"),
+        ("modules.mlm_transformer.MLMTransformer", "modules.splade_pooling.SpladePooling"),
+    ],
+)
+def test_older_names_of_the_modules_are_read(tmp_path, kinds):
+    source = sources.write_splade(tmp_path / "source")
+    before = outline(source).spec
+    (source / "sentence_bert_config.json").unlink()
+    first, second = (f"sentence_transformers.sparse_encoder.{kind}" for kind in kinds)
+    sources.write_modules(source, (first, ""), (second, "1_SpladePooling"))
+    assert outline(source).spec == before
+
+
+@pytest.mark.parametrize(
+    ("pooling", "message"),
+    [
+        ({"pooling_strategy": "mean"}, "pooling_strategy 'mean' is not supported; known: max, sum"),
+        ({"activation_function": "gelu"}, "activation_function 'gelu' is not supported"),
+        ({"top_k": 5}, "SpladePooling with top_k is not supported"),
+    ],
+)
+def test_a_pooling_that_is_not_known_is_refused(tmp_path, pooling, message):
+    assert message in refused(sources.write_splade(tmp_path / "source", **pooling))
+
+
+@pytest.mark.parametrize("key", ["embedding_dimension", "word_embedding_dimension"])
+def test_another_width_is_refused(tmp_path, key):
+    source = sources.write_splade(tmp_path / "source")
+    sources.change_json(source / POOLING, **{key: TERMS + 1})
+    with pytest.raises(CheckpointError, match=f"{key} is 12, the model's vocab_size 11"):
+        outline(source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("sparse_encoder.modules.sparse_auto_encoder.SparseAutoEncoder", "SparseAutoEncoder"),
+        ("sparse_encoder.models.SparseAutoEncoder", "SparseAutoEncoder"),
+        ("models.Pooling", "modules masked_lm, pooling are not supported"),
+    ],
+)
+def test_other_modules_after_a_masked_lm_are_refused(tmp_path, kind, message):
+    source = sources.write_splade(tmp_path / "source")
+    kinds = (sources.TRANSFORMER, ""), (f"sentence_transformers.{kind}", "1_SpladePooling")
+    sources.write_modules(source, *kinds)
+    assert message in refused(source)
+
+
+def test_hidden_states_are_no_logits(tmp_path):
+    source = sources.write_splade(tmp_path / "source")
+    sources.write_json(source / "sentence_bert_config.json", {"max_seq_length": 16})
+    assert "modules transformer, splade are not supported" in refused(source)
+
+
+def test_modules_after_the_pooling_are_refused(tmp_path):
+    source = sources.write_splade(tmp_path / "source")
+    first, second = (sources.TRANSFORMER, ""), (sources.SPLADE, "1_SpladePooling")
+    sources.write_modules(source, first, second, (sources.NORMALIZE, "2_Normalize"))
+    assert "modules masked_lm, splade, normalize are not supported" in refused(source)
+
+
+def test_a_model_of_another_class_is_refused(tmp_path):
+    source = sources.write_splade(tmp_path / "source")
+    sources.change_json(source / OF_MODEL, model_type="SentenceTransformer")
+    assert "a SentenceTransformer is not supported; known: SparseEncoder" in refused(source)
+
+
+def test_a_dense_path_is_refused(tmp_path):
+    source = sources.write_splade(tmp_path / "source")
+    with pytest.raises(CheckpointError, match="dense path '2_Dense'"):
+        outline(source, dense_path="2_Dense")
+
+
+def test_a_family_whose_head_is_not_known_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delattr(bert, "masked_lm")
+    message = refused(sources.write_splade(tmp_path / "source"))
+    assert "that of 'bert' is not supported; known: albert, camembert, distilbert" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        ({}, "missing: cls.predictions.transform.dense.weight"),
+        ({"tie_word_embeddings": False}, "missing: cls.predictions.decoder.weight"),
+    ],
+)
+def test_a_head_that_is_not_stored_is_missing(tmp_path, config, missing):
+    source = sources.write_splade(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    if not config:
+        tensors = {name: one for name, one in tensors.items() if not name.startswith("cls.")}
+    sources.write_weights(source, tensors)
+    sources.change_json(source / "config.json", **config)
+    with pytest.raises(ConversionError, match=missing):
+        convert(source, tmp_path / "out", progress=lambda steps: steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        (POOLING, "pooling_strategy", 3),
+        (POOLING, "chunk_size", "all"),
+        (POOLING, "embedding_dimension", "wide"),
+        (OF_MODEL, "max_active_dims", 0),
+        (OF_MODEL, "max_active_dims", "many"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_by_name(tmp_path, name: str, field: str, value: Any):
+    source = sources.write_splade(tmp_path / "source")
+    sources.change_json(source / name, **{field: value})
+    with pytest.raises(CheckpointError, match=field):
+        outline(source)
