@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxembed.errors import InvalidInput
 from jaxembed.inputs import ChunkedText, Input, Pair, Text
-from jaxembed.interaction import similarities
+from jaxembed.interaction import compare_outputs
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import (
     Embeddings,
@@ -158,7 +158,7 @@ class Embedder(LoadedModel):
         asked = ScoreOptions(**options)
         if self.spec.task == "embed":
             of_query, of_documents, weights = self.tasks.compare(query, documents, asked)
-            found = similarities(self.run(of_query), self.run(of_documents), weights)
+            found = compare_outputs(self.run(of_query), self.run(of_documents), weights)
         else:
             found = self.run(self.tasks.rerank(query, documents, asked))
         return found.ranked(raw_scores)[:top_n]
@@ -178,7 +178,7 @@ class Embedder(LoadedModel):
         if self.spec.task == "embed":
             of_query, of_documents, weights = self.tasks.compare(query, documents, asked)
             both = await self.run_async(of_query), await self.run_async(of_documents)
-            found = await self.runner.off_loop(similarities, *both, weights)
+            found = await self.runner.off_loop(compare_outputs, *both, weights)
         else:
             found = await self.run_async(self.tasks.rerank(query, documents, asked))
         return found.ranked(raw_scores)[:top_n]

@@ -22,7 +22,7 @@ def weights_of(offered: Sequence[OutputName], asked: Sequence[float] | None) -> 
     return {name: weight / total for name, weight in given.items() if weight}
 
 
-def similarities(query: Embeddings, documents: Embeddings, weights: Weights) -> Similarities:
+def compare_outputs(query: Embeddings, documents: Embeddings, weights: Weights) -> Similarities:
     """The similarities of a query's outputs, each with one row, and those of each document.
 
     The dense one is the inner product, the sparse one that of the weights of terms, and the one of

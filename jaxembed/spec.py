@@ -104,7 +104,6 @@ class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
     features: int  # of the table, each term's number of values
     modules: tuple[Module, ...] = ()
     over_tokens: Literal["max", "sum"] = "max"
-    max_active: int | None = None  # values of a text that are answered, the largest; None: all
     activation: Literal["relu", "log1p_relu"] = "relu"
     """relu: log(1 + max(z, 0)) of a logit z; log1p_relu: log(1 + that)."""
     max_active: int | None = None  # the most weights of an answer, those of the largest size

@@ -21,10 +21,19 @@ from jaxembed.processors.text import TextProcessor, TokenPiece
 from jaxembed.quantise import quantise
 from jaxembed.ranges import KeptRanges, VectorKind
 from jaxembed.request import Answer, EncodeRequest, LateRequest, Request, ScoreRequest
-from jaxembed.spec import ModelSpec, PairTemplate, Pooled, Routes, scoring_heads
+from jaxembed.spec import (
+    DenseLayer,
+    ModelSpec,
+    NormalizeLayer,
+    PairTemplate,
+    PerToken,
+    Pooled,
+    Routes,
+    scoring_heads,
+)
 from jaxembed.tasks import Tasks
 from jaxembed.telemetry import Telemetry
-from jaxembed.work import Ragged, WorkResult
+from jaxembed.work import Ragged, WorkResult, sparse_rows
 
 DIM = 8
 MAX_TOKENS = 16
@@ -39,6 +48,14 @@ SPEC = ModelSpec(
     dtype="float32",
     source="test/fake",
     content_hash="0",
+)
+M3 = msgspec.structs.replace(
+    SPEC,
+    heads={
+        "dense": LAST_TOKEN,
+        "token_weights": PerToken((DenseLayer(DIM, 1, activation="relu"),)),
+        "multi_vector": PerToken((NormalizeLayer(),), drops_first=True),
+    },
 )
 SCORER = msgspec.structs.replace(SPEC, heads=scoring_heads(LAST_TOKEN))
 RERANKER = msgspec.structs.replace(SCORER, labels=("LABEL_0",), score_function="sigmoid")
@@ -106,7 +123,8 @@ class FakeEmbedder(LoadedModel):
         self.spec = spec
         self.ranges: dict[VectorKind, KeptRanges] = {}
         self.plan = SimpleNamespace(device_name="cpu", dtype="float32")
-        self.routes = {"": SimpleNamespace(plan=self.plan)}
+        processor = SimpleNamespace(term_names=lambda ids: [f"term {one}" for one in ids])
+        self.routes = {"": SimpleNamespace(plan=self.plan, processor=processor)}
         self.admission = Admission(Capacity(1000, 100_000), 0, lambda: 0.0)
         self.telemetry = Telemetry()
         self.failure = failure
@@ -160,13 +178,17 @@ class FakeEmbedder(LoadedModel):
             normalize=bool(options.normalize),
         )
         rows = [np.full((n, DIM), n, np.float32) for n in np.minimum(lengths, MAX_TOKENS)]
-        everything = {"dense": dense, "tokens": np.concatenate(rows)}
+        per_token = np.concatenate(rows)
+        everything = {"dense": dense, "tokens": per_token, "multi_vector": per_token}
         encoded = {
             name: quantise(everything[name], options.output_dtype, request.ranges)
             for name in options.outputs
+            if name != "sparse"
         }
-        if "tokens" in encoded:
-            encoded["tokens"] = Ragged(encoded["tokens"], np.cumsum([0, *map(len, rows)]))
+        for name in {"tokens", "multi_vector"} & encoded.keys():
+            encoded[name] = Ragged(encoded[name], np.cumsum([0, *map(len, rows)]))
+        if "sparse" in options.outputs:  # a term for each token, of its number
+            encoded["sparse"] = sparse_rows(np.tri(len(rows), MAX_TOKENS, dtype=np.float32))
         return encoded
 
     async def tokenize_async(self, texts, *, add_special_tokens, prompt_name, held=None):

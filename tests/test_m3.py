@@ -18,7 +18,7 @@ from jaxembed.inputs import Text
 from jaxembed.options import EncodeOptions
 
 SMALL = EngineConfig(max_batch_tokens=64)
-TEXTS = ["the cat sat on the mat", "dog", "a cat", "the the the"]
+TEXTS = ["hello world unhappy ab a", "world", "a hello", "a a a"]
 NAMES = {"cls_token": "[CLS]", "eos_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
 
 

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
+from fake_embedder import CLASSIFIER, M3, RERANKER, SPEC, FakeEmbedder
 from test_server_unsupported import MEAN
 
 from jaxembed.config import ServerConfig
@@ -32,7 +32,9 @@ BODIES = {
     "/": {"inputs": "a"},
     "/invocations": {"inputs": "a"},
     "/vertex": {"instances": [{"inputs": "a"}]},
-    "/embed_sparse": {},
+    "/embed_sparse": {"inputs": ["a", "b"], "return_tokens": True},
+    "/embed_multi": {"inputs": ["a b"]},
+    "/v1/multi-vector": {"input": ["a b"], "outputs": ["dense", "sparse", "multi_vector"]},
     "/predict": {"inputs": [["a", "b"]]},
     "/rerank": {"query": "a", "texts": ["a", "b"], "return_text": True},
     "/v1/rerank": {"query": "a", "documents": ["a", {"text": "b"}], "return_documents": True},
@@ -43,7 +45,10 @@ BODIES = {
     "/classify": {"input": ["a"]},
     "/v1/classify": {"input": "a"},
 }
-SPECS = {  # of the routes that an embedding model does not answer
+SPECS = {  # of the routes that an embedding model with one vector a text does not answer
+    "/embed_sparse": M3,
+    "/embed_multi": M3,
+    "/v1/multi-vector": M3,
     "/v1/contextualizedembeddings": MEAN,
     "/predict": CLASSIFIER,
     "/classify": CLASSIFIER,
@@ -212,7 +217,7 @@ def test_null_becomes_nullable(given, wanted):
     assert as_openapi_3_0(given) == wanted
 
 
-@pytest.mark.parametrize("path", [path for path in BODIES if path != "/embed_sparse"])
+@pytest.mark.parametrize("path", BODIES)
 def test_the_priority_is_a_header_of_what_runs_a_model(path):
     parameters = DOCUMENT["paths"][path]["post"].get("parameters", [])
     found = {one["name"]: one for one in parameters}

@@ -202,8 +202,8 @@ EMPTY = "Input validation error: `inputs` cannot be empty"
             "Input validation error: `inputs` must have less than 16 tokens. Given: 20. "
             "Send `truncate: true` or start the server with --auto-truncate true",
         ),
-        ("/embed_sparse", {}, 424, "Backend", "Backend error: Model is not an embedding model with "
-         "SPLADE pooling"),
+        ("/embed_sparse", {"inputs": "a"}, 424, "Backend",
+         "Backend error: Model is not an embedding model with SPLADE pooling"),
     ],
 )  # fmt: skip
 def test_errors_have_the_status_type_and_words_of_tei(path, body, status, kind, message):

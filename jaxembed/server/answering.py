@@ -8,7 +8,7 @@ from typing import TypeVar
 from quart import Response
 
 from jaxembed.errors import InvalidChunk, InvalidInput
-from jaxembed.interaction import similarities
+from jaxembed.interaction import compare_outputs
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.request import Answer, Request
@@ -125,7 +125,7 @@ async def _compare(
         error.field = error.field or field
         raise
     runner = meter.loaded.routes[meter.route].runner
-    return await runner.off_loop(similarities, first, others, weights)
+    return await runner.off_loop(compare_outputs, first, others, weights)
 
 
 async def encode_answer(
