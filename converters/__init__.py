@@ -13,7 +13,18 @@ from typing import Any, cast, get_args
 
 import msgspec
 
-from converters import heads, jina, jina_bert, rerankers, scores, static, terms, tokenizer, weights
+from converters import (
+    heads,
+    jina,
+    jina_bert,
+    rerankers,
+    scores,
+    static,
+    static_terms,
+    terms,
+    tokenizer,
+    weights,
+)
 from converters.adapters import (
     AdapterSource,
     BuiltIn,
@@ -225,14 +236,14 @@ def outline(
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory")
     name = name or str(source)
-    if static.holds_static(source, route):
+    if (kind := _static_kind(source, route)) is not None:
         if adapters:
             raise UnsupportedModel(
                 f"adapter {next(iter(adapters))}: {source} holds static embeddings, which take no "
                 "adapter; leave --adapter out"
             )
-        layout, spec, text = static.static_outline(source, name, revision, dense_path, route)
-        return Outline(source, static, layout, spec, text, layout.rules)
+        layout, spec, text = kind.static_outline(source, name, revision, dense_path, route)
+        return Outline(source, kind, layout, spec, text, layout.rules)
     folder = source / heads.tower_folder(source, route)
     hf = _config(folder)
     family = _family(hf)
@@ -281,10 +292,17 @@ def _with_adapters(model: Outline, folders: Mapping[str, Path]) -> Outline:
 
 
 def folders_read(source: Path) -> list[str]:
-    """The folders of which `outline_routes` needs the weights: those of static embeddings. Needs
-    only JSON files."""
-    routes = [route for route in heads.routes_of(source) if static.holds_static(source, route)]
+    """The folders of which `outline_routes` needs the weights: those of static models. Needs only
+    JSON files."""
+    routes = [route for route in heads.routes_of(source) if _static_kind(source, route)]
     return [heads.tower_folder(source, route) for route in routes]
+
+
+def _static_kind(source: Path, route: str) -> ModuleType | None:
+    """The converter of a static model, or of such a route; None of one with a tower."""
+    if static_terms.holds_static_terms(source, route):
+        return static_terms
+    return static if static.holds_static(source, route) else None
 
 
 def _config(tower: Path) -> dict[str, Any]:
@@ -470,7 +488,8 @@ def _spec(
 def _plan(model: Outline) -> list[Step]:
     """Plan the conversion of every parameter of the tower and of the modules after it."""
     source, family, layout, spec = model.source, model.family, model.layout, model.spec
-    tower = weights.find(source / layout.tower)
+    find = getattr(family, "find", weights.find)
+    tower = find(source / layout.tower)
     tensors = weights.canonical(spec.source, tower, family.PREFIXES, family.RENAMES)
     sources = list(model.adapters)
     if model.built_in is not None:

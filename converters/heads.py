@@ -48,6 +48,11 @@ MODULES = {
     "sentence_transformers.sentence_transformer.modules.static_embedding.StaticEmbedding": "static",
     "sentence_transformers.sparse_encoder.models.MLMTransformer": "masked_lm",
     "sentence_transformers.sparse_encoder.modules.mlm_transformer.MLMTransformer": "masked_lm",
+    "sentence_transformers.sparse_encoder.models.IDF": "static_terms",
+    "sentence_transformers.sparse_encoder.models.SparseStaticEmbedding": "static_terms",
+    "sentence_transformers.sparse_encoder.modules.sparse_static_embedding.SparseStaticEmbedding": (
+        "static_terms"
+    ),
     "sentence_transformers.sparse_encoder.models.SpladePooling": "splade",
     "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling": "splade",
 }
@@ -255,8 +260,9 @@ def _route_folders(source: Path, dense_path: str | None, route: str) -> list[str
     return [modules[0].path, *(module.path for module in later if module.kind == "dense")]
 
 
-def token_limit(tower: Path, positions: int | None) -> int:
-    """The most tokens of an input: max_seq_length, else model_max_length, else the table's size."""
+def token_limit(tower: Path, positions: int | None, otherwise: int | None = None) -> int:
+    """The most tokens of an input: max_seq_length, else model_max_length, else the table's size,
+    else `otherwise`. Raises CheckpointError if there is none."""
     limits = {
         "max_seq_length": transformer_config(tower).get("max_seq_length"),
         "model_max_length": read_optional_json(tower / "tokenizer_config.json").get(
@@ -275,6 +281,8 @@ def token_limit(tower: Path, positions: int | None) -> int:
             )
             return positions
         return int(limit)
+    if otherwise is not None:
+        return otherwise
     raise CheckpointError(f"{tower} names no limit of tokens; set max_seq_length in its config")
 
 
@@ -360,15 +368,16 @@ def modules_of(source: Path, route: str = "") -> list[ModuleEntry] | None:
     kinds = [module.kind for module in modules]
     later = kinds[1:] if kinds[:1] == ["static"] else kinds[2:]
     embeds = kinds[:1] == ["static"] or kinds[:2] == ["transformer", "pooling"]
-    embeds = (embeds and {*later} <= {"dense", "normalize"}) or kinds == ["masked_lm", "splade"]
+    embeds = embeds and {*later} <= {"dense", "normalize"}
+    embeds = embeds or kinds in (["masked_lm", "splade"], ["static_terms"])
     scores = kinds in (["transformer"], ["transformer", "logit_score"])
     if not embeds and (route or not scores):
         shown = ", ".join(kinds) or "(none)"
         raise UnsupportedModel(
             f"{path}: modules {shown}{f' of route {route!r}' if route else ''} are not supported; "
             "wanted transformer, pooling, then any of dense and normalize; static, then any of "
-            "those; of a sparse encoder masked_lm, splade; of a cross-encoder transformer, then "
-            "perhaps logit_score"
+            "those; of a sparse encoder masked_lm, splade, or static_terms; of a cross-encoder "
+            "transformer, then perhaps logit_score"
         )
     return modules
 

@@ -77,7 +77,7 @@ def static_outline(
         revision=revision,
         content_hash="",
     )
-    return replace(layout, rules=(rule, *layout.rules)), spec, _without_special_tokens(text)
+    return replace(layout, rules=(rule, *layout.rules)), spec, without_special_tokens(text)
 
 
 def _by_model2vec(
@@ -132,7 +132,7 @@ def _limit_of_tokenizer(folder: Path, text: bytes) -> int:
     return int(truncation["max_length"])
 
 
-def _without_special_tokens(text: bytes) -> bytes:
+def without_special_tokens(text: bytes) -> bytes:
     """The tokenizer without the step that puts special tokens around a text: static models take
     none. ByteLevel stays, which adds nothing and trims offsets."""
     content = json.loads(text)

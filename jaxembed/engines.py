@@ -11,7 +11,7 @@ from jaxembed.engine.build import Plan, build, host_plan, make_plan
 from jaxembed.engine.client import ServedEngine
 from jaxembed.engine.host import HostEngine
 from jaxembed.models import is_static, program
-from jaxembed.models.static import StaticModel
+from jaxembed.models.static import static_model
 from jaxembed.spec import ModelSpec
 from jaxembed.telemetry import Telemetry
 
@@ -60,7 +60,7 @@ class OnDevices:
 
 
 class OnHost:
-    """An engine that computes static embeddings on the host. It uses no device."""
+    """An engine that computes a static model on the host. It uses no device."""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
         """Decide. Raises ConfigError as `host_plan` does."""
@@ -72,7 +72,7 @@ class OnHost:
     ) -> ServedEngine:
         """Read the table into memory."""
         parameters = checkpoint.load_params(path, self._spec)
-        return HostEngine(StaticModel(self._spec, parameters), telemetry, name=name)
+        return HostEngine(static_model(self._spec, parameters), telemetry, name=name)
 
 
 def plan_engine(spec: ModelSpec, config: EngineConfig, cache_dir: Path) -> PlannedEngine:

@@ -98,7 +98,10 @@ class PerToken(msgspec.Struct, frozen=True, tag="per_token"):
 class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
     """A head that gives one weight for each term of the vocabulary: the logits of a masked language
     model, which are a product with a table of terms after the modules, through the activation, and
-    over the tokens of a slot their maximum or sum. Formal et al. 2021, arXiv:2109.10086."""
+    over the tokens of a slot their maximum or sum. Formal et al. 2021, arXiv:2109.10086.
+
+    Of a static model, which has no logits, the table is one weight for each term, and the weight of
+    a term is that one where it is among the tokens, however often."""
 
     vocab_size: int
     features: int  # of the table, each term's number of values

@@ -55,6 +55,7 @@ POOLING = "sentence_transformers.models.Pooling"
 DENSE = "sentence_transformers.models.Dense"
 NORMALIZE = "sentence_transformers.models.Normalize"
 SPLADE = "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling"
+STATIC_TERMS = "sentence_transformers.sparse_encoder.models.SparseStaticEmbedding"
 STATIC = "sentence_transformers.models.StaticEmbedding"
 
 ROUTER = "sentence_transformers.base.modules.router.Router"
@@ -209,6 +210,30 @@ def write_splade(
     return folder
 
 
+def write_static_terms(folder: Path, weights: np.ndarray, limit: int = 16) -> Path:
+    """The folder of a SparseStaticEmbedding with these weights of terms."""
+    write_weights(folder, {"weight": weights})
+    write_json(folder / "config.json", {"frozen": False})
+    write_json(folder / "tokenizer_config.json", {"model_max_length": limit})
+    wordpiece().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write_sparse_router(folder: Path, weights: np.ndarray, **given: Any) -> Path:
+    """A Router of a static query encoder with these weights, and of `write_splade` for documents.
+    `given` are the parameters of the Router."""
+    write_static_terms(folder / "query_0_SparseStaticEmbedding", weights)
+    write_masked_lm(folder / "document_0_Transformer")
+    write_json(folder / "document_1_SpladePooling" / "config.json", {})
+    query = [(STATIC_TERMS, "query_0_SparseStaticEmbedding")]
+    document = [(TRANSFORMER, "document_0_Transformer"), (SPLADE, "document_1_SpladePooling")]
+    given = {"default_route": "document"} | given
+    write_router_config(folder, {"query": query, "document": document}, (), **given)
+    config = {"model_type": "SparseEncoder", "prompts": {"query": "", "document": ""}}
+    write_json(folder / "config_sentence_transformers.json", config)
+    return folder
+
+
 def write_dense(
     folder: Path, inputs: int, outputs: int, *, bias: bool = True, seed: int = 1, **config: Any
 ) -> Tensors:
@@ -264,10 +289,15 @@ def write_static_route(folder: Path, route: str, seed: int) -> list[tuple[str, s
     return [(STATIC, static.name)]
 
 
-def write_router_config(folder: Path, routes: dict[str, list[tuple[str, str]]], **given: Any):
-    """modules.json with a Router and then Normalize, and router_config.json. `given` are the
+def write_router_config(
+    folder: Path,
+    routes: dict[str, list[tuple[str, str]]],
+    later: tuple[tuple[str, str], ...] = ((NORMALIZE, "1_Normalize"),),
+    **given: Any,
+):
+    """modules.json with a Router and the `later` modules, and router_config.json. `given` are the
     parameters of the Router."""
-    write_modules(folder, (ROUTER, ""), (NORMALIZE, "1_Normalize"))
+    write_modules(folder, (ROUTER, ""), *later)
     named = {name: kind for modules in routes.values() for kind, name in modules}
     content = {
         "types": named,

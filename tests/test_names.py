@@ -37,6 +37,8 @@ INTERFACES = {
         "masked_lm",
         "score_head",
     },
+    "a converter of static models": {"static_outline"},
+    "where tensors come from": {"find"},
     "an attention kernel": {"KERNEL", "attend", "refuses"},
 }
 

@@ -14,11 +14,11 @@ import sources
 from safetensors.numpy import load_file
 from scipy.special import erf
 
-from converters import bert, convert, outline
+from converters import bert, convert, folders_read, outline, outline_routes
 from jaxembed import Embedder, EngineConfig, checkpoint
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
 from jaxembed.models.heads import padded_terms
-from jaxembed.spec import Vocabulary
+from jaxembed.spec import NO_LIMIT, Vocabulary
 from jaxembed.work import SparseRows
 
 TEXTS = ["hello world", "a", "unhappy hello ab hello world a a", "un", "world"]
@@ -270,3 +270,119 @@ def test_a_field_of_another_type_is_refused_by_name(tmp_path, name: str, field: 
     sources.change_json(source / name, **{field: value})
     with pytest.raises(CheckpointError, match=field):
         outline(source)
+
+
+def weights_of_terms() -> np.ndarray:
+    weights = np.arange(TERMS, dtype=np.float32) / 4
+    weights[sources.WORDS.index("world")] = 0
+    return weights
+
+
+def test_a_query_has_the_weight_of_each_term_once(make, tmp_path):
+    """Of its own tokens, without special ones; a term that weighs nothing is not there."""
+    source = sources.write_sparse_router(tmp_path / "source", weights_of_terms())
+    embedder = make(source)
+    rows = embedder.compute(
+        ["hello world hello", "", "a hello", "world"], ["sparse", "tokens"], route="query"
+    )
+    hello, a = sources.WORDS.index("hello"), sources.WORDS.index("a")
+    got = rows["sparse"]
+    assert [indices.tolist() for indices in got.indices] == [[hello], [], [hello, a], []]
+    assert [values.tolist() for values in got.values] == [[hello / 4], [], [hello / 4, a / 4], []]
+    assert {one.dtype for one in got.indices} == {np.dtype(np.int32)}
+    assert {one.dtype for one in got.values} == {np.dtype(np.float32)}
+    assert got.width == TERMS
+    assert rows["tokens"][0].tolist() == [[hello / 4], [0], [hello / 4]]
+
+
+def test_the_routes_of_a_sparse_encoder_have_the_terms_in_common(make, tmp_path):
+    embedder = make(sources.write_sparse_router(tmp_path / "source", weights_of_terms()))
+    document = as_dense(embedder.compute(["hello a"], ["sparse"])["sparse"])
+    named = as_dense(embedder.compute(["hello a"], ["sparse"], route="document")["sparse"])
+    np.testing.assert_array_equal(document, named)
+    assert document.shape == (1, TERMS)
+    assert embedder.routes["query"].engine.snapshot().compiled == ()
+
+
+def test_a_query_is_cut_at_the_limit_of_its_tokenizer(make, tmp_path):
+    source = sources.write_sparse_router(tmp_path / "source", weights_of_terms())
+    config = source / "query_0_SparseStaticEmbedding" / "tokenizer_config.json"
+    sources.write_json(config, {"model_max_length": 2})
+    texts = ["a hello hello un", "hello un a"]
+    (first, second) = make(source).compute(texts, ["sparse"], route="query")["sparse"].indices
+    assert first.tolist() == [sources.WORDS.index("hello"), sources.WORDS.index("a")]
+    assert second.tolist() == [sources.WORDS.index("hello"), sources.WORDS.index("un")]
+
+
+def test_without_a_limit_of_the_tokenizer_nothing_is_cut(tmp_path):
+    source = sources.write_sparse_router(tmp_path / "source", weights_of_terms())
+    config = source / "query_0_SparseStaticEmbedding" / "tokenizer_config.json"
+    sources.write_json(config, {"model_max_length": 1e30})
+    assert outline(source, route="query").spec.max_input_tokens == NO_LIMIT
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_weights_by_token_are_read(make, tmp_path, beside):
+    source = sources.write_sparse_router(tmp_path / "source", weights_of_terms())
+    folder = source / "query_0_SparseStaticEmbedding"
+    (folder / "model.safetensors").unlink()
+    sources.write_json(folder / "config.json", {"path": "idf.json"})
+    sources.write_json((folder if beside else source) / "idf.json", {"hello": 2.5, "##b": 1})
+    assert folders_read(source) == [folder.name]
+    rows = make(source).compute(["hello a", "ab"], ["sparse"], route="query")["sparse"]
+    assert [values.tolist() for values in rows.values] == [[2.5], [1.0]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "its weights, idf.json, are not there or empty"),
+        ({"hello": "much"}, "the weight of 'hello' is \"much\", wanted a finite number"),
+        ({"hello": float("inf")}, "the weight of 'hello' is Infinity, wanted a finite number"),
+        ({"hello": True}, "the weight of 'hello' is true, wanted a finite number"),
+        ({"greetings": 1}, "'greetings' is no token of the tokenizer"),
+    ],
+)
+def test_weights_by_token_that_cannot_be_read_are_refused(tmp_path, content, message):
+    source = sources.write_sparse_router(tmp_path / "source", weights_of_terms())
+    folder = source / "query_0_SparseStaticEmbedding"
+    sources.write_json(folder / "config.json", {"path": "idf.json"})
+    sources.write_json(folder / "idf.json", content)
+    with pytest.raises(CheckpointError) as caught:
+        outline(source, route="query")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        (np.ones((TERMS, 2), np.float32), ConversionError, "wanted one value a term, got shape"),
+        (np.ones(TERMS - 2, np.float32), CheckpointError, "ids up to 10, the model only 9"),
+        (np.ones(TERMS + 2, np.float32), UnsupportedModel, "13 of query, 11 of document"),
+    ],
+)
+def test_weights_of_another_shape_are_refused(tmp_path, weights, error, message):
+    source = sources.write_sparse_router(tmp_path / "source", weights)
+    with pytest.raises(error, match=message):
+        outline_routes(source)
+
+
+def test_an_unknown_setting_of_a_query_encoder_is_refused(tmp_path):
+    source = sources.write_sparse_router(tmp_path / "source", weights_of_terms())
+    config = source / "query_0_SparseStaticEmbedding" / "config.json"
+    sources.change_json(config, power=2)
+    with pytest.raises(UnsupportedModel, match="SparseStaticEmbedding with power is not supported"):
+        outline_routes(source)
+
+
+def test_routes_of_different_outputs_are_refused(tmp_path):
+    source = sources.write_sparse_router(tmp_path / "source", weights_of_terms())
+    query = sources.write_route(source, "query", 1, hidden_size=TERMS + 1)
+    document = [
+        (sources.TRANSFORMER, "document_0_Transformer"),
+        (sources.SPLADE, "document_1_SpladePooling"),
+    ]
+    sources.write_router_config(source, {"query": query, "document": document}, ())
+    (source / OF_MODEL).unlink()
+    with pytest.raises(UnsupportedModel, match="dense of query, sparse of document"):
+        outline_routes(source)

@@ -29,7 +29,7 @@ from jaxembed.errors import (
 )
 from jaxembed.inputs import Text, Tokens
 from jaxembed.models import random_parameters
-from jaxembed.models.static import BLOCK_BYTES, StaticModel
+from jaxembed.models.static import BLOCK_BYTES, StaticEmbeddings
 from jaxembed.options import EncodeOptions
 from jaxembed.processors import text as text_module
 from jaxembed.spec import NO_LIMIT, DenseLayer, ModelSpec, NormalizeLayer, Pooled
@@ -274,7 +274,7 @@ def test_what_is_said_of_a_model_before_its_conversion(tmp_path):
 )
 def test_a_sequence_has_the_same_vector_alone_and_in_any_batch(modules):
     spec = spec_of(modules=modules)
-    model = StaticModel(spec, random_parameters(spec))
+    model = StaticEmbeddings(spec, random_parameters(spec))
     draw = np.random.default_rng(2)
     lengths = [1, 300, 7, 0, 2 * BLOCK_BYTES // (4 * WIDTH) + 5, 7, 64]
     encodings = [Encoding(draw.integers(0, 50, n, np.int32)) for n in lengths]
@@ -288,7 +288,7 @@ def test_long_sequences_are_summed_as_exactly_as_short_ones():
     spec = spec_of()
     parameters = random_parameters(spec)
     ids = np.random.default_rng(3).integers(0, 50, 300_000, np.int32)
-    got = StaticModel(spec, parameters).compute(work_of([Encoding(ids)]))["dense"][0]
+    got = StaticEmbeddings(spec, parameters).compute(work_of([Encoding(ids)]))["dense"][0]
     wanted = parameters["table"].astype(np.float64)[ids].mean(axis=0)
     np.testing.assert_allclose(got, wanted, atol=1e-6)
 
@@ -299,7 +299,7 @@ def test_spans_are_pooled_by_themselves_and_may_overlap():
     ids = np.arange(20, dtype=np.int32)
     spans = ((0, 20), (3, 9), (5, 20), (0, 1))
     work = work_of([Encoding(ids[:2]), Encoding(ids, None, spans)])
-    got = StaticModel(spec, parameters).compute(work)["dense"]
+    got = StaticEmbeddings(spec, parameters).compute(work)["dense"]
     wanted = [mean_of(ids[a:b].tolist(), parameters["table"]) for a, b in ((0, 2), *spans)]
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
 
@@ -307,12 +307,12 @@ def test_spans_are_pooled_by_themselves_and_may_overlap():
 def test_parameters_of_another_model_are_refused():
     spec = spec_of()
     with pytest.raises(CheckpointError, match="table: wanted shape"):
-        StaticModel(spec, {"table": np.ones((3, WIDTH), np.float32)})
+        StaticEmbeddings(spec, {"table": np.ones((3, WIDTH), np.float32)})
 
 
 def test_it_is_an_engine_that_a_loaded_model_can_have(start):
     spec = spec_of()
-    engine = start(StaticModel(spec, random_parameters(spec)))
+    engine = start(StaticEmbeddings(spec, random_parameters(spec)))
     assert isinstance(engine, ServedEngine)
     assert engine.ready
     engine.wait_ready(0.0)
@@ -320,7 +320,7 @@ def test_it_is_an_engine_that_a_loaded_model_can_have(start):
 
 def test_a_closed_engine_computes_no_more(start):
     spec = spec_of()
-    engine = start(StaticModel(spec, random_parameters(spec)))
+    engine = start(StaticEmbeddings(spec, random_parameters(spec)))
     assert engine.compute(work_of(batch_of(30)))["dense"].shape == (30, WIDTH)
     assert engine.tokens_per_s > 0
     engine.close()
@@ -333,7 +333,7 @@ def test_a_failure_fails_only_its_request(start, caplog):
     spec = spec_of()
     parameters = random_parameters(spec)
     parameters["table"][7] = np.inf
-    engine = start(StaticModel(spec, parameters))
+    engine = start(StaticEmbeddings(spec, parameters))
     with pytest.raises(NotFinite, match="not finite"):
         engine.compute(work_of([Encoding(np.array([7], np.int32))]))
     assert engine.snapshot().failures == (1,)
@@ -344,7 +344,7 @@ def test_a_failure_fails_only_its_request(start, caplog):
 
 def test_an_internal_error_is_told_in_the_log_alone(start, caplog, monkeypatch):
     spec = spec_of()
-    engine = start(StaticModel(spec, random_parameters(spec)))
+    engine = start(StaticEmbeddings(spec, random_parameters(spec)))
     monkeypatch.setattr(engine._model, "compute", lambda work: 1 / 0)
     with pytest.raises(BackendError, match="an internal error"):
         engine.compute(work_of(batch_of(100)))

@@ -1,4 +1,5 @@
-"""Static embeddings: the mean of table rows, computed by numpy on the host. Starts no device.
+"""Static models, computed by numpy on the host: means of table rows, or weights of terms. Starts no
+device.
 
 A sequence has the same vector alone and in any batch, bit for bit: its rows are added in order, in
 blocks whose size depends on the width alone.
@@ -12,8 +13,8 @@ import numpy as np
 
 from jaxembed.errors import CheckpointError
 from jaxembed.memory import KIB
-from jaxembed.spec import Activation, DenseLayer, ModelSpec, Module
-from jaxembed.work import Ragged, Work, WorkResult
+from jaxembed.spec import Activation, DenseLayer, ModelSpec, Module, Vocabulary
+from jaxembed.work import Ragged, SparseRows, Work, WorkResult
 
 ARCHITECTURE = "static"
 TABLE = "table"
@@ -61,7 +62,7 @@ HOST_ACTIVATIONS: dict[Activation, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-class StaticModel:
+class StaticEmbeddings:
     """A table of token vectors, and the modules after their mean. Threads may share it."""
 
     def __init__(self, spec: ModelSpec, parameters: Mapping[str, np.ndarray]):
@@ -77,13 +78,9 @@ class StaticModel:
 
     def compute(self, work: Work) -> WorkResult:
         """The outputs of some sequences, as the engine gives them: float32, not normalised."""
-        result: WorkResult = {}
-        ids = work.planes["ids"]
-        if "tokens" in work.outputs:
-            offsets = np.concatenate([[0], np.cumsum(work.lengths, dtype=np.int64)])
-            result["tokens"] = Ragged(self._table.take(ids, axis=0, mode="clip"), offsets)
+        result = _tokens(self._table, work)
         if "dense" in work.outputs:
-            vectors = self._means(ids, _slots(work))
+            vectors = self._means(work.planes["ids"], _slots(work))
             for layer, parameters in self._modules:
                 vectors = _apply(layer, parameters, vectors)
             result["dense"] = vectors
@@ -132,16 +129,62 @@ class StaticModel:
         return total.astype(np.float32)
 
 
+class StaticTerms:
+    """A table of one weight for each term: a term that is among the tokens has its weight, however
+    often. Threads may share it."""
+
+    def __init__(self, spec: ModelSpec, parameters: Mapping[str, np.ndarray]):
+        """Raises CheckpointError if the parameters are not those of `static_shapes`."""
+        _check(spec, parameters)
+        self.widths = spec.widths
+        self._table = np.ascontiguousarray(parameters[TABLE], np.float32)
+
+    def compute(self, work: Work) -> WorkResult:
+        """The outputs of some sequences, as the engine gives them."""
+        result = _tokens(self._table, work)
+        if "sparse" in work.outputs:
+            rows = [self._row(work.planes["ids"][start:end]) for start, end in _slots(work)]
+            indices, values = [ids for ids, _ in rows], [weights for _, weights in rows]
+            result["sparse"] = SparseRows(len(self._table), indices, values)
+        return result
+
+    def _row(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The terms among some tokens whose weight is not zero, ascending, and their weights."""
+        terms = np.unique(ids)
+        weights = self._table[terms, 0]
+        return terms[weights != 0], weights[weights != 0]
+
+
+StaticModel = StaticEmbeddings | StaticTerms
+
+
+def static_model(spec: ModelSpec, parameters: Mapping[str, np.ndarray]) -> StaticModel:
+    """The static model of a checkpoint, as its head says. Raises CheckpointError if the parameters
+    are not those of `static_shapes`."""
+    kind = StaticTerms if isinstance(spec.head, Vocabulary) else StaticEmbeddings
+    return kind(spec, parameters)
+
+
 def static_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The name and shape of every parameter that the checkpoint of a static model must hold."""
     config = StaticConfig(**spec.config)
     shapes: dict[str, tuple[int, ...]] = {TABLE: (config.vocab_size, config.hidden_size)}
+    if isinstance(spec.head, Vocabulary):
+        return shapes
     for number, layer in enumerate(spec.dense.device_modules):
         if isinstance(layer, DenseLayer):
             shapes[_name(number, "kernel")] = (layer.in_features, layer.out_features)
             if layer.bias:
                 shapes[_name(number, "bias")] = (layer.out_features,)
     return shapes
+
+
+def _tokens(table: np.ndarray, work: Work) -> WorkResult:
+    """The rows of all tokens, if they are wanted."""
+    if "tokens" not in work.outputs:
+        return {}
+    offsets = np.concatenate([[0], np.cumsum(work.lengths, dtype=np.int64)])
+    return {"tokens": Ragged(table.take(work.planes["ids"], axis=0, mode="clip"), offsets)}
 
 
 def _name(number: int, parameter: str) -> str:

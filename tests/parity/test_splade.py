@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from golden import make
 from golden.families import FAMILIES, class_of
 from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Router
 from sentence_transformers.sentence_transformer import modules
-from sentence_transformers.sparse_encoder.modules import SpladePooling
+from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 
 from jaxembed import Embedder
 from jaxembed.work import SparseRows
@@ -154,3 +156,26 @@ def test_the_number_of_weights_is_read(tmp_path, make_embedder):
     model = save(tmp_path / "model", save_masked_lm(tmp_path / "plain"), most=5)
     head = make_embedder(tmp_path / "model", [(4, 32)]).spec.head
     assert head.max_active == model.max_active_dims == 5
+
+
+@pytest.mark.parametrize("limit", [6, 10**30])
+def test_a_static_query_encoder_agrees(limit, tmp_path, make_embedder, note):
+    plain = save_masked_lm(tmp_path / "plain")
+    tokenizer = FAMILIES["bert"].tokenizer(plain)
+    tokenizer.model_max_length = limit
+    draw = np.random.default_rng(make.SEED)
+    weights = draw.random(len(tokenizer.get_vocab()), np.float32)
+    query = SparseStaticEmbedding(tokenizer, torch.from_numpy(weights))
+    transformer = modules.Transformer(str(plain), transformer_task="fill-mask")
+    router = Router.for_query_document(
+        [query], [transformer, SpladePooling()], default_route="document"
+    )
+    made = SparseEncoder(modules=[router], prompts={"query": "the "}, device="cpu")
+    made.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    model = SparseEncoder(str(tmp_path / "model"), device="cpu")
+    embedder = make_embedder(tmp_path / "model", [(4, 32)])
+    assert_agrees(sparse(embedder, TEXTS), reference(model, TEXTS), note)
+    for options in ({}, {"prompt_name": "query"}):
+        got = sparse(embedder, TEXTS, route="query", **options)
+        wanted = reference(model, TEXTS, task="query", **options)
+        np.testing.assert_array_equal(got, wanted)
