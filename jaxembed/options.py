@@ -26,7 +26,6 @@ class EncodeOptions:
     route: str | None = None  # of a model with several; None: that of the prompt, or the default
     truncate: bool | None = None
     truncation_side: Side = "right"
-    role: Role | None = None  # None: that of the prompt or route by name, or none
     dimensions: int | None = None
     max_active_dims: int | None = None  # of sparse outputs; None: the model's own
     normalize: bool | None = None
@@ -34,6 +33,7 @@ class EncodeOptions:
     adapter: str | None = None  # its name; None: that of the prompt's name, or none
     priority: Priority | None = None  # None: interactive where the request is small
     bare_ids: bool = True  # whether token ids may lack the tokenizer's special tokens
+    role: Role | None = None  # of the texts; None: that of the prompt's name, if it names one
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Run(msgspec.Struct, frozen=True, eq=False):
     def figures(self) -> dict[str, Any]:
         """The fields that Embeddings and Scores have in common."""
         return {
-            "num_tokens": self.tokenized.work.lengths.astype(np.int64),
+            "num_tokens": self.tokenized.work.own_tokens.astype(np.int64),
             "truncated": self.tokenized.truncated,
             "tokenization_s": self.tokenization_s,
             "queue_s": mean(self.queue_s),

@@ -24,12 +24,19 @@ ScoreFunction = Literal["sigmoid", "softmax"]
 
 
 class DenseLayer(msgspec.Struct, frozen=True, tag="dense"):
-    """A sentence-transformers Dense module: activation(x @ kernel + bias)."""
+    """A sentence-transformers Dense module: activation(x @ kernel + bias), with `residual` plus x,
+    or plus x @ residual.kernel where the widths differ."""
 
     in_features: int
     out_features: int
     bias: bool = True
     activation: Activation = "tanh"
+    residual: bool = False
+
+    @property
+    def projects_residual(self) -> bool:
+        """Whether the residual has a kernel of its own."""
+        return self.residual and self.in_features != self.out_features
 
 
 class NormalizeLayer(msgspec.Struct, frozen=True, tag="normalize"):
@@ -146,6 +153,35 @@ def scoring_heads(logits: Pooled) -> dict[OutputName, Head]:
     return {"logits": logits, "dense": Pooled(logits.pooling)}
 
 
+class Expansion(msgspec.Struct, frozen=True):
+    """What a query is filled up with: a token, as often as it takes to have `length` of them.
+
+    The fillers follow the last token, their positions run on, and each has a row in the answer. If
+    they are not `attended`, no token attends to them: they are hidden as keys, and their own rows
+    tell what they see of the others.
+    """
+
+    token_id: int
+    length: int
+    attended: bool = False
+
+
+class LateInteraction(msgspec.Struct, frozen=True):
+    """How queries and documents are tokenized whose vectors are compared token by token. Khattab
+    and Zaharia 2020, arXiv:2004.12832.
+
+    The marker of its role stands second in each sequence, after the first special token; None: the
+    role has none. The lengths are the most tokens of a sequence, special ones and the marker
+    counted. A query longer than the length of the expansion is not filled up.
+    """
+
+    query_length: int
+    document_length: int
+    query_marker: int | None = None
+    document_marker: int | None = None
+    expansion: Expansion | None = None
+
+
 class PairTemplate(msgspec.Struct, frozen=True):
     """The text by which a language model is asked whether a document answers a query.
 
@@ -183,7 +219,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     the tower, by the name of the output that each computes; the first is the primary one, which
     the model is served for. The primary output of an embedder is "dense", "sparse" or
     "multi_vector", that of a classifier or reranker "logits", one for each of the `labels`, which
-    `score_function` makes scores. `dtype` is
+    `score_function` makes scores. Texts for an `interaction` are queries or documents. `dtype` is
     the dtype of the stored parameters, not the one they are computed in. `token_types` says whether
     the tower is given the tokenizer's types, or zeros. A request may choose one of the `adapters`,
     whose numbers count from 1. `written_by` names the version that made the
@@ -196,6 +232,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     score_function: ScoreFunction = "softmax"
     template: PairTemplate | None = None
+    interaction: LateInteraction | None = None
     adapters: tuple[Adapter, ...] = ()
     token_types: bool = True
     include_prompt: bool = True

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
-from typing import get_args
+from typing import Literal, get_args
 
 import msgspec
 import numpy as np
@@ -90,7 +90,7 @@ class Tasks:
             self._truncate(options),
             options.truncation_side,
             bare_ids=options.bare_ids,
-            role=options.role or role_of(options.prompt_name or route),
+            role=self._role(options),
         )
         return EncodeRequest(
             inputs,
@@ -289,7 +289,9 @@ class Tasks:
             )
         options, adapter = self._with_prompt_of_adapter(options)
         prompt = self._prompt(options)
-        rules = Rules(prompt, self._truncate(options), options.truncation_side)
+        rules = Rules(
+            prompt, self._truncate(options), options.truncation_side, role=self._role(options)
+        )
         chosen: frozenset[OutputName] = frozenset(name for name in offered if name in outputs)
         route = self._route(options)
         return ComputeRequest(inputs, rules, chosen, options.priority, route=route, adapter=adapter)
@@ -329,6 +331,15 @@ class Tasks:
         if self._routes.default is None:
             raise UnknownRoute(prompt_name, tuple(self._routes.specs))
         return self._routes.default
+
+    def _role(self, options: EncodeOptions) -> Literal["query", "document"] | None:
+        """The role of the texts: that of the options, else the one that their prompt is named
+        after, or the default prompt."""
+        name = options.prompt_name
+        if name is None and options.prompt is None:
+            name = self._processor.default_prompt_name
+        role = options.role or (None if name is None else role_of(name))
+        return role if role in ("query", "document") else None
 
     def _route(self, options: EncodeOptions) -> str:
         if options.route is None:

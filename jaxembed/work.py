@@ -22,12 +22,13 @@ class Encoding:
 
     `ids` and `types` are int32 `[length]`; without `types` all are zero. Each of the `spans` is
     pooled by itself, counted from the start of the sequence; they may overlap. Without `spans` all
-    tokens are pooled together.
+    tokens are pooled together. The last `fillers` tokens fill up a query; see `Expansion`.
     """
 
     ids: np.ndarray
     types: np.ndarray | None = None
     spans: tuple[Span, ...] | None = None
+    fillers: int = 0
 
     @property
     def length(self) -> int:
@@ -47,6 +48,9 @@ class Work(msgspec.Struct, frozen=True, eq=False):
     slots: np.ndarray  # int32 [sequences]: how many of the bounds each has, one or more
     outputs: frozenset[OutputName] = frozenset({"dense"})
     adapter: int = 0  # the number of the adapter that all sequences take; 0: none
+    fillers: np.ndarray | None = (
+        None  # int32 [sequences]: as in Encoding; None: no sequence has any
+    )
 
     def __len__(self) -> int:
         """The number of sequences."""
@@ -56,6 +60,11 @@ class Work(msgspec.Struct, frozen=True, eq=False):
     def tokens(self) -> int:
         """The number of tokens of all sequences together."""
         return len(self.planes["ids"])
+
+    @property
+    def own_tokens(self) -> np.ndarray:
+        """The number of tokens of each sequence without fillers: int `[sequences]`."""
+        return self.lengths if self.fillers is None else self.lengths - self.fillers
 
     @property
     def has_spans(self) -> bool:
@@ -72,7 +81,8 @@ class Work(msgspec.Struct, frozen=True, eq=False):
         types = np.split(self.planes["types"], ends) if "types" in self.planes else repeat(None)
         bounds = np.split(self.bounds, np.cumsum(self.slots)[:-1])
         spans = (tuple((int(start), int(end)) for start, end in part) for part in bounds)
-        return [Encoding(*columns) for columns in zip(ids, types, spans, strict=False)]
+        fillers = repeat(0) if self.fillers is None else self.fillers.tolist()
+        return [Encoding(*columns) for columns in zip(ids, types, spans, fillers, strict=False)]
 
 
 def work_of(
@@ -83,30 +93,38 @@ def work_of(
     planes = {"ids": _joined([one.ids for one in encodings])}
     if any(one.types is not None for one in encodings):
         planes["types"] = _joined([_types(one) for one in encodings])
+    fillers = None
+    if any(one.fillers for one in encodings):
+        fillers = np.array([one.fillers for one in encodings], np.int32)
     if all(one.spans is None for one in encodings):
-        return whole_work(planes, lengths, outputs)
+        return whole_work(planes, lengths, outputs, fillers)
     spans = [((0, one.length),) if one.spans is None else one.spans for one in encodings]
     bounds = np.array([span for one in spans for span in one], np.int32).reshape(-1, 2)
     slots = np.array([len(one) for one in spans], np.int32)
-    return Work(planes, lengths, bounds, slots, outputs)
+    return Work(planes, lengths, bounds, slots, outputs, fillers=fillers)
 
 
 def whole_work(
     planes: dict[str, np.ndarray],
     lengths: np.ndarray,
     outputs: frozenset[OutputName] = frozenset({"dense"}),
+    fillers: np.ndarray | None = None,
 ) -> Work:
     """The work of sequences that are each pooled as a whole."""
     slots = np.empty(len(lengths), np.int32)
     slots.fill(1)  # np.ones takes longer
-    return Work(planes, lengths, _whole(lengths), slots, outputs)
+    return Work(planes, lengths, _whole(lengths), slots, outputs, fillers=fillers)
 
 
 def join_work(parts: Sequence[Work], outputs: frozenset[OutputName], adapter: int = 0) -> Work:
     """The sequences of all parts, in order, as one request for these outputs with this adapter."""
     if len(parts) == 1:
         (part,) = parts
-        return Work(part.planes, part.lengths, part.bounds, part.slots, outputs, adapter)
+        columns = part.planes, part.lengths, part.bounds, part.slots
+        return Work(*columns, outputs, adapter, part.fillers)
+    fillers = None
+    if any(part.fillers is not None for part in parts):
+        fillers = _joined([_fillers(part) for part in parts])
     names = [name for name in PLANES if any(name in part.planes for part in parts)]
     return Work(
         {name: _joined([_plane(part, name) for part in parts]) for name in ("ids", *names[1:])},
@@ -115,6 +133,7 @@ def join_work(parts: Sequence[Work], outputs: frozenset[OutputName], adapter: in
         _joined([part.slots for part in parts]),
         outputs,
         adapter,
+        fillers,
     )
 
 
@@ -252,6 +271,10 @@ def _types(encoding: Encoding) -> np.ndarray:
 
 def _plane(work: Work, name: str) -> np.ndarray:
     return work.planes[name] if name in work.planes else np.zeros(work.tokens, np.int32)
+
+
+def _fillers(work: Work) -> np.ndarray:
+    return np.zeros(len(work), np.int32) if work.fillers is None else work.fillers
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -13,6 +13,7 @@ from jaxembed.models.attention import (
     attend_joint,
     bias_of_slopes,
     bias_of_table,
+    by_native,
     using,
 )
 
@@ -28,8 +29,10 @@ SIGHTS = {
 }
 
 
-def reference(query, key, value, segments, sight: Sight = EVERYTHING, bias=None) -> np.ndarray:
-    """One segment, one head, one query at a time, in float64."""
+def reference(
+    query, key, value, segments, sight: Sight = EVERYTHING, bias=None, key_segments=None
+) -> np.ndarray:
+    """One segment, one head, one query at a time, in float64; zeros where no key is seen."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     per_group = query.shape[2] // key.shape[2]
     mixed = np.zeros_like(query)
@@ -42,6 +45,10 @@ def reference(query, key, value, segments, sight: Sight = EVERYTHING, bias=None)
                     seen = (at <= t) | (not sight.causal)
                     if sight.reach is not None:
                         seen &= abs(at - t) <= sight.reach
+                    if key_segments is not None:
+                        seen = seen & (key_segments[row, at] == segment)
+                        if not seen.any():
+                            continue
                     scores = of_head[0][seen] @ one / np.sqrt(query.shape[3])
                     if sight.cap is not None:
                         scores = sight.cap * np.tanh(scores / sight.cap)
@@ -118,6 +125,46 @@ def test_a_bias_is_added_by_head_and_distance(name, per_group, sight):
     np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=1e-5, atol=2e-6)
 
 
+def last_hidden(segments: np.ndarray) -> np.ndarray:
+    """The segments of keys, where the last third of each segment is hidden."""
+    hidden = segments.copy()
+    for row in hidden:
+        for segment in set(row.tolist()) - {0}:
+            at = np.flatnonzero(row == segment)
+            row[at[len(at) - len(at) // 3 :]] = -1
+    return hidden
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("sight", [EVERYTHING, Sight(reach=9), Sight(causal=True)], ids=str)
+@pytest.mark.parametrize("per_group", [1, 3])
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_no_query_sees_a_key_that_is_hidden(name, per_group, sight):
+    """Also the hidden tokens' own queries, which see the others; those without any stay finite."""
+    segments = SEGMENTS[name]
+    query, key, value = draw(segments, per_group)
+    key_segments = last_hidden(segments)
+    operands = map(jnp.asarray, (query, key, value, segments))
+    mixed = np.asarray(attend(*operands, sight, key_segments=jnp.asarray(key_segments)))
+    wanted = reference(query, key, value, segments, sight, key_segments=key_segments)
+    real = wanted.any(axis=(2, 3))
+    assert real.sum() > (segments != 0).sum() / 2
+    assert np.isfinite(mixed[segments != 0]).all()
+    np.testing.assert_allclose(mixed[real], wanted[real], rtol=1e-5, atol=1e-6)
+
+
+def test_hidden_keys_leave_native_kernels_alone():
+    """Which take one array of segments, and would have to be loaded."""
+    segments = SEGMENTS["whole"]
+    query, key, value = draw(segments)
+    joint = jnp.asarray(np.stack([query, key, value], axis=2), jnp.bfloat16)
+    operands = joint, jnp.asarray(segments)
+    hidden = {"key_segments": jnp.asarray(last_hidden(segments))}
+    wanted = attend_joint(*operands, **hidden)
+    with using(by_native):
+        np.testing.assert_array_equal(attend_joint(*operands, **hidden), wanted)
+
+
 @pytest.mark.parametrize("length", [112, 320])
 @pytest.mark.parametrize("sight", [EVERYTHING, Sight(reach=64), Sight(causal=True)], ids=str)
 def test_the_shipped_constants_give_the_same_bias_on_both_sides_of_the_limit(length, sight):
@@ -169,7 +216,7 @@ def test_an_implementation_without_a_bias_raises_where_there_is_one():
     query, key, value, of_token = map(jnp.asarray, (*draw(segments), segments))
     with using(plain):
         attend(query, key, value, of_token)
-        with pytest.raises(TypeError, match="positional argument"):
+        with pytest.raises(TypeError, match="keyword argument"):
             attend(query, key, value, of_token, EVERYTHING, jnp.zeros((HEADS, 31)))
 
 

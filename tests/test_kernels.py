@@ -18,7 +18,7 @@ import pytest
 import test_attention
 from conftest import TOWERS, tiny_spec
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-from test_attention import SIGHTS, draw, ragged, reference
+from test_attention import SIGHTS, draw, last_hidden, ragged, reference
 from test_invariance import HUGE, assert_same, placed, poisoned_parameters, run
 
 from jaxembed.engine.bucket import TPU_TILE, Bucket, default_grid
@@ -93,6 +93,25 @@ def test_packed_segments_attend_to_themselves_beside_nan(kernel, sight):
     assert mixed.dtype == np.float32
     # rtol: float32, sums of at most 256 terms
     np.testing.assert_allclose(mixed[real], wanted[real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("module", [splash, triton], ids=lambda module: module.KERNEL.name)
+@pytest.mark.parametrize("sight", [EVERYTHING, Sight(reach=40)], ids=str)
+def test_no_query_sees_a_key_that_is_hidden(module, sight):
+    operands, key_segments = draw(SEGMENTS), last_hidden(SEGMENTS)
+    attend = interpreted(module).attend
+    call = jax.jit(lambda *of: attend(*of[:4], sight, SLOTS, key_segments=of[4]))
+    mixed = np.asarray(call(*map(jnp.asarray, (*operands, SEGMENTS, key_segments))))
+    wanted = reference(*operands, SEGMENTS, sight, key_segments=key_segments)
+    real = wanted.any(axis=(2, 3))
+    assert real.sum() > (SEGMENTS != 0).sum() / 2
+    np.testing.assert_allclose(mixed[real], wanted[real], rtol=1e-4, atol=1e-5)
+
+
+def test_flash_refuses_calls_that_hide_keys(flash):
+    call = Call(4, 4, 64, "bfloat16", EVERYTHING)
+    assert flash.refuses(call, 128) is None
+    assert flash.refuses(replace(call, hides_keys=True), 128) == "it hides no keys"
 
 
 @pytest.mark.parametrize("width", [32, 64, 96, 128])

@@ -231,6 +231,9 @@ def pack(batch: Batch, count: int = PackedTokens.PLANES) -> np.ndarray:
     for entry, offset in zip(entries, offsets.tolist(), strict=True):
         if entry.types is not None:
             types[offset : offset + entry.length] = entry.types
+        if entry.fillers:  # as PackedTokens.unstack reads them
+            end = offset + entry.length
+            segments[end - entry.fillers : end] *= -1
     for plane in adapters:
         plane[target] = np.repeat([entry.adapter for entry in entries], lengths)
     places = batch.slot_rows * bucket.length + batch.all_slots

@@ -33,9 +33,11 @@ from jaxembed.spec import DType
 logger = logging.getLogger(__name__)
 
 AUTO, XLA, NATIVE = "auto", "xla", "native"
+HIDING = "hides no keys, as this model's queries need it"
 UNSUITED = f"takes multiples of {native.PANEL}, this model has none"
 PROBE_S = 20.0  # time limit; rows that are not tried by then use XLA
 PROBE_TOKENS = 16_384  # tokens of a timed batch, which has at least one row
+HIDDEN_EVERY = 8  # a trial hides the last of so many tokens as a key, where the model hides any
 PROBE_RUNS = 10  # runs in a row that are timed together
 
 # The largest allowed difference to float32 attention of the same operands, absolute and relative.
@@ -156,8 +158,12 @@ def choose_native(
     }
     if not used:
         return Choice(refused=refused)
-    widths = {call.width for call in calls(program, dtype)}
+    call_counts = calls(program, dtype)
+    if any(call.hides_keys for call in call_counts):
+        refused = {f"{NATIVE} attention": HIDING, **refused}
+        without |= {"attention"}
     # a tower with attention of its own makes no call
+    widths = {call.width for call in call_counts}
     takes_all = bool(widths) and all(native.takes(native.TILE, n, dtype) for n in widths)
     joins = takes_all and not without & {"attention", "joint_attention"}
     return Choice(refused=refused, native=ByNative(without), joins=joins)
@@ -167,14 +173,15 @@ def calls(program: Program, dtype: DType) -> Counter[Call]:
     """Count the layers of a model by the attention call that they make.
 
     Layers make the same Call if they agree in number of heads, head width, dtype, mask, and whether
-    scores have a bias. The program is only traced with abstract values of `dtype`; nothing is
-    computed.
+    scores have a bias and keys are hidden. The program is only traced with abstract values of
+    `dtype`; nothing is computed.
     """
     counts: Counter[Call] = Counter()
 
-    def count(query, key, value, segments, sight: Sight, bias=None):
+    def count(query, key, value, segments, sight: Sight, bias=None, key_segments=None):
         heads, groups, width = query.shape[2], key.shape[2], query.shape[3]
-        counts[Call(heads, groups, width, str(query.dtype), sight, bias is not None)] += 1
+        changes = bias is not None, key_segments is not None
+        counts[Call(heads, groups, width, str(query.dtype), sight, *changes)] += 1
         return jnp.zeros(query.shape, jnp.float32)
 
     leaves = [
@@ -258,6 +265,7 @@ class KernelTrial:
         self._call_counts = call_counts
         self._bucket = Bucket(max(PROBE_TOKENS // length, 1), length)
         self._segments = packed_segments(self._bucket)
+        self._hidden = np.arange(self._bucket.length) % HIDDEN_EVERY == HIDDEN_EVERY - 1
         self._operands = {call: self._drawn(call) for call in call_counts}
         self._exact = {call: self._in_float32(call) for call in call_counts}
         self.xla_ms = sum(self._run(by_xla, call)[1] * n for call, n in call_counts.items())
@@ -290,7 +298,7 @@ class KernelTrial:
     def _run(self, attend: Attend, call: Call) -> tuple[np.ndarray, float]:
         """Compile and run a call. Returns the result, and the milliseconds of a run."""
         precision = "highest" if self._dtype == FLOAT32 else None
-        jitted = jax.jit(lambda q, k, v, segments: attend(q, k, v, segments, call.sight))
+        jitted = jax.jit(partial(_attended, attend, call, self._hidden))
         with jax.default_matmul_precision(precision):
             lowered = jitted.lower(*self._operands[call])
         run = compile_lowered(lowered, compiler_options(self._device.platform))
@@ -307,7 +315,8 @@ class KernelTrial:
         *operands, segments = self._operands[call]
         wide = [x.astype(jnp.float32) for x in operands]
         with jax.default_matmul_precision("highest"):
-            lowered = jax.jit(partial(by_xla, sight=call.sight)).lower(*wide, segments)
+            attended = partial(_attended, by_xla, call, self._hidden)
+            lowered = jax.jit(attended).lower(*wide, segments)
         run = compile_lowered(lowered, compiler_options(self._device.platform))
         return np.asarray(run(*wide, segments))
 
@@ -324,6 +333,14 @@ class KernelTrial:
             x = np.where(padding, np.float32(np.nan), draw.standard_normal(shape, np.float32))
             operands.insert(0, x.astype(jnp.dtype(call.dtype)))
         return jax.device_put(operands, SingleDeviceSharding(self._device))
+
+
+def _attended(attend: Attend, call: Call, hidden: np.ndarray, query, key, value, segments):
+    """The result of a call; some tokens, bool `[length]`, are hidden as keys if it hides any."""
+    if not call.hides_keys:
+        return attend(query, key, value, segments, call.sight)
+    key_segments = jnp.where(hidden[None], jnp.full_like(segments, -1), segments)
+    return attend(query, key, value, segments, call.sight, key_segments=key_segments)
 
 
 def _line(error: Exception) -> str:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 MOST_KEY_TOKENS = 32
 
 Index = Sequence[int] | np.ndarray | slice  # of sequences of a request
-Key = tuple[bytes, int, int, int]  # equal for sequences that have the same answer
+Key = tuple[bytes, int, int, int, int]  # equal for sequences that have the same answer
 
 
 class Ticket:
@@ -145,12 +146,13 @@ class Entry:
     occurs several times. `taken` is set when the entry is in a batch: then no ticket may join.
     `ids` and `types` are int32 `[length]`, views of the columns of the work; `types` is None if all
     are zero. `spans` is int32 `[slots, 2]`, or None if all tokens are pooled together. `adapter` is
-    the number of the adapter that the tokens take.
+    the number of the adapter that the tokens take, and the last `fillers` tokens fill up a query.
     """
 
     __slots__ = (
         "adapter",
         "claims",
+        "fillers",
         "ids",
         "key",
         "least_row",
@@ -168,6 +170,7 @@ class Entry:
         ids: np.ndarray,
         types: np.ndarray | None,
         spans: np.ndarray | None,
+        fillers: int = 0,
     ):
         self.claims: dict[Ticket, list[int]] = {ticket: [index]}
         self.ids = ids
@@ -177,7 +180,8 @@ class Entry:
         self.slots = slots = 1 if spans is None else len(spans)
         self.least_row = least_row(length, slots)
         self.adapter = adapter = ticket.work.adapter
-        self.key = _key(ids, types, spans, adapter)
+        self.fillers = fillers
+        self.key = _key(ids, types, spans, adapter, fillers)
         self.taken = False
 
     @property
@@ -199,8 +203,9 @@ def _entries(ticket: Ticket) -> list[Entry]:
     entry_of: dict[Key, Entry] = {}
     start = first = 0
     spans = bounds.tolist()
-    columns = zip(work.lengths.tolist(), work.slots.tolist(), strict=True)
-    for index, (length, slots) in enumerate(columns):
+    fillers = repeat(0, len(work)) if work.fillers is None else work.fillers.tolist()
+    columns = zip(work.lengths.tolist(), work.slots.tolist(), fillers, strict=True)
+    for index, (length, slots, filling) in enumerate(columns):
         end = start + length
         is_whole = slots == 1 and spans[first] == [0, length]
         entry = Entry(
@@ -209,6 +214,7 @@ def _entries(ticket: Ticket) -> list[Entry]:
             ids[start:end],
             None if types is None else types[start:end],
             None if is_whole else bounds[first : first + slots],
+            filling,
         )
         start, first = end, first + slots
         twin = entry_of.setdefault(entry.key, entry)
@@ -217,19 +223,25 @@ def _entries(ticket: Ticket) -> list[Entry]:
     return list(entry_of.values())
 
 
-def _key(ids: np.ndarray, types: np.ndarray | None, spans: np.ndarray | None, adapter: int) -> Key:
-    """A key that is equal for sequences with the same tokens, types, spans and adapter.
+def _key(
+    ids: np.ndarray,
+    types: np.ndarray | None,
+    spans: np.ndarray | None,
+    adapter: int,
+    fillers: int,
+) -> Key:
+    """A key that is equal for sequences with the same tokens, types, spans, adapter and fillers.
 
     It holds the tokens of a short sequence. For others it holds a digest, because the tokens would
     be in memory twice; the digest is cryptographic, so no client can make two sequences share one.
     """
     length, slots = len(ids), 0 if spans is None else len(spans)
     if length <= MOST_KEY_TOKENS and types is None and spans is None:
-        return ids.tobytes(), length, slots, adapter
+        return ids.tobytes(), length, slots, adapter, fillers
     digest = blake2b(ids.data, digest_size=16)
     if types is not None:
         digest.update(types.data)
     if spans is not None:
         digest.update(spans.tobytes())
     # the number of spans tells where the types end and the spans begin
-    return digest.digest(), length, slots, adapter
+    return digest.digest(), length, slots, adapter, fillers

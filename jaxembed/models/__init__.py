@@ -136,12 +136,13 @@ def program(spec: ModelSpec) -> Program:
         for name, leaf in zip(names, jax.tree.leaves(state), strict=True)
     }
     structure = jax.tree.structure(state)
+    expansion = None if spec.interaction is None else spec.interaction.expansion
 
     def forward(
         parameters, planes, slots: int, outputs: Collection[OutputName]
     ) -> dict[OutputName, Array]:
         model = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
-        return model(PackedTokens.unstack(planes, slots), outputs)
+        return model(PackedTokens.unstack(planes, slots, expansion), outputs)
 
     planes = PackedTokens.PLANES + bool(spec.adapters)
     return Program(shapes, spec.primary, (*spec.heads, "tokens"), forward, planes)

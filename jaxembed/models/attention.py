@@ -52,8 +52,8 @@ class Sight:
 
 EVERYTHING = Sight()
 
-# It is called as by_xla is, and with a bias only if there is one: an implementation without that
-# parameter is for models without a bias.
+# It is called as by_xla is, and with a bias or segments of keys only if there are any: an
+# implementation without that parameter is for models without them.
 Attend = Callable[..., Array]
 
 
@@ -64,6 +64,7 @@ def attend(
     segments: Segments,
     sight: Sight = EVERYTHING,
     bias: Bias | None = None,
+    key_segments: Segments | None = None,
 ) -> Heads:
     """Compute softmax(query . key / sqrt(width) + bias) . value within the segments of each row.
 
@@ -75,14 +76,17 @@ def attend(
     keys d tokens after the query (`bias_of_table` and `bias_of_slopes` make it). A soft cap is
     applied to scores before the bias.
 
+    A query sees the keys whose `key_segments` are its segment; without them they are the segments.
+    A token that differs in the two is hidden as a key. A query that sees no key gets anything
+    finite.
+
     Matrix products take operands of the given dtype; scores and softmax are float32. The result is
     float32, or of the operands' dtype if the implementation rounds it. Padding may hold NaN: its
     keys are masked and its values are replaced by zeros. `using` chooses the implementation.
     """
-    implementation = _IMPLEMENTATION.get()
-    if bias is None:
-        return implementation(query, key, value, segments, sight)
-    return implementation(query, key, value, segments, sight, bias)
+    optional = {"bias": bias, "key_segments": key_segments}
+    given = {name: value for name, value in optional.items() if value is not None}
+    return _IMPLEMENTATION.get()(query, key, value, segments, sight, **given)
 
 
 def attend_joint(
@@ -92,6 +96,7 @@ def attend_joint(
     bias: Bias | None = None,
     rotation: Rotation | None = None,
     dtype: Any = None,
+    key_segments: Segments | None = None,
 ) -> Heads:
     """Compute attention as `attend` does, with query, key and value side by side in one array.
 
@@ -100,7 +105,7 @@ def attend_joint(
     heads, width]`.
     """
     _, length, _, _, width = joint.shape
-    if takes_joint(length, width, joint.dtype):
+    if key_segments is None and takes_joint(length, width, joint.dtype):
         mask = sight.causal, sight.reach, sight.cap
         angles = None if rotation is None else (rotation.cos, rotation.sin)
         return native.joint_attention(joint, segments, *mask, distance_bias=bias, angles=angles)
@@ -108,7 +113,7 @@ def attend_joint(
     if rotation is not None:
         query, key = rotation(query), rotation(key)
     query, key, value = (x.astype(dtype or joint.dtype) for x in (query, key, value))
-    return attend(query, key, value, segments, sight, bias)
+    return attend(query, key, value, segments, sight, bias, key_segments)
 
 
 def takes_joint(length: int, width: int, dtype: Any) -> bool:
@@ -167,15 +172,17 @@ def by_xla(
     segments: Segments,
     sight: Sight,
     bias: Bias | None = None,
+    key_segments: Segments | None = None,
 ) -> Heads:
     """Compute attention in plain JAX, which runs on every platform. The default of `attend`."""
+    of_keys = segments if key_segments is None else key_segments
     length, heads, width = query.shape[1:]
     groups = key.shape[2]
     query = (query.astype(jnp.float32) * width**-0.5).astype(query.dtype)
     query = _heads_to_queries(query, groups)
     value = jnp.where(segments[:, :, None, None] != 0, value, jnp.zeros((), value.dtype))
     if length <= WHOLE_SCORES:
-        mixed = _mix(query, segments, 0, key, value, segments, 0, sight, bias)
+        mixed = _mix(query, segments, 0, key, value, of_keys, 0, sight, bias)
     else:
         cpu, accelerator = (
             (QUERY_BLOCK, ACCELERATOR_QUERY_BLOCK)
@@ -187,6 +194,7 @@ def by_xla(
             key,
             value,
             segments,
+            of_keys,
             bias,
             cpu=partial(_in_query_blocks, sight=sight, size=cpu),
             default=partial(_in_query_blocks, sight=sight, size=accelerator),
@@ -212,12 +220,14 @@ class ByNative:
         segments: Segments,
         sight: Sight,
         bias: Bias | None = None,
+        key_segments: Segments | None = None,
     ) -> Heads:
         length, width = query.shape[1], query.shape[3]
-        if "attention" not in self.without and native.takes(length, width, str(query.dtype)):
+        takes = key_segments is None and native.takes(length, width, str(query.dtype))
+        if takes and "attention" not in self.without:
             mask = sight.causal, sight.reach, sight.cap
             return native.attention(query, key, value, segments, *mask, distance_bias=bias)
-        return by_xla(query, key, value, segments, sight, bias)
+        return by_xla(query, key, value, segments, sight, bias, key_segments)
 
 
 by_native = ByNative()
@@ -230,6 +240,7 @@ def _in_query_blocks(
     key: KeyHeads,
     value: KeyHeads,
     segments: Segments,
+    of_keys: Segments,
     bias: Bias | None,
     *,
     sight: Sight,
@@ -251,7 +262,7 @@ def _in_query_blocks(
         before, span, around = 0, length, (0, 0)
     else:
         around = (before, padding + after)
-    keys = [_padded(x, around) for x in (key, value, segments)]
+    keys = [_padded(x, around) for x in (key, value, of_keys)]
     if bias is not None:  # distances of the queries that fill the last block
         bias = _padded(bias, (padding, 0))
 

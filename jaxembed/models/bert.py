@@ -198,13 +198,17 @@ class BertAttention(nnx.Module):
     def __call__(
         self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOT_RELATIVE
     ) -> Hidden:
-        distances = {"bias": relative.bias, "rotation": relative.rotation}
+        seen = {
+            "bias": relative.bias,
+            "rotation": relative.rotation,
+            "key_segments": tokens.key_segments,
+        }
         if self.norms is None:
-            return attend_hidden(hidden, self.qkv, self.num_heads, tokens.segments, **distances)
+            return attend_hidden(hidden, self.qkv, self.num_heads, tokens.segments, **seen)
         rows, length, dim = hidden.shape
         joint = self.norms(self.qkv(hidden)).astype(self.qkv.kernel[...].dtype)
         joint = joint.reshape(rows, length, 3, self.num_heads, dim // self.num_heads)
-        return attend_joint(joint, tokens.segments, **distances).reshape(rows, length, dim)
+        return attend_joint(joint, tokens.segments, **seen).reshape(rows, length, dim)
 
 
 class QueryKeyNorms(nnx.Module):

@@ -138,6 +138,13 @@ class DebertaAttention(BertAttention):
         )
         query, key, value = (joint[:, :, part] for part in range(3))
         mixed = attend_disentangled(
-            query, key, value, relative_key, relative_query, tokens.segments, self.distances
+            query,
+            key,
+            value,
+            relative_key,
+            relative_query,
+            tokens.segments,
+            self.distances,
+            tokens.key_segments,
         )
         return mixed.reshape(rows, length, dim)

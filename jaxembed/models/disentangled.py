@@ -63,12 +63,13 @@ def attend_disentangled(
     relative_query: Table | None,
     segments: Segments,
     distances: Distances,
+    key_segments: Segments | None = None,
 ) -> Heads:
     """Compute disentangled attention within the segments of each row.
 
     The score of a query and a key is query . key + query . relative_key + key . relative_query,
     with the relative vectors of their distance, over sqrt(width of a head * number of terms). A
-    distance in the row is the distance in the segment.
+    distance in the row is the distance in the segment. `key_segments` are as in `attend`.
 
     Nothing is gathered by score, which is slower on CPU: a block of queries is multiplied
     with the relative keys of all distances that it has to any key, in the order of distances, and
@@ -83,7 +84,8 @@ def attend_disentangled(
         around, near = 0, blocks
     value = jnp.where(segments[:, :, None, None] != 0, value, jnp.zeros((), value.dtype))
     tiled = partial(_tiled, tile=tile, count=blocks)
-    keys = [tiled(x, around=around) for x in (key, value, segments)]
+    of_keys = segments if key_segments is None else key_segments
+    keys = [tiled(x, around=around) for x in (key, value, of_keys)]
     relative = Relative.of(relative_key, relative_query, distances, tile, near)
 
     def block(one):

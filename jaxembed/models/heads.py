@@ -107,14 +107,20 @@ def padded_terms(vocab_size: int) -> int:
 
 
 class Dense(Linear):
-    """sentence-transformers' Dense: a linear layer and its activation."""
+    """sentence-transformers' Dense: a linear layer, its activation, and perhaps a residual."""
 
     def __init__(self, layer: DenseLayer):
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias)
         self.activation = ACTIVATIONS[layer.activation]
+        self.adds_input = layer.residual
+        sizes = layer.in_features, layer.out_features
+        self.residual = Linear(*sizes, bias=False) if layer.projects_residual else None
 
     def __call__(self, x: Float[Array, "rows slots in"]) -> Float[Array, "rows slots out"]:
-        return self.activation(super().__call__(x))
+        y = self.activation(super().__call__(x))
+        if not self.adds_input:
+            return y
+        return y + (x if self.residual is None else self.residual(x))
 
 
 class Normalize(nnx.Module):

@@ -225,6 +225,7 @@ def attend_hidden(
     sight: Sight = EVERYTHING,
     bias: Bias | None = None,
     rotation: Rotation | None = None,
+    key_segments: Segments | None = None,
 ) -> Float[Array, "rows length inner"]:
     """Compute the product that gives queries, keys and values, and `attend_joint` of them.
 
@@ -235,7 +236,7 @@ def attend_hidden(
     inner, kernel = qkv.shape[1] // 3, qkv.kernel[...]
     width = inner // heads
     takes = inner == dim and native.takes_self_attention(hidden, heads, kernel)
-    if is_native("self_attention") and takes:
+    if key_segments is None and is_native("self_attention") and takes:
         mask = sight.causal, sight.reach, sight.cap
         angles = None if rotation is None else (rotation.cos, rotation.sin)
         return native.self_attention(
@@ -248,7 +249,8 @@ def attend_hidden(
             angles=angles,
             adapters=qkv.native_adapters,
         )
-    rounds = rotation is None or takes_joint(length, width, kernel.dtype)
+    joined = key_segments is None and takes_joint(length, width, kernel.dtype)
+    rounds = rotation is None or joined
     joint = (qkv.rounded if rounds else qkv)(hidden).reshape(rows, length, 3, heads, width)
-    mixed = attend_joint(joint, segments, sight, bias, rotation, kernel.dtype)
+    mixed = attend_joint(joint, segments, sight, bias, rotation, kernel.dtype, key_segments)
     return mixed.reshape(rows, length, inner)

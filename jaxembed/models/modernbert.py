@@ -111,7 +111,13 @@ class ModernBertAttention(nnx.Module):
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens, rotation: Rotation) -> Hidden:
         mixed = attend_hidden(
-            hidden, self.qkv, self.num_heads, tokens.segments, self.sight, rotation=rotation
+            hidden,
+            self.qkv,
+            self.num_heads,
+            tokens.segments,
+            self.sight,
+            rotation=rotation,
+            key_segments=tokens.key_segments,
         )
         return self.out(mixed)
 

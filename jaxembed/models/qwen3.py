@@ -183,7 +183,9 @@ class Qwen3Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         operands = rotations.query(query), rotations.key(key), value
         query, key, value = (x.astype(self.qkv.kernel[...].dtype) for x in operands)
-        mixed = attend(query, key, value, tokens.segments, self.sight)
+        mixed = attend(
+            query, key, value, tokens.segments, self.sight, key_segments=tokens.key_segments
+        )
         return self.out(mixed.reshape(rows, length, -1))
 
 

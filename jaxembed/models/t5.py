@@ -91,7 +91,15 @@ class T5Attention(nnx.Module):
         self.out = Linear(inner, config.hidden_size, bias=False)
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens, bias: Bias) -> Hidden:
-        return self.out(attend_hidden(hidden, self.qkv, self.num_heads, tokens.segments, bias=bias))
+        mixed = attend_hidden(
+            hidden,
+            self.qkv,
+            self.num_heads,
+            tokens.segments,
+            bias=bias,
+            key_segments=tokens.key_segments,
+        )
+        return self.out(mixed)
 
 
 class T5Mlp(nnx.Module):

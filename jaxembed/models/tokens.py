@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxembed.spec import Expansion
+
 Hidden = Float[Array, "rows length dim"]  # the hidden states of packed rows
 Segments = Int[Array, "rows length"]
 
@@ -23,6 +25,8 @@ class PackedTokens:
     after the last; both are 0 for an empty slot. Slots may overlap, and leave tokens out: the
     prompt of a model with include_prompt=false, which is attended to and not pooled. `adapters` has
     the number of each token's adapter, 0 for none; it is None in models without adapters.
+    `key_segments` are the segments of tokens as keys, which differ for those that no token attends
+    to; None: they are the segments.
     """
 
     ids: Int[Array, "rows length"]
@@ -31,14 +35,26 @@ class PackedTokens:
     types: Int[Array, "rows length"]
     bounds: Int[Array, "rows slots 2"]
     adapters: Int[Array, "rows length"] | None = None
+    key_segments: Segments | None = None
 
     PLANES = 5  # of the stacked array; 6 in models with adapters
 
     @classmethod
-    def unstack(cls, planes: Int[Array, "planes rows length"], slots: int) -> "PackedTokens":
+    def unstack(
+        cls,
+        planes: Int[Array, "planes rows length"],
+        slots: int,
+        expansion: Expansion | None = None,
+    ) -> "PackedTokens":
         """The planes, which are moved to the device as one array. The first `slots` places of each
-        row of the fifth one hold where its slots begin, the next `slots` where they end."""
+        row of the fifth one hold where its slots begin, the next `slots` where they end. With an
+        `expansion` the segments of its fillers are negative."""
         ids, positions, segments, types, places = (planes[i] for i in range(cls.PLANES))
+        key_segments = None
+        if expansion is not None:
+            hidden = -jnp.ones_like(segments)
+            key_segments = None if expansion.attended else jnp.where(segments < 0, hidden, segments)
+            segments = abs(segments)
         bounds = jnp.stack([places[:, :slots], places[:, slots : 2 * slots]], axis=2)
         adapters = planes[cls.PLANES] if len(planes) > cls.PLANES else None
-        return cls(ids, positions, segments, types, bounds, adapters)
+        return cls(ids, positions, segments, types, bounds, adapters, key_segments)

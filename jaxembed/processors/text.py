@@ -10,7 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ from jaxembed.models import is_static
 from jaxembed.processors.late import Chunked, Late, encode_chunked, is_linear
 from jaxembed.processors.pairs import Frame, find_frame
 from jaxembed.processors.pieces import TokenPiece, token_pieces
-from jaxembed.processors.prompts import Role, default_prompt, default_prompt_name, named_prompt
+from jaxembed.processors.prompts import default_prompt, default_prompt_name, named_prompt
 from jaxembed.processors.token_ids import checked_ids, has_special_tokens
 from jaxembed.processors.tokenizer import (
     CHARACTER_BYTES,
@@ -42,7 +42,7 @@ from jaxembed.processors.tokenizer import (
     most_read,
 )
 from jaxembed.processors.windows import Divided, Division, Windows, overlap_of, windows
-from jaxembed.spec import NO_LIMIT, ModelSpec
+from jaxembed.spec import NO_LIMIT, LateInteraction, ModelSpec
 from jaxembed.work import Encoding, Work, whole_work, work_of
 
 # Bytes of memory per character for /tokenize. Measured maxima: 1719 for one text of emojis with
@@ -72,7 +72,7 @@ class Rules(msgspec.Struct, frozen=True):
     `instruction`, `max_second_tokens` and `overlap` are for pairs, and `max_windows` for pairs and
     chunked texts: a text that does not fit is divided into at most so many windows; with 1 it is
     cut. `bare_ids` is for token ids: if it is False, they must have the tokenizer's special tokens
-    around them.
+    around them. `role` is for models with an `interaction`, where None counts as document.
     """
 
     prompt: str
@@ -83,7 +83,7 @@ class Rules(msgspec.Struct, frozen=True):
     bare_ids: bool = True
     max_windows: int = 1
     overlap: int | None = None  # tokens that windows share; None: see `overlap_of`
-    role: Role | None = None
+    role: Literal["query", "document"] | None = None
 
 
 class TextProcessor:
@@ -95,7 +95,8 @@ class TextProcessor:
         `limit` is the largest number of tokens of an encoding. `workers` is the number of threads
         of `executor`. Raises CheckpointError if the file or the template for pairs is damaged,
         UnsupportedModel if a reranker's tokenizer joins pairs in an unknown way, and ConfigError
-        if the limit leaves no room for text or the default prompt does not exist.
+        if the limit leaves no room for text, or for queries that are filled up, or the default
+        prompt does not exist.
         """
         self.limit = limit
         self.vocab_size = int(spec.config["vocab_size"])
@@ -141,6 +142,8 @@ class TextProcessor:
         Raises EmptyInput, InputTooLong, InvalidInput or TokenizerError for the first input at
         fault.
         """
+        if self._spec.interaction is not None:
+            return _tokenized(self._encode_marked(inputs, rules, self._spec.interaction))
         if not self._has_types and not self._has_spans(rules):
             texts = [item for item in inputs if isinstance(item, Text)]
             if len(texts) == len(inputs):
@@ -191,7 +194,8 @@ class TextProcessor:
         """Estimate the numbers of sequences and tokens of the inputs before tokenization, with one
         token per 4 characters."""
         most = self.limit * rules.max_windows
-        tokens = sum(min(_size(item) // 4 + 2, most) for item in inputs)
+        least = self._length_to_fill(rules)
+        tokens = sum(max(min(_size(item) // 4 + 2, most), least) for item in inputs)
         return max(len(inputs), tokens // self.limit), tokens
 
     @property
@@ -253,6 +257,15 @@ class TextProcessor:
         special = sum(self._around)
         if self._spec.task == "rerank" and self._pair_frame is not None:
             special = max(special, self._pair_frame.length)
+        interaction = self._spec.interaction
+        if interaction is not None:
+            special += {interaction.query_marker, interaction.document_marker} != {None}
+            expansion = interaction.expansion
+            if expansion is not None and expansion.length > self.limit:
+                raise ConfigError(
+                    f"--max-input-length {self.limit} is less than the {expansion.length} tokens "
+                    "that queries of this model are filled up to"
+                )
         if self.limit <= special:
             raise ConfigError(
                 f"--max-input-length {self.limit} leaves no room for text beside the "
@@ -297,6 +310,61 @@ class TextProcessor:
         """Yield the encoding of each text, and whether it was cut."""
         for text, (encoding, whole) in zip(texts, self._read(texts, rules), strict=True):
             yield self._finish(text, encoding, whole, rules)
+
+    def _encode_marked(
+        self, inputs: Sequence[Input], rules: Rules, interaction: LateInteraction
+    ) -> Iterator[tuple[Encoding, bool]]:
+        """Yield the encoding of each text with the marker and the fillers of its role, and whether
+        it was cut. Token ids and pairs are refused: a marker must stand in each text."""
+        texts: list[Text] = []
+        for item in inputs:  # those before the first that is refused may be at fault themselves
+            if not isinstance(item, Text):
+                break
+            texts.append(item)
+        limit, marker = self._limit_and_marker(rules, interaction)
+        most = limit - (marker is not None)
+        prompted = (rules.prompt + text.text for text in texts)
+        encodings = self._tokenizer.encode_enough(prompted, most, rules.side)
+        least, expansion = self._length_to_fill(rules), interaction.expansion
+        place = min(self._around[0], 1)
+        for text, (encoding, whole) in zip(texts, encodings, strict=True):
+            if not (text.text and len(encoding)):
+                raise EmptyInput()
+            count = len(encoding)
+            if count > most and not rules.truncate:
+                raise InputTooLong(limit, limit + count - most if whole else limit + 1, exact=whole)
+            ids = self._within(np.array(encoding.ids, np.int32), most, rules.side)
+            if marker is not None:
+                ids = np.insert(ids, place, np.int32(marker))
+            fillers = max(least - len(ids), 0)
+            if fillers and expansion is not None:
+                filling = np.full(fillers, expansion.token_id, np.int32)
+                ids = np.concatenate([ids, filling])
+            yield Encoding(ids, fillers=fillers), count > most
+        if len(texts) < len(inputs):
+            kind = "pairs" if isinstance(inputs[len(texts)], Pair) else "token ids"
+            raise InvalidInput(
+                "this model compares texts token by token, and puts a marker into each and fills "
+                f"queries up: it takes no {kind}; send texts"
+            )
+
+    def _limit_and_marker(
+        self, rules: Rules, interaction: LateInteraction
+    ) -> tuple[int, int | None]:
+        """The most tokens of a text of this role, and the id of its marker. A limit that was
+        raised above the model's is for documents."""
+        if rules.role == "query":
+            return min(interaction.query_length, self.limit), interaction.query_marker
+        is_raised = self.limit > self._spec.max_input_tokens
+        most = self.limit if is_raised else min(interaction.document_length, self.limit)
+        return most, interaction.document_marker
+
+    def _length_to_fill(self, rules: Rules) -> int:
+        """The length up to which texts of this role are filled; 0 where they are not."""
+        interaction = self._spec.interaction
+        if interaction is None or interaction.expansion is None or rules.role != "query":
+            return 0
+        return interaction.expansion.length
 
     def _read(self, texts: Sequence[Text], rules: Rules) -> Iterator[tuple[Any, bool]]:
         """Tokenize texts with their prompt, as `Tokenizer.encode_enough` does."""
@@ -348,10 +416,13 @@ class TextProcessor:
 
     def _within_limit(self, row: np.ndarray, side: Side) -> np.ndarray:
         """Cut a text's ids or types to the limit on one side; special tokens around it stay."""
-        if len(row) <= self.limit:
+        return self._within(row, self.limit, side)
+
+    def _within(self, row: np.ndarray, most: int, side: Side) -> np.ndarray:
+        if len(row) <= most:
             return row
         before, after = self._around
-        text = cut_tokens(row[before : len(row) - after], self.limit - before - after, side)
+        text = cut_tokens(row[before : len(row) - after], most - before - after, side)
         return np.concatenate([row[:before], text, row[len(row) - after :]])
 
     def _encode_pairs(self, pairs: Sequence[Pair], rules: Rules) -> Iterator[tuple[Encoding, bool]]:

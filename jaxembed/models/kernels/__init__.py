@@ -33,6 +33,7 @@ class Call:
     dtype: str
     sight: Sight
     has_bias: bool = False
+    hides_keys: bool = False  # whether some tokens are hidden as keys
 
     def __str__(self) -> str:
         seen = "causal" if self.sight.causal else "whole"
@@ -42,14 +43,17 @@ class Call:
             seen += ", with a bias"
         if self.sight.cap is not None:
             seen += f", capped at {self.sight.cap:g}"
+        if self.hides_keys:
+            seen += ", with hidden keys"
         return f"{self.heads}/{self.groups} heads of {self.width}, {self.dtype}, {seen}"
 
 
 @dataclass(frozen=True)
 class Kernel:
     """`attend` is called as attend(query, key, value, segments, sight, slots): as
-    `attention.attend`, and `slots` segments are the most that a row holds. `refuses` says why it
-    does not take a call in rows of a length, or None."""
+    `attention.attend`, and `slots` segments are the most that a row holds; for calls that hide keys
+    with `key_segments`, too. `refuses` says why it does not take a call in rows of a length, or
+    None."""
 
     name: str
     attend: Callable

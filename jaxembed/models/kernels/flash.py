@@ -22,6 +22,8 @@ def refuses(call: Call, length: int) -> str | None:
         return f"{call.dtype} is not bfloat16 or float16"
     if call.width > FLASH_WIDEST_HEAD:
         return f"heads of {call.width} are wider than {FLASH_WIDEST_HEAD}"
+    if call.hides_keys:
+        return "it hides no keys"
     return changed_scores(call)
 
 

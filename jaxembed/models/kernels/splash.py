@@ -37,6 +37,7 @@ def attend(
     sight: Sight,
     slots: int,
     interpret: bool = False,
+    key_segments: Segments | None = None,
 ) -> Heads:
     """As `attention.attend`. The kernel rounds what comes out to the operands' dtype."""
     _, length, heads, width = query.shape
@@ -49,12 +50,13 @@ def attend(
         block_sizes=block_sizes(length, sight),
         interpret=interpret,
     )
-    mixed = jax.vmap(partial(_row, run))(query, key, value, segments)
+    of_keys = segments if key_segments is None else key_segments
+    mixed = jax.vmap(partial(_row, run))(query, key, value, segments, of_keys)
     return mixed.swapaxes(1, 2)[..., :width].astype(jnp.float32)
 
 
-def _row(run: Any, query, key, value, segments):
-    return run(query, key, value, splash.SegmentIds(q=segments, kv=segments))
+def _row(run: Any, query, key, value, segments, of_keys):
+    return run(query, key, value, splash.SegmentIds(q=segments, kv=of_keys))
 
 
 def block_sizes(length: int, sight: Sight) -> splash.BlockSizes:

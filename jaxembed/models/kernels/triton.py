@@ -49,6 +49,7 @@ def attend(
     interpret: bool = False,
     query_block: int | None = None,
     key_block: int = KEY_BLOCK,
+    key_segments: Segments | None = None,
 ) -> Heads:
     """As `attention.attend`; queries of padding give anything."""
     rows, length, heads, width = query.shape
@@ -62,11 +63,14 @@ def attend(
     around = ((0, 0), (0, tail), (0, 0), (0, filled))
     query, key, value = (jnp.pad(x, around) for x in (query, key, value))
     segments = jnp.pad(segments, ((0, 0), (0, tail)))
+    of_keys = segments
+    if key_segments is not None:
+        of_keys = jnp.pad(key_segments, ((0, 0), (0, tail)))
     first, end = key_blocks(segments, sight, query_block, key_block)
     _, length, _, filled_width = query.shape
 
     of_queries = pl.BlockSpec((None, query_block, None, filled_width), lambda i, r, h: (r, i, h, 0))
-    of_keys = pl.BlockSpec(
+    heads_of_keys = pl.BlockSpec(
         (None, length, None, filled_width), lambda i, r, h: (r, 0, h // per_group, 0)
     )
     of_row = pl.BlockSpec((None, length), lambda i, r, h: (r, 0))
@@ -74,13 +78,13 @@ def attend(
     mixed = pl.pallas_call(
         partial(_kernel, sight=sight, scale=scale, query_block=query_block, key_block=key_block),
         grid=(length // query_block, rows, heads),
-        in_specs=[of_blocks, of_blocks, of_queries, of_keys, of_keys, of_row],
+        in_specs=[of_blocks, of_blocks, of_queries, heads_of_keys, heads_of_keys, of_row, of_row],
         out_specs=of_queries,
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=8 if wide else 4, num_stages=2),
         interpret=interpret,
         name="attention_of_segments",
-    )(first, end, query, key, value, segments)
+    )(first, end, query, key, value, segments, of_keys)
     return mixed[:, : mixed.shape[1] - tail, :, :width].astype(jnp.float32)
 
 
@@ -110,6 +114,7 @@ def _kernel(
     key_ref,
     value_ref,
     segments_ref,
+    key_segments_ref,
     mixed_ref,
     *,
     sight: Sight,
@@ -129,7 +134,7 @@ def _kernel(
         keys = pl.ds(number * key_block, key_block)
         key_at = number * key_block + jnp.arange(key_block)
         scores = _product(query, key_ref[keys, :], 1) * scale  # [queries, keys]
-        seen = of_query[:, None] == segments_ref[keys][None, :]
+        seen = of_query[:, None] == key_segments_ref[keys][None, :]
         distance = query_at[:, None] - key_at[None, :]
         if sight.causal:
             seen &= distance >= 0

@@ -1,0 +1,353 @@
+"""Models that compare texts token by token: how queries and documents are tokenized, and that what
+queries are filled up with changes nothing else."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from conftest import LIMIT, TOWERS, WORDS, save_tiny, tiny_spec, word_tokenizer
+from fakes import ticket_of
+
+from jaxembed import Embedder, EngineConfig
+from jaxembed.config import TextConfig
+from jaxembed.engine import kernels
+from jaxembed.engine.batch import pack, place
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.native_trial import Verdict
+from jaxembed.errors import ConfigError, EmptyInput, InputTooLong, InvalidInput
+from jaxembed.inputs import Pair, Text, Tokens
+from jaxembed.models import attention, program
+from jaxembed.models.kernels import Call
+from jaxembed.models.tokens import PackedTokens
+from jaxembed.options import EncodeOptions
+from jaxembed.processors.text import Rules, TextProcessor
+from jaxembed.spec import (
+    DenseLayer,
+    Expansion,
+    LateInteraction,
+    ModelSpec,
+    NormalizeLayer,
+    PerToken,
+)
+from jaxembed.work import Encoding
+
+CLS, SEP, MASK = 2, 3, 4
+ID = {word: 5 + k for k, word in enumerate(WORDS)}
+QUERY, DOCUMENT = ID["what"], ID["the"]  # markers
+LENGTH = 12
+HEAD = PerToken((DenseLayer(32, 6, bias=False, activation="identity"), NormalizeLayer()))
+TEXTS = ["cat", "a cat sat on mat", "blue sky", "dog " * 30, "red dog runs"]
+
+
+def interaction(length: int | None = LENGTH, attended: bool = False, **changes) -> LateInteraction:
+    fields = {"query_length": LENGTH, "document_length": 10, "query_marker": QUERY}
+    fields |= {"document_marker": DOCUMENT}
+    if length is not None:
+        fields["expansion"] = Expansion(MASK, length, attended)
+    return LateInteraction(**fields | changes)
+
+
+def late(**changes) -> dict[str, Any]:
+    """Fields of ModelSpec; `changes` are those of `interaction`."""
+    return {
+        "heads": {"multi_vector": HEAD},
+        "interaction": interaction(**changes),
+        "prompts": {"query": "", "document": ""},
+        "token_types": False,
+        "max_input_tokens": LENGTH,
+    }
+
+
+# -- tokens --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="make", scope="module")
+def _make(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    word_tokenizer().save(str(path))
+    made: list[TextProcessor] = []
+
+    def make(limit: int = LENGTH, **changes) -> TextProcessor:
+        made.append(TextProcessor(path, tiny_spec(**late(**changes)), limit, TextConfig(), 1))
+        return made[-1]
+
+    yield make
+    for processor in made:
+        processor.executor.shutdown()
+
+
+def encoded(processor: TextProcessor, text: str, role=None, **changes) -> Encoding:
+    rules = Rules("", True, "right", role=role)
+    rules = Rules(**{name: getattr(rules, name) for name in rules.__struct_fields__} | changes)
+    return processor.encode([Text(text)], rules).work.encodings[0]
+
+
+def test_a_query_has_its_marker_and_is_filled_up(make):
+    encoding = encoded(make(), "a cat", "query")
+    assert encoding.ids.tolist() == [CLS, QUERY, ID["a"], ID["cat"], SEP, *[MASK] * 7]
+    assert (encoding.ids.dtype, encoding.fillers, encoding.types) == (np.int32, 7, None)
+
+
+@pytest.mark.parametrize("role", [None, "document"])
+def test_a_text_without_a_role_is_a_document(make, role):
+    encoding = encoded(make(), "a cat", role)
+    assert encoding.ids.tolist() == [CLS, DOCUMENT, ID["a"], ID["cat"], SEP]
+    assert encoding.fillers == 0
+
+
+@pytest.mark.parametrize(("role", "length"), [("query", LENGTH), ("document", 10)])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_cut_text_keeps_its_special_tokens_and_room_for_the_marker(make, role, length, side):
+    encoding = encoded(make(), "cat " * 20 + "dog", role, side=side)
+    ids = encoding.ids.tolist()
+    assert (len(ids), ids[0], ids[-1], encoding.fillers) == (length, CLS, SEP, 0)
+    assert ids[1] == (QUERY if role == "query" else DOCUMENT)
+    assert (ID["dog"] in ids) == (side == "left")
+
+
+@pytest.mark.parametrize(("words", "fillers"), [(8, 1), (9, 0), (10, 0)])
+def test_cut_and_counted_are_texts_over_the_length(make, words, fillers):
+    tokenized = make().encode([Text("cat " * words)], Rules("", True, "right", role="query"))
+    assert tokenized.work.lengths.tolist() == [LENGTH]
+    assert tokenized.work.own_tokens.tolist() == [LENGTH - fillers]
+    assert tokenized.truncated == (words > 9)
+
+
+def test_a_long_query_is_refused_where_nothing_may_be_cut(make):
+    with pytest.raises(InputTooLong) as refused:
+        encoded(make(), "cat " * 15, "query", truncate=False)
+    assert (refused.value.limit, refused.value.got) == (LENGTH, 18)
+
+
+def test_without_a_marker_a_text_has_its_room(make):
+    encoding = encoded(make(query_marker=None), "cat " * 20, "query")
+    assert encoding.ids.tolist() == [CLS, *[ID["cat"]] * (LENGTH - 2), SEP]
+
+
+def test_a_prompt_follows_the_marker(make):
+    encoding = encoded(make(), "cat", "query", prompt="how ")
+    assert encoding.ids.tolist()[:5] == [CLS, QUERY, ID["how"], ID["cat"], SEP]
+
+
+def test_queries_longer_than_the_expansion_are_not_filled_up(make):
+    processor = make(length=6, query_length=9)
+    lengths = [len(encoded(processor, "cat " * words, "query").ids) for words in (1, 3, 5, 20)]
+    assert lengths == [6, 6, 8, 9]
+
+
+def test_a_limit_that_is_raised_is_for_documents(make):
+    processor = make(limit=30)
+    assert len(encoded(processor, "cat " * 50).ids) == 30
+    assert len(encoded(processor, "cat " * 50, "query").ids) == LENGTH
+
+
+def test_a_lower_limit_is_for_both(make):
+    processor = make(limit=8, length=6)
+    assert len(encoded(processor, "cat " * 50).ids) == 8
+    assert len(encoded(processor, "cat " * 50, "query").ids) == 8
+
+
+def test_a_limit_below_the_expansion_is_refused(make):
+    with pytest.raises(ConfigError, match="less than the 12 tokens that queries"):
+        make(limit=11)
+
+
+@pytest.mark.parametrize(
+    ("item", "kind"), [(Tokens([7, 8]), "token ids"), (Pair("a", "cat"), "pairs")]
+)
+def test_only_texts_are_taken(make, item, kind):
+    with pytest.raises(InvalidInput, match=f"takes no {kind}") as refused:
+        make().encode([Text("cat"), item, Text("dog")], Rules("", True, "right"))
+    assert refused.value.index == 1
+
+
+def test_an_empty_text_is_named_before_what_follows(make):
+    with pytest.raises(EmptyInput) as refused:
+        make().encode([Text("cat"), Text(""), Tokens([7])], Rules("", True, "right"))
+    assert refused.value.index == 1
+
+
+def test_fillers_are_estimated(make):
+    texts = [Text("cat"), Text("dog " * 50)]
+    assert make().estimate(texts, Rules("", True, "right", role="query")) == (2, 2 * LENGTH)
+    assert make().estimate([Text("cat")], Rules("", True, "right")) == (1, 2)
+
+
+# -- the engine ----------------------------------------------------------------------------------
+
+
+def test_a_typed_mask_is_no_filler():
+    """Two sequences of the same ids, of which one hides its last."""
+    ids = np.array([CLS, QUERY, MASK, MASK], np.int32)
+    ticket = ticket_of([Encoding(ids, fillers=2), Encoding(ids), Encoding(ids, fillers=2)])
+    assert [entry.fillers for entry in ticket.entries] == [2, 0]
+
+
+@pytest.mark.parametrize("attended", [False, True])
+def test_fillers_have_no_segment_as_keys(attended):
+    entries = ticket_of([Encoding(np.arange(5, 9, dtype=np.int32), fillers=3)]).entries
+    entries += ticket_of([Encoding(np.arange(5, 8, dtype=np.int32))]).entries
+    planes = pack(place(Bucket(1, 8), entries))
+    tokens = PackedTokens.unstack(planes, 2, Expansion(MASK, 4, attended))
+    assert tokens.segments.tolist() == [[1, 1, 1, 1, 2, 2, 2, 0]]
+    if attended:
+        assert tokens.key_segments is None
+    else:
+        assert tokens.key_segments.tolist() == [[1, -1, -1, -1, 2, 2, 2, 0]]
+
+
+@pytest.mark.parametrize("attended", [False, True])
+@pytest.mark.parametrize("tower", ["bert", "modernbert", "qwen3", "t5"])
+def test_calls_say_whether_they_hide_keys(tower, attended):
+    spec = tiny_spec(**TOWERS[tower] | late(attended=attended))
+    assert {call.hides_keys for call in kernels.calls(program(spec), "float32")} == {not attended}
+
+
+def test_native_attention_is_not_chosen_where_keys_are_hidden(monkeypatch, tmp_path):
+    """The other native kernels are, whatever this CPU runs."""
+    monkeypatch.setattr(kernels.native, "load_library", lambda cache_dir: None)
+    verdicts = {"linear": faster(), "attention": faster()}
+    device = jax.local_devices()[0]
+    for attended in (False, True):
+        spec = tiny_spec(**late(attended=attended))
+        choice = kernels.choose_native(
+            program(spec), device, "bfloat16", "auto", tmp_path, lambda: verdicts
+        )
+        assert choice.native is not None
+        assert ("attention" in choice.native.without) is not attended
+        assert ("native attention" in choice.describe()["not_used"]) is not attended
+        assert not (choice.joins and not attended)
+
+
+def faster() -> Verdict:
+    return Verdict(times_xla=0.5)
+
+
+def test_a_trial_hides_keys_for_calls_that_do(monkeypatch):
+    monkeypatch.setattr(kernels, "PROBE_TOKENS", 256)
+    call = Call(2, 2, 8, "float32", attention.EVERYTHING, hides_keys=True)
+    trial = kernels.KernelTrial(jax.local_devices()[0], "float32", kernels.Counter({call: 1}), 128)
+    right = kernels.Kernel("right", ours := without_slots, lambda call, length: None)
+    assert trial.milliseconds_if_right(right) > 0
+
+    def sees_all(*operands, key_segments, **options):
+        return ours(*operands, **options)
+
+    wrong = kernels.Kernel("wrong", sees_all, lambda call, length: None)
+    with pytest.raises(kernels.NotRight, match="with hidden keys: off by"):
+        trial.milliseconds_if_right(wrong)
+
+
+def without_slots(*operands, slots, **options):
+    return attention.by_xla(*operands, **options)
+
+
+# -- vectors -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="embedder_of", scope="module")
+def _embedder_of(tmp_path_factory):
+    """Embedders on towers with the same parameters; the last rows go block by block."""
+    opened: dict[tuple, Embedder] = {}
+    cache = tmp_path_factory.mktemp("cache")
+
+    def make(tower: str = "bert", **changes) -> Embedder:
+        key = (tower, *sorted(changes.items()))
+        if key not in opened:
+            fields = TOWERS[tower] | late(**changes)
+            if tower == "modernbert":
+                fields["config"] = fields["config"] | {"local_reach": LENGTH}
+            path = save_tiny(tmp_path_factory.mktemp("model") / "checkpoint", **fields)
+            config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=128)
+            opened[key] = Embedder(str(path), cache_dir=cache, config=config)
+        return opened[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "WHOLE_SCORES", 32)
+        patch.setattr(attention, "QUERY_BLOCK", 24)
+        patch.setattr(attention, "LOCAL_BLOCK", 24)
+        yield make
+    for embedder in opened.values():
+        embedder.close()
+
+
+def vectors(embedder: Embedder, texts: list[str], role: str) -> list[np.ndarray]:
+    return list(embedder.compute(texts, ["multi_vector"], role=role)["multi_vector"])
+
+
+def lengths_of(texts: list[str], most: int) -> list[int]:
+    return [min(len(text.split()) + 3, most) for text in texts]
+
+
+@pytest.mark.parametrize("attended", [False, True])
+def test_a_query_has_a_row_for_each_filler_and_a_document_for_each_token(embedder_of, attended):
+    embedder = embedder_of(attended=attended)
+    assert [rows.shape for rows in vectors(embedder, TEXTS, "query")] == [(LENGTH, 6)] * len(TEXTS)
+    documents = vectors(embedder, TEXTS, "document")
+    assert [len(rows) for rows in documents] == lengths_of(TEXTS, 10)
+
+
+@pytest.mark.parametrize("tower", ["bert", "roberta", "modernbert", "mpnet", "qwen3", "deberta"])
+def test_own_tokens_do_not_see_fillers_that_are_hidden(tower, embedder_of):
+    plain = vectors(embedder_of(tower, length=None), TEXTS, "query")
+    hidden = vectors(embedder_of(tower), TEXTS, "query")
+    attended = vectors(embedder_of(tower, attended=True), TEXTS, "query")
+    causal = tower == "qwen3"  # no token sees one that follows it
+    for wanted, one, other in zip(plain, hidden, attended, strict=True):
+        np.testing.assert_allclose(one[: len(wanted)], wanted, rtol=1e-4, atol=1e-5)
+        apart = np.abs(other[: len(wanted)] - wanted).max()
+        assert (apart > 1e-3) == (len(wanted) < LENGTH and not causal)
+
+
+@pytest.mark.parametrize("tower", ["bert", "modernbert"])
+@pytest.mark.parametrize("attended", [False, True])
+@pytest.mark.parametrize("role", ["query", "document"])
+def test_a_text_has_the_same_rows_alone_and_among_others(tower, attended, role, embedder_of):
+    embedder = embedder_of(tower, attended=attended)
+    together = vectors(embedder, [*TEXTS, *TEXTS[::-1]], role)
+    for number, text in enumerate(TEXTS):
+        (alone,) = vectors(embedder, [text], role)
+        for found in (together[number], together[-1 - number]):
+            np.testing.assert_allclose(found, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_each_filler_has_a_row_of_its_own(embedder_of):
+    """It sees where it stands: fillers are not copies of one vector."""
+    (rows,) = vectors(embedder_of(), ["cat"], "query")
+    apart = np.abs(rows[4:, None] - rows[None, 4:]).max(axis=2)
+    assert (apart[~np.eye(len(apart), dtype=bool)] > 1e-3).all()
+
+
+def test_fillers_are_not_counted_as_tokens(embedder_of):
+    embedder = embedder_of()
+    inputs = [Text(text) for text in TEXTS]
+    for role, most in (("query", LENGTH), ("document", 10)):
+        options = embedder.tasks.for_role(role, EncodeOptions(outputs=frozenset({"multi_vector"})))
+        answer = embedder.run(embedder.tasks.embed(inputs, options))
+        assert answer.num_tokens.tolist() == lengths_of(TEXTS, most)
+
+
+@pytest.mark.parametrize(
+    ("options", "role"),
+    [
+        ({"prompt_name": "query"}, "query"),
+        ({"prompt_name": "document"}, "document"),
+        ({"role": "query", "prompt": "how "}, "query"),
+        ({"prompt": "how "}, None),
+        ({}, None),
+    ],
+)
+def test_the_role_is_that_of_the_options_or_the_prompts_name(options, role, embedder_of):
+    tasks = embedder_of().tasks
+    request = tasks.compute([Text("cat")], ["multi_vector"], EncodeOptions(**options))
+    assert request.rules.role == role
+
+
+def test_the_manifest_holds_the_interaction(embedder_of):
+    embedder = embedder_of(attended=True)
+    spec: ModelSpec = embedder.spec
+    assert spec.interaction == interaction(attended=True)
+    assert Path(embedder.path).is_dir()
+    assert spec.max_input_tokens < LIMIT
