@@ -17,6 +17,7 @@ from converters import (
     heads,
     jina,
     jina_bert,
+    late_interaction,
     rerankers,
     scores,
     static,
@@ -248,17 +249,23 @@ def outline(
     hf = _config(folder)
     family = _family(hf)
     hf = family.completed(hf, folder) if hasattr(family, "completed") else hf
-    use = _use(source, family, hf, route)
+    is_late = not route and late_interaction.is_late(source)
+    use = EMBEDDER if is_late else _use(source, family, hf, route)
     _refuse_own_code(family, hf, use)
     config = _tower_fields(family, folder, hf)
-    layout = _layout(source, name, family, hf, config, use, dense_path, route)
+    words = None
+    if is_late:
+        _refuse_dense_path(source, dense_path, "compares texts token by token")
+        layout, words = late_interaction.read_late_layout(source, config["hidden_size"])
+    else:
+        layout = _layout(source, name, family, hf, config, use, dense_path, route)
     tower = source / layout.tower
     spec = _spec(family, config, layout, name, revision)
     dtype = hf.get("dtype") or hf.get("torch_dtype")  # the keys of transformers 5 and 4
     spec = msgspec.structs.replace(
         spec,
         token_types=tokenizer.gives_types(tower, hf),
-        max_input_tokens=heads.token_limit(tower, position_limit(spec)),
+        max_input_tokens=heads.token_limit(tower, position_limit(spec), late=is_late),
         dtype=dtype if dtype in STORED_DTYPES else "float32",
     )
     text = tokenizer.read_tokenizer(
@@ -267,6 +274,8 @@ def outline(
     if use == EMBEDDER:
         layout = with_token_heads(source, layout, hf, getattr(family, "SPARSE", ()), text)
         spec = msgspec.structs.replace(spec, heads=layout.heads)
+    if words is not None:
+        spec = late_interaction.with_interaction(spec, words, text, tower)
     own = family.built_in(hf) if hasattr(family, "built_in") else None
     rules = (*tower_rules(family, hf), *layout.rules)
     model = Outline(source, family, layout, spec, text, rules, own)
@@ -338,6 +347,7 @@ def _family(hf: dict[str, Any]) -> ModuleType:
     else:
         family = import_module(CONVERTERS[kind])
     classes = (*family.CLASSES, *classifiers(family), *generators(family))
+    classes += (late_interaction.STANFORD,)
     for architecture in hf.get("architectures") or ():
         if architecture not in classes:
             raise UnsupportedModel(
@@ -429,11 +439,7 @@ def _layout(
     """Read what follows the tower: pooling, modules, labels and template, according to the use."""
     if use == EMBEDDER:
         return heads.read_layout(source, config["hidden_size"], dense_path, route)
-    if dense_path is not None:
-        raise CheckpointError(
-            f"dense path {dense_path!r} takes the place of a Dense module, and {source} has none; "
-            "leave it out"
-        )
+    _refuse_dense_path(source, dense_path, "has none")
     if use == MASKED_LM:
         return terms.terms_layout(source, _term_head(source, family, hf), route)
     if use == GENERATOR:
@@ -460,6 +466,14 @@ def _term_head(source: Path, family: ModuleType, hf: dict[str, Any]) -> terms.Te
             f"of {hf['model_type']!r} is not supported; known: {', '.join(known)}"
         )
     return family.masked_lm(hf)
+
+
+def _refuse_dense_path(source: Path, dense_path: str | None, why: str) -> None:
+    if dense_path is not None:
+        raise CheckpointError(
+            f"dense path {dense_path!r} takes the place of a Dense module, and {source} {why}; "
+            "leave it out"
+        )
 
 
 def _spec(
@@ -501,7 +515,8 @@ def _plan(model: Outline) -> list[Step]:
         tensors |= weights.within(name, weights.torch_file(source / name))
     plain = msgspec.structs.replace(spec, adapters=())
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(plain).items()}
-    steps = weights.plan_steps(spec.source, model.rules, family.IGNORED, tensors, shapes)
+    ignored = [*family.IGNORED, *layout.ignored]
+    steps = weights.plan_steps(spec.source, model.rules, ignored, tensors, shapes)
     steps += plan_adapters(spec.source, model.rules, tensors, shapes, sources, spec.adapters)
     return sorted(steps, key=lambda step: step.size)  # as plan_steps says
 

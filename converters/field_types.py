@@ -243,6 +243,44 @@ MODULE_FIELDS = {
     "word_embedding_dimension": _SIZE,
 }
 
+# Of the models that compare texts token by token: of config_sentence_transformers.json as PyLate
+# writes it, and of the transformer's config of sentence-transformers' own form.
+EXPANSION_FIELDS = {
+    "attend": _SWITCH,
+    "length": _SIZE,
+    "strategy": _NAME,
+    "token": _NAME,
+}
+LATE_FIELDS = {
+    "attend_to_expansion_tokens": _SWITCH,
+    "do_lower_case": _SWITCH,
+    "do_query_expansion": _SWITCH,
+    "document_length": _SIZE,
+    "document_prefix": _NAME,
+    "query_expansion": FieldType(_OBJECT.wanted, _OBJECT.type, EXPANSION_FIELDS),
+    "query_length": _SIZE,
+    "query_prefix": _NAME,
+    "similarity_fn_name": _NAME,
+    "skiplist_words": _NAMES,
+}
+MASK_FIELDS = {
+    "keep_only_token_ids": FieldType("a list of ids", list[int]),
+    "skiplist_tasks": _ONE_OR_MORE_NAMES,
+    "skiplist_words": _NAMES,
+}
+# Of artifact.metadata, as Stanford's colbert writes it.
+ARTIFACT_FIELDS = {
+    "attend_to_mask_tokens": _SWITCH,
+    "dim": _SIZE,
+    "doc_maxlen": _SIZE,
+    "doc_token_id": _NAME,
+    "interaction": _NAME,
+    "mask_punctuation": _SWITCH,
+    "query_maxlen": _SIZE,
+    "query_token_id": _NAME,
+    "similarity": _NAME,
+}
+
 # Of files whose name says what they hold.
 FIELDS_BY_FILE = {
     "config_sentence_transformers.json": {

@@ -43,6 +43,10 @@ MODULES = {
     "sentence_transformers.base.modules.normalize.Normalize": "normalize",
     "sentence_transformers.sentence_transformer.modules.normalize.Normalize": "normalize",
     "sentence_transformers.cross_encoder.modules.logit_score.LogitScore": "logit_score",
+    "pylate.models.Dense": "dense",
+    "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask": (
+        "multi_vector_mask"
+    ),
     "sentence_transformers.models.StaticEmbedding": "static",
     "sentence_transformers.models.StaticEmbedding.StaticEmbedding": "static",
     "sentence_transformers.sentence_transformer.modules.static_embedding.StaticEmbedding": "static",
@@ -150,6 +154,7 @@ class Layout:
     rules: tuple[Rule, ...] = ()  # for the parameters of the heads
     folders: tuple[str, ...] = ()  # of modules that have weights of their own
     files: tuple[str, ...] = ()  # torch files of heads; their tensors are `<file>/<name>`
+    ignored: tuple[str, ...] = ()  # tensors beside the tower's that are not used
     labels: tuple[str, ...] = ()
     score_function: ScoreFunction = "softmax"
     template: PairTemplate | None = None
@@ -203,7 +208,7 @@ def _pooled_layout(
     """The layout of an embedder with these modules after its pooling, and its prompts."""
     later = _with_dense_path(source, later, dense_path)
     layers = tuple(_layer(source / module.path, module.kind) for module in later)
-    _check_widths(layers, hidden_size * len(pooling))
+    check_widths(layers, hidden_size * len(pooling))
     prompts, default_prompt_name = read_prompts(source)
     dense = [(n, one.path) for n, one in enumerate(later) if isinstance(layers[n], DenseLayer)]
     rules = [dense_rules("dense", n, layers[n], f"{folder}/linear") for n, folder in dense]
@@ -260,11 +265,14 @@ def _route_folders(source: Path, dense_path: str | None, route: str) -> list[str
     return [modules[0].path, *(module.path for module in later if module.kind == "dense")]
 
 
-def token_limit(tower: Path, positions: int | None, otherwise: int | None = None) -> int:
+def token_limit(
+    tower: Path, positions: int | None, otherwise: int | None = None, *, late: bool = False
+) -> int:
     """The most tokens of an input: max_seq_length, else model_max_length, else the table's size,
-    else `otherwise`. Raises CheckpointError if there is none."""
+    else `otherwise`. `late` is as in `transformer_config`. Raises CheckpointError if there is
+    none."""
     limits = {
-        "max_seq_length": transformer_config(tower).get("max_seq_length"),
+        "max_seq_length": transformer_config(tower, late=late).get("max_seq_length"),
         "model_max_length": read_optional_json(tower / "tokenizer_config.json").get(
             "model_max_length"
         ),
@@ -286,15 +294,16 @@ def token_limit(tower: Path, positions: int | None, otherwise: int | None = None
     raise CheckpointError(f"{tower} names no limit of tokens; set max_seq_length in its config")
 
 
-def transformer_config(tower: Path) -> dict[str, Any]:
+def transformer_config(tower: Path, *, late: bool = False) -> dict[str, Any]:
     """sentence_bert_config.json under any of its names; empty if there is none.
 
-    Raises UnsupportedModel if it asks for what we do not do.
+    Raises UnsupportedModel if it asks for what we do not do; of the lengths of queries and
+    documents with `late`, for models that compare texts token by token, it does not.
     """
     for name in TRANSFORMER_CONFIGS:
         if (tower / name).is_file():
             config = read_optional_json(tower / name)
-            _refuse_switches(tower / name, config)
+            _refuse_switches(tower / name, config, late)
             return config
     return {}
 
@@ -339,7 +348,7 @@ def _json(path: Path) -> Any:
 
 def router_of(source: Path) -> Router | None:
     """The Router that modules.json begins with; None for a model of one chain of modules."""
-    listed = _listed(source)
+    listed = listed_modules(source)
     if not listed or not is_router(listed[0][0]):
         return None
     folder = listed[0][1]
@@ -358,7 +367,7 @@ def routes_of(source: Path) -> list[str]:
 def modules_of(source: Path, route: str = "") -> list[ModuleEntry] | None:
     """The entries of modules.json in order, or the modules of one route, after a check of their
     kinds; None without the file."""
-    path, listed = source / "modules.json", _listed(source)
+    path, listed = source / "modules.json", listed_modules(source)
     router = router_of(source) if route else None
     if router is not None:
         listed = router.routes[route]
@@ -371,18 +380,21 @@ def modules_of(source: Path, route: str = "") -> list[ModuleEntry] | None:
     embeds = embeds and {*later} <= {"dense", "normalize"}
     embeds = embeds or kinds in (["masked_lm", "splade"], ["static_terms"])
     scores = kinds in (["transformer"], ["transformer", "logit_score"])
-    if not embeds and (route or not scores):
+    compares = kinds[:1] == ["transformer"] and bool({"dense", "multi_vector_mask"} & {*kinds})
+    compares = compares and {*kinds[1:]} <= {"dense", "multi_vector_mask", "normalize"}
+    if not embeds and (route or not (scores or compares)):
         shown = ", ".join(kinds) or "(none)"
         raise UnsupportedModel(
             f"{path}: modules {shown}{f' of route {route!r}' if route else ''} are not supported; "
             "wanted transformer, pooling, then any of dense and normalize; static, then any of "
             "those; of a sparse encoder masked_lm, splade, or static_terms; of a cross-encoder "
-            "transformer, then perhaps logit_score"
+            "transformer, then perhaps logit_score; of a multi-vector model transformer, then any "
+            "of dense, multi_vector_mask and normalize"
         )
     return modules
 
 
-def _listed(source: Path) -> Listed | None:
+def listed_modules(source: Path) -> Listed | None:
     """The type and the folder of each entry of modules.json; None without the file."""
     path = source / "modules.json"
     if not path.is_file():
@@ -426,14 +438,24 @@ def _with_dense_path(
     return [chosen if module.kind == "dense" else module for module in modules]
 
 
-def _layer(folder: Path, kind: str) -> Module:
+def token_layer(folder: Path, kind: str) -> Module:
+    """A Dense or Normalize module that is applied to each token."""
+    return _layer(folder, kind, "token_embeddings")
+
+
+def _layer(folder: Path, kind: str, applied_to: str = "sentence_embedding") -> Module:
     config = module_config(folder)
     for key in ("module_input_name", "module_output_name"):
-        if config.get(key) not in (None, "sentence_embedding"):
+        if config.get(key) not in (None, applied_to):
             raise UnsupportedModel(
-                f"{folder}: {key}={config[key]!r} is not supported; known: sentence_embedding"
+                f"{folder}: {key}={config[key]!r} is not supported; known: {applied_to}"
             )
-    return NormalizeLayer() if kind == "normalize" else _dense(folder, config)
+    if kind == "normalize":
+        return NormalizeLayer()
+    layer = _dense(folder, config)
+    if layer.residual and applied_to == "sentence_embedding":
+        raise UnsupportedModel(f"{folder}: use_residual is not supported")
+    return layer
 
 
 def module_config(folder: Path) -> dict[str, Any]:
@@ -447,8 +469,6 @@ def _dense(folder: Path, config: dict[str, Any]) -> DenseLayer:
     missing = [k for k in ("in_features", "out_features") if not isinstance(config.get(k), int)]
     if missing:
         raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
-    if config.get("use_residual"):
-        raise UnsupportedModel(f"{folder}: use_residual is not supported")
     # absent means Tanh to sentence-transformers
     name = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     if name not in DENSE_ACTIVATIONS:
@@ -459,10 +479,12 @@ def _dense(folder: Path, config: dict[str, Any]) -> DenseLayer:
         out_features=config["out_features"],
         bias=bool(config.get("bias", True)),
         activation=DENSE_ACTIVATIONS[name],
+        residual=bool(config.get("use_residual")),
     )
 
 
-def _check_widths(layers: tuple[Module, ...], width: int) -> None:
+def check_widths(layers: tuple[Module, ...], width: int) -> None:
+    """Raise CheckpointError if a Dense module does not take what the one before it gives."""
     for layer in layers:
         if isinstance(layer, DenseLayer):
             if layer.in_features != width:
@@ -536,15 +558,15 @@ def read_prompts(
     return prompts, default
 
 
-def _refuse_switches(path: Path, config: dict[str, Any]) -> None:
+def _refuse_switches(path: Path, config: dict[str, Any], late: bool) -> None:
     task = config.get("transformer_task") or TRANSFORMER_TASKS[0]
     if task not in TRANSFORMER_TASKS:
         known = ", ".join(TRANSFORMER_TASKS)
         raise UnsupportedModel(
             f"{path}: transformer_task {task!r} is not supported; known: {known}"
         )
-    switches = ("query_length", "document_length", "query_expansion", "processing_kwargs")
-    asked = [name for name in switches if config.get(name)]
+    lengths = () if late else ("query_length", "document_length", "query_expansion")
+    asked = [name for name in (*lengths, "processing_kwargs") if config.get(name)]
     for name in ("model", "tokenizer", "config"):
         for key in (f"{name}_args", f"{name}_kwargs", "processor_kwargs"):
             asked += [f"{key}.{arg}" for arg in config.get(key) or {} if arg not in HARMLESS_ARGS]

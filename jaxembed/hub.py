@@ -40,8 +40,16 @@ NO_ADAPTERS: Adapters = {}
 UNUSED_S = 24 * 3600.0  # after which entries of earlier versions of a source are removed
 
 # The small files. Weights are fetched once modules.json has told which ones are used.
-# With the small heads of BGE-M3, which no other file tells of.
-DESCRIPTIONS = ["*.json", "*.txt", "*.model", "*.jinja", "README.md", "*_linear.pt"]
+# With the small heads of BGE-M3, which no other file tells of, and ColBERT's artifact.metadata.
+DESCRIPTIONS = [
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "README.md",
+    "*_linear.pt",
+    "artifact.metadata",
+]
 NEVER_FETCHED = [
     "onnx/*",
     "openvino/*",

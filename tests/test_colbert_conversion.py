@@ -1,0 +1,459 @@
+"""Models that compare texts token by token, as Stanford's code, PyLate and sentence-transformers
+save them: what the manifest says of each, and what is refused by its name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from sources import (
+    BERT_CONFIG,
+    HIDDEN,
+    NORMALIZE,
+    POOLING,
+    POSITIONS,
+    TRANSFORMER,
+    WORDS,
+    Tensors,
+    bert_tensors,
+    change_json,
+    wordpiece,
+    write_bert,
+    write_dense,
+    write_json,
+    write_modules,
+)
+from test_jina import JINA_V3, flash_tensors
+from tokenizers import AddedToken
+
+from converters import convert, outline
+from converters.heads import weight_folders
+from jaxembed import checkpoint, hub
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.spec import (
+    DenseLayer,
+    Expansion,
+    LateInteraction,
+    ModelSpec,
+    NormalizeLayer,
+    PerToken,
+)
+from jaxembed.summary import summary
+
+WIDTH = 5
+MASK = WORDS.index("[MASK]")
+MORE = ["[unused0]", "[unused1]", ".", ","]  # words of the vocabulary
+UNUSED0, UNUSED1, STOP, COMMA = range(len(WORDS), len(WORDS) + len(MORE))
+Q, D = len(WORDS) + len(MORE), len(WORDS) + len(MORE) + 1  # added tokens
+SIZE = D + 1
+CONFIG = {"vocab_size": SIZE}
+PYLATE_DENSE = "pylate.models.Dense.Dense"
+MASK_MODULE = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask"
+TOKEN_POOLING = "sentence_transformers.multi_vector_encoder.modules.token_pooling"
+
+
+def tokenizer_json() -> str:
+    tokenizer = wordpiece()
+    content = json.loads(tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    vocabulary |= {word: len(vocabulary) + k for k, word in enumerate(MORE)}
+    tokenizer = type(tokenizer).from_str(json.dumps(content))
+    tokenizer.add_tokens([AddedToken("[Q] ", normalized=False), AddedToken("[D] ")])
+    return tokenizer.to_str()
+
+
+def write_tower(folder: Path, tensors: Tensors | None = None, **config: Any) -> Path:
+    tensors = bert_tensors(config=BERT_CONFIG | CONFIG) if tensors is None else tensors
+    write_bert(folder, tensors=tensors, **CONFIG | config)
+    (folder / "tokenizer.json").write_text(tokenizer_json())
+    write_json(folder / "tokenizer_config.json", {"mask_token": "[MASK]"})
+    return folder
+
+
+def projection(width: int = WIDTH) -> np.ndarray:
+    return np.random.default_rng(7).standard_normal((width, HIDDEN), np.float32)
+
+
+def write_stanford(folder: Path, metadata: dict[str, Any] | None, width: int = WIDTH) -> Path:
+    tensors = bert_tensors(config=BERT_CONFIG | CONFIG)
+    tensors = {f"bert.{name}": array for name, array in tensors.items()}
+    tensors["linear.weight"] = projection(width)
+    write_tower(folder, tensors, architectures=["HF_ColBERT"])
+    if metadata is not None:
+        write_json(folder / "artifact.metadata", metadata)
+    return folder
+
+
+def write_pylate(folder: Path, settings: dict[str, Any] | None = None, **dense: Any) -> Path:
+    write_tower(folder)
+    write_modules(folder, (TRANSFORMER, ""), (PYLATE_DENSE, "1_Dense"))
+    options = {"bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
+    write_dense(folder / "1_Dense", HIDDEN, WIDTH, **options | dense)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 7})
+    settings = {"model_type": "ColBERT", "document_length": 20} if settings is None else settings
+    write_json(folder / "config_sentence_transformers.json", {"query_length": 9} | settings)
+    return folder
+
+
+def write_native(
+    folder: Path,
+    prompts: dict[str, str | None] | None = None,
+    mask: dict[str, Any] | None = None,
+    **transformer: Any,
+) -> Path:
+    write_tower(folder)
+    modules = (TRANSFORMER, ""), ("sentence_transformers.models.Dense", "1_Dense")
+    write_modules(folder, *modules, (MASK_MODULE, "2_Mask"), (NORMALIZE, "3_Normalize"))
+    options = {"module_input_name": "token_embeddings"}
+    write_dense(folder / "1_Dense", HIDDEN, WIDTH, **options)
+    write_json(folder / "2_Mask" / "config.json", mask or {})
+    write_json(folder / "3_Normalize" / "config.json", options)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 22} | transformer)
+    settings = {"model_type": "MultiVectorEncoder", "prompts": prompts or {}}
+    write_json(folder / "config_sentence_transformers.json", settings)
+    return folder
+
+
+@pytest.fixture(name="source")
+def _source(tmp_path) -> Path:
+    (tmp_path / "source").mkdir()
+    return tmp_path / "source"
+
+
+def spec_of(source: Path) -> ModelSpec:
+    return outline(source).spec
+
+
+def head_of(spec: ModelSpec) -> PerToken:
+    assert list(spec.heads) == ["multi_vector"]
+    assert isinstance(spec.head, PerToken)
+    return spec.head
+
+
+PROJECTION = DenseLayer(HIDDEN, WIDTH, bias=False, activation="identity")
+
+
+# -- Stanford ------------------------------------------------------------------------------------
+
+
+def test_stanfords_form_says_all_in_its_metadata(source, tmp_path):
+    write_stanford(
+        source,
+        {
+            "query_token_id": ".",
+            "doc_token_id": "[unused1]",
+            "query_maxlen": 9,
+            "doc_maxlen": 20,
+            "attend_to_mask_tokens": True,
+            "mask_punctuation": False,
+            "similarity": "cosine",
+            "dim": WIDTH,
+        },
+    )
+    spec = convert(source, tmp_path / "out")
+    assert spec.interaction == LateInteraction(
+        9, 20, STOP, UNUSED1, Expansion(MASK, 9, attended=True)
+    )
+    assert head_of(spec) == PerToken((PROJECTION, NormalizeLayer()))
+    assert (spec.task, spec.dim, spec.pooling) == ("embed", WIDTH, ("multi_vector",))
+    assert (spec.max_input_tokens, spec.token_types) == (20, False)
+    assert spec.prompts == {"query": "", "document": ""}
+    assert spec.default_prompt_name == "document"
+    assert checkpoint.load_spec(tmp_path / "out") == spec
+    parameters = checkpoint.load_params(tmp_path / "out", spec)
+    np.testing.assert_array_equal(parameters["heads.multi_vector.modules.0.kernel"], projection().T)
+    assert summary(spec)["pooling"] == ["multi_vector"]
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"dim": None, "query_maxlen": None}])
+def test_what_its_metadata_does_not_say_is_colberts_default(source, metadata):
+    write_stanford(source, metadata, width=128)
+    change_json(source / "config.json", max_position_embeddings=512)
+    spec = spec_of(source)
+    expansion = Expansion(MASK, 32)
+    assert spec.interaction == LateInteraction(32, 220, UNUSED0, UNUSED1, expansion)
+    assert (spec.dim, head_of(spec).skipped_ids) == (128, (COMMA, STOP))
+
+
+def test_lengths_end_at_the_last_position(source):
+    write_stanford(source, {"query_maxlen": 9, "doc_maxlen": 300, "dim": WIDTH})
+    spec = spec_of(source)
+    assert spec.interaction is not None
+    assert spec.interaction.document_length == spec.max_input_tokens == POSITIONS
+
+
+def test_jina_colbert_v2_is_stanfords_form_of_jinas_tower(source, tmp_path):
+    """Its rotary positions, and the tower's own code, which is not run."""
+    tensors = {f"roberta.{name}": array for name, array in flash_tensors().items()}
+    words = np.random.default_rng(3).standard_normal((SIZE, HIDDEN), np.float32)
+    tensors["roberta.embeddings.word_embeddings.weight"] = words
+    tensors["linear.weight"] = projection()
+    config = JINA_V3 | {"architectures": ["HF_ColBERT"], "lora_adaptations": None, **CONFIG}
+    code = "jinaai/xlm-roberta-flash-implementation--modeling_xlm_roberta.XLMRobertaModel"
+    config["auto_map"] = JINA_V3["auto_map"] | {"AutoModel": code}
+    write_tower(source, tensors, **config)
+    metadata = {"query_token_id": "[Q] ", "doc_token_id": "[D] ", "attend_to_mask_tokens": True}
+    lengths = {"query_maxlen": 9, "doc_maxlen": 20}
+    write_json(source / "artifact.metadata", metadata | lengths | {"dim": WIDTH})
+    spec = convert(source, tmp_path / "out")
+    assert spec.config["rope_theta"] == 20000.0
+    assert spec.interaction == LateInteraction(9, 20, Q, D, Expansion(MASK, 9, attended=True))
+
+
+def test_the_metadata_is_among_what_is_fetched_first():
+    assert "artifact.metadata" in hub.DESCRIPTIONS
+
+
+# -- PyLate --------------------------------------------------------------------------------------
+
+
+def test_pylates_form_says_all_in_its_settings(source):
+    """max_seq_length, which it writes for itself, does not count."""
+    write_pylate(
+        source,
+        {
+            "model_type": "ColBERT",
+            "query_prefix": "[Q] ",
+            "document_prefix": "",
+            "document_length": 20,
+            "attend_to_expansion_tokens": True,
+            "skiplist_words": [".", "lacking", "hello"],
+            "prompts": {"query": "hello ", "other": "world "},
+            "similarity_fn_name": "MaxSim",
+        },
+    )
+    spec = spec_of(source)
+    expansion = Expansion(MASK, 9, attended=True)
+    assert spec.interaction == LateInteraction(9, 20, Q, None, expansion)
+    assert head_of(spec) == PerToken(
+        (PROJECTION, NormalizeLayer()), skipped_ids=(STOP, WORDS.index("hello"))
+    )
+    assert spec.prompts == {"query": "hello ", "document": "", "other": "world "}
+
+
+def test_what_its_settings_do_not_say_is_pylates_default(source):
+    write_pylate(source, {"model_type": "ColBERT", "query_length": None})
+    change_json(source / "config.json", max_position_embeddings=512)
+    spec = spec_of(source)
+    assert spec.interaction == LateInteraction(32, 180, Q, D, Expansion(MASK, 32))
+    assert head_of(spec).skipped_ids == (COMMA, STOP)
+
+
+@pytest.mark.parametrize("settings", [{"query_prefix": "[Q] "}, {"do_query_expansion": True}])
+def test_early_versions_named_no_model_type(source, settings):
+    write_pylate(source, settings)
+    assert spec_of(source).primary == "multi_vector"
+
+
+def test_without_expansion_queries_are_only_cut(source):
+    write_pylate(source, {"model_type": "ColBERT", "do_query_expansion": False})
+    assert spec_of(source).interaction == LateInteraction(9, POSITIONS, Q, D, None)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "marker", "prompt"),
+    [
+        ("[unused0] ", UNUSED0, ""),
+        ("[unused0] hello ", UNUSED0, "hello "),
+        ("a query: ", WORDS.index("a"), "query: "),
+        ("query: ", None, "query: "),
+        ("  ", None, ""),
+    ],
+)
+def test_a_prefix_is_a_token_or_text(source, prefix, marker, prompt):
+    write_pylate(source, {"model_type": "ColBERT", "query_prefix": prefix})
+    spec = spec_of(source)
+    assert spec.interaction is not None
+    assert (spec.interaction.query_marker, spec.prompts["query"]) == (marker, prompt)
+
+
+def test_modules_json_wins_over_stanfords_form(source, tmp_path):
+    """Whose projection and metadata then mean nothing."""
+    write_stanford(source, {"query_maxlen": 17, "dim": 3})
+    tensors = load_file(source / "model.safetensors")
+    write_pylate(source)
+    change_json(source / "config.json", architectures=["HF_ColBERT"])
+    write_bert(source / "other", tensors=tensors)
+    (source / "other" / "model.safetensors").rename(source / "model.safetensors")
+    spec = convert(source, tmp_path / "out")
+    assert spec.interaction is not None
+    assert (spec.interaction.query_length, spec.dim) == (9, WIDTH)
+    parameters = checkpoint.load_params(tmp_path / "out", spec)
+    wanted = load_file(source / "1_Dense" / "model.safetensors")["linear.weight"].T
+    np.testing.assert_array_equal(parameters["heads.multi_vector.modules.0.kernel"], wanted)
+
+
+def test_a_residual_is_projected_where_the_widths_differ(source, tmp_path):
+    write_pylate(source, use_residual=True)
+    tensors = load_file(source / "1_Dense" / "model.safetensors")
+    tensors["residual.weight"] = projection()
+    write_bert(source / "other", tensors=tensors)
+    (source / "other" / "model.safetensors").rename(source / "1_Dense" / "model.safetensors")
+    spec = convert(source, tmp_path / "out")
+    layer = head_of(spec).modules[0]
+    assert isinstance(layer, DenseLayer)
+    assert layer.residual
+    parameters = checkpoint.load_params(tmp_path / "out", spec)
+    np.testing.assert_array_equal(
+        parameters["heads.multi_vector.modules.0.residual.kernel"], projection().T
+    )
+    assert weight_folders(source) == ["", "1_Dense"]
+
+
+# -- sentence-transformers -----------------------------------------------------------------------
+
+
+def test_sentence_transformers_form_says_it_in_its_modules(source):
+    write_native(
+        source,
+        {"query": "[Q] ", "document": "[D] world "},
+        {"skiplist_words": [",", "?"], "skiplist_tasks": ["document"]},
+        query_expansion={"strategy": "fixed", "length": 9, "attend": False, "token": "a"},
+        document_length=20,
+    )
+    spec = spec_of(source)
+    assert spec.interaction == LateInteraction(9, 20, Q, D, Expansion(WORDS.index("a"), 9))
+    layer = DenseLayer(HIDDEN, WIDTH)  # with a bias, and Tanh where no activation is named
+    assert head_of(spec) == PerToken((layer, NormalizeLayer()), skipped_ids=(COMMA,))
+    assert spec.prompts == {"query": "", "document": "world "}
+
+
+def test_lengths_that_it_does_not_say_are_the_models(source):
+    write_native(source, {"query": None})
+    spec = spec_of(source)
+    assert spec.interaction == LateInteraction(22, 22, None, None, None)
+    assert head_of(spec).skipped_ids == ()
+
+
+@pytest.mark.parametrize(("given", "length"), [({}, 22), ({"query_length": 12}, 12)])
+def test_min_fills_queries_up_and_does_not_cut_them_there(source, given, length):
+    write_native(source, query_expansion={"strategy": "min", "length": 9}, **given)
+    interaction = spec_of(source).interaction
+    assert interaction == LateInteraction(length, 22, None, None, Expansion(MASK, 9))
+
+
+def test_a_word_of_the_vocabulary_is_text_in_its_prompts(source):
+    """Only what was added as a token is one."""
+    write_native(source, {"query": "[unused0] ", "document": "hello "})
+    spec = spec_of(source)
+    assert spec.interaction == LateInteraction(22, 22)
+    assert spec.prompts == {"query": "[unused0] ", "document": "hello "}
+
+
+def test_the_filler_of_a_tokenizer_without_a_mask_is_its_end(source):
+    write_native(source, query_expansion={"strategy": "fixed", "length": 9})
+    path = source / "tokenizer.json"
+    path.write_text(path.read_text().replace("[MASK]", "[OTHER]"))
+    write_json(source / "tokenizer_config.json", {"eos_token": "[SEP]"})
+    interaction = spec_of(source).interaction
+    assert interaction is not None
+    assert interaction.expansion == Expansion(WORDS.index("[SEP]"), 9)
+
+
+# -- refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"similarity": "l2"}, "similarity 'l2' is not supported"),
+        ({"interaction": "flipr"}, "interaction 'flipr' is not supported"),
+        ({"query_maxlen": 3}, "a length is 3, wanted at least 4"),
+        ({"query_maxlen": 25}, "filled up to 25 tokens, and there are 24 positions"),
+        ({"query_maxlen": "32"}, 'query_maxlen is "32", wanted a whole number'),
+        ({"attend_to_mask_tokens": "no"}, 'attend_to_mask_tokens is "no", wanted true or false'),
+    ],
+)
+def test_metadata_that_is_not_served_is_refused(source, metadata, message):
+    write_stanford(source, {"query_maxlen": 9, "dim": WIDTH} | metadata)
+    with pytest.raises((UnsupportedModel, CheckpointError), match=message):
+        spec_of(source)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"similarity_fn_name": "euclidean"}, "similarity 'euclidean' is not supported"),
+        ({"truncate_dim": 3}, "truncate_dim=3 is not supported"),
+        ({"default_prompt_name": "other"}, "default prompt 'other' is not among the prompts"),
+        ({"skiplist_words": "."}, 'skiplist_words is ".", wanted a list of strings'),
+        ({"document_length": 0}, "document_length is 0, wanted a whole number"),
+    ],
+)
+def test_settings_that_are_not_served_are_refused(source, settings, message):
+    write_pylate(source, {"model_type": "ColBERT"} | settings)
+    with pytest.raises((UnsupportedModel, CheckpointError), match=message):
+        spec_of(source)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": {"keep_only_token_ids": [1]}}, "keep_only_token_ids is not supported"),
+        (
+            {"mask": {"skiplist_words": ["."], "skiplist_tasks": ["query"]}},
+            r"skiplist_tasks \['query'\] is not supported",
+        ),
+        ({"query_expansion": {"strategy": "max", "length": 9}}, "strategy 'max' is not supported"),
+        ({"query_expansion": {"strategy": "min", "length": 9, "x": 1}}, "query_expansion.x is not"),
+        ({"query_expansion": {"strategy": "min"}}, "query_expansion lacks length"),
+        ({"query_expansion": {"strategy": "min", "length": 0}}, "query_expansion.length is 0"),
+        (
+            {"query_expansion": {"strategy": "min", "length": 9}, "query_length": 8},
+            "query_length 8 is less than the 9 tokens",
+        ),
+        (
+            {"query_expansion": {"strategy": "min", "length": 9, "token": "lacking"}},
+            "filled up with 'lacking', which is no token",
+        ),
+    ],
+)
+def test_modules_that_are_not_served_are_refused(source, options, message):
+    write_native(source, **options)
+    with pytest.raises((UnsupportedModel, CheckpointError), match=message):
+        spec_of(source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (f"{TOKEN_POOLING}.HierarchicalTokenPooling", "HierarchicalTokenPooling' is not supported"),
+        (POOLING, "modules transformer, pooling, dense of a multi-vector model are not supported"),
+    ],
+)
+def test_a_pooling_of_its_tokens_is_refused(source, kind, message):
+    write_native(source)
+    write_modules(source, (TRANSFORMER, ""), (kind, "2_Mask"), (PYLATE_DENSE, "1_Dense"))
+    with pytest.raises(UnsupportedModel, match=message):
+        spec_of(source)
+
+
+def test_a_dense_layer_of_whole_texts_is_refused(source):
+    write_native(source)
+    change_json(source / "1_Dense" / "config.json", module_input_name="sentence_embedding")
+    with pytest.raises(UnsupportedModel, match="module_input_name='sentence_embedding'"):
+        spec_of(source)
+
+
+@pytest.mark.parametrize(("attend", "refused"), [(False, True), (True, False)])
+def test_fillers_beyond_a_window_would_see_no_key(source, attend, refused):
+    write_pylate(source, {"model_type": "ColBERT", "attend_to_expansion_tokens": attend})
+    modern = {
+        "model_type": "modernbert",
+        "architectures": ["ModernBertModel"],
+        "local_attention": 16,
+    }
+    change_json(source / "config.json", **modern)
+    if not refused:
+        assert spec_of(source).interaction is not None
+        return
+    with pytest.raises(UnsupportedModel, match=r"filled up to 9 tokens .* some layers see 8"):
+        spec_of(source)
+
+
+def test_a_dense_path_is_refused(source, tmp_path):
+    write_pylate(source)
+    with pytest.raises(CheckpointError, match="compares texts token by token; leave it out"):
+        convert(source, tmp_path / "out", dense_path="1_Dense")
