@@ -380,6 +380,11 @@ def _pooled(routes: Routes, pooling: Pooling) -> ModelSpec:
             f"--pooling {pooling} is for embedding models; this is {KIND[spec.task]}, and its head "
             "takes only the pooling it was trained with"
         )
+    if "dense" not in spec.heads:
+        raise ConfigError(
+            f"--pooling {pooling}: this checkpoint gives {', '.join(spec.heads)}, which no pooling "
+            "makes"
+        )
     head = spec.dense
     if len(head.pooling) > 1:
         raise ConfigError(f"--pooling {pooling}: this checkpoint concatenates {head.pooling}")

@@ -58,6 +58,7 @@ def _of_embedder(spec: ModelSpec) -> dict[str, Any]:
         "prompts": spec.prompts,
         "default_prompt_name": spec.default_prompt_name,
         "include_prompt": spec.include_prompt,
+        "interaction": msgspec.to_builtins(spec.interaction),
     }
 
 

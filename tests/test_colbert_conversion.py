@@ -30,8 +30,8 @@ from tokenizers import AddedToken
 
 from converters import convert, outline
 from converters.heads import weight_folders
-from jaxembed import checkpoint, hub
-from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed import Embedder, checkpoint, hub
+from jaxembed.errors import CheckpointError, ConfigError, UnsupportedModel
 from jaxembed.spec import (
     DenseLayer,
     Expansion,
@@ -41,6 +41,7 @@ from jaxembed.spec import (
     PerToken,
 )
 from jaxembed.summary import summary
+from jaxembed.verify import verification
 
 WIDTH = 5
 MASK = WORDS.index("[MASK]")
@@ -164,7 +165,9 @@ def test_stanfords_form_says_all_in_its_metadata(source, tmp_path):
     assert checkpoint.load_spec(tmp_path / "out") == spec
     parameters = checkpoint.load_params(tmp_path / "out", spec)
     np.testing.assert_array_equal(parameters["heads.multi_vector.modules.0.kernel"], projection().T)
-    assert summary(spec)["pooling"] == ["multi_vector"]
+    facts = summary(spec)
+    assert facts["pooling"] == ["multi_vector"]
+    assert facts["interaction"]["expansion"] == {"token_id": MASK, "length": 9, "attended": True}
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"dim": None, "query_maxlen": None}])
@@ -451,6 +454,14 @@ def test_fillers_beyond_a_window_would_see_no_key(source, attend, refused):
         return
     with pytest.raises(UnsupportedModel, match=r"filled up to 9 tokens .* some layers see 8"):
         spec_of(source)
+
+
+def test_it_is_not_verified_and_takes_no_pooling(source, tmp_path):
+    write_pylate(source)
+    with pytest.raises(ConfigError, match="--pooling mean: this checkpoint gives multi_vector"):
+        Embedder(str(source), cache_dir=tmp_path, pooling="mean")
+    with pytest.raises(ConfigError, match="gives multi_vector; only vectors of whole texts"):
+        verification._check_outputs(spec_of(source))
 
 
 def test_a_dense_path_is_refused(source, tmp_path):

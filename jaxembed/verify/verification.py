@@ -76,6 +76,7 @@ def verify_model(
     started = time.monotonic()
     check_installed()
     spec = _only_route(hub.describe_model(model, **source))
+    _check_outputs(spec)
     fetched = {name: source[name] for name in ("revision", "offline", "token")}
     folder = hub.fetch_source(model, **fetched).folder
     check_template(spec, folder)
@@ -122,6 +123,15 @@ def _only_route(routes: Routes) -> ModelSpec:
             "route are compared so far"
         )
     return routes.main
+
+
+def _check_outputs(spec: ModelSpec) -> None:
+    """Raise ConfigError for a model that gives neither vectors of whole texts nor scores."""
+    if "dense" not in spec.heads:
+        raise ConfigError(
+            f"{spec.source} gives {', '.join(spec.heads)}; only vectors of whole texts and scores "
+            "are compared so far"
+        )
 
 
 def _check_rules(spec: ModelSpec, folder: Path) -> None:
