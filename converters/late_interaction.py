@@ -112,6 +112,11 @@ def read_late_layout(source: Path, hidden_size: int) -> tuple[Layout, Words]:
     tower = source / modules[0].path
     transformer = heads.transformer_config(tower, late=True)
     check_fields(str(tower), transformer, LATE_FIELDS)
+    if "message" in (transformer.get("modality_config") or ()):
+        raise UnsupportedModel(
+            f"{source}: texts are put into a chat template (modality_config has message), which is "
+            "not supported for embedding; known: text"
+        )
     words = _words(source, settings, transformer if native else None)
     layers: list[Module] = []
     folders: list[str] = []
@@ -332,7 +337,7 @@ def _leading_marker(prompt: str, vocabulary: Tokenizer) -> tuple[int | None, str
     leading = max((token for token in added if prompt.startswith(token)), key=len, default=None)
     if leading is None:
         return None, prompt
-    return vocabulary.token_to_id(leading), prompt.removeprefix(leading).lstrip()
+    return vocabulary.token_to_id(leading), prompt.removeprefix(leading)
 
 
 def _length(folder: Path, length: int | None, positions: int | None) -> int:

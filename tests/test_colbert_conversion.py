@@ -345,6 +345,17 @@ def test_a_word_of_the_vocabulary_is_text_in_its_prompts(source):
     assert spec.prompts == {"query": "[unused0] ", "document": "hello "}
 
 
+def test_what_follows_a_marker_in_a_prompt_is_kept(source):
+    """A blank too: to a byte-level tokenizer a word after it is another one."""
+    write_native(source, {"query": "[MASK] ", "document": "[D] [D] world "})
+    tokenizer = wordpiece().from_str(tokenizer_json())
+    tokenizer.add_special_tokens(["[MASK]"])
+    tokenizer.save(str(source / "tokenizer.json"))
+    spec = spec_of(source)
+    assert spec.interaction == LateInteraction(22, 22, MASK, D)
+    assert spec.prompts == {"query": " ", "document": "[D] world "}
+
+
 def test_the_filler_of_a_tokenizer_without_a_mask_is_its_end(source):
     write_native(source, query_expansion={"strategy": "fixed", "length": 9})
     path = source / "tokenizer.json"
@@ -399,6 +410,7 @@ def test_settings_that_are_not_served_are_refused(source, settings, message):
             {"mask": {"skiplist_words": ["."], "skiplist_tasks": ["query"]}},
             r"skiplist_tasks \['query'\] is not supported",
         ),
+        ({"modality_config": {"message": {}}}, "modality_config has message"),
         ({"query_expansion": {"strategy": "max", "length": 9}}, "strategy 'max' is not supported"),
         ({"query_expansion": {"strategy": "min", "length": 9, "x": 1}}, "query_expansion.x is not"),
         ({"query_expansion": {"strategy": "min"}}, "query_expansion lacks length"),
