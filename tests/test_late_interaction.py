@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import LIMIT, TOWERS, WORDS, save_tiny, tiny_spec, word_tokenizer
@@ -19,6 +20,7 @@ from jaxembed.engine.native_trial import Verdict
 from jaxembed.errors import ConfigError, EmptyInput, InputTooLong, InvalidInput
 from jaxembed.inputs import Pair, Text, Tokens
 from jaxembed.models import attention, program
+from jaxembed.models.heads import TokenHead
 from jaxembed.models.kernels import Call
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.options import EncodeOptions
@@ -351,3 +353,22 @@ def test_the_manifest_holds_the_interaction(embedder_of):
     assert spec.interaction == interaction(attended=True)
     assert Path(embedder.path).is_dir()
     assert spec.max_input_tokens < LIMIT
+
+
+@pytest.mark.parametrize("width", [8, 5])
+def test_a_residual_is_added_after_the_activation(width):
+    """As it is where the widths are the same, else through a kernel of its own."""
+    layer = DenseLayer(8, width, activation="tanh", residual=True)
+    head = TokenHead(PerToken((layer,)))
+    draw = np.random.default_rng(0)
+    hidden = draw.standard_normal((1, 3, 8), np.float32)
+    kernel, bias = draw.standard_normal((8, width), np.float32), np.float32(0.5)
+    residual = draw.standard_normal((8, width), np.float32)
+    head.modules[0].kernel[...] = jnp.asarray(kernel)
+    head.modules[0].bias[...] = jnp.full(width, bias)
+    if width != 8:
+        head.modules[0].residual.kernel[...] = jnp.asarray(residual)
+    entries = ticket_of([Encoding(np.arange(5, 8, dtype=np.int32))]).entries
+    tokens = PackedTokens.unstack(pack(place(Bucket(1, 3), entries)), 1)
+    wanted = np.tanh(hidden @ kernel + bias) + (hidden if width == 8 else hidden @ residual)
+    np.testing.assert_allclose(head(jnp.asarray(hidden), tokens), wanted, rtol=1e-5, atol=1e-5)
