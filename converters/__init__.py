@@ -272,7 +272,8 @@ def outline(
         tower, lowercase=layout.lowercase, vocab_size=config["vocab_size"]
     )
     if use == EMBEDDER:
-        layout = with_token_heads(source, layout, hf, getattr(family, "SPARSE", ()), text)
+        sparse = getattr(family, "SPARSE", ())
+        layout = with_token_heads(source, layout, hf, config["hidden_size"], sparse, text)
         spec = msgspec.structs.replace(spec, heads=layout.heads)
     if words is not None:
         spec = late_interaction.with_interaction(spec, words, text, tower)

@@ -310,7 +310,7 @@ def transformer_config(tower: Path, *, late: bool = False) -> dict[str, Any]:
 
 def is_masked_lm(tower: Path) -> bool:
     """Whether a Transformer module gives the logits of a masked language model."""
-    return transformer_config(tower).get("transformer_task") == FILL_MASK
+    return transformer_config(tower, late=True).get("transformer_task") == FILL_MASK
 
 
 def modalities(tower: Path) -> set[str]:

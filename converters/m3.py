@@ -24,15 +24,20 @@ _NO_TERMS = {"cls_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk
 
 
 def with_token_heads(
-    source: Path, layout: Layout, hf: dict[str, Any], sparse: Collection[str], tokenizer: bytes
+    source: Path,
+    layout: Layout,
+    hf: dict[str, Any],
+    width: int,
+    sparse: Collection[str],
+    tokenizer: bytes,
 ) -> Layout:
     """The layout of an embedder with the heads that its files hold beside the one that pools.
 
-    `sparse` are the family's classes of a model whose classifier of tokens gives their weights.
+    `width` is that of hidden states. `sparse` are the family's classes of a model whose classifier
+    of tokens gives their weights.
     """
     if "dense" not in layout.heads:
         return layout
-    width = hf["hidden_size"]
     weight = DenseLayer(in_features=width, out_features=1, activation="relu")
     if set(hf.get("architectures") or ()) & set(sparse):
         return _with_weights(layout, weight, "classifier.", source / layout.tower, tokenizer)

@@ -363,7 +363,7 @@ def test_modules_are_refused_by_name(source, modules, message):
         ("1_Pooling/config.json", {"pooling_mode": "median"}, "pooling 'median' is not supported"),
         ("1_Pooling/config.json", {"output_key": "query"}, "pooling with output_key"),
         ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}, "token_embeddings"),
-        ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "fill-mask"),
+        ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "masked_lm, pooling"),
         ("sentence_bert_config.json", {"query_length": 32}, "query_length"),
         ("sentence_bert_config.json", {"tokenizer_args": {"padding_side": "left"}}, "padding_side"),
         ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "a SparseEncoder"),
