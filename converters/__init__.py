@@ -139,6 +139,7 @@ def convert(
     revision: str | None = None,
     dense_path: str | None = None,
     adapters: Mapping[str, str | Path] | None = None,
+    splade: bool = False,
     progress: ConversionProgress = show_progress,
 ) -> ModelSpec:
     """Convert the model in the directory `source` to a checkpoint at `out`, and return its spec; of
@@ -146,13 +147,19 @@ def convert(
 
     `name` and `revision` are noted in the checkpoint as its source. `dense_path` is the folder of a
     Dense module to use instead of the one in modules.json. `adapters` are folders of low-rank
-    adapters by the names that they get. `progress` yields the steps that it is
+    adapters by the names that they get. With `splade` a masked language model without modules.json
+    becomes a sparse encoder. `progress` yields the steps that it is
     given. Raises UnsupportedModel for a model that we cannot run, ConversionError for tensors that
     do not fit, and CheckpointError for other problems; then nothing is written.
     """
     checkpoint.refuse_occupied(out)
     routes, default = outline_routes(
-        source, name=name, revision=revision, dense_path=dense_path, adapters=adapters
+        source,
+        name=name,
+        revision=revision,
+        dense_path=dense_path,
+        adapters=adapters,
+        splade=splade,
     )
     if routes.keys() == {""}:
         return checkpoint.save(out, *_contents(routes[""], progress))
@@ -175,6 +182,7 @@ def outline_routes(
     revision: str | None = None,
     dense_path: str | None = None,
     adapters: Mapping[str, str | Path] | None = None,
+    splade: bool = False,
 ) -> tuple[dict[str, Outline], str | None]:
     """Describe the checkpoint that `convert` would write, without reading weights: each route and
     the name of the default one, as in `Routes`.
@@ -189,7 +197,12 @@ def outline_routes(
     router = heads.router_of(source)
     if router is None:
         model = outline(
-            source, name=name, revision=revision, dense_path=dense_path, adapters=adapters
+            source,
+            name=name,
+            revision=revision,
+            dense_path=dense_path,
+            adapters=adapters,
+            splade=splade,
         )
         return {"": model}, ""
     if adapters:
@@ -203,7 +216,8 @@ def outline_routes(
             f"the routes {', '.join(router.routes)}; leave it out"
         )
     routes = {
-        route: outline(source, name=name, revision=revision, route=route) for route in router.routes
+        route: outline(source, name=name, revision=revision, route=route, splade=splade)
+        for route in router.routes
     }
     if own := [route for route, model in routes.items() if model.built_in]:
         raise UnsupportedModel(
@@ -232,11 +246,14 @@ def outline(
     dense_path: str | None = None,
     route: str = "",
     adapters: Mapping[str, Path] | None = None,
+    splade: bool = False,
 ) -> Outline:
     """Describe one route of a model, or a model without routes, as `outline_routes` does."""
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory")
     name = name or str(source)
+    if splade:
+        _refuse_without_terms(source, route)
     if (kind := _static_kind(source, route)) is not None:
         if adapters:
             raise UnsupportedModel(
@@ -249,8 +266,8 @@ def outline(
     hf = _config(folder)
     family = _family(hf)
     hf = family.completed(hf, folder) if hasattr(family, "completed") else hf
-    is_late = not route and late_interaction.is_late(source)
-    use = EMBEDDER if is_late else _use(source, family, hf, route)
+    is_late = not route and not splade and late_interaction.is_late(source)
+    use = EMBEDDER if is_late else MASKED_LM if splade else _use(source, family, hf, route)
     _refuse_own_code(family, hf, use)
     config = _tower_fields(family, folder, hf)
     words = None
@@ -394,6 +411,24 @@ def _use(source: Path, family: ModuleType, hf: dict[str, Any], route: str) -> st
     if classes & set(classifiers(family)):
         return CLASSIFIER
     return GENERATOR if classes & set(generators(family)) else EMBEDDER
+
+
+def _refuse_without_terms(source: Path, route: str) -> None:
+    """Raise UnsupportedModel for what gives no weights of terms: modules that do something else,
+    or a class that is no masked language model."""
+    if heads.modules_of(source, route) is not None:
+        known = heads.weighs_terms(source, route) or static_terms.holds_static_terms(source, route)
+        if not known:
+            raise UnsupportedModel(
+                f"--pooling splade: modules.json of {source} says otherwise; leave the flag out"
+            )
+        return
+    classes = heads.read_optional_json(source / "config.json").get("architectures")
+    if not any(str(name).endswith("ForMaskedLM") for name in classes or ()):
+        raise UnsupportedModel(
+            f"--pooling splade is for masked language models, and config.json of {source} names "
+            f"{', '.join(map(str, classes or ())) or 'no class'}; known: classes ...ForMaskedLM"
+        )
 
 
 def _refuse_own_code(family: ModuleType, hf: dict[str, Any], use: str) -> None:

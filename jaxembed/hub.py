@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeGuard
@@ -36,6 +36,8 @@ RECORD = "source.json"  # file beside the manifest: the source that a checkpoint
 
 Adapters = Mapping[str, Path]  # the folders of low-rank adapters, by name
 NO_ADAPTERS: Adapters = {}
+
+SPLADE = "splade"  # the pooling that a conversion must know of, because it needs another head
 
 UNUSED_S = 24 * 3600.0  # after which entries of earlier versions of a source are removed
 
@@ -61,6 +63,32 @@ NEVER_FETCHED = [
     "*.gguf",
 ]
 WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")  # the second only without the first
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is chosen beside the source of a conversion: the folder of a Dense module, low-rank
+    adapters, and whether a masked language model becomes a sparse encoder."""
+
+    dense_path: str | None = None
+    adapters: Adapters = field(default_factory=dict)
+    splade: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `converters.convert`."""
+        return {"dense_path": self.dense_path, "adapters": self.adapters, "splade": self.splade}
+
+    @property
+    def identity(self) -> list[str | None]:
+        """What tells these choices from others, as part of the key of a cache entry."""
+        folders = [f"{name}={Path(folder).resolve()}" for name, folder in self.adapters.items()]
+        return [self.dense_path, *folders, *([SPLADE] if self.splade else [])]
+
+    @property
+    def contents(self) -> list[Any]:
+        """What the content of the adapters depends on, as part of a fingerprint."""
+        return [(name, _files(Path(folder))) for name, folder in self.adapters.items()]
 
 
 @dataclass(frozen=True)
@@ -98,21 +126,24 @@ def resolve(
     token: str | None = None,
     dense_path: str | None = None,
     adapters: Adapters = NO_ADAPTERS,
+    pooling: str | None = None,
 ) -> Path:
     """Find the checkpoint of a model, and convert the model into `cache_dir` at its first use.
 
     `model` is a checkpoint's directory, a Hugging Face directory or a hub id; None means
     DEFAULT_MODEL. `offline` forbids downloads; `token` is the hub's. `dense_path` names the folder
     of a Dense module to use instead of the checkpoint's own; `adapters` are converted with the
-    model. Returns the checkpoint's directory.
+    model. A `pooling` of "splade" makes a sparse encoder of a masked language model; others are
+    chosen when a model is loaded. Returns the checkpoint's directory.
     Raises CheckpointError if the model cannot be used, and ConfigError if others can write to the
     cache.
     """
+    choices = Choices(dense_path, adapters, pooling == SPLADE)
     refuse_shared(cache_dir)  # also read by those who look there for other things than models
     if _is_converted(model):
-        return _as_it_is(_local(model), revision, dense_path, adapters)
-    source = _source(model, revision, offline, token, dense_path, adapters)
-    return _cached(source, cache_dir, dense_path, adapters)
+        return _as_it_is(_local(model), revision, choices)
+    source = _source(model, revision, offline, token, choices)
+    return _cached(source, cache_dir, choices)
 
 
 def describe_model(
@@ -124,19 +155,21 @@ def describe_model(
     token: str | None = None,
     dense_path: str | None = None,
     adapters: Adapters = NO_ADAPTERS,
+    pooling: str | None = None,
 ) -> Routes:
     """The specs of the checkpoint that `resolve` finds. Converts nothing, and downloads no weights
     except static embeddings, which nothing else describes.
 
     The spec of a model that is not converted yet has no content hash. Raises as `resolve`.
     """
+    choices = Choices(dense_path, adapters, pooling == SPLADE)
     if _is_converted(model):
-        return checkpoint.load_routes(_as_it_is(_local(model), revision, dense_path, adapters))
-    source = _source(model, revision, offline, token, dense_path, adapters)
+        return checkpoint.load_routes(_as_it_is(_local(model), revision, choices))
+    source = _source(model, revision, offline, token, choices)
     entry = _place(source, cache_dir)
     if _is_current(entry, source):
         return checkpoint.load_routes(entry)
-    return _outline(source, dense_path, adapters)
+    return _outline(source, choices)
 
 
 def verify_files(
@@ -148,6 +181,7 @@ def verify_files(
     token: str | None = None,
     dense_path: str | None = None,
     adapters: Adapters = NO_ADAPTERS,
+    pooling: str | None = None,
 ) -> int:
     """Compare the files of a converted model with the digests that its conversion wrote.
 
@@ -156,9 +190,10 @@ def verify_files(
     if there are no digests, or if the model cannot be found or is not converted yet; and
     ConfigError if others can write to the cache.
     """
+    choices = Choices(dense_path, adapters, pooling == SPLADE)
     if _is_converted(model):
         return checkpoint.verify(_local(model))
-    source = _source(model, revision, offline, token, dense_path, adapters)
+    source = _source(model, revision, offline, token, choices)
     entry = _place(source, cache_dir)
     if not checkpoint.is_checkpoint(entry):
         raise CheckpointError(f"{source.name} is not converted yet: there is nothing to verify")
@@ -174,23 +209,24 @@ def convert_model(
     token: str | None = None,
     dense_path: str | None = None,
     adapters: Adapters = NO_ADAPTERS,
+    pooling: str | None = None,
 ) -> ModelSpec:
     """Convert a Hugging Face directory or a hub id to a checkpoint at `out`, without the cache.
 
     The other arguments are those of `resolve`. Returns the spec, of several routes the main one.
     Raises CheckpointError if the model cannot be converted; then nothing is written.
     """
+    choices = Choices(dense_path, adapters, pooling == SPLADE)
     if _is_converted(model):
         raise CheckpointError(f"{model} is converted already")
-    source = _source(model, revision, offline, token, dense_path, adapters)
+    source = _source(model, revision, offline, token, choices)
     source.prepare()
     return _converters().convert(
         source.folder,
         out,
         name=source.name,
         revision=source.revision,
-        dense_path=dense_path,
-        adapters=adapters,
+        **choices.arguments,
     )
 
 
@@ -212,7 +248,7 @@ def fetch_source(
             f"{model} is a converted checkpoint, which other libraries cannot read; give what it "
             f"was made from, {made_from}"
         )
-    source = _source(model, revision, offline, token, None, NO_ADAPTERS)
+    source = _source(model, revision, offline, token, Choices())
     source.prepare()
     return source
 
@@ -222,34 +258,36 @@ def _source(
     revision: str | None,
     offline: bool,
     token: str | None,
-    dense_path: str | None,
-    adapters: Adapters,
+    choices: Choices,
 ) -> Source:
     """The source of a model: a directory, the default model's package, or the hub."""
     name = model or DEFAULT_MODEL
     if model is not None and _is_path(model):
         if revision is not None:
             raise CheckpointError(f"revision {revision!r} was asked of {model}, a directory")
-        return _directory(name, _local(model), dense_path, adapters)
+        return _directory(name, _local(model), choices)
     if (folder := _packaged(name, revision)) is not None:
-        return _directory(name, folder, dense_path, adapters)
-    return _download(name, revision, offline, token, dense_path, adapters)
+        return _directory(name, folder, choices)
+    return _download(name, revision, offline, token, choices)
 
 
-def _as_it_is(
-    folder: Path, revision: str | None, dense_path: str | None, adapters: Adapters
-) -> Path:
+def _as_it_is(folder: Path, revision: str | None, choices: Choices) -> Path:
     """Check that a converted checkpoint can be used unchanged, and return it."""
     spec = checkpoint.load_routes(folder).main
     if revision is not None:
         raise CheckpointError(f"revision {revision!r} was asked of {folder}, a directory")
-    if dense_path is not None:
+    if choices.dense_path is not None:
         raise CheckpointError(
             f"{folder} is converted already; give the dense path when converting its source"
         )
-    if adapters:
+    if choices.adapters:
         raise CheckpointError(
             f"{folder} is converted already; give --adapter when converting its source"
+        )
+    if choices.splade and spec.primary != "sparse":
+        raise CheckpointError(
+            f"{folder} is converted already, and not for weights of terms; give --pooling splade "
+            "when converting its source"
         )
     if spec.task == "rerank" and checkpoint.leaves_token_types_open(folder):
         logger.warning(
@@ -294,11 +332,11 @@ def _packaged(name: str, revision: str | None) -> Path | None:
     return None
 
 
-def _directory(name: str, folder: Path, dense_path: str | None, adapters: Adapters) -> Source:
+def _directory(name: str, folder: Path, choices: Choices) -> Source:
     """The source in a local directory. Its fingerprint changes with the name, size or
     modification time of any file."""
-    key = _entry(name, str(folder), dense_path, *_folders(adapters))
-    digest = _hash(_files(folder), dense_path, FORMAT_VERSION, *_contents(adapters))
+    key = _entry(name, str(folder), *choices.identity)
+    digest = _hash(_files(folder), choices.dense_path, FORMAT_VERSION, *choices.contents)
     return Source(name, folder, key, digest)
 
 
@@ -312,23 +350,12 @@ def _files(folder: Path) -> list[tuple[str, int, int]]:
     return files
 
 
-def _folders(adapters: Adapters) -> list[str]:
-    """Which adapters these are, as part of a key; empty without any."""
-    return [f"{name}={Path(folder).resolve()}" for name, folder in adapters.items()]
-
-
-def _contents(adapters: Adapters) -> list[Any]:
-    """What the content of adapters depends on, as part of a fingerprint; empty without any."""
-    return [(name, _files(Path(folder))) for name, folder in adapters.items()]
-
-
 def _download(
     name: str,
     revision: str | None,
     offline: bool,
     token: str | None,
-    dense_path: str | None,
-    adapters: Adapters,
+    choices: Choices,
 ) -> Source:
     """The source on the hub. Downloads its small files; its `prepare` downloads the weights."""
     folder = _snapshot(name, revision, offline, token, DESCRIPTIONS)
@@ -343,18 +370,18 @@ def _download(
                     break
 
     def prepare() -> None:
-        _outline(source, dense_path, adapters)  # refuse before gigabytes are downloaded
+        _outline(source, choices)  # refuse before gigabytes are downloaded
         started = time.monotonic()
-        fetch(_converters().weight_folders(folder, dense_path))
+        fetch(_converters().weight_folders(folder, choices.dense_path))
         logger.info("%s (%s) is here after %.1f s", name, commit, time.monotonic() - started)
 
-    key = _entry(name, commit, dense_path, *_folders(adapters))
-    fingerprint = _hash(commit, dense_path, FORMAT_VERSION, *_contents(adapters))
+    key = _entry(name, commit, *choices.identity)
+    fingerprint = _hash(commit, choices.dense_path, FORMAT_VERSION, *choices.contents)
     source = Source(name, folder, key, fingerprint, commit, prepare, fetch)
     return source
 
 
-def _outline(source: Source, dense_path: str | None, adapters: Adapters) -> Routes:
+def _outline(source: Source, choices: Choices) -> Routes:
     """The specs that converting the source would give, from its small files. Raises
     CheckpointError."""
     source.fetch(_converters().folders_read(source.folder))
@@ -362,8 +389,7 @@ def _outline(source: Source, dense_path: str | None, adapters: Adapters) -> Rout
         source.folder,
         name=source.name,
         revision=source.revision,
-        dense_path=dense_path,
-        adapters=adapters,
+        **choices.arguments,
     )
     return Routes({route: outline.spec for route, outline in routes.items()}, default)
 
@@ -407,7 +433,7 @@ def _snapshot(
     return Path(folder)
 
 
-def _cached(source: Source, cache_dir: Path, dense_path: str | None, adapters: Adapters) -> Path:
+def _cached(source: Source, cache_dir: Path, choices: Choices) -> Path:
     """The checkpoint of the source in the cache; the first process that needs it converts it."""
     entry = _place(source, cache_dir)
     if _is_current(entry, source):
@@ -416,7 +442,7 @@ def _cached(source: Source, cache_dir: Path, dense_path: str | None, adapters: A
         _make_cache(entry.parent)
         with _locked(entry, source.name):
             if not _is_current(entry, source):  # another process may have converted it meanwhile
-                _convert(source, entry, dense_path, adapters)
+                _convert(source, entry, choices)
     _remove_unused(source, entry)
     return entry
 
@@ -433,7 +459,7 @@ def _remove_unused(source: Source, entry: Path) -> None:
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def _convert(source: Source, entry: Path, dense_path: str | None, adapters: Adapters) -> None:
+def _convert(source: Source, entry: Path, choices: Choices) -> None:
     """Convert a source into the cache entry, and write its record. Raises CheckpointError."""
     converters = _converters()
     source.prepare()
@@ -448,8 +474,7 @@ def _convert(source: Source, entry: Path, dense_path: str | None, adapters: Adap
         entry,
         name=source.name,
         revision=source.revision,
-        dense_path=dense_path,
-        adapters=adapters,
+        **choices.arguments,
     )
     entry.chmod(0o700)  # whatever the umask is: `_place` refuses what others can write
     record = Record(source.name, source.fingerprint, _sizes(entry))

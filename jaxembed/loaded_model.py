@@ -25,7 +25,7 @@ from jaxembed.processors.text import DECODED_BYTES, PIECE_BYTES, TextProcessor
 from jaxembed.ranges import load_ranges
 from jaxembed.request import Answer, Request
 from jaxembed.runner import RequestRunner, runner_of
-from jaxembed.spec import ModelSpec, Pooling, Routes
+from jaxembed.spec import ModelSpec, Pooling, PoolingChoice, Routes
 from jaxembed.tasks import KIND, Tasks
 from jaxembed.telemetry import Telemetry
 
@@ -76,7 +76,7 @@ class LoadedModel:
         token: str | None = None,
         dense_path: str | None = None,
         adapters: Mapping[str, str | Path] | None = None,
-        pooling: Pooling | None = None,
+        pooling: PoolingChoice | None = None,
         cache_dir: Path | None = None,
         config: EngineConfig | None = None,
         text: TextConfig | None = None,
@@ -95,10 +95,11 @@ class LoadedModel:
             token=token,
             dense_path=dense_path,
             adapters=adapter_folders(adapters),
+            pooling=pooling,
         )
         self.name = model or hub.DEFAULT_MODEL
         specs = checkpoint.load_routes(path)
-        if pooling is not None:
+        if pooling is not None and pooling != "splade":  # that is the head's, and converted
             specs = Routes({"": _pooled(specs, pooling)})
         self._load(path, specs, cache_dir, capacity, on_progress)
         if wait:
@@ -380,10 +381,9 @@ def _pooled(routes: Routes, pooling: Pooling) -> ModelSpec:
             f"--pooling {pooling} is for embedding models; this is {KIND[spec.task]}, and its head "
             "takes only the pooling it was trained with"
         )
-    if "dense" not in spec.heads:
+    if spec.primary != "dense":
         raise ConfigError(
-            f"--pooling {pooling}: this checkpoint gives {', '.join(spec.heads)}, which no pooling "
-            "makes"
+            f"--pooling {pooling}: this checkpoint pools nothing; its head gives {spec.primary}"
         )
     head = spec.dense
     if len(head.pooling) > 1:

@@ -13,6 +13,10 @@ FORMAT_VERSION = 3  # of what is written; docs/versions.md says when it grows
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken"]
 """In the order in which several are concatenated, which is that of sentence-transformers."""
 
+PoolingChoice = Pooling | Literal["splade"]
+"""What a model may be loaded with: another pooling, or the weights of terms of its masked-LM head,
+by TEI's name."""
+
 Activation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh", "silu", "sigmoid"]
 
 DType = Literal["float32", "bfloat16", "float16"]

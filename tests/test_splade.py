@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import sources
@@ -15,10 +16,11 @@ from safetensors.numpy import load_file
 from scipy.special import erf
 
 from converters import bert, convert, folders_read, outline, outline_routes
-from jaxembed import Embedder, EngineConfig, checkpoint
-from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
+from jaxembed import Embedder, EngineConfig, checkpoint, hub
+from jaxembed.errors import CheckpointError, ConfigError, ConversionError, UnsupportedModel
 from jaxembed.models.heads import padded_terms
-from jaxembed.spec import NO_LIMIT, Vocabulary
+from jaxembed.spec import NO_LIMIT, PoolingChoice, Vocabulary
+from jaxembed.verify import verification
 from jaxembed.work import SparseRows
 
 TEXTS = ["hello world", "a", "unhappy hello ab hello world a a", "un", "world"]
@@ -26,7 +28,7 @@ TERMS = len(sources.WORDS)
 POOLING = "1_SpladePooling/config.json"
 OF_MODEL = "config_sentence_transformers.json"
 
-Make = Callable[[Path], Embedder]
+Make = Callable[..., Embedder]
 
 
 @pytest.fixture(name="make")
@@ -37,8 +39,9 @@ def _make(tmp_path) -> Iterator[Make]:
     grid.write_text(json.dumps({"buckets": [[2, 24]]}))
     config = EngineConfig(dtype="float32", devices=1, buckets=grid, max_batch_tokens=48)
 
-    def make(source: Path) -> Embedder:
-        opened.append(Embedder(str(source), cache_dir=tmp_path / "cache", config=config))
+    def make(source: Path, pooling: PoolingChoice | None = None) -> Embedder:
+        cache = tmp_path / "cache"
+        opened.append(Embedder(str(source), cache_dir=cache, config=config, pooling=pooling))
         return opened[-1]
 
     yield make
@@ -386,3 +389,75 @@ def test_routes_of_different_outputs_are_refused(tmp_path):
     (source / OF_MODEL).unlink()
     with pytest.raises(UnsupportedModel, match="dense of query, sparse of document"):
         outline_routes(source)
+
+
+def raw(folder: Path) -> Path:
+    """A masked language model as its authors publish it, without files of sentence-transformers."""
+    source = sources.write_masked_lm(folder)
+    (source / "sentence_bert_config.json").unlink()
+    sources.write_json(source / "tokenizer_config.json", {"model_max_length": 16})
+    return source
+
+
+def test_a_masked_lm_is_a_sparse_encoder_where_that_is_asked_for(make, tmp_path):
+    """With the weights of one that says so by itself; otherwise it embeds, as ever."""
+    source = raw(tmp_path / "raw")
+    wanted = make(sources.write_splade(tmp_path / "said")).compute(TEXTS, ["sparse"])["sparse"]
+    asked = make(source, pooling="splade")
+    got = asked.compute(TEXTS, ["sparse"])["sparse"]
+    np.testing.assert_array_equal(as_dense(got), as_dense(wanted))
+    assert list(asked.spec.heads) == ["sparse"]
+    assert list(make(source).spec.heads) == ["dense"]
+
+
+def test_what_is_converted_as_a_sparse_encoder_stays_one(make, tmp_path):
+    cache = tmp_path / "cache"
+    spec = hub.convert_model(str(raw(tmp_path / "raw")), tmp_path / "out", pooling="splade")
+    assert spec.primary == "sparse"
+    assert hub.resolve(str(tmp_path / "out"), cache_dir=cache) == tmp_path / "out"
+    assert hub.resolve(str(tmp_path / "out"), cache_dir=cache, pooling="splade").is_dir()
+    assert hub.describe_model(str(tmp_path / "raw"), cache_dir=cache, pooling="splade").main == (
+        msgspec.structs.replace(spec, content_hash="", written_by=None)
+    )
+    with pytest.raises(ConfigError, match="--pooling cls: this checkpoint pools nothing"):
+        make(tmp_path / "out", pooling="cls")
+
+
+def test_what_is_converted_without_its_head_cannot_be_a_sparse_encoder(tmp_path):
+    hub.convert_model(str(raw(tmp_path / "raw")), tmp_path / "out")
+    with pytest.raises(CheckpointError, match="give --pooling splade when converting its source"):
+        hub.resolve(str(tmp_path / "out"), cache_dir=tmp_path / "cache", pooling="splade")
+
+
+@pytest.mark.parametrize("kind", ["splade", "router"])
+def test_a_sparse_encoder_may_be_asked_to_be_one(tmp_path, kind):
+    if kind == "splade":
+        source = sources.write_splade(tmp_path / "source")
+    else:
+        source = sources.write_sparse_router(tmp_path / "source", weights_of_terms())
+    plain, asked = outline_routes(source), outline_routes(source, splade=True)
+    assert {name: one.spec for name, one in plain[0].items()} == {
+        name: one.spec for name, one in asked[0].items()
+    }
+
+
+def test_other_models_cannot_be_asked_to_be_sparse_encoders(tmp_path):
+    embedder = sources.write_sentence_bert(tmp_path / "embedder")
+    tower = sources.write_bert(tmp_path / "tower")
+    nameless = sources.write_bert(tmp_path / "nameless", architectures=None)
+    for source, message in [
+        (embedder, "modules.json of .* says otherwise"),
+        (tower, "config.json of .* names BertModel; known: classes ...ForMaskedLM"),
+        (nameless, "names no class"),
+    ]:
+        with pytest.raises(UnsupportedModel, match=message):
+            outline_routes(source, splade=True)
+
+
+def test_verify_refuses_sparse_encoders_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(verification, "check_installed", lambda: None)
+    source = {"cache_dir": tmp_path / "cache"}
+    with pytest.raises(ConfigError, match="is a sparse encoder; only vectors and"):
+        verification.verify_model(
+            str(sources.write_splade(tmp_path / "source")), [], source=source, config=EngineConfig()
+        )

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from jaxembed.cli.logs import configure_logging
-from jaxembed.cli.options import MODEL_OPTIONS
+from jaxembed.cli.options import MODEL_OPTIONS, SPLADE_FLAG
 from jaxembed.cli.settings import model_source
 
 
@@ -15,6 +15,7 @@ from jaxembed.cli.settings import model_source
 @click.argument("model")
 @click.argument("out", type=click.Path(path_type=Path))
 @MODEL_OPTIONS
+@SPLADE_FLAG
 def convert_command(model: str, out: Path, **flags: Any) -> None:
     """Convert MODEL, a Hugging Face directory or a hub id, to the checkpoint directory OUT."""
     configure_logging()

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from jaxembed.cli.logs import configure_logging
-from jaxembed.cli.options import MODEL_OPTIONS
+from jaxembed.cli.options import MODEL_OPTIONS, SPLADE_FLAG
 from jaxembed.cli.settings import model_source
 
 
@@ -16,6 +16,7 @@ from jaxembed.cli.settings import model_source
     "--verify", is_flag=True, help="Compare the files of a converted model with their digests."
 )
 @MODEL_OPTIONS
+@SPLADE_FLAG
 def info_command(model: str | None, verify: bool, **flags: Any) -> None:
     """Say what MODEL is: task, outputs, limits, pooling, prompts, size. Converts nothing."""
     configure_logging()

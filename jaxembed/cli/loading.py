@@ -3,7 +3,6 @@
 from typing import Any
 
 from jaxembed.cli.jax_setup import configure_jax
-from jaxembed.cli.options import POOLING_CHOICES
 from jaxembed.cli.progress import compile_bar
 from jaxembed.cli.settings import engine_config, model_source, text_config
 from jaxembed.errors import ConfigError, WrongTask
@@ -17,7 +16,6 @@ def load_embedder(model: str | None, flags: dict[str, Any], **options: Any):
     return Embedder(
         model,
         **model_source(flags),
-        pooling=POOLING_CHOICES[flags["pooling"]] if flags["pooling"] else None,
         config=engine_config(flags),
         text=text_config(flags),
         on_progress=compile_bar(),

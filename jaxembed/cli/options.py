@@ -11,10 +11,15 @@ import click
 from jaxembed.adapter_folders import adapter_folders
 from jaxembed.config import EngineConfig
 from jaxembed.errors import CheckpointError
-from jaxembed.spec import DType, Pooling
+from jaxembed.spec import DType, PoolingChoice
 
 # TEI's names of poolings, which --pooling takes.
-POOLING_CHOICES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "last-token": "lasttoken"}
+POOLING_CHOICES: dict[str, PoolingChoice] = {
+    "cls": "cls",
+    "mean": "mean",
+    "last-token": "lasttoken",
+    "splade": "splade",
+}
 
 
 class FiniteRange(click.FloatRange):
@@ -63,6 +68,12 @@ FIELD_FLAG = click.option(
     "--field", default="text", show_default=True, help="Of objects in a .jsonl file."
 )
 
+SPLADE_FLAG = tei_option(
+    "--pooling",
+    type=click.Choice(["splade"]),
+    help="Make a sparse encoder of a masked language model that has no modules.json.",
+)
+
 MODEL_OPTIONS = together(
     tei_option("--revision", help="Branch, tag or commit of a hub model."),
     click.option("--offline", is_flag=True, help="Use only what is downloaded already."),
@@ -95,7 +106,8 @@ ENGINE_OPTIONS = together(
     tei_option(
         "--pooling",
         type=click.Choice(list(POOLING_CHOICES)),
-        help="Pool this way instead of as the checkpoint says.",
+        help="Pool this way instead of as the checkpoint says; splade: weigh terms by the head of "
+        "a masked language model.",
     ),
     tei_option(
         "--dtype",

@@ -6,6 +6,7 @@
 import os
 from typing import Any
 
+from jaxembed.cli.options import POOLING_CHOICES
 from jaxembed.config import EngineConfig, TextConfig
 
 
@@ -23,6 +24,7 @@ def model_source(flags: dict[str, Any]) -> dict[str, Any]:
         "dense_path": flags["dense_path"],
         "adapters": flags["adapter"],
         "cache_dir": flags["cache_dir"],
+        "pooling": flags["pooling"] and POOLING_CHOICES[flags["pooling"]],
     }
 
 

