@@ -223,6 +223,12 @@ def outline_routes(
         raise UnsupportedModel(
             f"{source}: its route {own[0]} has adapters, and a model with several routes takes none"
         )
+    _check_comparable(source, routes)
+    return routes, router.default
+
+
+def _check_comparable(source: Path, routes: Mapping[str, Outline]) -> None:
+    """Raise UnsupportedModel for routes whose outputs differ in kind or width."""
     outputs = {route: model.spec.primary for route, model in routes.items()}
     if len(set(outputs.values())) > 1:
         shown = ", ".join(f"{output} of {route}" for route, output in outputs.items())
@@ -235,7 +241,6 @@ def outline_routes(
         raise UnsupportedModel(
             f"{source}: the vectors of its routes differ in width: {shown}; they are never compared"
         )
-    return routes, router.default
 
 
 def outline(
