@@ -9,9 +9,10 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 import orjson
@@ -21,10 +22,12 @@ from jaxembed.errors import ConfigError, InvalidInput
 from jaxembed.files import replacing
 from jaxembed.options import EncodeOptions
 from jaxembed.output_path import check_output
+from jaxembed.outputs import OutputName
 from jaxembed.postprocess import shape_vectors
 from jaxembed.ranges import KeptRanges
 from jaxembed.tasks import check_dimensions
 
+DENSE: tuple[OutputName, ...] = ("dense",)
 TEXTS_A_CALL = 1024  # texts encoded in one call
 FEWEST_TEXTS = 2  # that have a range; as in sentence-transformers
 ENOUGH_TEXTS = 100  # for ranges that other texts keep to; fewer warn in sentence-transformers too
@@ -43,9 +46,14 @@ def read_text_file(path: str, field: str = "text") -> Iterator[str]:
     return _texts(_open(path), path, field)
 
 
-def check_vectors_path(out: Path) -> None:
-    """Raise ConfigError unless vectors can be written there."""
+def check_vectors_path(out: Path, outputs: Sequence[OutputName] = DENSE) -> None:
+    """Raise ConfigError unless these outputs can be written there."""
     check_output(out, "--output", WRITERS)
+    if out.suffix == ".npy" and tuple(outputs) != DENSE:
+        raise ConfigError(
+            f"--output {out}: .npy holds dense vectors alone, and --outputs has "
+            f"{', '.join(outputs)}; write .jsonl"
+        )
 
 
 def embed_file(
@@ -53,23 +61,26 @@ def embed_file(
     texts: Iterator[str],
     out: Path,
     *,
+    outputs: Sequence[OutputName] = DENSE,
     on_progress: Callable[[int], object] = lambda count: None,
     **options,
 ) -> int:
     """Encode all texts and write their vectors in order. Returns the number of texts.
 
     The suffix of `out` chooses .npy (`[texts, dim]`, of the `output_dtype`) or .jsonl (one array a
-    line).
+    line). With other `outputs` than the dense vector a line of .jsonl is an object with each by its
+    name, a sparse one as `indices` and `values`; .npy has no place for them.
     `options` are the fields of EncodeOptions. `on_progress` is called with the number of texts of
     each chunk. On failure `out` is not changed. Raises ConfigError for a wrong path, and the errors
     of `texts` and of `Embedder.encode`.
     """
-    check_vectors_path(out)
-    with replacing(out) as partial, partial.open("w+b") as file:
-        writer = WRITERS[out.suffix](file, embedder.encode([], **options))
-        for vectors in _encoded(embedder, texts, options):
-            writer.write(vectors)
-            on_progress(len(vectors))
+    check_vectors_path(out, outputs)
+    encode = partial(_rows, embedder, outputs, options)
+    with replacing(out) as unfinished, unfinished.open("w+b") as file:
+        writer = WRITERS[out.suffix](file, encode([]))
+        for rows in _encoded(encode, texts):
+            writer.write(rows)
+            on_progress(len(rows))
         return writer.finish()
 
 
@@ -94,7 +105,8 @@ def measure_ranges(
     low = [np.full(kind.dimensions, np.inf, np.float32) for kind in kinds]
     high = [np.full(kind.dimensions, -np.inf, np.float32) for kind in kinds]
     count = 0
-    for vectors in _encoded(embedder, texts, options | {"normalize": False}):
+    encode = partial(embedder.encode, **options, normalize=False)
+    for vectors in _encoded(encode, texts):
         for kind, lowest, highest in zip(kinds, low, high, strict=True):
             shaped = shape_vectors(vectors, dimensions=kind.dimensions, normalize=True)
             np.minimum(lowest, shaped.min(axis=0), out=lowest)
@@ -112,13 +124,29 @@ def measure_ranges(
     ]
 
 
-def _encoded(embedder: Embedder, texts: Iterator[str], options: dict) -> Iterator[np.ndarray]:
-    """The vectors chunk by chunk; a few chunks are computed at a time."""
-    at_work: deque[Future[np.ndarray]] = deque()
+def _rows(
+    embedder: Embedder, outputs: Sequence[OutputName], options: dict, texts: list[str]
+) -> Any:
+    """The dense vectors of some texts `[texts, dim]`, or an object for JSON of each text's
+    outputs."""
+    if tuple(outputs) == DENSE:
+        return embedder.encode(texts, **options)
+    found = embedder.encode_outputs(texts, outputs, **options)
+    if "sparse" in found:
+        rows = found["sparse"]
+        pairs = zip(rows.indices, rows.values, strict=True)
+        found["sparse"] = [{"indices": indices, "values": values} for indices, values in pairs]
+    columns = [list(found[name]) for name in outputs]
+    return [dict(zip(outputs, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _encoded(encode: Callable[[list[str]], Any], texts: Iterator[str]) -> Iterator[Any]:
+    """What `encode` gives chunk by chunk; a few chunks are computed at a time."""
+    at_work: deque[Future] = deque()
     with ThreadPoolExecutor(CHUNKS_AHEAD) as pool:
         try:
             while chunk := list(islice(texts, TEXTS_A_CALL)):
-                at_work.append(pool.submit(embedder.encode, chunk, **options))
+                at_work.append(pool.submit(encode, chunk))
                 if len(at_work) == CHUNKS_AHEAD:
                     yield at_work.popleft().result()
             while at_work:
@@ -132,8 +160,8 @@ def _encoded(embedder: Embedder, texts: Iterator[str], options: dict) -> Iterato
 class Writer(Protocol):
     """A format of vector files."""
 
-    def write(self, vectors: np.ndarray) -> None:
-        """Append vectors `[rows, width]`."""
+    def write(self, rows: Any) -> None:
+        """Append the rows of some texts."""
         ...
 
     def finish(self) -> int:
@@ -152,10 +180,10 @@ class NpyWriter:
         self._rows = 0
         self._header()
 
-    def write(self, vectors: np.ndarray) -> None:
+    def write(self, rows: np.ndarray) -> None:
         """Append vectors `[rows, width]`."""
-        self._file.write(np.ascontiguousarray(vectors, self._dtype).data)
-        self._rows += len(vectors)
+        self._file.write(np.ascontiguousarray(rows, self._dtype).data)
+        self._rows += len(rows)
 
     def finish(self) -> int:
         """Write the final header, and return the number of vectors."""
@@ -170,26 +198,26 @@ class NpyWriter:
 
 
 class JsonlWriter:
-    """Writes each vector as one JSON array in a line."""
+    """Writes each vector as one JSON array in a line, each object as one in a line."""
 
-    def __init__(self, file: BinaryIO, none: np.ndarray):
+    def __init__(self, file: BinaryIO, none: Any):
         self._file = file
         self._rows = 0
         del none  # only .npy needs it
 
-    def write(self, vectors: np.ndarray) -> None:
-        """Append vectors `[rows, width]`."""
-        for row in vectors:
+    def write(self, rows: np.ndarray | list[dict]) -> None:
+        """Append vectors `[rows, width]`, or objects."""
+        for row in rows:
             self._file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY))
             self._file.write(b"\n")
-        self._rows += len(vectors)
+        self._rows += len(rows)
 
     def finish(self) -> int:
         """Return the number of vectors."""
         return self._rows
 
 
-WRITERS: dict[str, Callable[[BinaryIO, np.ndarray], Writer]] = {
+WRITERS: dict[str, Callable[[BinaryIO, Any], Writer]] = {
     ".npy": NpyWriter,
     ".jsonl": JsonlWriter,
 }

@@ -8,7 +8,7 @@ from jaxembed.outputs import REPRESENTATIONS, OutputName
 
 NO_LIMIT = 2**19  # tokens of an input to a model that cuts nothing; no text that is read has more
 
-FORMAT_VERSION = 3  # of what is written; docs/versions.md says when it grows
+FORMAT_VERSION = 4  # of what is written; docs/versions.md says when it grows
 
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken"]
 """In the order in which several are concatenated, which is that of sentence-transformers."""

@@ -348,7 +348,7 @@ def test_a_checkpoint_without_heads_is_read_with_the_heads_of_today(
     assert checkpoint.load_params(tmp_path / "new", saved).keys() == loaded.keys()
 
 
-@pytest.mark.parametrize("heads", [{}, {"sparse": {"type": "pooled", "pooling": ["cls"]}}, None])
+@pytest.mark.parametrize("heads", [{}, {"colour": {"type": "pooled", "pooling": ["cls"]}}, None])
 def test_a_manifest_without_a_known_head_is_refused(tmp_path, spec, heads):
     checkpoint.save(tmp_path / "out", spec, random_params(), TOKENIZER)
     manifest = tmp_path / "out" / "manifest.json"

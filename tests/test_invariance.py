@@ -17,7 +17,7 @@ from jaxembed.engine.replica import Replica
 from jaxembed.engine.ticket import Entry
 from jaxembed.models import ARCHITECTURES, attention, disentangled, program, random_parameters
 from jaxembed.models.pooling import POOLINGS
-from jaxembed.spec import DenseLayer, LayerNormLayer
+from jaxembed.spec import DenseLayer, LayerNormLayer, Vocabulary
 from jaxembed.work import Encoding
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -45,6 +45,10 @@ HEADS = {
         "pooling": ("lasttoken",),
         "modules": (DenseLayer(32, 1, bias=False, activation="identity"),),
     },
+    "vocabulary, maximum": {
+        "heads": {"dense": Vocabulary(40, 32, (DenseLayer(32, 32, activation="gelu"),))}
+    },
+    "vocabulary, sum": {"heads": {"dense": Vocabulary(40, 32, over_tokens="sum")}},
 }
 
 

@@ -1,5 +1,6 @@
 """The three heads of BGE-M3: from its files, in one pass, by its formulas."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,13 @@ from test_sparse import as_dense
 
 from converters import convert, weights
 from converters.m3 import SPARSE_FILE, VECTORS_FILE
+from jaxembed.bulk import embed_file
 from jaxembed.config import EngineConfig
 from jaxembed.embedder import Embedder
-from jaxembed.errors import InvalidInput, WrongTask
+from jaxembed.errors import ConfigError, InvalidInput, WrongTask
 from jaxembed.inputs import Text
 from jaxembed.options import EncodeOptions
+from jaxembed.outputs import OutputName
 
 SMALL = EngineConfig(max_batch_tokens=64)
 TEXTS = ["hello world unhappy ab a", "world", "a hello", "a a a"]
@@ -130,3 +133,18 @@ def test_a_model_with_one_head_gives_no_other():
     options = EncodeOptions(outputs=frozenset({"dense", "sparse"}))
     with pytest.raises(WrongTask, match="gives no sparse output, only dense"):
         FakeEmbedder().tasks.embed([Text("a")], options)
+
+
+def test_files_hold_an_object_for_each_text(embedder, tmp_path):
+    out = tmp_path / "out.jsonl"
+    names: tuple[OutputName, ...] = ("sparse", "dense")
+    assert embed_file(embedder, iter(TEXTS), out, outputs=names) == len(TEXTS)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    wanted = embedder.encode_outputs(TEXTS, names)
+    for number, line in enumerate(lines):
+        assert list(line) == list(names)
+        assert line["sparse"]["indices"] == wanted["sparse"].indices[number].tolist()
+        np.testing.assert_allclose(line["sparse"]["values"], wanted["sparse"].values[number])
+        np.testing.assert_allclose(line["dense"], wanted["dense"][number], rtol=1e-6)
+    with pytest.raises(ConfigError, match=r"\.npy holds dense vectors alone"):
+        embed_file(embedder, iter(TEXTS), tmp_path / "out.npy", outputs=names)

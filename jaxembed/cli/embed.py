@@ -3,7 +3,7 @@
 import logging
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import click
 
@@ -16,6 +16,8 @@ from jaxembed.cli.options import (
     MODEL_OPTIONS,
     TEXT_OPTIONS,
 )
+from jaxembed.errors import ConfigError
+from jaxembed.outputs import REPRESENTATIONS, OutputName
 from jaxembed.quantise import EmbeddingDtype
 
 logger = logging.getLogger("jaxembed")
@@ -38,6 +40,17 @@ logger = logging.getLogger("jaxembed")
     show_default=True,
     help="int8 and uint8 need ranges: see `jaxembed calibrate`.",
 )
+@click.option(
+    "--outputs",
+    type=click.Choice(REPRESENTATIONS),
+    multiple=True,
+    default=("dense",),
+    show_default=True,
+    help="What the model gives for a text; repeat it for several, which need .jsonl.",
+)
+@click.option(
+    "--role", type=click.Choice(("query", "document")), help="What the texts are, to the model."
+)
 @MODEL_OPTIONS
 @ENGINE_OPTIONS
 @TEXT_OPTIONS
@@ -50,9 +63,11 @@ def embed_command(
     adapter_name: str | None,
     dimensions: int | None,
     output_dtype: EmbeddingDtype,
+    outputs: tuple[OutputName, ...],
+    role: Literal["query", "document"] | None,
     **flags: Any,
 ) -> None:
-    """Embed a file of texts into a file of vectors.
+    """Embed a file of texts into a file of vectors, or of other outputs of the model.
 
     TEXTS is a .txt file with one text a line, a .jsonl file with a string or an object a line, or
     - for standard input with one text a line.
@@ -63,7 +78,10 @@ def embed_command(
     from jaxembed.bulk import check_vectors_path, embed_file, read_text_file
 
     lines = read_text_file(texts, field)  # a missing file is reported before a long load
-    check_vectors_path(output)
+    outputs = tuple(dict.fromkeys(outputs))
+    check_vectors_path(output, outputs)
+    if role is not None and outputs == ("dense",):
+        raise ConfigError("--role is for other outputs than dense; name a prompt by --prompt-name")
     refuse_without_vectors(model, prompt_name, flags)
     embedder = load_embedder(model, flags)
     started_at = time.monotonic()
@@ -72,11 +90,13 @@ def embed_command(
             embedder,
             lines,
             output,
+            outputs=outputs,
             on_progress=bar.update,
             prompt_name=prompt_name,
             adapter=adapter_name,
             dimensions=dimensions,
             output_dtype=output_dtype,
+            **({} if role is None else {"role": role}),
         )
     seconds = time.monotonic() - started_at
     embedder.close()
