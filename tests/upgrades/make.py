@@ -46,6 +46,8 @@ VERSIONS = {
     "format-2-dense": Version("3610ae5", "bert_concatenated"),
     # heads with names
     "format-3": Version("712725a", "bert_concatenated", tunes=True),
+    # further kinds of heads
+    "format-4": Version("4621e74", "bert_concatenated", tunes=True),
 }
 
 # Run in each version. Costs are kept by those that tune, of a busy machine too: nobody uses these.
