@@ -1,8 +1,9 @@
-"""The example of hybrid search, and the benchmark that scores it."""
+"""The example of hybrid search, the page that shows it, and the benchmark that scores it."""
 
 import gzip
 import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from test_sparse import as_dense
 from benchmarks import eval_hybrid
 from jaxembed import EngineConfig
 
+ROOT = Path(__file__).parent.parent
 DOCUMENTS = dict(zip("abcd", TEXTS, strict=True))
 QUERY = "hello a"
 
@@ -51,6 +53,12 @@ def _models(tmp_path):
 
 def best(scores: np.ndarray) -> list[str]:
     return [list(DOCUMENTS)[k] for k in np.argsort(-scores, kind="stable")]
+
+
+def test_the_page_has_the_whole_program():
+    page = (ROOT / "docs" / "how-to" / "hybrid-search.md").read_text()
+    program = (ROOT / "examples" / "hybrid_search.py").read_text()
+    assert f"```python\n{program}```\n" in page
 
 
 def test_each_ranking_is_by_its_own_products_and_fusion_adds_their_ranks(example, client, embedder):
