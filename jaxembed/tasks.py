@@ -119,6 +119,12 @@ class Tasks:
                 "`dimensions` is for vectors; `max_active_dims` shortens sparse outputs",
                 field="dimensions",
             )
+        if options.output_dtype != "float" and options.outputs == {"sparse"}:
+            raise InvalidInput(
+                f"`output_dtype` of {options.output_dtype} is for vectors; weights of terms are "
+                "float",
+                field="output_dtype",
+            )
         for name in asked:
             check_dimensions(spec.widths[name], options.dimensions)
         most = options.max_active_dims
@@ -432,6 +438,11 @@ class Tasks:
 def _check_late(spec: ModelSpec, options: EncodeOptions) -> None:
     """Raise InvalidInput for a model without late chunking, and for options that it does not
     take."""
+    if "dense" not in spec.representations:
+        raise InvalidInput(
+            "late chunking is for models that give a dense vector, and this one gives "
+            f"{' and '.join(spec.representations)}"
+        )
     if options.outputs != {"dense"}:
         raise InvalidInput("a chunk has a dense vector and no other outputs", field="outputs")
     pooling = spec.dense.pooling

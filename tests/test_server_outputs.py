@@ -2,8 +2,10 @@
 
 import base64
 
+import msgspec
 import numpy as np
 import pytest
+from fake_embedder import M3, FakeEmbedder
 from test_m3 import TEXTS, _embedder, _files  # noqa: F401, fixtures
 from test_server_openai import ask
 from test_sparse import as_dense
@@ -12,6 +14,7 @@ from jaxembed.server.models import Models
 from jaxembed.work import SparseRows
 
 ALL = ["dense", "sparse", "multi_vector"]
+SEVERAL_VECTORS = msgspec.structs.replace(M3, heads={"multi_vector": M3.heads["multi_vector"]})
 
 
 def terms_of(items: list[dict], width: int) -> np.ndarray:
@@ -175,6 +178,11 @@ def test_the_library_ranks_as_the_server_does(embedder):
             {"input": ["a", "b"], "outputs": ["sparse"], "late_chunking": True},
             None,
         ),
+        (
+            "/v1/embeddings",
+            {"input": "a", "outputs": ["sparse"], "output_dtype": "ubinary"},
+            "output_dtype",
+        ),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "weights": [1, 2]}, "weights"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "weights": [0, 0, 0]}, "weights"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "weights": [-1, 1, 1]}, "weights"),
@@ -204,6 +212,46 @@ def test_a_model_without_the_output_is_refused_in_teis_words(path):
     response, body = ask({"inputs": "a"}, path=path)
     assert response.status_code == 424
     assert body["error"].startswith("Backend error: Model is not an embedding model with")
+
+
+@pytest.mark.parametrize(("path", "only"), [("/embed_sparse", ALL[1]), ("/embed_multi", ALL[2])])
+def test_a_route_of_one_output_takes_no_other_as_outputs(embedder, path, only):
+    for name in ALL:
+        asked = {"inputs": "a", "outputs": [name]}
+        response, body = ask(asked, path=path, embedder=embedder)
+        assert response.status_code == (200 if name == only else 422)
+        if name != only:
+            assert "`outputs` of " in body["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embed", {"texts": ["a"]}),
+        ("/v2/embed", {"texts": ["a"], "input_type": "query", "embedding_types": ["float"]}),
+        ("/v2/embed", {"texts": ["a"], "input_type": "query", "embedding_types": ["int8"]}),
+        ("/embed", {"inputs": "a"}),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
+    ],
+)
+def test_a_model_without_dense_vectors_is_refused_where_they_are_answered(path, body):
+    response, answer = ask(body, path=path, embedder=FakeEmbedder(spec=SEVERAL_VECTORS))
+    assert response.status_code in (400, 424), answer
+    assert "gives no dense output, only multi_vector" in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["a", "b"], "late_chunking": True}),
+        ("/v1/contextualizedembeddings", {"inputs": [["a", "b"]]}),
+    ],
+)
+def test_late_chunking_of_a_model_without_dense_vectors_blames_no_field(path, body):
+    response, answer = ask(body, path=path, embedder=FakeEmbedder(spec=SEVERAL_VECTORS))
+    assert response.status_code == 400
+    assert "give a dense vector, and this one gives multi_vector" in answer["error"]["message"]
+    assert answer["error"]["param"] is None
 
 
 def test_the_model_lists_what_it_can_do(embedder):

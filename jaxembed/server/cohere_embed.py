@@ -143,7 +143,11 @@ async def _embed(version: ApiVersion) -> Response:
 
         def options(loaded: LoadedModel) -> EncodeOptions:
             side = CUT_SIDES.get(body.truncate, "right")
-            chosen = replace(openai.options(request, loaded), truncation_side=side)
+            chosen = replace(
+                openai.options(request, loaded),
+                outputs=frozenset({"dense"}),  # no other is answered
+                truncation_side=side,
+            )
             ranges.update(_ranges(body, replace(chosen, adapter=meter.adapter), loaded))
             return chosen
 

@@ -2,6 +2,7 @@
 /embed_multi beside it, and Jina's /v1/multi-vector. Knows no devices."""
 
 from collections.abc import AsyncIterator
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -27,7 +28,7 @@ from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.openai import EmbeddingsRequest, answer_openai, purpose_of, role_asked
 from jaxembed.server.representations import TermNames, width_of
 from jaxembed.server.tei import SIDES, Direction
-from jaxembed.server.unsupported import ModelRequest
+from jaxembed.server.unsupported import ModelRequest, Unserved
 from jaxembed.server.vectors import VectorsRequest, add_dtype, asked_dtype
 
 blueprint = Blueprint("multi", __name__)
@@ -38,11 +39,14 @@ REFUSALS: dict[OutputName, str] = {
     "multi_vector": "Model is not an embedding model with several vectors for a text",
 }
 
+_ONE = "this route answers one output; /v1/embeddings and /embeddings take several"
+
 
 class EmbedSparseRequest(ModelRequest, kw_only=True):
     """TEI's fields, `input_type`, and how many terms are answered and how."""
 
     inputs: InputUnion
+    outputs: Annotated[Any, Unserved(_ONE, (["sparse"],))] = None
     truncate: bool | None = None
     truncation_direction: Direction = "right"
     prompt_name: str | None = None
@@ -57,6 +61,7 @@ class EmbedMultiRequest(VectorsRequest, kw_only=True):
     """The fields of /embed, and `input_type`: queries and documents may be treated differently."""
 
     inputs: InputUnion
+    outputs: Annotated[Any, Unserved(_ONE, (["multi_vector"],))] = None
     truncate: bool | None = None
     truncation_direction: Direction = "right"
     prompt_name: str | None = None
