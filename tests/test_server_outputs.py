@@ -214,6 +214,19 @@ def test_a_model_without_the_output_is_refused_in_teis_words(path):
     assert body["error"].startswith("Backend error: Model is not an embedding model with")
 
 
+def test_the_terms_of_embed_sparse_are_those_of_openais_route(embedder):
+    texts = [*TEXTS, '"', "."]  # unknown, so without terms
+    asked = {"input": texts, "outputs": ["sparse"], "return_tokens": True}
+    _, body = ask(asked, embedder=embedder)
+    asked = {"inputs": texts, "return_tokens": True}
+    _, lists = ask(asked, path="/embed_sparse", embedder=embedder)
+    assert [] in lists
+    for terms, item in zip(lists, body["data"], strict=True):
+        columns = item["sparse_embedding"]
+        for name, plural in (("index", "indices"), ("value", "values"), ("token", "tokens")):
+            assert [term[name] for term in terms] == columns[plural]
+
+
 @pytest.mark.parametrize(("path", "only"), [("/embed_sparse", ALL[1]), ("/embed_multi", ALL[2])])
 def test_a_route_of_one_output_takes_no_other_as_outputs(embedder, path, only):
     for name in ALL:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import orjson
 from quart import Blueprint, Response
 
 from jaxembed.errors import WrongTask
@@ -145,18 +146,22 @@ async def _answer(
 def _terms(answer: Embeddings, names: TermNames | None) -> AsyncIterator[bytes]:
     """A list of Terms for each input, in slices."""
 
-    def items(start: int, stop: int) -> list[list[dict]]:
+    def items(start: int, stop: int) -> list[orjson.Fragment]:
         return [_terms_of(answer, i, names) for i in range(start, stop)]
 
     return json_list(json_items(len(answer.sparse), 4 * width_of(answer), items))
 
 
-def _terms_of(answer: Embeddings, number: int, names: TermNames | None) -> list[dict]:
+def _terms_of(answer: Embeddings, number: int, names: TermNames | None) -> orjson.Fragment:
+    """The JSON of an input's Terms, written without a dict for each: there may be thousands."""
     indices, values = answer.sparse.indices[number], answer.sparse.values[number]
-    columns = {"index": indices.tolist(), "value": values}
+    numbers = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
+    pairs = zip(indices.tolist(), numbers, strict=False)  # without terms there is one empty number
+    terms = [b'{"index":%d,"value":%b' % pair for pair in pairs]
     if names is not None:
-        columns["token"] = names(columns["index"])
-    return [dict(zip(columns, term, strict=True)) for term in zip(*columns.values(), strict=True)]
+        shown = zip(terms, names(indices.tolist()), strict=True)
+        terms = [b'%b,"token":%b' % (term, orjson.dumps(name)) for term, name in shown]
+    return orjson.Fragment(b"[" + b"".join(b"%b}," % term for term in terms)[:-1] + b"]")
 
 
 async def _matrices(answer: Embeddings) -> Response:
