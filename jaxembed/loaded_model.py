@@ -199,16 +199,19 @@ class LoadedModel:
         """`run_async` for a server: admit the request first, as a part of the one that `held`
         counts for.
 
-        Raises also NoInputs, and Overloaded, RequestTooLarge or ShuttingDown before any work.
+        Raises also NoInputs, and Overloaded, RequestTooLarge or ShuttingDown before any work; the
+        first two also after it, if the answer is larger than such answers are.
         """
         if not request.items:
             raise NoInputs()
         route = self.routes[request.route]
         estimate = route.processor.estimate(request.inputs(), request.rules)
         with self.admission.admit(request.cost(route.spec, *estimate), held) as permit:
-            return await route.runner.run_async(
+            answer = await route.runner.run_async(
                 request, lambda *size: permit.correct(request.cost(route.spec, *size))
             )
+            permit.held.charge(request.excess_bytes(answer))
+            return answer
 
     async def tokenize_async(
         self,

@@ -95,8 +95,13 @@ class Request(ABC, Generic[Answer]):
             elif OUTPUTS[name].per == "slot":
                 input_bytes += row_bytes
             else:
-                token_bytes += row_bytes if name == "multi_vector" else row_bytes // 2
+                copies = 3 if name == "multi_vector" else 1  # rows are dropped, then normalised
+                token_bytes += copies * row_bytes // 2
         return Cost(sequences, tokens, sequences * input_bytes + tokens * token_bytes)
+
+    def excess_bytes(self, answer: Answer) -> int:
+        """The bytes of an answer beyond what `cost` counts for it."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,13 @@ class EncodeRequest(Request[Embeddings]):
             values["sparse"] = self._terms(spec, run)
             values.pop("token_weights", None)
         return Embeddings(values, **run.figures)
+
+    def excess_bytes(self, answer: Embeddings) -> int:
+        """Those of weights of terms: how many a text has, only its answer says."""
+        if "sparse" not in answer.values:
+            return 0
+        usual = TERMS_A_TOKEN * int(answer.num_tokens.sum())
+        return TERM_BYTES * max(sum(map(len, answer.sparse.values)) - usual, 0)
 
     def _shaped(self, vectors: np.ndarray, head: Head) -> np.ndarray:
         normalize = self.options.normalize

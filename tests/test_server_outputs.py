@@ -1,6 +1,7 @@
 """Dense, sparse and multi-vector outputs over HTTP, of a model that gives all three."""
 
 import base64
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -10,6 +11,10 @@ from test_m3 import TEXTS, _embedder, _files  # noqa: F401, fixtures
 from test_server_openai import ask
 from test_sparse import as_dense
 
+from jaxembed.inputs import Text
+from jaxembed.options import EncodeOptions
+from jaxembed.request import TERM_BYTES, TERMS_A_TOKEN, EncodeRequest
+from jaxembed.server import multi
 from jaxembed.server.models import Models
 from jaxembed.work import SparseRows
 
@@ -269,3 +274,32 @@ def test_late_chunking_of_a_model_without_dense_vectors_blames_no_field(path, bo
 
 def test_the_model_lists_what_it_can_do(embedder):
     assert Models([embedder]).find(None, "rerank") is embedder
+
+
+def test_weights_of_more_terms_than_texts_have_are_counted_once_they_are_known(embedder):
+    request = embedder.tasks.embed([Text("a")], EncodeOptions(outputs=frozenset({"sparse"})))
+    answer = embedder.run(request)
+    assert request.excess_bytes(answer) == 0
+    row = [np.arange(1000, dtype=np.int32)], [np.ones(1000, np.float32)]
+    many = replace(answer, values={"sparse": SparseRows(1000, *row)})
+    usual = TERMS_A_TOKEN * int(answer.num_tokens.sum())
+    assert request.excess_bytes(many) == TERM_BYTES * (1000 - usual)
+
+
+def test_an_answer_that_is_too_large_is_refused_and_let_go(embedder, monkeypatch):
+    monkeypatch.setattr(EncodeRequest, "excess_bytes", lambda self, answer: 10**12)
+    response, body = ask({"inputs": "a"}, path="/embed_sparse", embedder=embedder)
+    assert response.status_code == 422
+    assert "send less at a time or raise --max-queue-bytes" in body["error"]
+    assert embedder.admission.capacity.bytes == 0
+
+
+def test_raw_bytes_of_more_inputs_than_a_header_holds_are_refused(embedder, monkeypatch):
+    monkeypatch.setattr(multi, "MOST_COUNTS", 4)
+    octets = {"accept": "application/octet-stream"}
+    asked = {"inputs": ["a", "a", "a"]}
+    response, body = ask(asked, path="/embed_multi", embedder=embedder, headers=octets)
+    assert response.status_code == 422
+    assert "send fewer inputs, or accept JSON" in body["error"]
+    response, _ = ask(asked, path="/embed_multi", embedder=embedder)
+    assert response.status_code == 200

@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 from quart import Blueprint, Response
 
-from jaxembed.errors import WrongTask
+from jaxembed.errors import InvalidInput, WrongTask
 from jaxembed.inputs import Priority
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions
@@ -33,6 +33,8 @@ from jaxembed.server.unsupported import ModelRequest, Unserved
 from jaxembed.server.vectors import VectorsRequest, add_dtype, asked_dtype
 
 blueprint = Blueprint("multi", __name__)
+
+MOST_COUNTS = 4096  # characters of a header; aiohttp takes 8,190, nginx 4,096 or more
 
 # TEI's words, and theirs for the route that it lacks.
 REFUSALS: dict[OutputName, str] = {
@@ -170,7 +172,13 @@ async def _matrices(answer: Embeddings) -> Response:
     vectors = answer.multi_vector
     if not wants_octets():
         return await json_stream(json_matrices(vectors))
-    response = Response(to_bytes(vectors.values), content_type=OCTETS)
     counts = ",".join(map(str, np.diff(vectors.offsets).tolist()))
+    if len(counts) > MOST_COUNTS:
+        raise InvalidInput(
+            f"raw bytes of {len(vectors)} inputs need a header of {len(counts)} characters, and "
+            f"clients take {MOST_COUNTS}; send fewer inputs, or accept JSON",
+            field="inputs",
+        )
+    response = Response(to_bytes(vectors.values), content_type=OCTETS)
     response.headers["x-embedding-shape"] = f"{counts};{vectors.values.shape[1]}"
     return response

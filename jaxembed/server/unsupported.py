@@ -72,7 +72,9 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     output_dimension: Annotated[Any, Unserved(_EMBEDDERS, (0,))] = None
     input_type: Annotated[Any, Unserved(_EMBEDDERS)] = None
     task: Annotated[Any, Unserved(_OTHERS)] = None
-    dimensions: Annotated[Any, Unserved("only /embed and /v1/embeddings cut", (0,))] = None
+    dimensions: Annotated[
+        Any, Unserved("only /embed, /embed_multi and /v1/embeddings cut", (0,))
+    ] = None
     prompt: Annotated[Any, Unserved(_PROMPT)] = None
     prompt_name: Annotated[Any, Unserved(_EMBEDS)] = None
     instruction: Annotated[Any, Unserved("it is for reranking; see `prompt_name`")] = None
