@@ -18,6 +18,7 @@ from benchmarks import (
     bench_maxsim,
     bench_memory,
     bench_model,
+    bench_outputs,
     bench_pair,
     bench_start,
     eval_sts,
@@ -352,3 +353,11 @@ def test_eval_sts_fails_outside_its_tolerance(tmp_path, tiny_checkpoint, one_buc
     arguments += ["--cache-dir", str(tmp_path)]
     assert eval_sts.main([*arguments, "--tolerance", "200"]) == 0
     assert eval_sts.main([*arguments, "--expected", "300"]) == 1
+
+
+def test_bench_outputs_compares_heads_on_one_tower(capsys):
+    bench_outputs.main(
+        ["--architecture-size", "tiny", "--buckets", "1x16", "--repeat", "1", "--dtype", "float32"]
+    )
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("dense", "SPLADE", "BGE-M3", "over_flops"))

@@ -37,6 +37,7 @@ _OTHERS = "only /v1/embeddings and /embeddings take it"
 _EMBEDDERS = "only /v1/embeddings, /embeddings, /v1/embed and /v2/embed take it"
 _OUTPUTS = f"{_OTHERS}; /embed_sparse and /embed_multi answer one output"
 _SPARSE = "only /embed_sparse and, of /v1/embeddings, sparse outputs take it"
+_CUTS = "only /embed, /embed_multi and /v1/embeddings cut"
 _LIMIT = "the limit is the model's"
 _PROMPT = "put it before the text, or name one of the checkpoint's by `prompt_name`"
 _ADAPTER = Unserved("ask for the adapter by the model `<served name>:<adapter>`")
