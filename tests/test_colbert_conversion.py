@@ -470,7 +470,10 @@ def test_fillers_beyond_a_window_would_see_no_key(source, attend, refused):
 
 def test_it_is_not_verified_and_takes_no_pooling(source, tmp_path):
     write_pylate(source)
-    with pytest.raises(ConfigError, match="--pooling mean: this checkpoint gives multi_vector"):
+    with pytest.raises(
+        ConfigError,
+        match="--pooling mean: this checkpoint pools nothing; its head gives multi_vector",
+    ):
         Embedder(str(source), cache_dir=tmp_path, pooling="mean")
     with pytest.raises(ConfigError, match="gives multi_vector; only vectors of whole texts"):
         verification._check_outputs(spec_of(source))
