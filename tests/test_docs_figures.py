@@ -83,6 +83,12 @@ def test_static_embeddings_beside_model2vec():
         assert spread in BENCHMARKS.replace("\n", " ")
 
 
+def test_what_several_outputs_cost():
+    for one in result("bench_outputs", AMD)["results"]:
+        figures = f"{one['ms_median']:,.0f} | {one['times_dense']:.2f} | {one['flop_ratio']:.2f}"
+        assert f"| {one['bucket']} | {one['outputs']} | {figures} |" in BENCHMARKS
+
+
 def test_maxsim_beside_plain_numpy():
     ways = {one["way"]: one for one in result("bench_maxsim", AMD)["results"]}
     (_, section) = BENCHMARKS.split("## MaxSim on the host\n")
