@@ -9,8 +9,7 @@ floating-point operations it needs, and `over_flops` the first over the second.
     python -m benchmarks.bench_outputs
     python -m benchmarks.bench_outputs --architecture-size minilm --buckets 16x128
 
-Weights are random. The bias of the terms leaves about one in a hundred of a text that are not zero,
-as trained models have.
+Weights are random. The bias of the terms leaves about one in a hundred of a text that are not zero.
 """
 
 from argparse import ArgumentParser, Namespace

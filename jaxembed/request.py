@@ -26,7 +26,7 @@ INPUT_BYTES = 1024  # of memory an input takes beside its text and its tokens: m
 TOKEN_BYTES = 8  # a token takes: its id, twice while a batch is packed
 FLOAT_BYTES = 4
 TERM_BYTES = 8  # of a value and its index
-TERMS_A_TOKEN = 16  # of a sparse answer: texts have one to three, short queries up to ten
+TERMS_A_TOKEN = 16  # of a sparse answer, as a guess; `excess_bytes` counts what is more
 LOGITS: frozenset[OutputName] = frozenset({"logits"})
 
 Answer = TypeVar("Answer")

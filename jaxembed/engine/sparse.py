@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxembed.work import SparseRows, sparse_rows
 
-# Values per token of a bucket that there is room for, where they are gathered on the device. Texts
-# have one to three, queries five; of a batch with more everything is copied.
+# Values per token of a bucket that there is room for, where they are gathered on the device. It is
+# a guess that costs only time: of a batch with more everything is copied.
 VALUES_A_TOKEN = 8
 
 

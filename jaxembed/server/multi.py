@@ -34,7 +34,7 @@ from jaxembed.server.vectors import VectorsRequest, add_dtype, asked_dtype
 
 blueprint = Blueprint("multi", __name__)
 
-MOST_COUNTS = 4096  # characters of a header; aiohttp takes 8,190, nginx 4,096 or more
+MOST_COUNTS = 4096  # characters of a header: clients and proxies refuse long ones
 
 # TEI's words, and theirs for the route that it lacks.
 REFUSALS: dict[OutputName, str] = {
@@ -175,8 +175,8 @@ async def _matrices(answer: Embeddings) -> Response:
     counts = ",".join(map(str, np.diff(vectors.offsets).tolist()))
     if len(counts) > MOST_COUNTS:
         raise InvalidInput(
-            f"raw bytes of {len(vectors)} inputs need a header of {len(counts)} characters, and "
-            f"clients take {MOST_COUNTS}; send fewer inputs, or accept JSON",
+            f"raw bytes of {len(vectors)} inputs need a header of {len(counts)} characters, and at "
+            f"most {MOST_COUNTS} are sent; send fewer inputs, or accept JSON",
             field="inputs",
         )
     response = Response(to_bytes(vectors.values), content_type=OCTETS)
