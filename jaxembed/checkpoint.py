@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 
 from jaxembed import memory
+from jaxembed.arrays import stored_arrays
 from jaxembed.errors import CheckpointError
 from jaxembed.files import PARTIAL
 from jaxembed.outputs import OutputName
@@ -176,19 +177,16 @@ def load_params(path: Path, spec: ModelSpec) -> dict[str, np.ndarray]:
 def stream_params(
     path: Path, spec: ModelSpec, check: Callable[[dict[str, Any]], object] | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Restore the parameters as host arrays in the dtype they were saved in, a part at a time.
+    """Restore the parameters as host arrays in the dtype they were saved in, one at a time.
 
     `check` is called with the stored parameters by name, with `shape` and `dtype`, before any value
     is read. Raises the errors of `check`, and CheckpointError if the files are missing or damaged,
     or hold nothing of the dtype that the manifest names.
     """
-    # Last part first: it holds the largest arrays, of which Orbax briefly has two copies.
     with _restoring(path):
-        parts = {
-            part: _metadata(part) for part in sorted((path / PARAMETERS).iterdir(), reverse=True)
-        }
-    stored = {_name(spec, name): leaf for leaves in parts.values() for name, leaf in leaves.items()}
-    dtypes = sorted({str(leaf.dtype) for leaf in stored.values()})
+        parts = [stored_arrays(part) for part in sorted((path / PARAMETERS).iterdir())]
+    stored = {_name(spec, name): array for arrays in parts for name, array in arrays.items()}
+    dtypes = sorted({str(array.dtype) for array in stored.values()})
     if spec.dtype not in dtypes:
         raise CheckpointError(
             f"{path}: the manifest says {spec.dtype}, the parameters are "
@@ -196,12 +194,12 @@ def stream_params(
         )
     if check is not None:
         check(stored)
-    for part, leaves in parts.items():
+    for name, array in stored.items():
         with _restoring(path):
-            arrays = _restore_part(part, leaves)
-        for name in list(arrays):
-            yield _name(spec, name), arrays.pop(name)
-        memory.trim()
+            values = array.read()
+        yield name, values
+        del values  # before the next one is read
+    memory.trim()
 
 
 def verify(path: Path) -> int:
@@ -366,8 +364,8 @@ def _write(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) ->
 def _check_part(part: Path, digests: Mapping[str, str]) -> None:
     """Read a part back. Raises CheckpointError unless it holds the arrays of these digests."""
     with _restoring(part):
-        arrays = _restore_part(part, digests)
-    wrong = [name for name, array in arrays.items() if _digest(name, array) != digests[name]]
+        arrays = stored_arrays(part)
+        wrong = [name for name in digests if _digest(name, arrays[name].read()) != digests[name]]
     if wrong:
         raise CheckpointError(
             f"{part} reads back other values of {', '.join(wrong)} than were written; check the "
@@ -460,22 +458,3 @@ def _restoring(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"cannot restore the parameters in {path}: {error}; convert the model again"
         ) from error
-
-
-def _metadata(part: Path) -> dict[str, Any]:
-    with _checkpointer() as checkpointer:
-        metadata = checkpointer.metadata(part.absolute()).item_metadata
-    if metadata is None:
-        raise ValueError(f"{part.name} holds no Orbax checkpoint")
-    return metadata.tree
-
-
-def _restore_part(part: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    import orbax.checkpoint as ocp  # here for the reason in _checkpointer
-
-    # as numpy: a jax.Array would go to a device, and to the one it was saved from
-    as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-    with _checkpointer() as checkpointer:  # orbax refuses a relative path
-        return checkpointer.restore(
-            part.absolute(), args=ocp.args.PyTreeRestore(restore_args=as_numpy)
-        )
