@@ -50,3 +50,14 @@ class ServerConfig:
     accept_bare_token_ids: bool = False  # OpenAI's routes take token ids without special tokens
     drain_timeout_s: float = 20.0  # time to answer admitted requests at shutdown
     prometheus_port: int | None = None  # for /metrics; None: the server's own port
+    admin_key: str | None = None  # opens the routes that load models, on the server's own port
+    admin_port: int | None = None  # for these routes, on this machine's own address
+
+
+@dataclass(frozen=True)
+class PoolLimits:
+    """How much memory the models of a server may take, and how long."""
+
+    bytes: int | None = None  # of one device, or on a CPU of the host; None: no limit
+    load_timeout_s: float = 30.0  # that a request waits for its model
+    keep_alive_s: float | None = None  # None: a model stays until room is needed

@@ -10,12 +10,16 @@ from jaxembed.config import EngineConfig
 from jaxembed.engine.build import Plan, build, host_plan, make_plan
 from jaxembed.engine.client import ServedEngine
 from jaxembed.engine.host import HostEngine
+from jaxembed.engine.placement import placed_bytes
+from jaxembed.memory import MIB
 from jaxembed.models import is_static, program
-from jaxembed.models.static import static_model
+from jaxembed.models.static import static_model, static_shapes
 from jaxembed.spec import ModelSpec
 from jaxembed.telemetry import Telemetry
 
 Progress = Callable[[int, int], None]
+
+PROGRAM_BYTES = 10 * MIB  # of the host, for the compiled program of a bucket on a CPU
 
 
 @runtime_checkable
@@ -23,6 +27,11 @@ class PlannedEngine(Protocol):
     """An engine whose limits are decided and whose parameters are not loaded yet."""
 
     plan: Plan
+
+    @property
+    def resident_bytes(self) -> int:
+        """The memory that it takes once it is loaded: of each device, or on a CPU of the host."""
+        ...
 
     def load(
         self, path: Path, telemetry: Telemetry, on_progress: Progress | None, name: str
@@ -42,6 +51,18 @@ class OnDevices:
         self._spec, self._config = spec, config
         self._program = program(spec)
         self.plan = make_plan(spec, self._program, config, cache_dir)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Parameters and, on a CPU, programs; what a run takes besides is not known yet."""
+        devices = self.plan.devices
+        if not devices:
+            return 0
+        shapes = {name: leaf.shape for name, leaf in self._program.shapes.items()}
+        parameters = placed_bytes(shapes, self.plan.dtype)
+        if devices[0].platform != "cpu":
+            return parameters
+        return len(devices) * (parameters + len(self.plan.grid.buckets) * PROGRAM_BYTES)
 
     def load(
         self, path: Path, telemetry: Telemetry, on_progress: Progress | None, name: str
@@ -66,6 +87,11 @@ class OnHost:
         """Decide. Raises ConfigError as `host_plan` does."""
         self._spec = spec
         self.plan = host_plan(spec, config)
+
+    @property
+    def resident_bytes(self) -> int:
+        """The table and the modules after it."""
+        return placed_bytes(static_shapes(self._spec), "float32")
 
     def load(
         self, path: Path, telemetry: Telemetry, on_progress: Progress | None, name: str

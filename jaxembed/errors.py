@@ -26,6 +26,8 @@ JaxembedError
   * BackendError            the device failed on this request
       - NotFinite           a result holds NaN or infinity even when run alone
       - DeviceStuck         no device of the model returns from the call it is in
+      - ModelUnavailable    a model that is not in memory and could not be loaded, or not yet
+      - NoRoom              a model for which there is no memory
   * Cancelled               nobody waits for the result any more
 """
 
@@ -218,6 +220,14 @@ class DeviceStuck(BackendError):
             "the device does not return from a call; nothing runs until it does, or the process is "
             "started again"
         )
+
+
+class ModelUnavailable(BackendError):
+    """A model is not in memory, and could not be loaded, or not in the time that requests wait."""
+
+
+class NoRoom(BackendError):
+    """A model takes more memory than models may, beside those that must stay."""
 
 
 class Cancelled(JaxembedError):

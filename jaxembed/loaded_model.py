@@ -19,11 +19,12 @@ from jaxembed.engine.compiles import compile_events
 from jaxembed.engine.state import EngineState
 from jaxembed.engines import PlannedEngine, Progress, plan_engine
 from jaxembed.errors import ConfigError, NoInputs
+from jaxembed.inputs import Pair, Text
 from jaxembed.models import is_static
 from jaxembed.processors.pieces import TokenPiece
-from jaxembed.processors.text import DECODED_BYTES, PIECE_BYTES, TextProcessor
+from jaxembed.processors.text import DECODED_BYTES, PIECE_BYTES, Rules, TextProcessor
 from jaxembed.ranges import load_ranges
-from jaxembed.request import Answer, Request
+from jaxembed.request import Answer, ComputeRequest, Request
 from jaxembed.runner import RequestRunner, runner_of
 from jaxembed.spec import ModelSpec, Pooling, PoolingChoice, Routes
 from jaxembed.tasks import KIND, Tasks
@@ -63,8 +64,9 @@ class LoadedModel:
     `model` is a directory (Hugging Face's or a converted checkpoint), a hub id, or None for
     all-MiniLM-L6-v2. `adapters` are folders of low-rank adapters by the names under which requests
     ask for them. With `wait=False` the constructor returns while buckets still compile;
-    requests wait until then. The models of one process may share a `capacity`. Raises
-    CheckpointError or ConfigError.
+    requests wait until then. The models of one process may share a `capacity`. `reserve` is called
+    with the bytes that the model will take before its parameters are read. Raises CheckpointError
+    or ConfigError, and what `reserve` does.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class LoadedModel:
         capacity: Capacity | None = None,
         wait: bool = True,
         on_progress: Callable[[int, int], None] | None = None,
+        reserve: Callable[[int], object] = lambda count: None,
     ):
         self.config = config or EngineConfig()
         self.text = text or TextConfig()
@@ -101,24 +104,27 @@ class LoadedModel:
         specs = checkpoint.load_routes(path)
         if pooling is not None and pooling != "splade":  # that is the head's, and converted
             specs = Routes({"": _pooled(specs, pooling)})
-        self._load(path, specs, cache_dir, capacity, on_progress)
+        planned = self._planned(specs, cache_dir)
+        self._planned_bytes = sum(one.resident_bytes for one in planned.values())
+        reserve(self._planned_bytes)
+        self._load(path, specs, planned, capacity, on_progress)
         if wait:
             try:
                 self.wait_ready()
             except BaseException:
                 self.close()  # or its threads would keep it, and the device's memory
+                self.free()
                 raise
 
     def _load(
         self,
         path: Path,
         specs: Routes,
-        cache_dir: Path,
+        planned: Mapping[str, PlannedEngine],
         capacity: Capacity | None,
         on_progress: Progress | None,
     ) -> None:
         self.path = path  # of the checkpoint
-        planned = self._planned(specs, cache_dir)
         self.telemetry = Telemetry(max(one.plan.max_input_tokens for one in planned.values()))
         shares = _shares_of(on_progress, len(planned))
         self.routes = {
@@ -271,6 +277,13 @@ class LoadedModel:
         return self.tokenization_workers * jobs
 
     @property
+    def resident_bytes(self) -> int:
+        """The memory that the model takes: of one device, or on a CPU of the host. Parameters and
+        programs as planned, and what runs take of the buckets compiled so far."""
+        runs = (one.engine.temporary_bytes for one in self.routes.values())
+        return self._planned_bytes + max(runs)
+
+    @property
     def device(self) -> str:
         return self.plan.device_name
 
@@ -342,6 +355,15 @@ class LoadedModel:
         for one in self.routes.values():
             one.engine.wait_ready(deadline and max(deadline - time.monotonic(), 0.0))
 
+    def probe(self) -> None:
+        """Run a short input on every route, before others may. Raises BackendError if one does not
+        answer, or not with finite numbers."""
+        rules = Rules("", truncate=True, side="right")
+        for route, one in self.routes.items():
+            item = Pair("probe", "probe") if one.spec.task == "rerank" else Text("probe")
+            outputs = frozenset({one.spec.primary})
+            self.run(ComputeRequest([item], rules, outputs, "interactive", route=route))
+
     def drain(self) -> None:
         """Admit no further request."""
         self.admission.drain()
@@ -354,6 +376,12 @@ class LoadedModel:
         deadline = time.monotonic() + timeout_s
         for one in self.routes.values():
             one.engine.close(max(deadline - time.monotonic(), 0.0))
+
+    def free(self) -> None:
+        """Free the memory of the parameters and programs, after `close`, whoever still refers to
+        the model."""
+        for one in self.routes.values():
+            one.engine.free()
 
 
 def _shares_of(on_progress: Progress | None, count: int) -> list[Progress | None]:

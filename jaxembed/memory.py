@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ MMAP_MAX = 65536  # glibc's default
 HEAPS_A_CORE, MOST_HEAPS = 8, 64  # glibc's default, and a limit, as `in_kept_heap` may try them all
 SPARE_BYTES = 64 * MIB  # of the heap, left to other threads while `trim` holds the rest
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+CGROUP_FILES = "memory.max", "memory.current"
 PROBE = 4 * MIB  # larger than any free block below the kept heap; its pages are not touched
 
 
@@ -143,6 +146,20 @@ def trim() -> None:
         if top in kept:
             _advise(libc, top, size, mmap.MADV_DONTNEED)
         libc.free(top)
+
+
+def available_bytes() -> int | None:
+    """The memory that the process may still take: of the machine, and of its control group. None
+    if the system does not say."""
+    found = []
+    with suppress(OSError, ValueError, IndexError):
+        lines = MEMINFO.read_text().splitlines()
+        (line,) = [one for one in lines if one.startswith("MemAvailable:")]
+        found.append(int(line.split()[1]) * KIB)
+    with suppress(OSError, ValueError):  # "max" is no limit
+        limit, used = (int((CGROUP / name).read_text()) for name in CGROUP_FILES)
+        found.append(max(limit - used, 0))
+    return min(found, default=None)
 
 
 def _glibc() -> Any:

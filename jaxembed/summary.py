@@ -3,11 +3,10 @@
 import math
 from typing import Any, get_args
 
-import jax.numpy as jnp
 import msgspec
 
 from jaxembed.engine.bucket import LONGEST_DEFAULT_ROW
-from jaxembed.engine.placement import placed_dtype
+from jaxembed.engine.placement import placed_bytes
 from jaxembed.models import is_static, parameter_shapes, position_limit
 from jaxembed.outputs import OutputName
 from jaxembed.spec import DType, ModelSpec, Routes
@@ -46,7 +45,7 @@ def summary(spec: ModelSpec) -> dict[str, Any]:
         "limits": _limits(spec),
         "parameters": sum(math.prod(shape) for shape in shapes.values()),
         "parameter_dtype": spec.dtype,
-        "parameter_bytes": {dtype: _placed_bytes(shapes, dtype) for dtype in _dtypes(spec)},
+        "parameter_bytes": {dtype: placed_bytes(shapes, dtype) for dtype in _dtypes(spec)},
         "config": spec.config,
     }
 
@@ -89,10 +88,3 @@ def _limits(spec: ModelSpec) -> dict[str, int | None]:
 def _dtypes(spec: ModelSpec) -> tuple[DType, ...]:
     """The dtypes that the model can be served in."""
     return ("float32",) if is_static(spec) else get_args(DType)
-
-
-def _placed_bytes(shapes: dict[str, tuple[int, ...]], dtype: DType) -> int:
-    return sum(
-        math.prod(shape) * jnp.dtype(placed_dtype(name, len(shape), dtype)).itemsize
-        for name, shape in shapes.items()
-    )

@@ -118,6 +118,7 @@ class FakeEmbedder(LoadedModel):
     stuck = False
     draining = False
     waiting = 0
+    resident_bytes = 100
 
     def __init__(self, failure: Exception | None = None, spec: ModelSpec = SPEC):
         self.spec = spec
@@ -131,6 +132,7 @@ class FakeEmbedder(LoadedModel):
         self.gate: asyncio.Event | None = None
         self.entered = asyncio.Event()
         self.cancelled = asyncio.Event()
+        self.closed = self.freed = False
         self.asked: list[EncodeOptions | ScoreOptions] = []
         self.held: list[Held | None] = []  # of each call
 
@@ -215,7 +217,11 @@ class FakeEmbedder(LoadedModel):
         self.draining = True
 
     def close(self, timeout_s: float | None = None) -> None:
-        pass
+        self.closed = True
+
+    def free(self) -> None:
+        assert self.closed
+        self.freed = True
 
     async def _weather(self, held: Held | None) -> None:
         self.held.append(held)

@@ -47,26 +47,26 @@ def models(**tasks: str) -> Models:
 def test_without_a_name_the_only_model_that_can_is_meant(task):
     served = models(e="embed", r="rerank", c="classify")
     for name in (None, ""):
-        assert served.find(name, task).spec.task == task
+        assert served.find(name, task).loaded.spec.task == task
 
 
 def test_with_a_name_that_model_is_meant():
     served = models(a="embed", b="embed", r="rerank")
-    assert served.find("b", "embed").name == "b"
-    assert served.find("r", "rerank").name == "r"
+    assert served.find("b", "embed").loaded.name == "b"
+    assert served.find("r", "rerank").loaded.name == "r"
 
 
 def test_a_reranker_classifies_where_no_classifier_is():
-    assert models(e="embed", r="rerank").find(None, "classify").name == "r"
+    assert models(e="embed", r="rerank").find(None, "classify").loaded.name == "r"
     both = models(r="rerank", c="classify")
-    assert both.find(None, "classify").name == "c"
-    assert both.find("r", "classify").name == "r"
+    assert both.find(None, "classify").loaded.name == "c"
+    assert both.find("r", "classify").loaded.name == "r"
 
 
 def test_a_task_of_none_is_what_every_model_does():
-    assert models(e="embed").find(None, None).name == "e"
+    assert models(e="embed").find(None, None).loaded.name == "e"
     served = models(e="embed", r="rerank")
-    assert served.find("r", None).name == "r"
+    assert served.find("r", None).loaded.name == "r"
     with pytest.raises(InvalidInput, match="`model` must say which: e, r"):
         served.find(None, None)
 
@@ -108,7 +108,7 @@ def test_aliases_are_names_and_the_first_is_carried():
     served = Models([fake("a"), fake("b")], {"a": ["one", "uno"]})
     assert served.names == ("one", "uno", "b")
     assert served["uno"] is served["one"]
-    assert served.name_of(served["uno"]) == "one"
+    assert served.name_of(served["uno"].loaded) == "one"
     with pytest.raises(UnknownModel):
         served["a"]
 
@@ -142,7 +142,7 @@ def test_models_lists_every_name_with_its_task_and_limit():
 
 def test_answers_carry_the_name_of_the_model_that_answered():
     served = Models([fake("a"), fake("b")])
-    served.find("b", None).plan.dtype = "bfloat16"
+    served.find("b", None).loaded.plan.dtype = "bfloat16"
     for name, dtype in (("a", "float32"), ("b", "bfloat16")):
         response, body = ask({"input": "x", "model": name}, models=served)
         assert body["model"] == name
@@ -232,7 +232,7 @@ def test_stages_are_counted_for_the_model_they_were_for():
 
 def test_instances_are_counted_each_for_its_model():
     served = models(a="embed", b="embed", c="embed")
-    served["b"].failure = BackendError("the batch failed")
+    served["b"].loaded.failure = BackendError("the batch failed")
     body = {"instances": [{"inputs": "x", "model": name} for name in ("a", "b", "c")]}
     response, _ = ask(body, path="/vertex", models=served)
     assert response.status_code == 424
@@ -277,7 +277,9 @@ def test_an_embedder_and_a_reranker_answer_over_one_server(pair):
     _, body = ask({"input": ["the cat sat", "a dog"], "encoding_format": "float"}, models=pair)
     assert body["model"] == "e"
     vectors = [item["embedding"] for item in body["data"]]
-    np.testing.assert_allclose(vectors, pair["e"].encode(["the cat sat", "a dog"]), atol=1e-6)
+    np.testing.assert_allclose(
+        vectors, pair["e"].loaded.encode(["the cat sat", "a dog"]), atol=1e-6
+    )
     _, body = fetch_json("/v1/models", models=pair)
     assert [(m["id"], m["task"]) for m in body["data"]] == [("e", "embed"), ("r", "rerank")]
     response, body = ask({"input": "the cat", "model": "r"}, models=pair)
@@ -286,7 +288,7 @@ def test_an_embedder_and_a_reranker_answer_over_one_server(pair):
 
 
 def test_models_share_their_limits(pair):
-    e, r = pair["e"], pair["r"]
+    e, r = pair["e"].loaded, pair["r"].loaded
     capacity = e.admission.capacity
     assert capacity is r.admission.capacity
     assert capacity.max_tokens == 2 * 64 * 128  # what each would have alone
@@ -330,14 +332,14 @@ def test_two_models_together_have_no_more_programs_in_flight_than_one(pair, monk
         ]
         sequences = [Encoding(np.array(bits, np.int32) + 7) for bits in different[200:]]
         works = [work_of(sequences[k : k + 40], LOGITS) for k in range(0, 200, 40)]
-        tickets = [pair["r"].engine.submit(work) for work in works]
+        tickets = [pair["r"].loaded.engine.submit(work) for work in works]
         responses = await asyncio.gather(*asked)
         for ticket in tickets:
             await asyncio.to_thread(ticket.result, 30.0)
         return [response.status_code for response in responses]
 
     assert asyncio.run(flood()) == [200] * 5
-    assert most <= pair["e"].engine.seats[0].turn.permits
+    assert most <= pair["e"].loaded.engine.seats[0].turn.permits
     assert ran["e"] > 10
     assert ran["r"] > 10
 

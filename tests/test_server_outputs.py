@@ -273,7 +273,7 @@ def test_late_chunking_of_a_model_without_dense_vectors_blames_no_field(path, bo
 
 
 def test_the_model_lists_what_it_can_do(embedder):
-    assert Models([embedder]).find(None, "rerank") is embedder
+    assert Models([embedder]).find(None, "rerank").loaded is embedder
 
 
 def test_weights_of_more_terms_than_texts_have_are_counted_once_they_are_known(embedder):

@@ -2,17 +2,20 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from jaxembed.cli.jax_setup import configure_jax
 from jaxembed.cli.loading import load_embedder
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_OPTIONS
-from jaxembed.cli.server_options import SERVER_OPTIONS, server_config
+from jaxembed.cli.server_options import REPOSITORY_OPTIONS, SERVER_OPTIONS, server_config
 from jaxembed.cli.settings import engine_config
+from jaxembed.config import PoolLimits
 from jaxembed.errors import ConfigError, JaxembedError
 from jaxembed.signals import end_at_signals
 
@@ -35,6 +38,7 @@ OF_ONE_MODEL = {  # flags that only a lone model can have: what to do instead fo
 @click.command("serve")
 @click.argument("model", nargs=-1)
 @SERVER_OPTIONS
+@REPOSITORY_OPTIONS
 @MODEL_OPTIONS
 @ENGINE_OPTIONS
 @TEXT_OPTIONS
@@ -47,28 +51,43 @@ def serve_command(
 ) -> None:
     """Serve MODEL over HTTP with the APIs of OpenAI, TEI, Jina and Cohere.
 
-    MODEL is a directory or a hub id; without one it is all-MiniLM-L6-v2. Several models share the
-    devices and the limits on waiting work; a request says in `model` which one it wants.
+    MODEL is a directory or a hub id; without one it is all-MiniLM-L6-v2, unless others may be
+    loaded. Several models share the devices and the limits on waiting work; a request says in
+    `model` which one it wants.
     """
     models = models_given(model, model_id)
-    if len(models) > 1:
-        _refuse_flags_of_one_model(flags, models)
+    others = flags["loadable"] or flags["model_repository"] is not None
+    if len(models) > 1 or others:
+        _refuse_flags_of_one_model(flags, [*models, *flags["loadable"]])
     _refuse_blank_keys(flags["api_key"])
+    _refuse_admin_key(flags["admin_key"], flags["api_key"])
     if flags["otlp_endpoint"]:
         raise click.UsageError("--otlp-endpoint: traces are not exported; use /metrics")
     configure_logging(json_output)
     end_at_signals()
+    from jaxembed.engine.admission import capacity_of
     from jaxembed.hub import DEFAULT_MODEL
+    from jaxembed.server.catalog import Catalog
     from jaxembed.server.models import Models, served_names
     from jaxembed.server.run import listen, run
 
-    models = models or (DEFAULT_MODEL,)
+    models = models or (() if others else (DEFAULT_MODEL,))
+    changes = others or flags["admin_key"] is not None or flags["admin_port"] is not None
+    loadable = Catalog(flags["loadable"], flags["model_repository"]) if changes else None
     aliases = model_aliases(served_model_name, models)
     served_names(models, aliases)  # refuses two models of one name, before a long load
     config = server_config(flags)
     listener = listen(config.host, config.port)  # refuses a port in use
     logger.info(_access_line(config.api_keys))
-    run(Models(_load_models(models, flags), aliases), config, listener)
+    capacity = capacity_of(engine_config(flags))
+    loaded = _load_models(models, flags, capacity)
+    run(
+        Models(loaded, aliases, capacity=capacity, loadable=loadable),
+        config,
+        listener,
+        partial(_load_later, flags, capacity) if changes else None,
+        _pool_limits(flags, loaded) if changes else None,
+    )
 
 
 def models_given(model: tuple[str, ...], model_id: tuple[str, ...]) -> tuple[str, ...]:
@@ -97,6 +116,14 @@ def _refuse_blank_keys(keys: tuple[str, ...]) -> None:
         )
 
 
+def _refuse_admin_key(key: str | None, api_keys: Sequence[str]) -> None:
+    """Raise ConfigError if the admin key is blank, or a key that clients have."""
+    if key is not None and not key.strip():
+        raise ConfigError(f"--admin-key is blank ({key!r}); give a key, or leave the flag out")
+    if key in api_keys:
+        raise ConfigError("--admin-key is also an --api-key; give it a value of its own")
+
+
 def _access_line(keys: tuple[str, ...]) -> str:
     """The log line that says whether requests need a key."""
     if not keys:
@@ -110,7 +137,7 @@ def _refuse_flags_of_one_model(flags: dict[str, Any], models: Sequence[str]) -> 
     if given:
         flag = "--" + given[0].replace("_", "-")
         raise click.UsageError(
-            f"{flag} is for one model, and there are {len(models)}: {', '.join(models)}; "
+            f"{flag} is for one model, and there may be several: {', '.join(models)}; "
             + OF_ONE_MODEL[given[0]].format(flag=flag)
         )
 
@@ -134,11 +161,8 @@ def model_aliases(names: Sequence[str], models: Sequence[str]) -> dict[str, list
     return aliases
 
 
-def _load_models(models: Sequence[str], flags: dict[str, Any]) -> list:
+def _load_models(models: Sequence[str], flags: dict[str, Any], capacity: Any) -> list:
     """Load the models one after the other; those already loaded compile meanwhile."""
-    from jaxembed.engine.admission import capacity_of
-
-    capacity = capacity_of(engine_config(flags))
     loaded: list = []
     for model in models:
         try:
@@ -150,3 +174,38 @@ def _load_models(models: Sequence[str], flags: dict[str, Any]) -> list:
                 raise
             raise ConfigError(f"{model} cannot be served: {error}") from error
     return loaded
+
+
+def _load_later(
+    flags: dict[str, Any], capacity: Any, model: str, reserve: Callable[[int], object]
+) -> Any:
+    """A model that a server loads while it runs, once it has answered. Raises JaxembedError."""
+    loaded = load_embedder(model, flags, capacity=capacity, reserve=reserve)
+    try:
+        loaded.probe()
+    except BaseException:
+        loaded.close(timeout_s=0.0)
+        loaded.free()
+        raise
+    return loaded
+
+
+def _pool_limits(flags: dict[str, Any], loaded: Sequence[Any]) -> PoolLimits:
+    """The memory and the time of models that come and go. Raises ConfigError if those that are
+    loaded already take more than all may."""
+    configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
+    import jax
+
+    from jaxembed.engine.placement import room_for_models
+
+    taken = sum(one.resident_bytes for one in loaded)
+    most = flags["model_memory"]
+    if most is not None and taken > most:
+        raise ConfigError(
+            f"--model-memory {most}: the models of the command line take {taken} bytes"
+        )
+    if most is None:
+        device = jax.local_devices()[0]
+        room = room_for_models(device)
+        most = room if room is None or device.platform != "cpu" else room + taken
+    return PoolLimits(most, flags["load_timeout"], flags["model_keep_alive"])

@@ -2,12 +2,13 @@
 
 import ipaddress
 import os
+from pathlib import Path
 from typing import Any
 
 import click
 
 from jaxembed.cli.options import FiniteRange, tei_option, together
-from jaxembed.config import EngineConfig, ServerConfig
+from jaxembed.config import EngineConfig, PoolLimits, ServerConfig
 from jaxembed.memory import MIB
 
 
@@ -109,6 +110,50 @@ SERVER_OPTIONS = together(
 )
 
 
+REPOSITORY_OPTIONS = together(
+    click.option(
+        "--model-repository",
+        type=click.Path(path_type=Path),
+        help="Each model in this directory may be loaded by the name of its folder.",
+    ),
+    click.option(
+        "--loadable",
+        multiple=True,
+        metavar="MODEL",
+        help="This directory or hub id may be loaded when a request asks for it. Repeatable.",
+    ),
+    click.option(
+        "--model-memory",
+        type=click.IntRange(MIB),
+        help="Bytes that models may take, of a device or on a CPU of the host. Default: nine "
+        "tenths of what there is.",
+    ),
+    click.option(
+        "--model-keep-alive",
+        type=FiniteRange(0),
+        help="Seconds after which an unused model leaves memory. Default: when room is needed.",
+    ),
+    click.option(
+        "--load-timeout",
+        type=FiniteRange(0, min_open=True),
+        default=PoolLimits.load_timeout_s,
+        show_default=True,
+        help="Seconds that a request waits for its model to be loaded.",
+    ),
+    click.option(
+        "--admin-key",
+        envvar="ADMIN_KEY",
+        show_envvar=True,
+        help="Key for /v2/repository, which loads models and moves aliases.",
+    ),
+    click.option(
+        "--admin-port",
+        type=click.IntRange(0, 65535),
+        help="Serve /v2/repository on this port of 127.0.0.1.",
+    ),
+)
+
+
 def server_config(flags: dict[str, Any]) -> ServerConfig:
     """The server's settings, from the flags of `serve`."""
     return ServerConfig(
@@ -121,4 +166,6 @@ def server_config(flags: dict[str, Any]) -> ServerConfig:
         accept_bare_token_ids=flags["accept_bare_token_ids"],
         drain_timeout_s=flags["drain_timeout"],
         prometheus_port=flags["prometheus_port"],
+        admin_key=flags["admin_key"],
+        admin_port=flags["admin_port"],
     )

@@ -57,7 +57,7 @@ class Window:
 
         Raises KeyError for an unknown model or count.
         """
-        return self._last.models[model].counts[name] - self._begin(model).counts[name]
+        return self._last.models[model].counts[name] - self._begin(model).counts.get(name, 0.0)
 
     def total(self, model: str, name: str) -> float:
         """The value of a model's count since its start. Raises KeyError as `count` does."""
@@ -78,7 +78,11 @@ class Window:
         }
 
     def _begin(self, model: str) -> ModelTotals:
-        return self._first.models[model]
+        """The counts at the first moment; nothing of a model that was loaded since."""
+        begin, end = self._first.models.get(model), self._last.models[model]
+        if begin is None or any(end.counts[name] < count for name, count in begin.counts.items()):
+            return ModelTotals({}, {})
+        return begin
 
 
 class History:

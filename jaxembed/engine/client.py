@@ -52,6 +52,11 @@ class ServedEngine(Protocol):
         """The recent throughput in tokens per second of computing; 0 before there was any."""
         ...
 
+    @property
+    def temporary_bytes(self) -> int:
+        """The most memory that its runs take besides what it keeps."""
+        ...
+
     def start(self) -> None:
         """Start its threads."""
         ...
@@ -66,4 +71,8 @@ class ServedEngine(Protocol):
 
     def close(self, timeout_s: float = 20.0) -> None:
         """Serve what is queued, and end the threads. What is left after the time limit fails."""
+        ...
+
+    def free(self) -> None:
+        """Free the memory of the model, after `close`."""
         ...

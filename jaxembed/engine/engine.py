@@ -24,7 +24,7 @@ from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.costs import BucketCosts
 from jaxembed.engine.lanes import Lanes
 from jaxembed.engine.recovery import Answers, Recovery, reference_to
-from jaxembed.engine.replica import Runner
+from jaxembed.engine.replica import ServedRunner
 from jaxembed.engine.settlement import fail_entries, settle_answers
 from jaxembed.engine.state import BucketUse, EngineState, LaneState
 from jaxembed.engine.ticket import Ticket
@@ -60,7 +60,7 @@ BORROWED_S = 0.3
 class Seat:
     """A runner, the turn of its device, and its share of the device time."""
 
-    runner: Runner
+    runner: ServedRunner
     turn: DeviceTurn
     failures: int = 0  # number of consecutive failed batches; protected by the engine's lock
     share: Share = field(default_factory=Share)
@@ -184,6 +184,14 @@ class Engine:
         0 before the first batch.
         """
         return len(self.seats) * self._ran_tokens / max(self._ran_s, 1e-6)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """The most device memory that the runs of one device take besides the parameters, of the
+        buckets that are compiled."""
+        runner, turn = self.seats[0].runner, self.seats[0].turn
+        runs = map(runner.temporary_bytes, tuple(self.warmup.compiled))
+        return turn.permits * max(runs, default=0)
 
     def restrict(self, buckets: Iterable[Bucket]) -> None:
         """Use only these of the compiled buckets for batches from now on."""
@@ -316,6 +324,15 @@ class Engine:
             self._keep_costs()
         if not any(thread.is_alive() for thread in self.warmup.threads):
             atexit.unregister(self._leave)
+
+    def free(self) -> None:
+        """Free the memory of all seats, after `close`; not while a thread has not ended, because
+        it may be in a call."""
+        if any(thread.is_alive() for thread in self._all_threads):
+            logger.warning("%s: a thread has not ended, so its memory is not freed", self.name)
+            return
+        for seat in self.seats:
+            seat.runner.free()
 
     @property
     def _all_threads(self) -> list[threading.Thread]:

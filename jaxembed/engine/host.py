@@ -56,6 +56,11 @@ class HostEngine:
         """The recent throughput in tokens per second of computing; 0 before the first call."""
         return self._ran_tokens / max(self._ran_s, 1e-6)
 
+    @property
+    def temporary_bytes(self) -> int:
+        """None to speak of."""
+        return 0
+
     def start(self) -> None:
         """Be ready: there are no threads."""
         self._started = True
@@ -120,6 +125,9 @@ class HostEngine:
     def close(self, timeout_s: float = 20.0) -> None:
         """Compute nothing more."""
         self._closing = True
+
+    def free(self) -> None:
+        """Nothing: the model is freed with the engine."""
 
     def _note(self, work: Work, seconds: float) -> None:
         """Record a call that was answered."""

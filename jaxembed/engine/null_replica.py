@@ -23,6 +23,13 @@ class NullReplica:
     def compile(self, bucket: Bucket) -> None:
         """Do nothing."""
 
+    def temporary_bytes(self, bucket: Bucket) -> int:
+        """None, because it uses no device."""
+        return 0
+
+    def free(self) -> None:
+        """Do nothing."""
+
     def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
         """Return ones in the shapes of these outputs."""
         return {name: self._ones(bucket, name) for name in outputs}

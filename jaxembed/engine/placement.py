@@ -1,6 +1,7 @@
 """Puts the parameters of a model on devices, in the dtype that they are served in."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxembed.memory import available_bytes
 from jaxembed.models import native
 from jaxembed.models.heads import TABLE_OF_TERMS
 from jaxembed.spec import DType
@@ -48,6 +50,24 @@ def mesh_of(devices: Sequence[Device]) -> Mesh:
 def _cast(name: str, leaf: Any, dtype: DType) -> Any:
     """Convert a parameter, on the host or on a device, to the dtype that it is served in."""
     return leaf.astype(jnp.dtype(placed_dtype(name, leaf.ndim, dtype)), copy=False)
+
+
+def placed_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: DType) -> int:
+    """The memory of one copy of the parameters, by name, on a device."""
+    return sum(
+        math.prod(shape) * jnp.dtype(placed_dtype(name, len(shape), dtype)).itemsize
+        for name, shape in shapes.items()
+    )
+
+
+def room_for_models(device: Device) -> int | None:
+    """The bytes that models may take: of a device, or of the host where a CPU is the device. None
+    if it is not known. A tenth is left to what is not counted."""
+    if device.platform == "cpu":
+        room = available_bytes()
+    else:
+        room = (device.memory_stats() or {}).get("bytes_limit")
+    return None if room is None else room * 9 // 10
 
 
 def placed_dtype(name: str, axes: int, dtype: DType) -> DType:

@@ -61,6 +61,19 @@ class Runner(Protocol):
         ...
 
 
+@runtime_checkable
+class ServedRunner(Runner, Protocol):
+    """A runner of an engine, which also says what memory it takes, and frees it."""
+
+    def temporary_bytes(self, bucket: Bucket) -> int:
+        """The device memory that a run of a prepared bucket takes besides, in bytes."""
+        ...
+
+    def free(self) -> None:
+        """Free its memory; nothing runs on it any more."""
+        ...
+
+
 class Replica:
     """A model on one device, or on several devices that divide the rows of every batch."""
 
@@ -131,6 +144,13 @@ class Replica:
         assert self._float32 is not None
         assert bucket == self._twin
         return self._fetch(self._float32(self._parameters, self._placed(planes)), outputs)
+
+    def free(self) -> None:
+        """Delete the parameters and the programs, whoever still refers to the replica."""
+        self._programs.clear()
+        self._float32 = None
+        for leaf in self._parameters:
+            leaf.delete()
 
     def program_text(self, bucket: Bucket) -> str:
         """The optimised HLO of the program of a bucket."""

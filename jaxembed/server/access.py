@@ -3,13 +3,14 @@
 import hmac
 import random
 import re
+from collections.abc import Sequence
 
 from quart import Response, g, request
 from werkzeug.exceptions import BadRequest
 
 from jaxembed.config import ServerConfig
 from jaxembed.server.body import discard_body
-from jaxembed.server.errors import Unauthorized
+from jaxembed.server.errors import REPOSITORY, Unauthorized
 from jaxembed.server.service import current_service
 
 OPEN_ROUTES = {
@@ -56,14 +57,30 @@ async def answer_preflight() -> Response | None:
 async def check_key() -> None:
     """Raises Unauthorized unless the route is open, no key is set, or the request carries one."""
     keys = current_service().config.api_keys
-    if not keys or _is_open():
+    if not keys or _is_open() or request.path.startswith(REPOSITORY):
         return
+    if not _carries_one_of(keys):
+        raise Unauthorized("missing or wrong API key; send it as `Authorization: Bearer <key>`")
+
+
+async def check_admin_key() -> None:
+    """Raises Unauthorized unless the request carries the admin key, or there is none: then only
+    the admin port, which is this machine's, has routes that need it."""
+    key = current_service().config.admin_key
+    if key is not None and not _carries_one_of((key,)):
+        raise Unauthorized(
+            "missing or wrong admin key; send it as `Authorization: Bearer <key>` (an API key does "
+            "not do)"
+        )
+
+
+def _carries_one_of(keys: Sequence[str]) -> bool:
+    """Whether the request carries one of the keys; it takes as long whichever it is."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     # Quart decodes headers as latin-1: this gives back the bytes the client sent.
     given_key = given.strip().encode("latin-1", "replace")
     matches = [hmac.compare_digest(given_key, key.encode()) for key in keys]
-    if scheme.lower() != "bearer" or not any(matches):
-        raise Unauthorized("missing or wrong API key; send it as `Authorization: Bearer <key>`")
+    return scheme.lower() == "bearer" and any(matches)
 
 
 async def finish(response: Response) -> Response:

@@ -29,7 +29,7 @@ async def embed_inputs(
 ) -> Embeddings:
     """The vectors of a request to embed. `read` and `options` are called once the model is known:
     they raise what is wrong with the body."""
-    loaded, inputs = _accept(meter, model, "embed", read)
+    loaded, inputs = await _accept(meter, model, "embed", read)
     request = loaded.tasks.embed(inputs.items, _adapted(meter, options(loaded)))
     return await _answer(meter, request)
 
@@ -42,7 +42,7 @@ async def embed_chunks(
 ) -> Embeddings:
     """The vectors of the chunks of a request's texts, with `read` and `options` as in
     `embed_inputs`. An error of a chunk names its place in the body."""
-    loaded, texts = _accept(meter, model, "embed", read)
+    loaded, texts = await _accept(meter, model, "embed", read)
     request = loaded.tasks.embed_chunks(texts.items, _adapted(meter, options(loaded)))
     try:
         return await _answer(meter, request)
@@ -59,7 +59,7 @@ async def embed_to_compare(
 ) -> Embeddings:
     """The vectors of a text, the first input, and of those to compare with it. Of a model with
     several routes the first is a query and the others are documents, unless a prompt is named."""
-    loaded, inputs = _accept(meter, model, "embed", read)
+    loaded, inputs = await _accept(meter, model, "embed", read)
     tasks, options = loaded.tasks, _adapted(meter, options)
     if len(loaded.routes) == 1 or options.prompt_name is not None:
         return await _answer(meter, tasks.embed(inputs.items, options))
@@ -80,7 +80,7 @@ async def score_inputs(
     options: Callable[[], ScoreOptions],
 ) -> Scores:
     """The logits of a request to classify, with `read` and `options` as in `embed_inputs`."""
-    loaded, inputs = _accept(meter, model, "classify", read)
+    loaded, inputs = await _accept(meter, model, "classify", read)
     request = loaded.tasks.score(inputs.items, _adapted(meter, options()))
     return await _answer(meter, request)
 
@@ -102,7 +102,7 @@ async def score_documents(
         characters = len(query) * len(documents) + sum(map(len, documents))
         return RequestSize("batch", characters, field)
 
-    loaded, _ = _accept(meter, model, "rerank", read)
+    loaded, _ = await _accept(meter, model, "rerank", read)
     options = _adapted(meter, options)
     if loaded.spec.task == "embed":
         return await _compare(meter, query, documents, options, field)
@@ -148,11 +148,11 @@ def _adapted(meter: Meter, options: Options) -> Options:
     return options if meter.adapter is None else replace(options, adapter=meter.adapter)
 
 
-def _accept(
+async def _accept(
     meter: Meter, model: str | None, task: Task, read: Callable[[], Size]
 ) -> tuple[LoadedModel, Size]:
     """The model, and what `read` gives, counted as accepted by this model."""
-    loaded = meter.find(model, task)
+    loaded = await meter.find(model, task)
     inputs = read()
     meter.accept(inputs)
     return loaded, inputs

@@ -23,11 +23,13 @@ from jaxembed.server import (
     multi,
     openai,
     ops,
+    repository,
     tei,
     tei_scores,
 )
 from jaxembed.server.connection import Exchange
 from jaxembed.server.models import Models
+from jaxembed.server.pool import ModelPool
 from jaxembed.server.service import Service, install
 
 BLUEPRINTS = (
@@ -113,11 +115,13 @@ class Server(Quart):
             return await self.finalize_request(refusal, context, from_error_handler=True)
 
 
-def create_app(models: Models, config: ServerConfig) -> Server:
-    """The app that serves `models`."""
-    app = Server(Service(models, config))
+def create_app(models: Models, config: ServerConfig, pool: ModelPool | None = None) -> Server:
+    """The app that serves `models`; with a `pool` of them also those that are loaded later."""
+    app = Server(Service(models, config, pool or ModelPool(models)))
     for blueprint in BLUEPRINTS:
         app.register_blueprint(blueprint)
+    if config.admin_key is not None:
+        app.register_blueprint(repository.blueprint)
     for step in (
         access.name_request,
         access.check_length,
@@ -131,6 +135,16 @@ def create_app(models: Models, config: ServerConfig) -> Server:
 
 def create_metrics_app(models: Models, config: ServerConfig) -> Server:
     """/metrics alone, for a port of its own."""
-    app = Server(Service(models, config))
+    app = Server(Service(models, config, ModelPool(models)))
     app.register_blueprint(ops.metrics_blueprint)
+    return app
+
+
+def create_admin_app(pool: ModelPool, config: ServerConfig) -> Server:
+    """The routes that load models and take them out of memory, for a port of their own."""
+    app = Server(Service(pool.models, config, pool))
+    app.register_blueprint(repository.blueprint)
+    app.before_request(access.name_request)
+    app.before_request(access.check_length)
+    app.after_request(access.finish)
     return app

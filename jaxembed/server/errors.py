@@ -21,6 +21,7 @@ from jaxembed.errors import (
     InvalidChunk,
     InvalidInput,
     JaxembedError,
+    ModelUnavailable,
     NoInputs,
     Overloaded,
     RequestTooLarge,
@@ -73,6 +74,7 @@ class Reply:
     tei_prefix: str = ""
 
 
+LOAD_RETRY_S = 5  # after which to ask again for a model that is not in memory
 LONGEST_MESSAGE = 4000  # characters
 _SHAPE_PREFIX = "Failed to deserialize the JSON body into the target type: "
 _JSON_PREFIX = "Failed to parse the request body as JSON: "
@@ -97,11 +99,14 @@ REPLIES: dict[type[Exception], Reply] = {
     Unauthorized:   Reply(401, "Unauthorized", 401, _BAD, "invalid_api_key", None),
     Cancelled:      Reply(503, "Unhealthy", 503, _FAILED, "cancelled", "dropped"),
     DeviceStuck:    Reply(503, "Unhealthy", 503, _FAILED, "device_stuck", "inference"),
+    ModelUnavailable: Reply(503, "Unhealthy", 503, _FAILED, "model_unavailable", "overloaded"),
     BackendError:   Reply(424, "Backend", 503, _FAILED, None, "inference", "Backend error: "),
     JaxembedError:  Reply(424, "Backend", 503, _FAILED, None, "inference", "Backend error: "),
     Exception:      Reply(500, "Backend", 500, _FAILED, None, "inference"),
 }
 # fmt: on
+
+REPOSITORY = "/v2/repository/"  # the routes of Triton, whose errors look like TEI's
 
 # Routes that Infinity has without /v1; its errors look like OpenAI's.
 UNPREFIXED = ("/embeddings", "/classify", "/models")
@@ -120,7 +125,9 @@ HINTS = {
 
 def dialect_of(path: str) -> Dialect:
     """The dialect of a route's errors: Cohere's under /v2/ and on the routes of COHERE, OpenAI's on
-    others under /v1/ and on the routes of UNPREFIXED, TEI's on all others."""
+    others under /v1/ and on the routes of UNPREFIXED, TEI's on all others, and on Triton's."""
+    if path.startswith(REPOSITORY):
+        return "tei"
     if path.startswith("/v2/") or path in COHERE:
         return "cohere"
     return "openai" if path.startswith("/v1/") or path in UNPREFIXED else "tei"
@@ -277,6 +284,8 @@ def _json(status: int, body: dict) -> Response:
 def _with_headers(response: Response, error: Exception) -> Response:
     if isinstance(error, Overloaded):
         response.headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, ModelUnavailable):
+        response.headers["Retry-After"] = str(LOAD_RETRY_S)
     if isinstance(error, ShuttingDown):
         response.headers["Connection"] = "close"
     if isinstance(error, Unauthorized):

@@ -17,7 +17,7 @@ from jaxembed.server.encoding import json_response, wants_octets
 from jaxembed.server.errors import BadField
 from jaxembed.server.jina import answer_jina
 from jaxembed.server.meter import Meter, blame, current_meter
-from jaxembed.server.models import Models
+from jaxembed.server.pool import ModelPool
 from jaxembed.server.rerank import DocumentsRequest
 from jaxembed.server.tei import EmbedRequest, answer_embed
 from jaxembed.server.tei_scores import PredictRequest, RerankRequest, answer_predict, answer_rerank
@@ -77,7 +77,7 @@ async def _answer_body() -> Response:
     with current_meter() as meter:
         data = await read_data()
         with meter.time("decode"):
-            body = await decode_any(data, meter.service.models)
+            body = await decode_any(data, meter.service.pool)
         return await answer_any(meter, body, octets=wants_octets())
 
 
@@ -86,7 +86,7 @@ async def vertex() -> Response:
     """The answers to all instances, which run at the same time; or the first one's failure."""
     with current_meter() as whole:
         body = await read_body_as(VertexRequest)
-    requests = await _decode_instances(body.instances, whole.service.models)
+    requests = await _decode_instances(body.instances, whole.service.pool)
     meters = [Meter(whole.service, whole.held) for _ in requests]
     gate = asyncio.Semaphore(INSTANCES_AT_ONCE)
     instances = (_instance(gate, *one) for one in zip(meters, requests, strict=True))
@@ -101,13 +101,14 @@ async def vertex() -> Response:
 
 
 async def decode_any(
-    data: bytes | bytearray | msgspec.Raw, models: Models, at_once: int = AT_ONCE
+    data: bytes | bytearray | msgspec.Raw, pool: ModelPool, at_once: int = AT_ONCE
 ) -> AnyRequest:
-    """The body, as a request of the route that it is for. Raises BadField and BadJson."""
+    """The body, as a request of the route that it is for. Raises BadField and BadJson, and what
+    `ModelPool.tasks_of` does."""
     asked = await decode_body(data, Asked, at_once)
     if asked.query is not msgspec.UNSET:
         return await _decode_rerank(data, asked, at_once)
-    if any(loaded.spec.task == "embed" for loaded in models.meant(asked.model)):
+    if "embed" in await pool.tasks_of(asked.model):
         return await decode_body(data, EmbedRequest, at_once)
     return await decode_body(data, PredictRequest, at_once)
 
@@ -125,7 +126,7 @@ async def _decode_rerank(
     )
 
 
-async def _decode_instances(instances: list[msgspec.Raw], models: Models) -> list[AnyRequest]:
+async def _decode_instances(instances: list[msgspec.Raw], pool: ModelPool) -> list[AnyRequest]:
     """The bodies in a /vertex request. Raises BatchTooLarge if they are more than one request may
     have inputs."""
     check_batch(len(instances))
@@ -133,7 +134,7 @@ async def _decode_instances(instances: list[msgspec.Raw], models: Models) -> lis
     count = 0
     for instance in instances:
         # all instances together decode as much at once as one body
-        requests.append(await decode_any(instance, models, AT_ONCE // len(instances)))
+        requests.append(await decode_any(instance, pool, AT_ONCE // len(instances)))
         count += _count(requests[-1])
         check_batch(count)
     return requests

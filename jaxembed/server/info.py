@@ -7,9 +7,11 @@ from quart import Blueprint, Response, request
 
 from jaxembed import __version__
 from jaxembed.doctor.examine import examine
+from jaxembed.errors import ModelUnavailable
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.server.connection import CONNECTION_BYTES
 from jaxembed.server.encoding import json_response
+from jaxembed.server.models import Models
 from jaxembed.server.service import Service, current_service
 
 blueprint = Blueprint("info", __name__)
@@ -48,12 +50,19 @@ async def info() -> Response:
     speed of every model under `jaxembed.doctor`."""
     service = current_service()
     name = request.args.get("model")
-    loaded = service.models[name] if name else service.models.first
+    loaded = _in_memory(service.models, name) if name else service.models.first
     answer = model_info(service, loaded)
     if "verbose" in request.args:
         models = service.models.by_name()
         answer.jaxembed["doctor"] = examine(models, service.history.window(models))
     return json_response(msgspec.json.encode(answer))
+
+
+def _in_memory(models: Models, name: str) -> LoadedModel:
+    residence = models[name].residence
+    if residence is None:
+        raise ModelUnavailable(f"{name} is not in memory; it is loaded when a request asks for it")
+    return residence.loaded
 
 
 def model_info(service: Service, loaded: LoadedModel) -> Info:

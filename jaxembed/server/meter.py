@@ -14,6 +14,7 @@ from jaxembed.engine.admission import Held
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, Scores
 from jaxembed.server.bounded_body import BoundedBody
+from jaxembed.server.models import Residence
 from jaxembed.server.service import Service, current_service
 from jaxembed.spec import Task
 from jaxembed.telemetry import Telemetry
@@ -37,7 +38,8 @@ class RequestSize:
 class Meter:
     """Counts a request when it is accepted and when it is answered, or when its client goes away.
 
-    It is counted for the model that was found, and before that for the first model. `errors.refuse`
+    It is counted for the model that was found, and before that for the first model that was loaded
+    at the start. From then on it has a lease on the model, until it is answered. `errors.refuse`
     counts failures.
     """
 
@@ -52,6 +54,7 @@ class Meter:
         self.held = held
         self.started_at = time.perf_counter()
         self._stages: list[tuple[str, float]] = []
+        self._leases: list[Residence] = []
 
     def __enter__(self) -> "Meter":
         return self
@@ -62,6 +65,8 @@ class Meter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for residence in self._leases:
+            residence.give_back()
         for stage, seconds in self._stages:
             self.telemetry.stage.labels(stage).observe(seconds)
         if isinstance(error, asyncio.CancelledError):  # Quart cancels when the client is gone
@@ -76,7 +81,11 @@ class Meter:
     @property
     def telemetry(self) -> Telemetry:
         """The metrics of the model that the request is counted for."""
-        return getattr(self, "loaded", self.service.models.first).telemetry
+        models = self.service.models
+        fallback = models.lasting[0].residence if models.lasting else None
+        if hasattr(self, "loaded"):
+            return self.loaded.telemetry
+        return models.telemetry if fallback is None else fallback.loaded.telemetry
 
     @contextmanager
     def time(self, stage: Literal["decode", "encode"]) -> Iterator[None]:
@@ -87,9 +96,12 @@ class Meter:
         finally:
             self._stages.append((stage, time.perf_counter() - started_at))
 
-    def find(self, name: str | None, task: Task | None) -> LoadedModel:
-        """The model that `Models.find` gives; from now on the request is counted for it."""
-        self.loaded = self.service.models.find(name, task)
+    async def find(self, name: str | None, task: Task | None) -> LoadedModel:
+        """The model that `Models.find` gives, loaded if it is not in memory; from now on the
+        request is counted for it. Raises as `ModelPool.lease`."""
+        residence = await self.service.pool.lease(name, task)
+        self._leases.append(residence)
+        self.loaded = residence.loaded
         self.adapter = self.service.models.adapter_of(name)
         return self.loaded
 

@@ -1,14 +1,16 @@
 """Finds the models of one server by name and by task, and drains and closes all of them."""
 
+import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from jaxembed.engine.admission import Capacity
 from jaxembed.errors import ConfigError, InvalidInput, UnknownModel, WrongTask
 from jaxembed.loaded_model import LoadedModel
-from jaxembed.spec import Task
+from jaxembed.spec import ModelSpec, Task
 from jaxembed.tasks import KIND, tasks_of
-from jaxembed.telemetry import exposition
+from jaxembed.telemetry import Telemetry, exposition
 
 TASK_ROUTES: dict[Task, str] = {
     "embed": "/v1/embeddings, /embed, /v2/embed",
@@ -23,44 +25,142 @@ REFUSAL: dict[Task, str] = {  # TEI's words
 }
 
 
+@dataclass(eq=False)
+class Residence:
+    """A model in memory, and the requests that use it, which hold a lease each.
+
+    Only the thread of the event loop may call its methods.
+    """
+
+    loaded: LoadedModel
+    leases: int = 0
+    used_at: float = field(default_factory=time.monotonic)
+    _idle: asyncio.Event | None = None
+
+    def take(self) -> None:
+        """Take a lease: the model is not closed until it is given back."""
+        self.leases += 1
+
+    def give_back(self) -> None:
+        """Give a lease back."""
+        self.leases -= 1
+        self.used_at = time.monotonic()
+        if not self.leases and self._idle is not None:
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until nobody has a lease; nobody may take one any more."""
+        if self.leases:
+            self._idle = asyncio.Event()
+            await self._idle.wait()
+
+
+@dataclass(eq=False)
+class Slot:
+    """A model that the server knows, in memory or not."""
+
+    id: str  # a directory or a hub id, by which it is loaded
+    residence: Residence | None = None  # None: not in memory
+    spec: ModelSpec | None = None  # None until it was loaded once
+    pinned: bool = False  # never taken out of memory to make room
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model, which must be in memory."""
+        assert self.residence is not None
+        return self.residence.loaded
+
+
 class Models:
-    """The models of a server, in the order given.
+    """The models of a server: those loaded at its start, in the order given, and others.
 
     `aliases` maps a model id to its served names. A model without any is served under its id.
+    `loadable` gives ids by served name, again whenever it is called: these models may be loaded
+    later. A request that names no model never means one of them.
     Raises ConfigError if two models have a name in common.
     """
 
     def __init__(
-        self, models: Sequence[LoadedModel], aliases: Mapping[str, Sequence[str]] | None = None
+        self,
+        models: Sequence[LoadedModel] = (),
+        aliases: Mapping[str, Sequence[str]] | None = None,
+        *,
+        capacity: Capacity | None = None,
+        loadable: Callable[[], Mapping[str, str]] | None = None,
     ):
-        self._loaded = tuple(models)
         names = served_names([loaded.name for loaded in models], aliases or {})
+        self._lasting = [
+            Slot(loaded.name, Residence(loaded), loaded.spec, pinned=True) for loaded in models
+        ]
         self._by_name = {
-            name: loaded for loaded, owned in zip(models, names, strict=True) for name in owned
+            name: slot for slot, owned in zip(self._lasting, names, strict=True) for name in owned
         }
-
-    def __iter__(self) -> Iterator[LoadedModel]:
-        return iter(self._loaded)
+        self._loadable = loadable
+        self._own: dict[str, str] = {}  # ids of loadable models, by the names that are theirs alone
+        self.capacity = capacity or self._lasting[0].loaded.admission.capacity
+        self.telemetry = Telemetry()  # of requests that no model is known for
+        self._draining = False
+        self.discover()
 
     @property
-    def capacity(self) -> Capacity:
-        """The limits that the models share."""
-        return self.first.admission.capacity
+    def changes(self) -> bool:
+        """Whether models come and go."""
+        return self._loadable is not None
+
+    @property
+    def lasting(self) -> Sequence[Slot]:
+        """The models that were loaded at the start."""
+        return self._lasting
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Every model, once."""
+        return list(dict.fromkeys([*self._lasting, *self._by_name.values()]))
+
+    def __iter__(self) -> Iterator[LoadedModel]:
+        """The models in memory."""
+        return iter([slot.loaded for slot in self.slots if slot.residence is not None])
 
     def __len__(self) -> int:
-        return len(self._loaded)
+        return len(list(iter(self)))
 
-    def __getitem__(self, name: str) -> LoadedModel:
+    def __getitem__(self, name: str) -> Slot:
         """The model served under `name`, which may name one of its adapters too. Raises
         UnknownModel, which lists the names."""
-        try:
-            return self._by_name[self._split(name)[0]]
-        except KeyError:
-            shown = name if len(name) <= 200 else f"{name[:200]}..."
-            raise UnknownModel(
-                f"the model `{shown}` does not exist; this server has {', '.join(self.names)}",
-                field="model",
-            ) from None
+        slot = self._by_name.get(self._split(name)[0])
+        if slot is None and self.changes:
+            self.discover()
+            slot = self._by_name.get(self._split(name)[0])
+        if slot is None:
+            raise self._unknown(name)
+        return slot
+
+    def discover(self) -> None:
+        """Look which models may be loaded now. A name that is taken stays whose it is."""
+        found = self._loadable() if self._loadable is not None else {}
+        for name in self._own.keys() - found.keys():
+            if self._by_name[name].residence is None:
+                del self._by_name[name]
+        known = {slot.id: slot for slot in self.slots}
+        for name, model in found.items():
+            self._by_name.setdefault(name, known.get(model) or Slot(model))
+        self._own = {
+            name: model for name, model in found.items() if self._by_name[name].id == model
+        }
+
+    def name_alias(self, alias: str, name: str) -> Slot:
+        """Serve the model `name` under `alias` too from now on, in place of any other model.
+        Returns the model. Raises UnknownModel, and InvalidInput for a name that is a model's own or
+        could mean an adapter."""
+        slot = self[name]
+        if alias in self._own or ":" in alias or not alias.strip():
+            raise InvalidInput(
+                f"`{alias}` cannot be moved: wanted a name that is no loadable model's own, "
+                "without a colon",
+                field="alias",
+            )
+        self._by_name[alias] = slot
+        return slot
 
     def adapter_of(self, name: str | None) -> str | None:
         """The adapter in `<served name>:<adapter>`; None for the model itself."""
@@ -69,55 +169,81 @@ class Models:
     def _split(self, name: str) -> tuple[str, str | None]:
         """The served name and the adapter; those of an unknown name are unknown too."""
         model, colon, adapter = name.rpartition(":")
-        loaded = None if name in self._by_name or not colon else self._by_name.get(model)
-        if loaded is not None and adapter in loaded.spec.adapter_names:
-            return model, adapter
-        return name, None
+        slot = None if name in self._by_name or not colon else self._by_name.get(model)
+        if slot is None:
+            return name, None
+        if slot.spec is None:  # it must be loaded to know
+            return model, None
+        return (model, adapter) if adapter in slot.spec.adapter_names else (name, None)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every served name: of each model, and of each of its adapters."""
         names: dict[str, None] = dict.fromkeys(self._by_name)
-        for name, loaded in self._by_name.items():
-            names.update(dict.fromkeys(f"{name}:{one}" for one in loaded.spec.adapter_names))
+        for name, slot in self._by_name.items():
+            adapters = slot.spec.adapter_names if slot.spec else ()
+            names.update(dict.fromkeys(f"{name}:{one}" for one in adapters))
         return tuple(names)
+
+    def names_of(self, slot: Slot) -> list[str]:
+        """The served names of a model; none if they were all moved to others."""
+        return [name for name, served in self._by_name.items() if served is slot]
 
     @property
     def first(self) -> LoadedModel:
-        return self._loaded[0]
+        """The first model in memory. Raises UnknownModel if there is none."""
+        for loaded in self:
+            return loaded
+        raise UnknownModel(f"no model is in memory; this server has {', '.join(self.names)}")
 
     def name_of(self, loaded: LoadedModel) -> str:
-        """The name of the model in its answers: the first of its served names."""
-        return next(name for name, served in self._by_name.items() if served is loaded)
+        """The name of the model in its answers: the first of its served names, or its id when they
+        were moved."""
+        for name, slot in self._by_name.items():
+            if slot.residence is not None and slot.residence.loaded is loaded:
+                return name
+        return loaded.name
 
     def by_name(self) -> dict[str, LoadedModel]:
-        """The models by their names in answers."""
+        """The models in memory by their names in answers."""
         return {self.name_of(loaded): loaded for loaded in self}
 
-    def meant(self, name: str | None) -> list[LoadedModel]:
-        """The model served under `name`, or all models if no name is given. Raises UnknownModel."""
-        return [self[name]] if name and name != UNSPECIFIED else list(self)
+    def meant(self, name: str | None) -> list[Slot]:
+        """The model served under `name`, or, if no name is given, those loaded at the start; where
+        there are none, the only one there is. Raises UnknownModel, and InvalidInput if a name is
+        needed."""
+        if name and name != UNSPECIFIED:
+            return [self[name]]
+        slots = self._lasting or self.slots
+        if self._lasting or len(slots) == 1:
+            return slots
+        raise InvalidInput(f"`model` must say which: {', '.join(self.names)}", field="model")
 
-    def find(self, name: str | None, task: Task | None) -> LoadedModel:
+    def find(self, name: str | None, task: Task | None) -> Slot:
         """The model served under `name` or, without a name, the only model that can do the task.
 
         A task of None stands for a task that every model can do. A reranker can also classify, but
-        a classifier is preferred. Raises UnknownModel if no model has the name, WrongTask if the
-        named model, or every model, cannot do the task, and InvalidInput if several models remain.
+        a classifier is preferred. A model that was never loaded can do what it is asked for, until
+        `check_task`. Raises UnknownModel if no model has the name, WrongTask if the named model, or
+        every model, cannot do the task, and InvalidInput if several models remain.
         """
         asked = self.meant(name)
-        able = [e for e in asked if task is None or task in tasks_of(e.spec)]
+        able = [slot for slot in asked if _can(slot, task)]
         if task is not None and not able:
             raise WrongTask(f"{REFUSAL[task]}: {', '.join(map(self._description, asked))}")
-        chosen = [e for e in able if e.spec.task == task] or able
+        chosen = [slot for slot in able if slot.spec and slot.spec.task == task] or able
         if len(chosen) > 1:
-            names = ", ".join(map(self.name_of, chosen))
+            names = ", ".join(self.names_of(slot)[0] for slot in chosen if self.names_of(slot))
             raise InvalidInput(f"`model` must say which: {names}", field="model")
         return chosen[0]
 
     def exposition(self) -> bytes:
-        """The metrics of all models in the Prometheus text format."""
-        return exposition({name: model.telemetry for name, model in self.by_name().items()})
+        """The metrics of all models in memory in the Prometheus text format. Where models come and
+        go, each series has the label `model`, however many there are."""
+        telemetries = {name: model.telemetry for name, model in self.by_name().items()}
+        if self.changes:
+            telemetries[""] = self.telemetry
+        return exposition(telemetries)
 
     @property
     def healthy(self) -> bool:
@@ -129,10 +255,11 @@ class Models:
 
     @property
     def draining(self) -> bool:
-        return any(loaded.draining for loaded in self)
+        return self._draining or any(loaded.draining for loaded in self)
 
     def drain(self) -> None:
         """Refuse all further requests."""
+        self._draining = True
         for loaded in self:
             loaded.drain()
 
@@ -142,9 +269,22 @@ class Models:
         for loaded in self:
             loaded.close(timeout_s=max(deadline - time.monotonic(), 0.0))
 
-    def _description(self, loaded: LoadedModel) -> str:
-        task = loaded.spec.task
-        return f"`{self.name_of(loaded)}` is {KIND[task]} ({TASK_ROUTES[task]})"
+    def _unknown(self, name: str) -> UnknownModel:
+        shown = name if len(name) <= 200 else f"{name[:200]}..."
+        return UnknownModel(
+            f"the model `{shown}` does not exist; this server has {', '.join(self.names)}",
+            field="model",
+        )
+
+    def _description(self, slot: Slot) -> str:
+        assert slot.spec is not None  # else it can do what it is asked for
+        task = slot.spec.task
+        name = next(iter(self.names_of(slot)), slot.id)
+        return f"`{name}` is {KIND[task]} ({TASK_ROUTES[task]})"
+
+
+def _can(slot: Slot, task: Task | None) -> bool:
+    return task is None or slot.spec is None or task in tasks_of(slot.spec)
 
 
 def served_names(

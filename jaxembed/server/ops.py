@@ -27,14 +27,15 @@ class QueueStats(msgspec.Struct):
 
 
 class ServedModel(msgspec.Struct):
-    """One served name."""
+    """One served name. Of a model that was never in memory only that is known."""
 
     id: str
     created: int
-    max_model_len: int
-    task: Task
-    capabilities: tuple[Task, ...]
-    stats: QueueStats
+    loaded: bool  # whether it is in memory
+    max_model_len: int | None = None  # while it is
+    task: Task | None = None
+    capabilities: tuple[Task, ...] = ()
+    stats: QueueStats = msgspec.field(default_factory=lambda: QueueStats(0, 0.0))
     parent: str | msgspec.UnsetType = msgspec.UNSET  # the name of an adapter's model
     object: Literal["model"] = "model"
     owned_by: str | msgspec.UnsetType = "jaxembed"
@@ -132,14 +133,15 @@ def _check_health() -> None:
 
 
 def _model(name: str, models: Models) -> ServedModel:
-    loaded, adapter = models[name], models.adapter_of(name)
-    waiting = loaded.waiting
-    return ServedModel(
-        id=name,
-        created=0,
-        max_model_len=loaded.max_input_tokens,
-        task=loaded.spec.task,
-        capabilities=tasks_of(loaded.spec),
-        stats=QueueStats(waiting, waiting / loaded.config.max_concurrent_requests),
-        parent=name.removesuffix(f":{adapter}") if adapter else msgspec.UNSET,
-    )
+    slot, adapter = models[name], models.adapter_of(name)
+    listed = ServedModel(id=name, created=0, loaded=slot.residence is not None)
+    if slot.spec is not None:
+        listed.task, listed.capabilities = slot.spec.task, tasks_of(slot.spec)
+    if slot.residence is not None:
+        loaded = slot.residence.loaded
+        waiting = loaded.waiting
+        listed.max_model_len = loaded.max_input_tokens
+        listed.stats = QueueStats(waiting, waiting / loaded.config.max_concurrent_requests)
+    if adapter:
+        listed.parent = name.removesuffix(f":{adapter}")
+    return listed

@@ -17,13 +17,14 @@ from collections.abc import Callable
 from hypercorn.asyncio import serve as hypercorn_serve
 from hypercorn.config import Config
 
-from jaxembed.config import ServerConfig
+from jaxembed.config import PoolLimits, ServerConfig
 from jaxembed.doctor.history import SAMPLE_S
 from jaxembed.errors import BackendError, ConfigError
 from jaxembed.loaded_model import LoadedModel
-from jaxembed.server.app import Server, create_app, create_metrics_app
+from jaxembed.server.app import Server, create_admin_app, create_app, create_metrics_app
 from jaxembed.server.connection import use_connections
 from jaxembed.server.models import Models
+from jaxembed.server.pool import Load, ModelPool
 from jaxembed.server.service import Service
 from jaxembed.signals import STOP_SIGNALS, leave
 
@@ -33,17 +34,25 @@ KEEP_ALIVE_S = 75.0  # longer than the 60 s of common load balancers, which shou
 CLOSE_S = 5.0  # for connections to close once the drain is over
 WATCHDOG_S = 4 * CLOSE_S  # after the drain: late requests, connections, engine, interpreter
 BACKLOG = 2048
+LOOPBACK = "127.0.0.1"
 MAX_HEADER_BYTES = 64 * 1024
 
 
-def run(models: Models, config: ServerConfig, listener: socket.socket | None = None) -> None:
+def run(
+    models: Models,
+    config: ServerConfig,
+    listener: socket.socket | None = None,
+    load: Load | None = None,
+    limits: PoolLimits | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain, close the models and return.
 
     `listener` is a socket that is already bound, so that the port is reserved while the models
-    load; None means that the address in `config` is bound now. Raises BackendError if a model
+    load; None means that the address in `config` is bound now. `load` and `limits` are as in
+    ModelPool. Raises BackendError if a model
     cannot be compiled, ConfigError if a port cannot be bound, and the error of a server that fails.
     """
-    app = create_app(models, config)
+    app = create_app(models, config, ModelPool(models, load, limits))
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         failures = runner.run(_serve_until_stopped(app, models, config, listener))
     models.close(timeout_s=CLOSE_S)
@@ -72,6 +81,10 @@ async def serve(
             metrics = create_metrics_app(models, config)
             port = listen(config.host, config.prometheus_port, flag="--prometheus-port")
             servers.append(_start(metrics, port, closing, path="/metrics"))
+        if config.admin_port is not None:
+            admin = create_admin_app(app.service.pool, config)
+            port = listen(LOOPBACK, config.admin_port, flag="--admin-port")
+            servers.append(_start(admin, port, closing, path="/v2/repository/index"))
         await _until(shutdown, servers)
         models.drain()
         await _drain(app, config.drain_timeout_s)
@@ -90,6 +103,7 @@ async def _sample(service: Service) -> None:
     while True:
         try:
             service.history.note(service.models.by_name(), delay_s)
+            service.pool.sweep()
         except Exception:
             logger.exception("what was done of late could not be noted. This is a bug in jaxembed")
         wanted_at = time.monotonic() + SAMPLE_S

@@ -7,6 +7,7 @@ from quart import Quart, current_app
 from jaxembed.config import ServerConfig
 from jaxembed.doctor.history import History
 from jaxembed.server.models import Models
+from jaxembed.server.pool import ModelPool
 
 _KEY = "jaxembed"
 
@@ -17,6 +18,7 @@ class Service:
 
     models: Models
     config: ServerConfig
+    pool: ModelPool
     history: History = field(default_factory=History)
 
 

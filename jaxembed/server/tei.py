@@ -183,7 +183,8 @@ async def tokenize() -> Response:
     with current_meter() as meter:
         body = await read_body_as(TokenizeRequest)
         texts = _texts_to_show(body.inputs)
-        tokens = await meter.find(body.model, None).tokenize_async(
+        loaded = await meter.find(body.model, None)
+        tokens = await loaded.tokenize_async(
             texts,
             add_special_tokens=body.add_special_tokens,
             prompt_name=body.prompt_name,
@@ -204,7 +205,8 @@ async def decode_ids() -> Response:
         if not body.ids or (isinstance(body.ids, list) and [] in body.ids):
             raise EmptyInput("ids")
         items = read_inputs(body.ids, field="ids").items
-        texts = await meter.find(body.model, None).decode_async(
+        loaded = await meter.find(body.model, None)
+        texts = await loaded.decode_async(
             [item.ids for item in items if isinstance(item, Tokens)],
             skip_special_tokens=body.skip_special_tokens,
             prompt_name=body.prompt_name,

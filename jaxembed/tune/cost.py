@@ -39,6 +39,8 @@ class Workbench:
         self.primary: OutputName = replica.primary
         self.planes = replica.planes
         self.run_in_float32 = replica.run_in_float32
+        self.temporary_bytes = replica.temporary_bytes
+        self.free = replica.free
         self._replica = replica
 
     @property

@@ -1,0 +1,325 @@
+"""Brings models into memory when they are asked for, and takes others out of it to make room.
+
+A request has a lease on its model until it is answered. A model that has to go is taken out of the
+table of names first, so that new requests wait for it to be loaded again, and is closed when its
+last lease is given back: no request fails. Models are loaded one at a time.
+
+The state is the event loop's; loading and closing are done in threads.
+"""
+
+import asyncio
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Literal, TypeVar, cast
+
+import jax
+
+from jaxembed import memory
+from jaxembed.config import PoolLimits
+from jaxembed.errors import JaxembedError, ModelUnavailable, NoRoom, ShuttingDown
+from jaxembed.loaded_model import LoadedModel
+from jaxembed.server.models import Models, Residence, Slot
+from jaxembed.spec import Task
+
+logger = logging.getLogger(__name__)
+
+FAILURE_S = 30.0  # a model that could not be loaded is not tried again for a request before
+CLOSE_S = 20.0  # for the threads of a model that nobody uses
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's error begins
+
+Result = TypeVar("Result")
+State = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
+Load = Callable[[str, Callable[[int], object]], LoadedModel]
+"""Loads a model by its id. It calls the function with the bytes it will take before it takes them,
+and returns once the model is ready."""
+
+
+class ModelPool:
+    """The models of a server that may be in memory."""
+
+    def __init__(self, models: Models, load: Load | None = None, limits: PoolLimits | None = None):
+        """Without `load` the models are those in memory now."""
+        self.models = models
+        self._load = load
+        self._limits = limits or PoolLimits()
+        self._turn = asyncio.Lock()  # of the one model that is being loaded
+        self._loading: dict[Slot, asyncio.Task[Residence]] = {}
+        self._leaving: dict[Residence, asyncio.Task[None]] = {}
+        self._waiting: dict[Slot, int] = {}  # requests that wait for a model to be loaded
+        self._failed: dict[Slot, tuple[float, Exception]] = {}  # when, and why
+
+    def state(self, slot: Slot) -> tuple[State, str]:
+        """The state of a model in Triton's words, and the reason if it is not available."""
+        if slot in self._loading:
+            return "LOADING", ""
+        if slot.residence is not None:
+            return "READY", ""
+        if any(one.loaded.name == slot.id for one in self._leaving):
+            return "UNLOADING", ""
+        if slot in self._failed:
+            return "UNAVAILABLE", str(self._failed[slot][1])
+        return "UNAVAILABLE", "not in memory"
+
+    async def lease(self, name: str | None, task: Task | None) -> Residence:
+        """The model that `Models.find` gives, with a lease on it, loaded if it must be.
+
+        Raises what `find` does, ModelUnavailable if it cannot be loaded or not in time, and
+        ShuttingDown.
+        """
+        slot = self.models.find(name, task)
+        if slot.residence is None:
+            await self._arrival(slot)
+            # only now is it known what it can do, and which adapters it has
+            slot = self.models.find(name, task)
+        residence = slot.residence
+        if residence is None:  # moved meanwhile to another model, which is not in memory
+            return await self.lease(name, task)
+        residence.take()
+        return residence
+
+    async def tasks_of(self, name: str | None) -> set[Task]:
+        """The tasks that the models which a request means were made for. Raises as `lease`."""
+        slots = self.models.meant(name)
+        for slot in slots:
+            if slot.spec is None:
+                await self._arrival(slot)
+        return {slot.spec.task for slot in slots if slot.spec is not None}
+
+    async def load(self, slot: Slot, *, pinned: bool | None = None) -> None:
+        """Load a model, whatever failed before, unless it is in memory; wait as long as it takes.
+
+        `pinned` says whether it may be taken out of memory to make room. Raises JaxembedError.
+        """
+        if slot.residence is None:
+            await asyncio.shield(self._start(slot))
+        if pinned is not None:
+            slot.pinned = pinned
+
+    async def unload(self, slot: Slot) -> None:
+        """Take a model out of memory, and wait until it is freed. Requests that have it are
+        answered before; later ones wait until it is loaded again."""
+        if (task := self._loading.get(slot)) is not None:
+            await asyncio.wait({task})
+        if slot.residence is not None:
+            await asyncio.shield(self._leave(slot))
+
+    async def move(self, alias: str, name: str) -> None:
+        """Serve the model `name` under `alias`, which may be another's until now.
+
+        The model is loaded and has answered before the alias moves, so that no request fails. A
+        model that is left without a name is taken out of memory. Raises JaxembedError, and then the
+        alias is whose it was.
+        """
+        before = self.models.names_of
+        await self.load(self.models[name])
+        left = [slot for slot in self.models.slots if alias in before(slot)]
+        self.models.name_alias(alias, name)
+        logger.info("%s is served as %s from now on", name, alias)
+        for slot in left:
+            if not before(slot) and slot.residence is not None:
+                self._leave(slot)
+
+    def sweep(self) -> None:
+        """Take models out of memory that nobody has used for the time that they are kept."""
+        kept_s = self._limits.keep_alive_s
+        if kept_s is None:
+            return
+        oldest_at = time.monotonic() - kept_s
+        for slot in self._evictable():
+            assert slot.residence is not None
+            if not slot.residence.leases and slot.residence.used_at < oldest_at:
+                self._leave(slot)
+
+    async def _arrival(self, slot: Slot) -> None:
+        """Wait until a model is in memory, within the time that a request may wait."""
+        failed_at, reason = self._failed.get(slot, (-FAILURE_S, None))
+        if reason is not None and time.monotonic() - failed_at < FAILURE_S:
+            raise self._unavailable(slot, reason) from reason
+        if self.models.draining:
+            raise ShuttingDown("the server is shutting down", retry_after_s=5)
+        task = self._start(slot)
+        self._waiting[slot] = self._waiting.get(slot, 0) + 1
+        try:
+            await asyncio.wait_for(asyncio.shield(task), self._limits.load_timeout_s)
+        except TimeoutError:
+            raise ModelUnavailable(
+                f"{self._name(slot)} is still being loaded after "
+                f"{self._limits.load_timeout_s:g} s; try again, or raise --load-timeout"
+            ) from None
+        except (JaxembedError, OSError) as error:
+            raise self._unavailable(slot, error) from error
+        finally:
+            self._waiting[slot] -= 1
+
+    def _unavailable(self, slot: Slot, error: Exception) -> ModelUnavailable:
+        reason = str(error).splitlines()[0]
+        return ModelUnavailable(f"{self._name(slot)} cannot be loaded: {reason}")
+
+    def _start(self, slot: Slot) -> asyncio.Task[Residence]:
+        """The task that loads a model, the same for all who ask for it."""
+        if slot not in self._loading:
+            task = asyncio.create_task(self._bring(slot))
+            self._loading[slot] = task
+            task.add_done_callback(lambda _: self._loading.pop(slot))
+            task.add_done_callback(_retrieve)
+        return self._loading[slot]
+
+    async def _bring(self, slot: Slot) -> Residence:
+        """Load a model when its turn comes."""
+        async with self._turn:
+            if slot.residence is not None:
+                return slot.residence
+            started_at = time.monotonic()
+            try:
+                loaded = await self._loaded(slot)
+            except Exception as error:
+                self._failed[slot] = time.monotonic(), error
+                logger.error("%s cannot be loaded: %s", self._name(slot), error)
+                await _in_thread(_collect)
+                raise
+            self._failed.pop(slot, None)
+            slot.residence, slot.spec = Residence(loaded), loaded.spec
+            logger.info(
+                "%s is in memory after %.1f s: %d MB, all models %d MB",
+                self._name(slot),
+                time.monotonic() - started_at,
+                loaded.resident_bytes // memory.MIB,
+                self._taken_bytes // memory.MIB,
+            )
+            return slot.residence
+
+    async def _loaded(self, slot: Slot) -> LoadedModel:
+        """The model, loaded in a thread. If the device has no memory for it after all, the model
+        that was not used for the longest time goes, and it is tried once more."""
+        assert self._load is not None
+        loop = asyncio.get_running_loop()
+
+        def reserve(count: int) -> None:
+            asyncio.run_coroutine_threadsafe(self._make_room(slot, count), loop).result()
+
+        try:
+            return await _in_thread(self._load, slot.id, reserve)
+        except Exception as error:
+            if not str(error).startswith(OUT_OF_MEMORY) or not self._evictable():
+                raise
+        await asyncio.shield(self._leave(self._oldest()))
+        return await _in_thread(self._load, slot.id, reserve)
+
+    async def _make_room(self, slot: Slot, count: int) -> None:
+        """Take models out of memory until there is room for so many bytes. Raises NoRoom, and then
+        none was taken out, if all that may go would not be enough."""
+        most = self._limits.bytes
+        if most is None:
+            return
+        staying = sum(
+            one.residence.loaded.resident_bytes
+            for one in self.models.slots
+            if one.residence is not None and one.pinned
+        )
+        if staying + count > most:
+            raise NoRoom(
+                f"{self._name(slot)} takes {count // memory.MIB} MB, and models may take "
+                f"{most // memory.MIB} MB, of which {staying // memory.MIB} MB are pinned; raise "
+                "--model-memory, or unload others"
+            )
+        while self._taken_bytes + count > most:
+            if self._leaving:
+                await asyncio.wait(self._leaving.values(), return_when=asyncio.FIRST_COMPLETED)
+            elif self._evictable():
+                await asyncio.shield(self._leave(self._oldest()))
+            else:  # those that may go were loaded for requests that have not begun yet
+                await asyncio.sleep(0.01)
+
+    @property
+    def _taken_bytes(self) -> int:
+        """The memory of all models, until they are freed."""
+        leaving = [one.loaded for one in self._leaving]
+        return sum(loaded.resident_bytes for loaded in [*self.models, *leaving])
+
+    def _evictable(self) -> list[Slot]:
+        """The models in memory that may go."""
+        return [
+            slot
+            for slot in self.models.slots
+            if slot.residence is not None and not slot.pinned and not self._waiting.get(slot)
+        ]
+
+    def _oldest(self) -> Slot:
+        """That of them which was not used for the longest time; those in use come last."""
+
+        def use(slot: Slot) -> tuple[bool, float]:
+            assert slot.residence is not None
+            return bool(slot.residence.leases), slot.residence.used_at
+
+        return min(self._evictable(), key=use)
+
+    def _leave(self, slot: Slot) -> asyncio.Task[None]:
+        """Take a model out of the table now, and free it when nobody uses it any more."""
+        assert slot.residence is not None
+        residence, slot.residence = slot.residence, None
+        task = asyncio.create_task(self._free(residence, self._name(slot)))
+        self._leaving[residence] = task
+        task.add_done_callback(lambda _: self._leaving.pop(residence))
+        return task
+
+    async def _free(self, residence: Residence, name: str) -> None:
+        await residence.idle()
+        loaded = residence.loaded
+        await _in_thread(loaded.close, CLOSE_S)
+        await _in_thread(loaded.free)
+        await _in_thread(_collect)
+        logger.info("%s is no longer in memory", name)
+
+    def _name(self, slot: Slot) -> str:
+        return next(iter(self.models.names_of(slot)), slot.id)
+
+
+async def _in_thread(call: Callable[..., Result], *arguments: object) -> Result:
+    """Make a call in a thread of its own, for which a process that ends does not wait: it may be
+    waiting for this event loop."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Result | None, error: BaseException | None) -> None:
+        if done.done():  # cancelled
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(cast(Result, result))
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = call(*arguments)
+        except BaseException as error:
+            failure = error.with_traceback(None)  # it would keep what was half loaded
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="model-pool", daemon=True).start()
+    return await done
+
+
+def _retrieve(task: asyncio.Task) -> None:
+    """Note the error of a task that perhaps nobody waits for any more."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _collect() -> None:
+    """Free what models have left behind.
+
+    `gc.freeze`, which a server calls so that collections do not walk over its models, keeps what
+    was frozen for good; and JAX keeps what it knows of each function that it has traced.
+    """
+    with suppress(RuntimeError):
+        jax.clear_caches()
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    memory.trim()

@@ -1,0 +1,140 @@
+"""The routes that load models and take them out of memory, as Triton has them, and the one that
+moves an alias from a model to another.
+
+A name must be one that the operator has named: nothing is loaded by a path or a URL.
+"""
+
+from typing import Any
+
+import msgspec
+from quart import Blueprint, Response
+
+from jaxembed.errors import (
+    BackendError,
+    CheckpointError,
+    ConfigError,
+    InvalidInput,
+    ShuttingDown,
+)
+from jaxembed.server import access
+from jaxembed.server.body import read_body_as
+from jaxembed.server.encoding import json_response
+from jaxembed.server.errors import BadField
+from jaxembed.server.models import Models, Slot
+from jaxembed.server.pool import ModelPool, State
+from jaxembed.server.service import current_service
+
+blueprint = Blueprint("repository", __name__)
+blueprint.before_request(access.check_admin_key)
+
+VERSION_DIGITS = 12  # of the content hash of a checkpoint
+
+
+class LoadFailed(InvalidInput):
+    """A model could not be loaded: 400, as in Triton."""
+
+
+class IndexRequest(msgspec.Struct):
+    """Which models to list."""
+
+    ready: bool = False  # only those in memory
+
+
+class IndexedModel(msgspec.Struct):
+    """One model by one of its names; `version` is the beginning of its checkpoint's content hash,
+    and empty until it was loaded once."""
+
+    name: str
+    version: str
+    state: State
+    reason: str
+    pinned: bool
+    bytes: int  # of memory; 0 while it is in none
+
+
+class LoadRequest(msgspec.Struct):
+    """How to load a model. `pinned`: never take it out of memory to make room."""
+
+    parameters: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class AliasRequest(msgspec.Struct):
+    """The model that an alias names from now on."""
+
+    model: str
+
+
+@blueprint.post("/v2/repository/index")
+async def index() -> Response:
+    """Every model by every name, and whether it is in memory."""
+    body, pool = await read_body_as(IndexRequest), current_service().pool
+    models = pool.models
+    if models.changes:
+        models.discover()
+    listed = [_indexed(pool, name, slot) for slot in models.slots for name in models.names_of(slot)]
+    wanted = [one for one in listed if one.state == "READY" or not body.ready]
+    return json_response(msgspec.json.encode(wanted))
+
+
+@blueprint.post("/v2/repository/models/<model:name>/load")
+async def load(name: str) -> Response:
+    """Load a model, and answer when it has answered."""
+    body, pool = await read_body_as(LoadRequest), current_service().pool
+    pinned = _pinned(body.parameters)
+    slot = _slot(pool.models, name)
+    try:
+        await pool.load(slot, pinned=pinned)
+    except (BackendError, CheckpointError, ConfigError) as error:
+        raise LoadFailed(f"{name} cannot be loaded: {error}") from error
+    return json_response(msgspec.json.encode(_indexed(pool, name, slot)))
+
+
+@blueprint.post("/v2/repository/models/<model:name>/unload")
+async def unload(name: str) -> Response:
+    """Take a model out of memory, and answer when it is freed. The next request loads it again."""
+    body, pool = await read_body_as(LoadRequest), current_service().pool
+    for parameter in body.parameters:
+        raise BadField(f"`parameters.{parameter}` is not served; unload takes none")
+    slot = _slot(pool.models, name)
+    await pool.unload(slot)
+    return json_response(msgspec.json.encode(_indexed(pool, name, slot)))
+
+
+@blueprint.put("/v2/repository/aliases/<model:alias>")
+async def alias(alias: str) -> Response:
+    """Move a name to another model, which is loaded first."""
+    body, pool = await read_body_as(AliasRequest), current_service().pool
+    slot = _slot(pool.models, body.model)
+    try:
+        await pool.move(alias, body.model)
+    except (BackendError, CheckpointError, ConfigError) as error:
+        raise LoadFailed(f"{body.model} cannot be loaded: {error}") from error
+    return json_response(msgspec.json.encode(_indexed(pool, alias, slot)))
+
+
+def _slot(models: Models, name: str) -> Slot:
+    """The model of a name, which may not be that of an adapter."""
+    if models.draining:
+        raise ShuttingDown("the server is shutting down", retry_after_s=5)
+    slot = models[name]
+    if name not in models.names_of(slot):
+        raise InvalidInput(f"`{name}` names an adapter; name the model")
+    return slot
+
+
+def _indexed(pool: ModelPool, name: str, slot: Slot) -> IndexedModel:
+    state, reason = pool.state(slot)
+    version = slot.spec.content_hash[:VERSION_DIGITS] if slot.spec else ""
+    taken = slot.residence.loaded.resident_bytes if slot.residence else 0
+    return IndexedModel(name, version, state, reason, slot.pinned, taken)
+
+
+def _pinned(parameters: dict[str, Any]) -> bool | None:
+    """The parameter `pinned`. Raises BadField for others, Triton's `config` and files among them:
+    a model is loaded as the flags of the server say."""
+    for parameter, value in parameters.items():
+        if parameter != "pinned":
+            raise BadField(f"`parameters.{parameter}` is not served; wanted only `pinned`")
+        if not isinstance(value, bool):
+            raise BadField(f"`parameters.pinned` must be true or false. Given: {value!r}"[:200])
+    return parameters.get("pinned")
