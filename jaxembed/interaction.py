@@ -1,5 +1,5 @@
-"""How well documents answer a query by the outputs of both: token by token, or of BGE-M3 by all
-three. Uses no device and no HTTP."""
+"""How similar texts are by their outputs: by dense vectors, by weights of terms, token by token, or
+of BGE-M3 by all three. Uses no device and no HTTP."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,9 @@ from jaxtyping import Float
 from jaxembed.maxsim import maxsim
 from jaxembed.options import Embeddings, Similarities
 from jaxembed.outputs import REPRESENTATIONS, OutputName
-from jaxembed.terms import products
+from jaxembed.postprocess import similarity
+from jaxembed.terms import cosines, products
+from jaxembed.work import Ragged
 
 Weights = dict[OutputName, float]
 
@@ -20,6 +22,23 @@ def weights_of(offered: Sequence[OutputName], asked: Sequence[float] | None) -> 
     given = dict(zip(REPRESENTATIONS, asked, strict=True)) if asked else dict.fromkeys(offered, 1.0)
     total = sum(given.values())
     return {name: weight / total for name, weight in given.items() if weight}
+
+
+def compare_first(answer: Embeddings) -> Float[np.ndarray, " others"]:
+    """How similar the first text of an answer with one output is to each of the others.
+
+    Of dense vectors and of weights of terms it is the cosine. Of several vectors a text it is the
+    mean over those of the first of the largest inner product with one of the other's, as in
+    `compare_outputs`.
+    """
+    if "dense" in answer.values:
+        return similarity(answer.dense[0], answer.dense[1:])
+    if "sparse" in answer.values:
+        rows = answer.sparse
+        return cosines(rows.rows([0]), rows.rows(range(1, len(rows))))[0]
+    vectors = answer.multi_vector
+    others = Ragged(vectors.values, vectors.offsets[1:])
+    return _means(vectors[0], maxsim(vectors[0], others))
 
 
 def compare_outputs(query: Embeddings, documents: Embeddings, weights: Weights) -> Similarities:
@@ -38,7 +57,7 @@ def compare_outputs(query: Embeddings, documents: Embeddings, weights: Weights) 
         parts["sparse"] = products(query.sparse, documents.sparse)[0]
     if "multi_vector" in weights:
         raw = _column(maxsim(query.multi_vector[0], documents.multi_vector))
-        parts["multi_vector"] = raw[:, 0] / max(len(query.multi_vector[0]), 1)
+        parts["multi_vector"] = _means(query.multi_vector[0], raw[:, 0])
     scores = np.sum([weight * parts[name] for name, weight in weights.items()], axis=0)
     both = query, documents
     return Similarities(
@@ -52,6 +71,11 @@ def compare_outputs(query: Embeddings, documents: Embeddings, weights: Weights) 
         inference_s=sum(one.inference_s for one in both),
         raw=raw if weights.keys() == {"multi_vector"} else None,
     )
+
+
+def _means(query: np.ndarray, sums: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+    """The means over a query's vectors of which these are the sums."""
+    return sums / max(len(query), 1)
 
 
 def _column(scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, "n 1"]:

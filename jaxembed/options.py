@@ -13,7 +13,7 @@ from jaxembed.processors.prompts import Role
 from jaxembed.processors.tokenizer import Side
 from jaxembed.quantise import EmbeddingDtype
 from jaxembed.spec import ScoreFunction
-from jaxembed.work import Ragged, SparseRows, WorkResult
+from jaxembed.work import Ragged, SparseRows, WorkResult, join_results
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class Embeddings:
     chunked: Chunked | None = None  # where the chunks are that each have a vector, of chunked texts
 
     def followed_by(self, other: "Embeddings") -> "Embeddings":
-        """The vectors of both answers, which have no other outputs, as one answer."""
+        """Both answers, which have the same outputs, as one."""
         parts = (self, other)
         counts = [len(one.num_tokens) for one in parts]
         mean = partial(np.average, weights=counts)
         return Embeddings(
-            {"dense": np.concatenate([one.dense for one in parts])},
+            join_results([one.values for one in parts]),
             num_tokens=np.concatenate([one.num_tokens for one in parts]),
             truncated=self.truncated + other.truncated,
             tokenization_s=float(mean([one.tokenization_s for one in parts])),

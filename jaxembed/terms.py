@@ -56,6 +56,18 @@ def products(rows: SparseRows, others: SparseRows) -> Float[np.ndarray, "rows ot
     return found
 
 
+def cosines(rows: SparseRows, others: SparseRows) -> Float[np.ndarray, "rows others"]:
+    """The cosine similarity of each row with each of the others; 0 if one of them has no values."""
+    lengths = np.outer(_lengths(rows), _lengths(others))
+    found = products(rows, others) / np.where(lengths > 0, lengths, 1.0)
+    return np.clip(found, -1.0, 1.0).astype(np.float32)
+
+
+def _lengths(rows: SparseRows) -> np.ndarray:
+    """The Euclidean length of each row, in float64."""
+    return np.array([np.linalg.norm(values.astype(np.float64)) for values in rows.values])
+
+
 def _largest(indices: np.ndarray, values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     if len(values) <= most:
         return indices, values

@@ -249,7 +249,6 @@ def test_a_route_of_one_output_takes_no_other_as_outputs(embedder, path, only):
         ("/v2/embed", {"texts": ["a"], "input_type": "query", "embedding_types": ["float"]}),
         ("/v2/embed", {"texts": ["a"], "input_type": "query", "embedding_types": ["int8"]}),
         ("/embed", {"inputs": "a"}),
-        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
     ],
 )
 def test_a_model_without_dense_vectors_is_refused_where_they_are_answered(path, body):

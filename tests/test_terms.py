@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from test_sparse import as_dense, mostly_zero
 
-from jaxembed.terms import most_active, products, terms_of_tokens
+from jaxembed.terms import cosines, most_active, products, terms_of_tokens
 from jaxembed.work import sparse_rows
 
 WEIGHTS = np.array([9, 0.5, 0.25, 0.75, 0, 8, 7, -1, 0.1], np.float32)
@@ -42,6 +42,19 @@ def test_products_are_those_of_the_matrices():
     others[[0, 3, 6]] = 0
     got = products(sparse_rows(rows), sparse_rows(others))
     np.testing.assert_allclose(got, rows.astype(np.float64) @ others.T, rtol=1e-6, atol=1e-7)
+
+
+def test_cosines_are_those_of_the_rows():
+    rows, others = mostly_zero(3, 40, 0.3, seed=1), mostly_zero(7, 40, 0.3, seed=2)
+    rows[2] = others[4] = 0
+    others[1] = 3 * rows[0]
+    got = cosines(sparse_rows(rows), sparse_rows(others))
+    assert (got.dtype, got[0, 1]) == (np.float32, pytest.approx(1, rel=1e-6))
+    assert not got[2].any()
+    assert not got[:, 4].any()
+    lengths = np.outer(*(np.linalg.norm(one.astype(float), axis=1) for one in (rows, others)))
+    wanted = rows.astype(float) @ others.T / np.where(lengths > 0, lengths, 1)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_scipy_takes_the_rows():

@@ -5,10 +5,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 from quart import Response
 
 from jaxembed.errors import InvalidChunk, InvalidInput
-from jaxembed.interaction import compare_outputs
+from jaxembed.inputs import Input
+from jaxembed.interaction import compare_first, compare_outputs
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.request import Answer, Request
@@ -51,20 +53,36 @@ async def embed_chunks(
         raise
 
 
-async def embed_to_compare(
+async def compare_texts(
     meter: Meter,
     model: str | None,
     read: Callable[[], RequestInputs],
     options: EncodeOptions,
-) -> Embeddings:
-    """The vectors of a text, the first input, and of those to compare with it. Of a model with
-    several routes the first is a query and the others are documents, unless a prompt is named."""
+) -> tuple[Embeddings, np.ndarray]:
+    """The outputs of a text, the first input, and of those to compare with it, and how similar it
+    is to each of them."""
     loaded, inputs = await _accept(meter, model, "embed", read)
-    tasks, options = loaded.tasks, _adapted(meter, options)
-    if len(loaded.routes) == 1 or options.prompt_name is not None:
-        return await _answer(meter, tasks.embed(inputs.items, options))
-    query = tasks.embed(inputs.items[:1], tasks.for_role("query", options))
-    documents = tasks.embed(inputs.items[1:], tasks.for_role("document", options))
+    output = loaded.spec.representations[0]
+    options = replace(_adapted(meter, options), outputs=frozenset({output}))
+    answer = await _embed_to_compare(meter, inputs.items, options)
+    if output == "dense":
+        return answer, compare_first(answer)
+    # Other outputs take milliseconds, in which the event loop would stand still.
+    return answer, await loaded.routes[meter.route].runner.off_loop(compare_first, answer)
+
+
+async def _embed_to_compare(
+    meter: Meter, inputs: Sequence[Input], options: EncodeOptions
+) -> Embeddings:
+    """The outputs of all inputs. Of a model with several routes, or one that treats queries and
+    documents differently, the first is a query and the others are documents, unless a prompt is
+    named."""
+    loaded = meter.loaded
+    tasks, is_symmetric = loaded.tasks, len(loaded.routes) == 1 and loaded.spec.interaction is None
+    if is_symmetric or options.prompt_name is not None:
+        return await _answer(meter, tasks.embed(inputs, options))
+    query = tasks.embed(inputs[:1], tasks.for_role("query", options))
+    documents = tasks.embed(inputs[1:], tasks.for_role("document", options))
     first = await _answer(meter, query)
     try:
         return first.followed_by(await _answer(meter, documents))

@@ -114,7 +114,7 @@ ROUTES = (
     Route("ops.model", "One served name", response=ops.ServedModel),
     Route("tei.embed", "One vector per input", tei.EmbedRequest, VECTORS, octets=True),
     Route("tei.embed_all", "One vector per token", tei.EmbedAllRequest, list[VECTORS]),
-    Route("tei.similarities", "Cosines", tei.SimilarityRequest, list[float]),
+    Route("tei.similarities", "Similarities", tei.SimilarityRequest, list[float]),
     Route("tei.tokenize", "Tokens", tei.TokenizeRequest, list[list[tei.Token]]),
     Route("tei.decode_ids", "Text of token ids", tei.DecodeRequest, list[str]),
     Route("multi.embed_sparse", "Weights of terms", multi.EmbedSparseRequest,

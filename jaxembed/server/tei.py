@@ -14,8 +14,7 @@ from quart import Blueprint, Response
 from jaxembed.errors import EmptyInput, InvalidInput, NoInputs
 from jaxembed.inputs import Priority, Tokens
 from jaxembed.options import Embeddings, EncodeOptions
-from jaxembed.postprocess import similarity
-from jaxembed.server.answering import embed_inputs, embed_to_compare, encode_answer
+from jaxembed.server.answering import compare_texts, embed_inputs, encode_answer
 from jaxembed.server.body import (
     InputUnion,
     RequestInputs,
@@ -88,7 +87,7 @@ class SimilarityParameters(ModelRequest, kw_only=True):
 
 
 class SimilarityRequest(ModelRequest, kw_only=True):
-    """A request for the cosine similarity of the source with each sentence."""
+    """A request for the similarity of the source with each sentence."""
 
     inputs: SimilarityInputs
     parameters: SimilarityParameters | None = None
@@ -158,7 +157,7 @@ async def embed_all() -> Response:
 
 @blueprint.post("/similarity")
 async def similarities() -> Response:
-    """Answer with the cosine similarity of the source with each sentence."""
+    """Answer with the similarity of the source with each sentence."""
     with current_meter() as meter:
         body = await read_body_as(SimilarityRequest)
         parameters = body.parameters or SimilarityParameters()
@@ -166,13 +165,11 @@ async def similarities() -> Response:
             prompt_name=parameters.prompt_name,
             truncate=parameters.truncate,
             truncation_side=SIDES[parameters.truncation_direction],
-            normalize=True,
             priority=priority_of(body.priority),
         )
-        answer = await embed_to_compare(
+        answer, scores = await compare_texts(
             meter, body.model, lambda: _texts_to_compare(body.inputs), options
         )
-        scores = similarity(answer.dense[0], answer.dense[1:])
         response = json_response(orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY))
         return meter.stamp(response, answer)
 

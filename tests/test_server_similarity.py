@@ -1,0 +1,131 @@
+"""POST /similarity of models without a dense output, by the formulas."""
+
+import json
+
+import numpy as np
+import pytest
+import sources
+from conftest import save_tiny
+from fake_embedder import RERANKER, FakeEmbedder
+from test_late_interaction import late
+from test_server_openai import ask
+from test_sparse import as_dense
+from test_splade import weights_of_terms
+
+from jaxembed import Embedder, EngineConfig
+
+SENTENCES = ["world a", "hello hello", "unhappy ab world", "a"]
+SOURCE = "hello a"
+CAT, TEXTS = "what is a cat", ["cat", "a cat sat on mat", "dog " * 30, "red dog runs"]
+
+
+@pytest.fixture(name="opened", scope="module")
+def _opened(tmp_path_factory):
+    """Embedder(path) in float32 with one bucket."""
+    folder = tmp_path_factory.mktemp("similarity")
+    grid = folder / "grid.json"
+    grid.write_text(json.dumps({"buckets": [[2, 24]]}))
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid, max_batch_tokens=48)
+    made: list[Embedder] = []
+
+    def opened(path) -> Embedder:
+        made.append(Embedder(str(path), cache_dir=folder / "cache", config=config))
+        return made[-1]
+
+    yield opened
+    for embedder in made:
+        embedder.close()
+
+
+@pytest.fixture(name="splade", scope="module")
+def _splade(opened, tmp_path_factory) -> Embedder:
+    return opened(sources.write_splade(tmp_path_factory.mktemp("splade") / "source"))
+
+
+@pytest.fixture(name="routed", scope="module")
+def _routed(opened, tmp_path_factory) -> Embedder:
+    """Its queries have fixed weights of terms."""
+    folder = tmp_path_factory.mktemp("router") / "source"
+    return opened(sources.write_sparse_router(folder, weights_of_terms()))
+
+
+@pytest.fixture(name="colbert", scope="module")
+def _colbert(opened, tmp_path_factory) -> Embedder:
+    return opened(save_tiny(tmp_path_factory.mktemp("colbert") / "checkpoint", **late()))
+
+
+def similarities(embedder: Embedder, source: str, sentences: list[str], **parameters) -> list:
+    inputs = {"source_sentence": source, "sentences": sentences}
+    body = {"inputs": inputs, "parameters": parameters}
+    response, answer = ask(body, path="/similarity", embedder=embedder)
+    assert response.status_code == 200, answer
+    return answer
+
+
+def cosines(source: np.ndarray, others: np.ndarray) -> np.ndarray:
+    source, others = source.astype(float), others.astype(float)
+    return others @ source / np.linalg.norm(source) / np.linalg.norm(others, axis=1)
+
+
+def test_of_sparse_outputs_it_is_the_cosine_of_the_weights(splade):
+    weights = as_dense(splade.encode_sparse([SOURCE, *SENTENCES]))
+    got = similarities(splade, SOURCE, [*SENTENCES, SOURCE])
+    np.testing.assert_allclose(got[:-1], cosines(weights[0], weights[1:]), rtol=1e-6)
+    assert got[-1] == pytest.approx(1, rel=1e-6)
+
+
+def test_the_source_of_a_routed_model_is_a_query(routed):
+    query = as_dense(routed.encode_sparse(SOURCE, role="query"))[0]
+    documents = as_dense(routed.encode_sparse(SENTENCES, role="document"))
+    got = similarities(routed, SOURCE, SENTENCES)
+    np.testing.assert_allclose(got, cosines(query, documents), rtol=1e-6)
+
+
+def test_a_text_without_terms_is_similar_to_nothing(routed):
+    """The weight of that word is 0."""
+    assert not len(routed.encode_sparse("world", role="query").indices[0])
+    assert similarities(routed, "world", SENTENCES) == [0] * len(SENTENCES)
+
+
+def mean_max(query: np.ndarray, documents) -> list[float]:
+    return [(query.astype(float) @ one.T).max(axis=1).mean() for one in documents]
+
+
+def test_of_several_vectors_it_is_the_mean_of_the_best_products(colbert):
+    query = colbert.encode_multi(CAT, role="query")[0]
+    documents = colbert.encode_multi(TEXTS, role="document")
+    got = similarities(colbert, CAT, TEXTS)
+    np.testing.assert_allclose(got, mean_max(query, documents), rtol=1e-5, atol=1e-6)
+    by_name = {one.index: one.score for one in colbert.rerank(CAT, TEXTS)}
+    np.testing.assert_allclose(got, [by_name[k] for k in range(len(TEXTS))], rtol=1e-6)
+
+
+def test_a_prompt_that_is_named_is_for_all_texts(colbert):
+    queries = list(colbert.encode_multi([CAT, *TEXTS], role="query"))
+    got = similarities(colbert, CAT, TEXTS, prompt_name="query")
+    np.testing.assert_allclose(got, mean_max(queries[0], queries[1:]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentences", "place"),
+    [("", ["cat"], "inputs"), ("cat", ["cat", ""], "inputs"), ("cat", [], "inputs.sentences")],
+)
+def test_what_is_empty_is_refused(colbert, source, sentences, place):
+    body = {"inputs": {"source_sentence": source, "sentences": sentences}}
+    response, answer = ask(body, path="/similarity", embedder=colbert)
+    assert response.status_code == 400
+    assert f"`{place}` cannot be empty" in answer["error"]
+
+
+def test_the_answer_counts_what_was_run_and_cut(colbert):
+    body = {"inputs": {"source_sentence": CAT, "sentences": TEXTS}}
+    response, _ = ask(body, path="/similarity", embedder=colbert)
+    counts = [len(text.split()) + 3 for text in (CAT, *TEXTS)]  # a document has room for 10
+    assert int(response.headers["x-compute-tokens"]) == sum(min(one, 10) for one in counts)
+    assert response.headers["x-truncated-inputs"] == "1"
+
+
+def test_a_reranker_is_refused():
+    body = {"inputs": {"source_sentence": "a", "sentences": ["b"]}}
+    response, _ = ask(body, path="/similarity", embedder=FakeEmbedder(spec=RERANKER))
+    assert response.status_code == 424
