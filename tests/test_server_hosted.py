@@ -4,8 +4,9 @@ import asyncio
 
 import numpy as np
 import pytest
-from fake_embedder import CLASSIFIER, DIM, RERANKER, SPEC, FakeEmbedder
+from fake_embedder import CLASSIFIER, DIM, M3, RERANKER, SPEC, FakeEmbedder
 from test_server_openai import ask, unit
+from test_server_outputs import SEVERAL_VECTORS, SPARSE
 
 from jaxembed.config import ServerConfig
 from jaxembed.inputs import Text
@@ -64,6 +65,53 @@ def test_of_several_models_the_body_or_its_name_chooses():
     assert len(body) == 1
     response, body = ask({"inputs": "a", "model": "x"}, path="/", models=three())
     assert response.status_code == 404
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_sparse_model_answers_its_terms(path):
+    embedder = FakeEmbedder(spec=SPARSE)
+    body = {"inputs": ["a", "b b"], "return_tokens": True, "max_active_dims": 9}
+    response, answer = ask(body, path=path, embedder=embedder)
+    assert response.headers["x-compute-tokens"] == "3"
+    assert answer == ask(body, path="/embed_sparse", embedder=embedder)[1]
+    accept = {"accept": "application/octet-stream"}  # weights are always JSON
+    assert ask(body, path=path, embedder=embedder, headers=accept)[1] == answer
+    ((term,),) = ask({"inputs": "a"}, path=path, embedder=embedder)[1]
+    assert list(term) == ["index", "value"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_model_of_several_vectors_answers_these(path):
+    embedder = FakeEmbedder(spec=SEVERAL_VECTORS)
+    body = {"inputs": ["a", "b b"], "output_dtype": "ubinary"}
+    response, answer = ask(body, path=path, embedder=embedder)
+    assert response.headers["x-embedding-dtype"] == "ubinary"
+    assert answer == ask(body, path="/embed_multi", embedder=embedder)[1]
+    accept = {"accept": "application/octet-stream"}
+    response, _ = ask({"inputs": ["a", "b b"]}, path=path, embedder=embedder, headers=accept)
+    assert response.headers["x-embedding-shape"] == f"1,2;{DIM}"
+
+
+def test_a_model_of_all_outputs_answers_its_dense_one():
+    _, body = ask({"inputs": "a"}, path="/", embedder=FakeEmbedder(spec=M3))
+    assert np.shape(body) == (1, DIM)
+
+
+@pytest.mark.parametrize(
+    ("spec", "path"), [(SPARSE, "/embed_sparse"), (SEVERAL_VECTORS, "/embed_multi")]
+)
+def test_vertex_answers_the_output_that_a_model_has(spec, path):
+    embedder = FakeEmbedder(spec=spec)
+    body = {"instances": [{"inputs": "a"}, {"inputs": ["b", "c c"]}]}
+    accept = {"accept": "application/octet-stream"}
+    _, answer = ask(body, path="/vertex", embedder=embedder, headers=accept)
+    assert answer["predictions"] == [
+        ask(instance, path=path, embedder=embedder)[1] for instance in body["instances"]
+    ]
+    many = {"instances": [{"inputs": ["a"] * 1500}] * 2}
+    response, answer = ask(many, path="/vertex", embedder=embedder)
+    assert response.status_code == 422
+    assert "batch size 3000 > maximum allowed batch size 2048" in answer["error"]
 
 
 def test_vertex_answers_each_instance():

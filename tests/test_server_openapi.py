@@ -161,7 +161,7 @@ def test_it_describes_the_real_answer(path, method):
             assert mismatch(BODIES[path], request) is None
 
 
-@pytest.mark.parametrize("body", ["/embed", "/rerank", "/v1/rerank", "/predict"])
+@pytest.mark.parametrize("body", ["/embed", "/embed_sparse", "/rerank", "/v1/rerank", "/predict"])
 @pytest.mark.parametrize("path", ["/", "/invocations"])
 def test_a_route_without_a_task_takes_the_bodies_of_all(path, body):
     operation = DOCUMENT["paths"][path]["post"]

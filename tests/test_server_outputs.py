@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from fake_embedder import M3, FakeEmbedder
+from fake_embedder import DIM, M3, MAX_TOKENS, SPEC, FakeEmbedder
 from test_m3 import TEXTS, _embedder, _files  # noqa: F401, fixtures
 from test_server_openai import ask
 from test_sparse import as_dense
@@ -16,9 +16,11 @@ from jaxembed.options import EncodeOptions
 from jaxembed.request import TERM_BYTES, TERMS_A_TOKEN, EncodeRequest
 from jaxembed.server import multi
 from jaxembed.server.models import Models
+from jaxembed.spec import Vocabulary
 from jaxembed.work import SparseRows
 
 ALL = ["dense", "sparse", "multi_vector"]
+SPARSE = msgspec.structs.replace(SPEC, heads={"sparse": Vocabulary(MAX_TOKENS, DIM)})
 SEVERAL_VECTORS = msgspec.structs.replace(M3, heads={"multi_vector": M3.heads["multi_vector"]})
 
 
@@ -248,13 +250,25 @@ def test_a_route_of_one_output_takes_no_other_as_outputs(embedder, path, only):
         ("/v1/embed", {"texts": ["a"]}),
         ("/v2/embed", {"texts": ["a"], "input_type": "query", "embedding_types": ["float"]}),
         ("/v2/embed", {"texts": ["a"], "input_type": "query", "embedding_types": ["int8"]}),
-        ("/embed", {"inputs": "a"}),
     ],
 )
 def test_a_model_without_dense_vectors_is_refused_where_they_are_answered(path, body):
     response, answer = ask(body, path=path, embedder=FakeEmbedder(spec=SEVERAL_VECTORS))
     assert response.status_code in (400, 424), answer
     assert "gives no dense output, only multi_vector" in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (SPARSE, "only sparse, which /embed_sparse answers"),
+        (SEVERAL_VECTORS, "only multi_vector, which /embed_multi answers"),
+    ],
+)
+def test_embed_names_the_route_of_a_model_without_dense_vectors(spec, message):
+    response, answer = ask({"inputs": "a"}, path="/embed", embedder=FakeEmbedder(spec=spec))
+    assert response.status_code == 424
+    assert answer["error"].endswith(f"test/fake gives no dense output, {message}")
 
 
 @pytest.mark.parametrize(

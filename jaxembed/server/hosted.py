@@ -3,6 +3,7 @@ hosting platforms, which know no tasks: /, /invocations (SageMaker), /vertex.
 
 A body with a `query` is handled as by /rerank. Any other is handled as by /embed or /predict,
 whichever the model that it names can do; without a name by /embed if an embedding model is served.
+For a model without a dense output /embed_sparse or /embed_multi stands in for /embed.
 """
 
 import asyncio
@@ -11,12 +12,19 @@ from typing import Any
 import msgspec
 from quart import Blueprint, Response
 
+from jaxembed.outputs import OutputName
 from jaxembed.server.body import check_batch, decode_body, read_body_as, read_data
 from jaxembed.server.decoding import AT_ONCE
 from jaxembed.server.encoding import json_response, wants_octets
 from jaxembed.server.errors import BadField
 from jaxembed.server.jina import answer_jina
 from jaxembed.server.meter import Meter, blame, current_meter
+from jaxembed.server.multi import (
+    EmbedMultiRequest,
+    EmbedSparseRequest,
+    answer_multi,
+    answer_sparse,
+)
 from jaxembed.server.pool import ModelPool
 from jaxembed.server.rerank import DocumentsRequest
 from jaxembed.server.tei import EmbedRequest, answer_embed
@@ -26,7 +34,14 @@ blueprint = Blueprint("hosted", __name__)
 
 INSTANCES_AT_ONCE = 64  # of a /vertex request: starting one takes the event loop 0.3 ms
 
-AnyRequest = EmbedRequest | RerankRequest | DocumentsRequest | PredictRequest
+AnyEmbedRequest = EmbedRequest | EmbedSparseRequest | EmbedMultiRequest
+AnyRequest = AnyEmbedRequest | RerankRequest | DocumentsRequest | PredictRequest
+
+EMBEDS: dict[OutputName, type[AnyEmbedRequest]] = {  # the body for a model of each primary output
+    "dense": EmbedRequest,
+    "sparse": EmbedSparseRequest,
+    "multi_vector": EmbedMultiRequest,
+}
 
 
 class Asked(msgspec.Struct):
@@ -104,12 +119,13 @@ async def decode_any(
     data: bytes | bytearray | msgspec.Raw, pool: ModelPool, at_once: int = AT_ONCE
 ) -> AnyRequest:
     """The body, as a request of the route that it is for. Raises BadField and BadJson, and what
-    `ModelPool.tasks_of` does."""
+    `ModelPool.specs_of` does."""
     asked = await decode_body(data, Asked, at_once)
     if asked.query is not msgspec.UNSET:
         return await _decode_rerank(data, asked, at_once)
-    if "embed" in await pool.tasks_of(asked.model):
-        return await decode_body(data, EmbedRequest, at_once)
+    for spec in await pool.specs_of(asked.model):
+        if spec.task == "embed":
+            return await decode_body(data, EMBEDS[spec.primary], at_once)
     return await decode_body(data, PredictRequest, at_once)
 
 
@@ -145,6 +161,10 @@ async def answer_any(meter: Meter, body: AnyRequest, *, octets: bool) -> Respons
     match body:
         case EmbedRequest():
             return await answer_embed(meter, body, octets=octets)
+        case EmbedSparseRequest():
+            return await answer_sparse(meter, body)
+        case EmbedMultiRequest():
+            return await answer_multi(meter, body, octets=octets)
         case RerankRequest():
             return await answer_rerank(meter, body)
         case DocumentsRequest():
@@ -173,8 +193,12 @@ def _count(body: AnyRequest) -> int:
             return len(texts)
         case DocumentsRequest(documents=documents):
             return len(documents)
-        case EmbedRequest(inputs=[[*_] | str(), *_] as inputs):
-            return len(inputs)
         case PredictRequest(inputs=[[*_], *_] as inputs):
+            return len(inputs)
+        case (
+            EmbedRequest(inputs=[[*_] | str(), *_] as inputs)
+            | EmbedSparseRequest(inputs=[[*_] | str(), *_] as inputs)
+            | EmbedMultiRequest(inputs=[[*_] | str(), *_] as inputs)
+        ):
             return len(inputs)
     return 1

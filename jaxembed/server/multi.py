@@ -86,12 +86,7 @@ class Term(msgspec.Struct, omit_defaults=True):
 async def embed_sparse() -> Response:
     """Answer with the weights of each input's terms, those that are not zero, by their index."""
     with current_meter() as meter:
-        body = await read_body_as(EmbedSparseRequest)
-        answer = await _answer(meter, body, "sparse", max_active_dims=body.max_active_dims)
-        names = None
-        if body.return_tokens:
-            names = meter.loaded.routes[meter.route].processor.term_names
-        return await encode_answer(meter, answer, lambda: json_stream(_terms(answer, names)))
+        return await answer_sparse(meter, await read_body_as(EmbedSparseRequest))
 
 
 @blueprint.post("/embed_multi")
@@ -99,15 +94,7 @@ async def embed_multi() -> Response:
     """Answer with the vectors of each input's tokens, for models that compare token by token."""
     with current_meter() as meter:
         body = await read_body_as(EmbedMultiRequest)
-        answer = await _answer(
-            meter,
-            body,
-            "multi_vector",
-            dimensions=body.dimensions or None,
-            output_dtype=asked_dtype(body) or "float",
-        )
-        response = await encode_answer(meter, answer, lambda: _matrices(answer))
-        return add_dtype(response, body)
+        return await answer_multi(meter, body, octets=wants_octets())
 
 
 @blueprint.post("/v1/multi-vector")
@@ -117,6 +104,28 @@ async def multi_vector() -> Response:
         body = await read_body_as(EmbeddingsRequest)
         body.return_multivector = True
         return await answer_openai(meter, body)
+
+
+async def answer_sparse(meter: Meter, body: EmbedSparseRequest) -> Response:
+    """The response to a body of /embed_sparse, whichever route it came by."""
+    answer = await _answer(meter, body, "sparse", max_active_dims=body.max_active_dims)
+    names = None
+    if body.return_tokens:
+        names = meter.loaded.routes[meter.route].processor.term_names
+    return await encode_answer(meter, answer, lambda: json_stream(_terms(answer, names)))
+
+
+async def answer_multi(meter: Meter, body: EmbedMultiRequest, *, octets: bool) -> Response:
+    """The response to a body of /embed_multi, whichever route it came by, as `answer_embed`."""
+    answer = await _answer(
+        meter,
+        body,
+        "multi_vector",
+        dimensions=body.dimensions or None,
+        output_dtype=asked_dtype(body) or "float",
+    )
+    response = await encode_answer(meter, answer, lambda: _matrices(answer, octets=octets))
+    return add_dtype(response, body)
 
 
 async def _answer(
@@ -166,11 +175,11 @@ def _terms_of(answer: Embeddings, number: int, names: TermNames | None) -> orjso
     return orjson.Fragment(b"[" + b"".join(b"%b}," % term for term in terms)[:-1] + b"]")
 
 
-async def _matrices(answer: Embeddings) -> Response:
-    """The vectors of each input as JSON, or the bytes of all, row after row, with the numbers of
-    rows and the width in a header."""
+async def _matrices(answer: Embeddings, *, octets: bool) -> Response:
+    """The vectors of each input as JSON, or with `octets` the bytes of all, row after row, with the
+    numbers of rows and the width in a header."""
     vectors = answer.multi_vector
-    if not wants_octets():
+    if not octets:
         return await json_stream(json_matrices(vectors))
     counts = ",".join(map(str, np.diff(vectors.offsets).tolist()))
     if len(counts) > MOST_COUNTS:

@@ -98,8 +98,9 @@ VECTORS = list[list[float]]
 RERANKS = AnyOf(tei_scores.RerankRequest, DocumentsRequest)
 RANKINGS = AnyOf(list[tei_scores.Rank], jina.JinaResponse)
 LABELS = AnyOf(list[scoring.Prediction], list[list[scoring.Prediction]])
-ANY_REQUEST = AnyOf(tei.EmbedRequest, *RERANKS.kinds, tei_scores.PredictRequest)
-ANY_RESPONSE = AnyOf(VECTORS, *RANKINGS.kinds, *LABELS.kinds)
+TERMS = list[list[multi.Term]]
+ANY_REQUEST = AnyOf(*hosted.EMBEDS.values(), *RERANKS.kinds, tei_scores.PredictRequest)
+ANY_RESPONSE = AnyOf(VECTORS, TERMS, list[VECTORS], *RANKINGS.kinds, *LABELS.kinds)
 UNQUEUED = (tei.TokenizeRequest, tei.DecodeRequest)  # they run no device, so they take no priority
 
 # fmt: off
@@ -117,8 +118,7 @@ ROUTES = (
     Route("tei.similarities", "Similarities", tei.SimilarityRequest, list[float]),
     Route("tei.tokenize", "Tokens", tei.TokenizeRequest, list[list[tei.Token]]),
     Route("tei.decode_ids", "Text of token ids", tei.DecodeRequest, list[str]),
-    Route("multi.embed_sparse", "Weights of terms", multi.EmbedSparseRequest,
-          list[list[multi.Term]]),
+    Route("multi.embed_sparse", "Weights of terms", multi.EmbedSparseRequest, TERMS),
     Route("multi.embed_multi", "Vectors to compare token by token", multi.EmbedMultiRequest,
           list[VECTORS], octets=True),
     Route("multi.multi_vector", "Vectors to compare token by token, as Jina",

@@ -23,7 +23,7 @@ from jaxembed.config import PoolLimits
 from jaxembed.errors import JaxembedError, ModelUnavailable, NoRoom, ShuttingDown
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.server.models import Models, Residence, Slot
-from jaxembed.spec import Task
+from jaxembed.spec import ModelSpec, Task
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +81,13 @@ class ModelPool:
         residence.take()
         return residence
 
-    async def tasks_of(self, name: str | None) -> set[Task]:
-        """The tasks that the models which a request means were made for. Raises as `lease`."""
+    async def specs_of(self, name: str | None) -> list[ModelSpec]:
+        """The specs of the models that a request means. Raises as `lease`."""
         slots = self.models.meant(name)
         for slot in slots:
             if slot.spec is None:
                 await self._arrival(slot)
-        return {slot.spec.task for slot in slots if slot.spec is not None}
+        return [slot.spec for slot in slots if slot.spec is not None]
 
     async def load(self, slot: Slot, *, pinned: bool | None = None) -> None:
         """Load a model, whatever failed before, unless it is in memory; wait as long as it takes.

@@ -11,9 +11,11 @@ import msgspec
 import orjson
 from quart import Blueprint, Response
 
-from jaxembed.errors import EmptyInput, InvalidInput, NoInputs
+from jaxembed.errors import EmptyInput, InvalidInput, NoInputs, WrongTask
 from jaxembed.inputs import Priority, Tokens
+from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions
+from jaxembed.outputs import OutputName
 from jaxembed.server.answering import compare_texts, embed_inputs, encode_answer
 from jaxembed.server.body import (
     InputUnion,
@@ -44,6 +46,12 @@ SIDES: dict[str, Literal["left", "right"]] = {
     "left": "left",
     "Right": "right",
     "right": "right",
+}
+
+
+OTHER_ROUTES: dict[OutputName, str] = {  # than /embed, which answers dense vectors
+    "sparse": "/embed_sparse",
+    "multi_vector": "/embed_multi",
 }
 
 
@@ -217,11 +225,10 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Res
 
     With `octets` the vectors are raw bytes, otherwise JSON.
     """
-    answer = await embed_inputs(
-        meter,
-        body.model,
-        lambda: read_inputs(body.inputs, field="inputs"),
-        lambda loaded: EncodeOptions(
+
+    def options(loaded: LoadedModel) -> EncodeOptions:
+        _check_dense(loaded)
+        return EncodeOptions(
             prompt_name=body.prompt_name,
             truncate=body.truncate,
             truncation_side=SIDES[body.truncation_direction],
@@ -229,7 +236,10 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Res
             normalize=body.normalize,
             output_dtype=asked_dtype(body) or "float",
             priority=priority_of(body.priority),
-        ),
+        )
+
+    answer = await embed_inputs(
+        meter, body.model, lambda: read_inputs(body.inputs, field="inputs"), options
     )
     response = await encode_answer(meter, answer, lambda: _vectors(answer, octets=octets))
     return add_dtype(response, body)
@@ -240,6 +250,16 @@ async def _vectors(answer: Embeddings, *, octets: bool) -> Response:
     if octets:
         return octet_response(answer.dense)
     return await json_stream(json_matrix(answer.dense))
+
+
+def _check_dense(loaded: LoadedModel) -> None:
+    """Raise WrongTask, which names another route, for a model without a dense output."""
+    primary = loaded.spec.primary
+    if primary in OTHER_ROUTES:
+        raise WrongTask(
+            f"{loaded.name} gives no dense output, only {primary}, which "
+            f"{OTHER_ROUTES[primary]} answers"
+        )
 
 
 def _check_dimensions(dimensions: int | None, largest: int) -> int | None:
