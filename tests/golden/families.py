@@ -1,6 +1,9 @@
 """The families of models that goldens and parity are made of: how transformers builds a tiny one.
 
 A new family is an entry of FAMILIES; test_towers, test_cross_encoders and make.py take it up.
+
+Weights come from numpy and not from transformers' initialisers, whose zero biases and unit norms
+would hide a swapped tensor, and which may change from release to release.
 """
 
 import json
@@ -10,9 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import transformers
 from golden import jina_bert
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+SEED = 7
 
 _SENTENCE = "the a of cat dog sat on mat runs red blue sky how what is where query document"
 WORDS = _SENTENCE.split()
@@ -239,6 +246,34 @@ class Family:
 def class_of(name: str) -> Any:
     """A class of transformers, or of our own where it has none."""
     return getattr(transformers if hasattr(transformers, name) else jina_bert, name)
+
+
+def save_tower(family: Family, folder: Path, **changes: Any) -> None:
+    """The tower and its tokenizer, as transformers saves them; `changes` are to family.config."""
+    kind = class_of(family.tower)
+    tower = kind(kind.config_class(**family.config | changes), **family.options)
+    randomise(tower)
+    tower.save_pretrained(folder)
+    family.tokenizer(folder).save_pretrained(folder)
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Weights drawn by numpy in the order of their names."""
+    draw = np.random.default_rng(SEED)
+    for name, parameter in sorted(model.named_parameters()):
+        values = draw.standard_normal(tuple(parameter.shape), np.float32)
+        if parameter.ndim == 1 and name.endswith("weight"):  # a norm's scale
+            values = 1 + 0.2 * values
+        elif parameter.ndim == 1:
+            values *= 0.2
+        elif "embed" in name:
+            values *= 0.5
+        else:
+            values *= parameter.shape[1] ** -0.5
+        parameter.data = torch.from_numpy(values)
+    for module in model.modules():  # T5 does not divide scores by the root of the heads' width
+        if hasattr(module, "key_value_proj_dim"):
+            module.q.weight.data *= module.key_value_proj_dim**-0.5
 
 
 TINY = {

@@ -14,9 +14,6 @@ A golden is one .npz of
     vectors/N          [texts, dim]: what call N gives, of an embedder
     scores/N           [inputs, labels]: what call N gives in the order of the inputs, of a model
                        that scores
-
-Weights come from numpy and not from transformers' initialisers, whose zero biases and unit norms
-would hide a swapped tensor, and which may change from release to release.
 """
 
 import json
@@ -40,10 +37,9 @@ from sentence_transformers.sentence_transformer import modules
 
 sys.path.append(str(Path(__file__).parents[1]))  # as for pytest: run as a script, this is "golden"
 
-from golden.families import FAMILIES, WORDS, Family, class_of
+from golden.families import FAMILIES, SEED, WORDS, Family, class_of, randomise, save_tower
 
 HERE = Path(__file__).parent
-SEED = 7
 STATIC_WIDTH = 16
 
 # sentence-transformers' names, in the order in which it concatenates them
@@ -375,15 +371,6 @@ def save_static(case: Static, folder: Path) -> None:
         save_file(tensors, beside.with_name("model.safetensors"))
 
 
-def save_tower(family: Family, folder: Path, **changes: Any) -> None:
-    """The tower and its tokenizer, as transformers saves them; `changes` are to family.config."""
-    kind = class_of(family.tower)
-    tower = kind(kind.config_class(**family.config | changes), **family.options)
-    randomise(tower)
-    tower.save_pretrained(folder)
-    family.tokenizer(folder).save_pretrained(folder)
-
-
 def publish(family: Family, folder: Path) -> None:
     """Let config.json say what published ones say, after torch has loaded the model: it would not
     find a class of our own by that."""
@@ -432,25 +419,6 @@ def save_judge(case: Case, template: str, folder: Path) -> None:
         transformer = modules.Transformer(plain, transformer_task="text-generation")
         model = CrossEncoder(modules=[transformer, LogitScore(*ANSWERS)], device="cpu")
         model.save_pretrained(str(folder), create_model_card=False)
-
-
-def randomise(model: torch.nn.Module) -> None:
-    """Weights drawn by numpy in the order of their names."""
-    draw = np.random.default_rng(SEED)
-    for name, parameter in sorted(model.named_parameters()):
-        values = draw.standard_normal(tuple(parameter.shape), np.float32)
-        if parameter.ndim == 1 and name.endswith("weight"):  # a norm's scale
-            values = 1 + 0.2 * values
-        elif parameter.ndim == 1:
-            values *= 0.2
-        elif "embed" in name:
-            values *= 0.5
-        else:
-            values *= parameter.shape[1] ** -0.5
-        parameter.data = torch.from_numpy(values)
-    for module in model.modules():  # T5 does not divide scores by the root of the heads' width
-        if hasattr(module, "key_value_proj_dim"):
-            module.q.weight.data *= module.key_value_proj_dim**-0.5
 
 
 def _later(case: Case | Static, width: int) -> Iterator[torch.nn.Module]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from golden import make
+from golden.colbert import STANFORD_MARKERS, Saved, save
 
 from jaxembed import Embedder
 from jaxembed.inputs import Text
@@ -14,7 +15,6 @@ from jaxembed.options import EncodeOptions
 from jaxembed.spec import PerToken
 from jaxembed.work import Encoding
 from parity import sentences
-from parity.colbert import STANFORD_MARKERS, Saved, save
 from parity.reference import relative
 
 TOLERANCE = 1e-5  # of vectors: float32, sums in another order

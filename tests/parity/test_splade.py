@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from golden import make
-from golden.families import FAMILIES, class_of
+from golden.families import FAMILIES
+from golden.splade import reference, save, save_masked_lm
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sentence_transformer import modules
@@ -23,7 +24,6 @@ from parity.reference import relative
 
 TOLERANCE = 1e-5  # float32, sums in another order
 TEXTS = [*make.TEXTS, *sentences.VARIED[::9]]
-LIMIT = 24
 
 UNTIED = {"tie_word_embeddings": False}
 MODERN = {"classifier_bias": True, "norm_bias": True, "classifier_activation": "silu"}
@@ -45,46 +45,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # the family, and changes to i
 }
 
 
-def save_masked_lm(folder: Path, family: str = "bert", **changes: Any) -> Path:
-    """A masked language model and its tokenizer as transformers saves them."""
-    made = FAMILIES[family]
-    assert made.masked_lm is not None
-    kind = class_of(made.masked_lm)
-    model = kind(kind.config_class(**made.config | changes))
-    make.randomise(model)
-    model.tie_weights()
-    folder.mkdir()
-    tokenizer = made.tokenizer(folder)
-    tokenizer.model_max_length = LIMIT
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def save(folder: Path, plain: Path, *, prompts=None, most=None, **pooling) -> SparseEncoder:
-    """A sparse encoder of a masked language model, as sentence-transformers saves it."""
-    transformer = modules.Transformer(str(plain), transformer_task="fill-mask")
-    model = SparseEncoder(
-        modules=[transformer, SpladePooling(**pooling)],
-        prompts=prompts,
-        max_active_dims=most,
-        device="cpu",
-    )
-    model.save_pretrained(str(folder), create_model_card=False)
-    return SparseEncoder(str(folder), device="cpu")
-
-
 def as_dense(rows: SparseRows) -> np.ndarray:
     matrix = np.zeros((len(rows), rows.width), np.float32)
     for row, indices, values in zip(matrix, rows.indices, rows.values, strict=True):
         row[indices] = values
     return matrix
-
-
-def reference(model: SparseEncoder, texts: list[str], **options) -> np.ndarray:
-    """Its weights of all terms, one text at a time: nothing is padded."""
-    options |= {"batch_size": 1, "convert_to_sparse_tensor": False, "show_progress_bar": False}
-    return model.encode(texts, **options).numpy()
 
 
 def assert_agrees(got: np.ndarray, wanted: np.ndarray, note) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from golden import make
-from golden.families import FAMILIES
+from golden.families import FAMILIES, SEED, randomise, save_tower
 from safetensors.torch import load_file, save_file
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Transformer
@@ -44,7 +43,7 @@ class Saved:
 
 def save(model: Saved, folder: Path) -> MultiVectorEncoder:
     """Write the model to the folder. Returns what sentence-transformers makes of it."""
-    torch.manual_seed(make.SEED)
+    torch.manual_seed(SEED)
     tower = folder.parent / "tower"
     _save_tower(model, tower)
     if model.form == "stanford":
@@ -63,7 +62,7 @@ def _save_tower(model: Saved, folder: Path) -> None:
     folder.mkdir()
     tokens = [marker for marker in model.markers if marker]
     size = family.config["vocab_size"] + len(tokens)
-    make.save_tower(family, folder, **{"vocab_size": size} | model.config)
+    save_tower(family, folder, **{"vocab_size": size} | model.config)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(tokens)
     tokenizer.save_pretrained(folder)
@@ -123,7 +122,7 @@ def _as_modules(model: Saved, tower: Path, folder: Path) -> None:
     for options in model.dense:
         options = {"out_features": WIDTH, "bias": False, "activation_function": None} | options
         layers.append(Dense(width, module_input_name="token_embeddings", **options))
-        make.randomise(layers[-1])
+        randomise(layers[-1])
         width = options["out_features"]
     prompts = dict(zip(("query", "document"), model.markers, strict=True)) | model.prompts
     encoder = MultiVectorEncoder(
