@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from fakes import ticket_of
 from safetensors.numpy import save_file
+from test_sparse import as_dense
 
-from converters import CONVERTERS, convert, outline
+from converters import CONVERTERS, convert, outline, weights
 from converters.heads import POOLING_FLAGS
 from jaxembed import Embedder, EngineConfig
 from jaxembed.engine.batch import pack, place
@@ -33,12 +34,17 @@ def arrays_of(file: Path) -> set[str]:
 
 
 SCORERS = [file for file in FILES if "logits" in arrays_of(file)]
-EMBEDDERS = [file for file in FILES if file not in SCORERS]
-TOWERS = [file for file in FILES if "hidden" in arrays_of(file)]  # the others are static
+EMBEDDERS = [file for file in FILES if "vectors/0" in arrays_of(file)]
+OF_OUTPUTS = [file for file in FILES if arrays_of(file) & {"sparse/0", "multi_vector/0"}]
+TOWERS = [file for file in FILES if "hidden" in arrays_of(file)]
 of_towers = pytest.mark.parametrize("golden", TOWERS, ids=lambda file: file.stem, indirect=True)
 of_scorers = pytest.mark.parametrize("golden", SCORERS, ids=lambda file: file.stem, indirect=True)
 of_embedders = pytest.mark.parametrize(
     "golden", EMBEDDERS, ids=lambda file: file.stem, indirect=True
+)
+
+of_outputs = pytest.mark.parametrize(
+    "golden", OF_OUTPUTS, ids=lambda file: file.stem, indirect=True
 )
 
 # Float32 sums in another order; 6e-7 was the most.
@@ -66,7 +72,8 @@ def read(file: Path) -> dict[str, np.ndarray]:
 
 
 def write_source(arrays: dict[str, np.ndarray], folder: Path) -> Path:
-    """The Hugging Face directory that the golden was made from."""
+    """The Hugging Face directory that the golden was made from. A torch file of tensors is one of
+    safetensors there: torch is not needed."""
     files: dict[str, dict[str, np.ndarray]] = {}
     for key, array in arrays.items():
         kind, _, inside = key.partition("/")
@@ -86,7 +93,9 @@ def _golden(request, tmp_path_factory) -> Golden:
     folder = tmp_path_factory.mktemp(request.param.stem)
     arrays = read(request.param)
     source = write_source(arrays, folder / "source")
-    spec = convert(source, folder / "checkpoint", progress=lambda steps: steps)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "torch_file", weights.safetensors_of)
+        spec = convert(source, folder / "checkpoint", progress=lambda steps: steps)
     return Golden(arrays, folder / "checkpoint", spec)
 
 
@@ -164,6 +173,22 @@ def test_vectors_of_texts_agree_with_sentence_transformers(golden, golden_embedd
     for number, call in enumerate(calls):
         vectors = getattr(golden_embedder, call["method"])(call["texts"], **call["options"])
         assert_agrees(vectors, golden.arrays[f"vectors/{number}"])
+
+
+@of_outputs
+def test_other_outputs_agree_with_their_references(golden, golden_embedder):
+    """Sentence-transformers, and the formulas of FlagEmbedding for BGE-M3."""
+    calls = json.loads(golden.arrays["calls"].item())
+    assert calls
+    for number, call in enumerate(calls):
+        found = golden_embedder.encode_outputs(call["texts"], call["outputs"], **call["options"])
+        for name, values in found.items():
+            wanted = golden.arrays[f"{name}/{number}"]
+            if name == "multi_vector":
+                counts = golden.arrays[f"counts/{number}"]
+                np.testing.assert_array_equal(np.diff(values.offsets), counts)
+                values = values.values
+            assert_agrees(as_dense(values) if name == "sparse" else values, wanted)
 
 
 @of_scorers

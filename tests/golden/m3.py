@@ -1,26 +1,31 @@
 """Saves a random model with BGE-M3's files, and gives its three outputs of a text."""
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
-from golden.families import FAMILIES, save_tower
+from golden.families import FAMILIES, randomise, save_tower
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import modules
 
 LIMIT = 24  # tokens of a text
 
 
 def save(folder: Path) -> None:
-    """A narrow XLM-R with BGE-M3's files, as torch.save writes them."""
-    family = FAMILIES["xlm_roberta"]
-    save_tower(family, folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.model_max_length = LIMIT
-    tokenizer.save_pretrained(folder)
-    width = transformers.AutoConfig.from_pretrained(folder).hidden_size
-    torch.manual_seed(0)
+    """A narrow XLM-R with BGE-M3's files: sentence-transformers', and those of torch.save."""
+    with tempfile.TemporaryDirectory() as plain:
+        save_tower(FAMILIES["xlm_roberta"], Path(plain))
+        transformer = modules.Transformer(plain, max_seq_length=LIMIT)
+    width = transformer.get_embedding_dimension()
+    layers = [transformer, modules.Pooling(width, "cls"), modules.Normalize()]
+    model = SentenceTransformer(modules=layers, device="cpu")
+    model.save_pretrained(str(folder), create_model_card=False)
     for name, outputs in (("sparse_linear.pt", 1), ("colbert_linear.pt", width)):
-        torch.save(torch.nn.Linear(width, outputs).state_dict(), folder / name)
+        layer = torch.nn.Linear(width, outputs)
+        randomise(layer)
+        torch.save(layer.state_dict(), folder / name)
 
 
 class Reference:
@@ -36,6 +41,7 @@ class Reference:
 
     @torch.no_grad()
     def __call__(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[width], [terms] and [tokens - 1, width]: dense, sparse and several vectors."""
         batch = self.tokenizer(text, truncation=True, max_length=LIMIT, return_tensors="pt")
         (hidden,) = self.tower(**batch).last_hidden_state
         linear = torch.nn.functional.linear
@@ -46,4 +52,4 @@ class Reference:
                 terms[number] = max(terms[number], weight)
         vectors = linear(hidden[1:], self.vectors["weight"], self.vectors["bias"])
         vectors = torch.nn.functional.normalize(vectors, dim=-1)
-        return hidden[0].numpy(), terms, vectors.numpy()
+        return torch.nn.functional.normalize(hidden[0], dim=-1).numpy(), terms, vectors.numpy()

@@ -3,7 +3,7 @@ sentence-transformers save them, and what torch computes with them.
 
 A golden is one .npz of
     source/PATH        a text file of the saved directory, as a string
-    tensors/PATH:NAME  a tensor of one of its safetensors files
+    tensors/PATH:NAME  a tensor of one of its files of tensors
     ids, types         sequences one after another, of `lengths` tokens each
     hidden             [tokens, width]: transformers' last hidden states of them
     pooled             [sequences, poolings * width]: their hidden states in every pooling of
@@ -14,14 +14,18 @@ A golden is one .npz of
     vectors/N          [texts, dim]: what call N gives, of an embedder
     scores/N           [inputs, labels]: what call N gives in the order of the inputs, of a model
                        that scores
+    dense/N, sparse/N  [texts, dim or terms]: those outputs of call N, of a model of such outputs
+    multi_vector/N     [vectors of all texts, width]: that output, of texts of `counts/N` vectors
 """
 
 import json
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,7 @@ from sentence_transformers.sentence_transformer import modules
 
 sys.path.append(str(Path(__file__).parents[1]))  # as for pytest: run as a script, this is "golden"
 
+from golden import colbert, m3, splade
 from golden.families import FAMILIES, SEED, WORDS, Family, class_of, randomise, save_tower
 
 HERE = Path(__file__).parent
@@ -79,6 +84,53 @@ class Static:
     family: str = "bert"
     folded: bool = False
 
+
+Answer = Callable[[str, dict[str, Any]], dict[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """A model of other outputs than one dense vector. `save` writes it into a folder, and returns
+    what torch gives for a text and the options of a call, of which there is one for each of
+    `options`."""
+
+    save: Callable[[Path], Answer]
+    names: tuple[str, ...]
+    options: tuple[dict[str, Any], ...] = ({},)
+
+
+def save_sparse(folder: Path, family: str, config: dict[str, Any], **pooling: Any) -> Answer:
+    """A sparse encoder, and its weights of a text."""
+    with tempfile.TemporaryDirectory() as plain:
+        masked_lm = splade.save_masked_lm(Path(plain) / "plain", family, **config)
+        model = splade.save(folder, masked_lm, prompts=PROMPTS, **pooling)
+    return lambda text, options: {"sparse": splade.reference(model, [text], **options)}
+
+
+def save_colbert(folder: Path, saved: colbert.Saved) -> Answer:
+    """A model that compares texts token by token, and the vectors of a text."""
+    with tempfile.TemporaryDirectory() as beside:
+        made = Path(beside) / "model"
+        model = colbert.save(saved, made)
+        shutil.copytree(made, folder, dirs_exist_ok=True)
+
+    def answer(text: str, options: dict[str, Any]) -> dict[str, np.ndarray]:
+        encode = {"query": model.encode_query, "document": model.encode_document}[options["role"]]
+        return {"multi_vector": encode([text], show_progress_bar=False, convert_to_numpy=True)[0]}
+
+    return answer
+
+
+def save_m3(folder: Path) -> Answer:
+    """A model of three outputs, and those of a text."""
+    m3.save(folder)
+    reference = m3.Reference(folder)
+    return lambda text, options: dict(zip(M3_OUTPUTS, reference(text), strict=True))
+
+
+M3_OUTPUTS = ("dense", "sparse", "multi_vector")
+OF_SPARSE = ({}, {"prompt_name": "query"}, {"max_active_dims": 7})
+OF_ROLES = ({"role": "query"}, {"role": "document"})
 
 ANSWERS = (70, 90)  # the ids of two tokens: the logit of the first less that of the second
 
@@ -128,7 +180,7 @@ class Case:
     head: Head | None = None
 
 
-CASES: dict[str, Case | Static] = {
+CASES: dict[str, Case | Static | Outputs] = {
     "bert_mean": Case("mean", (NORMALIZE,), prompts=PROMPTS),
     "bert_odd_cls": Case("cls", (NORMALIZE,), FAMILIES["bert"].odd, masked_lm=True),
     "bert_half_max": Case("max", (Dense(9),), prompts=PROMPTS, tower_dtype="float16"),
@@ -316,6 +368,39 @@ CASES: dict[str, Case | Static] = {
     "t5_odd_mean": Case(
         "mean", (NORMALIZE,), FAMILIES["t5"].odd, masked_lm=True, family="t5", max_seq_length=41
     ),
+    "bert_sparse": Outputs(
+        partial(save_sparse, family="bert", config=FAMILIES["bert"].odd), ("sparse",), OF_SPARSE
+    ),
+    "distilbert_sparse": Outputs(
+        partial(
+            save_sparse,
+            family="distilbert",
+            config={"tie_word_embeddings": False},
+            pooling_strategy="sum",
+            activation_function="log1p_relu",
+        ),
+        ("sparse",),
+        OF_SPARSE,
+    ),
+    "bert_colbert": Outputs(
+        partial(
+            save_colbert,
+            saved=colbert.Saved("stanford", markers=colbert.STANFORD_MARKERS),
+        ),
+        ("multi_vector",),
+        OF_ROLES,
+    ),
+    "modernbert_colbert": Outputs(
+        partial(
+            save_colbert,
+            saved=colbert.Saved(
+                "pylate", family="modernbert", config={"local_attention": 32}, attend=True
+            ),
+        ),
+        ("multi_vector",),
+        OF_ROLES,
+    ),
+    "xlm_roberta_m3": Outputs(save_m3, M3_OUTPUTS),
 }
 
 
@@ -574,10 +659,31 @@ def make_static(case: Static) -> dict[str, np.ndarray]:
     return golden | {"calls": np.array(json.dumps(asked))}
 
 
-def make(case: Case | Static) -> dict[str, np.ndarray]:
+def make_outputs(case: Outputs) -> dict[str, np.ndarray]:
+    """The arrays of a golden of other outputs than one dense vector, without hidden states."""
+    call = {"method": "encode_outputs", "texts": TEXTS, "outputs": case.names}
+    asked = [call | {"options": options} for options in case.options]
+    golden: dict[str, np.ndarray] = {"calls": np.array(json.dumps(asked))}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        answer = case.save(folder)
+        for n, options in enumerate(case.options):
+            answers = [answer(text, options) for text in TEXTS]  # alone: nothing is padded
+            for name in case.names:
+                parts = [np.atleast_2d(one[name]) for one in answers]
+                golden[f"{name}/{n}"] = np.concatenate(parts)
+                if name == "multi_vector":
+                    golden[f"counts/{n}"] = np.array([len(part) for part in parts])
+        golden |= _source(folder)
+    return golden
+
+
+def make(case: Case | Static | Outputs) -> dict[str, np.ndarray]:
     """The arrays of a golden."""
     if isinstance(case, Static):
         return make_static(case)
+    if isinstance(case, Outputs):
+        return make_outputs(case)
     ids, types = sequences(case)
     pairs = list(zip(ids, types, strict=True))
     asked = calls(case)
@@ -614,6 +720,9 @@ def _source(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
         if path.suffix == ".safetensors":
             for name, tensor in load_file(path).items():
                 yield f"tensors/{inside}:{name}", tensor
+        elif path.suffix == ".pt":
+            for name, tensor in torch.load(path).items():
+                yield f"tensors/{inside}:{name}", tensor.numpy()
         else:
             yield f"source/{inside}", np.array(path.read_text())
 

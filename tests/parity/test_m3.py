@@ -19,7 +19,6 @@ TEXTS = [*make.TEXTS, *sentences.VARIED[::9]]
 
 @pytest.fixture(name="folder", scope="module")
 def _folder(tmp_path_factory) -> Path:
-    """A narrow XLM-R with BGE-M3's files, as torch.save writes them."""
     folder: Path = tmp_path_factory.mktemp("m3")
     save(folder)
     return folder
@@ -28,13 +27,13 @@ def _folder(tmp_path_factory) -> Path:
 @pytest.fixture(name="embedder", scope="module")
 def _embedder(folder, tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
-    with Embedder(str(folder), cache_dir=cache, pooling="cls") as embedder:
+    with Embedder(str(folder), cache_dir=cache) as embedder:
         yield embedder
 
 
 def test_all_three_outputs_are_those_of_the_formulas(embedder, folder):
     reference = Reference(folder)
-    found = embedder.encode_outputs(TEXTS, REPRESENTATIONS, normalize=None)
+    found = embedder.encode_outputs(TEXTS, REPRESENTATIONS)
     sparse = as_dense(found["sparse"])
     assert np.count_nonzero(sparse)
     for number, text in enumerate(TEXTS):
