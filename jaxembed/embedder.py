@@ -158,7 +158,8 @@ class Embedder(LoadedModel):
         asked = ScoreOptions(**options)
         if self.spec.task == "embed":
             of_query, of_documents, weights = self.tasks.compare(query, documents, asked)
-            found = compare_outputs(self.run(of_query), self.run(of_documents), weights)
+            both = self.run(of_query), self.run(of_documents)
+            found = compare_outputs(*both, weights, documents)
         else:
             found = self.run(self.tasks.rerank(query, documents, asked))
         return found.ranked(raw_scores)[:top_n]
@@ -178,7 +179,7 @@ class Embedder(LoadedModel):
         if self.spec.task == "embed":
             of_query, of_documents, weights = self.tasks.compare(query, documents, asked)
             both = await self.run_async(of_query), await self.run_async(of_documents)
-            found = await self.runner.off_loop(compare_outputs, *both, weights)
+            found = await self.runner.off_loop(compare_outputs, *both, weights, documents)
         else:
             found = await self.run_async(self.tasks.rerank(query, documents, asked))
         return found.ranked(raw_scores)[:top_n]

@@ -7,13 +7,15 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxembed.maxsim import maxsim
-from jaxembed.options import Embeddings, Similarities
+from jaxembed.options import Embeddings, Similarities, best_windows
 from jaxembed.outputs import REPRESENTATIONS, OutputName
 from jaxembed.postprocess import similarity
 from jaxembed.terms import cosines, products
 from jaxembed.work import Ragged
 
 Weights = dict[OutputName, float]
+
+LEAST_SIMILARITY = -1.0  # of vectors of length one
 
 
 def weights_of(offered: Sequence[OutputName], asked: Sequence[float] | None) -> Weights:
@@ -41,13 +43,17 @@ def compare_first(answer: Embeddings) -> Float[np.ndarray, " others"]:
     return _means(vectors[0], maxsim(vectors[0], others))
 
 
-def compare_outputs(query: Embeddings, documents: Embeddings, weights: Weights) -> Similarities:
-    """The similarities of a query's outputs, each with one row, and those of each document.
+def compare_outputs(
+    query: Embeddings, documents: Embeddings, weights: Weights, texts: Sequence[str]
+) -> Similarities:
+    """The similarities of a query's outputs, each with one row, and those of each document. `texts`
+    are the documents; an empty one has LEAST_SIMILARITY, so that none is ranked below it.
 
     The dense one is the inner product, the sparse one that of the weights of terms, and the one of
     several vectors the mean over the query's of the largest inner product with the document's
     (MeanMaxSim; Khattab and Zaharia 2020, arXiv:2004.12832). Their weighted mean is the score. Of
-    several vectors alone the raw score is the sum (MaxSim).
+    several vectors alone the raw score is the sum (MaxSim). Of a document in windows the best one
+    counts.
     """
     raw = None
     parts: dict[OutputName, np.ndarray] = {}
@@ -59,6 +65,15 @@ def compare_outputs(query: Embeddings, documents: Embeddings, weights: Weights) 
         raw = _column(maxsim(query.multi_vector[0], documents.multi_vector))
         parts["multi_vector"] = _means(query.multi_vector[0], raw[:, 0])
     scores = np.sum([weight * parts[name] for name, weight in weights.items()], axis=0)
+    chunks = None
+    if documents.windows is not None:
+        _, best, chunks = best_windows(scores, documents.windows)
+        scores, raw = scores[best], None if raw is None else raw[best]
+    is_empty = np.array([not text for text in texts], bool)
+    scores = np.where(is_empty, LEAST_SIMILARITY, scores)
+    if raw is not None:
+        least = LEAST_SIMILARITY * len(query.multi_vector[0])
+        raw = _column(np.where(is_empty, least, raw[:, 0]))
     both = query, documents
     return Similarities(
         _column(scores),
@@ -69,6 +84,7 @@ def compare_outputs(query: Embeddings, documents: Embeddings, weights: Weights) 
         tokenization_s=sum(one.tokenization_s for one in both),
         queue_s=sum(one.queue_s for one in both),
         inference_s=sum(one.inference_s for one in both),
+        chunks=chunks,
         raw=raw if weights.keys() == {"multi_vector"} else None,
     )
 

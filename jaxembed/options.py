@@ -11,6 +11,7 @@ from jaxembed.postprocess import rank, scores
 from jaxembed.processors.late import Chunked
 from jaxembed.processors.prompts import Role
 from jaxembed.processors.tokenizer import Side
+from jaxembed.processors.windows import Windows
 from jaxembed.quantise import EmbeddingDtype
 from jaxembed.spec import ScoreFunction
 from jaxembed.work import Ragged, SparseRows, WorkResult, join_results
@@ -44,7 +45,7 @@ class ScoreOptions:
     `instruction` is for models with a template. `max_document_tokens` cuts the second text of each
     pair, even where `truncate` is off. With `max_chunks` over 1 a document that does not fit is
     divided into so many windows at most, and the best one counts. `weights` are for embedding
-    models that give several outputs; with these the options between are for models that score.
+    models that give several outputs, and these take no `instruction` and `max_document_tokens`.
     """
 
     truncate: bool | None = None
@@ -69,6 +70,7 @@ class Embeddings:
     queue_s: float
     inference_s: float
     chunked: Chunked | None = None  # where the chunks are that each have a vector, of chunked texts
+    windows: Windows | None = None  # of documents in windows, each of which is an input
 
     def followed_by(self, other: "Embeddings") -> "Embeddings":
         """Both answers, which have the same outputs, as one."""
@@ -125,6 +127,19 @@ class Chunk:
     index: int
     start: int
     end: int
+
+
+def best_windows(
+    scores: np.ndarray, windows: Windows
+) -> tuple[np.ndarray, np.ndarray, list[Chunk]]:
+    """Of documents whose windows have these scores, float `[windows]`: the first window of each,
+    the best one, int64 `[documents]`, and which part of the document that is."""
+    first = np.cumsum(windows.counts) - windows.counts
+    parts = np.split(scores, first[1:])
+    numbers = np.array([int(np.argmax(part)) for part in parts], np.int64)
+    bounds = windows.bounds[first + numbers].tolist()
+    chunks = [Chunk(k, *bound) for k, bound in zip(numbers.tolist(), bounds, strict=True)]
+    return first, first + numbers, chunks
 
 
 @dataclass(frozen=True)

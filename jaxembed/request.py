@@ -12,7 +12,7 @@ import numpy as np
 from jaxembed.engine.admission import Cost
 from jaxembed.engine.bucket import Bucket
 from jaxembed.inputs import ChunkSize, Input, Pair, Priority, Text
-from jaxembed.options import Chunk, Embeddings, EncodeOptions, ScoreOptions, Scores
+from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores, best_windows
 from jaxembed.outputs import OUTPUTS, OutputName
 from jaxembed.postprocess import shape_vectors
 from jaxembed.processors.late import NO_CHUNKS, pool_slots
@@ -176,6 +176,20 @@ class EncodeRequest(Request[Embeddings]):
 
 
 @dataclass(frozen=True)
+class ComparedRequest(EncodeRequest):
+    """A request for the outputs of documents that are compared with a query; `items` are Texts,
+    which may be empty, and divided into windows."""
+
+    def prepare(self, processor: TextProcessor, shared: Row | None, chunk: Sequence) -> Tokenized:
+        """Tokenize some of the documents. Raises InvalidInput or TokenizerError."""
+        return processor.encode_documents(chunk, self.rules)
+
+    def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
+        """The outputs of each document, or of each of its windows."""
+        return replace(super().finish(spec, run), windows=run.tokenized.windows)
+
+
+@dataclass(frozen=True)
 class LateRequest(EncodeRequest):
     """A request for a vector of each chunk of some texts; `items` are ChunkedTexts."""
 
@@ -244,15 +258,12 @@ class QueryRequest(ScoreRequest):
         answer, windows = super().finish(spec, run), run.tokenized.windows
         if windows is None:
             return answer
-        first = np.cumsum(windows.counts) - windows.counts
-        logits = np.split(answer.logits[:, 0], first[1:])
-        best = np.array([int(np.argmax(of_one)) for of_one in logits], np.int64)
-        bounds = windows.bounds[first + best].tolist()
+        first, best, chunks = best_windows(answer.logits[:, 0], windows)
         return replace(
             answer,
-            logits=answer.logits[first + best],
+            logits=answer.logits[best],
             num_tokens=np.add.reduceat(answer.num_tokens, first),
-            chunks=[Chunk(k, *bound) for k, bound in zip(best.tolist(), bounds, strict=True)],
+            chunks=chunks,
         )
 
     def inputs(self) -> Sequence[Input]:

@@ -31,6 +31,7 @@ from jaxembed.quantise import NEEDS_RANGES, EmbeddingDtype, embedding_dtype
 from jaxembed.ranges import KeptRanges, VectorKind
 from jaxembed.request import (
     LOGITS,
+    ComparedRequest,
     ComputeRequest,
     EncodeRequest,
     LateRequest,
@@ -49,7 +50,7 @@ KIND: dict[Task, str] = {
     "classify": "a classifier",
     "rerank": "a reranker",
 }
-FIELDS = {"max_document_tokens": "max_tokens_per_doc", "max_chunks": "max_chunks_per_doc"}
+FIELDS = {"max_document_tokens": "max_tokens_per_doc"}
 PER_TOKEN = {name for name, kind in OUTPUTS.items() if kind.per == "token"}
 NO_RANGES: Mapping[VectorKind, KeptRanges] = {}
 
@@ -234,21 +235,23 @@ class Tasks:
 
     def compare(
         self, query: str, documents: Sequence[str], options: ScoreOptions
-    ) -> tuple[EncodeRequest, EncodeRequest, Weights]:
+    ) -> tuple[EncodeRequest, ComparedRequest, Weights]:
         """The requests for the outputs of a query and of documents, by which the documents are
-        ranked, and the weights of the outputs. Raises also EmptyInput for an empty query."""
+        ranked, and the weights of the outputs. Documents may be empty, as in `rerank`. Raises also
+        EmptyInput for an empty query."""
         offered = self._spec.representations
         if "multi_vector" not in offered:
             check_task(self._name, self._spec, "rerank")
         check_query(query)
         usual = ScoreOptions()
-        for field in ("instruction", "max_document_tokens", "max_chunks", "overlap_tokens"):
+        for field in ("instruction", "max_document_tokens"):
             if getattr(options, field) != getattr(usual, field):
                 raise InvalidInput(
                     f"`{FIELDS.get(field, field)}` is for models that score pairs, and this one "
                     "compares vectors; leave it out",
                     field=FIELDS.get(field, field),
                 )
+        _check_windows(options)
         self._check_weights(options.weights)
         weights = weights_of(offered, options.weights)
         encoded = EncodeOptions(
@@ -259,8 +262,23 @@ class Tasks:
             priority=options.priority,
         )
         of_query = self.embed([Text(query)], self.for_role("query", encoded))
-        texts = [Text(text) for text in documents]
-        return of_query, self.embed(texts, self.for_role("document", encoded)), weights
+        plain = self.embed((), self.for_role("document", encoded))
+        rules = msgspec.structs.replace(
+            plain.rules,
+            max_windows=options.max_chunks,
+            overlap=options.overlap_tokens,
+            may_be_empty=True,
+        )
+        of_documents = ComparedRequest(
+            [Text(text) for text in documents],
+            rules,
+            plain.outputs,
+            plain.priority,
+            plain.options,
+            route=plain.route,
+            adapter=plain.adapter,
+        )
+        return of_query, of_documents, weights
 
     def _check_weights(self, weights: Sequence[float] | None) -> None:
         """Raise InvalidInput for weights of outputs that the model does not give."""
@@ -410,17 +428,7 @@ class Tasks:
             raise InvalidInput(
                 "this model takes no `instruction`; leave it out", field="instruction"
             )
-        if not 1 <= options.max_chunks <= MOST_WINDOWS:
-            raise InvalidInput(
-                f"`max_chunks_per_doc` must be from 1 to {MOST_WINDOWS}. "
-                f"Given: {options.max_chunks}",
-                field="max_chunks_per_doc",
-            )
-        if options.overlap_tokens is not None and options.overlap_tokens < 0:
-            raise InvalidInput(
-                f"`overlap_tokens` must be 0 or more. Given: {options.overlap_tokens}",
-                field="overlap_tokens",
-            )
+        _check_windows(options)
         return Rules(
             "",
             self._truncate(options),
@@ -433,6 +441,20 @@ class Tasks:
 
     def _truncate(self, options: EncodeOptions | ScoreOptions) -> bool:
         return self._text.truncate if options.truncate is None else options.truncate
+
+
+def _check_windows(options: ScoreOptions) -> None:
+    """Raise InvalidInput for an impossible number of windows, or overlap of these."""
+    if not 1 <= options.max_chunks <= MOST_WINDOWS:
+        raise InvalidInput(
+            f"`max_chunks_per_doc` must be from 1 to {MOST_WINDOWS}. Given: {options.max_chunks}",
+            field="max_chunks_per_doc",
+        )
+    if options.overlap_tokens is not None and options.overlap_tokens < 0:
+        raise InvalidInput(
+            f"`overlap_tokens` must be 0 or more. Given: {options.overlap_tokens}",
+            field="overlap_tokens",
+        )
 
 
 def _check_late(spec: ModelSpec, options: EncodeOptions) -> None:

@@ -72,7 +72,8 @@ class Rules(msgspec.Struct, frozen=True):
     `instruction`, `max_second_tokens` and `overlap` are for pairs, and `max_windows` for pairs and
     chunked texts: a text that does not fit is divided into at most so many windows; with 1 it is
     cut. `bare_ids` is for token ids: if it is False, they must have the tokenizer's special tokens
-    around them. `role` is for models with an `interaction`, where None counts as document.
+    around them. `role` is for models with an `interaction`, where None counts as document. With
+    `may_be_empty` an empty text has the tokens that are put around one.
     """
 
     prompt: str
@@ -84,6 +85,7 @@ class Rules(msgspec.Struct, frozen=True):
     max_windows: int = 1
     overlap: int | None = None  # tokens that windows share; None: see `overlap_of`
     role: Literal["query", "document"] | None = None
+    may_be_empty: bool = False
 
 
 class TextProcessor:
@@ -171,6 +173,39 @@ class TextProcessor:
             return self._encode_windows(query, documents, rules)
         seconds = self._second_rows(documents, rules)
         return _tokenized(self._pair(query, second, rules) for second in seconds)
+
+    def encode_documents(self, documents: Sequence[Text], rules: Rules) -> Tokenized:
+        """Tokenize documents that are compared with a query by their vectors, each in windows if
+        the rules allow several. Raises what `encode` does."""
+        if rules.max_windows == 1:
+            return self.encode(documents, rules)
+        _check_side(rules)
+        limit, marker = self.limit, None
+        if self._spec.interaction is not None:
+            limit, marker = self._limit_and_marker(rules, self._spec.interaction)
+        before, after = (np.array(ids, np.int32) for ids in self._ids_around)
+        if marker is not None:
+            before = np.insert(before, min(len(before), 1), np.int32(marker))
+        prompt = rules.prompt
+        room = limit - len(before) - len(after)
+        division = self._division(room, (prompt, ""), rules, with_query=False)
+        spans = self._has_spans(rules)
+        parts: list[Divided] = []
+        encodings: list[Encoding] = []
+        try:
+            for document in documents:
+                text = prompt + document.text
+                parts.append(part := self._divide(document.text, text, division, rules))
+                for row in part.rows:
+                    ids = np.concatenate([before, row, after])
+                    if not len(ids) or not (document.text or rules.may_be_empty):
+                        raise EmptyInput()
+                    own = ((min(len(before) + len(division.head), len(ids) - 1), len(ids)),)
+                    encodings.append(Encoding(ids, spans=own if spans else None))
+        except InvalidInput as error:
+            error.index = len(parts)
+            raise
+        return _in_windows(parts, encodings, sum(part.is_cut for part in parts))
 
     def encode_late(self, texts: Sequence[ChunkedText], rules: Rules, slots: int) -> Tokenized:
         """Tokenize texts whose chunks are pooled one by one, at most `slots` in a sequence. A text
@@ -328,7 +363,7 @@ class TextProcessor:
         least, expansion = self._length_to_fill(rules), interaction.expansion
         place = min(self._around[0], 1)
         for text, (encoding, whole) in zip(texts, encodings, strict=True):
-            if not (text.text and len(encoding)):
+            if not ((text.text or rules.may_be_empty) and len(encoding)):
                 raise EmptyInput()
             count = len(encoding)
             if count > most and not rules.truncate:
@@ -394,7 +429,8 @@ class TextProcessor:
 
         `whole` says whether the whole text was tokenized.
         """
-        if not self._is_static and not (text.text and len(encoding)):
+        is_given = bool(text.text) or rules.may_be_empty
+        if not self._is_static and not (is_given and len(encoding)):
             raise EmptyInput()  # without special tokens a blank text has no tokens
         is_cut = self._check_characters(text, rules) or len(encoding) > self.limit
         if is_cut and not rules.truncate:
@@ -467,51 +503,51 @@ class TextProcessor:
 
     def _encode_windows(self, query: Row, documents: Sequence[str], rules: Rules) -> Tokenized:
         """Tokenize the pairs of a query and each window of each document."""
-        if rules.side == "left":
-            raise InvalidInput(
-                "a divided document is not cut on the left; leave `truncation_direction` out",
-                field="truncation_direction",
-            )
-        division = self._division(query, rules)
+        _check_side(rules)
+        around = self._frame.around_second
+        room = self.limit - self._frame.length - len(query[0])
+        division = self._division(room, around, rules, with_query=True)
         parts: list[Divided] = []
         encodings: list[Encoding] = []
         try:
             for document in documents:
-                parts.append(part := self._divide(document, division, rules))
+                text = self._frame.second(document)
+                parts.append(part := self._divide(document, text, division, rules))
                 encodings += [Encoding(*self._frame.join(query[0], row)) for row in part.rows]
         except InvalidInput as error:
             error.index = len(parts)
             raise
-        truncated = sum(part.is_cut or not query[1] for part in parts)
-        counts = np.array([len(part.rows) for part in parts])
-        bounds = np.array([bound for part in parts for bound in part.bounds]).reshape(-1, 2)
-        return Tokenized(work_of(encodings), truncated, Windows(counts, bounds))
+        return _in_windows(parts, encodings, sum(part.is_cut or not query[1] for part in parts))
 
-    def _division(self, query: Row, rules: Rules) -> Division:
-        """How documents are divided beside a query. Raises InvalidInput if it leaves no room."""
-        before, after = self._frame.around_second
+    def _division(
+        self, room: int, around: tuple[str, str], rules: Rules, *, with_query: bool
+    ) -> Division:
+        """How documents are divided, with the texts `around` each, of which a sequence has room for
+        so many tokens. Raises InvalidInput if that is too little."""
+        before, after = around
         (sample,) = self._tokenizer.encode([f"{before}a{after}"], special=False, fast=False)
         ends = np.array(sample.offsets).reshape(-1, 2)
         ids = np.array(sample.ids, np.int32)
         head, tail = ids[ends[:, 1] <= len(before)], ids[ends[:, 0] > len(before)]
-        room = self.limit - self._frame.length - len(query[0]) - len(head) - len(tail)
-        return Division(head, tail, room, overlap_of(room, rules.overlap))
+        room -= len(head) + len(tail)
+        overlap = overlap_of(room, rules.overlap, with_query=with_query)
+        return Division(len(before), head, tail, room, overlap)
 
-    def _divide(self, document: str, division: Division, rules: Rules) -> Divided:
-        """The windows of one document. Raises InvalidInput if it is cut and may not be."""
-        before, _ = self._frame.around_second
+    def _divide(self, document: str, text: str, division: Division, rules: Rules) -> Divided:
+        """The windows of one document, which is within the text that is tokenized. Raises
+        InvalidInput if it is cut and may not be."""
         around, room = len(division.head) + len(division.tail), division.room
         most = min(rules.max_windows * room, MOST_DIVIDED)
         kept = rules.max_second_tokens or most + 1  # the request itself cuts what is beyond
         ((encoding, whole),) = self._tokenizer.encode_enough(
-            [self._frame.second(document)],
+            [text],
             min(most, kept) + around,
             "right",
             special=False,
             fast=False,
         )
         ids = np.array(encoding.ids, np.int32)
-        places = np.array(encoding.offsets, np.int64).reshape(-1, 2) - len(before)
+        places = np.array(encoding.offsets, np.int64).reshape(-1, 2) - division.start
         inside = (places[:, 1] > 0) & (places[:, 0] < len(document))
         own, places = ids[inside], places[inside].clip(0, len(document))
         is_shortened = len(own) > kept
@@ -569,6 +605,24 @@ def _around_text(encoding) -> tuple[int, int]:
     if not plain:  # the tokenizer knows no letter of the sample and puts nothing around it
         return 0, 0
     return plain[0], len(encoding) - 1 - plain[-1]
+
+
+def _check_side(rules: Rules) -> None:
+    """Raise InvalidInput for windows that are to be cut on the left."""
+    if rules.side == "left":
+        raise InvalidInput(
+            "a divided document is not cut on the left; leave `truncation_direction` out",
+            field="truncation_direction",
+        )
+
+
+def _in_windows(
+    parts: Sequence[Divided], encodings: Sequence[Encoding], truncated: int
+) -> Tokenized:
+    """The encodings of all windows of some documents, of which so many were cut."""
+    counts = np.array([len(part.rows) for part in parts])
+    bounds = np.array([bound for part in parts for bound in part.bounds]).reshape(-1, 2)
+    return Tokenized(work_of(encodings), truncated, Windows(counts, bounds))
 
 
 def _tokenized(parts: Iterable[tuple[Encoding, bool]]) -> Tokenized:

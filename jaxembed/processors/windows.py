@@ -23,9 +23,10 @@ class Windows(msgspec.Struct, frozen=True, eq=False):
 
 
 class Division(NamedTuple):
-    """How the documents of a request are divided, beside its query."""
+    """How the documents of a request are divided."""
 
-    head: np.ndarray  # ids that a template puts before a document,
+    start: int  # characters that a template or a prompt puts before a document
+    head: np.ndarray  # and their ids,
     tail: np.ndarray  # and after it
     room: int  # tokens of the document in a window
     overlap: int  # tokens that neighbouring windows share
@@ -34,22 +35,25 @@ class Division(NamedTuple):
 class Divided(NamedTuple):
     """One document in windows."""
 
-    rows: list[np.ndarray]  # the ids of each window, with what a template puts around it
+    rows: list[np.ndarray]  # the ids of each window, with the head and the tail
     bounds: list[tuple[int, int]]  # its first character, and the one after its last
     is_cut: bool  # whether tokens are in no window
 
 
-def overlap_of(room: int, overlap: int | None) -> int:
+def overlap_of(room: int, overlap: int | None, *, with_query: bool = True) -> int:
     """The tokens that neighbouring windows of `room` tokens share: a quarter of a window, at most
     LARGEST_DEFAULT_OVERLAP, unless the request says otherwise; never more than half of one.
 
-    Raises InvalidInput if the query leaves less than LEAST_ROOM tokens.
+    Raises InvalidInput if there is room for less than LEAST_ROOM tokens, beside the query where
+    windows have it.
     """
     if room < LEAST_ROOM:
+        what = "the query leaves" if with_query else "the model has"
+        how = "shorten the query, or leave" if with_query else "leave"
         raise InvalidInput(
-            f"the query leaves room for {max(room, 0)} tokens of a document, and windows need "
-            f"{LEAST_ROOM}; shorten the query, or leave `max_chunks_per_doc` out",
-            field="query",
+            f"{what} room for {max(room, 0)} tokens of a document, and windows need "
+            f"{LEAST_ROOM}; {how} `max_chunks_per_doc` out",
+            field="query" if with_query else "max_chunks_per_doc",
         )
     wanted = min(LARGEST_DEFAULT_OVERLAP, room // 4) if overlap is None else overlap
     return min(wanted, room // 2)

@@ -143,7 +143,7 @@ async def _compare(
         error.field = error.field or field
         raise
     runner = meter.loaded.routes[meter.route].runner
-    return await runner.off_loop(compare_outputs, first, others, weights)
+    return await runner.off_loop(compare_outputs, first, others, weights, documents)
 
 
 async def encode_answer(

@@ -1,0 +1,215 @@
+"""Documents compared with a query by their outputs: empty ones, and long ones in windows."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+from conftest import TOWERS, WORDS, save_tiny
+from test_late_interaction import late
+from test_server_openai import ask
+from test_sparse import as_dense
+
+from jaxembed import Embedder, EngineConfig
+from jaxembed.errors import EmptyInput, InputTooLong, InvalidInput
+from jaxembed.options import Chunk, ScoreOptions
+from jaxembed.processors.windows import overlap_of, windows
+from jaxembed.spec import DenseLayer, NormalizeLayer, PerToken, Pooled
+
+LIMIT = 100
+QUERY = "what cat"
+ROUTES = {"/v1/rerank": "documents", "/v2/rerank": "documents", "/rerank": "texts"}
+TOWER = TOWERS["bert"]["config"] | {"max_positions": LIMIT}
+M3 = {
+    "heads": {
+        "dense": Pooled(("cls",), (NormalizeLayer(),)),
+        "token_weights": PerToken((DenseLayer(32, 1, activation="relu"),), skipped_ids=(2, 3)),
+        "multi_vector": PerToken((NormalizeLayer(),), drops_first=True),
+    },
+    "max_input_tokens": LIMIT,
+    "prompts": {},
+}
+PROMPTED = {"prompts": {"query": "", "document": "the red "}, "include_prompt": False}
+MODELS = {  # the fields of a spec, and how many tokens are around a document
+    "colbert": (late(document_length=LIMIT) | {"max_input_tokens": LIMIT}, 3),
+    "m3": (M3, 2),
+    "m3, prompted": (M3 | PROMPTED, 4),
+}
+SHORT = late(document_length=60) | {"max_input_tokens": 60}
+
+
+def prose(words: int, seed: int = 0) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS, words))
+
+
+@pytest.fixture(name="opened", scope="module")
+def _opened(tmp_path_factory):
+    """The model of MODELS with a name, or one of short documents, opened once."""
+    made: dict[str, Embedder] = {}
+    folder = tmp_path_factory.mktemp("compared")
+    grid = folder / "grid.json"
+    grid.write_text(json.dumps({"buckets": [[2, 100]]}))
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid, max_batch_tokens=200)
+
+    def opened(name: str) -> Embedder:
+        if name not in made:
+            fields = SHORT if name == "short" else MODELS[name][0]
+            path = save_tiny(folder / name / "checkpoint", config=TOWER, **fields)
+            made[name] = Embedder(str(path), cache_dir=folder, config=config)
+        return made[name]
+
+    yield opened
+    for embedder in made.values():
+        embedder.close()
+
+
+def similarity(embedder: Embedder, query: str, document: str) -> float:
+    """The mean of the similarities of all outputs, in float64."""
+    names = embedder.spec.representations
+    one = embedder.encode_outputs(query, names, role="query")
+    other = embedder.encode_outputs(document, names, role="document")
+    found = []
+    if "dense" in names:
+        found.append(float(one["dense"][0].astype(float) @ other["dense"][0]))
+    if "sparse" in names:
+        found.append(float(as_dense(one["sparse"])[0].astype(float) @ as_dense(other["sparse"])[0]))
+    tokens = one["multi_vector"][0].astype(float) @ other["multi_vector"][0].T
+    return float(np.mean([*found, tokens.max(axis=1).mean()]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_best_window_of_a_long_document_counts(opened, name):
+    embedder, room = opened(name), LIMIT - MODELS[name][1]
+    documents = ["a cat", prose(300, 1), prose(room, 2), prose(room + 1, 3)]
+    ranked = embedder.rerank(QUERY, documents, max_chunks=64)
+    assert sorted(one.index for one in ranked) == [0, 1, 2, 3]
+    assert [one.score for one in ranked] == sorted((r.score for r in ranked), reverse=True)
+    for one in ranked:
+        words = documents[one.index].split()
+        bounds = windows(len(words), room, overlap_of(room, None))
+        scores = [similarity(embedder, QUERY, " ".join(words[a:b])) for a, b in bounds]
+        best = int(np.argmax(scores))
+        assert one.score == pytest.approx(scores[best], rel=1e-5, abs=1e-6)
+        first, last = bounds[best]
+        start = len(" ".join([*words[:first], ""]))
+        assert one.chunk == Chunk(best, start, start + len(" ".join(words[first:last])))
+    cut = {one.index: one for one in embedder.rerank(QUERY, documents)}
+    assert all(one.score >= cut[one.index].score - 1e-5 for one in ranked)
+    assert all(one.chunk is None for one in cut.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_rows_of_a_window_are_those_of_its_text(opened, name):
+    """Special tokens, the marker and the prompt stand in each."""
+    embedder, room = opened(name), LIMIT - MODELS[name][1]
+    words = prose(250, 4).split()
+    options = ScoreOptions(max_chunks=64, overlap_tokens=10)
+    _, request, _ = embedder.tasks.compare(QUERY, [" ".join(words)], options)
+    got = request.prepare(embedder.processor, None, request.items).work.encodings
+    parts = [" ".join(words[a:b]) for a, b in windows(len(words), room, 10)]
+    _, request, _ = embedder.tasks.compare(QUERY, parts, ScoreOptions())
+    wanted = request.prepare(embedder.processor, None, request.items).work.encodings
+    assert [one.ids.tolist() for one in got] == [one.ids.tolist() for one in wanted]
+    assert [one.spans for one in got] == [one.spans for one in wanted]
+
+
+@pytest.mark.parametrize("name", ["colbert", "m3"])
+def test_an_empty_document_is_ranked_last(opened, name):
+    embedder = opened(name)
+    documents = ["", "a cat", "", prose(300, 1), " "]
+    for options in ({}, {"max_chunks": 3}):
+        ranked = embedder.rerank(QUERY, documents, **options)
+        assert [one.index for one in ranked[-2:]] == [0, 2]
+        assert [one.score for one in ranked[-2:]] == [-1, -1]
+        assert all(one.score > -1 for one in ranked[:-2])
+        wanted = {one.index: one.score for one in embedder.rerank(QUERY, documents[1::2])}
+        if not options:
+            scores = {one.index: one.score for one in ranked}
+            assert [scores[1], scores[3]] == pytest.approx([wanted[0], wanted[1]], rel=1e-6)
+    assert [one.score for one in embedder.rerank(QUERY, ["", ""])] == [-1, -1]
+
+
+def test_the_raw_score_of_an_empty_document_is_the_least_sum(opened):
+    embedder = opened("colbert")
+    count = len(embedder.encode_multi(QUERY, role="query")[0])
+    ranked = embedder.rerank(QUERY, ["cat", ""], raw_scores=True)
+    assert (ranked[-1].index, ranked[-1].score) == (1, -count)
+
+
+def test_an_empty_query_or_text_to_embed_is_still_refused(opened):
+    embedder = opened("colbert")
+    with pytest.raises(EmptyInput):
+        embedder.rerank("", ["cat"])
+    with pytest.raises(EmptyInput):
+        embedder.encode_multi(["cat", ""])
+
+
+@pytest.mark.parametrize("name", ["colbert", "m3"])
+@pytest.mark.parametrize(("path", "field"), ROUTES.items())
+def test_every_route_that_reranks_takes_and_names_chunks(opened, name, path, field):
+    embedder = opened(name)
+    body = {"query": QUERY, field: ["a cat", prose(300, 1), ""]}
+    wanted = {one.index: one for one in embedder.rerank(QUERY, body[field], max_chunks=64)}
+    for asked in ({"max_chunks_per_doc": 64}, {"long_documents": "chunk", "overlap_tokens": 24}):
+        response, answer = ask(body | asked, path=path, embedder=embedder)
+        assert response.status_code == 200, answer
+        results = answer["results"] if isinstance(answer, dict) else answer
+        assert {one["index"] for one in results} == {0, 1, 2}
+        for one in results:
+            best = wanted[one["index"]]
+            score = one.get("relevance_score", one.get("score"))
+            assert score == pytest.approx(best.score, abs=1e-6)
+            assert one["chunk"] == {
+                "index": best.chunk.index,
+                "start": best.chunk.start,
+                "end": best.chunk.end,
+            }
+        assert "x-truncated-inputs" not in response.headers
+        assert int(response.headers["x-compute-tokens"]) > 300
+    response, _ = ask(body, path=path, embedder=embedder)
+    assert response.headers["x-truncated-inputs"] == "1"
+
+
+@pytest.mark.parametrize(("path", "field"), ROUTES.items())
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"max_chunks_per_doc": 65}, "`max_chunks_per_doc` must be from 1 to 64"),
+        ({"max_chunks_per_doc": 2, "overlap_tokens": -1}, "`overlap_tokens` must be 0 or more"),
+        ({"max_chunks_per_doc": 2, "long_documents": "truncate"}, "contradicts"),
+        ({"instruction": "x"}, "`instruction` is for models that score pairs"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(opened, path, field, asked, words):
+    body = {"query": QUERY, field: ["a cat"], **asked}
+    response, answer = ask(body, path=path, embedder=opened("colbert"))
+    assert response.status_code in (400, 422)
+    assert words in str(answer)
+
+
+def test_a_document_that_is_cut_is_refused_where_nothing_may_be(opened):
+    for name in ("colbert", "m3"):
+        with pytest.raises(InputTooLong) as refused:
+            opened(name).rerank(QUERY, ["cat", prose(300)], max_chunks=2, truncate=False)
+        assert refused.value.index == 1
+        assert opened(name).rerank(QUERY, [prose(300)], max_chunks=5, truncate=False)
+    with pytest.raises(InvalidInput, match="not cut on the left"):
+        opened("m3").rerank(QUERY, ["cat"], max_chunks=2, truncation_side="left")
+
+
+def test_windows_need_room(opened):
+    with pytest.raises(InvalidInput, match="the model has room for 57 tokens") as refused:
+        opened("short").rerank(QUERY, ["cat"], max_chunks=2)
+    assert refused.value.field == "max_chunks_per_doc"
+
+
+def test_each_window_is_admitted(opened):
+    embedder = opened("colbert")
+    _, request, _ = embedder.tasks.compare(QUERY, [prose(2000)], ScoreOptions(max_chunks=64))
+    sequences, tokens = embedder.processor.estimate(request.inputs(), request.rules)
+    assert sequences == tokens // LIMIT > 10
+    told = []
+    asyncio.run(embedder.runner.run_async(request, lambda *size: told.append(size)))
+    ((sequences, tokens),) = told
+    assert sequences == len(windows(2000, LIMIT - 3, overlap_of(LIMIT - 3, None)))
+    assert tokens > 2000
