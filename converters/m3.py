@@ -1,7 +1,8 @@
 """Adds the further heads of an embedder: those of BGE-M3, and the sparse one of gte-multilingual.
 
 BGE-M3 keeps the weights of its two heads in files of their own, which no config names; where both
-are there they are read, as FlagEmbedding does. Chen et al. 2024, arXiv:2402.03216.
+are there they are read, as FlagEmbedding does. One without the other is refused: it is a part of a
+copy. Chen et al. 2024, arXiv:2402.03216.
 """
 
 from collections.abc import Collection
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 
 from converters.heads import Layout, parameter_of, read_optional_json
 from converters.weights import Rule, transpose
+from jaxembed.errors import UnsupportedModel
 from jaxembed.outputs import OutputName
 from jaxembed.spec import DenseLayer, NormalizeLayer, PerToken
 
@@ -34,15 +36,23 @@ def with_token_heads(
     """The layout of an embedder with the heads that its files hold beside the one that pools.
 
     `width` is that of hidden states. `sparse` are the family's classes of a model whose classifier
-    of tokens gives their weights.
+    of tokens gives their weights. Raises UnsupportedModel for one of BGE-M3's files without the
+    other.
     """
     if "dense" not in layout.heads:
         return layout
     weight = DenseLayer(in_features=width, out_features=1, activation="relu")
     if set(hf.get("architectures") or ()) & set(sparse):
         return _with_weights(layout, weight, "classifier.", source / layout.tower, tokenizer)
-    if not all((source / name).is_file() for name in FILES):
+    missing = [name for name in FILES if not (source / name).is_file()]
+    if len(missing) == len(FILES):
         return layout
+    if missing:
+        (found,) = {*FILES} - {*missing}
+        raise UnsupportedModel(
+            f"the model has {found} and not {missing[0]}, and BGE-M3 has both; add that file, or "
+            f"remove {found} to have dense vectors alone"
+        )
     vectors = DenseLayer(in_features=width, out_features=width, activation="identity")
     layout = _with_weights(layout, weight, f"{SPARSE_FILE}/", source / layout.tower, tokenizer)
     head = PerToken((vectors, NormalizeLayer()), drops_first=True)

@@ -1,6 +1,7 @@
 """The three heads of BGE-M3: from its files, in one pass, by its formulas."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,12 @@ from fake_embedder import FakeEmbedder
 from safetensors.numpy import save_file
 from test_sparse import as_dense
 
-from converters import convert, weights
+from converters import convert, outline, weights
 from converters.m3 import SPARSE_FILE, VECTORS_FILE
 from jaxembed.bulk import embed_file
 from jaxembed.config import EngineConfig
 from jaxembed.embedder import Embedder
-from jaxembed.errors import ConfigError, InvalidInput, WrongTask
+from jaxembed.errors import ConfigError, InvalidInput, UnsupportedModel, WrongTask
 from jaxembed.inputs import Text
 from jaxembed.options import EncodeOptions
 from jaxembed.outputs import OutputName
@@ -54,6 +55,18 @@ def _embedder(files, tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
     with Embedder(str(out), cache_dir=cache, config=SMALL) as embedder:
         yield embedder
+
+
+@pytest.mark.parametrize("names", [(SPARSE_FILE, VECTORS_FILE), (VECTORS_FILE, SPARSE_FILE)])
+def test_one_of_the_two_files_is_refused(files, tmp_path, names):
+    """Its copy is a part: dense vectors alone would be served in silence."""
+    found, missing = names
+    source = Path(shutil.copytree(files, tmp_path / "source"))
+    (source / missing).unlink()
+    with pytest.raises(UnsupportedModel, match=f"has {found} and not {missing}, and BGE-M3 has"):
+        outline(source)
+    (source / found).unlink()
+    assert outline(source).spec.representations == ("dense",)
 
 
 def linear(files: Path, name: str, hidden: np.ndarray) -> np.ndarray:
