@@ -451,6 +451,30 @@ def test_embed_refuses_a_model_that_gives_no_vectors(tmp_path):
     assert not (tmp_path / "out.npy").exists()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["embed", "in.txt", "-o", "out.npy", "--model"],
+        ["embed", "in.txt", "-o", "out.jsonl", "--outputs", "multi_vector", "--model"],
+        ["calibrate"],
+    ],
+)
+def test_an_output_that_a_model_lacks_is_refused_without_its_weights(tmp_path, arguments):
+    source = sources.write_splade(tmp_path / "source")
+    (source / "model.safetensors").unlink()
+    (tmp_path / "in.txt").write_text("the cat\n")
+    places = [str(tmp_path / one) if "." in one else one for one in arguments]
+    after = [str(tmp_path / "in.txt")] if arguments == ["calibrate"] else []
+    cache = tmp_path / "cache"
+    done = run(*places, str(source), *after, "--cache-dir", str(cache))
+    assert done.returncode == 2
+    asked = "multi_vector" if "multi_vector" in arguments else "dense"
+    told = done.stderr.splitlines()[-1]
+    assert f"{source} gives no {asked} output, only sparse" in told
+    assert "`jaxembed embed` writes with --outputs sparse" in told
+    assert not (cache / "models").exists()
+
+
 def test_embed_refuses_such_a_model_without_its_weights(tmp_path):
     source = sources.write_bert(
         tmp_path / "source",

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from jaxembed.cli.loading import load_embedder, refuse_without_vectors
+from jaxembed.cli.loading import load_embedder, refuse_without_outputs
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, FIELD_FLAG, MODEL_OPTIONS, TEXT_OPTIONS
 
@@ -50,7 +50,7 @@ def calibrate_command(
     from jaxembed.ranges import check_writable, save_ranges
 
     lines = [read_text_file(path, field) for path in texts]  # a missing file is reported first
-    refuse_without_vectors(model, prompt_name, flags)
+    refuse_without_outputs(model, prompt_name, flags)
     embedder = load_embedder(model, flags)
     check_writable(embedder.path)
     with tqdm(unit=" texts", desc="calibrate", disable=None) as bar:

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import click
 
-from jaxembed.cli.loading import load_embedder, refuse_without_vectors
+from jaxembed.cli.loading import load_embedder, refuse_without_outputs
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
@@ -82,7 +82,7 @@ def embed_command(
     check_vectors_path(output, outputs)
     if role is not None and outputs == ("dense",):
         raise ConfigError("--role is for other outputs than dense; name a prompt by --prompt-name")
-    refuse_without_vectors(model, prompt_name, flags)
+    refuse_without_outputs(model, prompt_name, flags, outputs)
     embedder = load_embedder(model, flags)
     started_at = time.monotonic()
     with tqdm(unit=" texts", desc="embed", disable=None) as bar:

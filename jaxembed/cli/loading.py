@@ -1,11 +1,13 @@
 """Loads a model as the flags of a command ask."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxembed.cli.jax_setup import configure_jax
 from jaxembed.cli.progress import compile_bar
 from jaxembed.cli.settings import engine_config, model_source, text_config
 from jaxembed.errors import ConfigError, WrongTask
+from jaxembed.outputs import OutputName
 
 
 def load_embedder(model: str | None, flags: dict[str, Any], **options: Any):
@@ -23,18 +25,27 @@ def load_embedder(model: str | None, flags: dict[str, Any], **options: Any):
     )
 
 
-def refuse_without_vectors(
-    model: str | None, prompt_name: str | None, flags: dict[str, Any]
+def refuse_without_outputs(
+    model: str | None,
+    prompt_name: str | None,
+    flags: dict[str, Any],
+    outputs: Sequence[OutputName] = ("dense",),
 ) -> None:
-    """Raise WrongTask if the model gives no vectors, and ConfigError if nothing says by which of
-    its routes, before its weights are downloaded."""
+    """Raise WrongTask if the model does not give these outputs, and ConfigError if nothing says by
+    which of its routes, before its weights are downloaded."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     from jaxembed import hub
     from jaxembed.tasks import KIND
 
     routes = hub.describe_model(model, **model_source(flags))
-    task = routes.main.task
+    name, task = model or hub.DEFAULT_MODEL, routes.main.task
     if task != "embed":
-        raise WrongTask(f"{model} is {KIND[task]}, which gives no vectors; use `jaxembed serve`")
+        raise WrongTask(f"{name} is {KIND[task]}, which gives no vectors; use `jaxembed serve`")
+    offered = routes.main.representations
+    if missing := [one for one in outputs if one not in offered]:
+        raise WrongTask(
+            f"{name} gives no {' and no '.join(missing)} output, only {' and '.join(offered)}, "
+            f"which `jaxembed embed` writes with --outputs {' --outputs '.join(offered)}"
+        )
     if routes.default is None and prompt_name is None and flags["default_prompt_name"] is None:
-        raise ConfigError(f"--prompt-name must name a route of {model}: {', '.join(routes.specs)}")
+        raise ConfigError(f"--prompt-name must name a route of {name}: {', '.join(routes.specs)}")
