@@ -7,7 +7,6 @@ import pytest
 from golden import make
 from golden.m3 import Reference, save
 
-from jaxembed import Embedder
 from jaxembed.outputs import REPRESENTATIONS
 from parity import sentences
 from parity.reference import relative
@@ -25,10 +24,8 @@ def _folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(name="embedder", scope="module")
-def _embedder(folder, tmp_path_factory):
-    cache = tmp_path_factory.mktemp("cache")
-    with Embedder(str(folder), cache_dir=cache) as embedder:
-        yield embedder
+def _embedder(folder, make_embedder):
+    return make_embedder(folder, [(4, 32)])
 
 
 def test_all_three_outputs_are_those_of_the_formulas(embedder, folder):
