@@ -192,7 +192,7 @@ EMPTY = "Input validation error: `inputs` cannot be empty"
             422,
             "Validation",
             "Input validation error: `dimensions` should be smaller than the maximum embedding "
-            "dimension.",
+            f"dimension. Wanted: {DIM} or less. Given: {DIM + 1}",
         ),
         (
             "/embed",
@@ -225,9 +225,14 @@ def test_of_an_input_that_was_not_read_to_its_end_the_count_is_a_lower_bound():
     [
         ("/embed", {}, "inputs"),
         ("/embed", {"inputs": ["a", 1]}, "$.inputs[1]"),
-        ("/embed", {"inputs": "a", "dimensions": -1}, "$.dimensions"),
-        ("/embed", {"inputs": "a", "truncation_direction": None}, "$.truncation_direction"),
-        ("/embed", {"inputs": "a", "normalize": None}, "$.normalize"),
+        ("/embed", {"inputs": "a", "dimensions": -1}, "got -1 - at `$.dimensions`"),
+        ("/embed", {"inputs": [7, -5]}, "got -5 - at `$.inputs[1]`"),
+        ("/embed", {"inputs": ["a", [10**12]]}, "got 1000000000000 - at `$.inputs[1][0]`"),
+        ("/embed", {"inputs": "a" * 70_000, "dimensions": -1}, "got -1 - at `$.dimensions`"),
+        ("/embed", {"inputs": [*[7] * 40_000, -5]}, "got -5 - at `$.inputs[40000]`"),
+        ("/embed", {"inputs": [-(10**99)]}, f"got -1{'0' * 38}... - at `$.inputs[0]`"),
+        ("/embed", {"inputs": "a", "truncation_direction": "up"}, "$.truncation_direction"),
+        ("/embed", {"inputs": "a", "normalize": "yes"}, "$.normalize"),
         ("/tokenize", {"inputs": [1]}, "$.inputs[0]"),
         ("/decode", {"ids": [1, [2]]}, "$.ids[1]"),
         ("/decode", {"ids": ["a"]}, "$.ids[0]"),
@@ -239,6 +244,23 @@ def test_a_wrong_shape_is_a_422_that_names_the_path(path, body, place):
     assert answer["error_type"] == "Validation"
     assert answer["error"].startswith("Failed to deserialize the JSON body into the target type: ")
     assert place in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed", {"inputs": "a b"}),
+        ("/embed_all", {"inputs": "a b"}),
+        ("/tokenize", {"inputs": "a b"}),
+        ("/decode", {"ids": [1, 2]}),
+    ],
+)
+def test_null_in_an_optional_field_is_its_default(path, body):
+    fields = ("truncate", "truncation_direction", "normalize", "dimensions", "prompt_name")
+    nulls = dict.fromkeys((*fields, "add_special_tokens", "skip_special_tokens"))
+    response, answer = ask(body | nulls, path=path)
+    assert response.status_code == 200
+    assert answer == ask(body, path=path)[1]
 
 
 def test_broken_json_is_a_400():

@@ -173,8 +173,8 @@ def test_nothing_to_score_is_a_400(path, body, status, kind, message):
         ("/rerank", {"query": "q"}, "`texts` (or `documents`"),
         ("/rerank", {"texts": ["a"]}, "`query`"),
         ("/rerank", {"query": "q", "texts": ["a", 1]}, "$.texts[1]"),
-        ("/rerank", {"query": "q", "texts": ["a"], "raw_scores": None}, "$.raw_scores"),
-        ("/rerank", {"query": "q", "texts": ["a"], "truncation_direction": None}, "$.trunc"),
+        ("/rerank", {"query": "q", "texts": ["a"], "raw_scores": 1}, "$.raw_scores"),
+        ("/rerank", {"query": "q", "texts": ["a"], "truncation_direction": "up"}, "$.trunc"),
         ("/rerank", {"query": "q", "documents": [{"image": "u"}]}, "$.documents[0]"),
         ("/rerank", [1], "Expected `object`"),
         ("/predict", {}, "`inputs`"),
@@ -190,6 +190,15 @@ def test_a_wrong_shape_is_a_422_that_names_the_path(path, body, place):
     assert response.status_code == 422
     assert answer["error_type"] == "Validation"
     assert place in answer["error"]
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/predict"])
+def test_null_in_an_optional_field_is_its_default(path):
+    body = {"query": "q", "texts": ["a", "q"], "inputs": ["a", "q"]}
+    nulls = dict.fromkeys(("truncate", "truncation_direction", "raw_scores", "return_text"))
+    response, answer = ask(body | nulls, path=path, embedder=FakeEmbedder(spec=RERANKER))
+    assert response.status_code == 200
+    assert answer == ask(body, path=path, embedder=FakeEmbedder(spec=RERANKER))[1]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 AT_ONCE = 64 * 1024  # a body of this size takes 2 ms at worst
 WINDOW = 32 * 1024  # a slice is at most twice as long, unless it is one item
+SHOWN_DIGITS = 40  # of a number in a message
 LONG_IDS = 256  # token ids in an item of a list: more become an array, of 4 bytes each
 
 # Raises InvalidInput if a list has too many items: its place, such as `inputs`, and how many it has
@@ -293,7 +294,7 @@ def _decode_at_once(
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise _bad_field(str(error), named, place, first) from error
+        raise _bad_field(str(error), named, place, first, data) from error
     except UnicodeDecodeError as error:
         raise BadJson("the body is not valid UTF-8") from error
     except RecursionError as error:
@@ -313,11 +314,20 @@ def _syntax_error(message: str, size: int) -> str:
     return message
 
 
-def _bad_field(message: str, named: type | None, place: str, first: int) -> BadField:
-    """msgspec's error with the path from the top of the body."""
+def _bad_field(
+    message: str,
+    named: type | None,
+    place: str,
+    first: int,
+    data: bytes | bytearray | memoryview | msgspec.Raw,
+) -> BadField:
+    """msgspec's error about `data`, with the path from the top of the body, and the number that
+    came where it is too small or too large."""
     words, path = message, ""
     if found := re.search(r" - at `\$([^`]*)`$", message):
         words, path = message[: found.start()], found[1]
+    if words.startswith(("Expected `int` <=", "Expected `int` >=")):
+        words += f", got {_shown_at(path, data)}"
     if first:
         path = re.sub(r"^\[(\d+)\]", lambda index: f"[{first + int(index[1])}]", path)
     place += path
@@ -326,6 +336,19 @@ def _bad_field(message: str, named: type | None, place: str, first: int) -> BadF
     field = _field(place)
     allowed = _allowed(named, field, words) if named else ""
     return BadField(f"{words} - at `{place}`{allowed}", field=field)
+
+
+def _shown_at(path: str, data: bytes | bytearray | memoryview | msgspec.Raw) -> str:
+    """The JSON of the value at a path such as `.inputs[3][0]`, cut if it is long. Only what leads
+    there is decoded."""
+    for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        if key:
+            one = msgspec.defstruct("One", [(key, msgspec.Raw)])
+            data = getattr(msgspec.json.decode(data, type=one), key)
+        else:
+            data = msgspec.json.decode(data, type=list[msgspec.Raw])[int(index)]
+    shown = bytes(data).decode()
+    return shown if len(shown) <= SHOWN_DIGITS else f"{shown[:SHOWN_DIGITS]}..."
 
 
 def _field(place: str) -> str:

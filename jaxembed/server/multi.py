@@ -51,7 +51,7 @@ class EmbedSparseRequest(ModelRequest, kw_only=True):
     inputs: InputUnion
     outputs: Annotated[Any, Unserved(_ONE, (["sparse"],))] = None
     truncate: bool | None = None
-    truncation_direction: Direction = "right"
+    truncation_direction: Direction | None = None
     prompt_name: str | None = None
     input_type: str | None = None
     max_active_dims: int | None = None
@@ -66,7 +66,7 @@ class EmbedMultiRequest(VectorsRequest, kw_only=True):
     inputs: InputUnion
     outputs: Annotated[Any, Unserved(_ONE, (["multi_vector"],))] = None
     truncate: bool | None = None
-    truncation_direction: Direction = "right"
+    truncation_direction: Direction | None = None
     prompt_name: str | None = None
     input_type: str | None = None
     dimensions: int | None = None

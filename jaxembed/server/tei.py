@@ -41,7 +41,8 @@ from jaxembed.server.vectors import VectorsRequest, add_dtype, asked_dtype
 blueprint = Blueprint("tei", __name__)
 
 Direction = Literal["Left", "left", "Right", "right"]
-SIDES: dict[str, Literal["left", "right"]] = {
+SIDES: dict[Direction | None, Literal["left", "right"]] = {
+    None: "right",
     "Left": "left",
     "left": "left",
     "Right": "right",
@@ -60,9 +61,9 @@ class EmbedRequest(VectorsRequest, kw_only=True):
 
     inputs: InputUnion
     truncate: bool | None = None
-    truncation_direction: Direction = "right"
+    truncation_direction: Direction | None = None
     prompt_name: str | None = None
-    normalize: bool = True
+    normalize: bool | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=0)] | None = None
     model: str | None = None
     priority: Priority | None = None
@@ -73,7 +74,7 @@ class EmbedAllRequest(VectorsRequest, kw_only=True):
 
     inputs: InputUnion
     truncate: bool | None = None
-    truncation_direction: Direction = "right"
+    truncation_direction: Direction | None = None
     prompt_name: str | None = None
     model: str | None = None
     priority: Priority | None = None
@@ -90,7 +91,7 @@ class SimilarityParameters(ModelRequest, kw_only=True):
     """Settings of how the texts are tokenized."""
 
     truncate: bool | None = None
-    truncation_direction: Direction = "right"
+    truncation_direction: Direction | None = None
     prompt_name: str | None = None
 
 
@@ -107,7 +108,7 @@ class TokenizeRequest(msgspec.Struct):
     """Texts only: token ids are refused."""
 
     inputs: str | list[str]
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     prompt_name: str | None = None
     model: str | None = None
 
@@ -127,7 +128,7 @@ class DecodeRequest(msgspec.Struct):
     of, of a model with several."""
 
     ids: list[TokenId | list[TokenId]]
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool | None = None
     prompt_name: str | None = None
     model: str | None = None
 
@@ -191,7 +192,7 @@ async def tokenize() -> Response:
         loaded = await meter.find(body.model, None)
         tokens = await loaded.tokenize_async(
             texts,
-            add_special_tokens=body.add_special_tokens,
+            add_special_tokens=body.add_special_tokens is not False,
             prompt_name=body.prompt_name,
             held=meter.held,
         )
@@ -213,7 +214,7 @@ async def decode_ids() -> Response:
         loaded = await meter.find(body.model, None)
         texts = await loaded.decode_async(
             [item.ids for item in items if isinstance(item, Tokens)],
-            skip_special_tokens=body.skip_special_tokens,
+            skip_special_tokens=body.skip_special_tokens is not False,
             prompt_name=body.prompt_name,
             held=meter.held,
         )
@@ -233,7 +234,7 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Res
             truncate=body.truncate,
             truncation_side=SIDES[body.truncation_direction],
             dimensions=_check_dimensions(body.dimensions, loaded.spec.dim),
-            normalize=body.normalize,
+            normalize=body.normalize is not False,
             output_dtype=asked_dtype(body) or "float",
             priority=priority_of(body.priority),
         )
@@ -275,7 +276,7 @@ def _check_dimensions(dimensions: int | None, largest: int) -> int | None:
     if dimensions is not None and dimensions > largest:
         raise InvalidInput(
             "Input validation error: `dimensions` should be smaller than the maximum embedding "
-            "dimension.",
+            f"dimension. Wanted: {largest} or less. Given: {dimensions}",
             field="dimensions",
         )
     return dimensions

@@ -49,9 +49,9 @@ class RerankRequest(ModelRequest, kw_only=True):
     long_documents: LongDocuments | None = None
     weights: list[float] | None = None
     truncate: bool | None = None
-    truncation_direction: Direction = "right"
-    raw_scores: bool = False
-    return_text: bool = False
+    truncation_direction: Direction | None = None
+    raw_scores: bool | None = None
+    return_text: bool | None = None
     model: str | None = None
     instruction: str | None = None
     priority: Priority | None = None
@@ -72,8 +72,8 @@ class PredictRequest(ModelRequest, kw_only=True):
 
     inputs: str | list[str | list[str]]
     truncate: bool | None = None
-    truncation_direction: Direction = "right"
-    raw_scores: bool = False
+    truncation_direction: Direction | None = None
+    raw_scores: bool | None = None
     model: str | None = None
     priority: Priority | None = None
 
@@ -111,7 +111,7 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
             answer,
             item,
             texts if body.return_text else None,
-            raw_scores=body.raw_scores,
+            raw_scores=bool(body.raw_scores),
             ties="last",
         )
         return json_stream(json_list(inside))
@@ -133,7 +133,7 @@ async def answer_predict(meter: Meter, body: PredictRequest) -> Response:
     )
 
     def encode() -> Awaitable[Response]:
-        inside = json_predictions(answer, raw_scores=body.raw_scores, ties="last")
+        inside = json_predictions(answer, raw_scores=bool(body.raw_scores), ties="last")
         return json_stream(inside if meter.size.method == "single" else json_list(inside))
 
     return await encode_answer(meter, answer, encode)
