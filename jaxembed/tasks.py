@@ -107,18 +107,11 @@ class Tasks:
     def _check_outputs(self, options: EncodeOptions) -> None:
         """Raises WrongTask for outputs that the model does not give, and InvalidInput for options
         that ask for nothing of those asked for."""
-        spec, offered = self._spec, self._spec.representations
+        offered = self._spec.representations
         if missing := [name for name in REPRESENTATIONS if name in {*options.outputs} - {*offered}]:
             raise WrongTask(
                 f"{self._name} gives no {' and no '.join(missing)} output, only "
                 f"{' and '.join(offered)}"
-            )
-        vectors: tuple[OutputName, ...] = ("dense", "multi_vector")
-        asked: list[OutputName] = [name for name in vectors if name in options.outputs]
-        if options.dimensions is not None and not asked and "sparse" in options.outputs:
-            raise InvalidInput(
-                "`dimensions` is for vectors; `max_active_dims` shortens sparse outputs",
-                field="dimensions",
             )
         if options.output_dtype != "float" and options.outputs == {"sparse"}:
             raise InvalidInput(
@@ -126,8 +119,7 @@ class Tasks:
                 "float",
                 field="output_dtype",
             )
-        for name in asked:
-            check_dimensions(spec.widths[name], options.dimensions)
+        check_cut(self._spec, options.outputs, options.dimensions)
         most = options.max_active_dims
         if most is not None and "sparse" not in options.outputs:
             raise InvalidInput(
@@ -539,14 +531,32 @@ def check_task(name: str, spec: ModelSpec, task: Task) -> None:
         )
 
 
-def check_dimensions(width: int, dimensions: int | None) -> None:
+def check_cut(
+    spec: ModelSpec,
+    outputs: Collection[OutputName],
+    dimensions: int | None,
+    field: str = "dimensions",
+) -> None:
+    """Raises InvalidInput if the vectors among the outputs cannot be cut to so many dimensions, or
+    there are none. `field` is where the request has the number."""
+    vectors: tuple[OutputName, ...] = ("dense", "multi_vector")
+    asked: list[OutputName] = [name for name in vectors if name in outputs]
+    if dimensions is not None and not asked and "sparse" in outputs:
+        raise InvalidInput(
+            f"`{field}` is for vectors; `max_active_dims` shortens sparse outputs", field=field
+        )
+    for name in asked:
+        check_dimensions(spec.widths[name], dimensions, field)
+
+
+def check_dimensions(width: int, dimensions: int | None, field: str = "dimensions") -> None:
     """Raises InvalidInput for more dimensions than the `width` of a model's vectors, or fewer than
     one."""
     if dimensions is not None and not 0 < dimensions <= width:
         raise InvalidInput(
-            f"`dimensions` must be from 1 to {width}, the size of this model's "
+            f"`{field}` must be from 1 to {width}, the size of this model's "
             f"embeddings. Given: {dimensions}",
-            field="dimensions",
+            field=field,
         )
 
 

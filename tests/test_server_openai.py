@@ -122,11 +122,12 @@ def test_fewer_dimensions_are_renormalised():
     assert len(body["data"][0]["embedding"]) == 3
 
 
+@pytest.mark.parametrize("field", ["dimensions", "output_dimension"])
 @pytest.mark.parametrize("dimensions", [-1, DIM + 1])
-def test_impossible_dimensions_name_the_limit(dimensions):
-    response, body = ask({"input": "a", "dimensions": dimensions})
+def test_impossible_dimensions_name_the_limit(field, dimensions):
+    response, body = ask({"input": "a", field: dimensions})
     assert response.status_code == 400
-    assert body["error"]["param"] == "dimensions"
+    assert body["error"]["param"] == field
     assert (
         f"from 1 to {DIM}, the size of this model's embeddings. Given: {dimensions}"
         in body["error"]["message"]

@@ -182,6 +182,17 @@ def test_the_library_ranks_as_the_server_does(embedder):
         ),
         (
             "/v1/embeddings",
+            {"input": "a", "outputs": ["sparse"], "output_dimension": 2},
+            "output_dimension",
+        ),
+        (
+            "/v1/embeddings",
+            {"input": "a", "outputs": ["multi_vector"], "output_dimension": 200},
+            "output_dimension",
+        ),
+        ("/v2/embed", {"texts": ["a"], "output_dimension": 200}, "output_dimension"),
+        (
+            "/v1/embeddings",
             {"input": ["a", "b"], "outputs": ["sparse"], "late_chunking": True},
             None,
         ),
@@ -209,9 +220,37 @@ def test_the_library_ranks_as_the_server_does(embedder):
 def test_what_makes_no_sense_is_refused_by_name(embedder, path, body, field):
     response, answer = ask(body, path=path, embedder=embedder)
     assert response.status_code == 400, answer
-    if field:
+    if path == "/v2/embed":
+        assert answer["message"].startswith(f"`{field}` must be")
+    elif field:
         assert field in answer["error"]["message"]
         assert answer["error"]["param"].startswith(field)
+
+
+@pytest.mark.parametrize("count", [33, 100_000])
+def test_a_list_of_many_names_is_refused_by_its_own_name(embedder, count):
+    response, answer = ask({"input": "a", "outputs": ["dense"] * count}, embedder=embedder)
+    assert response.status_code == 400
+    assert answer["error"]["param"] == "outputs"
+    assert answer["detail"].startswith("Expected at most 32 items, got ")
+    assert answer["detail"].endswith(" - at `$.outputs`")
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/embeddings", {"outputs": ["sparse"]}),
+        ("/v1/embeddings", {"outputs": ["dense", "multi_vector"]}),
+        ("/v1/embeddings", {"return_multivector": True}),
+        ("/v1/multi-vector", {}),
+    ],
+)
+def test_raw_bytes_are_of_the_dense_vector_alone(embedder, path, asked):
+    octets = {"accept": "application/octet-stream"}
+    response, answer = ask({"input": "a"} | asked, path=path, embedder=embedder, headers=octets)
+    assert response.status_code == 400
+    assert answer["error"]["param"] == "outputs"
+    assert "`Accept: application/octet-stream` is for the dense vector alone" in answer["detail"]
 
 
 @pytest.mark.parametrize("path", ["/embed_sparse", "/embed_multi"])

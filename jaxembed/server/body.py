@@ -39,6 +39,10 @@ AnyPriority = Priority | int
 
 MOST_CONTENT = 2048  # of an input that comes in parts
 
+# Lists that are no inputs, and how many items they may have: more than there are values.
+LISTS = ("outputs", "output_dtype", "embedding_type", "encoding_type", "embedding_types", "weights")
+MOST_LISTED = 32
+
 PRIORITY = "x-priority"  # the header of clients that cannot change bodies
 
 T = TypeVar("T")
@@ -118,6 +122,8 @@ def _check_count(place: str, count: int) -> None:
     if place.endswith("].content"):
         if count > MOST_CONTENT:
             raise BadField(f"{too_many_parts(count)} - at `$.{place}`", field=place)
+    elif place.rsplit(".", 1)[-1] in LISTS:
+        check_listed(place, count)
     elif not place.endswith("]"):
         check_batch(count)
     elif count > 2:
@@ -201,6 +207,16 @@ def check_batch(count: int) -> None:
         raise RequestTooLarge(
             f"{count} inputs take over {max_bytes} bytes of memory; "
             "send smaller batches or raise --max-queue-bytes"
+        )
+
+
+def check_listed(place: str, count: int) -> None:
+    """Raise BadField if a list that is no input has at least `count` items, and these are too
+    many."""
+    if count > MOST_LISTED:
+        raise BadField(
+            f"Expected at most {MOST_LISTED} items, got {count} - at `$.{place}`",
+            field=place,
         )
 
 

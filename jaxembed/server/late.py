@@ -93,6 +93,11 @@ def read_chunks(body: ChunksRequest, inputs: RequestInputs) -> RequestChunks:
             f"Wanted: {len(texts)} of them. Given: {len(lists)}",
             field="chunks",
         )
+    if [] in lists:
+        place = f"chunks[{lists.index([])}]"
+        raise InvalidInput(
+            f"`{place}` is empty; wanted one [start, end] or more for each text", field=place
+        )
     check_batch(sum(map(len, lists)))
     items = [
         ChunkedText(text, [_range(one, place_of(i, k)) for k, one in enumerate(lists[i])], unit)

@@ -14,6 +14,7 @@ from quart import Blueprint, Response
 from jaxembed.errors import InvalidInput, UnknownPurpose, UnknownRoute
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions
+from jaxembed.outputs import REPRESENTATIONS, OutputName
 from jaxembed.postprocess import to_base64
 from jaxembed.processors.late import Chunked
 from jaxembed.processors.prompts import Role, prompt_for, role_of
@@ -27,6 +28,7 @@ from jaxembed.server.body import (
     read_inputs,
 )
 from jaxembed.server.encoding import (
+    OCTETS,
     json_answer,
     json_items,
     json_stream,
@@ -46,6 +48,7 @@ from jaxembed.server.unsupported import ModelRequest, agreed
 from jaxembed.server.usage import Usage, usage_of
 from jaxembed.server.vectors import add_dtype, asked_dtype
 from jaxembed.spec import ModelSpec
+from jaxembed.tasks import check_cut
 
 blueprint = Blueprint("openai", __name__)
 
@@ -153,7 +156,16 @@ async def _answer(meter: Meter, body: EmbeddingsRequest) -> Embeddings:
         return read_inputs(body.input, field="input")
 
     def asked(loaded: LoadedModel) -> EncodeOptions:
-        return options(body, loaded)
+        found = options(body, loaded)
+        if wants_octets() and found.outputs != {"dense"}:
+            shown = " and ".join(name for name in REPRESENTATIONS if name in found.outputs)
+            raise InvalidInput(
+                f"`Accept: {OCTETS}` is for the dense vector alone, and the answer has {shown}; "
+                "accept application/json (`encoding_format` of base64 is shorter), or ask "
+                "/embed_multi for several vectors",
+                field="outputs",
+            )
+        return found
 
     if asks_for_chunks(body):
         return await embed_chunks(meter, body.model, lambda: read_chunks(body, read()), asked)
@@ -178,12 +190,23 @@ def options(body: EmbeddingsRequest, loaded: LoadedModel) -> EncodeOptions:
         role=role_asked(body),
         max_active_dims=body.max_active_dims,
         truncate=agreed(body, "truncate", "truncation"),
-        dimensions=agreed(body, "dimensions", "output_dimension", unset=(None, 0)),
+        dimensions=_dimensions(body, outputs, loaded.spec),
         normalize=agreed(body, "normalize", "normalized") is not False,
         output_dtype=asked_dtype(body) or "float",
         priority=priority_of(body.priority),
         bare_ids=current_service().config.accept_bare_token_ids,
     )
+
+
+def _dimensions(
+    body: EmbeddingsRequest, outputs: frozenset[OutputName], spec: ModelSpec
+) -> int | None:
+    """To how many dimensions vectors are cut. Raises InvalidInput, which names the field of the
+    body."""
+    dimensions = agreed(body, "dimensions", "output_dimension", unset=(None, 0))
+    field = "dimensions" if body.dimensions else "output_dimension"
+    check_cut(spec, outputs, dimensions, field)
+    return dimensions
 
 
 def purpose_of(
@@ -259,7 +282,7 @@ def _check_adapters(
 
 async def respond(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> Response:
     """The response with the vectors as raw bytes or JSON, and the headers PROMPT and WINDOWS."""
-    if wants_octets() and answer.values.keys() == {"dense"}:
+    if wants_octets():
         response = octet_response(answer.dense)
     else:
         response = await _json_response(meter, body, answer)

@@ -9,6 +9,7 @@ import numpy as np
 from jaxembed.errors import InvalidInput
 from jaxembed.options import Embeddings
 from jaxembed.outputs import REPRESENTATIONS, OutputName
+from jaxembed.server.body import check_listed
 from jaxembed.spec import ModelSpec
 
 TermNames = Callable[[Sequence[int]], list[str]]
@@ -31,6 +32,7 @@ def asked_outputs(
     other."""
     offered = spec.representations
     if outputs:
+        check_listed("outputs", len(outputs))
         if unknown := [name for name in outputs if name not in offered]:
             raise InvalidInput(
                 f"`outputs` must be some of {', '.join(offered)}, which the model gives. "
