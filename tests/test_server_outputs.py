@@ -1,6 +1,8 @@
 """Dense, sparse and multi-vector outputs over HTTP, of a model that gives all three."""
 
+import asyncio
 import base64
+import json
 from dataclasses import replace
 
 import msgspec
@@ -12,7 +14,7 @@ from test_server_openai import ask
 from test_sparse import as_dense
 
 from jaxembed.inputs import Text
-from jaxembed.options import EncodeOptions
+from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.request import TERM_BYTES, TERMS_A_TOKEN, EncodeRequest
 from jaxembed.server import multi
 from jaxembed.server.models import Models
@@ -271,6 +273,29 @@ def test_the_terms_of_embed_sparse_are_those_of_openais_route(embedder):
         columns = item["sparse_embedding"]
         for name, plural in (("index", "indices"), ("value", "values"), ("token", "tokens")):
             assert [term[name] for term in terms] == columns[plural]
+
+
+@pytest.mark.parametrize("return_tokens", [False, True])
+@pytest.mark.parametrize("most", [1, 3, 100])
+def test_the_terms_of_a_text_are_written_in_slices(embedder, monkeypatch, return_tokens, most):
+    asked = {"inputs": [*TEXTS, '"'], "return_tokens": return_tokens}
+    _, whole = ask(asked, path="/embed_sparse", embedder=embedder)
+    monkeypatch.setattr(multi, "SLICE_TERMS", most)
+    _, sliced = ask(asked, path="/embed_sparse", embedder=embedder)
+    assert sliced == whole
+
+
+def test_no_slice_has_more_terms_than_one_turn_writes():
+    row = [np.arange(10_000, dtype=np.int32)], [np.ones(10_000, np.float32)]
+    values = {"sparse": SparseRows(10_000, *row)}
+    answer = Embeddings(values, np.ones(1, np.int64), 0, 0.0, 0.0, 0.0)
+
+    async def go():
+        return [part async for part in multi._terms(answer, None)]
+
+    parts = asyncio.run(go())
+    assert max(part.count(b"{") for part in parts) == multi.SLICE_TERMS
+    assert len(json.loads(b"".join(parts))[0]) == 10_000
 
 
 @pytest.mark.parametrize(("path", "only"), [("/embed_sparse", ALL[1]), ("/embed_multi", ALL[2])])

@@ -1,6 +1,7 @@
 """The routes that answer one kind of output alone: /embed_sparse of Text Embeddings Inference,
 /embed_multi beside it, and Jina's /v1/multi-vector. Knows no devices."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -19,21 +20,20 @@ from jaxembed.server.answering import embed_inputs, encode_answer
 from jaxembed.server.body import InputUnion, priority_of, read_body_as, read_inputs
 from jaxembed.server.encoding import (
     OCTETS,
-    json_items,
-    json_list,
     json_matrices,
     json_stream,
     wants_octets,
 )
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.openai import EmbeddingsRequest, answer_openai, purpose_of, role_asked
-from jaxembed.server.representations import TermNames, width_of
+from jaxembed.server.representations import TermNames
 from jaxembed.server.tei import SIDES, Direction
 from jaxembed.server.unsupported import ModelRequest, Unserved
 from jaxembed.server.vectors import VectorsRequest, add_dtype, asked_dtype
 
 blueprint = Blueprint("multi", __name__)
 
+SLICE_TERMS = 2048  # terms that are written before other tasks run: about 0.7 ms
 MOST_COUNTS = 4096  # characters of a header: clients and proxies refuse long ones
 
 # TEI's words, and theirs for the route that it lacks.
@@ -154,25 +154,33 @@ async def _answer(
     )
 
 
-def _terms(answer: Embeddings, names: TermNames | None) -> AsyncIterator[bytes]:
-    """A list of Terms for each input, in slices."""
+async def _terms(answer: Embeddings, names: TermNames | None) -> AsyncIterator[bytes]:
+    """A list of Terms for each input, in slices; a long list is divided."""
+    sparse, parts, count = answer.sparse, [b"["], 0
+    for number, (indices, values) in enumerate(zip(sparse.indices, sparse.values, strict=True)):
+        parts.append(b",[" if number else b"[")
+        for start in range(0, len(indices), SLICE_TERMS):
+            slots = slice(start, start + SLICE_TERMS)
+            parts += [b"," * bool(start), _json_terms(indices[slots], values[slots], names)]
+            count += len(indices[slots])
+            if count >= SLICE_TERMS:
+                yield b"".join(parts)
+                parts, count = [], 0
+                await asyncio.sleep(0)
+        parts.append(b"]")
+        count += 1
+    yield b"".join([*parts, b"]"])
 
-    def items(start: int, stop: int) -> list[orjson.Fragment]:
-        return [_terms_of(answer, i, names) for i in range(start, stop)]
 
-    return json_list(json_items(len(answer.sparse), 4 * width_of(answer), items))
-
-
-def _terms_of(answer: Embeddings, number: int, names: TermNames | None) -> orjson.Fragment:
-    """The JSON of an input's Terms, written without a dict for each: there may be thousands."""
-    indices, values = answer.sparse.indices[number], answer.sparse.values[number]
+def _json_terms(indices: np.ndarray, values: np.ndarray, names: TermNames | None) -> bytes:
+    """The inside of a list of Terms, one or more, written without a dict for each."""
     numbers = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
-    pairs = zip(indices.tolist(), numbers, strict=False)  # without terms there is one empty number
-    terms = [b'{"index":%d,"value":%b' % pair for pair in pairs]
-    if names is not None:
-        shown = zip(terms, names(indices.tolist()), strict=True)
-        terms = [b'%b,"token":%b' % (term, orjson.dumps(name)) for term, name in shown]
-    return orjson.Fragment(b"[" + b"".join(b"%b}," % term for term in terms)[:-1] + b"]")
+    pairs = zip(indices.tolist(), numbers, strict=True)
+    if names is None:
+        return b",".join([b'{"index":%d,"value":%b}' % pair for pair in pairs])
+    shown = zip(pairs, names(indices.tolist()), strict=True)
+    terms = [b'{"index":%d,"value":%b,"token":%b}' % (*p, orjson.dumps(name)) for p, name in shown]
+    return b",".join(terms)
 
 
 async def _matrices(answer: Embeddings, *, octets: bool) -> Response:
