@@ -56,6 +56,13 @@ def test_what_is_not_asked_for_is_not_answered(embedder):
     assert list(item) == ["object", "embedding", "sparse_embedding", "index"]
 
 
+def test_base64_of_a_vector_that_was_not_asked_for_is_empty(embedder):
+    """OpenAI's client for Node decodes whatever it gets, of the base64 that it asks for."""
+    for more in ({"outputs": ["sparse"]}, {"return_multivector": True}):
+        _, body = ask({"input": "a", "encoding_format": "base64"} | more, embedder=embedder)
+        assert body["data"][0]["embedding"] == ""
+
+
 def test_base64_holds_the_matrix_and_its_shape_is_beside_it(embedder):
     asked = {"input": "a world", "outputs": ["dense", "multi_vector"], "encoding_format": "base64"}
     _, body = ask(asked, embedder=embedder)

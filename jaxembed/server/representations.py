@@ -12,6 +12,8 @@ from jaxembed.outputs import REPRESENTATIONS, OutputName
 from jaxembed.server.body import check_listed
 from jaxembed.spec import ModelSpec
 
+NO_VECTOR = np.zeros(0, np.float32)
+
 TermNames = Callable[[Sequence[int]], list[str]]
 
 
@@ -77,9 +79,10 @@ def fields_of(
     names: TermNames | None,
 ) -> dict[str, Any]:
     """The fields of one input's outputs in an answer in OpenAI's form. Its clients want an
-    `embedding`, which is null where it was not asked for. `encoded` makes numbers or base64 of
-    vectors."""
-    fields: dict[str, Any] = {"embedding": None}
+    `embedding`, which is null where it was not asked for, or base64 of no bytes, because the client
+    for Node decodes it. `encoded` makes numbers or base64 of vectors."""
+    nothing = encoded(NO_VECTOR)
+    fields: dict[str, Any] = {"embedding": nothing if isinstance(nothing, str) else None}
     if "dense" in answer.values:
         fields["embedding"] = encoded(answer.dense[number])
     if "sparse" in answer.values:
