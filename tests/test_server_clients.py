@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
+from fake_embedder import CLASSIFIER, M3, RERANKER, SPEC, FakeEmbedder
 from test_server_app import fetch
 
 from jaxembed.server.models import UNSPECIFIED, Models
@@ -23,7 +23,13 @@ EMBEDDER = msgspec.structs.replace(
     hidden_size=WIDTH,
     prompts={"query": "query: ", "passage": "passage: "},
 )
-SPECS = {"rerank": RERANKER, "classify": CLASSIFIER}  # by the end of the route
+ALL_OUTPUTS = msgspec.structs.replace(M3, hidden_size=WIDTH, prompts=EMBEDDER.prompts)
+SPECS = {  # by the end of the route
+    "rerank": RERANKER,
+    "classify": CLASSIFIER,
+    "embed_sparse": ALL_OUTPUTS,
+    "multi-vector": ALL_OUTPUTS,
+}
 RECORDED = json.loads((Path(__file__).parent / "clients" / "requests.json").read_text())
 
 # What is refused because it is not served, and what the client is told.
@@ -31,7 +37,6 @@ REFUSED = {
     "lc_openai_default": (400, "check_embedding_ctx_length=False"),  # ids of tiktoken
     "lc_openai_default_query": (400, "check_embedding_ctx_length=False"),
     "ll_cohere": (422, "missing required field `inputs`"),  # a Cohere body, sent to /
-    "hs_hf_sparse": (424, "SPLADE"),
     "npm_cohere_image": (400, "this server takes texts alone"),
     "ll_voyage": (415, "Content-Type: application/json"),  # it says nothing of what it sends
 }
@@ -49,12 +54,19 @@ PROMPTS = {  # of EMBEDDER, by what a client says its texts are for
 OBJECT_FOR_A_STRING = ("ll_infinity_rerank", "ll_infinity_rerank_v1")
 
 
+def spec_of(one):
+    """The model that a recorded request is for."""
+    asked = one.get("body") or {}
+    if "outputs" in asked or "return_multivector" in asked:
+        return ALL_OUTPUTS
+    return SPECS.get(one["request"].rsplit("/", 1)[-1], EMBEDDER)
+
+
 def replay(one, embedder=None):
     """The answer to one recorded request, by a model that is served under the name it asks for."""
     method, path = one["request"].split()
     name = (one.get("body") or {}).get("model") or UNSPECIFIED
-    spec = SPECS.get(path.rsplit("/", 1)[-1], EMBEDDER)
-    embedder = embedder or FakeEmbedder(spec=spec)
+    embedder = embedder or FakeEmbedder(spec=spec_of(one))
     aliases = {} if name == UNSPECIFIED else {embedder.name: (name,)}
     body = {"data": json.dumps(one["body"])} if "body" in one else {}
     models = Models([embedder], aliases)
@@ -111,7 +123,7 @@ def test_the_prompt_follows_what_the_client_says_its_texts_are_for():
     for one in RECORDED:
         purpose = (one.get("body") or {}).get("input_type") or (one.get("body") or {}).get("task")
         if purpose and is_served(one) and one["request"].endswith(("embeddings", "embed")):
-            embedder = FakeEmbedder(spec=msgspec.structs.replace(EMBEDDER, hidden_size=8))
+            embedder = FakeEmbedder(spec=msgspec.structs.replace(spec_of(one), hidden_size=8))
             body = {**one, "body": one["body"] | {"dimensions": 0}}
             response, _ = replay(body, embedder)
             assert response.headers["x-prompt-name"] == PROMPTS.get(purpose, "")
