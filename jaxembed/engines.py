@@ -1,5 +1,6 @@
 """The kinds of engines, and which of them runs a model."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,12 @@ from jaxembed.engine.client import ServedEngine
 from jaxembed.engine.host import HostEngine
 from jaxembed.engine.placement import placed_bytes
 from jaxembed.memory import MIB
-from jaxembed.models import is_static, program
-from jaxembed.models.static import static_model, static_shapes
+from jaxembed.models import is_static, native, program
+from jaxembed.models.static import Means, numpy_means, static_model, static_shapes
 from jaxembed.spec import ModelSpec
 from jaxembed.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
@@ -85,7 +88,7 @@ class OnHost:
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
         """Decide. Raises ConfigError as `host_plan` does."""
-        self._spec = spec
+        self._spec, self._cache_dir = spec, cache_dir
         self.plan = host_plan(spec, config)
 
     @property
@@ -98,7 +101,8 @@ class OnHost:
     ) -> ServedEngine:
         """Read the table into memory."""
         parameters = checkpoint.load_params(path, self._spec)
-        return HostEngine(static_model(self._spec, parameters), telemetry, name=name)
+        model = static_model(self._spec, parameters, _means(self._cache_dir))
+        return HostEngine(model, telemetry, name=name)
 
 
 def plan_engine(spec: ModelSpec, config: EngineConfig, cache_dir: Path) -> PlannedEngine:
@@ -106,3 +110,12 @@ def plan_engine(spec: ModelSpec, config: EngineConfig, cache_dir: Path) -> Plann
     fit."""
     kind = OnHost if is_static(spec) else OnDevices
     return kind(spec, config, cache_dir)
+
+
+def _means(cache_dir: Path) -> Means:
+    """Those in C, or where there is no library numpy's."""
+    try:
+        return native.load_means(cache_dir)
+    except native.Unavailable as error:
+        logger.info("static embeddings run in numpy, slower: %s", error)
+        return numpy_means

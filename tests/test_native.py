@@ -37,7 +37,7 @@ def _way(request, native_kernels, tmp_path_factory):
         yield request.param
         return
     amx, without_tiles = native.compiler.INSTRUCTION_SETS
-    if native.library._instruction_set is not amx:
+    if native.library._build is not amx:
         pytest.skip("without AMX the usual way is this one")
     library = native.library._opened(without_tiles, tmp_path_factory.mktemp("native"))
     for name in native.library.CALLS:
@@ -751,7 +751,7 @@ def _fresh(monkeypatch, tmp_path) -> Path:
     cpu.write_text(f"model name\t: some\nflags\t\t: fpu {CPU_FLAGS}\n")
     monkeypatch.setattr(native.library, "CPU", cpu)
     monkeypatch.setattr(native.library, "_library", None)
-    monkeypatch.setattr(native.library, "_instruction_set", None)
+    monkeypatch.setattr(native.library, "_build", None)
     monkeypatch.setattr(native.compiler, "LIBRARIES", tmp_path / "libs")
     return tmp_path / "cache"
 
@@ -813,8 +813,8 @@ def assert_unavailable(cache_dir: Path, reason: str) -> None:
 
 
 def used() -> str:
-    assert native.library._instruction_set is not None
-    return native.library._instruction_set.name
+    assert native.library._build is not None
+    return native.library._build.name
 
 
 GOOD = """
@@ -981,7 +981,7 @@ def test_a_cpu_without_all_that_the_compiler_may_use(fresh, flag):
 
 
 def test_a_source_that_is_not_there(fresh, monkeypatch, tmp_path):
-    monkeypatch.setattr(native.compiler, "SOURCE", tmp_path / "native.c")
+    monkeypatch.setattr(native.compiler, "SOURCES", tmp_path)
     assert_unavailable(fresh, "cannot read .*native.c: No such file")
 
 
@@ -1061,18 +1061,38 @@ def test_a_library_of_the_package_needs_no_compiler_and_no_cache(fresh, monkeypa
     assert not fresh.exists()
 
 
+@pytest.mark.parametrize("flags", ["flags\t\t: fpu\n", None])
+def test_means_are_loaded_on_any_cpu(fresh, instead, monkeypatch, flags):
+    monkeypatch.setattr(native.library, "_means", None)
+    instead(GOOD + "void jaxembed_means(void) {}")
+    native.library.CPU.unlink() if flags is None else native.library.CPU.write_text(flags)
+    assert native.load_means(fresh) is native.load_means(fresh)
+    (library,) = fresh.iterdir()
+    assert library.name.startswith("native-means-")
+
+
+def test_means_that_cannot_be_loaded(fresh, instead, monkeypatch, tmp_path):
+    monkeypatch.setattr(native.library, "_means", None)
+    instead(GOOD.replace("return 0", "return 4"))
+    with pytest.raises(native.Unavailable, match="wrong numbers"):
+        native.load_means(fresh)
+    monkeypatch.setattr(native.compiler, "SOURCES", tmp_path)
+    with pytest.raises(native.Unavailable, match=r"cannot read .*means\.c: No such file"):
+        native.load_means(fresh)
+
+
 @pytest.mark.usefixtures("built_ahead")
 def test_a_library_of_other_sources_is_not_used(fresh, monkeypatch, tmp_path):
     """As in a checkout whose sources have changed since they were built."""
     (tmp_path / "native.c").write_text("changed")
-    monkeypatch.setattr(native.compiler, "SOURCE", tmp_path / "native.c")
+    monkeypatch.setattr(native.compiler, "SOURCES", tmp_path)
     monkeypatch.setattr(native.compiler, "COMPILERS", ("no-such-cc",))
     assert_unavailable(fresh, "there is no C compiler")
 
 
 @pytest.mark.usefixtures("built_ahead")
 def test_nothing_is_left_of_a_build_that_fails(compiler):
-    assert len(list(native.compiler.LIBRARIES.iterdir())) == 2
+    assert len(list(native.compiler.LIBRARIES.iterdir())) == len(native.compiler.BUILDS)
     compiler("exit 1")
     with pytest.raises(native.Unavailable, match="exited with 1"):
         native.compiler.build_ahead()

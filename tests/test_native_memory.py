@@ -36,7 +36,7 @@ def test_every_call_stays_within_its_operands_and_refuses_slips(tmp_path):
     driver, program = tmp_path / "driver.o", tmp_path / "driver"
     compiled("-O3", "-c", DRIVER, "-o", driver)
     libraries = ("-lm", "-lpthread")
-    compiled(*SANITIZERS, native.compiler.SOURCE, driver, *libraries, "-o", program)
+    compiled(*SANITIZERS, native.compiler.SOURCES / "native.c", driver, *libraries, "-o", program)
     done = subprocess.run([program], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "calls were right, " in done.stdout

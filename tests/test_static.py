@@ -1,6 +1,7 @@
 """Static embeddings: conversion by the rules of two libraries, and the engine on the host."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,8 +29,8 @@ from jaxembed.errors import (
     UnsupportedModel,
 )
 from jaxembed.inputs import Text, Tokens
-from jaxembed.models import random_parameters
-from jaxembed.models.static import BLOCK_BYTES, StaticEmbeddings
+from jaxembed.models import native, random_parameters
+from jaxembed.models.static import BLOCK_BYTES, StaticEmbeddings, numpy_means
 from jaxembed.options import EncodeOptions
 from jaxembed.processors import text as text_module
 from jaxembed.spec import NO_LIMIT, DenseLayer, ModelSpec, NormalizeLayer, Pooled
@@ -272,9 +273,11 @@ def test_what_is_said_of_a_model_before_its_conversion(tmp_path):
         (DenseLayer(WIDTH, 5), NormalizeLayer(), DenseLayer(5, 6, activation="gelu")),
     ],
 )
-def test_a_sequence_has_the_same_vector_alone_and_in_any_batch(modules):
+@pytest.mark.parametrize("in_c", [True, False])
+def test_a_sequence_has_the_same_vector_alone_and_in_any_batch(modules, in_c, native_means):
     spec = spec_of(modules=modules)
-    model = StaticEmbeddings(spec, random_parameters(spec))
+    means = native_means if in_c else numpy_means
+    model = StaticEmbeddings(spec, random_parameters(spec), means)
     draw = np.random.default_rng(2)
     lengths = [1, 300, 7, 0, 2 * BLOCK_BYTES // (4 * WIDTH) + 5, 7, 64]
     encodings = [Encoding(draw.integers(0, 50, n, np.int32)) for n in lengths]
@@ -291,6 +294,75 @@ def test_long_sequences_are_summed_as_exactly_as_short_ones():
     got = StaticEmbeddings(spec, parameters).compute(work_of([Encoding(ids)]))["dense"][0]
     wanted = parameters["table"].astype(np.float64)[ids].mean(axis=0)
     np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+def exact_means(table, ids, bounds, block) -> np.ndarray:
+    """What `numpy_means` promises, one addition at a time."""
+    means = np.zeros((len(bounds), table.shape[1]), np.float32)
+    for mean, (start, end) in zip(means, bounds, strict=True):
+        sums = []
+        for at in range(start, end, block):
+            sums.append(np.zeros(table.shape[1], np.float32))
+            for one in np.clip(ids[at : min(at + block, end)], 0, len(table) - 1):
+                sums[-1] += table[one]
+        if sums:
+            total = np.zeros(table.shape[1])  # which is exact for one block
+            for part in sums:
+                total += part
+            mean[:] = total.astype(np.float32) / np.float32(end - start)
+    return means
+
+
+@pytest.fixture(name="native_means", scope="module")
+def _native_means(tmp_path_factory):
+    if native.find_compiler() is None:
+        pytest.skip("there is no C compiler")
+    return native.load_means(tmp_path_factory.mktemp("means"))
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 8, 31, 256, 300, 515])
+@pytest.mark.parametrize("seed", range(5))
+def test_means_have_the_same_bits_in_c_in_numpy_and_added_one_by_one(native_means, width, seed):
+    draw = np.random.default_rng(seed)
+    rows, tokens, block = int(draw.integers(1, 90)), 700, int(draw.integers(1, 60))
+    scales = 10.0 ** draw.integers(-20, 20, (rows, width))
+    table = (draw.standard_normal((rows, width)) * scales).astype(np.float32)
+    table[draw.integers(rows)] = -0.0
+    ids = draw.integers(-3, rows + 3, tokens, np.int32)
+    ends = np.sort(draw.integers(0, tokens + 1, 20))
+    ragged = np.stack([[0, *ends], [*ends, tokens]], axis=1)  # back to back, some empty
+    inside = np.sort(draw.integers(0, tokens + 1, (20, 2)), axis=1)  # overlapping and nested
+    starts = draw.integers(0, tokens - block, 6)
+    lengths = np.array([0, 1, block - 1, block, block + 1, 2 * block])
+    edges = np.stack([starts, np.minimum(starts + lengths, tokens)], axis=1)
+    bounds = draw.permutation(np.concatenate([ragged, inside, edges, [[0, tokens], [9, 3]]]))
+    wanted = exact_means(table, ids, bounds, block)
+    for means in (numpy_means, native_means):
+        got = means(table, ids, bounds, block)
+        np.testing.assert_array_equal(got.view(np.uint32), wanted.view(np.uint32))
+
+
+def test_the_library_takes_views_and_refuses_slots_beyond_the_ids(native_means):
+    ids, bounds = np.arange(20, dtype=np.int32)[::2], np.array([[0, 3], [2, 10]], np.int32)
+    got = native_means(TABLE[:, ::2], ids, bounds, 4)
+    np.testing.assert_array_equal(got, numpy_means(TABLE[:, ::2], ids, bounds, 4))
+    assert native_means(TABLE, ids, bounds[:0], 4).shape == (0, WIDTH)
+    for beyond in ([-1, 2], [3, 11]):
+        with pytest.raises(ValueError, match="beyond the 10 ids"):
+            native_means(TABLE, ids, np.array([beyond]), 4)
+
+
+def test_without_a_library_numpy_computes_the_same(source, load, monkeypatch, caplog):
+    texts = ["hello world", " ", "a b"] * 40
+    wanted = load(source).encode(texts)
+
+    def refuse(cache_dir: Path):
+        raise native.Unavailable("there is no C compiler")
+
+    monkeypatch.setattr(native, "load_means", refuse)
+    with caplog.at_level(logging.INFO):
+        np.testing.assert_array_equal(load(source).encode(texts), wanted)
+    assert "run in numpy, slower: there is no C compiler" in caplog.text
 
 
 def test_spans_are_pooled_by_themselves_and_may_overlap():

@@ -14,9 +14,7 @@ from jaxembed.models import native
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "jaxembed", "converters")
-LIBRARIES = {
-    f"jaxembed/models/native/libs/{one.name}.so" for one in native.compiler.INSTRUCTION_SETS
-}
+LIBRARIES = {f"jaxembed/models/native/libs/{one.name}.so" for one in native.compiler.BUILDS}
 
 pytestmark = pytest.mark.skipif(find_spec("hatchling") is None, reason="hatchling is not installed")
 

@@ -43,7 +43,6 @@ class HostEngine:
         self._started = self._closing = False
         self._ran_tokens = self._ran_s = 0.0  # decaying sums over the recent calls
         self._failures = 0  # consecutive calls that failed
-        self._turn = threading.Lock()
         self._lock = threading.Lock()
 
     @property
@@ -79,7 +78,7 @@ class HostEngine:
         self.wait_ready()
         started_at = time.monotonic()
         try:
-            values = self._compute(work)
+            values = self._model.compute(work)
             _check_finite(values)
         except Exception as error:
             logger.exception("%s: %d sequences could not be computed", self.name, len(work))
@@ -88,17 +87,6 @@ class HostEngine:
             raise (error if isinstance(error, NotFinite) else BackendError(INTERNAL)) from error
         self._note(work, time.monotonic() - started_at)
         return values
-
-    def _compute(self, work: Work) -> WorkResult:
-        """Compute in turn with the other threads, unless it is one sequence.
-
-        Threads that compute many sequences at once only wait for each other: numpy gives the
-        interpreter's lock away at each of them.
-        """
-        if len(work) == 1:
-            return self._model.compute(work)
-        with self._turn:
-            return self._model.compute(work)
 
     def snapshot(self) -> EngineState:
         """The state of the engine at this moment. It has no buckets, and nothing waits."""

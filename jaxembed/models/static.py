@@ -1,5 +1,4 @@
-"""Static models, computed by numpy on the host: means of table rows, or weights of terms. Starts no
-device.
+"""Static models, computed on the host: means of table rows, or weights of terms. Starts no device.
 
 A sequence has the same vector alone and in any batch, bit for bit: its rows are added in order, in
 blocks whose size depends on the width alone.
@@ -19,7 +18,7 @@ from jaxembed.work import Ragged, SparseRows, Work, WorkResult
 ARCHITECTURE = "static"
 TABLE = "table"
 
-BLOCK_BYTES = 256 * KIB  # of rows that are gathered at once, so that they are added in cache
+BLOCK_BYTES = 256 * KIB  # of rows that are added in float32; sums of such blocks are float64
 LEAST_LENGTH = 1e-12  # of a vector that a Normalize before other modules divides by
 
 
@@ -62,12 +61,51 @@ HOST_ACTIVATIONS: dict[Activation, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+Means = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
+"""As `numpy_means`, bit for bit."""
+
+
+def numpy_means(table: np.ndarray, ids: np.ndarray, bounds: np.ndarray, block: int) -> np.ndarray:
+    """The mean of the table's rows for the ids of each slot: float32 `[slots, width]`, zeros for an
+    empty slot.
+
+    `table` is float32 `[rows, width]`; an id below or above its rows counts as the nearest. The
+    `bounds` of a slot are its first id and the one after its last. Rows are added in order, of more
+    than `block` ids in float64 over blocks of so many.
+    """
+    means = np.zeros((len(bounds), table.shape[1]), np.float32)
+    for number, (start, end) in enumerate(bounds.tolist()):
+        if end > start:
+            means[number] = _sum(table, ids[start:end], block) / np.float32(end - start)
+    return means
+
+
+def _sum(table: np.ndarray, ids: np.ndarray, block: int) -> np.ndarray:
+    if len(ids) <= block:
+        return _added(table, ids)
+    total = np.zeros(table.shape[1])
+    for at in range(0, len(ids), block):
+        total += _added(table, ids[at : at + block])
+    return total.astype(np.float32)
+
+
+def _added(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    rows = table.take(ids, axis=0, mode="clip")
+    if rows.shape[1] == 1:  # which `reduce` adds in another order
+        return np.add.accumulate(rows, axis=0)[-1] + np.float32(0)
+    return np.add.reduce(rows, axis=0)  # from zero on: the sum of negative zeros is positive
+
+
 class StaticEmbeddings:
     """A table of token vectors, and the modules after their mean. Threads may share it."""
 
-    def __init__(self, spec: ModelSpec, parameters: Mapping[str, np.ndarray]):
-        """Raises CheckpointError if the parameters are not those of `static_shapes`."""
+    def __init__(
+        self, spec: ModelSpec, parameters: Mapping[str, np.ndarray], means: Means = numpy_means
+    ):
+        """`means` computes several vectors; a single one is faster with numpy. Raises
+        CheckpointError if the parameters are not those of `static_shapes`."""
         _check(spec, parameters)
+        self._means = means
         self.widths = spec.widths
         self._table = np.ascontiguousarray(parameters[TABLE], np.float32)
         self._modules = [
@@ -80,53 +118,13 @@ class StaticEmbeddings:
         """The outputs of some sequences, as the engine gives them: float32, not normalised."""
         result = _tokens(self._table, work)
         if "dense" in work.outputs:
-            vectors = self._means(work.planes["ids"], _slots(work))
+            slots = _slots(work)
+            means = numpy_means if len(slots) == 1 else self._means
+            vectors = means(self._table, work.planes["ids"], slots, self._block)
             for layer, parameters in self._modules:
                 vectors = _apply(layer, parameters, vectors)
             result["dense"] = vectors
         return result
-
-    def _means(self, ids: np.ndarray, slots: list[tuple[int, int]]) -> np.ndarray:
-        """The mean of the rows of each slot, zeros for an empty one. A slot is its first token and
-        the one after its last."""
-        if len(slots) == 1 and 0 < slots[0][1] - slots[0][0] <= self._block:
-            return self._mean(ids[slice(*slots[0])])  # the same, in a third of the time
-        means = np.zeros((len(slots), self._table.shape[1]), np.float32)
-        counts = np.array([[max(end - start, 1)] for start, end in slots], np.float32)
-        first = done = 0  # the tokens whose rows are gathered
-        rows = self._table
-        for number, (start, end) in enumerate(slots):
-            if end - start > self._block:
-                means[number] = self._long_sum(ids[start:end])
-                continue
-            if not first <= start <= end <= done:
-                first, done = start, self._reach(slots, number)
-                rows = self._table.take(ids[first:done], axis=0, mode="clip")
-            if end > start:
-                np.add.reduce(rows[start - first : end - first], axis=0, out=means[number])
-        return np.divide(means, counts, out=means)
-
-    def _mean(self, ids: np.ndarray) -> np.ndarray:
-        """The mean of the rows of some tokens, one or more and no more than a block has."""
-        rows = self._table.take(ids, axis=0, mode="clip")
-        return np.add.reduce(rows, axis=0, keepdims=True) / np.float32(len(ids))
-
-    def _reach(self, slots: list[tuple[int, int]], number: int) -> int:
-        """The token up to which rows are gathered at once, from slot `number` on."""
-        start, reach = slots[number]
-        for begin, end in slots[number + 1 :]:
-            if begin < start or end - start > self._block:
-                break
-            reach = max(reach, end)
-        return reach
-
-    def _long_sum(self, ids: np.ndarray) -> np.ndarray:
-        """The sum of the rows of more tokens than a block has, in float64 over its blocks."""
-        total = np.zeros(self._table.shape[1])
-        for at in range(0, len(ids), self._block):
-            rows = self._table.take(ids[at : at + self._block], axis=0, mode="clip")
-            total += np.add.reduce(rows, axis=0)
-        return total.astype(np.float32)
 
 
 class StaticTerms:
@@ -143,7 +141,9 @@ class StaticTerms:
         """The outputs of some sequences, as the engine gives them."""
         result = _tokens(self._table, work)
         if "sparse" in work.outputs:
-            rows = [self._row(work.planes["ids"][start:end]) for start, end in _slots(work)]
+            rows = [
+                self._row(work.planes["ids"][start:end]) for start, end in _slots(work).tolist()
+            ]
             indices, values = [ids for ids, _ in rows], [weights for _, weights in rows]
             result["sparse"] = SparseRows(len(self._table), indices, values)
         return result
@@ -158,11 +158,14 @@ class StaticTerms:
 StaticModel = StaticEmbeddings | StaticTerms
 
 
-def static_model(spec: ModelSpec, parameters: Mapping[str, np.ndarray]) -> StaticModel:
-    """The static model of a checkpoint, as its head says. Raises CheckpointError if the parameters
-    are not those of `static_shapes`."""
-    kind = StaticTerms if isinstance(spec.head, Vocabulary) else StaticEmbeddings
-    return kind(spec, parameters)
+def static_model(
+    spec: ModelSpec, parameters: Mapping[str, np.ndarray], means: Means = numpy_means
+) -> StaticModel:
+    """The static model of a checkpoint, as its head says; `means` is for embeddings. Raises
+    CheckpointError if the parameters are not those of `static_shapes`."""
+    if isinstance(spec.head, Vocabulary):
+        return StaticTerms(spec, parameters)
+    return StaticEmbeddings(spec, parameters, means)
 
 
 def static_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -230,10 +233,10 @@ def _apply(
     return np.asarray(vectors / np.maximum(lengths, LEAST_LENGTH), np.float32)
 
 
-def _slots(work: Work) -> list[tuple[int, int]]:
-    """The first token of each slot and the one after its last, counted over all sequences."""
-    bounds = work.bounds
-    if len(work) > 1:
-        starts = np.cumsum(work.lengths, dtype=np.int64) - work.lengths
-        bounds = bounds + np.repeat(starts, work.slots)[:, None]
-    return [(start, end) for start, end in bounds.tolist()]
+def _slots(work: Work) -> np.ndarray:
+    """The first token of each slot and the one after its last, counted over all sequences: int
+    `[slots, 2]`."""
+    if len(work) == 1:
+        return work.bounds
+    starts = np.cumsum(work.lengths, dtype=np.int64) - work.lengths
+    return work.bounds + np.repeat(starts, work.slots)[:, None]

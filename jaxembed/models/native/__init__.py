@@ -21,6 +21,7 @@ from jaxembed.models.native.compiler import Unavailable as Unavailable
 from jaxembed.models.native.compiler import find_compiler as find_compiler
 from jaxembed.models.native.library import CALLS as CALLS
 from jaxembed.models.native.library import load_library as load_library
+from jaxembed.models.native.library import load_means as load_means
 from jaxembed.models.native.library import operand_names
 from jaxembed.models.native.library import source_digest as source_digest
 from jaxembed.models.tokens import Segments

@@ -1,4 +1,4 @@
-"""Compiles the native kernels for an instruction set.
+"""Compiles the native kernels for an instruction set, and native means for any CPU.
 
 The build of the wheel runs this file without jaxembed installed, so it uses only the standard
 library.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-SOURCE = Path(__file__).with_name("native.c")  # it includes the headers beside it
+SOURCES = Path(__file__).parent  # of C files and their headers
 LIBRARIES = Path(__file__).with_name("libs")  # libraries built before, which a wheel holds
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_S = 120.0  # time limit
@@ -38,10 +38,11 @@ class Unavailable(Exception):
 
 
 @dataclass(frozen=True)
-class InstructionSet:
-    """A set of CPU instructions that a library is compiled for."""
+class Build:
+    """A library: what it is compiled of, and for which CPUs."""
 
     name: str
+    source: str  # the name of a file in SOURCES
     flags: tuple[str, ...]  # for the compiler
     cpu_flags: frozenset[str]  # features that a CPU must have, as /proc/cpuinfo names them
 
@@ -51,21 +52,23 @@ class InstructionSet:
         return LIBRARIES / f"{self.name}.so"
 
 
-# Sorted by speed, the fastest first.
+# The kernels for each instruction set, sorted by speed, the fastest first.
 INSTRUCTION_SETS = (
-    InstructionSet("amx", FLAGS + AMX_FLAGS, _AVX512_BF16 | {"amx_tile", "amx_bf16"}),
-    InstructionSet("avx512_bf16", FLAGS + AVX512_FLAGS, _AVX512_BF16),
+    Build("amx", "native.c", FLAGS + AMX_FLAGS, _AVX512_BF16 | {"amx_tile", "amx_bf16"}),
+    Build("avx512_bf16", "native.c", FLAGS + AVX512_FLAGS, _AVX512_BF16),
 )
+MEANS = Build("means", "means.c", FLAGS, frozenset())
+BUILDS = (*INSTRUCTION_SETS, MEANS)
 
 
-def sources() -> list[Path]:
-    """The C files of the kernels. The first one includes the others."""
-    return [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
+def sources(build: Build) -> list[Path]:
+    """The C files of a library. The first one may include the others."""
+    return [SOURCES / build.source, *sorted(SOURCES.glob("*.h"))]
 
 
-def digest(instruction_set: InstructionSet) -> str:
+def digest(build: Build) -> str:
     """A hash of the sources and the flags of a library. Raises OSError if a source is missing."""
-    parts = [*(path.read_bytes() for path in sources()), *map(str.encode, instruction_set.flags)]
+    parts = [*(path.read_bytes() for path in sources(build)), *map(str.encode, build.flags)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -82,7 +85,7 @@ def find_compiler() -> str | None:
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
-def compile_library(instruction_set: InstructionSet, library: Path) -> None:
+def compile_library(build: Build, library: Path) -> None:
     """Compile a shared library to the path `library`.
 
     Raises Unavailable if there is no compiler or it fails, and OSError if a source is missing.
@@ -90,9 +93,9 @@ def compile_library(instruction_set: InstructionSet, library: Path) -> None:
     compiler = find_compiler()
     if compiler is None:
         raise Unavailable("there is no C compiler: install gcc or clang")
-    source = f'-DJAXEMBED_SOURCE="{digest(instruction_set)}"'
-    options = [*instruction_set.flags, source, f"-I{headers()}", "-o", str(library)]
-    process = run_command([compiler, *options, str(SOURCE)], COMPILE_S)
+    source = f'-DJAXEMBED_SOURCE="{digest(build)}"'
+    options = [*build.flags, source, f"-I{headers()}", "-o", str(library)]
+    process = run_command([compiler, *options, str(SOURCES / build.source)], COMPILE_S)
     if process.returncode:
         lines = process.stderr.strip().splitlines()
         error = next((line for line in lines if "error" in line), lines[-1] if lines else "nothing")
@@ -110,7 +113,7 @@ def run_command(command: list[str], seconds: float) -> subprocess.CompletedProce
 
 
 def build_ahead() -> str:
-    """Compile a library for each instruction set into the package.
+    """Compile all libraries into the package.
 
     Returns the tag of a wheel that holds them. Raises Unavailable or OSError if one cannot be
     built; then the package holds none.
@@ -125,8 +128,8 @@ def build_ahead() -> str:
     partial = LIBRARIES.with_name(f".libs.partial-{uuid4().hex}")
     partial.mkdir()
     try:
-        for instruction_set in INSTRUCTION_SETS:
-            compile_library(instruction_set, partial / instruction_set.built.name)
+        for build in BUILDS:
+            compile_library(build, partial / build.built.name)
         newest = max(newest_glibc(library.read_bytes()) for library in partial.iterdir())
         partial.replace(LIBRARIES)
     finally:

@@ -1,6 +1,6 @@
-"""Loads the native kernels into the process and registers them with XLA.
+"""Loads the native kernels into the process and registers them with XLA; loads native means.
 
-The library comes with the package; a source checkout without one compiles it into the cache
+A library comes with the package; a source checkout without one compiles it into the cache
 directory.
 """
 
@@ -21,7 +21,8 @@ from jaxembed.cache_folder import OTHERS_WRITE, ROOT, make_private, refuse_share
 from jaxembed.errors import ConfigError
 from jaxembed.files import replacing
 from jaxembed.models.native import compiler
-from jaxembed.models.native.compiler import InstructionSet, Unavailable
+from jaxembed.models.native.compiler import Build, Unavailable
+from jaxembed.models.native.means import NativeMeans
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ FAULTS = {  # the meaning of what jaxembed_check in check.h returns
 
 _loading = threading.Lock()
 _library: ctypes.CDLL | None = None
-_instruction_set: InstructionSet | None = None  # of the library
+_build: Build | None = None  # of the library
+_means: NativeMeans | None = None
 
 
 def load_library(cache_dir: Path) -> None:
@@ -46,16 +48,32 @@ def load_library(cache_dir: Path) -> None:
     process, because XLA refuses another of the same name. Raises Unavailable if the machine has no
     kernels.
     """
-    global _library, _instruction_set
+    global _library, _build
     with _loading:
         if _library is None:
-            _library, _instruction_set = _loaded(cache_dir)
+            _library, _build = _loaded(cache_dir)
+
+
+def load_means(cache_dir: Path) -> NativeMeans:
+    """Load the means of table rows; further calls return the same. They need no XLA, and any CPU
+    runs them.
+
+    A library that must be compiled here is kept in `cache_dir`. Raises Unavailable if that fails.
+    """
+    global _means
+    with _loading:
+        if _means is None:
+            try:
+                _means = NativeMeans(_opened(compiler.MEANS, cache_dir))
+            except OSError as error:
+                raise Unavailable(f"cannot read {error.filename}: {error.strerror}") from error
+        return _means
 
 
 def source_digest() -> str:
     """A hash of the sources of the kernels that are loaded, or that this CPU would load."""
     runnable = _runnable() or compiler.INSTRUCTION_SETS
-    return compiler.digest(_instruction_set or runnable[0])
+    return compiler.digest(_build or runnable[0])
 
 
 def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
@@ -74,26 +92,28 @@ def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _loaded(cache_dir: Path) -> tuple[ctypes.CDLL, InstructionSet]:
+def _loaded(cache_dir: Path) -> tuple[ctypes.CDLL, Build]:
     """Load the fastest kernels that run on this machine. Raises Unavailable if none does."""
     reasons: list[str] = []
-    for instruction_set in _runnable():
+    for build in _runnable():
         try:
-            library = _opened(instruction_set, cache_dir)
+            library = _opened(build, cache_dir)
+            if library.jaxembed_prepare():
+                raise Unavailable(FAULTS[2])
             _register(library)
         except OSError as error:
             reasons.append(f"cannot read {error.filename}: {error.strerror}")
         except Unavailable as error:
             reasons.append(str(error))
         else:
-            return library, instruction_set
+            return library, build
     raise Unavailable(
         "; ".join(dict.fromkeys(reasons))
         or "this CPU has no AVX512_BF16, or the system does not say so"
     )
 
 
-def _runnable() -> tuple[InstructionSet, ...]:
+def _runnable() -> tuple[Build, ...]:
     """The instruction sets whose features this CPU has, as far as the system tells."""
     try:
         lines = CPU.read_text().splitlines()
@@ -103,10 +123,10 @@ def _runnable() -> tuple[InstructionSet, ...]:
     return tuple(one for one in compiler.INSTRUCTION_SETS if one.cpu_flags <= flags)
 
 
-def _opened(instruction_set: InstructionSet, cache_dir: Path) -> ctypes.CDLL:
+def _opened(build: Build, cache_dir: Path) -> ctypes.CDLL:
     """Check a library in another process and load it. Raises Unavailable or OSError."""
-    ahead = _is_built(instruction_set)
-    path = instruction_set.built if ahead else _compiled(instruction_set, cache_dir)
+    ahead = _is_built(build)
+    path = build.built if ahead else _compiled(build, cache_dir)
     try:
         _check(path)
         library = ctypes.CDLL(str(path))
@@ -117,40 +137,38 @@ def _opened(instruction_set: InstructionSet, cache_dir: Path) -> ctypes.CDLL:
         if isinstance(error, OSError):
             raise Unavailable(f"cannot load {path}: {error}") from error
         raise
-    if library.jaxembed_prepare():
-        raise Unavailable(FAULTS[2])
-    logger.info("native kernels: %s", path)
+    logger.info("native code: %s", path)
     return library
 
 
-def _is_built(instruction_set: InstructionSet) -> bool:
+def _is_built(build: Build) -> bool:
     """Whether the package holds a library that was built from the sources that it holds.
 
     In a checkout the sources may have changed since the build.
     """
-    made_of = compiler.digest(instruction_set).encode()
+    made_of = compiler.digest(build).encode()
     try:
-        return made_of in instruction_set.built.read_bytes()
+        return made_of in build.built.read_bytes()
     except OSError:
         return False
 
 
-def _compiled(instruction_set: InstructionSet, cache_dir: Path) -> Path:
+def _compiled(build: Build, cache_dir: Path) -> Path:
     """Compile a library into the cache directory, unless it is there. Returns its path."""
     try:
         refuse_shared(cache_dir)
     except ConfigError as error:
         raise Unavailable(str(error)) from error
-    parts = [_header().read_bytes(), compiler.digest(instruction_set).encode()]
+    parts = [_header().read_bytes(), compiler.digest(build).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     # absolute, because the loader searches other folders for a bare name
-    library = cache_dir.absolute() / f"native-{instruction_set.name}-{key}.so"
+    library = cache_dir.absolute() / f"native-{build.name}-{key}.so"
     if _is_kept(library):
         return library
     try:
         make_private(cache_dir)
         with replacing(library) as partial:
-            compiler.compile_library(instruction_set, partial)
+            compiler.compile_library(build, partial)
             partial.chmod(0o700)  # whatever the umask: others must not change code that runs here
     except OSError as error:
         raise Unavailable(f"cannot compile in {cache_dir}: {error.strerror}") from error
