@@ -13,6 +13,7 @@ from jaxtyping import Float, Shaped
 from jaxembed.errors import InvalidInput
 
 EmbeddingDtype = Literal["float", "float16", "int8", "uint8", "binary", "ubinary"]
+DTYPES: tuple[EmbeddingDtype, ...] = get_args(EmbeddingDtype)
 
 STEPS = 255  # between the lowest and the highest of the 256 values of a byte
 INFINITE_HALF = 65520  # halfway between the largest float16, 65504, and what would be the next
@@ -21,12 +22,11 @@ NEEDS_RANGES: tuple[EmbeddingDtype, ...] = ("int8", "uint8")
 
 def embedding_dtype(value: object, field: str = "output_dtype") -> EmbeddingDtype:
     """The dtype of this name. Raises InvalidInput, which names the field, for any other value."""
-    dtypes: tuple[EmbeddingDtype, ...] = get_args(EmbeddingDtype)
-    for dtype in dtypes:
+    for dtype in DTYPES:
         if value == dtype:
             return dtype
     raise InvalidInput(
-        f"`{field}` must be one of {', '.join(dtypes)}. Given: {repr(value)[:40]}", field=field
+        f"`{field}` must be one of {', '.join(DTYPES)}. Given: {repr(value)[:40]}", field=field
     )
 
 

@@ -75,6 +75,7 @@ class Tasks:
         self._name = name
         self._routes = routes
         self._spec = routes.main
+        self._offered, self._widths = routes.main.representations, routes.main.widths
         self._processor = processor
         self._text = text
         self._ranges = ranges
@@ -107,11 +108,11 @@ class Tasks:
     def _check_outputs(self, options: EncodeOptions) -> None:
         """Raises WrongTask for outputs that the model does not give, and InvalidInput for options
         that ask for nothing of those asked for."""
-        offered = self._spec.representations
-        if missing := [name for name in REPRESENTATIONS if name in {*options.outputs} - {*offered}]:
+        unknown = {*options.outputs}.difference(self._offered)
+        if missing := [name for name in REPRESENTATIONS if name in unknown]:
             raise WrongTask(
                 f"{self._name} gives no {' and no '.join(missing)} output, only "
-                f"{' and '.join(offered)}"
+                f"{' and '.join(self._offered)}"
             )
         if options.output_dtype != "float" and options.outputs == {"sparse"}:
             raise InvalidInput(
@@ -119,7 +120,7 @@ class Tasks:
                 "float",
                 field="output_dtype",
             )
-        check_cut(self._spec, options.outputs, options.dimensions)
+        check_cut(self._widths, options.outputs, options.dimensions)
         most = options.max_active_dims
         if most is not None and "sparse" not in options.outputs:
             raise InvalidInput(
@@ -245,7 +246,7 @@ class Tasks:
                 )
         _check_windows(options)
         self._check_weights(options.weights)
-        weights = weights_of(offered, options.weights)
+        weights = weights_of(self._offered, options.weights)
         encoded = EncodeOptions(
             outputs=frozenset(weights),
             truncate=options.truncate,
@@ -532,12 +533,12 @@ def check_task(name: str, spec: ModelSpec, task: Task) -> None:
 
 
 def check_cut(
-    spec: ModelSpec,
+    widths: Mapping[OutputName, int],
     outputs: Collection[OutputName],
     dimensions: int | None,
     field: str = "dimensions",
 ) -> None:
-    """Raises InvalidInput if the vectors among the outputs cannot be cut to so many dimensions, or
+    """Raises InvalidInput if the vectors among the outputs, of these widths, cannot be cut to so many dimensions, or
     there are none. `field` is where the request has the number."""
     vectors: tuple[OutputName, ...] = ("dense", "multi_vector")
     asked: list[OutputName] = [name for name in vectors if name in outputs]
@@ -546,7 +547,7 @@ def check_cut(
             f"`{field}` is for vectors; `max_active_dims` shortens sparse outputs", field=field
         )
     for name in asked:
-        check_dimensions(spec.widths[name], dimensions, field)
+        check_dimensions(widths[name], dimensions, field)
 
 
 def check_dimensions(width: int, dimensions: int | None, field: str = "dimensions") -> None:

@@ -134,5 +134,6 @@ def _check_finite(values: WorkResult) -> None:
         arrays = (
             value.values if isinstance(value, SparseRows) else [getattr(value, "values", value)]
         )
-        if not all(np.isfinite(array).all() for array in arrays):
+        # all() of an array takes twice as long
+        if any(np.count_nonzero(np.isfinite(array)) < array.size for array in arrays):
             raise NotFinite("the result is not finite: verify the checkpoint")

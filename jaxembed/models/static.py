@@ -76,8 +76,12 @@ def numpy_means(table: np.ndarray, ids: np.ndarray, bounds: np.ndarray, block: i
     means = np.zeros((len(bounds), table.shape[1]), np.float32)
     for number, (start, end) in enumerate(bounds.tolist()):
         if end > start:
-            means[number] = _sum(table, ids[start:end], block) / np.float32(end - start)
+            means[number] = _mean(table, ids[start:end], block)
     return means
+
+
+def _mean(table: np.ndarray, ids: np.ndarray, block: int) -> np.ndarray:
+    return _sum(table, ids, block) / np.float32(len(ids))
 
 
 def _sum(table: np.ndarray, ids: np.ndarray, block: int) -> np.ndarray:
@@ -118,13 +122,17 @@ class StaticEmbeddings:
         """The outputs of some sequences, as the engine gives them: float32, not normalised."""
         result = _tokens(self._table, work)
         if "dense" in work.outputs:
-            slots = _slots(work)
-            means = numpy_means if len(slots) == 1 else self._means
-            vectors = means(self._table, work.planes["ids"], slots, self._block)
+            vectors = self._vectors(work.planes["ids"], _slots(work))
             for layer, parameters in self._modules:
                 vectors = _apply(layer, parameters, vectors)
             result["dense"] = vectors
         return result
+
+    def _vectors(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        if len(slots) == 1 and slots[0, 0] < slots[0, 1]:
+            start, end = slots[0].tolist()
+            return _mean(self._table, ids[start:end], self._block)[None]
+        return self._means(self._table, ids, slots, self._block)
 
 
 class StaticTerms:

@@ -205,7 +205,7 @@ def _dimensions(
     body."""
     dimensions = agreed(body, "dimensions", "output_dimension", unset=(None, 0))
     field = "dimensions" if body.dimensions else "output_dimension"
-    check_cut(spec, outputs, dimensions, field)
+    check_cut(spec.widths, outputs, dimensions, field)
     return dimensions
 
 
