@@ -129,9 +129,11 @@ class StaticEmbeddings:
         return result
 
     def _vectors(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        if len(slots) == 1 and slots[0, 0] < slots[0, 1]:
-            start, end = slots[0].tolist()
-            return _mean(self._table, ids[start:end], self._block)[None]
+        """The mean of each slot, as `numpy_means` gives it."""
+        if len(slots) == 1:
+            ((start, end),) = slots.tolist()
+            if start < end:
+                return _mean(self._table, ids[start:end], self._block)[None]
         return self._means(self._table, ids, slots, self._block)
 
 
