@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import sources
@@ -21,6 +22,7 @@ from benchmarks import eval_hybrid
 from jaxembed import EngineConfig
 
 ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "how-to" / "hybrid-search.md"
 DOCUMENTS = dict(zip("abcd", TEXTS, strict=True))
 QUERY = "hello a"
 
@@ -62,9 +64,32 @@ def best(scores: np.ndarray) -> list[str]:
 
 
 def test_the_page_has_the_whole_program():
-    page = (ROOT / "docs" / "how-to" / "hybrid-search.md").read_text()
     program = (ROOT / "examples" / "hybrid_search.py").read_text()
-    assert f"```python\n{program}```\n" in page
+    assert f"```python\n{program}```\n" in PAGE.read_text()
+
+
+@pytest.mark.parametrize("role", ["document", "query"])
+def test_the_program_of_the_page_gets_the_same_over_http(role, embedder, monkeypatch):
+    def post(url, json, timeout):
+        response, body = ask(json, path=httpx.URL(url).path, embedder=embedder)
+        request = httpx.Request("POST", url)
+        return httpx.Response(response.status_code, json=body, request=request)
+
+    monkeypatch.setattr(httpx, "post", post)
+    over_http = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+    program: dict[str, Any] = {"Any": Any, "Sequence": list, "DENSE": embedder.name}
+    program |= {"SPARSE": embedder.name, "models": SimpleNamespace(SparseVector=SimpleNamespace)}
+    exec(over_http, program)
+    program["AT_ONCE"] = 3
+    found = program["embed"](program["URL"], TEXTS, role)
+    wanted = embedder.encode_outputs(TEXTS, ("dense", "sparse"), role=role)
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)  # float32, in other batches
+    close([one["dense"] for one in found], wanted["dense"])
+    for one, indices, values in zip(
+        found, wanted["sparse"].indices, wanted["sparse"].values, strict=True
+    ):
+        assert one["sparse"].indices == indices.tolist()
+        close(one["sparse"].values, values)
 
 
 def test_each_ranking_is_by_its_own_products_and_fusion_adds_their_ranks(example, client, embedder):
