@@ -17,7 +17,6 @@ a scale for each channel.
 import base64
 import json
 import os
-import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import report, workloads
+from benchmarks import peer, report, workloads
+from benchmarks.peer import Peer
 from benchmarks.servers import packaged_model
 from jaxembed import checkpoint, hub
 
@@ -57,12 +57,12 @@ class Contestant:
 class Worker:
     """A contestant in its process, with the fastest batch size chosen."""
 
-    def __init__(self, contestant: Contestant, process: subprocess.Popen, texts: list[str]):
+    def __init__(self, contestant: Contestant, process: Peer, texts: list[str]):
         self._process = process
         self.contestant = contestant
         job = {"library": contestant.library, "model": str(contestant.model)}
         job |= {"dtype": contestant.dtype, "threads": os.cpu_count(), "texts": texts}
-        self.versions: dict[str, str] = self._ask(json.dumps(job))
+        self.versions: dict[str, str] = self._process.ask(json.dumps(job))
         runs = [{batch: self.seconds(batch) for batch in contestant.batches} for _ in range(2)]
         self.seconds_of = {batch: min(run[batch] for run in runs) for batch in contestant.batches}
         self.batch = min(self.seconds_of, key=lambda batch: self.seconds_of[batch])
@@ -70,42 +70,20 @@ class Worker:
 
     def seconds(self, batch: int) -> float:
         """Embed all texts once with a batch size. Returns the seconds that it took."""
-        return self._ask(str(batch))
+        return self._process.ask(str(batch))
 
     def vectors(self, texts: int) -> np.ndarray:
         """The embeddings of the last run, float64 `[texts, dim]`, normalised."""
-        flat = np.frombuffer(base64.b64decode(self._ask("")), "<f4").astype(np.float64)
+        flat = np.frombuffer(base64.b64decode(self._process.ask("")), "<f4").astype(np.float64)
         vectors = flat.reshape(texts, -1)
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-
-    def _ask(self, line: str) -> Any:
-        """Send a line to the process and return its answer. Raises RuntimeError if it ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"{self.contestant.name} has ended; its errors are above")
-        return json.loads(answer)
 
 
 @contextmanager
 def working(contestant: Contestant, texts: list[str]) -> Iterator[Worker]:
     """Run a worker that has loaded its model and chosen its batch size; end its process after."""
-    process = subprocess.Popen(
-        [str(contestant.python), str(WORKER)],
-        cwd=report.ROOT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        try:
-            yield Worker(contestant, process, texts)
-        finally:
-            process.terminate()
+    with peer.running(contestant.name, contestant.python, WORKER) as process:
+        yield Worker(contestant, process, texts)
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:

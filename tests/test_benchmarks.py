@@ -361,3 +361,41 @@ def test_bench_outputs_compares_heads_on_one_tower(capsys):
     )
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("dense", "SPLADE", "BGE-M3", "over_flops"))
+
+
+PEER = """
+import json, sys
+job = json.loads(sys.stdin.readline())
+assert job["config"]["hidden_size"] == 32
+print(json.dumps({"python": "3", job["library"]: "1"}), flush=True)
+for line in sys.stdin:
+    output, shape = json.loads(line)
+    assert output in ("dense", "SPLADE") and shape == [1, 16]
+    print(16, flush=True)
+"""
+
+
+def test_bench_outputs_asks_peers_for_the_same_in_every_round(tmp_path, monkeypatch, capsys):
+    (tmp_path / "outputs.py").write_text(PEER)
+    monkeypatch.setattr(bench_outputs, "WORKER", tmp_path / "outputs.py")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    tiny = ["--architecture-size", "tiny", "--buckets", "1x16", "--repeat", "1"]
+    bench_outputs.main([*tiny, "--torch", str(tmp_path), "--onnx", str(tmp_path)])
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    peers = ["sentence-transformers", "onnxruntime"]
+    assert facts["versions"] == {name: {"python": "3", name: "1"} for name in peers}
+    rows = {(one["library"], one["outputs"]): one for one in facts["results"]}
+    theirs = [(name, output) for name in peers for output in ("dense", "SPLADE")]
+    assert list(rows) == [*[("jaxembed", name) for name in ("dense", "SPLADE", "BGE-M3")], *theirs]
+    for one in rows.values():
+        ours = rows["jaxembed", one["outputs"]]
+        assert one["times_ours"] == pytest.approx(one["ms_median"] / ours["ms_median"], rel=1e-4)
+        dense = rows[one["library"], "dense"]
+        assert one["times_dense"] == pytest.approx(one["ms_median"] / dense["ms_median"], rel=1e-4)
+
+
+def test_bench_outputs_refuses_a_shape_that_its_peers_do_not_run(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        bench_outputs.main(["--architecture-size", "nomic-base", "--onnx", str(tmp_path)])
+    assert "--architecture-size tiny, minilm" in capsys.readouterr().err

@@ -1,0 +1,190 @@
+"""BERT with random weights in a peer, dense and sparse, on token ids: driven over pipes by
+`bench_outputs`.
+
+Runs in the peer's environment, so it imports nothing of jaxembed. The first line of standard input
+is a JSON object:
+
+    {"library": "onnxruntime", "config": {...}, "dtype": "float32", "threads": 2, "bias": -3.8}
+
+`config` is that of transformers, `bias` that of the terms in standard deviations of a logit. Then
+each line is an output and the shape of a batch, `["SPLADE", [16, 128]]`, all of it tokens. Answers
+are lines of JSON: versions first, then how many values are not zero.
+
+sentence-transformers runs its own modules. onnxruntime runs what torch exports of the same model,
+its pooling included, for which its environment needs torch, transformers and onnx as well.
+"""
+
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import tempfile
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+OUTPUTS = ("dense", "SPLADE")
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+class SentenceTransformers:
+    """Mean pooling and its norm, or the pooling of a SparseEncoder and its sparse tensor."""
+
+    PACKAGES = ("sentence-transformers", "transformers", "torch")
+
+    def __init__(self, job: dict[str, Any]):
+        import torch
+        from sentence_transformers import SentenceTransformer, SparseEncoder
+        from sentence_transformers.sentence_transformer import modules
+        from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+        torch.set_num_threads(job["threads"])
+        kind = {"dtype": getattr(torch, job["dtype"])}
+        with tempfile.TemporaryDirectory() as folder:
+            save(folder, job)
+            tower = modules.Transformer(folder, model_kwargs=kind)
+            masked_lm = modules.Transformer(folder, transformer_task="fill-mask", model_kwargs=kind)
+        pooling = modules.Pooling(job["config"]["hidden_size"], "mean")
+        dense = SentenceTransformer(modules=[tower, pooling, modules.Normalize()], device="cpu")
+        sparse = SparseEncoder(modules=[masked_lm, SpladePooling()], device="cpu")
+        self._models = {"dense": dense.eval(), "SPLADE": sparse.eval()}
+
+    def values(self, output: str, ids: np.ndarray) -> np.ndarray:
+        """The values of an output that are not zero, as `encode` gives them."""
+        import torch
+
+        given = torch.from_numpy(ids)
+        features = {"input_ids": given, "attention_mask": torch.ones_like(given)}
+        with torch.inference_mode():
+            found = self._models[output](features)["sentence_embedding"]
+        return (found.to_sparse().values() if output == "SPLADE" else found).float().numpy()
+
+
+class OnnxRuntime:
+    """Both outputs to the end in one graph each, but the terms that are not zero, in float32."""
+
+    PACKAGES = ("onnxruntime", "onnx", "transformers", "torch")
+
+    def __init__(self, job: dict[str, Any]):
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = job["threads"]
+        with tempfile.TemporaryDirectory() as folder:
+            # in a process that ends, so that torch and its threads are not beside what is timed
+            process = multiprocessing.get_context("spawn").Process(
+                target=export, args=(folder, job)
+            )
+            process.start()
+            process.join()
+            self._sessions = {
+                output: onnxruntime.InferenceSession(str(Path(folder) / f"{output}.onnx"), options)
+                for output in OUTPUTS
+            }
+
+    def values(self, output: str, ids: np.ndarray) -> np.ndarray:
+        """The values of an output that are not zero."""
+        feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+        (found,) = self._sessions[output].run(None, feeds)
+        return found[found.nonzero()] if output == "SPLADE" else found
+
+
+LIBRARIES = {"sentence-transformers": SentenceTransformers, "onnxruntime": OnnxRuntime}
+
+
+def masked_lm(job: dict[str, Any]) -> Any:
+    """A masked language model with random weights, whose terms have the job's bias."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**job["config"])
+    model = transformers.BertForMaskedLM(config).eval()
+    deviation = config.initializer_range * config.hidden_size**0.5  # of a logit
+    with torch.no_grad():
+        model.get_output_embeddings().bias.fill_(job["bias"] * deviation)
+    return model
+
+
+def save(folder: str, job: dict[str, Any]) -> None:
+    """Save the model, with a tokenizer that nothing is asked of."""
+    import transformers
+
+    masked_lm(job).save_pretrained(folder)
+    (Path(folder) / "vocab.txt").write_text("\n".join(SPECIAL))
+    transformers.BertTokenizer.from_pretrained(folder).save_pretrained(folder)
+
+
+def export(folder: str, job: dict[str, Any]) -> None:
+    """Write dense.onnx and SPLADE.onnx of the model."""
+    import torch
+
+    model = masked_lm(job)
+
+    class Dense(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tower = model.bert
+
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+            hidden = self.tower(input_ids, attention_mask).last_hidden_state
+            weights = attention_mask[:, :, None].to(hidden.dtype)
+            pooled = (hidden * weights).sum(1) / weights.sum(1)
+            return torch.nn.functional.normalize(pooled)
+
+    class Splade(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+            logits = self.model(input_ids, attention_mask).logits
+            weights = torch.log1p(torch.relu(logits * attention_mask[:, :, None].to(logits.dtype)))
+            return weights.max(1).values
+
+    ids = torch.randint(len(SPECIAL), job["config"]["vocab_size"], (2, 16))
+    names = ["input_ids", "attention_mask"]
+    for output, module in zip(OUTPUTS, (Dense(), Splade()), strict=True):
+        torch.onnx.export(
+            module.eval(),
+            (ids, torch.ones_like(ids)),
+            str(Path(folder) / f"{output}.onnx"),
+            input_names=names,
+            dynamic_axes={name: {0: "rows", 1: "length"} for name in names},
+            dynamo=False,  # the other exporter needs onnxscript, which Infinity does not bring
+        )
+
+
+@cache
+def ids_of(rows: int, length: int, vocabulary: int) -> np.ndarray:
+    """A batch without padding."""
+    return np.random.default_rng(0).integers(len(SPECIAL), vocabulary, (rows, length))
+
+
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """The versions of Python and of the packages."""
+    found = {name: metadata.version(name) for name in packages}
+    return {"python": platform.python_version()} | found
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is not an answer
+    job = json.loads(sys.stdin.readline())
+    library = LIBRARIES[job["library"]](job)
+
+    def answer(value: Any) -> None:
+        print(json.dumps(value), file=answers, flush=True)
+
+    answer(versions(library.PACKAGES))
+    for line in sys.stdin:
+        output, (rows, length) = json.loads(line)
+        answer(library.values(output, ids_of(rows, length, job["config"]["vocab_size"])).size)
+
+
+if __name__ == "__main__":
+    main()
