@@ -21,6 +21,7 @@ from jaxembed.engines import PlannedEngine, Progress, plan_engine
 from jaxembed.errors import ConfigError, NoInputs
 from jaxembed.inputs import Pair, Text
 from jaxembed.models import is_static
+from jaxembed.outputs import OutputName
 from jaxembed.processors.pieces import TokenPiece
 from jaxembed.processors.text import DECODED_BYTES, PIECE_BYTES, Rules, TextProcessor
 from jaxembed.ranges import load_ranges
@@ -361,7 +362,7 @@ class LoadedModel:
         rules = Rules("", truncate=True, side="right")
         for route, one in self.routes.items():
             item = Pair("probe", "probe") if one.spec.task == "rerank" else Text("probe")
-            outputs = frozenset({one.spec.primary})
+            outputs: frozenset[OutputName] = frozenset({one.spec.primary})
             self.run(ComputeRequest([item], rules, outputs, "interactive", route=route))
 
     def drain(self) -> None:

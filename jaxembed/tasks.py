@@ -538,8 +538,8 @@ def check_cut(
     dimensions: int | None,
     field: str = "dimensions",
 ) -> None:
-    """Raises InvalidInput if the vectors among the outputs, of these widths, cannot be cut to so many dimensions, or
-    there are none. `field` is where the request has the number."""
+    """Raises InvalidInput if the vectors among the outputs, of these widths, cannot be cut to so
+    many dimensions, or there are none. `field` is where the request has the number."""
     vectors: tuple[OutputName, ...] = ("dense", "multi_vector")
     asked: list[OutputName] = [name for name in vectors if name in outputs]
     if dimensions is not None and not asked and "sparse" in outputs:

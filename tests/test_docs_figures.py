@@ -134,3 +134,11 @@ def test_what_two_models_leave_each_other():
 def test_the_score_on_sts_b():
     for one in result("eval_sts", AMD)["results"]:
         assert f"{one['spearman']:.2f} in float32 and in bfloat16" in BENCHMARKS
+
+
+def test_the_scores_of_hybrid_search():
+    page = (ROOT / "docs" / "how-to" / "hybrid-search.md").read_text()
+    facts = result("eval_hybrid", AMD)
+    assert f"{facts['documents']:,} abstracts and {facts['queries']} queries" in page
+    for one in facts["results"]:
+        assert f"| {one['ranking']} | {100 * one['ndcg_at_10']:.2f} |" in page
