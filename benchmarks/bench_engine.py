@@ -140,6 +140,12 @@ class Recorder:
         self.runs.append((bucket, start, time.perf_counter()))
         return answer
 
+    def temporary_bytes(self, bucket: Bucket) -> int:
+        return self.runner.temporary_bytes(bucket)
+
+    def free(self) -> None:
+        self.runner.free()
+
     @property
     def float32_bucket(self) -> Bucket | None:
         return self.runner.float32_bucket

@@ -114,7 +114,6 @@ class LoadedModel:
                 self.wait_ready()
             except BaseException:
                 self.close()  # or its threads would keep it, and the device's memory
-                self.free()
                 raise
 
     def _load(
@@ -370,18 +369,14 @@ class LoadedModel:
         self.admission.drain()
 
     def close(self, timeout_s: float = 20.0) -> None:
-        """Finish what is queued and stop the threads."""
+        """Finish what is queued, stop the threads, and free the parameters and programs, whoever
+        still refers to the model."""
         for one in self.routes.values():
             one.runner.close()
         self.admission.close()
         deadline = time.monotonic() + timeout_s
         for one in self.routes.values():
             one.engine.close(max(deadline - time.monotonic(), 0.0))
-
-    def free(self) -> None:
-        """Free the memory of the parameters and programs, after `close`, whoever still refers to
-        the model."""
-        for one in self.routes.values():
             one.engine.free()
 
 

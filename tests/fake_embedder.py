@@ -132,7 +132,7 @@ class FakeEmbedder(LoadedModel):
         self.gate: asyncio.Event | None = None
         self.entered = asyncio.Event()
         self.cancelled = asyncio.Event()
-        self.closed = self.freed = False
+        self.closed = False
         self.asked: list[EncodeOptions | ScoreOptions] = []
         self.held: list[Held | None] = []  # of each call
 
@@ -218,10 +218,6 @@ class FakeEmbedder(LoadedModel):
 
     def close(self, timeout_s: float | None = None) -> None:
         self.closed = True
-
-    def free(self) -> None:
-        assert self.closed
-        self.freed = True
 
     async def _weather(self, held: Held | None) -> None:
         self.held.append(held)

@@ -185,7 +185,6 @@ def _load_later(
         loaded.probe()
     except BaseException:
         loaded.close(timeout_s=0.0)
-        loaded.free()
         raise
     return loaded
 

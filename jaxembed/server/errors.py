@@ -54,6 +54,10 @@ class Unhealthy(JaxembedError):
     """The server cannot take work now."""
 
 
+class LoadFailed(JaxembedError):
+    """A model that was to be loaded cannot be; Triton's status is that of a wrong request."""
+
+
 class Unauthorized(JaxembedError):
     """No API key, or not one of ours."""
 
@@ -96,6 +100,7 @@ REPLIES: dict[type[Exception], Reply] = {
     ShuttingDown:   Reply(503, "Unhealthy", 503, _FAILED, "shutting_down", "overloaded"),
     Overloaded:     Reply(429, "Overloaded", 429, "rate_limit_error", "overloaded", "overloaded"),
     Unhealthy:      Reply(503, "Unhealthy", 503, _FAILED, "unhealthy", None),
+    LoadFailed:     Reply(400, "Backend", 400, _BAD, None, None),
     Unauthorized:   Reply(401, "Unauthorized", 401, _BAD, "invalid_api_key", None),
     Cancelled:      Reply(503, "Unhealthy", 503, _FAILED, "cancelled", "dropped"),
     DeviceStuck:    Reply(503, "Unhealthy", 503, _FAILED, "device_stuck", "inference"),

@@ -26,6 +26,7 @@ from jaxembed.server import (
     multi,
     openai,
     ops,
+    repository,
     scoring,
     tei,
     tei_scores,
@@ -33,7 +34,7 @@ from jaxembed.server import (
 )
 from jaxembed.server.body import PRIORITY
 from jaxembed.server.encoding import JSON, OCTETS
-from jaxembed.server.errors import Dialect, dialect_of
+from jaxembed.server.errors import REPOSITORY, Dialect, dialect_of
 from jaxembed.server.rerank import DocumentsRequest
 from jaxembed.server.unsupported import ModelRequest, unserved
 
@@ -143,6 +144,13 @@ ROUTES = (
           hosted.VertexResponse),
     Route("info.info", "A model and its limits; with `verbose` what its speed depends on",
           response=info.Info, query=("model", "verbose")),
+    Route("repository.index", "Every model by name, and whether it is in memory",
+          repository.IndexRequest, list[repository.IndexedModel]),
+    Route("repository.load", "Load a model", repository.LoadRequest, repository.IndexedModel),
+    Route("repository.unload", "Take a model out of memory", repository.LoadRequest,
+          repository.IndexedModel),
+    Route("repository.alias", "Move a name to another model", repository.AliasRequest,
+          repository.IndexedModel),
     Route("ops.probe", "Health"),
     Route("ops.health", "Whether the model answers", response=ops.Health),
     Route("ops.ping", "Health, for SageMaker"),
@@ -269,11 +277,12 @@ def _parameters(route: Route, path: str) -> list[dict]:
     """The parameters of a request in its path, query and headers."""
     text = {"type": "string"}
     parameters: list[dict] = []
-    if "{name}" in path:
-        parameters.append({"name": "name", "in": "path", "required": True, "schema": text})
+    for name in re.findall(r"\{(\w+)\}", path):
+        parameters.append({"name": name, "in": "path", "required": True, "schema": text})
     for name in route.query:
         parameters.append({"name": name, "in": "query", "schema": text, "allowEmptyValue": True})
-    if route.request is not None and route.request not in UNQUEUED:
+    is_queued = route.request not in UNQUEUED and not path.startswith(REPOSITORY)
+    if route.request is not None and is_queued:
         choices = text | {"enum": list(get_args(Priority))}
         parameters.append({"name": PRIORITY, "in": "header", "schema": choices})
     return parameters

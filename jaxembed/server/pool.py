@@ -20,7 +20,13 @@ import jax
 
 from jaxembed import memory
 from jaxembed.config import PoolLimits
-from jaxembed.errors import JaxembedError, ModelUnavailable, NoRoom, ShuttingDown
+from jaxembed.errors import (
+    BackendError,
+    JaxembedError,
+    ModelUnavailable,
+    NoRoom,
+    ShuttingDown,
+)
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.server.models import Models, Residence, Slot
 from jaxembed.spec import ModelSpec, Task
@@ -150,7 +156,7 @@ class ModelPool:
                 f"{self._name(slot)} is still being loaded after "
                 f"{self._limits.load_timeout_s:g} s; try again, or raise --load-timeout"
             ) from None
-        except (JaxembedError, OSError) as error:
+        except JaxembedError as error:
             raise self._unavailable(slot, error) from error
         finally:
             self._waiting[slot] -= 1
@@ -177,10 +183,14 @@ class ModelPool:
             try:
                 loaded = await self._loaded(slot)
             except Exception as error:
-                self._failed[slot] = time.monotonic(), error
-                logger.error("%s cannot be loaded: %s", self._name(slot), error)
+                is_ours = isinstance(error, JaxembedError)
+                logger.error(
+                    "%s cannot be loaded: %s", self._name(slot), error, exc_info=not is_ours
+                )
+                failure = error if is_ours else BackendError(str(error).splitlines()[0])
+                self._failed[slot] = time.monotonic(), failure
                 await _in_thread(_collect)
-                raise
+                raise failure from error
             self._failed.pop(slot, None)
             slot.residence, slot.spec = Residence(loaded), loaded.spec
             logger.info(
@@ -268,9 +278,7 @@ class ModelPool:
 
     async def _free(self, residence: Residence, name: str) -> None:
         await residence.idle()
-        loaded = residence.loaded
-        await _in_thread(loaded.close, CLOSE_S)
-        await _in_thread(loaded.free)
+        await _in_thread(residence.loaded.close, CLOSE_S)
         await _in_thread(_collect)
         logger.info("%s is no longer in memory", name)
 

@@ -19,7 +19,7 @@ from jaxembed.errors import (
 from jaxembed.server import access
 from jaxembed.server.body import read_body_as
 from jaxembed.server.encoding import json_response
-from jaxembed.server.errors import BadField
+from jaxembed.server.errors import BadField, LoadFailed
 from jaxembed.server.models import Models, Slot
 from jaxembed.server.pool import ModelPool, State
 from jaxembed.server.service import current_service
@@ -28,10 +28,6 @@ blueprint = Blueprint("repository", __name__)
 blueprint.before_request(access.check_admin_key)
 
 VERSION_DIGITS = 12  # of the content hash of a checkpoint
-
-
-class LoadFailed(InvalidInput):
-    """A model could not be loaded: 400, as in Triton."""
 
 
 class IndexRequest(msgspec.Struct):

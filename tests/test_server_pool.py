@@ -1,0 +1,651 @@
+"""Models that are loaded when a request asks for them, and leave memory to make room."""
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from conftest import save_tiny
+from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
+
+from jaxembed import Embedder, EngineConfig
+from jaxembed.config import PoolLimits, ServerConfig
+from jaxembed.engine.admission import Capacity
+from jaxembed.errors import (
+    BackendError,
+    CheckpointError,
+    ConfigError,
+    InvalidInput,
+    ModelUnavailable,
+    NoRoom,
+    UnknownModel,
+)
+from jaxembed.memory import MIB
+from jaxembed.server.app import create_admin_app, create_app
+from jaxembed.server.catalog import Catalog
+from jaxembed.server.models import Models
+from jaxembed.server.pool import ModelPool
+
+KEY = {"authorization": "Bearer admin"}
+SPECS = {"r": RERANKER, "c": CLASSIFIER}
+
+
+class Shelf:
+    """Loads fakes by id, and notes what was loaded. `gate` holds loads back, `errors` fail them."""
+
+    def __init__(self, ids: Sequence[str] = "abcr", size: int = 100):
+        self.ids = list(ids)
+        self.size = size
+        self.loaded: list[FakeEmbedder] = []
+        self.errors: dict[str, Exception] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(self) -> dict[str, str]:
+        return {one: one for one in self.ids}
+
+    def load(self, model: str, reserve: Callable[[int], object]) -> FakeEmbedder:
+        assert self.gate.wait(10)
+        reserve(self.size)
+        if (error := self.errors.get(model)) is not None:
+            raise error
+        fake = FakeEmbedder(spec=SPECS.get(model, SPEC))
+        vars(fake).update(name=model, resident_bytes=self.size)
+        self.loaded.append(fake)
+        return fake
+
+    @property
+    def names(self) -> str:
+        return "".join(one.name for one in self.loaded)
+
+    @property
+    def closed(self) -> str:
+        return "".join(one.name for one in self.loaded if one.closed)
+
+
+def pool_of(shelf: Shelf, lasting: Sequence[FakeEmbedder] = (), **limits) -> ModelPool:
+    models = Models(list(lasting), capacity=Capacity(1000), loadable=shelf)
+    return ModelPool(models, shelf.load, PoolLimits(**limits))
+
+
+def run(scenario: Callable) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(20):
+            await scenario()
+
+    asyncio.run(within())
+
+
+async def use(pool: ModelPool, name: str, task=None) -> FakeEmbedder:
+    """Take a lease and give it back, as a request does."""
+    residence = await pool.lease(name, task)
+    await asyncio.sleep(0)
+    residence.give_back()
+    return residence.loaded
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_a_model_is_loaded_once_for_all_who_ask_at_once():
+    shelf = Shelf()
+
+    async def scenario() -> None:
+        pool = pool_of(shelf)
+        shelf.gate.clear()
+        asking = [asyncio.create_task(use(pool, "a")) for _ in range(20)]
+        await asyncio.sleep(0.05)
+        assert pool.state(pool.models["a"]) == ("LOADING", "")
+        shelf.gate.set()
+        assert len(set(await asyncio.gather(*asking))) == 1
+        assert pool.state(pool.models["a"]) == ("READY", "")
+
+    run(scenario)
+    assert shelf.names == "a"
+
+
+def test_ten_models_of_which_two_fit_are_all_served():
+    shelf = Shelf("abcdefghij")
+
+    async def scenario() -> None:
+        pool = pool_of(shelf, bytes=250)
+        for name in shelf.ids:
+            assert (await use(pool, name)).name == name
+            assert len(pool.models) <= 2
+        asking = [use(pool, name) for name in shelf.ids * 2]  # all at once
+        assert [one.name for one in await asyncio.gather(*asking)] == shelf.ids * 2
+        await until(lambda: not pool._leaving)
+
+    run(scenario)
+    assert len(shelf.closed) == len(shelf.loaded) - 2
+
+
+def test_the_model_unused_for_longest_goes_and_not_before_its_requests_are_answered():
+    shelf = Shelf()
+
+    async def scenario() -> None:
+        pool = pool_of(shelf, bytes=200)
+        await use(pool, "a")
+        held = await pool.lease("b", None)
+        await use(pool, "a")
+        await use(pool, "c")  # b is older, but in use
+        assert shelf.closed == "a"
+        asking = asyncio.create_task(use(pool, "a"))  # c goes, b stays in use
+        await asking
+        assert shelf.closed == "ac"
+        other = await pool.lease("a", None)
+        asking = asyncio.create_task(use(pool, "r"))
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        assert not held.loaded.closed
+        assert not other.loaded.closed
+        other.give_back()
+        held.give_back()
+        await asking
+
+    run(scenario)
+
+
+def test_a_request_for_a_model_that_is_leaving_waits_until_it_is_back():
+    shelf = Shelf()
+
+    async def scenario() -> None:
+        pool = pool_of(shelf)
+        held = await pool.lease("a", None)
+        leaving = asyncio.create_task(pool.unload(pool.models["a"]))
+        await asyncio.sleep(0.05)
+        assert pool.state(pool.models["a"])[0] == "UNLOADING"
+        second = await use(pool, "a")
+        assert second is not held.loaded
+        assert not leaving.done()
+        held.give_back()
+        await leaving
+        assert held.loaded.closed
+        assert not second.closed
+
+    run(scenario)
+
+
+def test_what_is_pinned_stays_and_what_cannot_fit_is_refused_with_the_numbers():
+    shelf = Shelf(size=3 * MIB)
+    lasting = FakeEmbedder()
+    vars(lasting).update(name="always", resident_bytes=6 * MIB)
+
+    async def scenario() -> None:
+        pool = pool_of(shelf, [lasting], bytes=10 * MIB)
+        await use(pool, "a")
+        await use(pool, "b")
+        assert shelf.closed == "a"
+        await pool.load(pool.models["b"], pinned=True)
+        with pytest.raises(ModelUnavailable, match=r"a takes 3 MB, .* 10 MB, .* 9 MB are pinned"):
+            await pool.lease("a", None)
+        with pytest.raises(NoRoom):
+            await pool.load(pool.models["a"])
+        assert not lasting.closed
+        assert len(pool.models) == 2
+        await pool.load(pool.models["b"], pinned=False)
+        await pool.load(pool.models["a"])
+
+    run(scenario)
+
+
+def test_a_model_that_cannot_be_loaded_leaves_all_as_it_was_and_is_not_tried_at_once():
+    shelf = Shelf()
+    shelf.errors["b"] = CheckpointError("the config is damaged\nsecond line")
+
+    async def scenario() -> None:
+        pool = pool_of(shelf)
+        before = await use(pool, "a")
+        for _ in range(3):
+            with pytest.raises(ModelUnavailable, match="b cannot be loaded: the config is damaged"):
+                await pool.lease("b", None)
+        assert pool.state(pool.models["b"]) == ("UNAVAILABLE", str(shelf.errors["b"]))
+        assert await use(pool, "a") is before
+        del shelf.errors["b"]
+        with pytest.raises(ModelUnavailable):
+            await pool.lease("b", None)
+        await pool.load(pool.models["b"])  # whoever runs the server need not wait
+        assert (await use(pool, "b")).name == "b"
+
+    run(scenario)
+
+
+def test_without_memory_after_all_another_model_goes_and_it_is_tried_once_more():
+    shelf = Shelf()
+
+    async def scenario() -> None:
+        pool = pool_of(shelf)
+        await use(pool, "a")
+        shelf.errors["b"] = RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        asking = asyncio.create_task(use(pool, "b"))
+        await until(lambda: shelf.closed == "a")
+        with pytest.raises(ModelUnavailable, match="b cannot be loaded: RESOURCE_EXHAUSTED"):
+            await asking
+        with pytest.raises(BackendError, match="RESOURCE_EXHAUSTED"):
+            await pool.load(pool.models["b"])
+
+    run(scenario)
+
+
+def test_a_request_waits_for_its_model_so_long_and_the_load_goes_on():
+    shelf = Shelf()
+
+    async def scenario() -> None:
+        pool = pool_of(shelf, load_timeout_s=0.05)
+        shelf.gate.clear()
+        with pytest.raises(ModelUnavailable, match=r"after 0\.05 s; .*--load-timeout"):
+            await pool.lease("a", None)
+        shelf.gate.set()
+        await until(lambda: shelf.names == "a")
+        await until(lambda: pool.models["a"].residence is not None)
+        await use(pool, "a")
+
+    run(scenario)
+    assert shelf.names == "a"
+
+
+def test_a_client_that_goes_away_while_its_model_is_loaded_holds_nothing():
+    shelf = Shelf()
+
+    async def scenario() -> None:
+        pool = pool_of(shelf, bytes=100)
+        shelf.gate.clear()
+        asking = asyncio.create_task(pool.lease("a", None))
+        await asyncio.sleep(0.02)
+        asking.cancel()
+        shelf.gate.set()
+        await asyncio.gather(asking, return_exceptions=True)
+        await use(pool, "b")
+
+    run(scenario)
+    assert shelf.closed == "a"
+
+
+def test_an_alias_moves_without_a_failed_request_and_each_answer_is_of_one_model():
+    shelf = Shelf("abd", size=100)
+
+    async def scenario() -> None:
+        pool = pool_of(shelf, bytes=250)  # two of the three
+        await pool.move("live", "a")
+        served: set[str] = set()
+        done = asyncio.Event()
+
+        async def client() -> None:
+            while not done.is_set():
+                residence = await pool.lease("live", "embed")
+                assert not residence.loaded.closed
+                await asyncio.sleep(0.001)
+                assert not residence.loaded.closed  # nobody who has a lease loses the model
+                served.add(residence.loaded.name)
+                residence.give_back()
+
+        clients = [asyncio.create_task(client()) for _ in range(8)]
+        for k in range(6):
+            await pool.move("live", "abd"[k % 3])
+        for k in range(200):
+            await pool.move("live", "bd"[k % 2])
+        done.set()
+        await asyncio.gather(*clients)
+        assert served == {"a", "b", "d"}
+
+    run(scenario)
+
+
+def test_an_alias_stays_where_it_is_if_the_new_model_cannot_be_loaded():
+    shelf = Shelf()
+    shelf.errors["b"] = BackendError("not finite")
+
+    async def scenario() -> None:
+        pool = pool_of(shelf)
+        await pool.move("live", "a")
+        with pytest.raises(BackendError, match="not finite"):
+            await pool.move("live", "b")
+        assert (await use(pool, "live")).name == "a"
+        with pytest.raises(InvalidInput, match="cannot be moved"):
+            await pool.move("b", "a")  # a loadable model's own name
+        with pytest.raises(InvalidInput, match="without a colon"):
+            await pool.move("x:y", "a")
+        with pytest.raises(UnknownModel):
+            await pool.move("live", "nothing")
+
+    run(scenario)
+
+
+def test_a_model_left_without_a_name_leaves_memory():
+    shelf = Shelf()
+    lasting = FakeEmbedder()
+    vars(lasting).update(name="always")
+
+    async def scenario() -> None:
+        models = Models([lasting], {"always": ["live"]}, capacity=Capacity(1000), loadable=shelf)
+        pool = ModelPool(models, shelf.load)
+        held = await pool.lease(None, "embed")
+        await pool.move("live", "a")
+        await asyncio.sleep(0.05)
+        assert not lasting.closed
+        held.give_back()
+        await until(lambda: lasting.closed)
+        assert (await use(pool, "live")).name == "a"
+
+    run(scenario)
+
+
+def test_an_unused_model_leaves_memory_after_its_time():
+    shelf = Shelf()
+    lasting = FakeEmbedder()
+
+    async def scenario() -> None:
+        pool = pool_of(shelf, [lasting], keep_alive_s=0.05)
+        held = await pool.lease("a", None)
+        await use(pool, "b")
+        await asyncio.sleep(0.1)
+        pool.sweep()
+        await until(lambda: shelf.closed == "b")
+        held.give_back()
+        pool.sweep()
+        assert shelf.closed == "b"  # it was in use until now
+        assert not lasting.closed
+
+    run(scenario)
+
+
+def test_a_request_without_a_name_means_a_model_of_the_command_line():
+    shelf = Shelf("ab")
+    lasting = FakeEmbedder()
+
+    async def scenario() -> None:
+        pool = pool_of(shelf, [lasting])
+        residence = await pool.lease(None, "embed")
+        assert residence.loaded is lasting
+        with pytest.raises(InvalidInput, match="`model` must say which: a, b"):
+            await pool_of(shelf).lease(None, "embed")
+        assert (await use(pool_of(Shelf("a")), None, "embed")).name == "a"
+
+    run(scenario)
+    assert not shelf.loaded
+
+
+def test_models_that_come_into_the_repository_are_found_and_nothing_outside_of_it(tmp_path):
+    (tmp_path / "in" / "one").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "in" / "file").write_text("")
+    (tmp_path / "in" / ".hidden").mkdir()
+    catalog = Catalog(["org/model"], tmp_path / "in")
+    models = Models(capacity=Capacity(10), loadable=catalog)
+    assert models.names == ("org/model", "one")
+    (tmp_path / "in" / "two").mkdir()
+    assert models["two"].id == str(tmp_path / "in" / "two")
+    for name in ("../out", str(tmp_path / "out"), "one/../../out", "file", ".hidden", "http://x/y"):
+        with pytest.raises(UnknownModel):
+            models[name]
+    (tmp_path / "in" / "one").rmdir()
+    models.discover()
+    assert models.names == ("org/model", "two")
+    with pytest.raises(ConfigError, match="is no directory"):
+        Catalog([], tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="also the name of a folder"):
+        Catalog(["two"], tmp_path / "in")
+
+
+# over HTTP
+
+
+def serve(shelf: Shelf, calls: Callable, config: ServerConfig | None = None, **limits) -> None:
+    """Call `calls` with a client of a server with an admin key."""
+    config = config or ServerConfig(admin_key="admin")
+
+    async def scenario() -> None:
+        pool = pool_of(shelf, **limits)
+        await calls(create_app(pool.models, config, pool).test_client(), pool)
+
+    run(scenario)
+
+
+async def post(client, path: str, body=None, headers=KEY, method="POST"):
+    response = await client.open(path, method=method, json=body or {}, headers=headers)
+    return response.status_code, await response.get_json()
+
+
+def test_triton_clients_load_list_and_unload():
+    async def calls(client, pool) -> None:
+        status, listed = await post(client, "/v2/repository/index")
+        assert status == 200
+        assert [one["name"] for one in listed] == ["a", "b", "c", "r"]
+        assert {one["state"] for one in listed} == {"UNAVAILABLE"}
+        status, one = await post(client, "/v2/repository/models/a/load")
+        assert (status, one["state"], one["version"]) == (200, "READY", SPEC.content_hash)
+        pinned = {"parameters": {"pinned": True}}
+        _, one = await post(client, "/v2/repository/models/b/load", pinned)
+        assert one["pinned"]
+        _, listed = await post(client, "/v2/repository/index", {"ready": True})
+        assert [one["name"] for one in listed] == ["a", "b"]
+        status, one = await post(client, "/v2/repository/models/a/unload")
+        assert (status, one["state"], one["bytes"]) == (200, "UNAVAILABLE", 0)
+
+    serve(Shelf(), calls)
+
+
+def test_an_alias_is_moved_over_http_and_answers_carry_it():
+    async def calls(client, pool) -> None:
+        for model in ("a", "b"):
+            path = "/v2/repository/aliases/org/live"
+            status, one = await post(client, path, {"model": model}, method="PUT")
+            assert (status, one["name"], one["state"]) == (200, "org/live", "READY")
+            asked = {"model": "org/live", "input": "x"}
+            assert (await post(client, "/v1/embeddings", asked))[0] == 200
+            assert pool.models["org/live"] is pool.models[model]
+
+    serve(Shelf(), calls)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v2/repository/index"),
+        ("POST", "/v2/repository/models/a/load"),
+        ("POST", "/v2/repository/models/a/unload"),
+        ("PUT", "/v2/repository/aliases/x"),
+    ],
+)
+@pytest.mark.parametrize("key", [{}, {"authorization": "Bearer api"}, {"authorization": "admin"}])
+def test_every_admin_route_is_refused_without_the_admin_key(method, path, key):
+    shelf = Shelf()
+
+    async def calls(client, pool) -> None:
+        status, body = await post(client, path, {"model": "a"}, key, method)
+        assert status == 401
+        assert "admin key" in body["error"]
+
+    serve(shelf, calls, ServerConfig(admin_key="admin", api_keys=("api",)))
+    assert not shelf.loaded
+
+    async def without(client, pool) -> None:
+        status, _ = await post(client, path, {"model": "a"}, KEY, method)
+        assert status == 404
+
+    serve(shelf, without, ServerConfig())
+
+
+def test_the_admin_key_opens_no_other_route():
+    async def calls(client, pool) -> None:
+        status, _ = await post(client, "/v1/embeddings", {"model": "a", "input": "x"})
+        assert status == 401
+
+    serve(Shelf(), calls, ServerConfig(admin_key="admin", api_keys=("api",)))
+
+
+def test_the_admin_port_needs_no_key_unless_there_is_one():
+    async def scenario() -> None:
+        pool = pool_of(Shelf())
+        client = create_admin_app(pool, ServerConfig(admin_port=1)).test_client()
+        assert (await post(client, "/v2/repository/index", headers={}))[0] == 200
+        assert (await client.get("/v1/models")).status_code == 404
+        keyed = ServerConfig(admin_port=1, admin_key="admin")
+        client = create_admin_app(pool, keyed).test_client()
+        assert (await post(client, "/v2/repository/index", headers={}))[0] == 401
+        assert (await post(client, "/v2/repository/index"))[0] == 200
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("models/nothing/load", {}, 404, "the model `nothing` does not exist"),
+        ("models//etc/load", {}, 404, "does not exist"),
+        ("models/http://x/y/load", {}, 404, "does not exist"),
+        ("models/a/load", {"parameters": {"config": "{}"}}, 422, "`parameters.config` is not"),
+        ("models/a/load", {"parameters": {"file:1/model": ""}}, 422, "`parameters.file:1/model`"),
+        (
+            "models/a/load",
+            {"parameters": {"pinned": "yes"}},
+            422,
+            "true or false. Given: 'y",
+        ),
+        ("models/a/unload", {"parameters": {"unload_dependents": True}}, 422, "unload takes none"),
+        ("models/b/load", {}, 400, "b cannot be loaded: no such tensor"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_by_name(path, body, status, words):
+    shelf = Shelf()
+    shelf.errors["b"] = CheckpointError("no such tensor")
+
+    async def calls(client, pool) -> None:
+        got, answer = await post(client, f"/v2/repository/{path}", body)
+        assert got == status
+        assert words in answer["error"]
+
+    serve(shelf, calls)
+
+
+def test_a_request_for_a_model_that_cannot_be_loaded_says_so_in_its_dialect():
+    shelf = Shelf()
+    shelf.errors["b"] = CheckpointError("no such tensor")
+
+    async def calls(client, pool) -> None:
+        for path, field in (
+            ("/v1/embeddings", "input"),
+            ("/embed", "inputs"),
+            ("/v2/embed", "texts"),
+        ):
+            body = {"model": "b", field: ["x"]}
+            if path == "/v2/embed":
+                body["input_type"] = "search_query"
+            response = await client.post(path, json=body)
+            assert response.status_code == 503
+            assert response.headers["Retry-After"]
+            assert "b cannot be loaded: no such tensor" in await response.get_data(as_text=True)
+        status, _ = await post(client, "/v1/embeddings", {"model": "a", "input": "x"})
+        assert status == 200
+        status, _ = await post(client, "/rerank", {"model": "a", "query": "q", "texts": ["t"]})
+        assert status == 424
+        status, _ = await post(client, "/rerank", {"model": "r", "query": "q", "texts": ["t"]})
+        assert status == 200
+        status, _ = await post(client, "/", {"model": "c", "inputs": "x"})
+        assert status == 200
+
+    serve(shelf, calls)
+
+
+def test_models_and_metrics_show_what_is_in_memory():
+    async def calls(client, pool) -> None:
+        listed = (await (await client.get("/v1/models")).get_json())["data"]
+        assert [(one["id"], one["loaded"]) for one in listed] == [(n, False) for n in "abcr"]
+        assert (await client.get("/ready")).status_code == 200
+        assert (await client.get("/info?model=a")).status_code == 503
+        assert (await client.get("/info")).status_code == 404
+        await post(client, "/v1/embeddings", {"model": "a", "input": "x"})
+        listed = (await (await client.get("/v1/models")).get_json())["data"]
+        assert [one["loaded"] for one in listed] == [True, False, False, False]
+        text = await (await client.get("/metrics")).get_data(as_text=True)
+        assert 'te_request_count{method="single",model="a"} 1.0' in text
+        assert (await client.get("/info?model=a")).status_code == 200
+        assert (await client.get("/info")).status_code == 200
+
+    serve(Shelf(), calls)
+
+
+# real models
+
+
+def test_a_freed_model_leaves_no_array_and_no_thread(tmp_path):
+    config = EngineConfig(dtype="float32", max_batch_tokens=64, devices=1)
+    path = save_tiny(tmp_path / "tiny")
+
+    def loaded() -> Embedder:
+        return Embedder(str(path), cache_dir=tmp_path / "cache", config=config)
+
+    loaded().close()  # what is made once is there then
+    arrays, threads = len(jax.live_arrays()), threading.active_count()
+    for _ in range(3):
+        one = loaded()
+        one.probe()
+        assert one.resident_bytes > 0
+        gc.freeze()  # as a server does
+        one.close()
+        assert len(jax.live_arrays()) == arrays
+        assert threading.active_count() <= threads
+        weak = weakref.ref(one.engine)
+        del one
+        gc.unfreeze()
+        gc.collect()
+        assert weak() is None
+
+
+def test_room_is_asked_for_before_parameters_are_read(tmp_path):
+    path = save_tiny(tmp_path / "tiny")
+    asked: list[int] = []
+
+    def refuse(count: int) -> None:
+        asked.append(count)
+        raise NoRoom("none")
+
+    arrays = len(jax.live_arrays())
+    config = EngineConfig(dtype="float32", max_batch_tokens=64, devices=1)
+    with pytest.raises(NoRoom):
+        Embedder(str(path), cache_dir=tmp_path / "cache", config=config, reserve=refuse)
+    assert len(asked) == 1
+    assert asked[0] > 0
+    assert len(jax.live_arrays()) == arrays
+
+
+def test_two_real_models_in_turn_give_their_own_vectors(tmp_path):
+    paths = {
+        "a": save_tiny(tmp_path / "a"),
+        "b": save_tiny(tmp_path / "b", pooling=("cls",)),
+    }
+    config = EngineConfig(dtype="float32", max_batch_tokens=64, devices=1)
+    make = partial(Embedder, cache_dir=tmp_path / "cache", config=config)
+    alone = {}
+    for name, path in paths.items():
+        with make(str(path)) as one:
+            alone[name] = one.encode("the cat sat")
+
+    def load(model: str, reserve: Callable[[int], object]) -> Embedder:
+        one = make(model, reserve=reserve)
+        one.probe()
+        return one
+
+    async def scenario() -> None:
+        models = Models(
+            capacity=Capacity(1000), loadable=lambda: {n: str(p) for n, p in paths.items()}
+        )
+        pool = ModelPool(models, load, PoolLimits(bytes=2**40))
+        client = create_app(models, ServerConfig(admin_key="admin"), pool).test_client()
+        for _ in range(2):
+            for name in "ab":
+                body = {"model": name, "input": "the cat sat", "encoding_format": "float"}
+                status, answer = await post(client, "/v1/embeddings", body)
+                assert status == 200
+                vector = answer["data"][0]["embedding"]
+                np.testing.assert_allclose(vector, alone[name], atol=1e-6)
+                assert (await post(client, f"/v2/repository/models/{name}/unload"))[0] == 200
+
+    run(scenario)
