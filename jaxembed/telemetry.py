@@ -380,13 +380,13 @@ def _merge(families: dict[str, Metric], metric: Metric, label: str, value: str) 
         family.samples += metric.samples
 
 
-def exposition(telemetries: Mapping[str, Telemetry]) -> bytes:
+def exposition(telemetries: Mapping[str, Telemetry], *, label_one: bool = False) -> bytes:
     """The metrics in Prometheus' text format, for models by served name.
 
-    With a single model the series are exactly TEI's and ours; with several each gets the label
-    `model`.
+    With a single model the series are exactly TEI's and ours, unless `label_one`; with several each
+    gets the label `model`.
     """
-    if len(telemetries) == 1:
+    if len(telemetries) == 1 and not label_one:
         return next(iter(telemetries.values())).exposition()
     return _text(_ByModel(telemetries))
 

@@ -15,6 +15,7 @@ from jaxembed.server.app import create_app
 from jaxembed.server.errors import REPLIES, dialect_of
 from jaxembed.server.models import Models
 from jaxembed.server.openapi import document
+from jaxembed.server.pool import ModelPool
 from jaxembed.telemetry import FAILURES, LANES, STAGES, Telemetry
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +29,7 @@ PAGES = [
 DIALECTS = {"OpenAI": "openai", "TEI": "tei", "Cohere": "cohere"}
 MODEL, ENGINE, TEXTS = "Model", "Engine", "Texts"  # sections of docs/configuration.md
 COMMANDS = {  # and the sections with the flags that they share with others
-    "serve": ("Server", MODEL, ENGINE, TEXTS),
+    "serve": ("Server", "Models that come and go", MODEL, ENGINE, TEXTS),
     "convert": (MODEL,),
     "embed": (MODEL, ENGINE, TEXTS),
     "calibrate": (MODEL, ENGINE, TEXTS),
@@ -122,7 +123,8 @@ def documented_routes() -> dict[tuple[str, str], str]:
 
 
 def test_every_route_is_documented_with_the_dialect_of_its_errors():
-    app = create_app(Models([FakeEmbedder()]), ServerConfig())
+    models = Models([FakeEmbedder()])
+    app = create_app(models, ServerConfig(admin_key="key"), ModelPool(models))
     paths = document(app.url_map.iter_rules())["paths"]
     offered = {(path, method): dialect_of(path) for path in paths for method in paths[path]}
     assert documented_routes() == offered

@@ -319,7 +319,7 @@ def test_two_models_together_have_no_more_programs_in_flight_than_one(pair, monk
         return call
 
     for name in ran:
-        runner = pair[name].engine.seats[0].runner
+        runner = pair[name].loaded.engine.seats[0].runner
         monkeypatch.setattr(runner, "run", watched(name, runner.run))
 
     async def flood():

@@ -1,6 +1,7 @@
 """The OpenAPI document, held against what the server really takes and answers."""
 
 import asyncio
+import re
 
 import pytest
 from fake_embedder import CLASSIFIER, M3, RERANKER, SPEC, FakeEmbedder
@@ -10,8 +11,17 @@ from jaxembed.config import ServerConfig
 from jaxembed.server.app import create_app
 from jaxembed.server.models import Models
 from jaxembed.server.openapi import as_openapi_3_0, document
+from jaxembed.server.pool import ModelPool
 
-RULES = list(create_app(Models([FakeEmbedder()]), ServerConfig()).url_map.iter_rules())
+
+def app_of(embedder):
+    """A server with all of its routes."""
+    models = Models([embedder])
+    pool = ModelPool(models, lambda model, reserve: embedder)
+    return create_app(models, ServerConfig(admin_key="key"), pool)
+
+
+RULES = list(app_of(FakeEmbedder()).url_map.iter_rules())
 DOCUMENT = document(RULES)
 TYPES = {
     "object": dict,
@@ -44,6 +54,10 @@ BODIES = {
     "/v1/contextualizedembeddings": {"inputs": ["a b"], "enable_auto_chunking": True},
     "/classify": {"input": ["a"]},
     "/v1/classify": {"input": "a"},
+    "/v2/repository/index": {},
+    "/v2/repository/models/{name}/load": {"parameters": {"pinned": True}},
+    "/v2/repository/models/{name}/unload": {},
+    "/v2/repository/aliases/{alias}": {"model": "test/fake"},
 }
 SPECS = {  # of the routes that an embedding model with one vector a text does not answer
     "/embed_sparse": M3,
@@ -97,7 +111,7 @@ def inner_mismatch(value, schema, place):
 
 def test_it_lists_exactly_the_routes_there_are():
     routes = {
-        (rule.rule.replace("<model:name>", "{name}"), method.lower())
+        (re.sub(r"<model:(\w+)>", r"{\1}", rule.rule), method.lower())
         for rule in RULES
         for method in rule.methods - {"HEAD", "OPTIONS"}
         if rule.rule != "/docs/<name>"
@@ -138,10 +152,11 @@ def test_a_handler_of_several_paths_is_described_at_each():
 def test_it_describes_the_real_answer(path, method):
     async def go():
         embedder = FakeEmbedder(spec=SPECS.get(path, SPEC))
-        client = create_app(Models([embedder]), ServerConfig()).test_client()
-        real = path.replace("{name}", "test/fake")
-        body = {"json": BODIES[path]} if method == "post" else {}
-        response = await client.open(real, method=method.upper(), **body)
+        client = app_of(embedder).test_client()
+        real = path.replace("{name}", "test/fake").replace("{alias}", "live")
+        body = {"json": BODIES[path]} if method in ("post", "put") else {}
+        key = {"authorization": "Bearer key"}
+        response = await client.open(real, method=method.upper(), headers=key, **body)
         return response, await response.get_data(), await response.get_json()
 
     operation = DOCUMENT["paths"][path][method]
@@ -219,10 +234,10 @@ def test_null_becomes_nullable(given, wanted):
 
 @pytest.mark.parametrize("path", BODIES)
 def test_the_priority_is_a_header_of_what_runs_a_model(path):
-    parameters = DOCUMENT["paths"][path]["post"].get("parameters", [])
-    found = {one["name"]: one for one in parameters}
-    if path in ("/tokenize", "/decode"):
-        assert not found
+    (operation,) = [one for way, one in DOCUMENT["paths"][path].items() if way != "get"]
+    found = {one["name"]: one for one in operation.get("parameters", [])}
+    if path in ("/tokenize", "/decode") or path.startswith("/v2/repository/"):
+        assert "x-priority" not in found
     else:
         assert found["x-priority"]["in"] == "header"
         assert found["x-priority"]["schema"]["enum"] == ["interactive", "bulk"]

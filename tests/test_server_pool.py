@@ -291,6 +291,7 @@ def test_an_alias_moves_without_a_failed_request_and_each_answer_is_of_one_model
             await pool.move("live", "abd"[k % 3])
         for k in range(200):
             await pool.move("live", "bd"[k % 2])
+            await asyncio.sleep(0)
         done.set()
         await asyncio.gather(*clients)
         assert served == {"a", "b", "d"}
@@ -561,6 +562,8 @@ def test_models_and_metrics_show_what_is_in_memory():
         assert (await client.get("/ready")).status_code == 200
         assert (await client.get("/info?model=a")).status_code == 503
         assert (await client.get("/info")).status_code == 404
+        text = await (await client.get("/metrics")).get_data(as_text=True)
+        assert 'te_request_count{method="single",model=""} 0.0' in text
         await post(client, "/v1/embeddings", {"model": "a", "input": "x"})
         listed = (await (await client.get("/v1/models")).get_json())["data"]
         assert [one["loaded"] for one in listed] == [True, False, False, False]

@@ -116,11 +116,12 @@ class Server(Quart):
 
 
 def create_app(models: Models, config: ServerConfig, pool: ModelPool | None = None) -> Server:
-    """The app that serves `models`; with a `pool` of them also those that are loaded later."""
+    """The app that serves `models`; with a `pool` of them also those that are loaded later, and,
+    if there is an admin key, the routes that load them."""
     app = Server(Service(models, config, pool or ModelPool(models)))
     for blueprint in BLUEPRINTS:
         app.register_blueprint(blueprint)
-    if config.admin_key is not None:
+    if pool is not None and config.admin_key is not None:
         app.register_blueprint(repository.blueprint)
     for step in (
         access.name_request,

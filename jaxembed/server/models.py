@@ -56,7 +56,7 @@ class Residence:
 
 
 @dataclass(eq=False)
-class Slot:
+class KnownModel:
     """A model that the server knows, in memory or not."""
 
     id: str  # a directory or a hub id, by which it is loaded
@@ -90,10 +90,11 @@ class Models:
     ):
         names = served_names([loaded.name for loaded in models], aliases or {})
         self._lasting = [
-            Slot(loaded.name, Residence(loaded), loaded.spec, pinned=True) for loaded in models
+            KnownModel(loaded.name, Residence(loaded), loaded.spec, pinned=True)
+            for loaded in models
         ]
         self._by_name = {
-            name: slot for slot, owned in zip(self._lasting, names, strict=True) for name in owned
+            name: known for known, owned in zip(self._lasting, names, strict=True) for name in owned
         }
         self._loadable = loadable
         self._own: dict[str, str] = {}  # ids of loadable models, by the names that are theirs alone
@@ -108,32 +109,32 @@ class Models:
         return self._loadable is not None
 
     @property
-    def lasting(self) -> Sequence[Slot]:
+    def lasting(self) -> Sequence[KnownModel]:
         """The models that were loaded at the start."""
         return self._lasting
 
     @property
-    def slots(self) -> list[Slot]:
+    def known(self) -> list[KnownModel]:
         """Every model, once."""
         return list(dict.fromkeys([*self._lasting, *self._by_name.values()]))
 
     def __iter__(self) -> Iterator[LoadedModel]:
         """The models in memory."""
-        return iter([slot.loaded for slot in self.slots if slot.residence is not None])
+        return iter([known.loaded for known in self.known if known.residence is not None])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def __getitem__(self, name: str) -> Slot:
+    def __getitem__(self, name: str) -> KnownModel:
         """The model served under `name`, which may name one of its adapters too. Raises
         UnknownModel, which lists the names."""
-        slot = self._by_name.get(self._split(name)[0])
-        if slot is None and self.changes:
+        known = self._by_name.get(self._split(name)[0])
+        if known is None and self.changes:
             self.discover()
-            slot = self._by_name.get(self._split(name)[0])
-        if slot is None:
+            known = self._by_name.get(self._split(name)[0])
+        if known is None:
             raise self._unknown(name)
-        return slot
+        return known
 
     def discover(self) -> None:
         """Look which models may be loaded now. A name that is taken stays whose it is."""
@@ -141,26 +142,26 @@ class Models:
         for name in self._own.keys() - found.keys():
             if self._by_name[name].residence is None:
                 del self._by_name[name]
-        known = {slot.id: slot for slot in self.slots}
+        by_id = {known.id: known for known in self.known}
         for name, model in found.items():
-            self._by_name.setdefault(name, known.get(model) or Slot(model))
+            self._by_name.setdefault(name, by_id.get(model) or KnownModel(model))
         self._own = {
             name: model for name, model in found.items() if self._by_name[name].id == model
         }
 
-    def name_alias(self, alias: str, name: str) -> Slot:
+    def name_alias(self, alias: str, name: str) -> KnownModel:
         """Serve the model `name` under `alias` too from now on, in place of any other model.
         Returns the model. Raises UnknownModel, and InvalidInput for a name that is a model's own or
         could mean an adapter."""
-        slot = self[name]
+        known = self[name]
         if alias in self._own or ":" in alias or not alias.strip():
             raise InvalidInput(
                 f"`{alias}` cannot be moved: wanted a name that is no loadable model's own, "
                 "without a colon",
                 field="alias",
             )
-        self._by_name[alias] = slot
-        return slot
+        self._by_name[alias] = known
+        return known
 
     def adapter_of(self, name: str | None) -> str | None:
         """The adapter in `<served name>:<adapter>`; None for the model itself."""
@@ -169,25 +170,25 @@ class Models:
     def _split(self, name: str) -> tuple[str, str | None]:
         """The served name and the adapter; those of an unknown name are unknown too."""
         model, colon, adapter = name.rpartition(":")
-        slot = None if name in self._by_name or not colon else self._by_name.get(model)
-        if slot is None:
+        known = None if name in self._by_name or not colon else self._by_name.get(model)
+        if known is None:
             return name, None
-        if slot.spec is None:  # it must be loaded to know
+        if known.spec is None:  # it must be loaded to know
             return model, None
-        return (model, adapter) if adapter in slot.spec.adapter_names else (name, None)
+        return (model, adapter) if adapter in known.spec.adapter_names else (name, None)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every served name: of each model, and of each of its adapters."""
         names: dict[str, None] = dict.fromkeys(self._by_name)
-        for name, slot in self._by_name.items():
-            adapters = slot.spec.adapter_names if slot.spec else ()
+        for name, known in self._by_name.items():
+            adapters = known.spec.adapter_names if known.spec else ()
             names.update(dict.fromkeys(f"{name}:{one}" for one in adapters))
         return tuple(names)
 
-    def names_of(self, slot: Slot) -> list[str]:
+    def names_of(self, known: KnownModel) -> list[str]:
         """The served names of a model; none if they were all moved to others."""
-        return [name for name, served in self._by_name.items() if served is slot]
+        return [name for name, served in self._by_name.items() if served is known]
 
     @property
     def first(self) -> LoadedModel:
@@ -199,8 +200,8 @@ class Models:
     def name_of(self, loaded: LoadedModel) -> str:
         """The name of the model in its answers: the first of its served names, or its id when they
         were moved."""
-        for name, slot in self._by_name.items():
-            if slot.residence is not None and slot.residence.loaded is loaded:
+        for name, known in self._by_name.items():
+            if known.residence is not None and known.residence.loaded is loaded:
                 return name
         return loaded.name
 
@@ -208,32 +209,32 @@ class Models:
         """The models in memory by their names in answers."""
         return {self.name_of(loaded): loaded for loaded in self}
 
-    def meant(self, name: str | None) -> list[Slot]:
+    def meant(self, name: str | None) -> list[KnownModel]:
         """The model served under `name`, or, if no name is given, those loaded at the start; where
         there are none, the only one there is. Raises UnknownModel, and InvalidInput if a name is
         needed."""
         if name and name != UNSPECIFIED:
             return [self[name]]
-        slots = self._lasting or self.slots
-        if self._lasting or len(slots) == 1:
-            return slots
+        known = self._lasting or self.known
+        if self._lasting or len(known) == 1:
+            return known
         raise InvalidInput(f"`model` must say which: {', '.join(self.names)}", field="model")
 
-    def find(self, name: str | None, task: Task | None) -> Slot:
+    def find(self, name: str | None, task: Task | None) -> KnownModel:
         """The model served under `name` or, without a name, the only model that can do the task.
 
         A task of None stands for a task that every model can do. A reranker can also classify, but
-        a classifier is preferred. A model that was never loaded can do what it is asked for, until
-        `check_task`. Raises UnknownModel if no model has the name, WrongTask if the named model, or
-        every model, cannot do the task, and InvalidInput if several models remain.
+        a classifier is preferred. A model that was never loaded counts as one that can. Raises
+        UnknownModel if no model has the name, WrongTask if the named model, or every model, cannot
+        do the task, and InvalidInput if several models remain.
         """
         asked = self.meant(name)
-        able = [slot for slot in asked if _can(slot, task)]
+        able = [known for known in asked if _can(known, task)]
         if task is not None and not able:
             raise WrongTask(f"{REFUSAL[task]}: {', '.join(map(self._description, asked))}")
-        chosen = [slot for slot in able if slot.spec and slot.spec.task == task] or able
+        chosen = [known for known in able if known.spec and known.spec.task == task] or able
         if len(chosen) > 1:
-            names = ", ".join(self.names_of(slot)[0] for slot in chosen if self.names_of(slot))
+            names = ", ".join(self.names_of(known)[0] for known in chosen if self.names_of(known))
             raise InvalidInput(f"`model` must say which: {names}", field="model")
         return chosen[0]
 
@@ -243,7 +244,7 @@ class Models:
         telemetries = {name: model.telemetry for name, model in self.by_name().items()}
         if self.changes:
             telemetries[""] = self.telemetry
-        return exposition(telemetries)
+        return exposition(telemetries, label_one=self.changes)
 
     @property
     def healthy(self) -> bool:
@@ -276,15 +277,15 @@ class Models:
             field="model",
         )
 
-    def _description(self, slot: Slot) -> str:
-        assert slot.spec is not None  # else it can do what it is asked for
-        task = slot.spec.task
-        name = next(iter(self.names_of(slot)), slot.id)
+    def _description(self, known: KnownModel) -> str:
+        assert known.spec is not None  # else it can do what it is asked for
+        task = known.spec.task
+        name = next(iter(self.names_of(known)), known.id)
         return f"`{name}` is {KIND[task]} ({TASK_ROUTES[task]})"
 
 
-def _can(slot: Slot, task: Task | None) -> bool:
-    return task is None or slot.spec is None or task in tasks_of(slot.spec)
+def _can(known: KnownModel, task: Task | None) -> bool:
+    return task is None or known.spec is None or task in tasks_of(known.spec)
 
 
 def served_names(

@@ -133,12 +133,12 @@ def _check_health() -> None:
 
 
 def _model(name: str, models: Models) -> ServedModel:
-    slot, adapter = models[name], models.adapter_of(name)
-    listed = ServedModel(id=name, created=0, loaded=slot.residence is not None)
-    if slot.spec is not None:
-        listed.task, listed.capabilities = slot.spec.task, tasks_of(slot.spec)
-    if slot.residence is not None:
-        loaded = slot.residence.loaded
+    known, adapter = models[name], models.adapter_of(name)
+    listed = ServedModel(id=name, created=0, loaded=known.residence is not None)
+    if known.spec is not None:
+        listed.task, listed.capabilities = known.spec.task, tasks_of(known.spec)
+    if known.residence is not None:
+        loaded = known.residence.loaded
         waiting = loaded.waiting
         listed.max_model_len = loaded.max_input_tokens
         listed.stats = QueueStats(waiting, waiting / loaded.config.max_concurrent_requests)

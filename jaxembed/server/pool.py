@@ -28,16 +28,16 @@ from jaxembed.errors import (
     ShuttingDown,
 )
 from jaxembed.loaded_model import LoadedModel
-from jaxembed.server.models import Models, Residence, Slot
+from jaxembed.server.models import KnownModel, Models, Residence
 from jaxembed.spec import ModelSpec, Task
 
 logger = logging.getLogger(__name__)
 
 FAILURE_S = 30.0  # a model that could not be loaded is not tried again for a request before
-CLOSE_S = 20.0  # for the threads of a model that nobody uses
+UNUSED_CLOSE_S = 20.0  # for the threads of a model that nobody uses
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's error begins
 
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 State = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 Load = Callable[[str, Callable[[int], object]], LoadedModel]
 """Loads a model by its id. It calls the function with the bytes it will take before it takes them,
@@ -53,21 +53,21 @@ class ModelPool:
         self._load = load
         self._limits = limits or PoolLimits()
         self._turn = asyncio.Lock()  # of the one model that is being loaded
-        self._loading: dict[Slot, asyncio.Task[Residence]] = {}
+        self._loading: dict[KnownModel, asyncio.Task[Residence]] = {}
         self._leaving: dict[Residence, asyncio.Task[None]] = {}
-        self._waiting: dict[Slot, int] = {}  # requests that wait for a model to be loaded
-        self._failed: dict[Slot, tuple[float, Exception]] = {}  # when, and why
+        self._waiting: dict[KnownModel, int] = {}  # requests that wait for a model to be loaded
+        self._failed: dict[KnownModel, tuple[float, Exception]] = {}  # when, and why
 
-    def state(self, slot: Slot) -> tuple[State, str]:
+    def state(self, known: KnownModel) -> tuple[State, str]:
         """The state of a model in Triton's words, and the reason if it is not available."""
-        if slot in self._loading:
+        if known in self._loading:
             return "LOADING", ""
-        if slot.residence is not None:
+        if known.residence is not None:
             return "READY", ""
-        if any(one.loaded.name == slot.id for one in self._leaving):
+        if self._leaving_of(known):
             return "UNLOADING", ""
-        if slot in self._failed:
-            return "UNAVAILABLE", str(self._failed[slot][1])
+        if known in self._failed:
+            return "UNAVAILABLE", str(self._failed[known][1])
         return "UNAVAILABLE", "not in memory"
 
     async def lease(self, name: str | None, task: Task | None) -> Residence:
@@ -76,12 +76,12 @@ class ModelPool:
         Raises what `find` does, ModelUnavailable if it cannot be loaded or not in time, and
         ShuttingDown.
         """
-        slot = self.models.find(name, task)
-        if slot.residence is None:
-            await self._arrival(slot)
+        known = self.models.find(name, task)
+        if known.residence is None:
+            await self._arrival(known)
             # only now is it known what it can do, and which adapters it has
-            slot = self.models.find(name, task)
-        residence = slot.residence
+            known = self.models.find(name, task)
+        residence = known.residence
         if residence is None:  # moved meanwhile to another model, which is not in memory
             return await self.lease(name, task)
         residence.take()
@@ -89,29 +89,31 @@ class ModelPool:
 
     async def specs_of(self, name: str | None) -> list[ModelSpec]:
         """The specs of the models that a request means. Raises as `lease`."""
-        slots = self.models.meant(name)
-        for slot in slots:
-            if slot.spec is None:
-                await self._arrival(slot)
-        return [slot.spec for slot in slots if slot.spec is not None]
+        meant = self.models.meant(name)
+        for known in meant:
+            if known.spec is None:
+                await self._arrival(known)
+        return [known.spec for known in meant if known.spec is not None]
 
-    async def load(self, slot: Slot, *, pinned: bool | None = None) -> None:
+    async def load(self, known: KnownModel, *, pinned: bool | None = None) -> None:
         """Load a model, whatever failed before, unless it is in memory; wait as long as it takes.
 
         `pinned` says whether it may be taken out of memory to make room. Raises JaxembedError.
         """
-        if slot.residence is None:
-            await asyncio.shield(self._start(slot))
+        if known.residence is None:
+            await asyncio.shield(self._start(known))
         if pinned is not None:
-            slot.pinned = pinned
+            known.pinned = pinned
 
-    async def unload(self, slot: Slot) -> None:
+    async def unload(self, known: KnownModel) -> None:
         """Take a model out of memory, and wait until it is freed. Requests that have it are
         answered before; later ones wait until it is loaded again."""
-        if (task := self._loading.get(slot)) is not None:
+        if (task := self._loading.get(known)) is not None:
             await asyncio.wait({task})
-        if slot.residence is not None:
-            await asyncio.shield(self._leave(slot))
+        if known.residence is not None:
+            self._leave(known)
+        if leaving := self._leaving_of(known):
+            await asyncio.wait(leaving)
 
     async def move(self, alias: str, name: str) -> None:
         """Serve the model `name` under `alias`, which may be another's until now.
@@ -122,12 +124,12 @@ class ModelPool:
         """
         before = self.models.names_of
         await self.load(self.models[name])
-        left = [slot for slot in self.models.slots if alias in before(slot)]
+        left = [known for known in self.models.known if alias in before(known)]
         self.models.name_alias(alias, name)
         logger.info("%s is served as %s from now on", name, alias)
-        for slot in left:
-            if not before(slot) and slot.residence is not None:
-                self._leave(slot)
+        for known in left:
+            if not before(known) and known.residence is not None:
+                self._leave(known)
 
     def sweep(self) -> None:
         """Take models out of memory that nobody has used for the time that they are kept."""
@@ -135,91 +137,88 @@ class ModelPool:
         if kept_s is None:
             return
         oldest_at = time.monotonic() - kept_s
-        for slot in self._evictable():
-            assert slot.residence is not None
-            if not slot.residence.leases and slot.residence.used_at < oldest_at:
-                self._leave(slot)
+        for known in self._evictable():
+            assert known.residence is not None
+            if not known.residence.leases and known.residence.used_at < oldest_at:
+                self._leave(known)
 
-    async def _arrival(self, slot: Slot) -> None:
+    async def _arrival(self, known: KnownModel) -> None:
         """Wait until a model is in memory, within the time that a request may wait."""
-        failed_at, reason = self._failed.get(slot, (-FAILURE_S, None))
+        failed_at, reason = self._failed.get(known, (-FAILURE_S, None))
         if reason is not None and time.monotonic() - failed_at < FAILURE_S:
-            raise self._unavailable(slot, reason) from reason
+            raise self._unavailable(known, reason) from reason
         if self.models.draining:
             raise ShuttingDown("the server is shutting down", retry_after_s=5)
-        task = self._start(slot)
-        self._waiting[slot] = self._waiting.get(slot, 0) + 1
+        task = self._start(known)
+        self._waiting[known] = self._waiting.get(known, 0) + 1
         try:
             await asyncio.wait_for(asyncio.shield(task), self._limits.load_timeout_s)
         except TimeoutError:
             raise ModelUnavailable(
-                f"{self._name(slot)} is still being loaded after "
+                f"{self._name(known)} is still being loaded after "
                 f"{self._limits.load_timeout_s:g} s; try again, or raise --load-timeout"
             ) from None
         except JaxembedError as error:
-            raise self._unavailable(slot, error) from error
+            raise self._unavailable(known, error) from error
         finally:
-            self._waiting[slot] -= 1
+            self._waiting[known] -= 1
 
-    def _unavailable(self, slot: Slot, error: Exception) -> ModelUnavailable:
-        reason = str(error).splitlines()[0]
-        return ModelUnavailable(f"{self._name(slot)} cannot be loaded: {reason}")
+    def _unavailable(self, known: KnownModel, error: Exception) -> ModelUnavailable:
+        return ModelUnavailable(f"{self._name(known)} cannot be loaded: {_reason(error)}")
 
-    def _start(self, slot: Slot) -> asyncio.Task[Residence]:
+    def _start(self, known: KnownModel) -> asyncio.Task[Residence]:
         """The task that loads a model, the same for all who ask for it."""
-        if slot not in self._loading:
-            task = asyncio.create_task(self._bring(slot))
-            self._loading[slot] = task
-            task.add_done_callback(lambda _: self._loading.pop(slot))
+        if known not in self._loading:
+            task = asyncio.create_task(self._bring(known))
+            self._loading[known] = task
+            task.add_done_callback(lambda _: self._loading.pop(known))
             task.add_done_callback(_retrieve)
-        return self._loading[slot]
+        return self._loading[known]
 
-    async def _bring(self, slot: Slot) -> Residence:
+    async def _bring(self, known: KnownModel) -> Residence:
         """Load a model when its turn comes."""
         async with self._turn:
-            if slot.residence is not None:
-                return slot.residence
+            if known.residence is not None:
+                return known.residence
             started_at = time.monotonic()
             try:
-                loaded = await self._loaded(slot)
+                loaded = await self._loaded(known)
             except Exception as error:
                 is_ours = isinstance(error, JaxembedError)
-                logger.error(
-                    "%s cannot be loaded: %s", self._name(slot), error, exc_info=not is_ours
-                )
-                failure = error if is_ours else BackendError(str(error).splitlines()[0])
-                self._failed[slot] = time.monotonic(), failure
+                failure = error if is_ours else BackendError(_reason(error))
+                logger.error("%s cannot be loaded: %s", self._name(known), failure)
+                self._failed[known] = time.monotonic(), failure
                 await _in_thread(_collect)
                 raise failure from error
-            self._failed.pop(slot, None)
-            slot.residence, slot.spec = Residence(loaded), loaded.spec
+            self._failed.pop(known, None)
+            known.residence, known.spec = Residence(loaded), loaded.spec
             logger.info(
                 "%s is in memory after %.1f s: %d MB, all models %d MB",
-                self._name(slot),
+                self._name(known),
                 time.monotonic() - started_at,
                 loaded.resident_bytes // memory.MIB,
                 self._taken_bytes // memory.MIB,
             )
-            return slot.residence
+            return known.residence
 
-    async def _loaded(self, slot: Slot) -> LoadedModel:
+    async def _loaded(self, known: KnownModel) -> LoadedModel:
         """The model, loaded in a thread. If the device has no memory for it after all, the model
         that was not used for the longest time goes, and it is tried once more."""
         assert self._load is not None
         loop = asyncio.get_running_loop()
 
         def reserve(count: int) -> None:
-            asyncio.run_coroutine_threadsafe(self._make_room(slot, count), loop).result()
+            asyncio.run_coroutine_threadsafe(self._make_room(known, count), loop).result()
 
         try:
-            return await _in_thread(self._load, slot.id, reserve)
+            return await _in_thread(self._load, known.id, reserve)
         except Exception as error:
             if not str(error).startswith(OUT_OF_MEMORY) or not self._evictable():
                 raise
         await asyncio.shield(self._leave(self._oldest()))
-        return await _in_thread(self._load, slot.id, reserve)
+        return await _in_thread(self._load, known.id, reserve)
 
-    async def _make_room(self, slot: Slot, count: int) -> None:
+    async def _make_room(self, known: KnownModel, count: int) -> None:
         """Take models out of memory until there is room for so many bytes. Raises NoRoom, and then
         none was taken out, if all that may go would not be enough."""
         most = self._limits.bytes
@@ -227,12 +226,12 @@ class ModelPool:
             return
         staying = sum(
             one.residence.loaded.resident_bytes
-            for one in self.models.slots
+            for one in self.models.known
             if one.residence is not None and one.pinned
         )
         if staying + count > most:
             raise NoRoom(
-                f"{self._name(slot)} takes {count // memory.MIB} MB, and models may take "
+                f"{self._name(known)} takes {count // memory.MIB} MB, and models may take "
                 f"{most // memory.MIB} MB, of which {staying // memory.MIB} MB are pinned; raise "
                 "--model-memory, or unload others"
             )
@@ -250,67 +249,86 @@ class ModelPool:
         leaving = [one.loaded for one in self._leaving]
         return sum(loaded.resident_bytes for loaded in [*self.models, *leaving])
 
-    def _evictable(self) -> list[Slot]:
+    def _evictable(self) -> list[KnownModel]:
         """The models in memory that may go."""
         return [
-            slot
-            for slot in self.models.slots
-            if slot.residence is not None and not slot.pinned and not self._waiting.get(slot)
+            known
+            for known in self.models.known
+            if known.residence is not None and not known.pinned and not self._waiting.get(known)
         ]
 
-    def _oldest(self) -> Slot:
+    def _oldest(self) -> KnownModel:
         """That of them which was not used for the longest time; those in use come last."""
 
-        def use(slot: Slot) -> tuple[bool, float]:
-            assert slot.residence is not None
-            return bool(slot.residence.leases), slot.residence.used_at
+        def use(known: KnownModel) -> tuple[bool, float]:
+            assert known.residence is not None
+            return bool(known.residence.leases), known.residence.used_at
 
         return min(self._evictable(), key=use)
 
-    def _leave(self, slot: Slot) -> asyncio.Task[None]:
+    def _leave(self, known: KnownModel) -> asyncio.Task[None]:
         """Take a model out of the table now, and free it when nobody uses it any more."""
-        assert slot.residence is not None
-        residence, slot.residence = slot.residence, None
-        task = asyncio.create_task(self._free(residence, self._name(slot)))
+        assert known.residence is not None
+        residence, known.residence = known.residence, None
+        task = asyncio.create_task(self._free(residence, self._name(known)))
         self._leaving[residence] = task
         task.add_done_callback(lambda _: self._leaving.pop(residence))
         return task
 
+    def _leaving_of(self, known: KnownModel) -> list[asyncio.Task[None]]:
+        """What frees a model that has left the table; several where it has come back meanwhile."""
+        return [task for one, task in self._leaving.items() if one.loaded.name == known.id]
+
     async def _free(self, residence: Residence, name: str) -> None:
         await residence.idle()
-        await _in_thread(residence.loaded.close, CLOSE_S)
+        await _in_thread(residence.loaded.close, UNUSED_CLOSE_S)
         await _in_thread(_collect)
         logger.info("%s is no longer in memory", name)
 
-    def _name(self, slot: Slot) -> str:
-        return next(iter(self.models.names_of(slot)), slot.id)
+    def _name(self, known: KnownModel) -> str:
+        return next(iter(self.models.names_of(known)), known.id)
 
 
-async def _in_thread(call: Callable[..., Result], *arguments: object) -> Result:
+async def _in_thread(call: Callable[..., Returned], *arguments: object) -> Returned:
     """Make a call in a thread of its own, for which a process that ends does not wait: it may be
     waiting for this event loop."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[Result] = loop.create_future()
+    done: asyncio.Future[Returned] = loop.create_future()
 
-    def settle(result: Result | None, error: BaseException | None) -> None:
+    def settle(result: Returned | None, error: BaseException | None) -> None:
         if done.done():  # cancelled
             return
         if error is not None:
             done.set_exception(error)
         else:
-            done.set_result(cast(Result, result))
+            done.set_result(cast(Returned, result))
 
     def run() -> None:
         result, failure = None, None
         try:
             result = call(*arguments)
         except BaseException as error:
-            failure = error.with_traceback(None)  # it would keep what was half loaded
+            failure = error
+            if not isinstance(error, JaxembedError):
+                logger.exception("a model could not be loaded or freed")
+            _forget_frames(error)
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=run, name="model-pool", daemon=True).start()
     return await done
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an error and of those behind it: they keep what was half loaded."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _retrieve(task: asyncio.Task) -> None:

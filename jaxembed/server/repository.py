@@ -20,7 +20,7 @@ from jaxembed.server import access
 from jaxembed.server.body import read_body_as
 from jaxembed.server.encoding import json_response
 from jaxembed.server.errors import BadField, LoadFailed
-from jaxembed.server.models import Models, Slot
+from jaxembed.server.models import KnownModel, Models
 from jaxembed.server.pool import ModelPool, State
 from jaxembed.server.service import current_service
 
@@ -67,7 +67,9 @@ async def index() -> Response:
     models = pool.models
     if models.changes:
         models.discover()
-    listed = [_indexed(pool, name, slot) for slot in models.slots for name in models.names_of(slot)]
+    listed = [
+        _indexed(pool, name, known) for known in models.known for name in models.names_of(known)
+    ]
     wanted = [one for one in listed if one.state == "READY" or not body.ready]
     return json_response(msgspec.json.encode(wanted))
 
@@ -77,12 +79,12 @@ async def load(name: str) -> Response:
     """Load a model, and answer when it has answered."""
     body, pool = await read_body_as(LoadRequest), current_service().pool
     pinned = _pinned(body.parameters)
-    slot = _slot(pool.models, name)
+    known = _known(pool.models, name)
     try:
-        await pool.load(slot, pinned=pinned)
+        await pool.load(known, pinned=pinned)
     except (BackendError, CheckpointError, ConfigError) as error:
         raise LoadFailed(f"{name} cannot be loaded: {error}") from error
-    return json_response(msgspec.json.encode(_indexed(pool, name, slot)))
+    return json_response(msgspec.json.encode(_indexed(pool, name, known)))
 
 
 @blueprint.post("/v2/repository/models/<model:name>/unload")
@@ -91,38 +93,38 @@ async def unload(name: str) -> Response:
     body, pool = await read_body_as(LoadRequest), current_service().pool
     for parameter in body.parameters:
         raise BadField(f"`parameters.{parameter}` is not served; unload takes none")
-    slot = _slot(pool.models, name)
-    await pool.unload(slot)
-    return json_response(msgspec.json.encode(_indexed(pool, name, slot)))
+    known = _known(pool.models, name)
+    await pool.unload(known)
+    return json_response(msgspec.json.encode(_indexed(pool, name, known)))
 
 
 @blueprint.put("/v2/repository/aliases/<model:alias>")
 async def alias(alias: str) -> Response:
     """Move a name to another model, which is loaded first."""
     body, pool = await read_body_as(AliasRequest), current_service().pool
-    slot = _slot(pool.models, body.model)
+    known = _known(pool.models, body.model)
     try:
         await pool.move(alias, body.model)
     except (BackendError, CheckpointError, ConfigError) as error:
         raise LoadFailed(f"{body.model} cannot be loaded: {error}") from error
-    return json_response(msgspec.json.encode(_indexed(pool, alias, slot)))
+    return json_response(msgspec.json.encode(_indexed(pool, alias, known)))
 
 
-def _slot(models: Models, name: str) -> Slot:
+def _known(models: Models, name: str) -> KnownModel:
     """The model of a name, which may not be that of an adapter."""
     if models.draining:
         raise ShuttingDown("the server is shutting down", retry_after_s=5)
-    slot = models[name]
-    if name not in models.names_of(slot):
+    known = models[name]
+    if name not in models.names_of(known):
         raise InvalidInput(f"`{name}` names an adapter; name the model")
-    return slot
+    return known
 
 
-def _indexed(pool: ModelPool, name: str, slot: Slot) -> IndexedModel:
-    state, reason = pool.state(slot)
-    version = slot.spec.content_hash[:VERSION_DIGITS] if slot.spec else ""
-    taken = slot.residence.loaded.resident_bytes if slot.residence else 0
-    return IndexedModel(name, version, state, reason, slot.pinned, taken)
+def _indexed(pool: ModelPool, name: str, known: KnownModel) -> IndexedModel:
+    state, reason = pool.state(known)
+    version = known.spec.content_hash[:VERSION_DIGITS] if known.spec else ""
+    taken = known.residence.loaded.resident_bytes if known.residence else 0
+    return IndexedModel(name, version, state, reason, known.pinned, taken)
 
 
 def _pinned(parameters: dict[str, Any]) -> bool | None:
