@@ -28,8 +28,9 @@ from jaxembed.errors import (
 from jaxembed.memory import MIB
 from jaxembed.server.app import create_admin_app, create_app
 from jaxembed.server.catalog import Catalog
-from jaxembed.server.models import Models
+from jaxembed.server.models import Models, Residence
 from jaxembed.server.pool import ModelPool
+from jaxembed.spec import Task
 
 KEY = {"authorization": "Bearer admin"}
 SPECS = {"r": RERANKER, "c": CLASSIFIER}
@@ -54,10 +55,10 @@ class Shelf:
         reserve(self.size)
         if (error := self.errors.get(model)) is not None:
             raise error
-        fake = FakeEmbedder(spec=SPECS.get(model, SPEC))
-        vars(fake).update(name=model, resident_bytes=self.size)
-        self.loaded.append(fake)
-        return fake
+        made = FakeEmbedder(spec=SPECS.get(model, SPEC))
+        vars(made).update(name=model, resident_bytes=self.size)
+        self.loaded.append(made)
+        return made
 
     @property
     def names(self) -> str:
@@ -81,12 +82,17 @@ def run(scenario: Callable) -> None:
     asyncio.run(within())
 
 
-async def use(pool: ModelPool, name: str, task=None) -> FakeEmbedder:
+def fake(residence: Residence) -> FakeEmbedder:
+    assert isinstance(residence.loaded, FakeEmbedder)
+    return residence.loaded
+
+
+async def use(pool: ModelPool, name: str | None, task: Task | None = None) -> FakeEmbedder:
     """Take a lease and give it back, as a request does."""
     residence = await pool.lease(name, task)
     await asyncio.sleep(0)
     residence.give_back()
-    return residence.loaded
+    return fake(residence)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -144,8 +150,8 @@ def test_the_model_unused_for_longest_goes_and_not_before_its_requests_are_answe
         asking = asyncio.create_task(use(pool, "r"))
         await asyncio.sleep(0.1)
         assert not asking.done()
-        assert not held.loaded.closed
-        assert not other.loaded.closed
+        assert not fake(held).closed
+        assert not fake(other).closed
         other.give_back()
         held.give_back()
         await asking
@@ -167,7 +173,7 @@ def test_a_request_for_a_model_that_is_leaving_waits_until_it_is_back():
         assert not leaving.done()
         held.give_back()
         await leaving
-        assert held.loaded.closed
+        assert fake(held).closed
         assert not second.closed
 
     run(scenario)
@@ -194,6 +200,86 @@ def test_what_is_pinned_stays_and_what_cannot_fit_is_refused_with_the_numbers():
         await pool.load(pool.models["a"])
 
     run(scenario)
+
+
+def test_a_pin_set_while_another_waits_for_room_refuses_that_and_blocks_nothing():
+    shelf = Shelf(size=3 * MIB)
+
+    async def scenario() -> None:
+        pool = pool_of(shelf, bytes=7 * MIB)
+        first, second = await pool.lease("a", None), await pool.lease("b", None)
+        asking = asyncio.create_task(use(pool, "c"))
+        await until(lambda: pool.state(pool.models["a"])[0] == "UNLOADING")
+        shelf.size = 6 * MIB  # what is asked for next
+        await pool.load(pool.models["b"], pinned=True)
+        first.give_back()
+        second.give_back()
+        assert (await asking).name == "c"
+        with pytest.raises(ModelUnavailable, match="r takes 6 MB"):
+            await use(pool, "r")
+        await pool.load(pool.models["b"], pinned=False)
+        assert (await use(pool, "r")).name == "r"  # no failure was kept
+
+    run(scenario)
+
+
+def test_a_folder_that_goes_while_its_model_is_loaded_is_forgotten_only_with_it():
+    shelf = Shelf("ab")
+
+    async def scenario() -> None:
+        pool = pool_of(shelf)
+        shelf.gate.clear()
+        asking = asyncio.create_task(use(pool, "a"))
+        await asyncio.sleep(0.02)
+        shelf.ids = ["b"]
+        pool.models.discover()
+        shelf.gate.set()
+        assert (await asking).name == "a"
+        await pool.unload(pool.models["a"])
+        pool.models.discover()
+        with pytest.raises(UnknownModel):
+            await use(pool, "a")
+
+    run(scenario)
+
+
+def test_models_that_come_to_take_more_than_they_may_leave():
+    shelf = Shelf()
+
+    async def scenario() -> None:
+        pool = pool_of(shelf, bytes=250)
+        await use(pool, "a")
+        await use(pool, "b")
+        pool.sweep()
+        assert not shelf.closed
+        for one in shelf.loaded:
+            vars(one)["resident_bytes"] = 200
+        pool.sweep()
+        await until(lambda: shelf.closed == "a")
+        pool.sweep()
+        assert shelf.closed == "a"
+
+    run(scenario)
+
+
+def test_an_answer_has_the_name_that_its_model_had_when_it_was_asked():
+    async def calls(client, pool) -> None:
+        residence = await pool.lease("a", None)
+        gate = fake(residence).gate = asyncio.Event()
+        asking = asyncio.create_task(post(client, "/v1/embeddings", {"model": "a", "input": "x"}))
+        await fake(residence).entered.wait()
+        leaving = asyncio.create_task(pool.unload(pool.models["a"]))
+        await asyncio.sleep(0.01)
+        gate.set()
+        residence.give_back()
+        assert (await asking)[1]["model"] == "a"
+        await leaving
+        for model in "ab":
+            await pool.move("live", model)
+            asked = {"model": "live", "input": "x"}
+            assert (await post(client, "/v1/embeddings", asked))[1]["model"] == model
+
+    serve(Shelf(), calls)
 
 
 def test_a_model_that_cannot_be_loaded_leaves_all_as_it_was_and_is_not_tried_at_once():
@@ -280,9 +366,9 @@ def test_an_alias_moves_without_a_failed_request_and_each_answer_is_of_one_model
         async def client() -> None:
             while not done.is_set():
                 residence = await pool.lease("live", "embed")
-                assert not residence.loaded.closed
+                assert not fake(residence).closed
                 await asyncio.sleep(0.001)
-                assert not residence.loaded.closed  # nobody who has a lease loses the model
+                assert not fake(residence).closed  # nobody who has a lease loses the model
                 served.add(residence.loaded.name)
                 residence.give_back()
 
@@ -311,8 +397,9 @@ def test_an_alias_stays_where_it_is_if_the_new_model_cannot_be_loaded():
         assert (await use(pool, "live")).name == "a"
         with pytest.raises(InvalidInput, match="cannot be moved"):
             await pool.move("b", "a")  # a loadable model's own name
-        with pytest.raises(InvalidInput, match="without a colon"):
-            await pool.move("x:y", "a")
+        for alias in ("x:y", " ", "x\ny", "x" * 201, "default/not-specified"):
+            with pytest.raises(InvalidInput, match="without a colon"):
+                await pool.move(alias, "a")
         with pytest.raises(UnknownModel):
             await pool.move("live", "nothing")
 
@@ -378,6 +465,9 @@ def test_models_that_come_into_the_repository_are_found_and_nothing_outside_of_i
     (tmp_path / "out").mkdir()
     (tmp_path / "in" / "file").write_text("")
     (tmp_path / "in" / ".hidden").mkdir()
+    (tmp_path / "in" / "two\nlines").mkdir()
+    (tmp_path / "in" / "long").symlink_to("x" * 300)
+    (tmp_path / "in" / "bad\udcff").mkdir()  # not UTF-8
     catalog = Catalog(["org/model"], tmp_path / "in")
     models = Models(capacity=Capacity(10), loadable=catalog)
     assert models.names == ("org/model", "one")
@@ -561,7 +651,7 @@ def test_models_and_metrics_show_what_is_in_memory():
         assert [(one["id"], one["loaded"]) for one in listed] == [(n, False) for n in "abcr"]
         assert (await client.get("/ready")).status_code == 200
         assert (await client.get("/info?model=a")).status_code == 503
-        assert (await client.get("/info")).status_code == 404
+        assert (await client.get("/info")).status_code == 503
         text = await (await client.get("/metrics")).get_data(as_text=True)
         assert 'te_request_count{method="single",model=""} 0.0' in text
         await post(client, "/v1/embeddings", {"model": "a", "input": "x"})

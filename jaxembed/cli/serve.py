@@ -58,7 +58,7 @@ def serve_command(
     models = models_given(model, model_id)
     others = flags["loadable"] or flags["model_repository"] is not None
     if len(models) > 1 or others:
-        _refuse_flags_of_one_model(flags, [*models, *flags["loadable"]])
+        _refuse_flags_of_one_model(flags, models)
     _refuse_blank_keys(flags["api_key"])
     _refuse_admin_key(flags["admin_key"], flags["api_key"])
     if flags["otlp_endpoint"]:
@@ -118,8 +118,12 @@ def _refuse_blank_keys(keys: tuple[str, ...]) -> None:
 
 def _refuse_admin_key(key: str | None, api_keys: Sequence[str]) -> None:
     """Raise ConfigError if the admin key is blank, or a key that clients have."""
-    if key is not None and not key.strip():
-        raise ConfigError(f"--admin-key is blank ({key!r}); give a key, or leave the flag out")
+    given = os.environ.get("ADMIN_KEY") if key is None else key
+    if given is not None and not given.strip():
+        raise ConfigError(
+            f"--admin-key (ADMIN_KEY) is blank ({given!r}); give a key, or leave it out and unset "
+            "ADMIN_KEY"
+        )
     if key in api_keys:
         raise ConfigError("--admin-key is also an --api-key; give it a value of its own")
 
@@ -132,13 +136,16 @@ def _access_line(keys: tuple[str, ...]) -> str:
 
 
 def _refuse_flags_of_one_model(flags: dict[str, Any], models: Sequence[str]) -> None:
-    """Raise UsageError if a flag is given that only a lone model can have."""
+    """Raise UsageError if a flag is given that only a lone model can have. `models` are those of
+    the command line."""
     given = [name for name in OF_ONE_MODEL if flags[name] not in (None, {})]
     if given:
         flag = "--" + given[0].replace("_", "-")
+        there = f"there are {len(models)}: {', '.join(models)}"
+        if len(models) < 2:
+            there = "others may be loaded"
         raise click.UsageError(
-            f"{flag} is for one model, and there may be several: {', '.join(models)}; "
-            + OF_ONE_MODEL[given[0]].format(flag=flag)
+            f"{flag} is for one model, and {there}; " + OF_ONE_MODEL[given[0]].format(flag=flag)
         )
 
 

@@ -36,8 +36,15 @@ class Catalog:
         except OSError as error:
             logger.warning("--model-repository %s: %s", self._repository, error.strerror)
             return {}
-        return {
-            entry.name: str(entry.absolute())
-            for entry in entries
-            if not entry.name.startswith(".") and ":" not in entry.name and entry.is_dir()
-        }
+        return {entry.name: str(entry.absolute()) for entry in entries if _is_model(entry)}
+
+
+def _is_model(entry: Path) -> bool:
+    """Whether a folder may be a model. Names that no request could have are left out."""
+    name = entry.name
+    if name.startswith(".") or ":" in name or not name.isprintable():
+        return False
+    try:
+        return entry.is_dir()
+    except OSError:  # such as a link that is too long
+        return False

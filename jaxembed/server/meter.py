@@ -75,8 +75,7 @@ class Meter:
     @property
     def served_name(self) -> str:
         """The name of the model found, as answers carry it, with the adapter if it was named."""
-        name = self.service.models.name_of(self.loaded)
-        return f"{name}:{self.adapter}" if self.adapter else name
+        return f"{self._name}:{self.adapter}" if self.adapter else self._name
 
     @property
     def telemetry(self) -> Telemetry:
@@ -103,6 +102,7 @@ class Meter:
         self._leases.append(residence)
         self.loaded = residence.loaded
         self.adapter = self.service.models.adapter_of(name)
+        self._name = self.service.models.name_of(self.loaded)  # which may move, or leave memory
         return self.loaded
 
     def accept(self, size: RequestSize) -> None:

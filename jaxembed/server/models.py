@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxembed.engine.admission import Capacity
-from jaxembed.errors import ConfigError, InvalidInput, UnknownModel, WrongTask
+from jaxembed.errors import (
+    ConfigError,
+    InvalidInput,
+    ModelUnavailable,
+    UnknownModel,
+    WrongTask,
+)
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.spec import ModelSpec, Task
 from jaxembed.tasks import KIND, tasks_of
@@ -18,6 +24,7 @@ TASK_ROUTES: dict[Task, str] = {
     "rerank": "/rerank, /v1/rerank, /v2/rerank",
 }
 UNSPECIFIED = "default/not-specified"  # the name that Infinity's client sends for none
+LONGEST_ALIAS = 200  # characters
 REFUSAL: dict[Task, str] = {  # TEI's words
     "embed": "Model is not an embedding model",
     "classify": "Model is not a classifier model",
@@ -63,6 +70,7 @@ class KnownModel:
     residence: Residence | None = None  # None: not in memory
     spec: ModelSpec | None = None  # None until it was loaded once
     pinned: bool = False  # never taken out of memory to make room
+    is_loading: bool = False
 
     @property
     def loaded(self) -> LoadedModel:
@@ -140,12 +148,13 @@ class Models:
         """Look which models may be loaded now. A name that is taken stays whose it is."""
         found = self._loadable() if self._loadable is not None else {}
         for name in self._own.keys() - found.keys():
-            if self._by_name[name].residence is None:
-                del self._by_name[name]
+            known = self._by_name[name]
+            if known.residence is None and not known.is_loading:  # else it stays until it leaves
+                del self._by_name[name], self._own[name]
         by_id = {known.id: known for known in self.known}
         for name, model in found.items():
             self._by_name.setdefault(name, by_id.get(model) or KnownModel(model))
-        self._own = {
+        self._own |= {
             name: model for name, model in found.items() if self._by_name[name].id == model
         }
 
@@ -154,12 +163,14 @@ class Models:
         Returns the model. Raises UnknownModel, and InvalidInput for a name that is a model's own or
         could mean an adapter."""
         known = self[name]
-        if alias in self._own or ":" in alias or not alias.strip():
+        is_name = alias.strip() and alias.isprintable() and len(alias) <= LONGEST_ALIAS
+        if not is_name or ":" in alias or alias in self._own or alias == UNSPECIFIED:
             raise InvalidInput(
-                f"`{alias}` cannot be moved: wanted a name that is no loadable model's own, "
-                "without a colon",
+                f"`{alias[:LONGEST_ALIAS]!r}` cannot be moved: wanted a name that is no loadable "
+                f"model's own, of at most {LONGEST_ALIAS} characters, without a colon",
                 field="alias",
             )
+        self._by_name.pop(alias, None)  # the model's own name comes first in its answers
         self._by_name[alias] = known
         return known
 
@@ -192,10 +203,13 @@ class Models:
 
     @property
     def first(self) -> LoadedModel:
-        """The first model in memory. Raises UnknownModel if there is none."""
+        """The first model in memory. Raises ModelUnavailable if there is none."""
         for loaded in self:
             return loaded
-        raise UnknownModel(f"no model is in memory; this server has {', '.join(self.names)}")
+        raise ModelUnavailable(
+            f"no model is in memory; one is loaded when a request asks for it, of "
+            f"{', '.join(self.names)}"
+        )
 
     def name_of(self, loaded: LoadedModel) -> str:
         """The name of the model in its answers: the first of its served names, or its id when they

@@ -8,12 +8,15 @@ The state is the event loop's; loading and closing are done in threads.
 """
 
 import asyncio
+import concurrent.futures
 import gc
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Literal, TypeVar, cast
 
 import jax
@@ -132,15 +135,18 @@ class ModelPool:
                 self._leave(known)
 
     def sweep(self) -> None:
-        """Take models out of memory that nobody has used for the time that they are kept."""
-        kept_s = self._limits.keep_alive_s
-        if kept_s is None:
-            return
-        oldest_at = time.monotonic() - kept_s
+        """Take models out of memory that nobody has used for the time that they are kept, and one
+        more where models have come to take more than they may: what runs take is known only when
+        their programs are compiled."""
+        kept_s, most = self._limits.keep_alive_s, self._limits.bytes
+        oldest_at = -math.inf if kept_s is None else time.monotonic() - kept_s
         for known in self._evictable():
             assert known.residence is not None
             if not known.residence.leases and known.residence.used_at < oldest_at:
                 self._leave(known)
+        too_much = most is not None and self._taken_bytes > most
+        if too_much and not self._leaving and len(self.models) > 1 and self._evictable():
+            self._leave(self._oldest())
 
     async def _arrival(self, known: KnownModel) -> None:
         """Wait until a model is in memory, within the time that a request may wait."""
@@ -148,7 +154,7 @@ class ModelPool:
         if reason is not None and time.monotonic() - failed_at < FAILURE_S:
             raise self._unavailable(known, reason) from reason
         if self.models.draining:
-            raise ShuttingDown("the server is shutting down", retry_after_s=5)
+            raise _shutting_down()
         task = self._start(known)
         self._waiting[known] = self._waiting.get(known, 0) + 1
         try:
@@ -171,9 +177,15 @@ class ModelPool:
         if known not in self._loading:
             task = asyncio.create_task(self._bring(known))
             self._loading[known] = task
-            task.add_done_callback(lambda _: self._loading.pop(known))
+            known.is_loading = True
+            task.add_done_callback(partial(self._end, known))
             task.add_done_callback(_retrieve)
         return self._loading[known]
+
+    def _end(self, known: KnownModel, _: object) -> None:
+        """A model is loaded, or cannot be."""
+        known.is_loading = False
+        del self._loading[known]
 
     async def _bring(self, known: KnownModel) -> Residence:
         """Load a model when its turn comes."""
@@ -187,7 +199,8 @@ class ModelPool:
                 is_ours = isinstance(error, JaxembedError)
                 failure = error if is_ours else BackendError(_reason(error))
                 logger.error("%s cannot be loaded: %s", self._name(known), failure)
-                self._failed[known] = time.monotonic(), failure
+                if not isinstance(failure, NoRoom):  # there may be room at any moment
+                    self._failed[known] = time.monotonic(), failure
                 await _in_thread(_collect)
                 raise failure from error
             self._failed.pop(known, None)
@@ -208,7 +221,13 @@ class ModelPool:
         loop = asyncio.get_running_loop()
 
         def reserve(count: int) -> None:
-            asyncio.run_coroutine_threadsafe(self._make_room(known, count), loop).result()
+            if loop.is_closed():
+                raise _shutting_down()
+            room = asyncio.run_coroutine_threadsafe(self._make_room(known, count), loop)
+            try:
+                room.result()
+            except concurrent.futures.CancelledError:  # the loop has ended meanwhile
+                raise _shutting_down() from None
 
         try:
             return await _in_thread(self._load, known.id, reserve)
@@ -220,22 +239,20 @@ class ModelPool:
 
     async def _make_room(self, known: KnownModel, count: int) -> None:
         """Take models out of memory until there is room for so many bytes. Raises NoRoom, and then
-        none was taken out, if all that may go would not be enough."""
+        takes no further one out, if all that may go would not be enough."""
         most = self._limits.bytes
-        if most is None:
-            return
-        staying = sum(
-            one.residence.loaded.resident_bytes
-            for one in self.models.known
-            if one.residence is not None and one.pinned
-        )
-        if staying + count > most:
-            raise NoRoom(
-                f"{self._name(known)} takes {count // memory.MIB} MB, and models may take "
-                f"{most // memory.MIB} MB, of which {staying // memory.MIB} MB are pinned; raise "
-                "--model-memory, or unload others"
+        while most is not None and self._taken_bytes + count > most:
+            staying = sum(
+                one.residence.loaded.resident_bytes
+                for one in self.models.known
+                if one.residence is not None and one.pinned
             )
-        while self._taken_bytes + count > most:
+            if staying + count > most:
+                raise NoRoom(
+                    f"{self._name(known)} takes {count // memory.MIB} MB, and models may take "
+                    f"{most // memory.MIB} MB, of which {staying // memory.MIB} MB are pinned; "
+                    "raise --model-memory, or unload others"
+                )
             if self._leaving:
                 await asyncio.wait(self._leaving.values(), return_when=asyncio.FIRST_COMPLETED)
             elif self._evictable():
@@ -287,6 +304,10 @@ class ModelPool:
 
     def _name(self, known: KnownModel) -> str:
         return next(iter(self.models.names_of(known)), known.id)
+
+
+def _shutting_down() -> ShuttingDown:
+    return ShuttingDown("the server is shutting down", retry_after_s=5)
 
 
 async def _in_thread(call: Callable[..., Returned], *arguments: object) -> Returned:

@@ -1,0 +1,123 @@
+"""A real server whose models come and go: its memory stays level, and no request fails."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from conftest import random_parameters, tiny_spec, word_tokenizer
+
+from jaxembed import checkpoint
+
+pytestmark = pytest.mark.slow
+
+NAMES = "abcd"
+ADMIN = {"authorization": "Bearer admin"}
+WAIT_S = 60.0
+WARM_LOADS, LOADS = 8, 50
+SWAPS = 200
+# Of a tiny model: about 17 buckets of 10 MiB each are counted, so that two models fit.
+MODEL_MEMORY = 500 * 10**6
+
+
+@pytest.fixture(name="server", scope="module")
+def _server(tmp_path_factory):
+    """A server of four models of which two fit: (client, pid)."""
+    folder = tmp_path_factory.mktemp("lifecycle")
+    for seed, name in enumerate(NAMES):
+        save(folder / "models" / name, seed)
+    flags = ["--model-repository", str(folder / "models"), "--model-memory", str(MODEL_MEMORY)]
+    flags += ["--port", "0", "--admin-key", "admin", "--cache-dir", str(folder / "cache")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "jaxembed.cli", "serve", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    ) as process:
+        assert process.stderr is not None
+        url = next(line for line in process.stderr if "listening" in line).split()[-1]
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+            yield client, process.pid
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0
+
+
+def save(path: Path, seed: int) -> None:
+    """A tiny model with parameters of its own."""
+    rng = np.random.default_rng(seed)
+    parameters = {
+        name: (values + rng.normal(scale=0.1, size=values.shape)).astype(values.dtype)
+        for name, values in random_parameters(tiny_spec()).items()
+    }
+    checkpoint.save(path, tiny_spec(), parameters, word_tokenizer().to_str().encode())
+
+
+def embed(client: httpx.Client, model: str) -> np.ndarray:
+    body = {"model": model, "input": "the cat sat", "encoding_format": "float"}
+    response = client.post("/v1/embeddings", json=body)
+    assert response.status_code == 200, response.text
+    return np.array(json.loads(response.content)["data"][0]["embedding"])
+
+
+def test_memory_stays_level_while_models_come_and_go(server):
+    client, pid = server
+    process = psutil.Process(pid)
+    vectors = {name: embed(client, name) for name in NAMES}
+    held, threads = [], []
+    for k in range(WARM_LOADS + LOADS):  # each is a load, and takes the model before the last out
+        name = NAMES[k % len(NAMES)]
+        np.testing.assert_allclose(embed(client, name), vectors[name], atol=1e-6)
+        held.append(process.memory_info().rss)
+        threads.append(process.num_threads())
+    assert max(held[WARM_LOADS:]) <= 1.05 * max(held[:WARM_LOADS])
+    assert max(threads[WARM_LOADS:]) <= max(threads[:WARM_LOADS]) + 2
+
+
+def test_an_alias_moves_under_load_and_no_request_fails(server):
+    client, _ = server
+    vectors = {name: embed(client, name) for name in "ab"}
+    move(client, "a")
+    answers: Counter[str] = Counter()
+    done = threading.Event()
+    failures: list[Exception] = []
+
+    def ask() -> None:
+        with httpx.Client(base_url=client.base_url, timeout=WAIT_S) as own:
+            try:
+                while not done.is_set():
+                    vector = embed(own, "live")
+                    (name,) = [n for n in vectors if np.allclose(vector, vectors[n], atol=1e-6)]
+                    answers[name] += 1
+            except Exception as error:
+                failures.append(error)
+
+    askers = [threading.Thread(target=ask) for _ in range(4)]
+    for asker in askers:
+        asker.start()
+    for k in range(SWAPS):
+        move(client, "ba"[k % 2])
+        if k % 20 == 0:  # the other one leaves, and is loaded again for the next move
+            path = f"/v2/repository/models/{'ab'[k % 2]}/unload"
+            assert client.post(path, json={}, headers=ADMIN).status_code == 200
+        time.sleep(0.01)
+    done.set()
+    for asker in askers:
+        asker.join(WAIT_S)
+    assert not failures
+    assert min(answers["a"], answers["b"]) > 0
+
+
+def move(client: httpx.Client, model: str) -> None:
+    path = "/v2/repository/aliases/live"
+    response = client.put(path, json={"model": model}, headers=ADMIN)
+    assert response.status_code == 200, response.text
