@@ -1,7 +1,6 @@
-"""Reads arrays that Orbax wrote, one at a time, so that the host holds no two of them.
+"""Reads arrays that Orbax wrote, one at a time, so that the host need not hold all of them.
 
-Orbax restores a whole tree at once, and a process that does so often keeps growing: 4 MB for each
-time that a model of 90 MB is loaded.
+Orbax restores a whole tree at once, and a process that does so again and again keeps growing.
 """
 
 from pathlib import Path, PurePosixPath
@@ -30,7 +29,7 @@ def stored_arrays(folder: Path) -> dict[str, StoredArray]:
 
     Raises ValueError if the folder holds none, or one of them cannot be read.
     """
-    import tensorstore  # here, because it costs 30 ms that `jaxembed --help` need not pay
+    import tensorstore  # here, because `jaxembed --help` need not wait for it
 
     base = {"driver": "ocdbt", "base": f"file://{folder.absolute()}/"}
     keys = tensorstore.KvStore.open(base).result().list().result()

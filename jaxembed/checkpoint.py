@@ -198,7 +198,6 @@ def stream_params(
         with _restoring(path):
             values = array.read()
         yield name, values
-        del values  # before the next one is read
     memory.trim()
 
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-PROGRAM_BYTES = 10 * MIB  # of the host, for the compiled program of a bucket on a CPU
+PROGRAM_BYTES = 10 * MIB  # about: of the host, for the program of a bucket on a CPU
 
 
 @runtime_checkable

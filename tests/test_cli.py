@@ -249,6 +249,35 @@ def test_a_blank_api_key_is_refused_in_one_line(flags, environment, message):
 @pytest.mark.parametrize(
     ("flags", "environment", "message"),
     [
+        (("--admin-key", " "), {}, "--admin-key (ADMIN_KEY) is blank (' ')"),
+        (("--admin-port", "0"), {"ADMIN_KEY": ""}, "--admin-key (ADMIN_KEY) is blank ('')"),
+        (("--admin-key", "a", "--api-key", "a"), {}, "--admin-key is also an --api-key"),
+        (("--model-repository", "./nowhere"), {}, "--model-repository nowhere is no directory"),
+    ],
+)
+def test_what_would_open_the_admin_routes_or_name_no_models_is_refused(flags, environment, message):
+    done = run("serve", *flags, **environment)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_a_flag_of_one_model_is_refused_where_others_may_be_loaded():
+    done = run("serve", "./a", "--loadable", "./b", "--revision", "main")
+    assert done.returncode == 2
+    assert "--revision is for one model, and others may be loaded" in " ".join(done.stderr.split())
+
+
+def test_models_of_the_command_line_that_take_more_than_all_may_are_refused(tmp_path):
+    path = save_tiny(tmp_path / "tiny")
+    flags = ("--loadable", "./b", "--model-memory", "1048576", "--port", "0")
+    done = run("serve", str(path), *flags, "--cache-dir", str(tmp_path / "cache"))
+    assert done.returncode == 2
+    assert "--model-memory 1048576: the models of the command line take" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
         ((), {}, "no API key is required; set --api-key"),
         ((), {"API_KEY": "a b"}, "requests need one of 2 API keys"),
         (("--api-key", "a"), {"API_KEY": ""}, "requests need the API key"),

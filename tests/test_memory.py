@@ -133,3 +133,20 @@ def test_why_nothing_is_kept(monkeypatch):
     assert "glibc 2.33" in (memory.reason_not_kept() or "")
     monkeypatch.setattr(memory, "kept", range(1, 2))
     assert memory.reason_not_kept() is None
+
+
+def test_what_is_available_is_the_least_that_the_system_and_the_control_group_leave(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert memory.available_bytes() is None
+    (tmp_path / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable: 500 kB\n")
+    assert memory.available_bytes() == 500 * memory.KIB
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available_bytes() == 500 * memory.KIB
+    (tmp_path / "memory.max").write_text("3000\n")
+    assert memory.available_bytes() == 2000
+    (tmp_path / "memory.max").write_text("900\n")
+    assert memory.available_bytes() == 0

@@ -1,10 +1,6 @@
 """A real server whose models come and go: its memory stays level, and no request fails."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -15,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import random_parameters, tiny_spec, word_tokenizer
+from live_server import WAIT_S, served
 
 from jaxembed import checkpoint
 
@@ -22,7 +19,6 @@ pytestmark = pytest.mark.slow
 
 NAMES = "abcd"
 ADMIN = {"authorization": "Bearer admin"}
-WAIT_S = 60.0
 WARM_LOADS, LOADS = 8, 50
 SWAPS = 200
 # Of a tiny model: about 17 buckets of 10 MiB each are counted, so that two models fit.
@@ -36,20 +32,9 @@ def _server(tmp_path_factory):
     for seed, name in enumerate(NAMES):
         save(folder / "models" / name, seed)
     flags = ["--model-repository", str(folder / "models"), "--model-memory", str(MODEL_MEMORY)]
-    flags += ["--port", "0", "--admin-key", "admin", "--cache-dir", str(folder / "cache")]
-    with subprocess.Popen(
-        [sys.executable, "-m", "jaxembed.cli", "serve", *flags],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    ) as process:
-        assert process.stderr is not None
-        url = next(line for line in process.stderr if "listening" in line).split()[-1]
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
-            yield client, process.pid
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT_S) == 0
+    flags += ["--admin-key", "admin", "--cache-dir", str(folder / "cache")]
+    with served(*flags) as (url, pid), httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        yield client, pid
 
 
 def save(path: Path, seed: int) -> None:

@@ -3,10 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -16,11 +12,11 @@ import h2.settings
 import httpx
 import psutil
 import pytest
+from live_server import WAIT_S, served
 
 MIB = 2**20
 HELD = 48 * MIB  # --max-queue-bytes
 ATTACK_S = 2.0
-WAIT_S = 60.0
 
 
 class Peak:
@@ -56,24 +52,14 @@ class Peak:
 @pytest.fixture(name="server", scope="module")
 def _server(tiny_checkpoint, tmp_path_factory):
     """A server of constants: (url, pid)."""
-    flags = ["--null-model", "--port", "0", "--max-queue-bytes", str(HELD)]
+    flags = ["--null-model", "--max-queue-bytes", str(HELD)]
     flags += ["--tokenization-workers", "1", "--max-queue-tokens", "100000000"]
     flags += ["--cache-dir", str(tmp_path_factory.mktemp("cache"))]
-    with subprocess.Popen(
-        [sys.executable, "-m", "jaxembed.cli", "serve", str(tiny_checkpoint), *flags],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    ) as process:
-        assert process.stderr is not None
-        url = next(line for line in process.stderr if "listening" in line).split()[-1]
-        threading.Thread(target=process.stderr.read, daemon=True).start()
+    with served(str(tiny_checkpoint), *flags) as (url, pid):
         while httpx.get(url + "/ready").status_code != 200:
             time.sleep(0.1)
         httpx.post(url + "/embed", json={"inputs": "the cat"}).raise_for_status()
-        yield url, process.pid
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT_S) == 0
+        yield url, pid
 
 
 def post(path: str, body: bytes, length: int | None = None) -> bytes:

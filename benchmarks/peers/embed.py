@@ -10,16 +10,13 @@ then seconds, and for an empty line the vectors of the last run, float32 in base
 """
 
 import base64
-import json
-import os
-import platform
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pipe import opened, versions
 
 LIMIT = 256  # tokens, as sentence_bert_config.json says
 
@@ -143,21 +140,10 @@ LIBRARIES = {
 }
 
 
-def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    found = {name: metadata.version(name) for name in packages}
-    return {"python": platform.python_version()} | found
-
-
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not an answer
-    job = json.loads(sys.stdin.readline())
+    job, answer = opened()
     library = LIBRARIES[job["library"]](job["model"], job["dtype"], job["threads"])
     vectors = np.zeros((0, 0), np.float32)
-
-    def answer(value: Any) -> None:
-        print(json.dumps(value), file=answers, flush=True)
-
     answer(versions(library.PACKAGES))
     for line in sys.stdin:
         if not line.strip():

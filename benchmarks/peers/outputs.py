@@ -16,16 +16,14 @@ its pooling included, for which its environment needs torch, transformers and on
 
 import json
 import multiprocessing
-import os
-import platform
 import sys
 import tempfile
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pipe import opened, versions
 
 OUTPUTS = ("dense", "SPLADE")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -165,21 +163,9 @@ def ids_of(rows: int, length: int, vocabulary: int) -> np.ndarray:
     return np.random.default_rng(0).integers(len(SPECIAL), vocabulary, (rows, length))
 
 
-def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """The versions of Python and of the packages."""
-    found = {name: metadata.version(name) for name in packages}
-    return {"python": platform.python_version()} | found
-
-
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not an answer
-    job = json.loads(sys.stdin.readline())
+    job, answer = opened()
     library = LIBRARIES[job["library"]](job)
-
-    def answer(value: Any) -> None:
-        print(json.dumps(value), file=answers, flush=True)
-
     answer(versions(library.PACKAGES))
     for line in sys.stdin:
         output, (rows, length) = json.loads(line)

@@ -80,11 +80,11 @@ class Meter:
     @property
     def telemetry(self) -> Telemetry:
         """The metrics of the model that the request is counted for."""
-        models = self.service.models
-        fallback = models.lasting[0].residence if models.lasting else None
         if hasattr(self, "loaded"):
             return self.loaded.telemetry
-        return models.telemetry if fallback is None else fallback.loaded.telemetry
+        models = self.service.models
+        first = models.lasting[0].residence if models.lasting else None
+        return models.telemetry if first is None else first.loaded.telemetry
 
     @contextmanager
     def time(self, stage: Literal["decode", "encode"]) -> Iterator[None]:

@@ -166,7 +166,7 @@ class Models:
         is_name = alias.strip() and alias.isprintable() and len(alias) <= LONGEST_ALIAS
         if not is_name or ":" in alias or alias in self._own or alias == UNSPECIFIED:
             raise InvalidInput(
-                f"`{alias[:LONGEST_ALIAS]!r}` cannot be moved: wanted a name that is no loadable "
+                f"{alias[:LONGEST_ALIAS]!r} cannot be moved: wanted a name that is no loadable "
                 f"model's own, of at most {LONGEST_ALIAS} characters, without a colon",
                 field="alias",
             )

@@ -33,7 +33,7 @@ from jaxembed.server.vectors import VectorsRequest, add_dtype, asked_dtype
 
 blueprint = Blueprint("multi", __name__)
 
-SLICE_TERMS = 2048  # terms that are written before other tasks run: about 0.7 ms
+SLICE_TERMS = 2048  # terms that are written before other tasks run
 MOST_COUNTS = 4096  # characters of a header: clients and proxies refuse long ones
 
 # TEI's words, and theirs for the route that it lacks.
@@ -160,9 +160,9 @@ async def _terms(answer: Embeddings, names: TermNames | None) -> AsyncIterator[b
     for number, (indices, values) in enumerate(zip(sparse.indices, sparse.values, strict=True)):
         parts.append(b",[" if number else b"[")
         for start in range(0, len(indices), SLICE_TERMS):
-            slots = slice(start, start + SLICE_TERMS)
-            parts += [b"," * bool(start), _json_terms(indices[slots], values[slots], names)]
-            count += len(indices[slots])
+            part = slice(start, start + SLICE_TERMS)
+            parts += [b"," * bool(start), _json_terms(indices[part], values[part], names)]
+            count += len(indices[part])
             if count >= SLICE_TERMS:
                 yield b"".join(parts)
                 parts, count = [], 0

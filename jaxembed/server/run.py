@@ -49,8 +49,8 @@ def run(
 
     `listener` is a socket that is already bound, so that the port is reserved while the models
     load; None means that the address in `config` is bound now. `load` and `limits` are as in
-    ModelPool. Raises BackendError if a model
-    cannot be compiled, ConfigError if a port cannot be bound, and the error of a server that fails.
+    ModelPool. Raises BackendError if a model cannot be compiled, ConfigError if a port cannot be
+    bound, and the error of a server that fails.
     """
     app = create_app(models, config, ModelPool(models, load, limits))
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:

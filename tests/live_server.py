@@ -1,0 +1,29 @@
+"""A server in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+WAIT_S = 60.0
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[tuple[str, int]]:
+    """Serve with these arguments, on the CPU and on any port: (url, pid). At the end it must stop
+    cleanly at SIGTERM."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "jaxembed.cli", "serve", "--port", "0", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    ) as process:
+        assert process.stderr is not None
+        url = next(line for line in process.stderr if "listening" in line).split()[-1]
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield url, process.pid
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0
