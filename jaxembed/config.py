@@ -24,6 +24,7 @@ class EngineConfig:
     max_concurrent_requests: int = 8192  # inputs that are admitted and not yet answered
     max_queue_tokens: int | None = None  # None: 64 full batches for each device and model
     max_queue_bytes: int = 1024 * MIB  # memory that requests hold until they are answered
+    cache_bytes: int = 0  # answers of interactive work that each model keeps; 0: none
     null_model: bool = False  # answer with constants without a device, to measure the host
 
 

@@ -65,7 +65,8 @@ class OnDevices:
         parameters = placed_bytes(shapes, self.plan.dtype)
         if devices[0].platform != "cpu":
             return parameters
-        return len(devices) * (parameters + len(self.plan.grid.buckets) * PROGRAM_BYTES)
+        programs = len(self.plan.grid.buckets) * PROGRAM_BYTES
+        return len(devices) * (parameters + programs) + self._config.cache_bytes
 
     def load(
         self, path: Path, telemetry: Telemetry, on_progress: Progress | None, name: str

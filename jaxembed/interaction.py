@@ -84,6 +84,7 @@ def compare_outputs(
         tokenization_s=sum(one.tokenization_s for one in both),
         queue_s=sum(one.queue_s for one in both),
         inference_s=sum(one.inference_s for one in both),
+        cached=sum(one.cached for one in both),
         chunks=chunks,
         raw=raw if weights.keys() == {"multi_vector"} else None,
     )

@@ -146,11 +146,15 @@ class LoadedModel:
             one.engine.start()
 
     def _planned(self, specs: Routes, cache_dir: Path) -> dict[str, PlannedEngine]:
-        """The engine of each route. A grid is for those that run on devices, if there are any."""
-        has_towers = not all(map(is_static, specs.specs.values()))
-        of_static = replace(self.config, buckets=None) if has_towers else self.config
+        """The engine of each route. A grid and a cache are for those that run on devices, if there
+        are any; these divide the cache."""
+        towers = sum(not is_static(spec) for spec in specs.specs.values())
+        of_tower = of_static = self.config
+        if towers:
+            of_tower = replace(self.config, cache_bytes=self.config.cache_bytes // towers)
+            of_static = replace(self.config, buckets=None, cache_bytes=0)
         return {
-            route: plan_engine(spec, of_static if is_static(spec) else self.config, cache_dir)
+            route: plan_engine(spec, of_static if is_static(spec) else of_tower, cache_dir)
             for route, spec in specs.specs.items()
         }
 
@@ -330,6 +334,7 @@ class LoadedModel:
             "max_queue_tokens": self.admission.capacity.max_tokens,
             "max_queue_bytes": self.admission.capacity.max_bytes,
             "tokenizing_bytes": self.tokenizing_bytes,
+            "cache_bytes": self.config.cache_bytes,
         }
         if len(self.routes) > 1:
             described["default_route"] = self.default_route

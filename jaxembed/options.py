@@ -69,6 +69,7 @@ class Embeddings:
     tokenization_s: float  # this and the next two are means over the inputs
     queue_s: float
     inference_s: float
+    cached: int = 0  # inputs whose answers the engine had kept
     chunked: Chunked | None = None  # where the chunks are that each have a vector, of chunked texts
     windows: Windows | None = None  # of documents in windows, each of which is an input
 
@@ -84,6 +85,7 @@ class Embeddings:
             tokenization_s=float(mean([one.tokenization_s for one in parts])),
             queue_s=float(mean([one.queue_s for one in parts])),
             inference_s=float(mean([one.inference_s for one in parts])),
+            cached=self.cached + other.cached,
         )
 
     @property
@@ -172,6 +174,7 @@ class Scores:
     tokenization_s: float  # this and the next two are means over the inputs
     queue_s: float
     inference_s: float
+    cached: int = 0  # inputs whose answers the engine had kept
     chunks: list[Chunk] | None = None  # the best window of each document, if they may be divided
 
     def shown(self, raw_scores: bool) -> np.ndarray:

@@ -40,6 +40,7 @@ class Run(msgspec.Struct, frozen=True, eq=False):
     tokenization_s: float  # of all inputs together
     queue_s: list[float]  # of each input
     inference_s: list[float]  # of each input
+    cached: int = 0  # inputs whose answers the engine had kept
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -50,6 +51,7 @@ class Run(msgspec.Struct, frozen=True, eq=False):
             "tokenization_s": self.tokenization_s,
             "queue_s": mean(self.queue_s),
             "inference_s": mean(self.inference_s),
+            "cached": self.cached,
         }
 
 

@@ -339,7 +339,7 @@ def _join(parts: Sequence[Tokenized], request: Request) -> Tokenized:
 def _run_of(ticket: Ticket, tokenized: Tokenized, tokenization_s: float) -> Run:
     """What a request that was queued came to."""
     times = ticket.queue_s.tolist(), ticket.inference_s.tolist()
-    return Run(ticket.values, tokenized, tokenization_s, *times)
+    return Run(ticket.values, tokenized, tokenization_s, *times, ticket.withdrawn)
 
 
 def _join_runs(parts: Sequence[Run], request: Request) -> Run:

@@ -304,6 +304,13 @@ class Telemetry:
         self.truncated_inputs = self._counter(
             "jaxembed_truncated_inputs", "Inputs cut to the limit"
         )
+        self.cache_hits = self._counter(
+            "jaxembed_cache_hits", "Inputs whose answer was in the cache"
+        )
+        self.cache_misses = self._counter(
+            "jaxembed_cache_misses", "Inputs whose answer was looked for there and missing"
+        )
+        self.cache_bytes = self._gauge("jaxembed_cache_bytes", "Memory that cached answers take")
         self.cancelled_requests = self._counter(
             "jaxembed_cancelled_requests", "Requests whose client went away"
         )

@@ -517,8 +517,9 @@ def test_settings_that_need_buckets_or_a_device_are_refused(config, words, tmp_p
 
 
 def test_settings_for_devices_are_named_in_the_log(tmp_path, caplog):
-    plan_engine(spec_of(), EngineConfig(dtype="bfloat16", devices=2), tmp_path)
-    assert "--dtype, --devices is for models that run on devices" in caplog.text
+    config = EngineConfig(dtype="bfloat16", devices=2, cache_bytes=1)
+    plan_engine(spec_of(), config, tmp_path)
+    assert "--dtype, --devices, --cache-bytes is for models that run on devices" in caplog.text
 
 
 def test_there_is_nothing_to_tune(source, tmp_path):

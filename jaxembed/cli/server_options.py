@@ -70,6 +70,13 @@ SERVER_OPTIONS = together(
     click.option(
         "--max-queue-tokens", type=click.IntRange(1), help="Tokens admitted and not yet answered."
     ),
+    click.option(
+        "--cache-bytes",
+        type=click.IntRange(0),
+        default=EngineConfig.cache_bytes,
+        show_default=True,
+        help="Memory in which each model keeps the answers to interactive requests; 0: none.",
+    ),
     tei_option(
         "--max-client-batch-size",
         type=click.IntRange(0),

@@ -31,12 +31,17 @@ def model_source(flags: dict[str, Any]) -> dict[str, Any]:
 def engine_config(flags: dict[str, Any]) -> EngineConfig:
     """The settings of the engine.
 
-    Only `serve` has the flags that limit how much work is admitted. Without such a flag the limit
-    is the default of EngineConfig.
+    Only `serve` has the flags that limit how much work is admitted, and how much is cached. Without
+    such a flag the setting is the default of EngineConfig.
     """
-    admission = {
+    of_server = {
         name: flags[name]
-        for name in ("max_concurrent_requests", "max_queue_tokens", "max_queue_bytes")
+        for name in (
+            "max_concurrent_requests",
+            "max_queue_tokens",
+            "max_queue_bytes",
+            "cache_bytes",
+        )
         if flags.get(name) is not None
     }
     return EngineConfig(
@@ -50,7 +55,7 @@ def engine_config(flags: dict[str, Any]) -> EngineConfig:
         buckets=flags["buckets"],
         max_input_tokens=flags["max_input_length"],
         null_model=flags["null_model"],
-        **admission,
+        **of_server,
     )
 
 

@@ -156,7 +156,15 @@ def host_plan(spec: ModelSpec, config: EngineConfig) -> Plan:
     usual = EngineConfig()
     unused = [
         "--" + name.replace("_", "-")
-        for name in ("dtype", "devices", "parallel", "warmup", "kernels", "max_batch_requests")
+        for name in (
+            "dtype",
+            "devices",
+            "parallel",
+            "warmup",
+            "kernels",
+            "max_batch_requests",
+            "cache_bytes",
+        )
         if getattr(config, name) != getattr(usual, name)
     ]
     if unused:
@@ -200,6 +208,7 @@ def build(
         BucketCosts(plan.token_ms, plan.timings),
         name=name,
         max_batch_requests=config.max_batch_requests,
+        cache_bytes=config.cache_bytes,
         full_warmup=plan.full_warmup,
         on_progress=on_progress,
         keep_costs=partial(_keep, plan.cost_file),

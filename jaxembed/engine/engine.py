@@ -19,6 +19,7 @@ from typing import get_args
 import numpy as np
 
 from jaxembed import memory
+from jaxembed.engine.answer_cache import AnswerCache
 from jaxembed.engine.batch import HOST_MS, Batch, place
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.costs import BucketCosts
@@ -89,9 +90,10 @@ class Engine:
     it is compiled, and a sequence that fits on no compiled bucket waits.
 
     `widths` gives the number of columns of each output. `max_batch_requests` is the largest number
-    of sequences in a batch. `keep_costs` saves the costs of the buckets; it is called when every
-    bucket has been timed often enough, and when the engine closes. See Warmup for `full_warmup`,
-    `compile_workers` and `on_progress`, and Watchdog for `overdue_s`.
+    of sequences in a batch. `cache_bytes` is the size of an AnswerCache; 0: none. `keep_costs`
+    saves the costs of the buckets; it is called when every bucket has been timed often enough, and
+    when the engine closes. See Warmup for `full_warmup`, `compile_workers` and `on_progress`, and
+    Watchdog for `overdue_s`.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Engine:
         *,
         name: str = "model",
         max_batch_requests: int | None = None,
+        cache_bytes: int = 0,
         full_warmup: bool = False,
         compile_workers: int = 2,
         probe_every_s: float = PROBE_EVERY_S,
@@ -120,6 +123,7 @@ class Engine:
         self._widths = widths
         self._telemetry = telemetry
         self._most = max_batch_requests
+        self._cache = AnswerCache(cache_bytes, telemetry) if cache_bytes else None
         self._probe_every_s = probe_every_s
         self._lanes = Lanes(max(bucket.tokens for bucket in grid.buckets))
         self._ran: dict[Bucket, BucketUse] = {}
@@ -139,12 +143,7 @@ class Engine:
             on_failure=lambda error: self._fail_waiting(BackendError(NOT_COMPILED)),
             on_finish=lambda: self._timer.start(),
         )
-        self._watchdog = Watchdog(
-            lambda bucket: self._costs.usable.get(bucket, 0.0) / 1000,
-            self._fail_overdue,
-            self._look,
-            overdue_s,
-        )
+        self._watchdog = Watchdog(self._expected_s, self._fail_overdue, self._look, overdue_s)
         self._timer = self._timer_of(seats[0])
         # one thread more than programs in flight: it settles answers while the others run
         self._threads = [
@@ -251,7 +250,8 @@ class Engine:
 
         `wake` is called once, from an engine thread, when the ticket is complete. Without a
         priority a small request is interactive and a large one is bulk. Equal sequences that wait
-        at the same time, also those of different requests, are computed once.
+        at the same time, also those of different requests, are computed once. What the cache has is
+        answered at once.
 
         Raises EmptyInput, InputTooLong or TooManySpans for a sequence that no bucket can hold,
         BackendError if the engine is closed or the model could not be compiled, and DeviceStuck if
@@ -259,6 +259,7 @@ class Engine:
         """
         self._check(work)
         ticket = Ticket(work, self._widths, wake)
+        found = None if self._cache is None else self._cache.take(ticket)
         with self._lock:
             if self._closing:
                 raise BackendError("the engine is closed")
@@ -266,9 +267,12 @@ class Engine:
                 raise BackendError(NOT_COMPILED)
             if self.stuck:
                 raise DeviceStuck
-            self._lanes.add(ticket, priority)
-            for idle in self._idle.values():
-                idle.notify(self._lanes.inputs)  # more threads would only slow the others down
+            if ticket.entries:
+                self._lanes.add(ticket, priority)
+                for idle in self._idle.values():
+                    idle.notify(self._lanes.inputs)  # more threads would only slow the others down
+        if found is not None:
+            settle_answers(found, ticket.queued_at, 0.0)
         return ticket
 
     def _check(self, work: Work) -> None:
@@ -333,6 +337,8 @@ class Engine:
             return
         for seat in self.seats:
             seat.runner.free()
+        if self._cache is not None:
+            self._cache.clear()
 
     @property
     def _all_threads(self) -> list[threading.Thread]:
@@ -405,6 +411,8 @@ class Engine:
                 return  # its entries were failed when it became overdue
             self._note(seat, batch, results, claim)
             for answers in results:
+                if self._cache is not None:  # before its client can ask again
+                    self._cache.keep(answers)
                 settle_answers(answers, started_at, seconds)
         except BaseException:  # a thread that ends must not leave its batch unanswered
             if batch is None:
@@ -529,6 +537,10 @@ class Engine:
         with self._lock:
             waiting = self._lanes.clear()
         fail_entries(waiting, error)
+
+    def _expected_s(self, bucket: Bucket) -> float:
+        """The seconds that a run of a bucket takes; 0 if that is unknown."""
+        return self._costs.usable.get(bucket, 0.0) / 1000
 
     def _fail_overdue(self, call: WatchedCall) -> None:
         """Fail the entries of a batch whose device call is overdue, with a BackendError.

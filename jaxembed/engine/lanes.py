@@ -222,13 +222,14 @@ class Lanes:
         return next((f.ticket.queued_at for f in self._flows.values() if f.lane is lane), None)
 
     def add(self, ticket: Ticket, priority: Priority | None = None) -> None:
-        """Queue the entries of a ticket. Without a priority its size decides the lane.
+        """Queue the entries of a ticket. Without a priority the size of its work decides the lane.
 
         The ticket's own list of them is emptied, because entries and ticket refer to each other.
         """
-        inputs, tokens = len(ticket.work), ticket.work.tokens
-        lane = self._lanes[priority or self._priority(inputs, tokens)]
-        if lane is self._interactive:
+        inputs, tokens = ticket.inputs, ticket.tokens
+        lane = self._lanes[priority or self._priority(len(ticket.work), ticket.work.tokens)]
+        ticket.interactive = lane is self._interactive
+        if ticket.interactive:
             self._interactive_at = ticket.queued_at
         entries = [self._joined(ticket, entry) for entry in ticket.entries]
         ticket.entries = []

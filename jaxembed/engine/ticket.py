@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import repeat
 from typing import Any
@@ -50,6 +50,8 @@ class Ticket:
         self.inference_s = np.zeros(count)
         self.queued_at = time.monotonic()
         self.entries = _entries(self)
+        self.inputs, self.tokens = count, work.tokens  # of the entries; duplicates count each time
+        self.interactive = False  # whether it was queued in that lane
         self.cancelled = False
         self._failures: dict[int, Exception] = {}
         self._settled = np.zeros(count, bool)  # sequences that are answered or failed
@@ -62,6 +64,21 @@ class Ticket:
     def error(self) -> Exception | None:
         """The error of the first input in order that failed; None if none did."""
         return self._failures[min(self._failures)] if self._failures else None
+
+    @property
+    def withdrawn(self) -> int:
+        """The number of inputs that were withdrawn."""
+        return len(self.work) - self.inputs
+
+    def withdraw(self, entries: "Iterable[Entry]") -> None:
+        """Take out some of the entries before the ticket is queued. They must still be answered."""
+        taken = set(entries)
+        if taken:
+            self.entries = [entry for entry in self.entries if entry not in taken]
+            for entry in taken:
+                inputs = len(entry.claims[self])
+                self.inputs -= inputs
+                self.tokens -= inputs * entry.length
 
     def answer(self, index: Index, values: Mapping[OutputName, Any]) -> None:
         """Write the answers of the sequences at `index`, which are all different.

@@ -127,6 +127,8 @@ class Meter:
         )
         if answer.truncated:
             response.headers.add("x-truncated-inputs", str(answer.truncated))
+        if answer.cached:
+            response.headers.add("x-cache-hits", str(answer.cached))
         return response
 
     def _count(self, answer: Embeddings | Scores) -> float:

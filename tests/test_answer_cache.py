@@ -1,0 +1,259 @@
+"""Answers that are kept: which are found again, and how many."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import save_tiny
+from fakes import WAIT_S, SumRunner, encoding, sums, ticket_of
+from test_routes import save_routed
+
+from jaxembed import Embedder, EngineConfig
+from jaxembed.config import ServerConfig
+from jaxembed.engine.answer_cache import KEPT_BYTES, ROW_BYTES, AnswerCache
+from jaxembed.engine.recovery import Answers
+from jaxembed.engine.ticket import Ticket
+from jaxembed.errors import BackendError, NotFinite
+from jaxembed.server.app import create_app
+from jaxembed.server.models import Models
+from jaxembed.telemetry import Telemetry
+from jaxembed.work import Encoding, SparseRows, work_of
+
+BIG = 2**20
+ONE = KEPT_BYTES + 4 + 4  # bytes of a token's sum: the values, and the tokens in its key
+
+
+@pytest.fixture(name="runner")
+def _runner() -> SumRunner:
+    return SumRunner()
+
+
+def interactive(*ids: int, **options) -> Ticket:
+    ticket = ticket_of([encoding(one) for one in ids], **options)
+    ticket.interactive = True
+    return ticket
+
+
+def sums_of(ticket: Ticket) -> Answers:
+    """What a SumRunner would answer to these single tokens."""
+    values = [[float(entry.ids[0])] for entry in ticket.entries]
+    return Answers(ticket.entries, {"dense": np.array(values, np.float32)})
+
+
+def kept(cache: AnswerCache, *ids: int) -> list[int]:
+    """Which of these single tokens the cache has."""
+    ticket = ticket_of([encoding(one) for one in ids])
+    found = cache.take(ticket)
+    return [] if found is None else [int(entry.ids[0]) for entry in found.entries]
+
+
+def counts(telemetry: Telemetry) -> tuple[float, float, float]:
+    lines = telemetry.exposition().decode().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    names = ("jaxembed_cache_hits", "jaxembed_cache_misses", "jaxembed_cache_bytes")
+    return tuple(float(values[name]) for name in names)
+
+
+def test_the_answer_to_a_question_is_computed_once(start, runner):
+    engine = start(runner, cache_bytes=BIG)
+    first = engine.ask([encoding(5, 6), encoding(7)])
+    assert sums(first) == [11, 7]
+    runs = len(runner.ran)
+    again = engine.ask([encoding(7), encoding(5, 6), encoding(7)])
+    assert sums(again) == [7, 11, 7]
+    assert len(runner.ran) == runs
+    assert (first.withdrawn, again.withdrawn) == (0, 3)
+    assert again.queue_s.tolist() == again.inference_s.tolist() == [0, 0, 0]
+    assert counts(engine.telemetry)[:2] == (3, 2)
+
+
+def test_a_waiter_is_woken_once_by_answers_that_are_all_kept(start, runner):
+    engine = start(runner, cache_bytes=BIG)
+    assert sums(engine.ask([encoding(5)])) == [5]
+    woken: list[int] = []
+    assert sums(engine.ask([encoding(5), encoding(5)], wake=lambda: woken.append(1))) == [5, 5]
+    assert woken == [1]
+
+
+def test_only_what_is_missing_is_queued(start, runner):
+    engine = start(runner, cache_bytes=BIG)
+    assert sums(engine.ask([encoding(5, 6)])) == [11]
+    runner.gate.clear()
+    engine.ask([encoding(9)])
+    assert runner.entered.acquire(timeout=WAIT_S)
+    assert runner.entered.acquire(timeout=WAIT_S)
+    ticket = engine.ask([encoding(5, 6), encoding(8, 8, 8), encoding(8, 8, 8)])
+    assert engine.waiting == (2, 6)
+    runner.gate.set()
+    assert sums(ticket) == [11, 24, 24]
+    assert engine.waiting == (0, 0)
+
+
+def test_bulk_work_finds_and_keeps_nothing(start, runner):
+    engine = start(runner, cache_bytes=BIG)
+    assert sums(engine.ask([encoding(5)], priority="interactive")) == [5]
+    for _ in range(2):
+        ticket = engine.ask([encoding(5), encoding(6)], priority="bulk")
+        assert sums(ticket) == [5, 6]
+        assert ticket.withdrawn == 1
+    assert sums(engine.ask([encoding(6)], priority="interactive")) == [6]
+    assert engine.ask([encoding(6)], priority="bulk").withdrawn == 1
+
+
+def test_a_failed_answer_is_not_kept(start, runner):
+    engine = start(runner, cache_bytes=BIG)
+    for _ in range(2):
+        ticket = engine.ask([encoding(SumRunner.BAD)])
+        with pytest.raises(NotFinite):
+            ticket.result(WAIT_S)
+        assert ticket.withdrawn == 0
+
+
+def test_a_closed_engine_answers_nothing_and_frees_what_it_kept(start, runner):
+    engine = start(runner, cache_bytes=BIG)
+    assert sums(engine.ask([encoding(5)])) == [5]
+    assert counts(engine.telemetry)[2] == ONE
+    engine.close()
+    with pytest.raises(BackendError, match="closed"):
+        engine.ask([encoding(5)])
+    engine.free()
+    assert counts(engine.telemetry)[2] == 0
+
+
+def test_without_bytes_nothing_is_kept_or_counted(start, runner):
+    engine = start(runner)
+    for _ in range(2):
+        assert sums(engine.ask([encoding(5)])) == [5]
+    assert len(runner.ran) == 2
+    assert counts(engine.telemetry) == (0, 0, 0)
+
+
+def test_what_was_used_last_stays():
+    cache = AnswerCache(2 * ONE, telemetry := Telemetry())
+    cache.keep(sums_of(interactive(5, 6)))
+    assert kept(cache, 5) == [5]
+    cache.keep(sums_of(interactive(7)))
+    assert kept(cache, 5, 6, 7) == [5, 7]
+    assert counts(telemetry)[2] == 2 * ONE
+
+
+def test_what_is_larger_than_the_cache_is_not_kept():
+    cache = AnswerCache(ONE - 1, Telemetry())
+    cache.keep(sums_of(interactive(5)))
+    assert kept(cache, 5) == []
+
+
+def test_an_answer_is_counted_once_however_often_it_comes():
+    cache = AnswerCache(BIG, telemetry := Telemetry())
+    for _ in range(3):
+        cache.keep(sums_of(interactive(5)))
+    assert counts(telemetry)[2] == ONE
+
+
+def test_what_is_kept_is_no_view_of_a_batch():
+    cache = AnswerCache(BIG, Telemetry())
+    answers = sums_of(interactive(5, 6))
+    cache.keep(answers)
+    answers.values["dense"][:] = 0
+    found = cache.take(ticket_of([encoding(6)]))
+    assert found is not None
+    assert found.values["dense"].tolist() == [[6]]
+
+
+def test_outputs_are_kept_one_by_one():
+    cache = AnswerCache(BIG, Telemetry())
+    both = frozenset({"dense", "logits"})
+    widths = {"dense": 1, "logits": 1}
+    cache.keep(sums_of(interactive(5)))
+    assert cache.take(ticket_of([encoding(5)], both, widths=widths)) is None
+    asked = interactive(5, outputs=both, widths=widths)
+    values = {"dense": np.full((1, 1), 5, np.float32), "logits": np.full((1, 1), 9, np.float32)}
+    cache.keep(Answers(asked.entries, values))
+    found = cache.take(ticket_of([encoding(5)], both, widths=widths))
+    assert found is not None
+    assert found.values["logits"].tolist() == [[9]]
+
+
+def test_outputs_by_token_are_not_kept():
+    cache = AnswerCache(BIG, telemetry := Telemetry())
+    names = frozenset({"dense", "tokens"})
+    ticket = interactive(5, outputs=names)
+    row = np.full((1, 1), 5, np.float32)
+    cache.keep(Answers(ticket.entries, {"dense": row, "tokens": [row]}))
+    assert cache.take(ticket_of([encoding(5)], names)) is None
+    assert counts(telemetry)[:2] == (0, 0)  # it was not looked for
+    assert kept(cache, 5) == [5]
+
+
+def test_sparse_answers_are_kept_whole():
+    cache = AnswerCache(BIG, telemetry := Telemetry())
+    names, widths = frozenset({"sparse"}), {"sparse": 9}
+    ticket = interactive(5, outputs=names, widths=widths)
+    indices, values = np.array([2, 7], np.int32), np.array([0.5, 1.5], np.float32)
+    cache.keep(Answers(ticket.entries, {"sparse": SparseRows(9, [indices], [values])}))
+    assert counts(telemetry)[2] == KEPT_BYTES + 4 + ROW_BYTES + 16
+    values[:] = 0
+    found = cache.take(ticket_of([encoding(5)], names, widths=widths))
+    assert found is not None
+    rows = found.values["sparse"]
+    assert (rows.indices[0].tolist(), rows.values[0].tolist()) == ([2, 7], [0.5, 1.5])
+
+
+def test_spans_and_types_tell_sequences_apart():
+    ids = np.array([5, 6], np.int32)
+    forms = [
+        Encoding(ids),
+        Encoding(ids, types=np.array([0, 1], np.int32)),
+        Encoding(ids, spans=((0, 1), (1, 2))),
+        Encoding(ids, fillers=1),
+    ]
+    cache = AnswerCache(BIG, Telemetry())
+    for form in forms:
+        ticket = Ticket(work_of([form]), {"dense": 1})
+        assert cache.take(ticket) is None
+        ticket.interactive = True
+        slots = len(form.spans or [0])
+        cache.keep(Answers(ticket.entries, {"dense": np.ones((slots, 1), np.float32)}))
+    for form in forms:
+        found = cache.take(Ticket(work_of([form]), {"dense": 1}))
+        assert found is not None
+        assert found.values["dense"].shape == (len(form.spans or [0]), 1)
+
+
+# -- models, and over HTTP -------------------------------------------------------------------------
+
+
+def test_an_answer_over_http_is_the_same_from_the_cache(tmp_path):
+    config = EngineConfig(dtype="float32", max_batch_tokens=64, devices=1)
+    path = str(save_tiny(tmp_path / "tiny"))
+    with Embedder(path, cache_dir=tmp_path / "cache", config=config) as plain:
+        wanted, without = plain.encode(["red dog"], normalize=False), plain.resident_bytes
+    cached = replace(config, cache_bytes=BIG)
+
+    async def go():
+        with Embedder(path, cache_dir=tmp_path / "cache", config=cached) as embedder:
+            assert embedder.resident_bytes == without + BIG
+            client = create_app(Models([embedder]), ServerConfig()).test_client()
+            headers: list[str | None] = []
+            for body in ({}, {"normalize": False}, {"dimensions": 8}, {"truncate": False}):
+                response = await client.post("/embed", json={"inputs": "red dog", **body})
+                assert response.status_code == 200
+                headers.append(response.headers.get("x-cache-hits"))
+                if body == {"normalize": False}:
+                    vectors = await response.get_json()
+            info = await (await client.get("/info")).get_json()
+            assert info["jaxembed"]["cache_bytes"] == BIG
+            return headers, vectors
+
+    headers, vectors = asyncio.run(go())
+    assert headers == [None, "1", "1", "1"]
+    np.testing.assert_array_equal(np.array(vectors, np.float32), wanted)
+
+
+def test_the_towers_of_a_router_divide_the_cache(tmp_path):
+    path = save_routed(tmp_path / "routed", "document")
+    config = EngineConfig(dtype="float32", max_batch_tokens=64, devices=1, cache_bytes=BIG)
+    with Embedder(str(path), cache_dir=tmp_path / "cache", config=config) as embedder:
+        most = [vars(one.engine)["_cache"]._most for one in embedder.routes.values()]
+    assert most == [BIG // 2, BIG // 2]
