@@ -38,7 +38,11 @@ def test_in_a_storm_each_request_has_its_one_outcome_and_after_it_nothing_is_hel
     cache = tmp_path / "cache"
     cache.mkdir()
     embedder = save_tiny(tmp_path / "embedder")
-    storm = Storm(Weather(SEED, str(embedder), cache, str(reranker), flags=flags))
+    repository = tmp_path / "repository"
+    save_tiny(repository / "first")
+    save_tiny(repository / "second", pooling=("cls",))
+    weather = Weather(SEED, str(embedder), cache, str(reranker), flags=flags, repository=repository)
+    storm = Storm(weather)
 
     async def blow() -> None:
         for life in LIVES:

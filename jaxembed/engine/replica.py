@@ -157,8 +157,12 @@ class Replica:
         return self._programs[bucket].as_text() or ""
 
     def temporary_bytes(self, bucket: Bucket) -> int:
-        """The device memory that a run of the bucket needs besides the parameters, in bytes."""
-        memory: Any = self._programs[bucket].memory_analysis()  # None on no platform of ours
+        """The device memory that a run of the bucket needs besides the parameters, in bytes; none
+        once they are freed."""
+        program = self._programs.get(bucket)
+        if program is None:
+            return 0
+        memory: Any = program.memory_analysis()  # None on no platform of ours
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
     def _placed(self, planes: np.ndarray) -> jax.Array:

@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="an embedding model")
     parser.add_argument("--reranker", help="a model to serve beside it")
+    parser.add_argument("--repository", type=Path, help="a name moves between its first models")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--actions", type=int, default=60, help="of each client in a wave")
     parser.add_argument("--fault-rate", type=float, default=0.02, help="of calls that fail")
@@ -38,6 +39,7 @@ def main() -> int:
             options.clients,
             options.fault_rate,
             tuple(flags),
+            options.repository,
         )
         storm = Storm(weather)
         asyncio.run(_blow(storm, options.seconds, options.actions))

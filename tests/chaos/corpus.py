@@ -24,6 +24,7 @@ FIRST_ID, LAST_ID = 5, 30  # token ids that every vocabulary here has
 MOST_INPUTS = 64  # in a request; the server is started with this limit
 PAYLOAD_LIMIT = 256 * 1024
 EMBEDDER, RERANKER = "e", "r"  # served names
+MOVED = "m"  # the name that moves from one model to the other while requests ask for it
 
 Input = str | list[int]
 
@@ -38,14 +39,17 @@ class Ask:
     refused: int | None = None  # the expected status if the request is wrong
     err: str | None = None  # the label under which te_request_failure counts the refusal
     stamped: bool = False  # whether te_request_success counts it
+    counted: bool = True  # whether it is for models whose metrics last
 
 
 class Corpus:
     """Inputs, and the right answer to each, which `learn` gets from a server without faults."""
 
-    def __init__(self, seed: int, reranks: bool):
+    def __init__(self, seed: int, reranks: bool, moved: Sequence[str] = ()):
+        """`moved` are the models that MOVED names in turn."""
         random = Random(f"{seed}/corpus")
         self.reranks = reranks
+        self.moved = moved
         self.exact = True  # results in float32 are compared by value, others by cosine
         self.inputs: list[Input] = list(ODD_TEXTS)
         for most, count in ((4, 20), (30, 12), (400, 6)):
@@ -56,6 +60,7 @@ class Corpus:
             )
         self.queries = [_text(random, 4) for _ in range(3)]
         self._vectors: dict[int, np.ndarray] = {}
+        self._moved_vectors: dict[str, dict[int, np.ndarray]] = {name: {} for name in moved}
         self._hidden: dict[int, np.ndarray] = {}
         self._pieces: dict[int, list] = {}
         self._scores: dict[tuple[int, int], float] = {}
@@ -69,6 +74,8 @@ class Corpus:
             self._vectors[k] = _matrix(await ask(_embed([one])))[0]
             hidden = await ask(_message("/embed_all", inputs=[one], model=EMBEDDER))
             self._hidden[k] = np.array(hidden.json()[0], np.float32)
+            for name, vectors in self._moved_vectors.items():
+                vectors[k] = _matrix(await ask(_embed([one], model=name)))[0]
         for k in self._texts:
             body = {"inputs": [self.inputs[k]], "model": EMBEDDER}
             self._pieces[k] = (await ask(_message("/tokenize", **body))).json()[0]
@@ -98,6 +105,8 @@ class Corpus:
         kinds |= {self._draw_bad: 4, self._draw_probe: 2}
         if self.reranks:
             kinds[self._draw_ranks] = 4
+        if self.moved:
+            kinds[self._draw_moved] = 6
         (kind,) = random.choices(list(kinds), list(kinds.values()))
         return kind(random)
 
@@ -112,6 +121,19 @@ class Corpus:
         if random.random() < 0.3:
             options["dimensions"] = random.randint(1, 8)
         return self._ask_embed(self._some(random, 24), options, octets=random.random() < 0.2)
+
+    def _draw_moved(self, random: Random) -> Ask:
+        """An answer is right if all of it is of one of the models."""
+        places = self._some(random, 8)
+        allowed = [
+            np.stack([vectors[k] for k in places]) for vectors in self._moved_vectors.values()
+        ]
+        message = _embed([self.inputs[k] for k in places], model=MOVED)
+
+        def right(reply: Reply) -> bool:
+            return any(self._same(_matrix(reply), expected) for expected in allowed)
+
+        return Ask("moved", message, right, counted=False)
 
     def _draw_openai(self, random: Random) -> Ask:
         return self._ask_openai(self._some(random, 24), random.choice(["float", "base64"]))
@@ -222,6 +244,23 @@ class Corpus:
         return bool(((got * expected).sum(axis=-1) > 0.9999 * norms).all())
 
 
+def move(name: str, admin_key: str) -> Ask:
+    """Let MOVED name this model from now on."""
+    return _administer("PUT", f"aliases/{MOVED}", admin_key, model=name)
+
+
+def unload(name: str, admin_key: str) -> Ask:
+    """Take a model out of memory; the next request loads it again."""
+    return _administer("POST", f"models/{name}/unload", admin_key)
+
+
+def _administer(method: str, path: str, key: str, **body) -> Ask:
+    headers = {"authorization": f"Bearer {key}"}
+    message = Message(f"/v2/repository/{path}", json.dumps(body).encode(), headers, method)
+    kind = path.split("/")[0] if method == "PUT" else path.split("/")[-1]
+    return Ask(kind, message, lambda reply: True, counted=False)
+
+
 BAD = [
     ("JSON", "/embed", b'{"inputs":', 400, "validation"),
     ("JSON", "/v1/embeddings", b"\xff\xfe", 400, "validation"),
@@ -277,8 +316,8 @@ def _message(path: str, **body) -> Message:
     return Message(path, json.dumps(body).encode())
 
 
-def _embed(inputs: Sequence[Input], **options) -> Message:
-    return _message("/embed", inputs=list(inputs), model=EMBEDDER, **options)
+def _embed(inputs: Sequence[Input], model: str = EMBEDDER, **options) -> Message:
+    return _message("/embed", inputs=list(inputs), model=model, **options)
 
 
 def _matrix(reply: Reply) -> np.ndarray:

@@ -100,7 +100,7 @@ class Ledger:
             err = "inference"
         else:
             self.violate(entry, f"status {status}: {text[:SHOWN_BYTES]}")
-        if err is not None:
+        if err is not None and ask.counted:
             self.counted[err] += 1
 
     def lost(self, entry: Entry, why: object) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import socket
 import sys
@@ -17,7 +18,16 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from .clients import Client
-from .corpus import EMBEDDER, MOST_INPUTS, PAYLOAD_LIMIT, RERANKER, Ask, Corpus
+from .corpus import (
+    EMBEDDER,
+    MOST_INPUTS,
+    PAYLOAD_LIMIT,
+    RERANKER,
+    Ask,
+    Corpus,
+    move,
+    unload,
+)
 from .ledger import Fault, Ledger
 from .wire import HOST, Http1, Lost, Message, Reply
 
@@ -30,6 +40,9 @@ OVERDUE_S = 2.0  # limit of the watchdog in a storm
 MOST_ADMITTED = 80  # inputs, a limit that eight clients sometimes exceed
 MOST_GROWTH = 0.35  # relative growth of memory allowed after a life's first wave, for new buckets
 DRAIN_S = 5.0
+ADMIN_KEY = "chaos"
+MOVE_EVERY_S = 0.05
+UNLOADS = 0.2  # share of the moves before which the model is taken out of memory
 TOKENIZER_THREADS = 2  # of each model
 NEW_THREADS = TOKENIZER_THREADS + 3  # threads that a model starts later; three time buckets
 LOG_LINES = 400  # last lines of the log that are kept
@@ -73,6 +86,12 @@ class Weather:
     clients: int = 8
     fault_rate: float = 0.02  # share of the calls of runners and tokenizers that fail
     flags: tuple[str, ...] = ()  # of `jaxembed serve`
+    repository: Path | None = None  # its first two models have a name that moves between them
+
+    @property
+    def moved(self) -> list[str]:
+        """The names of the models that a name moves between."""
+        return [] if self.repository is None else sorted(os.listdir(self.repository))[:2]
 
 
 @dataclass
@@ -104,6 +123,8 @@ class Server:
             "--max-client-batch-size", str(MOST_INPUTS), "--payload-limit", str(PAYLOAD_LIMIT),
             "--max-concurrent-requests", str(MOST_ADMITTED), "--accept-bare-token-ids",
             "--tokenization-workers", str(TOKENIZER_THREADS), "--drain-timeout", str(DRAIN_S),
+            *(("--model-repository", str(weather.repository), "--admin-key", ADMIN_KEY)
+              if weather.repository else ()),
             *weather.flags,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
@@ -148,7 +169,7 @@ class Storm:
     def __init__(self, weather: Weather):
         self.weather = weather
         self.ledger = Ledger()
-        self.corpus = Corpus(weather.seed, weather.reranker is not None)
+        self.corpus = Corpus(weather.seed, weather.reranker is not None, weather.moved)
         self.levels: list[dict[str, int]] = []  # memory, threads and files between waves
         self.wrong_logs: list[str] = []
         self._armed = weather.cache_dir / "armed"
@@ -222,11 +243,26 @@ class Storm:
                 await client.act()
             await client.close()
 
+        over = asyncio.Event()
+        moving = asyncio.create_task(self._move(over))
         await asyncio.gather(*(run(number) for number in range(self.weather.clients)))
+        over.set()
+        await moving
         self._armed.unlink(missing_ok=True)
         if wave.end == "quiet":
             await asyncio.sleep(OVERDUE_S / 10)  # for the last lines of the pipe
             self.ledger.close()
+
+    async def _move(self, over: asyncio.Event) -> None:
+        """Move a name from model to model, and take some out of memory, until the wave is over or
+        the server is told to end."""
+        random = Random(f"{self.weather.seed}/{self._waves}/moves")
+        while self.weather.moved and self.ledger.signalled_at is None and not over.is_set():
+            name = random.choice(self.weather.moved)
+            asks = [unload(name, ADMIN_KEY)] if random.random() < UNLOADS else []
+            for ask in [*asks, move(name, ADMIN_KEY)]:
+                await self._ask_one(ask)
+            await asyncio.sleep(MOVE_EVERY_S)
 
     async def _end(self, server: Server, end: End) -> None:
         """End the server unless a signal did, and check its exit status."""
@@ -251,6 +287,8 @@ class Storm:
 
     async def _calm(self) -> None:
         """Without faults, learn the right answers, or check that a new process gives the same."""
+        for name in self.weather.moved:
+            await self._ask_one(move(name, ADMIN_KEY))
         if self._lives == 1:
             await self.corpus.learn(self._ask)
             self._learnt = await self._metrics()
@@ -274,11 +312,17 @@ class Storm:
             await wire.close()
 
     async def _metrics(self) -> dict[str, float]:
-        """Read the metrics, summed over models and labels; failures are also summed by `err`."""
+        """Read the metrics, summed over labels and models; failures are also summed by `err`.
+
+        Of models that come and go only gauges count: their counters leave with them.
+        """
         text = (await self._ask(Message("/metrics"))).body.decode()
         sums: dict[str, float] = defaultdict(float)
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                passing = sample.labels.get("model") in self.weather.moved
+                if passing and sample.name not in GAUGES:
+                    continue
                 sums[sample.name.removesuffix("_total")] += sample.value
                 if "err" in sample.labels:
                     sums[sample.labels["err"]] += sample.value
@@ -298,7 +342,7 @@ class Storm:
 
     async def _be_quiet(self, server: Server, before: dict[str, int]) -> None:
         """Check after a wave that nothing is held, all is counted, and a request is answered."""
-        models = 2 if self.weather.reranker else 1
+        models = (2 if self.weather.reranker else 1) + len(self.weather.moved)
         most_threads = before["threads"] + models * NEW_THREADS
         process = psutil.Process(server.process.pid)
         deadline = time.monotonic() + QUIET_S
