@@ -156,6 +156,8 @@ def test_it_describes_the_real_answer(path, method):
         real = path.replace("{name}", "test/fake").replace("{alias}", "live")
         body = {"json": BODIES[path]} if method in ("post", "put") else {}
         key = {"authorization": "Bearer key"}
+        if method == "delete":  # only what was made before can be dropped
+            await client.put(real, headers=key, json=BODIES[path])
         response = await client.open(real, method=method.upper(), headers=key, **body)
         return response, await response.get_data(), await response.get_json()
 
@@ -234,7 +236,7 @@ def test_null_becomes_nullable(given, wanted):
 
 @pytest.mark.parametrize("path", BODIES)
 def test_the_priority_is_a_header_of_what_runs_a_model(path):
-    (operation,) = [one for way, one in DOCUMENT["paths"][path].items() if way != "get"]
+    (operation,) = [one for way, one in DOCUMENT["paths"][path].items() if way in ("post", "put")]
     found = {one["name"]: one for one in operation.get("parameters", [])}
     if path in ("/tokenize", "/decode") or path.startswith("/v2/repository/"):
         assert "x-priority" not in found

@@ -523,6 +523,58 @@ def test_triton_clients_load_list_and_unload():
     serve(Shelf(), calls)
 
 
+def test_bodies_are_taken_as_triton_clients_send_them():
+    """As tritonclient 2.62 over HTTP: an empty one, and others that nothing declares as JSON."""
+
+    async def calls(client, pool) -> None:
+        async def send(path: str, body: bytes):
+            response = await client.post(f"/v2/repository/{path}", data=body, headers=KEY)
+            return response.status_code, await response.get_json()
+
+        assert (await send("index", b""))[0] == 200
+        assert (await send("models/a/load", b"{}"))[1]["state"] == "READY"
+        unload = b'{"parameters": {"unload_dependents": false}}'
+        assert (await send("models/a/unload", unload))[1]["state"] == "UNAVAILABLE"
+        status, body = await send("models/a/load", b"{")
+        assert status == 400
+        assert "JSON" in body["error"]
+
+    serve(Shelf(), calls)
+
+
+def test_an_alias_is_dropped_over_http_but_no_model_loses_its_last_name():
+    async def calls(client, pool) -> None:
+        await post(client, "/v2/repository/aliases/live", {"model": "a"}, method="PUT")
+        status, one = await post(client, "/v2/repository/aliases/live", method="DELETE")
+        assert (status, one["name"]) == (200, "a")
+        asked = {"model": "live", "input": "x"}
+        assert (await post(client, "/v1/embeddings", asked))[0] == 404
+        for name, wanted in (("a", 422), ("live", 404), ("nothing", 404)):
+            path = f"/v2/repository/aliases/{name}"
+            assert (await post(client, path, method="DELETE"))[0] == wanted
+        assert pool.models.names == ("a", "b", "c", "r")
+
+    serve(Shelf(), calls)
+
+
+def test_no_page_in_a_browser_may_use_an_admin_port_without_a_key():
+    async def scenario() -> None:
+        pool = pool_of(Shelf())
+        client = create_admin_app(pool, ServerConfig(admin_port=1)).test_client()
+        for headers, wanted in (
+            ({"host": "localhost:81"}, 200),
+            ({"host": "[::1]:81"}, 200),
+            ({"host": "127.0.0.1"}, 200),
+            ({"host": "evil.example:81"}, 401),
+            ({"host": "127.0.0.1", "origin": "http://evil.example"}, 401),
+        ):
+            status, body = await post(client, "/v2/repository/index", headers=headers)
+            assert status == wanted, headers
+            assert wanted == 200 or "pages in a browser" in body["error"]
+
+    run(scenario)
+
+
 def test_an_alias_is_moved_over_http_and_answers_carry_it():
     async def calls(client, pool) -> None:
         for model in ("a", "b"):
@@ -543,6 +595,7 @@ def test_an_alias_is_moved_over_http_and_answers_carry_it():
         ("POST", "/v2/repository/models/a/load"),
         ("POST", "/v2/repository/models/a/unload"),
         ("PUT", "/v2/repository/aliases/x"),
+        ("DELETE", "/v2/repository/aliases/x"),
     ],
 )
 @pytest.mark.parametrize("key", [{}, {"authorization": "Bearer api"}, {"authorization": "admin"}])
@@ -600,7 +653,7 @@ def test_the_admin_port_needs_no_key_unless_there_is_one():
             422,
             "true or false. Given: 'y",
         ),
-        ("models/a/unload", {"parameters": {"unload_dependents": True}}, 422, "unload takes none"),
+        ("models/a/unload", {"parameters": {"pinned": True}}, 422, "only `unload_dependents`"),
         ("models/b/load", {}, 400, "b cannot be loaded: no such tensor"),
     ],
 )

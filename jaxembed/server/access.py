@@ -4,6 +4,7 @@ import hmac
 import random
 import re
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from quart import Response, g, request
 from werkzeug.exceptions import BadRequest
@@ -24,6 +25,7 @@ OPEN_ROUTES = {
     "/openapi.json",
     "/api-doc/openapi.json",
 }
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # hosts that can only mean this machine
 REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 
 
@@ -65,13 +67,25 @@ async def check_key() -> None:
 
 async def check_admin_key() -> None:
     """Raises Unauthorized unless the request carries the admin key, or there is none: then only
-    the admin port, which is this machine's, has routes that need it."""
+    the admin port, which is this machine's, has routes that need it, and no page may use them."""
     key = current_service().config.admin_key
-    if key is not None and not _carries_one_of((key,)):
+    if key is None:
+        if "origin" in request.headers or _host() not in LOOPBACK:
+            raise Unauthorized(
+                f"the admin port takes requests for {', '.join(LOOPBACK)} from programs, not from "
+                "pages in a browser; for those set --admin-key"
+            )
+    elif not _carries_one_of((key,)):
         raise Unauthorized(
             "missing or wrong admin key; send it as `Authorization: Bearer <key>` (an API key does "
             "not do)"
         )
+
+
+def _host() -> str:
+    """The host that the client asked for, without its port. A page that was sent here by a name of
+    its own (DNS rebinding) names that."""
+    return urlsplit(f"//{request.host}").hostname or ""
 
 
 def _carries_one_of(keys: Sequence[str]) -> bool:

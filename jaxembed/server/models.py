@@ -1,6 +1,7 @@
 """Finds the models of one server by name and by task, and drains and closes all of them."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from jaxembed.loaded_model import LoadedModel
 from jaxembed.spec import ModelSpec, Task
 from jaxembed.tasks import KIND, tasks_of
 from jaxembed.telemetry import Telemetry, exposition
+
+logger = logging.getLogger(__name__)
 
 TASK_ROUTES: dict[Task, str] = {
     "embed": "/v1/embeddings, /embed, /v2/embed",
@@ -172,6 +175,19 @@ class Models:
             )
         self._by_name.pop(alias, None)  # the model's own name comes first in its answers
         self._by_name[alias] = known
+        return known
+
+    def drop_alias(self, alias: str) -> KnownModel:
+        """Serve nothing under `alias` any more. Returns the model that had it. Raises UnknownModel,
+        and InvalidInput for a name that is a model's own or its only one."""
+        known = self[alias]
+        if alias not in self._by_name or alias in self._own or len(self.names_of(known)) == 1:
+            raise InvalidInput(
+                f"{alias!r} cannot be dropped: it is no alias, or the model's only name",
+                field="alias",
+            )
+        del self._by_name[alias]
+        logger.info("%s is no longer a name of %s", alias, known.id)
         return known
 
     def adapter_of(self, name: str | None) -> str | None:

@@ -151,6 +151,7 @@ ROUTES = (
           repository.IndexedModel),
     Route("repository.alias", "Move a name to another model", repository.AliasRequest,
           repository.IndexedModel),
+    Route("repository.drop_alias", "Drop such a name", response=repository.IndexedModel),
     Route("ops.probe", "Health"),
     Route("ops.health", "Whether the model answers", response=ops.Health),
     Route("ops.ping", "Health, for SageMaker"),

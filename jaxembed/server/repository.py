@@ -4,10 +4,10 @@ moves an alias from a model to another.
 A name must be one that the operator has named: nothing is loaded by a path or a URL.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-from quart import Blueprint, Response
+from quart import Blueprint, Response, request
 
 from jaxembed.errors import (
     BackendError,
@@ -17,7 +17,7 @@ from jaxembed.errors import (
     ShuttingDown,
 )
 from jaxembed.server import access
-from jaxembed.server.body import read_body_as
+from jaxembed.server.body import decode_body, read_body, read_data
 from jaxembed.server.encoding import json_response
 from jaxembed.server.errors import BadField, LoadFailed
 from jaxembed.server.models import KnownModel, Models
@@ -28,6 +28,8 @@ blueprint = Blueprint("repository", __name__)
 blueprint.before_request(access.check_admin_key)
 
 VERSION_DIGITS = 12  # of the content hash of a checkpoint
+
+Body = TypeVar("Body")
 
 
 class IndexRequest(msgspec.Struct):
@@ -63,7 +65,7 @@ class AliasRequest(msgspec.Struct):
 @blueprint.post("/v2/repository/index")
 async def index() -> Response:
     """Every model by every name, and whether it is in memory."""
-    body, pool = await read_body_as(IndexRequest), current_service().pool
+    body, pool = await _body(IndexRequest), current_service().pool
     models = pool.models
     if models.changes:
         models.discover()
@@ -77,8 +79,8 @@ async def index() -> Response:
 @blueprint.post("/v2/repository/models/<model:name>/load")
 async def load(name: str) -> Response:
     """Load a model, and answer when it has answered."""
-    body, pool = await read_body_as(LoadRequest), current_service().pool
-    pinned = _pinned(body.parameters)
+    body, pool = await _body(LoadRequest), current_service().pool
+    pinned = _flag(body.parameters, "pinned")
     known = _known(pool.models, name)
     try:
         await pool.load(known, pinned=pinned)
@@ -90,9 +92,8 @@ async def load(name: str) -> Response:
 @blueprint.post("/v2/repository/models/<model:name>/unload")
 async def unload(name: str) -> Response:
     """Take a model out of memory, and answer when it is freed. The next request loads it again."""
-    body, pool = await read_body_as(LoadRequest), current_service().pool
-    for parameter in body.parameters:
-        raise BadField(f"`parameters.{parameter}` is not served; unload takes none")
+    body, pool = await _body(LoadRequest), current_service().pool
+    _flag(body.parameters, "unload_dependents")  # Triton's clients send it; no model has any
     known = _known(pool.models, name)
     await pool.unload(known)
     return json_response(msgspec.json.encode(_indexed(pool, name, known)))
@@ -101,13 +102,27 @@ async def unload(name: str) -> Response:
 @blueprint.put("/v2/repository/aliases/<model:alias>")
 async def alias(alias: str) -> Response:
     """Move a name to another model, which is loaded first."""
-    body, pool = await read_body_as(AliasRequest), current_service().pool
+    body, pool = await _body(AliasRequest), current_service().pool
     known = _known(pool.models, body.model)
     try:
         await pool.move(alias, body.model)
     except (BackendError, CheckpointError, ConfigError) as error:
         raise LoadFailed(f"{body.model} cannot be loaded: {error}") from error
     return json_response(msgspec.json.encode(_indexed(pool, alias, known)))
+
+
+@blueprint.delete("/v2/repository/aliases/<model:alias>")
+async def drop_alias(alias: str) -> Response:
+    """Forget a name that a model has beside its own. The answer has the model by another name."""
+    pool = current_service().pool
+    known = pool.models.drop_alias(alias)
+    return json_response(msgspec.json.encode(_indexed(pool, pool.models.names_of(known)[0], known)))
+
+
+async def _body(kind: type[Body]) -> Body:
+    """The body as `kind`. Triton's clients do not declare it, and send an empty one for none."""
+    data = await read_data() if request.mimetype else await read_body()
+    return await decode_body(data or bytearray(b"{}"), kind)
 
 
 def _known(models: Models, name: str) -> KnownModel:
@@ -127,12 +142,12 @@ def _indexed(pool: ModelPool, name: str, known: KnownModel) -> IndexedModel:
     return IndexedModel(name, version, state, reason, known.pinned, taken)
 
 
-def _pinned(parameters: dict[str, Any]) -> bool | None:
-    """The parameter `pinned`. Raises BadField for others, Triton's `config` and files among them:
-    a model is loaded as the flags of the server say."""
+def _flag(parameters: dict[str, Any], flag: str) -> bool | None:
+    """The one parameter that is served. Raises BadField for others, Triton's `config` and files
+    among them: a model is loaded as the flags of the server say."""
     for parameter, value in parameters.items():
-        if parameter != "pinned":
-            raise BadField(f"`parameters.{parameter}` is not served; wanted only `pinned`")
+        if parameter != flag:
+            raise BadField(f"`parameters.{parameter}` is not served; wanted only `{flag}`")
         if not isinstance(value, bool):
-            raise BadField(f"`parameters.pinned` must be true or false. Given: {value!r}"[:200])
-    return parameters.get("pinned")
+            raise BadField(f"`parameters.{flag}` must be true or false. Given: {value!r}"[:200])
+    return parameters.get(flag)
