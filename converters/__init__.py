@@ -349,6 +349,11 @@ def _config(tower: Path) -> dict[str, Any]:
             f"--adapter NAME={tower}"
         )
     hf = heads.read_optional_json(tower / "config.json")
+    if not hf and (tower / checkpoint.MANIFEST).is_file():
+        raise CheckpointError(
+            f"{tower} is half a converted checkpoint: {checkpoint.MANIFEST} is there and "
+            f"{checkpoint.PARAMETERS}/ is not; convert the model again"
+        )
     if not hf:
         raise CheckpointError(f"{tower} is not a model: there is no config.json")
     kind = hf.get("model_type")

@@ -12,6 +12,7 @@ from jaxembed.engine.build import Plan, build, host_plan, make_plan
 from jaxembed.engine.client import ServedEngine
 from jaxembed.engine.host import HostEngine
 from jaxembed.engine.placement import placed_bytes
+from jaxembed.errors import CheckpointError
 from jaxembed.memory import MIB
 from jaxembed.models import is_static, native, program
 from jaxembed.models.static import Means, numpy_means, static_model, static_shapes
@@ -50,9 +51,16 @@ class OnDevices:
     """An engine that runs programs on JAX's devices."""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
-        """Start the devices and decide. Raises ConfigError as `make_plan` does."""
+        """Start the devices and decide. Raises ConfigError as `make_plan` does, and CheckpointError
+        for a damaged spec."""
         self._spec, self._config = spec, config
-        self._program = program(spec)
+        try:
+            self._program = program(spec)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the sizes in the manifest of {spec.source} make no model ({error}); convert the "
+                "model again"
+            ) from error
         self.plan = make_plan(spec, self._program, config, cache_dir)
 
     @property

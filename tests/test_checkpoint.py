@@ -10,8 +10,9 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import save_tiny
 
-from jaxembed import checkpoint
+from jaxembed import Embedder, EngineConfig, checkpoint
 from jaxembed.arrays import StoredArray
 from jaxembed.errors import CheckpointError
 from jaxembed.spec import FORMAT_VERSION, DenseLayer, ModelSpec, NormalizeLayer, Pooled
@@ -357,3 +358,21 @@ def test_a_manifest_without_a_known_head_is_refused(tmp_path, spec, heads):
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"heads": heads}))
     with pytest.raises(CheckpointError, match=r"is damaged .*heads"):
         checkpoint.load_spec(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("field", "value"), [("hidden_size", -1), ("num_heads", 0)])
+def test_sizes_that_make_no_model_are_refused_by_name(tmp_path, field, value):
+    path = save_tiny(tmp_path / "tiny")
+    said = json.loads((path / "manifest.json").read_text())
+    said["config"][field] = value
+    (path / "manifest.json").write_text(json.dumps(said))
+    config = EngineConfig(dtype="float32", devices=1)
+    with pytest.raises(CheckpointError, match=r"sizes in the manifest of \S+ make no model"):
+        Embedder(str(path), cache_dir=tmp_path / "cache", config=config)
+
+
+def test_half_a_converted_checkpoint_says_what_it_lacks(tmp_path):
+    path = save_tiny(tmp_path / "tiny")
+    shutil.rmtree(path / "params")
+    with pytest.raises(CheckpointError, match=r"half a converted checkpoint: .* params/ is not"):
+        Embedder(str(path), cache_dir=tmp_path / "cache")
