@@ -21,7 +21,9 @@ JaxembedError
       - UnknownModel        a model that is not served here
   * WrongTask               a task this kind of model cannot do
   * TokenizerError          the tokenizer refused the text
+  * Forbidden               a model or a route that an API key may not use
   * Overloaded              the queue is full; try again after `retry_after_s`
+      - QuotaExceeded       a key has used what it may; try again after `retry_after_s`
       - ShuttingDown        the server drains and admits nothing more
   * BackendError            the device failed on this request
       - NotFinite           a result holds NaN or infinity even when run alone
@@ -192,12 +194,20 @@ class TokenizerError(JaxembedError):
     """The tokenizer refused the text."""
 
 
+class Forbidden(JaxembedError):
+    """An API key may not use this model or this route. The message names the key, by its name."""
+
+
 class Overloaded(JaxembedError):
     """The queue is full. Nothing of the request was kept; try again in `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: int = 1):
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class QuotaExceeded(Overloaded):
+    """A key has used its requests or tokens of this minute, or too many of its inputs wait."""
 
 
 class ShuttingDown(Overloaded):

@@ -21,6 +21,7 @@ from jaxembed.engines import PlannedEngine, Progress, plan_engine
 from jaxembed.errors import ConfigError, NoInputs
 from jaxembed.inputs import Pair, Text
 from jaxembed.models import is_static
+from jaxembed.options import Embeddings, Scores
 from jaxembed.outputs import OutputName
 from jaxembed.processors.pieces import TokenPiece
 from jaxembed.processors.text import DECODED_BYTES, PIECE_BYTES, Rules, TextProcessor
@@ -210,7 +211,8 @@ class LoadedModel:
         counts for.
 
         Raises also NoInputs, and Overloaded, RequestTooLarge or ShuttingDown before any work; the
-        first two also after it, if the answer is larger than such answers are.
+        first two also after it, if the answer is larger than such answers are. If `held` has an
+        account, it is charged for the tokens, and refuses what its key may not have.
         """
         if not request.items:
             raise NoInputs()
@@ -221,6 +223,8 @@ class LoadedModel:
                 request, lambda *size: permit.correct(request.cost(route.spec, *size))
             )
             permit.held.charge(request.excess_bytes(answer))
+            if isinstance(answer, Embeddings | Scores):
+                permit.settle(int(answer.num_tokens.sum()))
             return answer
 
     async def tokenize_async(
@@ -241,7 +245,7 @@ class LoadedModel:
         characters = sum(map(len, texts)) + len(texts) * len(prompt)
         call = partial(route.processor.pieces, texts, special=add_special_tokens, prompt=prompt)
         cost = Cost(len(texts), characters, characters * PIECE_BYTES)
-        with self.admission.admit(cost, held):
+        with self.admission.admit(cost, held, is_run=False):
             return await route.runner.off_loop(call)
 
     async def decode_async(
@@ -256,7 +260,8 @@ class LoadedModel:
         route = self.routes[self.tasks.named_route(prompt_name)]
         call = partial(route.processor.decode, ids, skip_special_tokens=skip_special_tokens)
         tokens = sum(map(len, ids))
-        with self.admission.admit(Cost(len(ids), tokens, tokens * DECODED_BYTES), held):
+        cost = Cost(len(ids), tokens, tokens * DECODED_BYTES)
+        with self.admission.admit(cost, held, is_run=False):
             return await route.runner.off_loop(call)
 
     @property

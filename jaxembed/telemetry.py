@@ -209,7 +209,7 @@ class Telemetry:
 
     def exposition(self) -> bytes:
         """The metrics in Prometheus' text format, version 0.0.4."""
-        return _text(self.registry)
+        return text_format(self.registry)
 
     def add_to(self, gauge: Gauge, read: Callable[[], float]) -> None:
         """Add what `read` gives to a gauge: the engines of a model share its gauges."""
@@ -395,9 +395,10 @@ def exposition(telemetries: Mapping[str, Telemetry], *, label_one: bool = False)
     """
     if len(telemetries) == 1 and not label_one:
         return next(iter(telemetries.values())).exposition()
-    return _text(_ByModel(telemetries))
+    return text_format(_ByModel(telemetries))
 
 
-def _text(collector: CollectorRegistry | _ByModel) -> bytes:
+def text_format(collector: CollectorRegistry | _ByModel) -> bytes:
+    """What a collector gives in Prometheus' text format, version 0.0.4."""
     text = generate_latest(collector)
     return re.sub(rb"^(# (?:HELP|TYPE) \S+)_total ", rb"\1 ", text, flags=re.MULTILINE)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from jaxembed.config import EngineConfig, TextConfig
-from jaxembed.engine.admission import Admission, Capacity, Held
+from jaxembed.engine.admission import Admission, Capacity, Cost, Held
 from jaxembed.engine.state import EngineState
 from jaxembed.errors import InputTooLong, ShuttingDown
 from jaxembed.inputs import ChunkedText, ChunkSize, Input, Pair, Text, Tokens
@@ -144,10 +144,18 @@ class FakeEmbedder(LoadedModel):
         return Tasks(self.name, Routes({"": self.spec}), NoPrompts(), self.text, self.ranges)
 
     async def answer(self, request: Request[Answer], held: Held | None = None) -> Answer:
-        await self._weather(held)
-        self.asked.append(request.options)
+        """A word is estimated as two tokens."""
         inputs = request.inputs()
         lengths = np.array([length(item) for item in inputs])
+        cost = Cost(len(inputs), 2 * int(lengths.sum()))
+        with self.admission.admit(cost, held) as permit:
+            answer = await self._answer(request, held, inputs, lengths)
+            permit.settle(int(answer.num_tokens.sum()))
+            return answer
+
+    async def _answer(self, request: Request[Answer], held, inputs, lengths) -> Answer:
+        await self._weather(held)
+        self.asked.append(request.options)
         if lengths.max() > MAX_TOKENS and not request.rules.truncate:
             raise InputTooLong(MAX_TOKENS, int(lengths.max()), int(lengths.argmax()))
         figures = {

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 from fake_embedder import FakeEmbedder
+from prometheus_client import CollectorRegistry
+from test_keys import ring
+from test_keys import table as key_table
 
 from jaxembed.config import ServerConfig
+from jaxembed.engine.quota import REFUSAL_REASONS
+from jaxembed.server.access_metrics import access_registry
 from jaxembed.server.app import create_app
+from jaxembed.server.audit import AuditLog
 from jaxembed.server.errors import REPLIES, dialect_of
 from jaxembed.server.models import Models
 from jaxembed.server.openapi import document
@@ -37,6 +43,7 @@ COMMANDS = {  # and the sections with the flags that they share with others
     "tune": (MODEL, ENGINE, TEXTS),
     "doctor": (MODEL, ENGINE),
     "verify": (MODEL, ENGINE),
+    "key new": (),
 }
 OPTION = re.compile(r"^  (-\S.*?)(?:\s{2,}|$)", re.MULTILINE)
 CODE = re.compile(r"`([^`]+)`")
@@ -82,7 +89,9 @@ def documented_flags(command: str) -> dict[frozenset[str], tuple[str, str | None
 
 def offered_flags(command: str) -> dict[frozenset[str], tuple[str, str | None]]:
     """The same, from what `--help` prints."""
-    program = f"import sys; from jaxembed.cli import main; sys.argv[1:] = ['{command}', '--help']"
+    program = (
+        f"import sys; from jaxembed.cli import main; sys.argv[1:] = {[*command.split(), '--help']}"
+    )
     done = subprocess.run(
         [sys.executable, "-c", f"{program}; main()"], cwd=ROOT, capture_output=True, text=True
     )
@@ -107,7 +116,7 @@ def test_every_command_is_documented():
     program = "import sys; from jaxembed.cli import main; sys.argv[1:] = ['--help']; main()"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     commands = re.findall(r"^  (\w+) ", done.stdout.split("Commands:\n")[1], re.MULTILINE)
-    assert set(commands) == set(COMMANDS)
+    assert set(commands) == {command.split()[0] for command in COMMANDS}
 
 
 # Routes, errors, metrics
@@ -147,25 +156,34 @@ def test_every_error_is_documented_with_its_statuses():
     }
 
 
-def offered_series() -> dict[str, tuple[str, set[str]]]:
+def offered_series(registry: CollectorRegistry) -> dict[str, tuple[str, set[str]]]:
     """The type and the labels of each series."""
     series: dict[str, tuple[str, set[str]]] = {}
-    for metric in Telemetry().registry.collect():
+    for metric in registry.collect():
         labels = {label for sample in metric.samples for label in sample.labels} - {"le"}
         series[metric.name] = (metric.type, labels)
     return series
 
 
-def test_every_metric_is_documented_with_its_type_and_labels():
+def documented_series(*headings: str) -> dict[str, tuple[str, set[str]]]:
+    """The type and the labels of each series in the tables below these headings."""
     found = sections(DOCS / "metrics.md")
-    rows = table(found["TEI's series"]) + table(found["Series of jaxembed"])
-    documented = {codes(name)[0]: (kind, set(codes(labels))) for name, kind, labels, _ in rows}
-    assert documented == offered_series()
+    rows = [row for heading in headings for row in table(found[heading])]
+    return {codes(name)[0]: (kind, set(codes(labels))) for name, kind, labels, _ in rows}
+
+
+def test_every_metric_is_documented_with_its_type_and_labels(tmp_path):
+    documented = documented_series("TEI's series", "Series of jaxembed")
+    assert documented == offered_series(Telemetry().registry)
+    audit = AuditLog(tmp_path / "audit")
+    registry = access_registry(ring(tmp_path, key_table()), audit)
+    audit.close()
+    assert documented_series("Series of keys and of the audit log") == offered_series(registry)
 
 
 def test_every_value_of_a_label_is_documented():
     mentioned = set(codes((DOCS / "metrics.md").read_text()))
-    assert mentioned >= {*FAILURES, *LANES, *STAGES}
+    assert mentioned >= {*FAILURES, *LANES, *STAGES, *REFUSAL_REASONS}
 
 
 # The map, and what pages mention

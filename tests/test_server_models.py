@@ -199,7 +199,7 @@ def stage_count(served: Models, stage: str) -> dict[str, float]:
 
 def test_one_model_has_the_metrics_of_tei_without_a_label_of_ours():
     served = models(a="embed")
-    assert served.exposition() == served.first.telemetry.exposition()
+    assert served.exposition() == served.first().telemetry.exposition()
     assert b"model=" not in served.exposition()
 
 
@@ -348,7 +348,7 @@ def test_every_sample_of_several_models_names_its_model_but_those_of_the_process
     before = values(pair, "te_embed_success")
     ask({"input": ["the", "cat"]}, models=pair)
     families = metric_families(pair)
-    assert set(families) >= {f.name for f in pair.first.telemetry.registry.collect()}
+    assert set(families) >= {f.name for f in pair.first().telemetry.registry.collect()}
     unlabelled = {
         name
         for name, family in families.items()

@@ -30,6 +30,7 @@ from jaxembed.server.app import create_admin_app, create_app
 from jaxembed.server.catalog import Catalog
 from jaxembed.server.models import Models, Residence
 from jaxembed.server.pool import ModelPool
+from jaxembed.server.service import Service
 from jaxembed.spec import Task
 
 KEY = {"authorization": "Bearer admin"}
@@ -628,11 +629,13 @@ def test_the_admin_key_opens_no_other_route():
 def test_the_admin_port_needs_no_key_unless_there_is_one():
     async def scenario() -> None:
         pool = pool_of(Shelf())
-        client = create_admin_app(pool, ServerConfig(admin_port=1)).test_client()
+        client = create_admin_app(
+            Service(pool.models, ServerConfig(admin_port=1), pool)
+        ).test_client()
         assert (await post(client, "/v2/repository/index", headers={}))[0] == 200
         assert (await client.get("/v1/models")).status_code == 404
         keyed = ServerConfig(admin_port=1, admin_key="admin")
-        client = create_admin_app(pool, keyed).test_client()
+        client = create_admin_app(Service(pool.models, keyed, pool)).test_client()
         assert (await post(client, "/v2/repository/index", headers={}))[0] == 401
         assert (await post(client, "/v2/repository/index"))[0] == 200
 

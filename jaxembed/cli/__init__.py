@@ -14,6 +14,7 @@ from jaxembed.cli.convert import convert_command
 from jaxembed.cli.doctor import doctor_command
 from jaxembed.cli.embed import embed_command
 from jaxembed.cli.info import info_command
+from jaxembed.cli.key import key_command
 from jaxembed.cli.serve import serve_command
 from jaxembed.cli.status import EXIT_REFUSED
 from jaxembed.cli.tune import tune_command
@@ -40,6 +41,7 @@ for _command in (
     verify_command,
     doctor_command,
     info_command,
+    key_command,
 ):
     cli.add_command(_command)
 

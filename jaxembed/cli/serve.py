@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -77,8 +78,9 @@ def serve_command(
     aliases = model_aliases(served_model_name, models)
     served_names(models, aliases)  # refuses two models of one name, before a long load
     config = server_config(flags)
+    keyring, audit = _open_files(flags)
     listener = listen(config.host, config.port)  # refuses a port in use
-    logger.info(_access_line(config.api_keys))
+    logger.info(_access_line(config.api_keys, 0 if keyring is None else len(keyring)))
     capacity = capacity_of(engine_config(flags))
     loaded = _load_models(models, flags, capacity)
     run(
@@ -87,7 +89,26 @@ def serve_command(
         listener,
         partial(_load_later, flags, capacity) if changes else None,
         _pool_limits(flags, loaded) if changes else None,
+        keyring=keyring,
+        audit=audit,
     )
+
+
+def _open_files(flags: dict[str, Any]) -> tuple[Any, Any]:
+    """The keys of --api-key-file and the log of --audit-log, each None without its flag. SIGHUP is
+    ignored until they can be read and opened again. Raises ConfigError."""
+    from jaxembed.server.audit import AuditLog
+    from jaxembed.server.keyring import Keyring
+
+    keys, log = flags["api_key_file"], flags["audit_log"]
+    if keys is None and log is None:
+        return None, None
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    taken = dict.fromkeys(flags["api_key"], "--api-key")
+    if flags["admin_key"] is not None:
+        taken[flags["admin_key"]] = "--admin-key"
+    return keys and Keyring(keys, taken), log and AuditLog(log)
 
 
 def models_given(model: tuple[str, ...], model_id: tuple[str, ...]) -> tuple[str, ...]:
@@ -128,10 +149,13 @@ def _refuse_admin_key(key: str | None, api_keys: Sequence[str]) -> None:
         raise ConfigError("--admin-key is also an --api-key; give it a value of its own")
 
 
-def _access_line(keys: tuple[str, ...]) -> str:
-    """The log line that says whether requests need a key."""
+def _access_line(keys: tuple[str, ...], in_file: int) -> str:
+    """The log line that says whether requests need a key, of which there are so many in a file."""
+    if in_file:
+        others = f", or {len(keys)} of --api-key" if keys else ""
+        return f"requests need an API key: one of {in_file} in --api-key-file{others}"
     if not keys:
-        return "no API key is required; set --api-key (API_KEY) to require one"
+        return "no API key is required; set --api-key (API_KEY) or --api-key-file to require one"
     return f"requests need {'the API key' if len(keys) == 1 else f'one of {len(keys)} API keys'}"
 
 

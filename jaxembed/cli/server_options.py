@@ -48,10 +48,26 @@ SERVER_OPTIONS = together(
         help="0 is any free port.",
     ),
     tei_option("--api-key", multiple=True, help="Key that clients must send; repeat for several."),
+    click.option(
+        "--api-key-file",
+        envvar="API_KEY_FILE",
+        show_envvar=True,
+        type=click.Path(path_type=Path),
+        help="TOML file of digests of keys, with the models, routes and quota of each; read again "
+        "when it changes and at SIGHUP.",
+    ),
+    click.option(
+        "--audit-log",
+        envvar="AUDIT_LOG",
+        show_envvar=True,
+        type=click.Path(path_type=Path),
+        help="Append a line of JSON about each request to this file, never its texts; - is "
+        "standard output. Opened again at SIGHUP.",
+    ),
     tei_option(
         "--cors-allow-origin",
         multiple=True,
-        help="Repeat for several. Default: any (*) with --api-key, else none.",
+        help="Repeat for several. Default: any (*) where requests need a key, else none.",
     ),
     tei_option(
         "--max-concurrent-requests",

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 from jaxembed.config import EngineConfig
+from jaxembed.engine.quota import Account
 from jaxembed.errors import Overloaded, RequestTooLarge, ShuttingDown
 
 LONGEST_RETRY_S = 60
@@ -34,11 +35,13 @@ class Cost(NamedTuple):
 class Held:
     """The bytes of memory that one request holds until it is released: its body, its texts and
     tokens, its answer until that is sent. `entered` is set once a model has admitted a part of it.
+    `account` counts what it uses, for its key or a log; None if nobody asks.
     """
 
     def __init__(self, capacity: "Capacity"):
         self.bytes = 0
         self.entered = False
+        self.account: Account | None = None
         self._capacity = capacity
 
     def charge(self, count: int) -> None:
@@ -184,17 +187,18 @@ class Admission:
         with capacity.lock:
             capacity.doors.append(self)
 
-    def admit(self, cost: Cost, held: Held | None = None) -> "Permit":
-        """Admit a request of this cost.
+    def admit(self, cost: Cost, held: Held | None = None, *, is_run: bool = True) -> "Permit":
+        """Admit a request of this cost. Without `is_run` no model runs it, and its tokens are not
+        charged to the account of the request.
 
         With `held` it is a part of the request that `held` belongs to: once the first part is
         admitted, a full limit of inputs or tokens does not refuse the others, and the bytes of all
         parts are counted until `held` is released. Raises Overloaded if a limit is reached,
-        ShuttingDown after `drain`, and RequestTooLarge if it could never be admitted; then nothing
-        is counted.
+        ShuttingDown after `drain`, RequestTooLarge if it could never be admitted, and what
+        `Account.check` does; then nothing is counted.
         """
         capacity = self.capacity
-        permit = Permit(self, held or Held(capacity), is_own=held is None)
+        permit = Permit(self, held or Held(capacity), is_own=held is None, is_run=is_run)
         with capacity.lock:
             if self.draining:
                 raise ShuttingDown("the server is shutting down", retry_after_s=5)
@@ -204,6 +208,8 @@ class Admission:
                     f"{LARGEST * capacity.max_tokens}; send less at a time or raise "
                     "--max-queue-tokens"
                 )
+            if permit.held.account is not None:
+                permit.held.account.check(cost.inputs, cost.tokens if is_run else 0)
             full = None if permit.held.entered else capacity.full_limit(self)
             if full is not None and not capacity.has_reserve(cost):
                 capacity.refused[full] += 1
@@ -230,26 +236,40 @@ class Admission:
 class Permit:
     """The admission of one request, or of one part of it, to a model until it is released."""
 
-    def __init__(self, admission: Admission, held: Held, *, is_own: bool):
-        """With `is_own` it is the whole request, and `release` gives the bytes of `held` back."""
+    def __init__(self, admission: Admission, held: Held, *, is_own: bool, is_run: bool):
+        """With `is_own` it is the whole request, and `release` gives the bytes of `held` back.
+        Without `is_run` its tokens are not charged."""
         self.held = held
+        self._is_run = is_run
         self._admission = admission
         self._cost = Cost(0, 0)
         self._is_own = is_own
         self._in_reserve = False
+        self._charged = 0  # tokens, to the account of the request
 
     def enter(self, cost: Cost) -> None:
         """Count the request. Called once, under the capacity's lock. Raises as `Held.charge`."""
         self.held._charge(cost.bytes)
         self.held.entered = True
         self._in_reserve = self._admission.capacity.has_reserve(cost)
+        if self.held.account is not None:
+            self.held.account.enter(cost.inputs)
         self._count(cost)
+        self._charge(cost.tokens)
 
     def correct(self, cost: Cost) -> None:
         """Replace the estimated cost of the request by the true one. Raises as `Held.charge`."""
         with self._admission.capacity.lock:
             self.held._charge(cost.bytes - self._cost.bytes)
             self._count(cost)
+            self._charge(cost.tokens)
+
+    def settle(self, tokens: int) -> None:
+        """Charge the request for the tokens that its answer says it had, and no others."""
+        if self.held.account is not None:
+            with self._admission.capacity.lock:
+                self._charge(tokens)
+                self.held.account.count_answered(tokens)
 
     def release(self) -> None:
         """Stop counting the request: it is answered, or nobody waits for it."""
@@ -262,6 +282,8 @@ class Permit:
         """Replace the cost counted so far by this one."""
         inputs, tokens = cost.inputs - self._cost.inputs, cost.tokens - self._cost.tokens
         self._cost = cost
+        if self.held.account is not None:
+            self.held.account.hold(inputs)
         self._admission.inputs += inputs
         self._admission.tokens += tokens
         if self._in_reserve:
@@ -269,10 +291,21 @@ class Permit:
             self._admission.capacity.small_tokens += tokens
         self._admission._leave_if_done()
 
+    def _charge(self, tokens: int) -> None:
+        """Replace the tokens charged so far by these."""
+        if self.held.account is not None and self._is_run:
+            self.held.account.charge(tokens - self._charged)
+            self._charged = tokens
+
     def __enter__(self) -> "Permit":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Release the permit. A request that failed is charged nothing; one whose client went away
+        keeps what it was charged."""
+        if isinstance(error, Exception):
+            with self._admission.capacity.lock:
+                self._charge(0)
         self.release()
 
 

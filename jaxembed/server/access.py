@@ -1,18 +1,25 @@
-"""What happens to every request around its handler: its id, CORS, the API key. Knows no route."""
+"""What happens to every request around its handler: its id, CORS, the API key, the audit log. Knows
+no route."""
 
 import hmac
+import math
 import random
 import re
+import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import cast
 from urllib.parse import urlsplit
 
-from quart import Response, g, request
+from quart import Response, current_app, g, request
 from werkzeug.exceptions import BadRequest
 
-from jaxembed.config import ServerConfig
+from jaxembed.engine.quota import Quota
 from jaxembed.server.body import discard_body
+from jaxembed.server.bounded_body import BoundedBody
 from jaxembed.server.errors import REPOSITORY, Unauthorized
-from jaxembed.server.service import current_service
+from jaxembed.server.permission import open_account, use_key
+from jaxembed.server.service import Service, current_service
 
 OPEN_ROUTES = {
     "/",
@@ -26,6 +33,9 @@ OPEN_ROUTES = {
     "/api-doc/openapi.json",
 }
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # hosts that can only mean this machine
+KEY_FLAG, ADMIN_FLAG = "--api-key", "--admin-key"  # stand for the name of a key in the audit log
+CLIENT_GONE = 499  # in the audit log, for a client that did not wait for its answer
+LONGEST_PATH = 200  # characters, in the audit log
 REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 
 
@@ -46,7 +56,7 @@ async def check_length() -> None:
 async def answer_preflight() -> Response | None:
     """A browser asks before it sends a key, so this comes before `check_key`."""
     asked = request.method == "OPTIONS" and "access-control-request-method" in request.headers
-    if asked and _allowed_origins(current_service().config):
+    if asked and _allowed_origins(current_service()):
         headers = {
             "Access-Control-Allow-Methods": "GET, POST",
             "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Priority, X-Request-Id",
@@ -57,12 +67,26 @@ async def answer_preflight() -> Response | None:
 
 
 async def check_key() -> None:
-    """Raises Unauthorized unless the route is open, no key is set, or the request carries one."""
-    keys = current_service().config.api_keys
-    if not keys or _is_open() or request.path.startswith(REPOSITORY):
+    """Raises Unauthorized unless the route is open, no key is set, or the request carries one; and
+    what `use_key` does for a key of the key file."""
+    service = current_service()
+    keys, keyring = service.config.api_keys, service.keyring
+    if (not keys and keyring is None) or _is_open() or request.path.startswith(REPOSITORY):
+        return
+    if keyring is not None and (given := _given_key()) and (key := keyring.find(given)):
+        quota = keyring.quota(key)
+        if keyring.is_expired(key):
+            quota.refuse("expired")
+            g.key_name = key.name
+            raise Unauthorized(f"the key `{key.name}` has expired: it was valid to {key.expires}")
+        g.key_name = key.name
+        use_key(key, quota)
         return
     if not _carries_one_of(keys):
+        if keyring is not None:
+            keyring.unknown += 1
         raise Unauthorized("missing or wrong API key; send it as `Authorization: Bearer <key>`")
+    g.key_name = KEY_FLAG
 
 
 async def check_admin_key() -> None:
@@ -80,6 +104,7 @@ async def check_admin_key() -> None:
             "missing or wrong admin key; send it as `Authorization: Bearer <key>` (an API key does "
             "not do)"
         )
+    g.key_name = ADMIN_FLAG
 
 
 def _host() -> str:
@@ -90,11 +115,48 @@ def _host() -> str:
 
 def _carries_one_of(keys: Sequence[str]) -> bool:
     """Whether the request carries one of the keys; it takes as long whichever it is."""
+    given = _given_key()
+    matches = [hmac.compare_digest(given, key.encode()) for key in keys]
+    return any(matches)
+
+
+def _given_key() -> bytes:
+    """The key that the request carries; empty if it carries none."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     # Quart decodes headers as latin-1: this gives back the bytes the client sent.
-    given_key = given.strip().encode("latin-1", "replace")
-    matches = [hmac.compare_digest(given_key, key.encode()) for key in keys]
-    return scheme.lower() == "bearer" and any(matches)
+    return given.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
+
+
+async def begin_audit() -> None:
+    """Note when the request began, and have what it uses counted, for the audit log."""
+    g.began_at = time.perf_counter()
+    open_account(None)
+
+
+async def write_audit(error: BaseException | None) -> None:
+    """Write the line of the audit log about the request, unless it was a probe. Its texts are not
+    in it, and its key is by name."""
+    audit = current_service().audit
+    if audit is None or "began_at" not in g or _is_open():
+        return
+    account = cast(BoundedBody, request.body).held.account
+    assert account is not None
+    # Server.expire cancels what it answers with 503
+    is_late = current_app.expired  # pyright: ignore[reportAttributeAccessIssue]
+    audit.write(
+        {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "key": g.get("key_name"),
+            "method": request.method,
+            "route": request.path[:LONGEST_PATH],
+            "model": ", ".join(sorted(account.models)) or None,
+            "inputs": account.inputs,
+            "tokens": account.tokens,
+            "status": g.get("status", 503 if is_late else CLIENT_GONE),
+            "ms": round(1000 * (time.perf_counter() - g.began_at), 1),
+            "request_id": g.get("request_id", "-"),
+        }
+    )
 
 
 async def finish(response: Response) -> Response:
@@ -103,7 +165,11 @@ async def finish(response: Response) -> Response:
     if response.status_code >= 400:
         await discard_body()
     response.headers.add("x-request-id", g.get("request_id", "-"))
-    _allow_origin(response, _allowed_origins(service.config))
+    if service.keyring is not None and (quota := g.get("quota")) is not None:
+        _add_rates(response, quota)
+    if service.audit is not None:
+        g.status = response.status_code
+    _allow_origin(response, _allowed_origins(service))
     if g.get("closes"):
         response.headers["Connection"] = "close"
     if service.models.draining and request.http_version.startswith("1"):
@@ -117,10 +183,28 @@ def _is_open() -> bool:
     return request.path in OPEN_ROUTES or request.path.startswith("/docs/")
 
 
-def _allowed_origins(config: ServerConfig) -> tuple[str, ...]:
+def _allowed_origins(service: Service) -> tuple[str, ...]:
     """Those asked for, else all of them if requests need a key: without one any page that a user
     opens could use the server on the user's machine."""
-    return config.cors_allow_origins or (("*",) if config.api_keys else ())
+    needs_key = service.config.api_keys or service.keyring is not None
+    return service.config.cors_allow_origins or (("*",) if needs_key else ())
+
+
+def _add_rates(response: Response, quota: Quota) -> None:
+    """OpenAI's headers about the limits a minute of the request's key."""
+    for state in quota.states():
+        response.headers.add(f"x-ratelimit-limit-{state.kind}", str(state.limit))
+        response.headers.add(f"x-ratelimit-remaining-{state.kind}", str(state.remaining))
+        response.headers.add(f"x-ratelimit-reset-{state.kind}", duration(state.reset_s))
+
+
+def duration(seconds: float) -> str:
+    """Seconds as OpenAI writes them: `120ms`, `8.64s`, `6m0s`, rounded up."""
+    thousandths = math.ceil(round(1000 * seconds, 3))
+    minutes, rest = divmod(thousandths, 60_000)
+    if not minutes and rest < 1000:
+        return f"{rest}ms"
+    return f"{minutes}m" * (minutes > 0) + f"{rest / 1000:g}s"
 
 
 def _allow_origin(response: Response, allowed: tuple[str, ...]) -> None:

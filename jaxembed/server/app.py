@@ -27,7 +27,9 @@ from jaxembed.server import (
     tei,
     tei_scores,
 )
+from jaxembed.server.audit import AuditLog
 from jaxembed.server.connection import Exchange
+from jaxembed.server.keyring import Keyring
 from jaxembed.server.models import Models
 from jaxembed.server.pool import ModelPool
 from jaxembed.server.service import Service, install
@@ -115,14 +117,24 @@ class Server(Quart):
             return await self.finalize_request(refusal, context, from_error_handler=True)
 
 
-def create_app(models: Models, config: ServerConfig, pool: ModelPool | None = None) -> Server:
+def create_app(
+    models: Models,
+    config: ServerConfig,
+    pool: ModelPool | None = None,
+    *,
+    keyring: Keyring | None = None,
+    audit: AuditLog | None = None,
+) -> Server:
     """The app that serves `models`; with a `pool` of them also those that are loaded later, and,
-    if there is an admin key, the routes that load them."""
-    app = Server(Service(models, config, pool or ModelPool(models)))
+    if there is an admin key, the routes that load them. With a `keyring` requests need a key of it,
+    or of the config."""
+    service = Service(models, config, pool or ModelPool(models), keyring=keyring, audit=audit)
+    app = Server(service)
     for blueprint in BLUEPRINTS:
         app.register_blueprint(blueprint)
     if pool is not None and config.admin_key is not None:
         app.register_blueprint(repository.blueprint)
+    _audit(app)
     for step in (
         access.name_request,
         access.check_length,
@@ -134,18 +146,27 @@ def create_app(models: Models, config: ServerConfig, pool: ModelPool | None = No
     return app
 
 
-def create_metrics_app(models: Models, config: ServerConfig) -> Server:
-    """/metrics alone, for a port of its own."""
-    app = Server(Service(models, config, ModelPool(models)))
+def create_metrics_app(service: Service) -> Server:
+    """/metrics of a service alone, for a port of its own."""
+    app = Server(service)
     app.register_blueprint(ops.metrics_blueprint)
     return app
 
 
-def create_admin_app(pool: ModelPool, config: ServerConfig) -> Server:
-    """The routes that load models and take them out of memory, for a port of their own."""
-    app = Server(Service(pool.models, config, pool))
+def create_admin_app(service: Service) -> Server:
+    """The routes of a service that load models and take them out of memory, for a port of their
+    own."""
+    app = Server(service)
     app.register_blueprint(repository.blueprint)
+    _audit(app)
     app.before_request(access.name_request)
     app.before_request(access.check_length)
     app.after_request(access.finish)
     return app
+
+
+def _audit(app: Server) -> None:
+    """Have each request to the app noted in the audit log, if there is one."""
+    if app.service.audit is not None:
+        app.before_request(access.begin_audit)
+        app.teardown_request(access.write_audit)

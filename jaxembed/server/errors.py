@@ -17,6 +17,7 @@ from jaxembed.errors import (
     Cancelled,
     DeviceStuck,
     EmptyInput,
+    Forbidden,
     InputTooLong,
     InvalidChunk,
     InvalidInput,
@@ -24,6 +25,7 @@ from jaxembed.errors import (
     ModelUnavailable,
     NoInputs,
     Overloaded,
+    QuotaExceeded,
     RequestTooLarge,
     ShuttingDown,
     TokenizerError,
@@ -59,7 +61,7 @@ class LoadFailed(JaxembedError):
 
 
 class Unauthorized(JaxembedError):
-    """No API key, or not one of ours."""
+    """No API key, not one of ours, or one that has expired."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,13 @@ REPLIES: dict[type[Exception], Reply] = {
     TokenizerError: Reply(422, "Tokenizer", 400, _BAD, None, "tokenization"),
     WrongTask:      Reply(424, "Backend", 400, _BAD, None, "model_type", "Backend error: "),
     ShuttingDown:   Reply(503, "Unhealthy", 503, _FAILED, "shutting_down", "overloaded"),
+    QuotaExceeded:  Reply(429, "Overloaded", 429, "rate_limit_error", "rate_limit_exceeded",
+                          "overloaded"),
     Overloaded:     Reply(429, "Overloaded", 429, "rate_limit_error", "overloaded", "overloaded"),
     Unhealthy:      Reply(503, "Unhealthy", 503, _FAILED, "unhealthy", None),
     LoadFailed:     Reply(400, "Backend", 400, _BAD, None, None),
     Unauthorized:   Reply(401, "Unauthorized", 401, _BAD, "invalid_api_key", None),
+    Forbidden:      Reply(403, "Forbidden", 403, _BAD, "not_permitted", None),
     Cancelled:      Reply(503, "Unhealthy", 503, _FAILED, "cancelled", "dropped"),
     DeviceStuck:    Reply(503, "Unhealthy", 503, _FAILED, "device_stuck", "inference"),
     ModelUnavailable: Reply(503, "Unhealthy", 503, _FAILED, "model_unavailable", "overloaded"),

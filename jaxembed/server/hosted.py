@@ -25,6 +25,7 @@ from jaxembed.server.multi import (
     answer_multi,
     answer_sparse,
 )
+from jaxembed.server.permission import check_name
 from jaxembed.server.pool import ModelPool
 from jaxembed.server.rerank import DocumentsRequest
 from jaxembed.server.tei import EmbedRequest, answer_embed
@@ -118,12 +119,12 @@ async def vertex() -> Response:
 async def decode_any(
     data: bytes | bytearray | msgspec.Raw, pool: ModelPool, at_once: int = AT_ONCE
 ) -> AnyRequest:
-    """The body, as a request of the route that it is for. Raises BadField and BadJson, and what
-    `ModelPool.specs_of` does."""
+    """The body, as a request of the route that it is for. Raises BadField, BadJson and Forbidden,
+    and what `ModelPool.specs_of` does."""
     asked = await decode_body(data, Asked, at_once)
     if asked.query is not msgspec.UNSET:
         return await _decode_rerank(data, asked, at_once)
-    for spec in await pool.specs_of(asked.model):
+    for spec in await pool.specs_of(asked.model, check_name(asked.model)):
         if spec.task == "embed":
             return await decode_body(data, EMBEDS[spec.primary], at_once)
     return await decode_body(data, PredictRequest, at_once)

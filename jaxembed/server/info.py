@@ -1,5 +1,6 @@
 """GET /info: the models and their limits, in the form of Text Embeddings Inference."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from jaxembed.loaded_model import LoadedModel
 from jaxembed.server.connection import CONNECTION_BYTES
 from jaxembed.server.encoding import json_response
 from jaxembed.server.models import Models
+from jaxembed.server.permission import check_name
 from jaxembed.server.service import Service, current_service
 
 blueprint = Blueprint("info", __name__)
@@ -50,10 +52,12 @@ async def info() -> Response:
     speed of every model under `jaxembed.doctor`."""
     service = current_service()
     name = request.args.get("model")
-    loaded = _in_memory(service.models, name) if name else service.models.first
-    answer = model_info(service, loaded)
+    permitted = check_name(name)
+    loaded = _in_memory(service.models, name) if name else service.models.first(permitted)
+    shown = service.models.among(permitted)
+    answer = model_info(service, loaded, shown)
     if "verbose" in request.args:
-        models = service.models.by_name()
+        models = {service.models.name_of(one): one for one in shown}
         answer.jaxembed["doctor"] = examine(models, service.history.window(models))
     return json_response(msgspec.json.encode(answer))
 
@@ -65,13 +69,13 @@ def _in_memory(models: Models, name: str) -> LoadedModel:
     return residence.loaded
 
 
-def model_info(service: Service, loaded: LoadedModel) -> Info:
-    """The answer of /info about one model."""
+def model_info(service: Service, loaded: LoadedModel, shown: Sequence[LoadedModel]) -> Info:
+    """The answer of /info about one model, beside those that it may show."""
     more = loaded.describe()
     more["accounted_bytes"] = accounted_bytes(service)
     more["connection_bytes"] = CONNECTION_BYTES
-    if len(service.models) > 1:
-        more["models"] = [_summary(service, other) for other in service.models]
+    if len(shown) > 1:
+        more["models"] = [_summary(service, other) for other in shown]
     return Info(
         model_id=loaded.name,
         model_sha=loaded.spec.revision,

@@ -15,6 +15,7 @@ from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, Scores
 from jaxembed.server.bounded_body import BoundedBody
 from jaxembed.server.models import Residence
+from jaxembed.server.permission import check_name
 from jaxembed.server.service import Service, current_service
 from jaxembed.spec import Task
 from jaxembed.telemetry import Telemetry
@@ -97,12 +98,15 @@ class Meter:
 
     async def find(self, name: str | None, task: Task | None) -> LoadedModel:
         """The model that `Models.find` gives, loaded if it is not in memory; from now on the
-        request is counted for it. Raises as `ModelPool.lease`."""
-        residence = await self.service.pool.lease(name, task)
+        request is counted for it. Raises as `ModelPool.lease`, and Forbidden if the request's key
+        may not use it."""
+        residence = await self.service.pool.lease(name, task, check_name(name))
         self._leases.append(residence)
         self.loaded = residence.loaded
         self.adapter = self.service.models.adapter_of(name)
         self._name = self.service.models.name_of(self.loaded)  # which may move, or leave memory
+        if self.held.account is not None:
+            self.held.account.models.add(self.served_name)
         return self.loaded
 
     def accept(self, size: RequestSize) -> None:

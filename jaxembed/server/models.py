@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxembed.engine.admission import Capacity
 from jaxembed.errors import (
     ConfigError,
+    Forbidden,
     InvalidInput,
     ModelUnavailable,
     UnknownModel,
@@ -139,12 +140,15 @@ class Models:
     def __getitem__(self, name: str) -> KnownModel:
         """The model served under `name`, which may name one of its adapters too. Raises
         UnknownModel, which lists the names."""
+        return self._named(name, None)
+
+    def _named(self, name: str, permitted: Collection[str] | None) -> KnownModel:
         known = self._by_name.get(self._split(name)[0])
         if known is None and self.changes:
             self.discover()
             known = self._by_name.get(self._split(name)[0])
         if known is None:
-            raise self._unknown(name)
+            raise self._unknown(name, permitted)
         return known
 
     def discover(self) -> None:
@@ -213,19 +217,37 @@ class Models:
             names.update(dict.fromkeys(f"{name}:{one}" for one in adapters))
         return tuple(names)
 
-    def names_of(self, known: KnownModel) -> list[str]:
-        """The served names of a model; none if they were all moved to others."""
-        return [name for name, served in self._by_name.items() if served is known]
+    def names_among(self, permitted: Collection[str] | None) -> tuple[str, ...]:
+        """Those of the served names that are permitted; all of them for None."""
+        if permitted is None:
+            return self.names
+        return tuple([name for name in self.names if name in permitted])
 
-    @property
-    def first(self) -> LoadedModel:
-        """The first model in memory. Raises ModelUnavailable if there is none."""
-        for loaded in self:
+    def names_of(self, known: KnownModel, permitted: Collection[str] | None = None) -> list[str]:
+        """The served names of a model, of those that are permitted if not all are; none if they
+        were all moved to others."""
+        return [
+            name
+            for name, served in self._by_name.items()
+            if served is known and (permitted is None or name in permitted)
+        ]
+
+    def first(self, permitted: Collection[str] | None = None) -> LoadedModel:
+        """The first model in memory, of those with a permitted name if not all are. Raises
+        ModelUnavailable if there is none."""
+        for loaded in self.among(permitted):
             return loaded
         raise ModelUnavailable(
             f"no model is in memory; one is loaded when a request asks for it, of "
-            f"{', '.join(self.names)}"
+            f"{', '.join(self.names_among(permitted))}"
         )
+
+    def among(self, permitted: Collection[str] | None) -> list[LoadedModel]:
+        """The models in memory that have a permitted name; all of them for None."""
+        if permitted is None:
+            return list(self)
+        named = [known for known in self.known if self.names_of(known, permitted)]
+        return [known.loaded for known in named if known.residence is not None]
 
     def name_of(self, loaded: LoadedModel) -> str:
         """The name of the model in its answers: the first of its served names, or its id when they
@@ -239,33 +261,43 @@ class Models:
         """The models in memory by their names in answers."""
         return {self.name_of(loaded): loaded for loaded in self}
 
-    def meant(self, name: str | None) -> list[KnownModel]:
+    def meant(self, name: str | None, permitted: Collection[str] | None = None) -> list[KnownModel]:
         """The model served under `name`, or, if no name is given, those loaded at the start; where
-        there are none, the only one there is. Raises UnknownModel, and InvalidInput if a name is
-        needed."""
+        there are none, the only one there is. With `permitted` names, which a given one must be
+        among, there are no models but theirs. Raises UnknownModel, InvalidInput if a name is
+        needed, and Forbidden if no model remains."""
         if name and name != UNSPECIFIED:
-            return [self[name]]
+            return [self._named(name, permitted)]
         known = self._lasting or self.known
-        if self._lasting or len(known) == 1:
+        if permitted is not None:
+            known = [one for one in known if self.names_of(one, permitted)]
+        if (self._lasting and known) or len(known) == 1:
             return known
-        raise InvalidInput(f"`model` must say which: {', '.join(self.names)}", field="model")
+        names = self.names_among(permitted)
+        if not names:
+            raise Forbidden("none of the models that the API key may use is served here")
+        raise InvalidInput(f"`model` must say which: {', '.join(names)}", field="model")
 
-    def find(self, name: str | None, task: Task | None) -> KnownModel:
+    def find(
+        self, name: str | None, task: Task | None, permitted: Collection[str] | None = None
+    ) -> KnownModel:
         """The model served under `name` or, without a name, the only model that can do the task.
 
         A task of None stands for a task that every model can do. A reranker can also classify, but
         a classifier is preferred. A model that was never loaded counts as one that can. Raises
         UnknownModel if no model has the name, WrongTask if the named model, or every model, cannot
-        do the task, and InvalidInput if several models remain.
+        do the task, InvalidInput if several models remain, and what `meant` does, whose `permitted`
+        it takes.
         """
-        asked = self.meant(name)
+        asked = self.meant(name, permitted)
         able = [known for known in asked if _can(known, task)]
         if task is not None and not able:
-            raise WrongTask(f"{REFUSAL[task]}: {', '.join(map(self._description, asked))}")
+            described = [self._description(known, permitted) for known in asked]
+            raise WrongTask(f"{REFUSAL[task]}: {', '.join(described)}")
         chosen = [known for known in able if known.spec and known.spec.task == task] or able
         if len(chosen) > 1:
-            names = ", ".join(self.names_of(known)[0] for known in chosen if self.names_of(known))
-            raise InvalidInput(f"`model` must say which: {names}", field="model")
+            names = [name for known in chosen for name in self.names_of(known, permitted)[:1]]
+            raise InvalidInput(f"`model` must say which: {', '.join(names)}", field="model")
         return chosen[0]
 
     def exposition(self) -> bytes:
@@ -300,17 +332,18 @@ class Models:
         for loaded in self:
             loaded.close(timeout_s=max(deadline - time.monotonic(), 0.0))
 
-    def _unknown(self, name: str) -> UnknownModel:
+    def _unknown(self, name: str, permitted: Collection[str] | None) -> UnknownModel:
         shown = name if len(name) <= 200 else f"{name[:200]}..."
         return UnknownModel(
-            f"the model `{shown}` does not exist; this server has {', '.join(self.names)}",
+            f"the model `{shown}` does not exist; this server has "
+            + (", ".join(self.names_among(permitted)) or "none that the key may use"),
             field="model",
         )
 
-    def _description(self, known: KnownModel) -> str:
+    def _description(self, known: KnownModel, permitted: Collection[str] | None) -> str:
         assert known.spec is not None  # else it can do what it is asked for
         task = known.spec.task
-        name = next(iter(self.names_of(known)), known.id)
+        name = next(iter(self.names_of(known, permitted)), known.id)
         return f"`{name}` is {KIND[task]} ({TASK_ROUTES[task]})"
 
 

@@ -6,12 +6,15 @@ from typing import Literal
 import msgspec
 from quart import Blueprint, Response
 
+from jaxembed.server.access_metrics import access_registry
 from jaxembed.server.encoding import json_response
 from jaxembed.server.errors import Unhealthy
 from jaxembed.server.models import Models
+from jaxembed.server.permission import check_name
 from jaxembed.server.service import current_service
 from jaxembed.spec import Task
 from jaxembed.tasks import tasks_of
+from jaxembed.telemetry import text_format
 
 blueprint = Blueprint("ops", __name__)
 metrics_blueprint = Blueprint("metrics", __name__)
@@ -99,9 +102,9 @@ async def ready() -> Response:
 
 @blueprint.get("/v1/models")
 async def list_models() -> Response:
-    """Every served name."""
+    """Every served name that the request may use."""
     models = current_service().models
-    listed = ModelList([_model(name, models) for name in models.names])
+    listed = ModelList([_model(name, models) for name in models.names_among(check_name(None))])
     return json_response(msgspec.json.encode(listed))
 
 
@@ -109,7 +112,7 @@ async def list_models() -> Response:
 async def list_models_unprefixed() -> Response:
     """As /v1/models without `owned_by`: Infinity's client fails on an owner other than its own."""
     models = current_service().models
-    listed = [_model(name, models) for name in models.names]
+    listed = [_model(name, models) for name in models.names_among(check_name(None))]
     for one in listed:
         one.owned_by = msgspec.UNSET
     return json_response(msgspec.json.encode(ModelList(listed)))
@@ -118,13 +121,18 @@ async def list_models_unprefixed() -> Response:
 @blueprint.get("/v1/models/<model:name>")
 async def model(name: str) -> Response:
     """One served name."""
+    check_name(name)
     return json_response(msgspec.json.encode(_model(name, current_service().models)))
 
 
 @metrics_blueprint.get("/metrics")
 async def metrics() -> Response:
     """Every metric in the Prometheus text format."""
-    return Response(current_service().models.exposition(), content_type=EXPOSITION)
+    service = current_service()
+    series = service.models.exposition()
+    if service.keyring is not None or service.audit is not None:
+        series += text_format(access_registry(service.keyring, service.audit))
+    return Response(series, content_type=EXPOSITION)
 
 
 def _check_health() -> None:

@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Literal, TypeVar, cast
@@ -73,26 +73,30 @@ class ModelPool:
             return "UNAVAILABLE", str(self._failed[known][1])
         return "UNAVAILABLE", "not in memory"
 
-    async def lease(self, name: str | None, task: Task | None) -> Residence:
+    async def lease(
+        self, name: str | None, task: Task | None, permitted: Collection[str] | None = None
+    ) -> Residence:
         """The model that `Models.find` gives, with a lease on it, loaded if it must be.
 
         Raises what `find` does, ModelUnavailable if it cannot be loaded or not in time, and
         ShuttingDown.
         """
-        known = self.models.find(name, task)
+        known = self.models.find(name, task, permitted)
         if known.residence is None:
             await self._arrival(known)
             # only now is it known what it can do, and which adapters it has
-            known = self.models.find(name, task)
+            known = self.models.find(name, task, permitted)
         residence = known.residence
         if residence is None:  # moved meanwhile to another model, which is not in memory
-            return await self.lease(name, task)
+            return await self.lease(name, task, permitted)
         residence.take()
         return residence
 
-    async def specs_of(self, name: str | None) -> list[ModelSpec]:
+    async def specs_of(
+        self, name: str | None, permitted: Collection[str] | None = None
+    ) -> list[ModelSpec]:
         """The specs of the models that a request means. Raises as `lease`."""
-        meant = self.models.meant(name)
+        meant = self.models.meant(name, permitted)
         for known in meant:
             if known.spec is None:
                 await self._arrival(known)

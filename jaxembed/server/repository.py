@@ -21,6 +21,7 @@ from jaxembed.server.body import decode_body, read_body, read_data
 from jaxembed.server.encoding import json_response
 from jaxembed.server.errors import BadField, LoadFailed
 from jaxembed.server.models import KnownModel, Models
+from jaxembed.server.permission import note_model
 from jaxembed.server.pool import ModelPool, State
 from jaxembed.server.service import current_service
 
@@ -81,6 +82,7 @@ async def load(name: str) -> Response:
     """Load a model, and answer when it has answered."""
     body, pool = await _body(LoadRequest), current_service().pool
     pinned = _flag(body.parameters, "pinned")
+    note_model(name)
     known = _known(pool.models, name)
     try:
         await pool.load(known, pinned=pinned)
@@ -94,6 +96,7 @@ async def unload(name: str) -> Response:
     """Take a model out of memory, and answer when it is freed. The next request loads it again."""
     body, pool = await _body(LoadRequest), current_service().pool
     _flag(body.parameters, "unload_dependents")  # Triton's clients send it; no model has any
+    note_model(name)
     known = _known(pool.models, name)
     await pool.unload(known)
     return json_response(msgspec.json.encode(_indexed(pool, name, known)))
@@ -103,6 +106,7 @@ async def unload(name: str) -> Response:
 async def alias(alias: str) -> Response:
     """Move a name to another model, which is loaded first."""
     body, pool = await _body(AliasRequest), current_service().pool
+    note_model(body.model)
     known = _known(pool.models, body.model)
     try:
         await pool.move(alias, body.model)
@@ -115,6 +119,7 @@ async def alias(alias: str) -> Response:
 async def drop_alias(alias: str) -> Response:
     """Forget a name that a model has beside its own. The answer has the model by another name."""
     pool = current_service().pool
+    note_model(alias)
     known = pool.models.drop_alias(alias)
     return json_response(msgspec.json.encode(_indexed(pool, pool.models.names_of(known)[0], known)))
 

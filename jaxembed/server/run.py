@@ -22,7 +22,9 @@ from jaxembed.doctor.history import SAMPLE_S
 from jaxembed.errors import BackendError, ConfigError
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.server.app import Server, create_admin_app, create_app, create_metrics_app
+from jaxembed.server.audit import AuditLog
 from jaxembed.server.connection import use_connections
+from jaxembed.server.keyring import Keyring
 from jaxembed.server.models import Models
 from jaxembed.server.pool import Load, ModelPool
 from jaxembed.server.service import Service
@@ -44,18 +46,27 @@ def run(
     listener: socket.socket | None = None,
     load: Load | None = None,
     limits: PoolLimits | None = None,
+    *,
+    keyring: Keyring | None = None,
+    audit: AuditLog | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain, close the models and return.
 
     `listener` is a socket that is already bound, so that the port is reserved while the models
     load; None means that the address in `config` is bound now. `load` and `limits` are as in
-    ModelPool. Raises BackendError if a model cannot be compiled, ConfigError if a port cannot be
-    bound, and the error of a server that fails.
+    ModelPool. SIGHUP has the file of the `keyring` read and the `audit` log opened again. Raises
+    BackendError if a model cannot be compiled, ConfigError if a port cannot be bound, and the error
+    of a server that fails.
     """
-    app = create_app(models, config, ModelPool(models, load, limits))
+    pool = ModelPool(models, load, limits)
+    app = create_app(models, config, pool, keyring=keyring, audit=audit)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         failures = runner.run(_serve_until_stopped(app, models, config, listener))
     models.close(timeout_s=CLOSE_S)
+    if keyring is not None:
+        keyring.close()
+    if audit is not None:
+        audit.close()
     if failures:
         raise failures[0]
     logger.info("stopped")
@@ -78,11 +89,11 @@ async def serve(
     sampling = asyncio.create_task(_sample(app.service))
     try:
         if config.prometheus_port is not None:
-            metrics = create_metrics_app(models, config)
+            metrics = create_metrics_app(app.service)
             port = listen(config.host, config.prometheus_port, flag="--prometheus-port")
             servers.append(_start(metrics, port, closing, path="/metrics"))
         if config.admin_port is not None:
-            admin = create_admin_app(app.service.pool, config)
+            admin = create_admin_app(app.service)
             port = listen(LOOPBACK, config.admin_port, flag="--admin-port")
             servers.append(_start(admin, port, closing, path="/v2/repository/index"))
         await _until(shutdown, servers)
@@ -232,9 +243,27 @@ async def _serve_until_stopped(
 
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop)
+    _read_again_at_hangups(app.service, loop)
     failures = _watch_readiness(models, lambda: loop.call_soon_threadsafe(shutdown.set))
     await serve(app, models, config, shutdown, listener)
     return failures
+
+
+def _read_again_at_hangups(service: Service, loop: asyncio.AbstractEventLoop) -> None:
+    """Read the key file and open the audit log again at SIGHUP, and once now: until here the signal
+    was ignored."""
+
+    def read_again() -> None:
+        if service.keyring is not None:
+            service.keyring.wake()
+        if service.audit is not None:
+            service.audit.reopen()
+
+    if service.keyring is not None:
+        service.keyring.watch()
+    if (service.keyring or service.audit) is not None:
+        loop.add_signal_handler(signal.SIGHUP, read_again)
+        read_again()
 
 
 def _watch_readiness(models: Models, stop: Callable[[], object]) -> list[BackendError]:

@@ -6,6 +6,8 @@ from quart import Quart, current_app
 
 from jaxembed.config import ServerConfig
 from jaxembed.doctor.history import History
+from jaxembed.server.audit import AuditLog
+from jaxembed.server.keyring import Keyring
 from jaxembed.server.models import Models
 from jaxembed.server.pool import ModelPool
 
@@ -20,6 +22,8 @@ class Service:
     config: ServerConfig
     pool: ModelPool
     history: History = field(default_factory=History)
+    keyring: Keyring | None = None  # the keys of a file, if there is one
+    audit: AuditLog | None = None
 
 
 def install(app: Quart, service: Service) -> None:

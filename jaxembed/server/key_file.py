@@ -1,0 +1,250 @@
+"""Reads a file of API keys: TOML with a table for each key, which holds the key's digest and what
+the key may do. Knows no request."""
+
+import hashlib
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time, timedelta
+from pathlib import Path
+from typing import Any
+
+from jaxembed.engine.quota import Limits
+from jaxembed.errors import ConfigError
+from jaxembed.memory import MIB
+
+KEY_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # also a label of metrics
+HEX_DIGEST = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
+NO_LIMITS = Limits()
+LARGEST_FILE = 16 * MIB
+LARGEST_LIMIT = 2**53
+MOST_PROBLEMS = 10  # that a message lists
+LONGEST_VALUE = 60  # characters of a value in a message
+WANTED_TABLES = "wanted tables [[key]] with `name` and `sha256`, as `jaxembed key new` prints them"
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """What the file says of one key."""
+
+    name: str
+    digest: bytes  # SHA-256
+    models: frozenset[str] | None = None  # names of models as requests give them; None: any
+    routes: tuple[str, ...] | None = None  # paths; one that ends in * is a prefix; None: any
+    limits: Limits = NO_LIMITS
+    expires: date | None = None  # a datetime, or a date, which is valid to its end
+    expires_at: datetime | None = None
+
+    def is_expired(self, now: datetime) -> bool:
+        """Whether the key opens nothing any more."""
+        return self.expires_at is not None and now >= self.expires_at
+
+    def may_take(self, path: str) -> bool:
+        """Whether the key opens the route of this path."""
+        if self.routes is None:
+            return True
+        return any(
+            path.startswith(route[:-1]) if route.endswith("*") else path == route
+            for route in self.routes
+        )
+
+
+def digest_of(key: bytes) -> bytes:
+    """The SHA-256 of a key. A slow hash is for passwords; a key of 256 random bits needs none."""
+    return hashlib.sha256(key).digest()
+
+
+def read_key_file(path: Path, taken: Mapping[bytes, str]) -> dict[bytes, ApiKey]:
+    """The keys in a file by their digests. `taken` are digests that no key may have, with the flags
+    that give them. Raises ConfigError, which lists every problem but no key and no digest."""
+    return parse_keys(_text_of(path), str(path), taken)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        # else opening a pipe would wait for a writer
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode):
+                raise ConfigError(f"{path} is no regular file; {WANTED_TABLES}")
+            if facts.st_size > LARGEST_FILE:
+                raise ConfigError(
+                    f"{path} has {facts.st_size} bytes, a key file may have {LARGEST_FILE}"
+                )
+            return file.read().decode()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {WANTED_TABLES}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8; {WANTED_TABLES}") from error
+
+
+def parse_keys(text: str, file: str, taken: Mapping[bytes, str]) -> dict[bytes, ApiKey]:
+    """The keys in the text of a file, which messages call `file`; as `read_key_file`."""
+    try:
+        whole = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not TOML: {error}; {WANTED_TABLES}") from error
+    except (RecursionError, ValueError) as error:  # Python reads integers of at most 4,300 digits
+        raise ConfigError(
+            f"{file} is nested too deeply, or holds a number of thousands of digits"
+        ) from error
+    tables = whole.get("key", [])
+    if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+        raise ConfigError(f"{file}: `key` is no list of tables; {WANTED_TABLES}")
+    problems = [f"`{name[:LONGEST_VALUE]}` is unknown" for name in whole if name != "key"]
+    if not tables:
+        problems.append("there is no key")
+    keys: dict[bytes, ApiKey] = {}
+    names: dict[str, str] = {}
+    digests: dict[bytes, str] = {digest: flag for digest, flag in taken.items()}
+    for number, table in enumerate(tables, 1):
+        place = _place(number, table)
+        key, found = _read_table(table)
+        if key is not None:
+            found += _refused_twice(key, names, digests)
+            names[key.name], digests[key.digest] = place, place
+            keys[key.digest] = key
+        problems += [f"{place}: {problem}" for problem in found]
+    if problems:
+        more = len(problems) - MOST_PROBLEMS
+        shown = problems[:MOST_PROBLEMS] + [f"and {more} more"] * (more > 0)
+        raise ConfigError(f"{file}: {'; '.join(shown)}; {WANTED_TABLES}")
+    return keys
+
+
+def _place(number: int, table: Mapping[str, Any]) -> str:
+    """How a message calls a table."""
+    name = table.get("name")
+    known = isinstance(name, str) and KEY_NAME.fullmatch(name)
+    return f"[[key]] number {number} ({name})" if known else f"[[key]] number {number}"
+
+
+def _refused_twice(
+    key: ApiKey, names: Mapping[str, str], digests: Mapping[bytes, str]
+) -> list[str]:
+    found = []
+    if key.name in names:
+        found.append(f"`name` is also that of {names[key.name]}; each key needs one of its own")
+    if key.digest in digests:
+        found.append(f"`sha256` is that of a key that {digests[key.digest]} has already")
+    return found
+
+
+def _read_table(table: Mapping[str, Any]) -> tuple[ApiKey | None, list[str]]:
+    """The key of a table, None if it has problems, and these."""
+    problems = [
+        f"`{field[:LONGEST_VALUE]}` is unknown; wanted one of {', '.join(KEY_FIELDS)}"
+        for field in table
+        if field not in KEY_FIELDS
+    ]
+    values: dict[str, Any] = {}
+    for field, read in KEY_FIELDS.items():
+        if field not in table:
+            if field in REQUIRED_FIELDS:
+                problems.append(f"`{field}` is missing")
+            continue
+        try:
+            values[field] = read(table[field])
+        except ValueError as error:
+            problems.append(f"`{field}` {error}")
+    if problems:
+        return None, problems
+    expires, expires_at = values.get("expires", (None, None))
+    limits = Limits(
+        values.get("requests_per_minute"),
+        values.get("tokens_per_minute"),
+        values.get("max_inputs_waiting"),
+    )
+    models, routes = values.get("models"), values.get("routes")
+    key = ApiKey(
+        values["name"],
+        values["sha256"],
+        None if models is None else frozenset(models),
+        None if routes is None else tuple(routes),
+        limits,
+        expires,
+        expires_at,
+    )
+    return key, []
+
+
+def _shown_value(value: Any) -> str:
+    """A value in a message: it may be of any size."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} ..."
+
+
+def _read_name(value: Any) -> str:
+    if not isinstance(value, str) or not KEY_NAME.fullmatch(value):
+        raise ValueError(
+            f"is {_shown_value(value)}; wanted 1 to 64 letters, digits, dots, dashes and "
+            "underscores, a letter or digit first"
+        )
+    return value
+
+
+def _read_digest(value: Any) -> bytes:
+    """What came is not shown: it may be the key itself."""
+    if not isinstance(value, str) or not HEX_DIGEST.fullmatch(value):
+        came = f"a text of {len(value)} characters" if isinstance(value, str) else "no text"
+        raise ValueError(f"is {came}; wanted the 64 hexadecimal digits of the key's SHA-256")
+    return bytes.fromhex(value)
+
+
+def _read_models(value: Any) -> Sequence[str]:
+    return _texts(value, "names of models as requests give them", lambda one: bool(one.strip()))
+
+
+def _read_routes(value: Any) -> Sequence[str]:
+    return _texts(
+        value,
+        "paths such as '/v1/embeddings', or with a * at the end such as '/v1/*'",
+        lambda one: one.startswith("/") and "*" not in one[:-1],
+    )
+
+
+def _texts(value: Any, wanted: str, is_right: Callable[[str], bool]) -> Sequence[str]:
+    if not isinstance(value, list) or not value:
+        came = "an empty list" if value == [] else _shown_value(value)
+        raise ValueError(f"is {came}; wanted a list of {wanted}, or no such field for all")
+    for one in value:
+        if not isinstance(one, str) or not is_right(one):
+            raise ValueError(f"holds {_shown_value(one)}; wanted {wanted}")
+    return value
+
+
+def _read_limit(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= LARGEST_LIMIT:
+        raise ValueError(
+            f"is {_shown_value(value)}; wanted a whole number from 1 on, or no such field for no "
+            "limit"
+        )
+    return value
+
+
+def _read_expiry(value: Any) -> tuple[date, datetime]:
+    """The value, and the moment from which on the key opens nothing."""
+    if isinstance(value, datetime):
+        return value, value if value.tzinfo else value.replace(tzinfo=UTC)
+    if isinstance(value, date) and value < date.max:
+        return value, datetime.combine(value + timedelta(days=1), time(), UTC)
+    raise ValueError(
+        f"is {_shown_value(value)}; wanted a date or a date and time without quotes, such as "
+        "2027-01-31 or 2027-01-31T12:00:00Z"
+    )
+
+
+KEY_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "name": _read_name,
+    "sha256": _read_digest,
+    "models": _read_models,
+    "routes": _read_routes,
+    "requests_per_minute": _read_limit,
+    "tokens_per_minute": _read_limit,
+    "max_inputs_waiting": _read_limit,
+    "expires": _read_expiry,
+}
+REQUIRED_FIELDS = ("name", "sha256")

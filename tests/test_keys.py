@@ -1,0 +1,628 @@
+"""API keys of a file: what the file may say, what a server does with them, how they change."""
+
+import asyncio
+import hashlib
+import json
+import os
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from fake_embedder import M3, RERANKER, FakeEmbedder
+from fakes import WAIT_S
+from test_quota import Clock
+from test_server_app import is_error
+
+from jaxembed.config import ServerConfig
+from jaxembed.errors import ConfigError, Overloaded
+from jaxembed.server import keyring as keyring_module
+from jaxembed.server.access import duration
+from jaxembed.server.app import create_app
+from jaxembed.server.key_file import digest_of, parse_keys, read_key_file
+from jaxembed.server.keyring import Keyring
+from jaxembed.server.models import Models
+from jaxembed.server.pool import ModelPool
+
+DIGEST = hashlib.sha256(b"secret").hexdigest()
+OTHER = hashlib.sha256(b"other").hexdigest()
+
+
+def table(name: str = "one", key: str = "secret", **fields: object) -> str:
+    """The table of a key."""
+    lines = [f'name = "{name}"', f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"']
+    lines += [f"{field} = {json.dumps(value)}" for field, value in fields.items()]
+    return "\n".join(["[[key]]", *lines, ""])
+
+
+def file_of(folder: Path, *tables: str) -> Path:
+    path = folder / "keys.toml"
+    path.write_text("\n".join(tables))
+    return path
+
+
+# The file
+
+
+def test_a_key_has_what_its_table_says(tmp_path):
+    text = table(
+        models=["a", "a:fr"],
+        routes=["/v1/*", "/embed"],
+        requests_per_minute=60,
+        tokens_per_minute=1000,
+        max_inputs_waiting=5,
+    )
+    keys = read_key_file(file_of(tmp_path, text, table("two", "other")), {})
+    one, two = keys[digest_of(b"secret")], keys[digest_of(b"other")]
+    assert one.models == {"a", "a:fr"}
+    assert (one.limits.requests_per_minute, one.limits.tokens_per_minute) == (60, 1000)
+    assert one.limits.max_inputs_waiting == 5
+    assert two.models is two.routes is two.expires is None
+    taken = ("/v1/models", "/v1/", "/embed")
+    assert [path for path in (*taken, "/embed_all", "/v2/embed", "/") if one.may_take(path)] == [
+        *taken
+    ]
+    assert two.may_take("/anything")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "there is no key; wanted tables [[key]]"),
+        ("key = 3", "`key` is no list of tables"),
+        ("[key]\nname = 'a'", "`key` is no list of tables"),
+        ("[[key]", "is not TOML: "),
+        ("\n[[key]]\nname = \n", "(at line 3, column "),
+        ("a = " + "9" * 5000, "a number of thousands of digits"),
+        ("a = " + "[" * 5000, "nested too deeply"),
+        (f"version = 1\n{table()}", "`version` is unknown"),
+        ("[[key]]", "[[key]] number 1: `name` is missing; [[key]] number 1: `sha256` is missing"),
+        (table(model=["a"]), "number 1 (one): `model` is unknown; wanted one of name, sha256"),
+        (table(" a"), "number 1: `name` is ' a'; wanted 1 to 64 letters"),
+        (f"[[key]]\nname = 3\nsha256 = '{DIGEST}'", "`name` is 3; wanted 1 to 64"),
+        ("[[key]]\nname = 'a'\nsha256 = 'jx-secret'", "`sha256` is a text of 9 characters; wanted"),
+        ("[[key]]\nname = 'a'\nsha256 = 3", "`sha256` is no text; wanted the 64 hexadecimal"),
+        (table(models="a"), "`models` is 'a'; wanted a list of names"),
+        (table(models=[]), "`models` is an empty list; wanted"),
+        (table(models=["a", 3]), "`models` holds 3; wanted names"),
+        (table(models=[" "]), "`models` holds ' '"),
+        (table(routes=["embed"]), "`routes` holds 'embed'; wanted paths such as '/v1/embeddings'"),
+        (table(routes=["/v1/*/x"]), "`routes` holds '/v1/*/x'"),
+        (table(requests_per_minute=0), "`requests_per_minute` is 0; wanted a whole number from 1"),
+        (table(tokens_per_minute=1.5), "`tokens_per_minute` is 1.5; wanted"),
+        (table(max_inputs_waiting=True), "`max_inputs_waiting` is True; wanted"),
+        (table(tokens_per_minute=10**400), "`tokens_per_minute` is 1000"),
+        (table(expires="2027-01-31"), "`expires` is '2027-01-31'; wanted a date"),
+        (table() + "expires = 12:00:00", "`expires` is datetime.time(12, 0); wanted a date"),
+        (table("x" * 65), "number 1: `name` is"),
+        (table() + table(key="other"), "number 2 (one): `name` is also that of [[key]] number 1"),
+        (table() + table("two"), "number 2 (two): `sha256` is that of a key that [[key]] number 1"),
+        (table(key="flag"), "number 1 (one): `sha256` is that of a key that --api-key has already"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_table_field_and_what_was_wanted(text, words):
+    with pytest.raises(ConfigError) as refused:
+        parse_keys(text, "keys.toml", {digest_of(b"flag"): "--api-key"})
+    message = str(refused.value)
+    assert message.startswith("keys.toml")
+    assert words in message
+    assert len(message) < 600
+    assert DIGEST not in message
+    assert "jx-secret" not in message
+
+
+def test_all_problems_are_listed_up_to_ten():
+    with pytest.raises(ConfigError, match=r"number 10 .k9.: .*; and 2 more; wanted"):
+        parse_keys("".join(table(f"k{n}", str(n), x=n) for n in range(12)), "keys.toml", {})
+
+
+def test_what_is_no_file_of_text_is_refused(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path, words in (
+        (tmp_path / "nowhere", "No such file"),
+        (tmp_path, "cannot read|no regular file"),
+        (fifo, "is no regular file"),
+        (Path("/dev/null"), "is no regular file"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read_key_file(path, {})
+    latin = tmp_path / "latin"
+    latin.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="no text in UTF-8"):
+        read_key_file(latin, {})
+    huge = tmp_path / "huge"
+    with huge.open("wb") as file:
+        file.truncate(17 * 2**20)
+    with pytest.raises(ConfigError, match="a key file may have"):
+        read_key_file(huge, {})
+
+
+@pytest.mark.parametrize(
+    ("expires", "last"),
+    [
+        ("2027-01-31", datetime(2027, 1, 31, 23, 59, 59, tzinfo=UTC)),
+        ("2027-01-31T12:00:00Z", datetime(2027, 1, 31, 11, 59, 59, tzinfo=UTC)),
+        ("2027-01-31T12:00:00", datetime(2027, 1, 31, 11, 59, 59, tzinfo=UTC)),
+        ("2027-01-31T12:00:00+02:00", datetime(2027, 1, 31, 9, 59, 59, tzinfo=UTC)),
+    ],
+)
+def test_a_key_is_valid_to_the_end_of_a_date_or_to_a_moment(expires, last):
+    (key,) = parse_keys(f"{table()}expires = {expires}", "keys.toml", {}).values()
+    assert not key.is_expired(last)
+    assert key.is_expired(last + timedelta(seconds=1))
+
+
+# Reading it again
+
+
+def ring(folder: Path, *tables: str, **options) -> Keyring:
+    return Keyring(file_of(folder, *tables), **options)
+
+
+def test_a_broken_file_changes_nothing_and_a_good_one_everything(tmp_path, caplog):
+    caplog.set_level("INFO", "jaxembed")
+    keys = ring(tmp_path, table(), table("two", "other"))
+    text = keys.path.read_text()
+    for torn in ("", "[[key]]", text[:-5], text.replace("name", "nom"), "\0"):
+        keys.path.write_text(torn)
+        assert not keys.read_again()
+        assert keys.find(b"secret").name == "one"
+        assert keys.find(b"other").name == "two"
+    keys.path.unlink()
+    assert not keys.read_again()
+    assert (keys.done, keys.failed) == (0, 6)
+    assert "the keys in use stay as they are: " in caplog.text
+    file_of(tmp_path, table("new", "third"), table("two", "fourth"))
+    assert keys.read_again()
+    assert keys.find(b"secret") is keys.find(b"other") is None
+    assert keys.find(b"third").name == "new"
+    assert keys.find(b"fourth").name == "two"
+    assert caplog.messages[-1].endswith("was read again: 2 keys, new new, gone one")
+    assert not [one for one in ("secret", DIGEST, OTHER) if one in caplog.text]
+
+
+def test_what_a_key_has_used_stays_used_when_the_file_is_read_again(tmp_path):
+    clock = Clock()
+    keys = ring(tmp_path, table(requests_per_minute=2), clock=clock)
+    quota = keys.quota(keys.find(b"secret"))
+    quota.count_request()
+    quota.count_request()
+    file_of(tmp_path, table(key="rotated", requests_per_minute=2))
+    keys.read_again()
+    assert keys.quota(keys.find(b"rotated")) is quota
+    with pytest.raises(Overloaded):
+        quota.count_request()
+    file_of(tmp_path, table("other"))
+    keys.read_again()
+    file_of(tmp_path, table(requests_per_minute=2))
+    keys.read_again()
+    assert keys.quota(keys.find(b"secret")) is not quota  # it had left the file
+
+
+def until(held) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not held():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_the_file_is_read_when_it_has_changed_and_is_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(keyring_module, "FILE_LOOK_S", 0.05)
+    keys = ring(tmp_path, table())
+    keys.watch()
+    try:
+        file_of(tmp_path, table("two", "other"))
+        until(lambda: keys.find(b"other"))
+        aside = tmp_path / "aside"
+        aside.write_text(table("six", "third"))
+        os.replace(aside, keys.path)
+        until(lambda: keys.find(b"third"))
+        keys.path.unlink()
+        until(lambda: keys.failed)
+        file_of(tmp_path, table())
+        until(lambda: keys.find(b"secret"))
+        done = keys.done
+        keys.wake()  # as SIGHUP does
+        until(lambda: keys.done > done)
+    finally:
+        keys.close()
+    assert not [one for one in threading.enumerate() if one.name == "key-file"]
+
+
+def test_a_file_that_is_still_written_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(keyring_module, "FILE_LOOK_S", 0.3)
+    keys = ring(tmp_path, table())
+    keys.watch()
+    try:
+        for written in range(10):
+            keys.path.write_text(table("two", "other") + "#" * written)
+            time.sleep(0.1)
+            assert not keys.done
+        until(lambda: keys.find(b"other"))
+    finally:
+        keys.close()
+
+
+# Over HTTP
+
+EMBED = {"/v1/embeddings": "input", "/embed": "inputs", "/v2/embed": "texts"}
+
+
+class Site:
+    """A server with keys and fake models, and what it is asked."""
+
+    def __init__(self, folder: Path, *tables: str, models: Models | None = None, **options):
+        self.clock = Clock()
+        self.now = datetime(2027, 1, 1, tzinfo=UTC)
+        self.keys = ring(folder, *tables, clock=self.clock, now=lambda: self.now)
+        self.embedder = FakeEmbedder()
+        self.models = models or Models([self.embedder])
+        config = ServerConfig(**options)
+        self.app = create_app(self.models, config, ModelPool(self.models), keyring=self.keys)
+        self.client = self.app.test_client()
+
+    async def get(self, path: str, key: str = "secret"):
+        response = await self.client.get(path, headers={"authorization": f"Bearer {key}"})
+        return response, await response.get_data()
+
+    async def post(self, path: str, body: dict, key: str = "secret"):
+        headers = {"authorization": f"Bearer {key}"}
+        response = await self.client.post(path, json=body, headers=headers)
+        return response, json.loads(await response.get_data())
+
+    async def embed(self, inputs="the cat", path: str = "/v1/embeddings", key="secret", **fields):
+        body = {EMBED[path]: inputs} | fields
+        if path == "/v2/embed":
+            body |= {"input_type": "search_query"}
+        return await self.post(path, body, key)
+
+
+def said(body: dict) -> str:
+    """The message of an error in any dialect."""
+    return body.get("message") or body.get("detail") or body["error"]
+
+
+@pytest.mark.parametrize("path", EMBED)
+def test_a_key_of_the_file_opens_and_another_does_not(path, tmp_path):
+    async def scenario():
+        site = Site(tmp_path, table(), api_keys=("flag",))
+        for key, status in (("secret", 200), ("flag", 200), ("wrong", 401), ("", 401)):
+            response, body = await site.embed(["x"], path, key)
+            assert response.status_code == status
+            assert status == 200 or is_error(path, body)
+            assert not [name for name, _ in response.headers if "ratelimit" in name.lower()]
+        response, _ = await site.get("/health", "wrong")
+        assert response.status_code == 200
+        assert site.keys.unknown == 2
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", EMBED)
+def test_an_expired_key_is_refused_by_its_name(path, tmp_path):
+    async def scenario():
+        site = Site(tmp_path, table("late") + "expires = 2027-01-01T00:00:01Z")
+        assert (await site.embed(["x"], path))[0].status_code == 200
+        site.now += timedelta(seconds=1)
+        response, body = await site.embed(["x"], path)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert is_error(path, body)
+        assert said(body).startswith("the key `late` has expired: it was valid to 2027-01-01 00:0")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", EMBED)
+def test_a_route_that_the_key_may_not_use_is_forbidden(path, tmp_path):
+    async def scenario():
+        site = Site(tmp_path, table("narrow", routes=["/rerank", "/v9/*"]))
+        response, body = await site.embed(["x"], path)
+        assert response.status_code == 403
+        assert is_error(path, body)
+        assert said(body) == f"the key `narrow` may not use {path}; it may use /rerank, /v9/*"
+
+    asyncio.run(scenario())
+
+
+def three() -> Models:
+    """An embedder under two names, another, and a reranker."""
+    embedder, other, reranker = FakeEmbedder(), FakeEmbedder(spec=M3), FakeEmbedder(spec=RERANKER)
+    other.name, reranker.name = "test/other", "test/reranker"
+    aliases = {"test/fake": ["e", "live"], "test/other": ["o"], "test/reranker": ["r"]}
+    return Models([embedder, other, reranker], aliases)
+
+
+@pytest.mark.parametrize("path", EMBED)
+def test_a_model_that_the_key_may_not_use_is_forbidden_served_or_not(path, tmp_path):
+    async def scenario():
+        site = Site(tmp_path, table("narrow", models=["live", "r"]), models=three())
+        assert (await site.embed(["x"], path, model="live"))[0].status_code == 200
+        for model in ("e", "o", "nobody", "live:fr"):
+            response, body = await site.embed(["x"], path, model=model)
+            assert response.status_code == 403
+            assert is_error(path, body)
+            words = f"the key `narrow` may not use the model `{model}`; it may use live, r"
+            assert said(body) == words
+        # without a name it is the only one that the key may use
+        assert (await site.embed(["x"], path))[0].status_code == 200
+        assert site.keys.quota(site.keys.find(b"secret")).refused["model"] == 4
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed_all", {"inputs": "x"}),
+        ("/embed_sparse", {"inputs": "x"}),
+        ("/embed_multi", {"inputs": "x"}),
+        ("/similarity", {"inputs": {"source_sentence": "x", "sentences": ["y"]}}),
+        ("/tokenize", {"inputs": "x"}),
+        ("/decode", {"ids": [1, 2]}),
+        ("/predict", {"inputs": "x"}),
+        ("/rerank", {"query": "q", "texts": ["x"]}),
+        ("/v1/rerank", {"query": "q", "documents": ["x"]}),
+        ("/v2/rerank", {"query": "q", "documents": ["x"]}),
+        ("/classify", {"input": ["x"]}),
+        ("/v1/contextualizedembeddings", {"inputs": [["x"]]}),
+        ("/v1/multi-vector", {"input": ["x"]}),
+        ("/", {"inputs": "x"}),
+        ("/invocations", {"inputs": "x"}),
+    ],
+)
+def test_every_route_asks_for_the_model_first(path, body, tmp_path):
+    async def scenario():
+        site = Site(tmp_path, table(models=["o"]), models=three())
+        for model in ("e", "nobody"):
+            response, answer = await site.post(path, body | {"model": model})
+            assert response.status_code == 403, answer
+            assert is_error(path, answer)
+        vertex = {"instances": [{"inputs": "x", "model": "o"}, {"inputs": "x", "model": "e"}]}
+        assert (await site.post("/vertex", vertex))[0].status_code == 403
+
+    asyncio.run(scenario())
+
+
+def test_a_key_sees_the_models_that_it_may_use_and_no_others(tmp_path):
+    async def scenario():
+        site = Site(tmp_path, table(models=["o", "r"]), table("all", "other"), models=three())
+        for path in ("/v1/models", "/models"):
+            _, body = await site.get(path)
+            assert [one["id"] for one in json.loads(body)["data"]] == ["o", "r"]
+            _, body = await site.get(path, "other")
+            assert len(json.loads(body)["data"]) == 4
+        for path, status in (
+            ("/v1/models/o", 200),
+            ("/v1/models/e", 403),
+            ("/v1/models/nobody", 403),
+            ("/info?model=e", 403),
+            ("/info?model=r", 200),
+        ):
+            assert (await site.get(path))[0].status_code == status
+        _, body = await site.get("/info")
+        info = json.loads(body)
+        assert info["served_model_name"] == "o"
+        assert [one["name"] for one in info["jaxembed"]["models"]] == ["o", "r"]
+        response, body = await site.post("/v1/embeddings", {"input": "x", "model": "r"})
+        assert response.status_code == 400
+        assert "`r` is a" in said(body)
+
+    asyncio.run(scenario())
+
+
+def test_names_that_are_not_served_are_told_only_those_of_the_key(tmp_path):
+    async def scenario():
+        site = Site(tmp_path, table(models=["gone", "o"]), models=three())
+        response, body = await site.embed(model="gone")
+        assert response.status_code == 404
+        assert said(body) == "the model `gone` does not exist; this server has o"
+        site = Site(tmp_path, table("stale", models=["gone"]), models=three())
+        response, body = await site.embed()
+        assert response.status_code == 403
+        assert "none of the models that the API key may use is served" in said(body)
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_the_key_may_not_use_is_never_loaded(tmp_path):
+    asked: list[str] = []
+
+    def load(model, reserve):
+        asked.append(model)
+        embedder = FakeEmbedder()
+        embedder.name = model
+        return embedder
+
+    async def scenario():
+        found = {"a": "/models/a", "b": "/models/b"}
+        models = Models(capacity=FakeEmbedder().admission.capacity, loadable=lambda: found)
+        keys = ring(tmp_path, table(models=["b"]))
+        app = create_app(models, ServerConfig(), ModelPool(models, load), keyring=keys)
+        client = app.test_client()
+        headers = {"authorization": "Bearer secret"}
+
+        async def status(path, body):
+            return (await client.post(path, json=body, headers=headers)).status_code
+
+        for path, body in (
+            ("/embed", {"inputs": "x"}),
+            ("/", {"inputs": "x"}),
+            ("/vertex", {"instances": [{"inputs": "x", "model": "a"}]}),
+            ("/tokenize", {"inputs": "x"}),
+        ):
+            assert await status(path, body | {"model": "a"}) == 403
+        assert not asked
+        assert await status("/embed", {"inputs": "x", "model": "b"}) == 200
+        assert await status("/embed", {"inputs": "x"}) == 200  # the only one that it may use
+        assert asked == ["/models/b"]
+
+    asyncio.run(scenario())
+
+
+def rates(response) -> dict[str, str]:
+    """The headers about limits, without what all of them begin with."""
+    prefix = "x-ratelimit-"
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    return {name.removeprefix(prefix): headers[name] for name in headers if prefix in name}
+
+
+@pytest.mark.parametrize("path", EMBED)
+def test_answers_and_refusals_tell_what_is_left(path, tmp_path):
+    async def scenario():
+        site = Site(tmp_path, table("batch", requests_per_minute=2, tokens_per_minute=600))
+        response, _ = await site.embed(["a b c", "d"], path)
+        assert response.status_code == 200
+        assert rates(response) == {
+            "limit-requests": "2",
+            "remaining-requests": "1",
+            "reset-requests": "30s",
+            "limit-tokens": "600",
+            "remaining-tokens": "596",
+            "reset-tokens": "400ms",
+        }
+        assert (await site.embed(["a"], path))[0].status_code == 200
+        response, body = await site.embed(["a"], path)
+        assert (response.status_code, response.headers["retry-after"]) == (429, "30")
+        assert is_error(path, body)
+        assert said(body) == "the key `batch` has used its 2 requests a minute; try again in 30 s"
+        assert rates(response)["remaining-requests"] == "0"
+        assert rates(response)["reset-requests"] == "1m0s"
+        if path.startswith("/v1/"):
+            assert body["error"]["code"] == "rate_limit_exceeded"
+            assert body["error"]["type"] == "rate_limit_error"
+        site.clock.now += 30
+        assert (await site.embed(["a"], path))[0].status_code == 200
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", EMBED)
+def test_tokens_are_refused_before_the_model_runs_or_for_good(path, tmp_path):
+    async def scenario():
+        site = Site(tmp_path, table("batch", tokens_per_minute=60))
+        response, _ = await site.embed(["a " * 15] * 2, path)  # estimated at 60, really 30
+        assert rates(response)["remaining-tokens"] == "30"
+        asked = len(site.embedder.asked)
+        response, body = await site.embed(["a " * 15] * 2, path)
+        assert (response.status_code, response.headers["retry-after"]) == (429, "30")
+        assert said(body) == "the key `batch` has used its 60 tokens a minute; try again in 30 s"
+        response, body = await site.embed(["a " * 16] * 2, path)
+        assert response.status_code == (422 if path == "/embed" else 400)
+        assert is_error(path, body)
+        words = "the request has about 64 tokens, and the key `batch` never has room for more than"
+        assert words in said(body)
+        assert len(site.embedder.asked) == asked
+
+    asyncio.run(scenario())
+
+
+def test_get_requests_are_not_counted_and_all_instances_are_one(tmp_path):
+    async def scenario():
+        site = Site(tmp_path, table(requests_per_minute=5, tokens_per_minute=1000))
+        assert rates((await site.get("/v1/models"))[0])["remaining-requests"] == "5"
+        body = {"instances": [{"inputs": "a b"}, {"inputs": ["c", "d e f"]}]}
+        response, _ = await site.post("/vertex", body)
+        assert response.status_code == 200
+        assert rates(response)["remaining-requests"] == "4"
+        assert rates(response)["remaining-tokens"] == "994"
+        response, _ = await site.post("/tokenize", {"inputs": "word " * 100})
+        assert rates(response)["remaining-tokens"] == "994"
+
+    asyncio.run(scenario())
+
+
+def test_inputs_that_wait_are_limited_and_given_back_whatever_ends_the_request(tmp_path):
+    async def scenario():
+        site = Site(tmp_path, table("batch", max_inputs_waiting=3), table("other", "other"))
+        quota, embedder = site.keys.quota(site.keys.find(b"secret")), site.embedder
+        embedder.gate = asyncio.Event()
+        waiting = asyncio.create_task(site.embed(["a", "b"]))
+        await embedder.entered.wait()
+        response, body = await site.embed(["c", "d"])
+        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        assert "the key `batch` has 2 inputs that wait, and may have 3" in said(body)
+        response, body = await site.embed(["a"] * 4)
+        assert response.status_code == 400
+        assert "never has room for more than 3" in said(body)
+        other = asyncio.create_task(site.embed(["a"] * 9, key="other"))
+        embedder.gate.set()
+        assert [(await one)[0].status_code for one in (waiting, other)] == [200, 200]
+        assert quota.waiting == 0
+
+        embedder.failure = RuntimeError("broken")
+        assert (await site.embed(["a"]))[0].status_code == 500
+        assert quota.waiting == 0
+        embedder.failure, embedder.gate = None, asyncio.Event()
+        embedder.entered.clear()
+        gone = asyncio.create_task(site.embed(["a", "b", "c"]))
+        await embedder.entered.wait()
+        gone.cancel()
+        await asyncio.wait({gone})
+        assert quota.waiting == embedder.admission.inputs == 0
+
+    asyncio.run(scenario())
+
+
+def test_no_message_metric_or_log_line_has_a_key_or_its_digest(tmp_path, caplog):
+    caplog.set_level("DEBUG")
+
+    async def scenario() -> bytes:
+        site = Site(tmp_path, table("batch", models=["no"], requests_per_minute=1))
+        seen = [await (await site.client.get("/metrics")).get_data()]
+        for path in EMBED:
+            for key in ("secret", "wrong"):
+                response, body = await site.embed(["x"], path, key, model="e")
+                seen += [json.dumps(body).encode(), str(response.headers).encode()]
+        site.keys.read_again()
+        return b"".join([*seen, await (await site.client.get("/metrics")).get_data()])
+
+    seen = asyncio.run(scenario()).decode() + caplog.text
+    assert 'jaxembed_key_refused{key="batch",reason="model"} 1.0' in seen
+    assert 'jaxembed_key_refused{key="batch",reason="requests"} 2.0' in seen
+    assert 'jaxembed_key_requests{key="batch"} 1.0' in seen
+    assert "jaxembed_unknown_keys 3.0" in seen
+    assert 'jaxembed_key_file_reads{result="done"} 1.0' in seen
+    assert not [one for one in ("secret", "wrong`", DIGEST, DIGEST[:12]) if one in seen]
+
+
+def test_without_a_key_file_nothing_of_keys_is_shown_or_done():
+    async def scenario():
+        app = create_app(Models([FakeEmbedder()]), ServerConfig())
+        client = app.test_client()
+        response = await client.post("/embed", json={"inputs": "x"})
+        assert rates(response) == {}
+        metrics = await (await client.get("/metrics")).get_data()
+        assert b"jaxembed_key" not in metrics
+        assert b"jaxembed_audit" not in metrics
+
+    asyncio.run(scenario())
+
+
+def test_pages_may_use_a_server_with_a_key_file(tmp_path):
+    async def scenario():
+        site = Site(tmp_path, table())
+        response, _ = await site.get("/v1/models")
+        assert response.headers["access-control-allow-origin"] == "*"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0ms"),
+        (0.12, "120ms"),
+        (0.0011, "2ms"),
+        (1, "1s"),
+        (8.64, "8.64s"),
+        (59.9999, "1m0s"),
+        (60, "1m0s"),
+        (360, "6m0s"),
+        (61.5, "1m1.5s"),
+    ],
+)
+def test_a_duration_is_written_as_openai_writes_it(seconds, text):
+    assert duration(float(seconds)) == text
