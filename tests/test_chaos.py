@@ -54,6 +54,7 @@ def test_in_a_storm_each_request_has_its_one_outcome_and_after_it_nothing_is_hel
     assert not sums["violations"], "\n".join([repeat, *sums["violations"], *storm.wrong_logs])
     assert sums["by_outcome"]["right"] > sums["requests"] / 3, repeat
     assert sums["faults"], repeat
+    assert sums["key_changes"] > 10, repeat
 
 
 GOOD = Ask("embed", Message("/embed", b"{}"), right=lambda reply: reply.body == b"right")

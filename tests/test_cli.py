@@ -13,6 +13,7 @@ import pytest
 import sources
 from click.testing import CliRunner
 from conftest import save_tiny
+from test_keys import table
 
 from jaxembed import hub
 from jaxembed.cli import cli
@@ -21,6 +22,8 @@ from jaxembed.cli.serve import OF_ONE_MODEL, model_aliases, models_given, serve_
 from jaxembed.cli.server_options import server_config
 from jaxembed.cli.settings import engine_config
 from jaxembed.config import EngineConfig, ServerConfig
+from jaxembed.engine.quota import Limits
+from jaxembed.server.key_file import digest_of, parse_keys
 from jaxembed.spec import DenseLayer
 
 TEI_COMMAND_LINE = (
@@ -261,6 +264,68 @@ def test_what_would_open_the_admin_routes_or_name_no_models_is_refused(flags, en
     assert message in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--api-key-file", "./nowhere"), "cannot read nowhere: No such file"),
+        (("--api-key-file", "BROKEN"), "keys.toml: [[key]] number 1 (one): `models` is 'a'"),
+        (("--api-key-file", "KEYS", "--api-key", "one"), "that of a key that --api-key has"),
+        (("--api-key-file", "KEYS", "--admin-key", "one"), "that of a key that --admin-key has"),
+        (("--audit-log", "/nowhere/file"), "--audit-log /nowhere/file cannot be opened: No such"),
+    ],
+)
+def test_keys_and_audit_logs_that_cannot_be_are_refused_before_a_model_is_loaded(
+    flags, message, tmp_path
+):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(table("one", "one", **({"models": "a"} if "BROKEN" in flags else {})))
+    given = [str(keys) if flag in ("KEYS", "BROKEN") else flag for flag in flags]
+    done = run("serve", "./no-such-model", *given)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "no-such-model" not in done.stderr
+
+
+@pytest.mark.parametrize("variable", ["API_KEY_FILE", "AUDIT_LOG"])
+def test_a_blank_variable_does_not_open_the_server(variable):
+    done = run("serve", "./no-such-model", **{variable: ""})
+    assert done.returncode == 2
+    assert f"{variable} is set but blank ('')" in done.stderr
+
+
+def test_a_new_key_is_shown_once_and_its_table_opens_for_it(tmp_path):
+    fields = ["--models", "a", "--models", "b:fr", "--routes", "/v1/*", "--expires", "2027-01-31"]
+    fields += ["--requests-per-minute", "5", "--tokens-per-minute", "6"]
+    done = run("key", "new", "batch", *fields, "--max-inputs-waiting", "7")
+    assert done.returncode == 0
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("the key of batch, shown only now: jx-")
+    key = line.split()[-1]
+    assert len(key) == len("jx-") + 43  # 256 bits
+    assert key not in done.stdout
+    (made,) = parse_keys(done.stdout, "keys.toml", {}).values()
+    assert made.digest == digest_of(key.encode())
+    assert (made.name, made.models, made.routes) == ("batch", {"a", "b:fr"}, ("/v1/*",))
+    assert made.limits == Limits(5, 6, 7)
+    assert str(made.expires) == "2027-01-31"
+    assert run("key", "new", "batch").stderr.split()[-1] != key
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("two words",), "`name` is 'two words'; wanted 1 to 64 letters"),
+        (("a", "--expires", "tomorrow"), "`expires` is 'tomorrow'; wanted a date"),
+        (("a", "--tokens-per-minute", "0"), "`tokens_per_minute` is 0; wanted a whole number"),
+        (("a", "--routes", "v1"), "`routes` holds 'v1'; wanted paths"),
+    ],
+)
+def test_a_key_that_no_server_would_take_is_not_made(arguments, message):
+    done = run("key", "new", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
 def test_a_flag_of_one_model_is_refused_where_others_may_be_loaded():
     done = run("serve", "./a", "--loadable", "./b", "--revision", "main")
     assert done.returncode == 2
@@ -280,12 +345,17 @@ def test_models_of_the_command_line_that_take_more_than_all_may_are_refused(tmp_
     [
         ((), {}, "no API key is required; set --api-key"),
         ((), {"API_KEY": "a b"}, "requests need one of 2 API keys"),
+        (("--api-key-file", "KEYS"), {}, "requests need an API key: one of 2 in --api-key-file"),
+        (("--api-key-file", "KEYS", "--api-key", "a"), {}, "--api-key-file, or 1 of --api-key"),
         (("--api-key", "a"), {"API_KEY": ""}, "requests need the API key"),
     ],
 )
 def test_the_log_says_whether_a_key_is_required(flags, environment, message, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(table("one", "one") + table("two", "two"))
+    given = [str(keys) if flag == "KEYS" else flag for flag in flags]
     place = ("--port", "0", "--cache-dir", str(tmp_path))
-    done = run("serve", "./nowhere", *place, *flags, **environment)
+    done = run("serve", "./nowhere", *place, *given, **environment)
     assert message in done.stderr.splitlines()[0]
 
 

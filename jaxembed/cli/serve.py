@@ -101,6 +101,12 @@ def _open_files(flags: dict[str, Any]) -> tuple[Any, Any]:
     from jaxembed.server.keyring import Keyring
 
     keys, log = flags["api_key_file"], flags["audit_log"]
+    for path, variable in ((keys, "API_KEY_FILE"), (log, "AUDIT_LOG")):
+        given = os.environ.get(variable)
+        if path is None and given is not None:  # to click a blank variable is an unset one
+            raise ConfigError(
+                f"{variable} is set but blank ({given!r}); give it a path, or unset it"
+            )
     if keys is None and log is None:
         return None, None
     if hasattr(signal, "SIGHUP"):

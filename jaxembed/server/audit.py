@@ -17,7 +17,7 @@ from jaxembed.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MOST_LINES = 16 * 1024  # that wait to be written; later ones are lost until there is room
+MOST_LINES = 4096  # that wait to be written; later ones are lost until there is room
 MOST_AT_ONCE = 512  # lines of a write
 COMPLAIN_S = 60.0  # between log lines about a file that cannot be written
 LAST_LINES_S = 2.0  # for the last lines: nobody may read a pipe
@@ -105,6 +105,9 @@ class AuditLog:
             file = _opened(self._path)
         except OSError as error:
             self._complain(error)
+            return
+        if os.path.samestat(os.fstat(file), os.fstat(self._file)):
+            os.close(file)
             return
         before, self._file, self._is_torn = self._file, file, False
         os.close(before)

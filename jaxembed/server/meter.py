@@ -100,7 +100,8 @@ class Meter:
         """The model that `Models.find` gives, loaded if it is not in memory; from now on the
         request is counted for it. Raises as `ModelPool.lease`, and Forbidden if the request's key
         may not use it."""
-        residence = await self.service.pool.lease(name, task, check_name(name))
+        permitted = None if self.service.keyring is None else check_name(name)
+        residence = await self.service.pool.lease(name, task, permitted)
         self._leases.append(residence)
         self.loaded = residence.loaded
         self.adapter = self.service.models.adapter_of(name)

@@ -62,6 +62,8 @@ def run(
     app = create_app(models, config, pool, keyring=keyring, audit=audit)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         failures = runner.run(_serve_until_stopped(app, models, config, listener))
+    if keyring is not None or audit is not None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nobody reads anything again
     models.close(timeout_s=CLOSE_S)
     if keyring is not None:
         keyring.close()
@@ -250,8 +252,7 @@ async def _serve_until_stopped(
 
 
 def _read_again_at_hangups(service: Service, loop: asyncio.AbstractEventLoop) -> None:
-    """Read the key file and open the audit log again at SIGHUP, and once now: until here the signal
-    was ignored."""
+    """Read the key file and open the audit log again at SIGHUP, which was ignored until now."""
 
     def read_again() -> None:
         if service.keyring is not None:
@@ -260,10 +261,11 @@ def _read_again_at_hangups(service: Service, loop: asyncio.AbstractEventLoop) ->
             service.audit.reopen()
 
     if service.keyring is not None:
-        service.keyring.watch()
-    if (service.keyring or service.audit) is not None:
+        service.keyring.watch()  # which sees what has changed meanwhile
+    if service.audit is not None:
+        service.audit.reopen()
+    if service.keyring is not None or service.audit is not None:
         loop.add_signal_handler(signal.SIGHUP, read_again)
-        read_again()
 
 
 def _watch_readiness(models: Models, stop: Callable[[], object]) -> list[BackendError]:

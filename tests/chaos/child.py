@@ -150,9 +150,9 @@ def main() -> None:
     faults = Faults(plan["seed"], plan["armed"], plan["rate"], plan["overdue_s"])
     run = server.run
 
-    def run_spoilt(models, *arguments):
+    def run_spoilt(models, *arguments, **options):
         spoil(models, faults, plan["overdue_s"])
-        run(models, *arguments)
+        run(models, *arguments, **options)
 
     server.run = run_spoilt
     sys.argv = ["jaxembed", *sys.argv[2:]]

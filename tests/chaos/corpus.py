@@ -3,11 +3,12 @@
 import base64
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
 
+from .locksmith import FLEETING, METERED, NARROW, WRONG
 from .wire import Message, Reply
 
 WORDS = ["the", "a", "of", "cat", "dog", "sat", "on", "mat", "runs", "red", "blue", "sky", "train"]
@@ -102,7 +103,7 @@ class Corpus:
             self._draw_hidden: 2,
             self._draw_pieces: 2,
         }
-        kinds |= {self._draw_bad: 4, self._draw_probe: 2}
+        kinds |= {self._draw_bad: 4, self._draw_probe: 2, self._draw_key: 4}
         if self.reranks:
             kinds[self._draw_ranks] = 4
         if self.moved:
@@ -162,6 +163,16 @@ class Corpus:
         name, path, body, status, err = random.choice(BAD)
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return Ask(f"bad {name}", Message(path, data), refused=status, err=err)
+
+    def _draw_key(self, random: Random) -> Ask:
+        """A request with another key than the others: it may be refused as well as answered, or
+        must be refused, as the key has it."""
+        ask = self._ask_embed(self._some(random, 4), {})
+        refusals = {FLEETING: 401, METERED: None, NARROW: 403, WRONG: 401}
+        key = random.choice(list(refusals))
+        ask.message.headers["authorization"] = f"Bearer {key}"
+        ask = replace(ask, kind=f"key {key}", refused=refusals[key])
+        return ask if key in (FLEETING, METERED) else replace(ask, right=lambda reply: False)
 
     def _draw_probe(self, random: Random) -> Ask:
         path = random.choice(["/health", "/ready", "/livez", "/metrics", "/v1/models"])

@@ -29,6 +29,7 @@ from .corpus import (
     unload,
 )
 from .ledger import Fault, Ledger
+from .locksmith import Locksmith, key_file
 from .wire import HOST, Http1, Lost, Message, Reply
 
 Disk = Literal["fine", "full", "no costs", "damaged"]
@@ -43,6 +44,7 @@ DRAIN_S = 5.0
 ADMIN_KEY = "chaos"
 MOVE_EVERY_S = 0.05
 UNLOADS = 0.2  # share of the moves before which the model is taken out of memory
+KEY_FILE = "keys.toml"  # in the cache directory
 TOKENIZER_THREADS = 2  # of each model
 NEW_THREADS = TOKENIZER_THREADS + 3  # threads that a model starts later; three time buckets
 LOG_LINES = 400  # last lines of the log that are kept
@@ -53,6 +55,7 @@ GAUGES = (
     "jaxembed_admitted_inputs",
     "jaxembed_admitted_tokens",
     "jaxembed_held_bytes",
+    "jaxembed_key_waiting_inputs",
     "jaxembed_stuck_seats",
 )
 REFUSALS = ("overloaded", "inference", "tokenization", "validation", "batch_size", "model_type")
@@ -125,6 +128,8 @@ class Server:
             "--tokenization-workers", str(TOKENIZER_THREADS), "--drain-timeout", str(DRAIN_S),
             *(("--model-repository", str(weather.repository), "--admin-key", ADMIN_KEY)
               if weather.repository else ()),
+            "--api-key-file", str(weather.cache_dir / KEY_FILE),
+            "--audit-log", str(weather.cache_dir / "audit.jsonl"),
             *weather.flags,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
@@ -173,6 +178,8 @@ class Storm:
         self.levels: list[dict[str, int]] = []  # memory, threads and files between waves
         self.wrong_logs: list[str] = []
         self._armed = weather.cache_dir / "armed"
+        self._keys = weather.cache_dir / KEY_FILE
+        self._key_changes = 0
         self._port = _free_port()
         self._lives = 0
         self._waves = 0
@@ -185,6 +192,7 @@ class Storm:
         self.ledger.begin_life()
         self._spoil_disk(life.disk)
         self._armed.unlink(missing_ok=True)
+        self._keys.write_text(key_file())
         server = await Server.start(self.weather, life, self._lives, self._port, self.ledger)
         try:
             await self._ready(server)
@@ -214,6 +222,7 @@ class Storm:
             "requests": sum(ledger.kinds.values()),
             "by_kind": dict(sorted(ledger.kinds.items())),
             "by_outcome": dict(sorted(ledger.outcomes.items())),
+            "key_changes": self._key_changes,
             "faults": dict(sorted(Counter(fault.kind for fault in ledger.faults).items())),
             "levels": self.levels,
             "violations": ledger.violations,
@@ -245,9 +254,18 @@ class Storm:
 
         over = asyncio.Event()
         moving = asyncio.create_task(self._move(over))
+        locksmith = Locksmith(
+            self._keys,
+            f"{self.weather.seed}/{self._waves}",
+            lambda: server.process.send_signal(signal.SIGHUP),
+        )
+        working = asyncio.create_task(locksmith.work(lambda: self.ledger.signalled_at is not None))
         await asyncio.gather(*(run(number) for number in range(self.weather.clients)))
+        working.cancel()
         over.set()
         await moving
+        self._key_changes += locksmith.changes
+        self._keys.write_text(key_file())
         self._armed.unlink(missing_ok=True)
         if wave.end == "quiet":
             await asyncio.sleep(OVERDUE_S / 10)  # for the last lines of the pipe

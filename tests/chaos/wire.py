@@ -13,6 +13,7 @@ import h2.exceptions
 HOST = "127.0.0.1"
 READ_BYTES = 64 * 1024
 LINE_BYTES = 1024 * 1024
+STEADY = "steady"  # the key of every request that does not give another one
 
 
 class Lost(Exception):
@@ -30,6 +31,7 @@ class Message:
 
     def __post_init__(self):
         self.method = self.method or ("GET" if self.body is None else "POST")
+        self.headers = {"authorization": f"Bearer {STEADY}", **self.headers}
         if self.body is not None:
             self.headers = {"content-type": "application/json", **self.headers}
 
