@@ -24,6 +24,7 @@ from jaxembed.processors.windows import join_windows
 from jaxembed.request import Answer, Request, Run, mean
 from jaxembed.spec import ModelSpec, Task
 from jaxembed.telemetry import ANSWER_STAGES, Telemetry
+from jaxembed.tracing import TicketTrace, Trace, current_trace
 from jaxembed.work import Work, empty_result, join_results, join_work, work_of
 
 Part = TypeVar("Part")  # what a job makes of some items of a request
@@ -186,12 +187,15 @@ class QueueRunner(RequestRunner):
         started_at = time.monotonic()
         parts = await self._parts_async(request, partial(request.prepare, self._processor))
         tokenized = _join(parts, request)
-        tokenization_s = time.monotonic() - started_at
+        tokenized_at = time.monotonic()
         on_size(len(tokenized.work), tokenized.work.tokens)
-        ticket = await self._submit(tokenized.work, request.priority)
-        return _run_of(ticket, tokenized, tokenization_s)
+        trace = current_trace()
+        if trace is not None:
+            trace.note("tokenize", started_at, tokenized_at)
+        ticket = await self._submit(tokenized.work, request.priority, trace)
+        return _run_of(ticket, tokenized, tokenized_at - started_at)
 
-    async def _submit(self, work: Work, priority: Priority | None) -> Ticket:
+    async def _submit(self, work: Work, priority: Priority | None, trace: Trace | None) -> Ticket:
         """Submit the work and wait for its ticket; the engine wakes the event loop once."""
         loop = asyncio.get_running_loop()
         done = loop.create_future()
@@ -200,12 +204,16 @@ class QueueRunner(RequestRunner):
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(_wake, done)
 
-        ticket = self._engine.submit(work, wake, priority)
+        noted = None if trace is None else TicketTrace(trace)
+        ticket = self._engine.submit(work, wake, priority, noted)
         try:
             await done
         except asyncio.CancelledError:
             self._engine.cancel(ticket)
             raise
+        finally:
+            if noted is not None:
+                noted.finish()
         ticket.result(timeout_s=0.0)
         return ticket
 
@@ -221,15 +229,21 @@ class HostRunner(RequestRunner):
         self._engine = engine
 
     def _run(self, request: Request) -> Run:
-        return _join_runs(self._parts(request, partial(self._compute, request, None)), request)
+        job = partial(self._compute, request, None, None)
+        return _join_runs(self._parts(request, job), request)
 
     async def _run_async(self, request: Request, on_size: OnSize) -> Run:
         tally = _Tally(self._processor.estimate(request.inputs(), request.rules), on_size)
-        job = partial(self._compute, request, tally)
+        job = partial(self._compute, request, tally, current_trace())
         return _join_runs(await self._parts_async(request, job), request)
 
     def _compute(
-        self, request: Request, tally: "_Tally | None", shared: Row | None, chunk: Sequence
+        self,
+        request: Request,
+        tally: "_Tally | None",
+        trace: Trace | None,
+        shared: Row | None,
+        chunk: Sequence,
     ) -> Run:
         started_at = time.monotonic()
         tokenized = _join([request.prepare(self._processor, shared, chunk)], request)
@@ -238,8 +252,11 @@ class HostRunner(RequestRunner):
             tally.add(len(work), work.tokens)
         tokenized_at = time.monotonic()
         values = self._engine.compute(work)
-        seconds, count = time.monotonic() - tokenized_at, len(work)
-        waited, ran = [0.0] * count, [seconds] * count
+        computed_at, count = time.monotonic(), len(work)
+        if trace is not None:
+            trace.note("tokenize", started_at, tokenized_at)
+            trace.note("device", tokenized_at, computed_at)
+        waited, ran = [0.0] * count, [computed_at - tokenized_at] * count
         return Run(values, tokenized, tokenized_at - started_at, waited, ran)
 
 

@@ -21,6 +21,7 @@ from jaxembed.cli.logs import JsonFormatter
 from jaxembed.cli.serve import OF_ONE_MODEL, model_aliases, models_given, serve_command
 from jaxembed.cli.server_options import server_config
 from jaxembed.cli.settings import engine_config
+from jaxembed.cli.tracing import spans_url
 from jaxembed.config import EngineConfig, ServerConfig
 from jaxembed.engine.quota import Limits
 from jaxembed.server.key_file import digest_of, parse_keys
@@ -229,6 +230,59 @@ def test_a_flag_that_cannot_be_honoured_is_refused(flag, value):
     done = run("serve", flag, value)
     assert done.returncode == 2
     assert flag in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "environment", "message"),
+    [
+        ("localhost:4317", {}, "--otlp-endpoint localhost:4317: wanted a URL such as"),
+        ("http://", {}, "--otlp-endpoint http://: wanted a URL"),
+        ("http://a:b", {}, "--otlp-endpoint http://a:b: wanted a URL"),
+        (
+            "http://a:4317",
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
+            "OTEL_EXPORTER_OTLP_PROTOCOL=http/json: wanted one of grpc, http/protobuf",
+        ),
+        (
+            "http://a:4317",
+            {"OTEL_TRACES_SAMPLER": "sometimes"},
+            "OTEL_TRACES_SAMPLER=sometimes: wanted one of always_on, ",
+        ),
+        (
+            "http://a:4317",
+            {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "2"},
+            "OTEL_TRACES_SAMPLER_ARG=2: wanted a share from 0 to 1",
+        ),
+    ],
+)
+def test_traces_that_could_not_be_sent_as_asked_are_refused(endpoint, environment, message):
+    done = run("serve", "--otlp-endpoint", endpoint, **environment)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_without_the_extra_the_flag_for_traces_names_it():
+    program = (
+        "import sys; sys.modules['opentelemetry'] = None\n"
+        "sys.argv = ['jaxembed', 'serve', '--otlp-endpoint', 'http://localhost:4317']\n"
+        "from jaxembed.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "install the extra otel: pip install 'jaxembed[otel]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "protocol", "url"),
+    [
+        ("http://a:4317", "grpc", "http://a:4317"),
+        ("http://a:4318", "http/protobuf", "http://a:4318/v1/traces"),
+        ("https://a/", "http/protobuf", "https://a/v1/traces"),
+        ("http://a/otlp/v1/traces", "http/protobuf", "http://a/otlp/v1/traces"),
+    ],
+)
+def test_an_endpoint_without_a_path_gets_the_usual_one_over_http(endpoint, protocol, url):
+    assert spans_url(endpoint, protocol) == url
 
 
 @pytest.mark.parametrize(

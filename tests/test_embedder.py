@@ -344,7 +344,7 @@ def test_waking_a_loop_that_is_closed_harms_no_thread_of_the_engine(embedder, mo
     """A loop may be closed without cancelling its tasks; an engine thread does the waking."""
     wakes, usual = [], embedder.engine.submit
 
-    def submit(work, wake, priority):
+    def submit(work, wake, priority, trace):
         wakes.append(wake)
         return usual(work)
 

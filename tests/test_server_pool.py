@@ -561,7 +561,9 @@ def test_an_alias_is_dropped_over_http_but_no_model_loses_its_last_name():
 def test_no_page_in_a_browser_may_use_an_admin_port_without_a_key():
     async def scenario() -> None:
         pool = pool_of(Shelf())
-        client = create_admin_app(pool, ServerConfig(admin_port=1)).test_client()
+        client = create_admin_app(
+            Service(pool.models, ServerConfig(admin_port=1), pool)
+        ).test_client()
         for headers, wanted in (
             ({"host": "localhost:81"}, 200),
             ({"host": "[::1]:81"}, 200),

@@ -28,7 +28,7 @@ ASK = {"inputs": "a"}
 
 
 @contextlib.asynccontextmanager
-async def serving(embedder, config=None):
+async def serving(embedder, config=None, tracer=None):
     """A server on a free port: its client, its shutdown event and its task."""
     config = config or ServerConfig()
     listener = listen("127.0.0.1", 0)
@@ -36,7 +36,7 @@ async def serving(embedder, config=None):
     address = url(listener)
     shutdown = asyncio.Event()
     models = Models([embedder])
-    app = create_app(models, config)
+    app = create_app(models, config, tracer=tracer)
     task = asyncio.create_task(serve(app, models, config, shutdown, listener))
     try:
         async with httpx.AsyncClient(base_url=address, timeout=10, trust_env=False) as client:

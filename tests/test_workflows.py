@@ -107,6 +107,11 @@ def test_the_lowest_versions_are_the_declared_ones():
     assert as_numbers(lowest["jaxlib"]) == as_numbers(lowest["jax"])
 
 
+def test_what_is_for_tests_brings_what_traces_need():
+    extras = PROJECT["optional-dependencies"]
+    assert set(extras["otel"]) <= set(extras["dev"])
+
+
 def test_every_extra_declares_the_same_jax():
     extras = PROJECT["optional-dependencies"]
     bounds = re.findall(r"jax\[\w+\]>=([\d.]+)", "\n".join(extras["cuda"] + extras["tpu"]))

@@ -16,6 +16,7 @@ from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_OPTIONS
 from jaxembed.cli.server_options import REPOSITORY_OPTIONS, SERVER_OPTIONS, server_config
 from jaxembed.cli.settings import engine_config
+from jaxembed.cli.tracing import tracer_of
 from jaxembed.config import PoolLimits
 from jaxembed.errors import ConfigError, JaxembedError
 from jaxembed.signals import end_at_signals
@@ -62,10 +63,9 @@ def serve_command(
         _refuse_flags_of_one_model(flags, models)
     _refuse_blank_keys(flags["api_key"])
     _refuse_admin_key(flags["admin_key"], flags["api_key"])
-    if flags["otlp_endpoint"]:
-        raise click.UsageError("--otlp-endpoint: traces are not exported; use /metrics")
     configure_logging(json_output)
     end_at_signals()
+    tracer = tracer_of(flags)
     from jaxembed.engine.admission import capacity_of
     from jaxembed.hub import DEFAULT_MODEL
     from jaxembed.server.catalog import Catalog
@@ -91,6 +91,7 @@ def serve_command(
         _pool_limits(flags, loaded) if changes else None,
         keyring=keyring,
         audit=audit,
+        tracer=tracer,
     )
 
 

@@ -125,11 +125,23 @@ SERVER_OPTIONS = together(
         help="Serve /metrics on a second port too.",
     ),
     tei_option("--json-output", is_flag=True, help="Log lines as JSON."),
-    # flags of TEI that have no effect here: there is no backend process and nothing is traced
+    tei_option(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="Send traces to this OpenTelemetry receiver; needs the extra otel.",
+    ),
+    click.option(
+        "--otlp-service-name",
+        envvar=["OTLP_SERVICE_NAME", "OTEL_SERVICE_NAME"],
+        show_envvar=True,
+        default="jaxembed",
+        show_default=True,
+        help="The name of this server in traces.",
+    ),
+    # flags of TEI that have no effect here: there is no backend process, and log lines have no
+    # spans
     tei_option("--uds-path", hidden=True),
     tei_option("--disable-spans", is_flag=True, hidden=True),
-    tei_option("--otlp-service-name", hidden=True),
-    tei_option("--otlp-endpoint", hidden=True),
 )
 
 

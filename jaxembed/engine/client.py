@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 from jaxembed.engine.state import EngineState
 from jaxembed.engine.ticket import Ticket
 from jaxembed.inputs import Priority
+from jaxembed.tracing import TicketTrace
 from jaxembed.work import Work
 
 
@@ -18,6 +19,7 @@ class EngineClient(Protocol):
         work: Work,
         wake: Callable[[], object] | None = None,
         priority: Priority | None = None,
+        trace: TicketTrace | None = None,
     ) -> Ticket:
         """Queue the work of one request, as `Engine.submit` does."""
         ...

@@ -28,7 +28,7 @@ from jaxembed.engine.recovery import Answers, Recovery, reference_to
 from jaxembed.engine.replica import ServedRunner
 from jaxembed.engine.settlement import fail_entries, settle_answers
 from jaxembed.engine.state import BucketUse, EngineState, LaneState
-from jaxembed.engine.ticket import Ticket
+from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.engine.timing import BucketTimer
 from jaxembed.engine.turn import Claim, DeviceTurn, Share
 from jaxembed.engine.warmup import Warmup
@@ -43,6 +43,7 @@ from jaxembed.errors import (
 from jaxembed.inputs import Priority
 from jaxembed.outputs import OutputName
 from jaxembed.telemetry import Telemetry
+from jaxembed.tracing import BatchRun, TicketTrace
 from jaxembed.work import Encoding, Work, work_of
 
 logger = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ class Engine:
         self._ran: dict[Bucket, BucketUse] = {}
         self._ran_tokens = self._ran_s = 0.0  # decaying sums over the recent batches
         self._closing = False
+        self._is_traced = False  # whether any request was
         self._lock = threading.RLock()
         self._idle = {seat: threading.Condition(self._lock) for seat in seats}  # idle threads
         self.warmup = Warmup(
@@ -245,20 +247,21 @@ class Engine:
         work: Work,
         wake: Callable[[], object] | None = None,
         priority: Priority | None = None,
+        trace: TicketTrace | None = None,
     ) -> Ticket:
         """Queue one request and return its ticket.
 
         `wake` is called once, from an engine thread, when the ticket is complete. Without a
         priority a small request is interactive and a large one is bulk. Equal sequences that wait
         at the same time, also those of different requests, are computed once. What the cache has is
-        answered at once.
+        answered at once. `trace` is that of a request that is traced.
 
         Raises EmptyInput, InputTooLong or TooManySpans for a sequence that no bucket can hold,
         BackendError if the engine is closed or the model could not be compiled, and DeviceStuck if
         every seat is stuck.
         """
         self._check(work)
-        ticket = Ticket(work, self._widths, wake)
+        ticket = Ticket(work, self._widths, wake, trace)
         found = None if self._cache is None else self._cache.take(ticket)
         with self._lock:
             if self._closing:
@@ -269,6 +272,7 @@ class Engine:
                 raise DeviceStuck
             if ticket.entries:
                 self._lanes.add(ticket, priority)
+                self._is_traced |= trace is not None
                 for idle in self._idle.values():
                     idle.notify(self._lanes.inputs)  # more threads would only slow the others down
         if found is not None:
@@ -406,6 +410,7 @@ class Engine:
                 with self._watchdog.watch(claim, batch.bucket, batch) as call:
                     results = self._recovery(seat, call).run(batch)
                 seconds = time.monotonic() - started_at
+            self._trace(seat, batch, results, started_at, seconds)
             if claim.overdue:
                 logger.warning("%s: the device returned after %.0f s", self.name, seconds)
                 return  # its entries were failed when it became overdue
@@ -514,6 +519,30 @@ class Engine:
         self._telemetry.batch_tokens.observe(batch.useful_tokens)
         self._telemetry.batch_fill.observe(batch.fill)
 
+    def _trace(
+        self,
+        seat: Seat,
+        batch: Batch,
+        results: Sequence[Answers],
+        started_at: float,
+        seconds: float,
+    ) -> None:
+        """Tell the traced requests among those of a batch when it was run."""
+        traces = _traces(batch.entries) if self._is_traced else []
+        if traces:
+            run = BatchRun(
+                model=self.name,
+                bucket=str(batch.bucket),
+                fill=batch.fill,
+                sequences=len(batch.entries),
+                tokens=batch.useful_tokens,
+                replica=self.seats.index(seat),
+                failed=all(answers.error is not None for answers in results),
+                started_at=started_at,
+                ended_at=started_at + seconds,
+            )
+            traces[0].trace.tracer.trace_batch(run, traces)
+
     def _compile(self, bucket: Bucket) -> None:
         """Compile a bucket on every seat, then let batches use it and wake the idle threads.
 
@@ -575,6 +604,12 @@ class Engine:
         """The shortest row that holds the oldest sequence that fits on no compiled bucket."""
         with self._lock:
             return self._lanes.needed_length
+
+
+def _traces(entries: Iterable[Entry]) -> list[TicketTrace]:
+    """The traces of the tickets that asked for the entries."""
+    tickets = dict.fromkeys(ticket for entry in entries for ticket in entry.claims)
+    return [ticket.trace for ticket in tickets if ticket.trace is not None]
 
 
 def _join(threads: Sequence[threading.Thread], deadline: float) -> None:

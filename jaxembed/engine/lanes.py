@@ -227,7 +227,10 @@ class Lanes:
         The ticket's own list of them is emptied, because entries and ticket refer to each other.
         """
         inputs, tokens = ticket.inputs, ticket.tokens
-        lane = self._lanes[priority or self._priority(len(ticket.work), ticket.work.tokens)]
+        priority = priority or self._priority(len(ticket.work), ticket.work.tokens)
+        lane = self._lanes[priority]
+        if ticket.trace is not None:
+            ticket.trace.queue(ticket.queued_at, priority)
         ticket.interactive = lane is self._interactive
         if ticket.interactive:
             self._interactive_at = ticket.queued_at

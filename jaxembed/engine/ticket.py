@@ -13,6 +13,7 @@ import numpy as np
 from jaxembed.engine.bucket import least_row
 from jaxembed.errors import Cancelled
 from jaxembed.outputs import OutputName
+from jaxembed.tracing import TicketTrace
 from jaxembed.work import Ragged, SparseRows, Work, WorkResult, empty_result
 
 logger = logging.getLogger(__name__)
@@ -37,14 +38,17 @@ class Ticket:
         work: Work,
         widths: Mapping[OutputName, int],
         wake: Callable[[], object] | None = None,
+        trace: TicketTrace | None = None,
     ):
         """Make the entries and the empty answer of a request.
 
         `widths` are the numbers of columns of the model's outputs. `wake` is called once, from an
-        engine thread, when the ticket is complete; not if it was cancelled before.
+        engine thread, when the ticket is complete; not if it was cancelled before. `trace` is that
+        of a request that is traced.
         """
         count = len(work)
         self.work = work
+        self.trace = trace
         self.values = empty_result(work, widths)
         self.queue_s = np.zeros(count)
         self.inference_s = np.zeros(count)

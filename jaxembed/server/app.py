@@ -33,6 +33,7 @@ from jaxembed.server.keyring import Keyring
 from jaxembed.server.models import Models
 from jaxembed.server.pool import ModelPool
 from jaxembed.server.service import Service, install
+from jaxembed.tracing import Tracer
 
 BLUEPRINTS = (
     openai.blueprint,
@@ -124,11 +125,13 @@ def create_app(
     *,
     keyring: Keyring | None = None,
     audit: AuditLog | None = None,
+    tracer: Tracer | None = None,
 ) -> Server:
     """The app that serves `models`; with a `pool` of them also those that are loaded later, and,
     if there is an admin key, the routes that load them. With a `keyring` requests need a key of it,
-    or of the config."""
-    service = Service(models, config, pool or ModelPool(models), keyring=keyring, audit=audit)
+    or of the config. A `tracer` traces the requests."""
+    pool_of_all = pool or ModelPool(models)
+    service = Service(models, config, pool_of_all, keyring=keyring, audit=audit, tracer=tracer)
     app = Server(service)
     for blueprint in BLUEPRINTS:
         app.register_blueprint(blueprint)

@@ -39,6 +39,7 @@ from quart.wrappers.response import DataBody
 from jaxembed.errors import InvalidInput, Overloaded
 from jaxembed.memory import KIB, MIB
 from jaxembed.server.bounded_body import BoundedBody
+from jaxembed.tracing import as_current, current_trace
 
 # Memory of an open connection beside what its requests are charged for, at most: the buffers of
 # asyncio, h11 and Hypercorn, and with HTTP/2 those of a hundred streams, with small answers.
@@ -51,6 +52,7 @@ SEND_S = 60  # that a client has to take MOST_SENT bytes
 SEND_TIMEOUT_S = 600  # that a client has to take a whole answer
 CLOSE_TIMEOUT_S = 60  # that written bytes have to reach the client after the last answer
 MOST_HELD = 64 * KIB  # bytes of an answer that wait for the rest of it
+CLIENT_GONE = "client_disconnected"  # the error of a trace whose client left before its answer
 
 _connection: ContextVar["Connection | None"] = ContextVar("connection", default=None)
 
@@ -255,6 +257,22 @@ class Exchange(ASGIHTTPConnection):
                 self._body.set_complete()
 
     async def handle_request(self, request: Request, send: Any) -> None:
+        """Answer the request, and trace it if it is sampled."""
+        tracer = self.app.service.tracer  # pyright: ignore[reportAttributeAccessIssue]
+        trace = tracer and tracer.begin(self.scope)
+        if not (tracer and trace):
+            await self._answer(request, send)
+            return
+        try:
+            with as_current(trace):
+                await self._answer(request, send)
+        except asyncio.CancelledError:
+            trace.error = CLIENT_GONE
+            raise
+        finally:
+            tracer.end(trace, None if request.url_rule is None else request.url_rule.rule)
+
+    async def _answer(self, request: Request, send: Any) -> None:
         """Answer the request, as fast as its client reads; close the connection if it does not
         read."""
         response = await self.app.handle_request(request)
@@ -278,6 +296,8 @@ class Exchange(ASGIHTTPConnection):
                 status, whole = 503, b""
                 named = [header for header in headers if header[0] == b"x-request-id"]
                 headers = [*named, (b"content-length", b"0"), (b"retry-after", b"1")]
+        if (trace := current_trace()) is not None:
+            trace.status, trace.request_id = status, response.headers.get("x-request-id")
         await send({"type": "http.response.start", "status": status, "headers": headers})
         if not isinstance(body, DataBody):
             async with body as parts:

@@ -38,6 +38,7 @@ from jaxembed.errors import (
 from jaxembed.server.encoding import json_response
 from jaxembed.server.meter import current_meter
 from jaxembed.server.service import current_service
+from jaxembed.tracing import current_trace
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +152,8 @@ def rule_of(error: Exception) -> Reply:
 async def refuse(error: Exception) -> Response:
     """The answer to a request that failed with an error of ours or an unexpected one, counted."""
     rule = rule_of(error)
+    if (trace := current_trace()) is not None:
+        trace.error = type(error).__name__
     if rule.err is not None:
         current_meter().telemetry.request_failure.labels(rule.err).inc()
     dialect = dialect_of(request.path)

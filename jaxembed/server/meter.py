@@ -19,6 +19,7 @@ from jaxembed.server.permission import check_name
 from jaxembed.server.service import Service, current_service
 from jaxembed.spec import Task
 from jaxembed.telemetry import Telemetry
+from jaxembed.tracing import current_trace
 
 Method = Literal["single", "batch"]
 
@@ -90,11 +91,14 @@ class Meter:
     @contextmanager
     def time(self, stage: Literal["decode", "encode"]) -> Iterator[None]:
         """Time a stage; observed at the end of the request, when its model is known."""
-        started_at = time.perf_counter()
+        started_at = time.monotonic()
         try:
             yield
         finally:
-            self._stages.append((stage, time.perf_counter() - started_at))
+            ended_at = time.monotonic()
+            self._stages.append((stage, ended_at - started_at))
+            if (trace := current_trace()) is not None:
+                trace.note(stage, started_at, ended_at)
 
     async def find(self, name: str | None, task: Task | None) -> LoadedModel:
         """The model that `Models.find` gives, loaded if it is not in memory; from now on the
@@ -108,6 +112,8 @@ class Meter:
         self._name = self.service.models.name_of(self.loaded)  # which may move, or leave memory
         if self.held.account is not None:
             self.held.account.models.add(self.served_name)
+        if (trace := current_trace()) is not None:
+            trace.task, trace.model = task, name or self.served_name
         return self.loaded
 
     def accept(self, size: RequestSize) -> None:
@@ -130,6 +136,8 @@ class Meter:
                 "x-compute-tokens": str(int(answer.num_tokens.sum())),
             }
         )
+        if (trace := current_trace()) is not None:
+            trace.count(len(answer.num_tokens), int(answer.num_tokens.sum()), answer.truncated)
         if answer.truncated:
             response.headers.add("x-truncated-inputs", str(answer.truncated))
         if answer.cached:

@@ -29,12 +29,14 @@ from jaxembed.server.models import Models
 from jaxembed.server.pool import Load, ModelPool
 from jaxembed.server.service import Service
 from jaxembed.signals import STOP_SIGNALS, leave
+from jaxembed.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75.0  # longer than the 60 s of common load balancers, which should close first
 CLOSE_S = 5.0  # for connections to close once the drain is over
-WATCHDOG_S = 4 * CLOSE_S  # after the drain: late requests, connections, engine, interpreter
+FLUSH_S = 3.0  # for the last spans to be sent
+WATCHDOG_S = 4 * CLOSE_S  # after the drain: late requests, connections, engine, spans, interpreter
 BACKLOG = 2048
 LOOPBACK = "127.0.0.1"
 MAX_HEADER_BYTES = 64 * 1024
@@ -49,17 +51,18 @@ def run(
     *,
     keyring: Keyring | None = None,
     audit: AuditLog | None = None,
+    tracer: Tracer | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain, close the models and return.
 
     `listener` is a socket that is already bound, so that the port is reserved while the models
     load; None means that the address in `config` is bound now. `load` and `limits` are as in
-    ModelPool. SIGHUP has the file of the `keyring` read and the `audit` log opened again. Raises
-    BackendError if a model cannot be compiled, ConfigError if a port cannot be bound, and the error
-    of a server that fails.
+    ModelPool. SIGHUP has the file of the `keyring` read and the `audit` log opened again. A
+    `tracer` traces the requests, and is closed at the end. Raises BackendError if a model cannot be
+    compiled, ConfigError if a port cannot be bound, and the error of a server that fails.
     """
     pool = ModelPool(models, load, limits)
-    app = create_app(models, config, pool, keyring=keyring, audit=audit)
+    app = create_app(models, config, pool, keyring=keyring, audit=audit, tracer=tracer)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         failures = runner.run(_serve_until_stopped(app, models, config, listener))
     if keyring is not None or audit is not None:
@@ -69,6 +72,8 @@ def run(
         keyring.close()
     if audit is not None:
         audit.close()
+    if tracer is not None:
+        tracer.close(FLUSH_S)
     if failures:
         raise failures[0]
     logger.info("stopped")

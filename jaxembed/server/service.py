@@ -10,6 +10,7 @@ from jaxembed.server.audit import AuditLog
 from jaxembed.server.keyring import Keyring
 from jaxembed.server.models import Models
 from jaxembed.server.pool import ModelPool
+from jaxembed.tracing import Tracer
 
 _KEY = "jaxembed"
 
@@ -24,6 +25,7 @@ class Service:
     history: History = field(default_factory=History)
     keyring: Keyring | None = None  # the keys of a file, if there is one
     audit: AuditLog | None = None
+    tracer: Tracer | None = None  # None: no request is traced
 
 
 def install(app: Quart, service: Service) -> None:

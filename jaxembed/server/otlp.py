@@ -1,0 +1,282 @@
+"""Sends spans of requests and batches to an OpenTelemetry receiver. Imported only with
+`--otlp-endpoint`, because it needs the extra `otel`.
+
+Spans are made when a request or a batch has ended, from what was noted of it: a request that is not
+sampled costs the sampler's decision and no more. A thread of the exporter sends them. If the
+receiver is slow, or gone, they are dropped.
+"""
+
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from importlib import metadata
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    StatusCode,
+    TraceFlags,
+    format_trace_id,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from jaxembed.server.access import OPEN_ROUTES
+from jaxembed.tracing import MOST_LINKS, BatchRun, TicketTrace, Trace
+
+logger = logging.getLogger(__name__)
+
+Protocol = Literal["grpc", "http/protobuf"]
+
+COMPLAINT_S = 60.0  # between two log lines about a receiver that takes no spans
+HTTP_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+UNKNOWN_METHOD = "_OTHER"  # OpenTelemetry's word
+FAILED_STATUS = 500  # of HTTP, from which on a span has failed
+OPERATIONS = {"embed": "embeddings"}  # OpenTelemetry's word for a task; others keep ours
+
+# The attributes of spans. Names without `jaxembed.` are those of OpenTelemetry's semantic
+# conventions; those that begin with `gen_ai.` are in development there and may change.
+ATTRIBUTES = {
+    "method": "http.request.method",
+    "route": "http.route",
+    "status": "http.response.status_code",
+    "scheme": "url.scheme",
+    "http_version": "network.protocol.version",
+    "error": "error.type",
+    "operation": "gen_ai.operation.name",
+    "provider": "gen_ai.provider.name",
+    "model": "gen_ai.request.model",
+    "tokens": "gen_ai.usage.input_tokens",
+    "request_id": "jaxembed.request_id",
+    "lane": "jaxembed.lane",
+    "inputs": "jaxembed.inputs",
+    "truncated": "jaxembed.truncated_inputs",
+    "bucket": "jaxembed.bucket",
+    "fill": "jaxembed.fill",
+    "replica": "jaxembed.replica",
+    "sequences": "jaxembed.sequences",
+    "batch_tokens": "jaxembed.tokens",
+    "served_model": "jaxembed.model",
+}
+
+# traceparent as clients write it; the propagator judges all others
+PARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
+
+Arguments = ParamSpec("Arguments")
+Made = TypeVar("Made")
+
+_EMPTY = Context()  # so that no span of another library is taken for a parent
+_W3C = TraceContextTextMapPropagator()
+
+
+def _harmless(
+    method: Callable[Arguments, Made],
+) -> Callable[Arguments, Made | None]:
+    """The method, which now logs what it raises: a span that cannot be made fails no request."""
+
+    @wraps(method)
+    def harmless(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made | None:
+        try:
+            return method(*args, **kwargs)
+        except Exception:
+            logger.exception("a span could not be made. This is a bug in jaxembed")
+            return None
+
+    return harmless
+
+
+class OtlpTracer:
+    """Makes spans with OpenTelemetry and sends them to a receiver. See Tracer for its methods.
+
+    The sampler and the exporters read OpenTelemetry's own environment variables.
+    """
+
+    def __init__(self, endpoint: str, service_name: str, protocol: Protocol = "grpc"):
+        """`endpoint` is a URL; with http/protobuf that of the route that takes spans."""
+        _limit_complaints()
+        resource = Resource.create(
+            {"service.name": service_name, "service.version": metadata.version("jaxembed")}
+        )
+        exporter = (
+            GrpcExporter(endpoint=endpoint)
+            if protocol == "grpc"
+            else HttpExporter(endpoint=endpoint)
+        )
+        self._processor = BatchSpanProcessor(exporter)
+        deciding = TracerProvider(resource=resource, shutdown_on_exit=False)
+        recording = TracerProvider(ALWAYS_ON, resource=resource, shutdown_on_exit=False)
+        for provider in (deciding, recording):
+            provider.add_span_processor(self._processor)
+        self._sampler = deciding.sampler
+        name, version = "jaxembed", metadata.version("jaxembed")
+        self._requests = deciding.get_tracer(name, version)
+        self._parts = recording.get_tracer(name, version)  # of what was sampled already
+        self._offset_ns = time.time_ns() - time.monotonic_ns()
+
+    @_harmless
+    def begin(self, scope: Mapping[str, Any]) -> Trace | None:
+        """Ask the sampler, which knows the client's `traceparent`; a malformed one is ignored.
+        Probes and /metrics are not traced."""
+        method = scope["method"]
+        if scope["path"] in OPEN_ROUTES and method in ("GET", "HEAD"):
+            return None
+        started_at = time.monotonic()
+        parent = self._parent(scope["headers"])
+        if parent is None:
+            return None
+        span = self._requests.start_span(
+            method, parent, SpanKind.SERVER, start_time=self._ns(started_at)
+        )
+        if not span.is_recording():
+            return None
+        method = method if method in HTTP_METHODS else UNKNOWN_METHOD
+        _set(span, method=method, scheme=scope["scheme"], http_version=scope["http_version"])
+        return Trace(format_trace_id(span.get_span_context().trace_id), (span, method), self)
+
+    @_harmless
+    def end(self, trace: Trace, route: str | None) -> None:
+        """Make the children of the SERVER span from the stages, complete it, and end both."""
+        ended_at = time.monotonic()
+        span, method = trace.span
+        parent = set_span_in_context(span, _EMPTY)
+        for stage in trace.stages:
+            self._parts.start_span(
+                stage.name,
+                parent,
+                links=[Link(context) for context in stage.links],
+                start_time=self._ns(stage.started_at),
+            ).end(self._ns(stage.ended_at))
+        name = "HTTP" if method == UNKNOWN_METHOD else method
+        span.update_name(name if route is None else f"{name} {route}")
+        _set(
+            span,
+            route=route,
+            status=trace.status,
+            error=trace.error,
+            request_id=trace.request_id,
+            **_of_model(trace),
+        )
+        if trace.status is None or trace.status >= FAILED_STATUS:
+            span.set_status(StatusCode.ERROR)
+        span.end(self._ns(ended_at))
+
+    @_harmless
+    def trace_batch(self, run: BatchRun, tickets: Sequence[TicketTrace]) -> None:
+        """Make the span of the batch, in a trace of its own, with links to some of the requests."""
+        requests = dict.fromkeys(ticket.trace for ticket in tickets)
+        contexts = [one.span[0].get_span_context() for one in list(requests)[:MOST_LINKS]]
+        span = self._parts.start_span(
+            "batch",
+            _EMPTY,
+            links=[Link(context) for context in contexts],
+            start_time=self._ns(run.started_at),
+        )
+        _set(
+            span,
+            served_model=run.model,
+            bucket=run.bucket,
+            fill=run.fill,
+            replica=run.replica,
+            sequences=run.sequences,
+            batch_tokens=run.tokens,
+        )
+        if run.failed:
+            span.set_status(StatusCode.ERROR)
+        span.end(self._ns(run.ended_at))
+        for ticket in tickets:
+            ticket.runs.append((run, span.get_span_context()))
+
+    def close(self, timeout_s: float) -> None:
+        """Send what was not sent yet. What takes longer is lost, and logged."""
+        closing = threading.Thread(target=self._processor.shutdown, name="spans", daemon=True)
+        closing.start()
+        closing.join(timeout_s)
+        if closing.is_alive():
+            logger.warning("the last spans were not sent within %g s", timeout_s)
+
+    def _parent(self, headers: Sequence[tuple[bytes, bytes]]) -> Context | None:
+        """The parent that the client names, if any; None if the sampler refuses its requests.
+
+        It is asked before tracestate is read and a span is made, which take 10 us together.
+        """
+        parents = [value for name, value in headers if name == b"traceparent"]
+        if len(parents) != 1:
+            return _EMPTY
+        parent = parents[0].decode("latin-1")
+        if (parsed := PARENT.fullmatch(parent)) is not None:
+            trace_id = int(parsed[1], 16)
+            flags = TraceFlags(int(parsed[3], 16))
+            told = NonRecordingSpan(SpanContext(trace_id, int(parsed[2], 16), True, flags))
+            context = set_span_in_context(told, _EMPTY)
+            answer = self._sampler.should_sample(context, trace_id, "", SpanKind.SERVER)
+            if not answer.decision.is_sampled():
+                return None
+        states = [value.decode("latin-1") for name, value in headers if name == b"tracestate"]
+        return _W3C.extract({"traceparent": [parent], "tracestate": states}, _EMPTY)
+
+    def _ns(self, at: float) -> int:
+        """A time.monotonic() as nanoseconds since 1970."""
+        return int(at * 1e9) + self._offset_ns
+
+
+class _Complaints(logging.Handler):
+    """Logs what the exporter complains of as ours, one line in COMPLAINT_S seconds at most."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._next_at = -math.inf
+        self._unsaid = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log the first line of the record, with the number of those not logged before it."""
+        if time.monotonic() < self._next_at:
+            self._unsaid += 1
+            return
+        self._next_at = time.monotonic() + COMPLAINT_S
+        more = f" ({self._unsaid} more such lines before)" if self._unsaid else ""
+        self._unsaid = 0
+        words = record.getMessage().splitlines()[:1]
+        logger.warning("OpenTelemetry: %s%s", "".join(words), more)
+
+
+def _limit_complaints() -> None:
+    """Keep the library from logging a line for each batch of spans that could not be sent."""
+    library = logging.getLogger("opentelemetry")
+    library.handlers, library.propagate = [_Complaints()], False
+
+
+def _set(span: Span, **values: Any) -> None:
+    """Set the attributes that have a value, by their keys in ATTRIBUTES."""
+    given = {ATTRIBUTES[name]: value for name, value in values.items() if value is not None}
+    span.set_attributes(given)
+
+
+def _of_model(trace: Trace) -> dict[str, Any]:
+    """The attributes of a request that a model was found for."""
+    if trace.model is None:
+        return {}
+    facts: dict[str, Any] = {"model": trace.model, "lane": trace.lane}
+    if trace.task is not None:
+        facts |= {"operation": OPERATIONS.get(trace.task, trace.task), "provider": "jaxembed"}
+    if trace.inputs:
+        facts |= {
+            "tokens": trace.tokens,
+            "inputs": trace.inputs,
+            "truncated": trace.truncated,
+        }
+    return facts

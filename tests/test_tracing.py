@@ -1,0 +1,601 @@
+"""Traces: spans of requests and batches, as receivers of OpenTelemetry get them."""
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent import futures
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+
+import pytest
+import sources
+from conftest import save_tiny
+from fake_embedder import FakeEmbedder
+from fakes import SMALL_GRID, WAIT_S, EngineUnderTest, SumRunner, encoding
+from test_docs import DOCS, sections, table
+from test_server_app import KEYS
+from test_server_run import serving
+from test_static import OF_SENTENCE_TRANSFORMERS
+
+from jaxembed import Embedder
+from jaxembed.cli.logs import JsonFormatter, TextFormatter
+from jaxembed.config import ServerConfig
+from jaxembed.server.app import create_app
+from jaxembed.server.models import Models
+from jaxembed.tracing import MOST_LINKS, MOST_STAGES, TicketTrace, Trace, as_current
+
+REASON = "needs the extra otel"
+pytest.importorskip("opentelemetry.sdk", reason=REASON)
+grpc = pytest.importorskip("grpc", reason=REASON)
+messages = pytest.importorskip(
+    "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason=REASON
+)
+services = pytest.importorskip(
+    "opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc", reason=REASON
+)
+otlp = pytest.importorskip("jaxembed.server.otlp", reason=REASON)
+
+PROTOCOLS = ("grpc", "http/protobuf")
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
+SERVER_KIND, ERROR = 2, 2
+EXPORT_S = 4  # that the tracer waits for a receiver that does not answer
+STAGES = {"decode", "tokenize", "queue", "device", "encode"}
+SECRETS = ("zebra", "quagga", "first-key")
+
+
+class Receiver:
+    """A receiver of spans on loopback, in this process."""
+
+    def __init__(self):
+        self.requests = []
+        self.url = ""
+
+    @property
+    def spans(self):
+        return [
+            span
+            for request in self.requests
+            for resource in request.resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        ]
+
+    def named(self, name):
+        return [span for span in self.spans if span.name == name]
+
+
+@contextmanager
+def grpc_receiver():
+    receiver = Receiver()
+
+    class Service(services.TraceServiceServicer):
+        def Export(self, request, context):
+            receiver.requests.append(request)
+            return messages.ExportTraceServiceResponse()
+
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    services.add_TraceServiceServicer_to_server(Service(), server)
+    receiver.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield receiver
+    finally:
+        server.stop(None).wait()
+
+
+@contextmanager
+def http_receiver():
+    receiver = Receiver()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            data = self.rfile.read(int(self.headers["content-length"]))
+            assert self.headers["content-type"] == "application/x-protobuf"
+            receiver.requests.append(messages.ExportTraceServiceRequest.FromString(data))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    receiver.url = f"http://127.0.0.1:{server.server_port}/v1/traces"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield receiver
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def tracing(protocol="grpc"):
+    """A receiver, and a tracer that sends to it; what was sent is there after the context."""
+    with grpc_receiver() if protocol == "grpc" else http_receiver() as receiver:
+        tracer = otlp.OtlpTracer(receiver.url, "test", protocol)
+        yield receiver, tracer
+        tracer.close(WAIT_S)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    """The library's loggers, as they were before a test."""
+    library = logging.getLogger("opentelemetry")
+    before = library.handlers, library.propagate
+    monkeypatch.setattr(otlp, "COMPLAINT_S", otlp.COMPLAINT_S)
+    yield
+    library.handlers, library.propagate = before
+
+
+def ask(model, tracer, path="/v1/embeddings", config=None, method="POST", **options):
+    """One request to a server of the model; its status."""
+    options = options or {"json": {"input": ["the cat", "sat on the mat"]}}
+
+    async def go():
+        app = create_app(Models([model]), config or ServerConfig(), tracer=tracer)
+        response = await app.test_client().open(path, method=method, **options)
+        await response.get_data()
+        return response.status_code
+
+    return asyncio.run(go())
+
+
+def attributes(span):
+    kinds = {one.key: one.value.WhichOneof("value") for one in span.attributes}
+    return {one.key: getattr(one.value, kinds[one.key]) for one in span.attributes}
+
+
+def ids(span):
+    return span.trace_id.hex(), span.span_id.hex()
+
+
+# One request
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_trace_of_one_request_shows_its_life(embedder, protocol):
+    with tracing(protocol) as (receiver, tracer):
+        started_ns = time.time_ns()
+        assert ask(embedder, tracer) == 200
+        ended_ns = time.time_ns()
+    by_name = {span.name: span for span in receiver.spans}
+    root, batch = by_name.pop("POST /v1/embeddings"), by_name.pop("batch")
+    assert len(receiver.spans) == 2 + len(by_name)
+    assert by_name.keys() == STAGES
+    assert root.kind == SERVER_KIND
+    assert not root.parent_span_id
+    for child in by_name.values():
+        assert (child.trace_id, child.parent_span_id) == (root.trace_id, root.span_id)
+    assert batch.trace_id != root.trace_id
+    assert not batch.parent_span_id
+    assert [ids(link) for link in batch.links] == [ids(root)]
+    assert [ids(link) for link in by_name["device"].links] == [ids(batch)]
+
+    order = [by_name[name] for name in ("decode", "tokenize", "queue", "device", "encode")]
+    times = [started_ns, root.start_time_unix_nano]
+    times += [at for one in order for at in (one.start_time_unix_nano, one.end_time_unix_nano)]
+    times += [root.end_time_unix_nano, ended_ns]
+    assert all(later >= earlier - 1e6 for earlier, later in pairwise(times))
+    device = by_name["device"]
+    assert device.start_time_unix_nano == batch.start_time_unix_nano
+    assert device.end_time_unix_nano == batch.end_time_unix_nano
+    resource = {
+        one.key: one.value for one in receiver.requests[0].resource_spans[0].resource.attributes
+    }
+    assert resource["service.name"].string_value == "test"
+
+
+def test_a_span_says_what_was_asked_and_how_it_went(embedder):
+    with tracing() as (receiver, tracer):
+        ask(embedder, tracer, headers={"x-request-id": "r-1"}, json={"input": ["cat", "the " * 99]})
+    (root,) = receiver.named("POST /v1/embeddings")
+    assert attributes(root) == {
+        "http.request.method": "POST",
+        "http.route": "/v1/embeddings",
+        "http.response.status_code": 200,
+        "url.scheme": "http",
+        "network.protocol.version": "1.1",
+        "gen_ai.operation.name": "embeddings",
+        "gen_ai.provider.name": "jaxembed",
+        "gen_ai.request.model": embedder.name,
+        "gen_ai.usage.input_tokens": 3 + embedder.max_input_tokens,
+        "jaxembed.request_id": "r-1",
+        "jaxembed.lane": "bulk",
+        "jaxembed.inputs": 2,
+        "jaxembed.truncated_inputs": 1,
+    }
+    batches = [attributes(span) for span in receiver.named("batch")]
+    assert {one["jaxembed.replica"] for one in batches} == {0}
+    assert {one["jaxembed.model"] for one in batches} == {embedder.name}
+    assert sum(one["jaxembed.sequences"] for one in batches) == 2
+    assert sum(one["jaxembed.tokens"] for one in batches) == 3 + embedder.max_input_tokens
+    for one in batches:
+        rows, length = map(int, one["jaxembed.bucket"].split("x"))
+        assert one["jaxembed.fill"] == one["jaxembed.tokens"] / (rows * length)
+
+
+def test_no_text_and_no_key_is_in_a_span(embedder):
+    with tracing() as (receiver, tracer):
+        headers = {"authorization": "Bearer first-key", "user-agent": "zebra", "cookie": "zebra"}
+        for path in ("/v1/embeddings?input=zebra", "/nowhere/zebra", "/zebra?zebra"):
+            body = {"input": ["the zebra", "a quagga"], "user": "zebra"}
+            ask(embedder, tracer, path, KEYS, headers=headers, json=body)
+        ask(embedder, tracer, config=KEYS, headers=headers, json={"input": {"zebra": "quagga"}})
+        body = {"model": "zebra", "input": "quagga"}
+        ask(embedder, tracer, config=KEYS, headers=headers, json=body)
+    assert len([span for span in receiver.spans if span.kind == SERVER_KIND]) == 5
+    sent = b"".join(request.SerializeToString() for request in receiver.requests)
+    assert not [word for word in SECRETS if word.encode() in sent]
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "name", "expected"),
+    [
+        ("/nowhere", {}, "POST", {"http.response.status_code": 404}),
+        ("/info", {"method": "GET"}, "GET /info", {"http.response.status_code": 200}),
+        ("/embed", {"method": "PURGE"}, "HTTP", {"http.request.method": "_OTHER"}),
+        ("/embed", {"json": {"inputs": 5}}, "POST /embed", {"error.type": "BadField"}),
+        ("/embed", {"config": KEYS}, "POST /embed", {"error.type": "Unauthorized"}),
+        ("/embed", {"data": b"{"}, "POST /embed", {"http.response.status_code": 415}),
+    ],
+)
+def test_refused_requests_have_spans_too(path, options, name, expected):
+    with tracing() as (receiver, tracer):
+        ask(FakeEmbedder(), tracer, path, **{"headers": {}, **options})
+    (root,) = [span for span in receiver.spans if span.kind == SERVER_KIND]
+    assert root.name == name
+    assert expected.items() <= attributes(root).items()
+    assert root.status.code != ERROR
+
+
+def test_a_request_that_the_server_failed_has_failed_in_its_trace():
+    model = FakeEmbedder(failure=RuntimeError("the cat"))
+    with tracing() as (receiver, tracer):
+        assert ask(model, tracer) == 500
+    (root,) = receiver.named("POST /v1/embeddings")
+    assert root.status.code == ERROR
+    assert attributes(root)["error.type"] == "RuntimeError"
+    assert not root.status.message
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/livez", "/ready", "/metrics", "/docs"])
+def test_probes_and_metrics_are_not_traced(path):
+    with tracing() as (receiver, tracer):
+        ask(FakeEmbedder(), tracer, path, method="GET", headers={})
+    assert not receiver.spans
+
+
+def test_a_client_that_goes_away_leaves_a_span():
+    async def go(tracer):
+        model = FakeEmbedder()
+        model.gate = asyncio.Event()
+        async with serving(model, tracer=tracer) as (client, _, _):
+            work = asyncio.create_task(client.post("/embed", json={"inputs": "a"}))
+            await model.entered.wait()
+            work.cancel()
+            await asyncio.wait_for(model.cancelled.wait(), WAIT_S)
+
+    with tracing() as (receiver, tracer):
+        asyncio.run(go(tracer))
+    (root,) = receiver.named("POST /embed")
+    assert attributes(root)["error.type"] == "client_disconnected"
+    assert "http.response.status_code" not in attributes(root)
+
+
+def test_a_static_model_is_traced_without_a_queue(tmp_path):
+    sources.write_static(tmp_path / "static", OF_SENTENCE_TRANSFORMERS)
+    cache = tmp_path / "cache"
+    with (
+        Embedder(str(tmp_path / "static"), cache_dir=cache) as static,
+        tracing() as (receiver, tracer),
+    ):
+        assert ask(static, tracer) == 200
+    names = {span.name for span in receiver.spans}
+    assert names == {"POST /v1/embeddings", "decode", "tokenize", "device", "encode"}
+
+
+# Who is sampled
+
+
+@pytest.mark.parametrize("state", [None, "a=b,c=d"])
+def test_the_clients_trace_is_continued(state):
+    headers = {"traceparent": SAMPLED} | ({"tracestate": state} if state else {})
+    with tracing() as (receiver, tracer):
+        ask(FakeEmbedder(), tracer, headers=headers, json={"input": "a"})
+    (root,) = receiver.named("POST /v1/embeddings")
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, PARENT)
+    assert root.trace_state == (state or "")
+
+
+def test_a_request_that_its_client_does_not_sample_leaves_no_span(embedder):
+    with tracing() as (receiver, tracer):
+        ask(embedder, tracer, headers={"traceparent": UNSAMPLED}, json={"input": "cat"})
+    assert not receiver.spans
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "cat",
+        SAMPLED + "-extra",
+        SAMPLED.upper(),
+        f"ff-{TRACE}-{PARENT}-01",
+        f"00-{'0' * 32}-{PARENT}-00",
+        f"00-{TRACE}-{'0' * 16}-00",
+        f"00-{TRACE[1:]}-{PARENT}-01",
+        f"00-{TRACE}-{PARENT}-0",
+        f"00-{TRACE}-{PARENT}-é",
+        "0" * 10_000,
+        [UNSAMPLED, UNSAMPLED],
+    ],
+)
+def test_a_malformed_traceparent_is_ignored(given):
+    values = given if isinstance(given, list) else [given]
+    headers = [("traceparent", value) for value in values]
+    with tracing() as (receiver, tracer):
+        assert ask(FakeEmbedder(), tracer, headers=headers, json={"input": "a"}) == 200
+    (root,) = receiver.named("POST /v1/embeddings")
+    assert root.trace_id.hex() != TRACE
+    assert not root.parent_span_id
+
+
+@pytest.mark.parametrize("state", ["", "=", "a=b,,=,c", "x" * 10_000, "é=é"])
+def test_a_malformed_tracestate_does_no_harm(state):
+    headers = {"traceparent": SAMPLED, "tracestate": state}
+    with tracing() as (receiver, tracer):
+        assert ask(FakeEmbedder(), tracer, headers=headers, json={"input": "a"}) == 200
+    (root,) = receiver.named("POST /v1/embeddings")
+    assert root.trace_id.hex() == TRACE
+
+
+@pytest.mark.parametrize(
+    ("sampler", "share", "headers", "is_sampled"),
+    [
+        ("always_on", "", {"traceparent": UNSAMPLED}, True),
+        ("always_off", "", {"traceparent": SAMPLED}, False),
+        ("parentbased_always_off", "", {}, False),
+        ("parentbased_always_off", "", {"traceparent": SAMPLED}, True),
+        ("traceidratio", "0", {}, False),
+        ("traceidratio", "0", {"traceparent": SAMPLED}, False),
+        ("traceidratio", "0.0001", {"traceparent": f"00-{'0' * 31}1-{PARENT}-00"}, True),
+        ("parentbased_traceidratio", "0", {"traceparent": SAMPLED}, True),
+        ("parentbased_traceidratio", "1", {}, True),
+        ("parentbased_traceidratio", "1", {"traceparent": UNSAMPLED}, False),
+    ],
+)
+def test_the_sampler_of_the_environment_is_used(
+    embedder, monkeypatch, sampler, share, headers, is_sampled
+):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", share)
+    with tracing() as (receiver, tracer):
+        ask(embedder, tracer, headers=headers, json={"input": "cat"})
+    assert len(receiver.named("POST /v1/embeddings")) == is_sampled
+    assert len(receiver.named("batch")) == is_sampled  # which the sampler is not asked about
+    assert len(receiver.named("device")) == is_sampled
+
+
+# Batches
+
+
+def test_a_batch_is_linked_to_at_most_64_requests_and_known_to_all():
+    runner = SumRunner()
+    with tracing() as (receiver, tracer), engine_of(runner) as engine:
+        runner.gate.clear()
+        first = engine.ask([encoding(2)])
+        assert runner.entered.acquire(timeout=WAIT_S)
+        traces = [tracer.begin(scope()) for _ in range(MOST_LINKS + 6)]
+        noted = [TicketTrace(trace) for trace in traces]
+        tickets = [engine.ask([encoding(3, 4 + k)], trace=one) for k, one in enumerate(noted)]
+        plain = engine.ask([encoding(5)])
+        runner.gate.set()
+        for ticket in (first, *tickets, plain):
+            ticket.result(WAIT_S)
+        for one in noted:
+            one.finish()
+        for trace in traces:
+            tracer.end(trace, "/embed")
+    contexts = {ids(span) for span in receiver.named("batch")}
+    assert max(len(span.links) for span in receiver.named("batch")) <= MOST_LINKS
+    devices = receiver.named("device")
+    assert len(devices) == len(traces)
+    assert all({ids(link) for link in span.links} <= contexts for span in devices)
+    assert all(span.links for span in devices)
+
+
+def test_two_who_asked_for_the_same_are_both_linked():
+    runner = SumRunner()
+    with tracing() as (receiver, tracer), engine_of(runner) as engine:
+        runner.gate.clear()
+        first = engine.ask([encoding(2)])
+        assert runner.entered.acquire(timeout=WAIT_S)
+        traces = [tracer.begin(scope()) for _ in range(2)]
+        twins = [engine.ask([encoding(3, 4)], trace=TicketTrace(trace)) for trace in traces]
+        runner.gate.set()
+        for ticket in (first, *twins):
+            ticket.result(WAIT_S)
+    (batch,) = receiver.named("batch")
+    assert {link.trace_id.hex() for link in batch.links} == {one.trace_id for one in traces}
+
+
+def test_a_batch_that_failed_has_failed_in_its_trace():
+    runner = SumRunner()
+    runner.broken = True
+    with tracing() as (receiver, tracer), engine_of(runner) as engine:
+        trace = tracer.begin(scope())
+        with pytest.raises(Exception, match="the device failed"):
+            engine.ask([encoding(2)], trace=TicketTrace(trace)).result(WAIT_S)
+    (batch,) = receiver.named("batch")
+    assert batch.status.code == ERROR
+
+
+@contextmanager
+def engine_of(runner):
+    engine = EngineUnderTest([runner], SMALL_GRID)
+    engine.start()
+    try:
+        engine.wait_ready(WAIT_S)
+        yield engine
+    finally:
+        runner.gate.set()
+        engine.close()
+
+
+def scope(**changes):
+    usual = {"method": "POST", "path": "/embed", "headers": [], "scheme": "http"}
+    return usual | {"http_version": "1.1"} | changes
+
+
+def test_what_is_noted_of_a_request_is_bounded():
+    trace = Trace("0" * 32, None, None)
+    for k in range(2 * MOST_STAGES):
+        trace.note("queue", float(k), k + 1.0)
+    assert len(trace.stages) == MOST_STAGES
+
+
+# Receivers that fail
+
+
+def closed_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@contextmanager
+def silent_receiver():
+    """A port that takes connections and answers nothing."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        one.listen(16)
+        yield one.getsockname()[1]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("kind", ["closed", "silent"])
+def test_a_receiver_that_fails_neither_slows_nor_fails_a_request(
+    monkeypatch, caplog, protocol, kind
+):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "16")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", str(EXPORT_S))
+    with silent_receiver() as port:
+        port = closed_port() if kind == "closed" else port
+        tracer = otlp.OtlpTracer(f"http://127.0.0.1:{port}", "test", protocol)
+
+        async def go():
+            app = create_app(Models([FakeEmbedder()]), ServerConfig(), tracer=tracer)
+            client, slowest = app.test_client(), 0.0
+            for _ in range(40):
+                started_at = time.monotonic()
+                response = await client.post("/embed", json={"inputs": "a"})
+                assert response.status_code == 200
+                slowest = max(slowest, time.monotonic() - started_at)
+            return slowest
+
+        with caplog.at_level(logging.WARNING):
+            assert asyncio.run(go()) < EXPORT_S / 2
+            started_at = time.monotonic()
+            tracer.close(EXPORT_S / 8)
+            assert time.monotonic() - started_at < EXPORT_S / 2
+            for thread in threading.enumerate():
+                if thread.name == "spans":
+                    thread.join(WAIT_S)
+    told = [record for record in caplog.records if "OpenTelemetry" in record.getMessage()]
+    assert len(told) == 1
+    assert {record.name for record in caplog.records} == {"jaxembed.server.otlp"}
+
+
+def test_a_complaint_is_logged_once_in_a_while_with_the_number_of_others(caplog, monkeypatch):
+    otlp._limit_complaints()
+    library = logging.getLogger("opentelemetry.exporter")
+    with caplog.at_level(logging.WARNING):
+        for k in range(5):
+            library.error("cannot send %d\nmore", k)
+        (handler,) = logging.getLogger("opentelemetry").handlers
+        handler._next_at = 0.0
+        library.error("cannot send again")
+    assert [record.getMessage() for record in caplog.records] == [
+        "OpenTelemetry: cannot send 0",
+        "OpenTelemetry: cannot send again (4 more such lines before)",
+    ]
+
+
+def test_a_span_that_cannot_be_made_fails_no_request(monkeypatch, caplog):
+    with tracing() as (receiver, tracer):
+        monkeypatch.setattr(tracer, "_ns", lambda at: 1 / 0)
+        assert ask(FakeEmbedder(), tracer) == 200
+    assert not receiver.spans
+    assert "a span could not be made" in caplog.text
+
+
+# Log lines
+
+
+def test_log_lines_of_a_traced_request_carry_its_trace_id():
+    record = logging.makeLogRecord({"msg": "cut", "levelname": "INFO", "name": "jaxembed"})
+    for formatter in (TextFormatter(), JsonFormatter()):
+        assert TRACE not in formatter.format(record)
+        with as_current(Trace(TRACE, None, None)):
+            line = formatter.format(record)
+        assert ("cut trace_id=" + TRACE in line) or f'"trace_id":"{TRACE}"' in line
+
+
+def test_the_log_line_of_a_failed_request_carries_its_trace_id(caplog):
+    model = FakeEmbedder(failure=RuntimeError("boom"))
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(TextFormatter().format(record))
+    logging.getLogger("jaxembed").addHandler(handler)
+    try:
+        with tracing() as (_, tracer):
+            ask(model, tracer, headers={"traceparent": SAMPLED}, json={"input": "a"})
+    finally:
+        logging.getLogger("jaxembed").removeHandler(handler)
+    assert any("met a bug trace_id=" + TRACE in line for line in lines)
+
+
+# Without the flag, without the extra
+
+
+@pytest.mark.slow
+def test_nothing_of_opentelemetry_is_imported_without_the_flag(tmp_path):
+    save_tiny(tmp_path / "model")
+    program = f"""
+import asyncio, sys
+import jaxembed.cli.serve, jaxembed.server.run
+from jaxembed import Embedder, EngineConfig
+from jaxembed.config import ServerConfig
+from jaxembed.server.app import create_app
+from jaxembed.server.models import Models
+async def ask():
+    with Embedder({str(tmp_path / "model")!r}, config=EngineConfig(null_model=True)) as embedder:
+        client = create_app(Models([embedder]), ServerConfig()).test_client()
+        return (await client.post("/embed", json={{"inputs": "cat"}})).status_code
+print(asyncio.run(ask()), sys.modules.keys() & {{"opentelemetry", "grpc"}})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAXEMBED_CACHE": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.stdout == "200 set()\n", done.stderr
+
+
+def test_the_documents_name_every_attribute():
+    rows = table(sections(DOCS / "operations.md")["Traces"])
+    documented = [row[0].strip("`") for row in rows]
+    assert documented == list(otlp.ATTRIBUTES.values())
