@@ -22,7 +22,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -123,6 +123,7 @@ class OtlpTracer:
         for provider in (deciding, recording):
             provider.add_span_processor(self._processor)
         self._sampler = deciding.sampler
+        self._follows_parents = isinstance(deciding.sampler, ParentBased)  # as the client says
         name, version = "jaxembed", metadata.version("jaxembed")
         self._requests = deciding.get_tracer(name, version)
         self._parts = recording.get_tracer(name, version)  # of what was sampled already
@@ -212,7 +213,7 @@ class OtlpTracer:
     def _parent(self, headers: Sequence[tuple[bytes, bytes]]) -> Context | None:
         """The parent that the client names, if any; None if the sampler refuses its requests.
 
-        It is asked before tracestate is read and a span is made, which take 10 us together.
+        That is known before tracestate is read and a span is made, which take 10 us together.
         """
         parents = [value for name, value in headers if name == b"traceparent"]
         if len(parents) != 1:
@@ -221,6 +222,8 @@ class OtlpTracer:
         if (parsed := PARENT.fullmatch(parent)) is not None:
             trace_id = int(parsed[1], 16)
             flags = TraceFlags(int(parsed[3], 16))
+            if self._follows_parents and not flags.sampled:
+                return None
             told = NonRecordingSpan(SpanContext(trace_id, int(parsed[2], 16), True, flags))
             context = set_span_in_context(told, _EMPTY)
             answer = self._sampler.should_sample(context, trace_id, "", SpanKind.SERVER)
