@@ -143,3 +143,38 @@ def test_the_scores_of_hybrid_search():
     assert f"{facts['documents']:,} abstracts and {facts['queries']} queries" in page
     for one in facts["results"]:
         assert f"| {one['ranking']} | {100 * one['ndcg_at_10']:.2f} |" in page
+
+
+def test_what_front_end_processes_cost_and_would_give():
+    page = (ROOT / "docs" / "front-ends.md").read_text()
+    text = page.replace("\n  ", " ").replace("\n", " ")
+    facts = result("front_ends", AMD)
+
+    def spread(one: dict) -> str:
+        return f"{one['median']:.2f} ({one['least']:.2f} to {one['most']:.2f})"
+
+    costs = {(one["load"], one["front_ends"]): one for one in facts["results"]}
+    for load in {one["load"] for one in facts["results"] if one["front_ends"] == 0}:
+        figures = [costs[load, 0]["engine_us"]]
+        figures += [costs[load, n][part] for n in (1, 2) for part in ("front_us", "engine_us")]
+        assert f"| {' | '.join(format(one['median'], ',.0f') for one in figures)} |" in page
+    alone = [one for one in facts["results"] if one["front_ends"] == 4]
+    assert [one for one in alone if f" {one['engine_us']['median']:.0f}" not in text] == []
+    for one in facts["of_one_process"]:
+        if "front" in one:
+            parts = " | ".join(spread(one[part]) for part in ("front", "engine", "both"))
+            assert f", N = {one['front_ends']} | {parts} |" in page
+    given = facts["calculated"]
+    times = f"{given['times']:.1f} times as many as one process"
+    assert f"{times} ({given['least']:.1f} to {given['most']:.1f} from round to round)" in text
+    assert f"against the event loop alone it is {given['times_of_loop']:.1f} times" in text
+    assert f"it does {given['engine_limit']:.0f} times the queries" in text
+    full, soon = (given[name] for name in ("engine_full_at", "engine_full_at_as_with_2"))
+    assert f"the limit from {full:.0f} front ends on, or from {soon:.0f} if" in text
+    for one in facts["profile"]["parts"]:
+        assert f"| {one['part']} | {100 * one['share']:.0f} % |" in page
+    sent, answered = (facts["faults"]["sigterm"][name] for name in ("submitted", "answered"))
+    assert f"of the {sent} requests that the engine had got" in text
+    assert f"{answered} were answered and the {sent - answered} were cancelled" in text
+    limit = facts["faults"]["limit"]
+    assert f"{limit['answered']} were answered and {limit['refused_429']} got a 429" in text
