@@ -178,3 +178,8 @@ def test_what_front_end_processes_cost_and_would_give():
     assert f"{answered} were answered and the {sent - answered} were cancelled" in text
     limit = facts["faults"]["limit"]
     assert f"{limit['answered']} were answered and {limit['refused_429']} got a 429" in text
+    query, again, probe, probe_again = (
+        f"{one['of_hypercorn']['median']:.2f}" for one in facts["other_server"]
+    )
+    took = f"{query} times the CPU time for a lone query and {probe} times for `/livez`"
+    assert f"took {took}; Hypercorn beside itself {again} and {probe_again}" in text
