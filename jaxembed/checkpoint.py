@@ -13,7 +13,6 @@ A model with several routes is a folder of checkpoints, `routes/NAME`, with the 
 manifest.json of its own and a SHA256SUMS of everything.
 """
 
-import errno
 import hashlib
 import os
 import re
@@ -32,7 +31,7 @@ import numpy as np
 from jaxembed import memory
 from jaxembed.arrays import stored_arrays
 from jaxembed.errors import CheckpointError
-from jaxembed.files import PARTIAL
+from jaxembed.files import DISK_FULL, PARTIAL
 from jaxembed.outputs import OutputName
 from jaxembed.spec import (
     FORMAT_VERSION,
@@ -57,8 +56,6 @@ DIGEST_LINE = re.compile(r"([0-9a-f]{64})  ([^\r\n]+)\n")
 HEADS_SINCE = 3  # the first format with heads
 OLD_MODULES = "modules."  # how names of parameters of modules began in earlier formats
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 # Orbax holds about two copies of what it saves at once. Parts keep that from being two copies of
 # the model: a 2 GB one took 6 GB in one piece.
 PART_BYTES = 256 * 1024 * 1024
@@ -82,13 +79,13 @@ def save(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> M
     Pairs may come from a generator, so that a model need not fit in memory.
     Raises CheckpointError if `path` exists and is not an empty directory.
     """
-    with _whole(path) as partial:
+    with whole_folder(path) as partial:
         return _write(partial, spec, params, tokenizer)
 
 
 def save_routes(path: Path, contents: Mapping[str, Contents], default: str | None) -> Routes:
     """Write the checkpoint of a model with several routes, as `save` does."""
-    with _whole(path) as partial:
+    with whole_folder(path) as partial:
         specs = {name: save(partial / ROUTE_FOLDERS / name, *one) for name, one in contents.items()}
         manifest = _RoutesManifest(tuple(specs), default, FORMAT_VERSION, _this_version())
         (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
@@ -213,7 +210,7 @@ def verify(path: Path) -> int:
         raise CheckpointError(
             f"{path} has no {DIGESTS}, so there are no digests to verify; convert the model again"
         ) from error
-    wanted = {name: digest for digest, name in DIGEST_LINE.findall(text)}
+    wanted = listed_digests(text)
     found = _file_digests(path)
     problems = [
         f"{name}: {_difference(found.get(name), wanted.get(name))}"
@@ -228,6 +225,33 @@ def verify(path: Path) -> int:
             f"{path} is damaged: {len(problems)} problem(s); convert the model again\n  {lines}"
         )
     return len(found)
+
+
+def listed_digests(text: str) -> dict[str, str]:
+    """The SHA-256 of each file by its path, from the content of DIGESTS."""
+    return {name: digest for digest, name in DIGEST_LINE.findall(text)}
+
+
+def verify_values(path: Path) -> None:
+    """Read every parameter and compare the content hash of each route with its manifest.
+
+    Raises CheckpointError if they differ: `verify` finds files that were altered, this one files
+    that were put together from several checkpoints, with digests to match.
+    """
+    for route, spec in load_routes(path).specs.items():
+        folder = route_path(path, route)
+        digests = {}
+        with _restoring(folder):
+            for part in sorted((folder / PARAMETERS).iterdir()):
+                arrays = stored_arrays(part)
+                digests |= {name: _digest(name, array.read()) for name, array in arrays.items()}
+        memory.trim()
+        found = _content_hash(digests, tokenizer_path(folder).read_bytes())
+        if found != spec.content_hash:
+            raise CheckpointError(
+                f"{folder} holds other values than its {MANIFEST} says: their hash is {found}, not "
+                f"{spec.content_hash}; convert the model again"
+            )
 
 
 def tokenizer_path(path: Path) -> Path:
@@ -315,7 +339,7 @@ def _partial_prefix(path: Path) -> str:
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
+def whole_folder(path: Path) -> Iterator[Path]:
     """A new folder to write a checkpoint into, which becomes `path` at the end unless that
     fails."""
     path = path.absolute()
@@ -344,12 +368,9 @@ def _write(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) ->
         memory.trim()
         _check_part(path / PARAMETERS / f"part-{number:03d}", {n: digests[n] for n in names})
         memory.trim()
-    total = hashlib.sha256(tokenizer)
-    for name in sorted(digests):  # sorted: the order of reading does not name another model
-        total.update(digests[name].encode())
     spec = msgspec.structs.replace(
         spec,
-        content_hash=total.hexdigest(),
+        content_hash=_content_hash(digests, tokenizer),
         format_version=FORMAT_VERSION,
         written_by=_this_version(),
     )
@@ -358,6 +379,14 @@ def _write(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) ->
     (path / DIGESTS).write_text(_digest_lines(_file_digests(path)))
     verify(path)
     return spec
+
+
+def _content_hash(digests: Mapping[str, str], tokenizer: bytes) -> str:
+    """What names the content of a checkpoint, from the digests of its parameters by name."""
+    total = hashlib.sha256(tokenizer)
+    for name in sorted(digests):  # sorted: the order of reading does not name another model
+        total.update(digests[name].encode())
+    return total.hexdigest()
 
 
 def _check_part(part: Path, digests: Mapping[str, str]) -> None:

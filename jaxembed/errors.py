@@ -4,6 +4,7 @@ JaxembedError
   * ConfigError             a flag or setting that cannot be honoured
       - Unanswered          a URL where nothing answers
   * CheckpointError         a model directory, hub id or checkpoint that cannot be used
+      - StoreUnreachable    an object store that gives no answer
       - UnsupportedModel    an architecture, module or activation we have no code for
       - ConversionError     tensors missing, unused or wrongly shaped, all listed at once
   * InvalidInput            the request is wrong
@@ -50,6 +51,10 @@ class Unanswered(ConfigError):
 
 class CheckpointError(JaxembedError):
     """A model directory, hub id or checkpoint cannot be used."""
+
+
+class StoreUnreachable(CheckpointError):
+    """An object store could not be asked, or its answer was an error of its own."""
 
 
 class UnsupportedModel(CheckpointError):

@@ -1,11 +1,14 @@
 """Replaces files atomically. Knows nothing of their content."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
 PARTIAL = ".partial-"  # in the names of unfinished copies, before a random part
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager

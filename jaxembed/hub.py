@@ -9,10 +9,12 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeGuard
@@ -20,12 +22,13 @@ from typing import Any, TypeGuard
 import msgspec
 from filelock import FileLock, Timeout
 
-from jaxembed import checkpoint
+from jaxembed import checkpoint, object_store, stored_checkpoint
 from jaxembed.cache_folder import make_private, refuse_shared
-from jaxembed.errors import CheckpointError
+from jaxembed.errors import CheckpointError, StoreUnreachable
 from jaxembed.files import is_copy_of, replacing
 from jaxembed.ranges import RANGES
 from jaxembed.spec import FORMAT_VERSION, ModelSpec, Routes
+from jaxembed.stored_checkpoint import Published
 
 logger = logging.getLogger(__name__)
 
@@ -92,13 +95,19 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Source:
-    """A Hugging Face directory to convert, and the identity of its content."""
+class Origin:
+    """Where the checkpoint of a cache entry comes from, and the identity of the content there."""
 
     name: str
-    folder: Path
     key: str  # prefix of the names of its cache entries
     fingerprint: str  # hash of the content; each has a cache entry of its own
+
+
+@dataclass(frozen=True)
+class Source(Origin):
+    """A Hugging Face directory to convert."""
+
+    folder: Path
     revision: str | None = None  # commit on the hub
     prepare: Callable[[], None] = lambda: None  # downloads the weights into `folder`
     fetch: Callable[[Sequence[str]], None] = lambda folders: None  # those of some folders in it
@@ -130,20 +139,24 @@ def resolve(
 ) -> Path:
     """Find the checkpoint of a model, and convert the model into `cache_dir` at its first use.
 
-    `model` is a checkpoint's directory, a Hugging Face directory or a hub id; None means
-    DEFAULT_MODEL. `offline` forbids downloads; `token` is the hub's. `dense_path` names the folder
-    of a Dense module to use instead of the checkpoint's own; `adapters` are converted with the
-    model. A `pooling` of "splade" makes a sparse encoder of a masked language model; others are
-    chosen when a model is loaded. Returns the checkpoint's directory.
+    `model` is a checkpoint's directory, the URL of one in an object store, which is copied, a
+    Hugging Face directory or a hub id; None means DEFAULT_MODEL. `offline` forbids downloads;
+    `token` is the hub's. `dense_path` names the folder of a Dense module to use instead of the
+    checkpoint's own; `adapters` are converted with the model. A `pooling` of "splade" makes a
+    sparse encoder of a masked language model; others are chosen when a model is loaded. Returns the
+    checkpoint's directory.
     Raises CheckpointError if the model cannot be used, and ConfigError if others can write to the
     cache.
     """
     choices = Choices(dense_path, adapters, pooling == SPLADE)
     refuse_shared(cache_dir)  # also read by those who look there for other things than models
+    if _is_stored(model):
+        _refuse_choices(model, revision, choices)
+        return _as_it_is(_copied(model, offline, cache_dir), None, choices)
     if _is_converted(model):
         return _as_it_is(_local(model), revision, choices)
     source = _source(model, revision, offline, token, choices)
-    return _cached(source, cache_dir, choices)
+    return _cached(source, cache_dir, partial(_convert, source, choices))
 
 
 def describe_model(
@@ -163,6 +176,13 @@ def describe_model(
     The spec of a model that is not converted yet has no content hash. Raises as `resolve`.
     """
     choices = Choices(dense_path, adapters, pooling == SPLADE)
+    if _is_stored(model):
+        _refuse_choices(model, revision, choices)
+        origin, found = _ask_store(model, offline, cache_dir)
+        entry = _place(origin, cache_dir)
+        if found is None or _is_current(entry, origin):
+            return checkpoint.load_routes(entry)
+        return stored_checkpoint.read_routes(found)
     if _is_converted(model):
         return checkpoint.load_routes(_as_it_is(_local(model), revision, choices))
     source = _source(model, revision, offline, token, choices)
@@ -191,18 +211,18 @@ def verify_files(
     ConfigError if others can write to the cache.
     """
     choices = Choices(dense_path, adapters, pooling == SPLADE)
+    if _is_stored(model):
+        origin, _ = _ask_store(model, offline, cache_dir)
+        return _verified(_place(origin, cache_dir), f"{model} is not copied yet")
     if _is_converted(model):
         return checkpoint.verify(_local(model))
     source = _source(model, revision, offline, token, choices)
-    entry = _place(source, cache_dir)
-    if not checkpoint.is_checkpoint(entry):
-        raise CheckpointError(f"{source.name} is not converted yet: there is nothing to verify")
-    return checkpoint.verify(entry)
+    return _verified(_place(source, cache_dir), f"{source.name} is not converted yet")
 
 
 def convert_model(
     model: str,
-    out: Path,
+    out: str | Path,
     *,
     revision: str | None = None,
     offline: bool = False,
@@ -213,21 +233,27 @@ def convert_model(
 ) -> ModelSpec:
     """Convert a Hugging Face directory or a hub id to a checkpoint at `out`, without the cache.
 
-    The other arguments are those of `resolve`. Returns the spec, of several routes the main one.
-    Raises CheckpointError if the model cannot be converted; then nothing is written.
+    `out` is a directory, or a URL in an object store; for that the checkpoint is made in the folder
+    for temporary files first. The other arguments are those of `resolve`. Returns the spec, of
+    several routes the main one. Raises CheckpointError if the model cannot be converted, or if
+    there is something at `out`: then nothing is written. If a store fails later, what it has got
+    has no manifest, and nobody takes it for a checkpoint.
     """
     choices = Choices(dense_path, adapters, pooling == SPLADE)
-    if _is_converted(model):
+    if _is_stored(model) or _is_converted(model):
         raise CheckpointError(f"{model} is converted already")
+    where = object_store.location(out) if isinstance(out, str) and _is_stored(out) else None
+    if where is not None:
+        stored_checkpoint.refuse_unwritable(where)
     source = _source(model, revision, offline, token, choices)
     source.prepare()
-    return _converters().convert(
-        source.folder,
-        out,
-        name=source.name,
-        revision=source.revision,
-        **choices.arguments,
-    )
+    if where is None:
+        return _converted(source, Path(out), choices)
+    with tempfile.TemporaryDirectory() as folder:
+        spec = _converted(source, Path(folder) / "checkpoint", choices)
+        pinned = stored_checkpoint.publish(Path(folder) / "checkpoint", where.url)
+    logger.info("%s names this content, whatever is there later", pinned)
+    return spec
 
 
 def fetch_source(
@@ -242,8 +268,13 @@ def fetch_source(
     Raises CheckpointError if it cannot be fetched, or if `model` is a converted checkpoint, whose
     source is not available.
     """
-    if _is_converted(model):
+    made_from = None
+    if _is_stored(model):
+        found = stored_checkpoint.published(object_store.location(model))
+        made_from = stored_checkpoint.read_routes(found).main.source
+    elif _is_converted(model):
         made_from = checkpoint.load_routes(_local(model)).main.source
+    if made_from is not None:
         raise CheckpointError(
             f"{model} is a converted checkpoint, which other libraries cannot read; give what it "
             f"was made from, {made_from}"
@@ -271,19 +302,69 @@ def _source(
     return _download(name, revision, offline, token, choices)
 
 
-def _as_it_is(folder: Path, revision: str | None, choices: Choices) -> Path:
-    """Check that a converted checkpoint can be used unchanged, and return it."""
-    spec = checkpoint.load_routes(folder).main
+def _ask_store(model: str, offline: bool, cache_dir: Path) -> tuple[Origin, Published | None]:
+    """Which content of a checkpoint in an object store to use, and how to copy it; None if it is in
+    the cache and the store was not asked, or could not be. Raises CheckpointError."""
+    where = object_store.location(model)
+    key = _entry(where.url, where.url, where.digest)
+    kept = _last_used(model, key, cache_dir)
+    if kept is not None and where.digest is not None:
+        return kept, None
+    if offline and kept is None:
+        raise CheckpointError(f"{model} is not copied yet and --offline is set")
+    if offline and kept is not None:
+        logger.info("%s: what is there now was not asked for; the copy in the cache is used", model)
+        return kept, None
+    try:
+        found = stored_checkpoint.published(where)
+    except StoreUnreachable as error:
+        if kept is None:
+            raise
+        logger.warning("%s; the copy of %s in the cache is used", error, model)
+        return kept, None
+    return Origin(model, key, found.digest), found
+
+
+def _last_used(name: str, key: str, cache_dir: Path) -> Origin | None:
+    """What the complete cache entry of this key that was used last was made from."""
+    used: list[tuple[float, Origin]] = []
+    for entry in (cache_dir / "models").glob(f"{key}-*"):
+        with suppress(OSError, msgspec.DecodeError):
+            record = msgspec.json.decode((entry / RECORD).read_bytes(), type=Record)
+            origin = Origin(name, key, record.fingerprint)
+            if _is_current(_place(origin, cache_dir), origin):
+                used.append((entry.stat().st_mtime, origin))
+    return max(used, key=lambda one: one[0])[1] if used else None
+
+
+def _copied(model: str, offline: bool, cache_dir: Path) -> Path:
+    """The checkpoint of a URL in the cache; the first process that needs it copies it."""
+    origin, found = _ask_store(model, offline, cache_dir)
+    if found is not None:
+        return _cached(origin, cache_dir, partial(stored_checkpoint.copy, found))
+    entry = _place(origin, cache_dir)
+    _remove_unused(origin, entry)
+    return entry
+
+
+def _refuse_choices(name: str | Path, revision: str | None, choices: Choices) -> None:
+    """Raise CheckpointError if something was chosen that only a conversion can do."""
     if revision is not None:
-        raise CheckpointError(f"revision {revision!r} was asked of {folder}, a directory")
+        raise CheckpointError(f"revision {revision!r} was asked of {name}, a converted checkpoint")
     if choices.dense_path is not None:
         raise CheckpointError(
-            f"{folder} is converted already; give the dense path when converting its source"
+            f"{name} is converted already; give the dense path when converting its source"
         )
     if choices.adapters:
         raise CheckpointError(
-            f"{folder} is converted already; give --adapter when converting its source"
+            f"{name} is converted already; give --adapter when converting its source"
         )
+
+
+def _as_it_is(folder: Path, revision: str | None, choices: Choices) -> Path:
+    """Check that a converted checkpoint can be used unchanged, and return it."""
+    spec = checkpoint.load_routes(folder).main
+    _refuse_choices(folder, revision, choices)
     if choices.splade and spec.primary != "sparse":
         raise CheckpointError(
             f"{folder} is converted already, and not for weights of terms; give --pooling splade "
@@ -303,6 +384,11 @@ def _is_converted(model: str | None) -> TypeGuard[str]:
     return model is not None and _is_path(model) and checkpoint.is_checkpoint(_local(model))
 
 
+def _is_stored(model: str | None) -> TypeGuard[str]:
+    """Whether `model` is a URL in an object store."""
+    return model is not None and object_store.is_url(model)
+
+
 def _is_path(model: str) -> bool:
     """Whether `model` is meant as a path and not as a hub id."""
     if not model:
@@ -315,7 +401,10 @@ def _local(model: str) -> Path:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         state = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointError(f"model {model} {state}; wanted a directory or a hub id (owner/name)")
+        raise CheckpointError(
+            f"model {model} {state}; wanted a directory, a hub id (owner/name) or the s3:// or "
+            "gs:// URL of a checkpoint"
+        )
     return folder.resolve()
 
 
@@ -337,7 +426,7 @@ def _directory(name: str, folder: Path, choices: Choices) -> Source:
     modification time of any file."""
     key = _entry(name, str(folder), *choices.identity)
     digest = _hash(_files(folder), choices.dense_path, FORMAT_VERSION, *choices.contents)
-    return Source(name, folder, key, digest)
+    return Source(name, key, digest, folder)
 
 
 def _files(folder: Path) -> list[tuple[str, int, int]]:
@@ -377,7 +466,7 @@ def _download(
 
     key = _entry(name, commit, *choices.identity)
     fingerprint = _hash(commit, choices.dense_path, FORMAT_VERSION, *choices.contents)
-    source = Source(name, folder, key, fingerprint, commit, prepare, fetch)
+    source = Source(name, key, fingerprint, folder, commit, prepare, fetch)
     return source
 
 
@@ -413,7 +502,7 @@ def _snapshot(
         )
     except errors.HFValidationError as error:
         raise CheckpointError(
-            f"{name!r} is neither a directory nor a hub id (owner/name)"
+            f"{name!r} is neither a directory nor a hub id (owner/name) nor an s3:// or gs:// URL"
         ) from error
     except errors.GatedRepoError as error:
         raise CheckpointError(
@@ -433,69 +522,87 @@ def _snapshot(
     return Path(folder)
 
 
-def _cached(source: Source, cache_dir: Path, choices: Choices) -> Path:
-    """The checkpoint of the source in the cache; the first process that needs it converts it."""
-    entry = _place(source, cache_dir)
-    if _is_current(entry, source):
-        logger.debug("%s is converted already: %s", source.name, entry)
+def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> Path:
+    """The checkpoint of the origin in the cache; the first process that needs it makes it."""
+    entry = _place(origin, cache_dir)
+    if _is_current(entry, origin):
+        logger.debug("%s is in the cache already: %s", origin.name, entry)
     else:
         _make_cache(entry.parent)
-        with _locked(entry, source.name):
-            if not _is_current(entry, source):  # another process may have converted it meanwhile
-                _convert(source, entry, choices)
-    _remove_unused(source, entry)
+        with _locked(entry, origin.name):
+            if not _is_current(entry, origin):  # another process may have made it meanwhile
+                _make(origin, entry, make)
+    _remove_unused(origin, entry)
     return entry
 
 
-def _remove_unused(source: Source, entry: Path) -> None:
-    """Mark `entry` as used now, and remove entries of earlier versions of the source that were not
+def _remove_unused(origin: Origin, entry: Path) -> None:
+    """Mark `entry` as used now, and remove entries of earlier versions of the origin that were not
     used for a day. Until then other processes may still read them."""
     with suppress(OSError):  # a cache that cannot be written is kept as it is
         os.utime(entry)
-    for other in entry.parent.glob(f"{source.key}*"):
+    for other in entry.parent.glob(f"{origin.key}*"):
         with suppress(OSError):
             if other != entry and time.time() - other.stat().st_mtime > UNUSED_S:
                 logger.info("%s was not used for a day: removed", other)
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def _convert(source: Source, entry: Path, choices: Choices) -> None:
-    """Convert a source into the cache entry, and write its record. Raises CheckpointError."""
-    converters = _converters()
-    source.prepare()
-    started = time.monotonic()
-    logger.info("converting %s, once", source.name)
+def _make(origin: Origin, entry: Path, make: Callable[[Path], object]) -> None:
+    """Make the cache entry and write its record. For whoever holds its lock. Raises
+    CheckpointError."""
     checkpoint.discard_partial(entry)
     if entry.exists():
         logger.info("%s is incomplete: made anew", entry)
         shutil.rmtree(entry)
-    converters.convert(
-        source.folder,
-        entry,
-        name=source.name,
-        revision=source.revision,
-        **choices.arguments,
-    )
+    make(entry)
     entry.chmod(0o700)  # whatever the umask is: `_place` refuses what others can write
-    record = Record(source.name, source.fingerprint, _sizes(entry))
-    # The record is written last and atomically: an entry without it is converted again.
+    record = Record(origin.name, origin.fingerprint, _sizes(entry))
+    # The record is written last and atomically: an entry without it is made again.
     try:
         with replacing(entry / RECORD) as partial:
             partial.write_bytes(msgspec.json.encode(record))
     except OSError as error:
         shutil.rmtree(entry, ignore_errors=True)
         raise checkpoint.unwritable(entry, error) from error
+
+
+def _convert(source: Source, choices: Choices, entry: Path) -> None:
+    """Download what a source lacks and convert it into the cache entry. Raises CheckpointError."""
+    source.prepare()
+    started = time.monotonic()
+    logger.info("converting %s, once", source.name)
+    _converted(source, entry, choices)
     logger.info("converted %s in %.1f s: %s", source.name, time.monotonic() - started, entry)
 
 
-def _is_current(entry: Path, source: Source) -> bool:
-    """Whether the entry is complete and was made from the current content of the source."""
+def _converted(source: Source, out: Path, choices: Choices) -> ModelSpec:
+    """Convert a source whose weights are there. Raises CheckpointError."""
+    return _converters().convert(
+        source.folder,
+        out,
+        name=source.name,
+        revision=source.revision,
+        **choices.arguments,
+    )
+
+
+def _verified(entry: Path, otherwise: str) -> int:
+    """The number of files of a cache entry, verified. Raises CheckpointError; if there is no entry
+    it begins with `otherwise`."""
+    if not checkpoint.is_checkpoint(entry):
+        raise CheckpointError(f"{otherwise}: there is nothing to verify")
+    return checkpoint.verify(entry)
+
+
+def _is_current(entry: Path, origin: Origin) -> bool:
+    """Whether the entry is complete and was made from the current content of the origin."""
     try:
         record = msgspec.json.decode((entry / RECORD).read_bytes(), type=Record)
         checkpoint.load_routes(entry)
     except (OSError, msgspec.DecodeError, CheckpointError):
         return False
-    return record.fingerprint == source.fingerprint and record.files == _sizes(entry)
+    return record.fingerprint == origin.fingerprint and record.files == _sizes(entry)
 
 
 def _sizes(entry: Path) -> dict[str, int]:
@@ -508,10 +615,10 @@ def _sizes(entry: Path) -> dict[str, int]:
     }
 
 
-def _place(source: Source, cache_dir: Path) -> Path:
-    """The path of the source's entry in the cache, which may not exist yet. Raises ConfigError if
+def _place(origin: Origin, cache_dir: Path) -> Path:
+    """The path of the origin's entry in the cache, which may not exist yet. Raises ConfigError if
     others can write there: the entry is loaded without further checks."""
-    entry = cache_dir / "models" / f"{source.key}-{source.fingerprint[:16]}"
+    entry = cache_dir / "models" / f"{origin.key}-{origin.fingerprint[:16]}"
     refuse_shared(cache_dir, entry.parent, entry)
     return entry
 
@@ -539,7 +646,7 @@ def _locked(entry: Path, name: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        logger.info("another process converts %s; waiting for it", name)
+        logger.info("another process converts or copies %s; waiting for it", name)
         lock.acquire()
     except OSError as error:
         raise checkpoint.unwritable(entry, error) from error

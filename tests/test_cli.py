@@ -310,6 +310,7 @@ def test_a_blank_api_key_is_refused_in_one_line(flags, environment, message):
         (("--admin-port", "0"), {"ADMIN_KEY": ""}, "--admin-key (ADMIN_KEY) is blank ('')"),
         (("--admin-key", "a", "--api-key", "a"), {}, "--admin-key is also an --api-key"),
         (("--model-repository", "./nowhere"), {}, "--model-repository nowhere is no directory"),
+        (("--model-repository", "s3://a/b"), {}, "an object store is named with --loadable"),
     ],
 )
 def test_what_would_open_the_admin_routes_or_name_no_models_is_refused(flags, environment, message):

@@ -1,7 +1,6 @@
 """`jaxembed convert`: a checkpoint directory from a Hugging Face model."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import click
@@ -13,11 +12,12 @@ from jaxembed.cli.settings import model_source
 
 @click.command("convert")
 @click.argument("model")
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out")
 @MODEL_OPTIONS
 @SPLADE_FLAG
-def convert_command(model: str, out: Path, **flags: Any) -> None:
-    """Convert MODEL, a Hugging Face directory or a hub id, to the checkpoint directory OUT."""
+def convert_command(model: str, out: str, **flags: Any) -> None:
+    """Convert MODEL, a Hugging Face directory or a hub id, to the checkpoint OUT: a directory, or
+    an s3:// or gs:// URL."""
     configure_logging()
     os.environ["JAX_PLATFORMS"] = "cpu"  # saving starts a backend: leave accelerators to others
     from jaxembed import hub

@@ -76,7 +76,7 @@ SPLADE_FLAG = tei_option(
 
 MODEL_OPTIONS = together(
     tei_option("--revision", help="Branch, tag or commit of a hub model."),
-    click.option("--offline", is_flag=True, help="Use only what is downloaded already."),
+    click.option("--offline", is_flag=True, help="Use only what is downloaded or copied already."),
     tei_option("--hf-token", help="Token for the hub."),
     tei_option("--dense-path", help="Use this Dense module instead of the one in modules.json."),
     click.option(

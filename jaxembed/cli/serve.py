@@ -53,9 +53,9 @@ def serve_command(
 ) -> None:
     """Serve MODEL over HTTP with the APIs of OpenAI, TEI, Jina and Cohere.
 
-    MODEL is a directory or a hub id; without one it is all-MiniLM-L6-v2, unless others may be
-    loaded. Several models share the devices and the limits on waiting work; a request says in
-    `model` which one it wants.
+    MODEL is a directory, a hub id or an s3:// or gs:// URL of a checkpoint; without one it is
+    all-MiniLM-L6-v2, unless others may be loaded. Several models share the devices and the limits
+    on waiting work; a request says in `model` which one it wants.
     """
     models = models_given(model, model_id)
     others = flags["loadable"] or flags["model_repository"] is not None

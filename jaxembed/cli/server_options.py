@@ -155,7 +155,8 @@ REPOSITORY_OPTIONS = together(
         "--loadable",
         multiple=True,
         metavar="MODEL",
-        help="This directory or hub id may be loaded when a request asks for it. Repeatable.",
+        help="This directory, hub id or URL in an object store may be loaded when a request asks "
+        "for it. Repeatable.",
     ),
     click.option(
         "--model-memory",

@@ -16,7 +16,10 @@ class Catalog:
     def __init__(self, ids: Sequence[str], repository: Path | None):
         """Raises ConfigError if the repository is no directory or a name is meant twice."""
         if repository is not None and not repository.is_dir():
-            raise ConfigError(f"--model-repository {repository} is no directory")
+            raise ConfigError(
+                f"--model-repository {repository} is no directory; a model in an object store is "
+                "named with --loadable"
+            )
         self._ids = {name: name for name in ids}
         self._repository = repository
         if twice := self._ids.keys() & self._folders().keys():

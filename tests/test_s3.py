@@ -1,0 +1,147 @@
+"""A model written to an S3 server of moto's, and served from there over HTTP. Skipped where moto or
+s3fs is not installed: the extra `deploy`."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+import sources
+from live_server import served
+
+pytest.importorskip("moto", reason="the extra `deploy` brings moto")
+pytest.importorskip("s3fs", reason="the extra `deploy` brings s3fs")
+
+pytestmark = pytest.mark.slow
+
+WAIT_S = 60.0
+SECRET = "sEcReT0123456789"
+URL = "s3://models/tiny"
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def ask(url: str, body: object = None, method: str = "GET") -> bytes:
+    content = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
+    request.method = "POST" if content else method
+    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        return answer.read()
+
+
+@pytest.fixture(name="store", scope="module")
+def _store() -> Iterator[str]:
+    """The address of an S3 server with one empty bucket."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            try:
+                ask(f"{url}/models", method="PUT")
+                break
+            except OSError:
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.1)
+        yield url
+        process.terminate()
+        process.wait(WAIT_S)
+
+
+@pytest.fixture(name="environment", autouse=True)
+def _environment(store, monkeypatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", store)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "jaxembed.cli", *arguments],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=4 * WAIT_S,
+    )
+
+
+@pytest.fixture(name="pinned", scope="module")
+def _pinned(store, tmp_path_factory) -> str:
+    """The model is in the store; the URL that names its content."""
+    source = sources.write_sentence_bert(tmp_path_factory.mktemp("source") / "tiny")
+    done = run(
+        *("convert", str(source), URL),
+        AWS_ENDPOINT_URL=store,
+        AWS_ACCESS_KEY_ID="AKIAEXAMPLE",
+        AWS_SECRET_ACCESS_KEY=SECRET,
+        AWS_DEFAULT_REGION="us-east-1",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{URL}: bert, embed, 8 dimensions, 16 tokens\n"
+    return next(word for word in done.stderr.split() if word.startswith(f"{URL}@sha256:"))
+
+
+def vectors(url: str, model: str) -> list[list[float]]:
+    answer = json.loads(ask(f"{url}/v1/embeddings", {"model": model, "input": ["hello", "world"]}))
+    return [row["embedding"] for row in answer["data"]]
+
+
+def test_a_model_is_served_from_a_store(pinned, tmp_path, monkeypatch):
+    cache = str(tmp_path / "cache")
+    alias = ("--served-model-name", f"tiny={pinned}", "--cache-dir", cache)
+    with served("--model-id", pinned, *alias) as (url, _):
+        first = vectors(url, "tiny")
+    assert [len(vector) for vector in first] == [8, 8]
+    # later starts of a pinned model ask nobody
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    with served("--model-id", pinned, *alias) as (url, _):
+        assert vectors(url, "tiny") == first
+
+
+def test_a_client_loads_what_the_operator_named_and_no_other_url(pinned, tmp_path):
+    options = ("--loadable", URL, "--cache-dir", str(tmp_path / "cache"), "--admin-key", "admin")
+    with served(*options) as (url, _):
+        assert len(vectors(url, URL)) == 2
+        for other in (pinned, "s3://models/other", f"{URL}/"):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                vectors(url, other)
+            assert caught.value.code == 404
+            caught.value.close()
+
+
+def test_a_missing_model_is_refused_in_one_line(store, pinned, tmp_path):
+    cache = str(tmp_path / "cache")
+    done = run("serve", "s3://models/none", "--port", "0", "--cache-dir", cache)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()[-1:]
+    assert "s3://models/none has no manifest.json" in line
+    done = run("convert", str(tmp_path), URL)
+    assert done.returncode == 2
+    assert f"{URL} exists already" in done.stderr
+
+
+def test_a_store_that_cannot_be_reached_is_named_without_the_secret(pinned, tmp_path):
+    gone = f"http://127.0.0.1:{free_port()}"
+    started = time.monotonic()
+    done = run("info", URL, "--cache-dir", str(tmp_path / "cache"), AWS_ENDPOINT_URL=gone)
+    assert done.returncode == 2
+    assert time.monotonic() - started < WAIT_S
+    assert f"cannot read {URL}/manifest.json" in done.stderr
+    assert SECRET not in done.stderr
