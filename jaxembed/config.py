@@ -53,6 +53,7 @@ class ServerConfig:
     prometheus_port: int | None = None  # for /metrics; None: the server's own port
     admin_key: str | None = None  # opens the routes that load models, on the server's own port
     admin_port: int | None = None  # for these routes, on this machine's own address
+    notify_socket: str | None = None  # of a supervisor, which is told when the server is ready
 
 
 @dataclass(frozen=True)

@@ -204,4 +204,5 @@ def server_config(flags: dict[str, Any]) -> ServerConfig:
         prometheus_port=flags["prometheus_port"],
         admin_key=flags["admin_key"],
         admin_port=flags["admin_port"],
+        notify_socket=os.environ.get("NOTIFY_SOCKET"),
     )

@@ -28,6 +28,7 @@ from jaxembed.server.keyring import Keyring
 from jaxembed.server.models import Models
 from jaxembed.server.pool import Load, ModelPool
 from jaxembed.server.service import Service
+from jaxembed.server.supervisor import READY, STOPPING, tell
 from jaxembed.signals import STOP_SIGNALS, leave
 from jaxembed.tracing import Tracer
 
@@ -241,8 +242,13 @@ async def _serve_until_stopped(
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
+    def tell_if_ready() -> None:
+        if models.ready and not shutdown.is_set():
+            tell(config.notify_socket, READY)
+
     def stop() -> None:
         shutdown.set()
+        tell(config.notify_socket, STOPPING)
         _arm_watchdog(config.drain_timeout_s + WATCHDOG_S)
         for number, handler in before.items():  # a second signal ends the process at once
             loop.remove_signal_handler(number)
@@ -251,7 +257,13 @@ async def _serve_until_stopped(
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop)
     _read_again_at_hangups(app.service, loop)
-    failures = _watch_readiness(models, lambda: loop.call_soon_threadsafe(shutdown.set))
+    failures = _watch_readiness(
+        models,
+        lambda: loop.call_soon_threadsafe(tell_if_ready),
+        lambda: loop.call_soon_threadsafe(shutdown.set),
+    )
+    if not len(models):
+        loop.call_soon(tell_if_ready)
     await serve(app, models, config, shutdown, listener)
     return failures
 
@@ -273,8 +285,10 @@ def _read_again_at_hangups(service: Service, loop: asyncio.AbstractEventLoop) ->
         loop.add_signal_handler(signal.SIGHUP, read_again)
 
 
-def _watch_readiness(models: Models, stop: Callable[[], object]) -> list[BackendError]:
-    """Call `stop` if a model fails to become ready.
+def _watch_readiness(
+    models: Models, ready: Callable[[], object], stop: Callable[[], object]
+) -> list[BackendError]:
+    """Call `ready` after each model that becomes ready, and `stop` if one fails to.
 
     Returns at once. The list that it returns is empty, and gets an error for each such model later.
     """
@@ -284,6 +298,7 @@ def _watch_readiness(models: Models, stop: Callable[[], object]) -> list[Backend
         try:
             loaded.wait_ready()
             gc.freeze()  # all this stays; a collection that walked it would stop the loop for 50 ms
+            ready()
         except Exception as error:
             if not loaded.draining:  # else it was told to stop before it was ready
                 reason = str(error).splitlines()[0]
