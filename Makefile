@@ -21,7 +21,7 @@ EXTRA = $(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.tom
 SPHINX = $(VENV)-docs/bin/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet -c docs .
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test slow check format docs docs-links parity golden chaos eval bench bench-peers bench-gpu plots \
+.PHONY: help serve test slow check format docs docs-links parity golden chaos deploy eval bench bench-peers bench-gpu plots \
 	constraints clean
 
 help:  ## list the targets
@@ -62,6 +62,9 @@ golden: $(VENV)-parity/stamp  ## make tests/golden anew (needs torch)
 
 chaos: $(VENV)/dev.stamp  ## a storm of faults on a real server: ARGS="--seconds 3600 --seed 7"
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+deploy: $(VENV)/deploy.stamp  ## render and validate the chart, serve from an S3 server (500 MB more)
+	$(BIN)/pytest tests/test_deploy.py tests/test_s3.py $(ARGS)
 
 eval: $(VENV)/dev.stamp  ## STS-B of the default model
 	$(BIN)/python -m benchmarks.eval_sts $(ARGS)
@@ -110,6 +113,11 @@ $(VENV)/serve.stamp: $(VENV)/python.stamp pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/dev.stamp: $(VENV)/serve.stamp
 	$(call REQUIREMENTS,dev) > $(VENV)/requirements.txt
+	$(PIP) --requirement $(VENV)/requirements.txt
+	@touch $@
+
+$(VENV)/deploy.stamp: $(VENV)/dev.stamp
+	$(call EXTRA,deploy) > $(VENV)/requirements.txt
 	$(PIP) --requirement $(VENV)/requirements.txt
 	@touch $@
 

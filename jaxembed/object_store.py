@@ -4,6 +4,7 @@ Credentials and endpoints are those that s3fs and gcsfs find by themselves. No m
 """
 
 import importlib.util
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -135,6 +136,7 @@ def _store(url: str) -> Any:
 
     _require_package(url)
     scheme = _scheme(url)
+    logging.getLogger(PACKAGES[scheme]).setLevel(logging.CRITICAL)  # it raises what it logs
     with _asking(f"cannot open {url}"):
         return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
 

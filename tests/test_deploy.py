@@ -1,7 +1,18 @@
-"""The Dockerfiles and manifests, held against the command line, the routes and the metrics."""
+"""The Dockerfiles, manifests, chart and unit, held against the command line, the routes and the
+metrics; rendered and validated where the extra `deploy` is installed."""
 
+import configparser
 import json
+import os
 import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import click
@@ -17,12 +28,22 @@ from jaxembed.telemetry import Telemetry
 
 ROOT = Path(__file__).parent.parent
 MANIFESTS = ROOT / "deploy" / "kubernetes"
+CHART = ROOT / "deploy" / "helm" / "jaxembed"
+VALUES = sorted((ROOT / "deploy" / "helm" / "values").glob("*.yaml"))
+UNIT = ROOT / "deploy" / "systemd" / "jaxembed.service"
+KUBERNETES = ("1.29", "1.37")  # the versions whose schemas everything must fit
+CUSTOM = ("PodMonitor", "ScaledObject", "Kustomization")  # kinds that these schemas lack
+CHIPS = {"1x1": 1, "2x2": 4, "2x4": 8}  # of the topologies of one host
 DOCKERFILES = {
     "Dockerfile.cpu": "",
     "Dockerfile.gpu": ", *project['optional-dependencies']['cuda']",
     "Dockerfile.tpu": ", *project['optional-dependencies']['tpu']",
 }
-NOT_OURS = {  # read by Python, JAX and NVIDIA's toolkit
+NOT_OURS = {  # read by Python, JAX, NVIDIA's toolkit, the hub's library and s3fs
+    "AWS_DEFAULT_REGION",
+    "HF_HOME",
+    "HOME",
+    "LOG_LEVEL",
     "PYTHONUNBUFFERED",
     "JAX_PLATFORMS",
     "NVIDIA_VISIBLE_DEVICES",
@@ -220,3 +241,328 @@ def test_scaling_reads_a_metric_of_the_server():
     metrics = re.findall(r"\b((?:te|jaxembed)_\w+)", trigger["metadata"]["query"])
     assert metrics == ["te_queue_size"]
     assert f"\n# TYPE {metrics[0]} gauge\n" in Telemetry().exposition().decode()
+
+
+# -- Kubernetes, built and validated
+
+
+def fit_schemas(manifest: dict) -> None:
+    """Raises unless the manifest is valid in each of the versions."""
+    schemas = pytest.importorskip("kubernetes_validate", reason="the extra `deploy` brings it")
+    if manifest["kind"] not in CUSTOM:
+        for version in KUBERNETES:
+            schemas.validate(manifest, version, strict=True)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl builds the folders")
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent.name for path in MANIFESTS.rglob("kustomization.yaml"))
+)
+def test_a_folder_builds_into_what_fits_the_schemas(folder):
+    command = ["kubectl", "kustomize", str(MANIFESTS / folder)]
+    built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = list(yaml.safe_load_all(built))
+    assert found
+    for one in found:
+        fit_schemas(one)
+
+
+def tpu_pod(folder: str) -> dict:
+    return manifest(f"{folder}/deployment.yaml")["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "accelerator"), [("tpu", "tpu-v6e-slice"), ("tpu-v5e", "tpu-v5-lite-podslice")]
+)
+def test_a_pod_on_a_tpu_asks_for_all_chips_of_a_host(folder, accelerator):
+    pod = tpu_pod(folder)
+    where = {name.split("/")[1]: value for name, value in pod["nodeSelector"].items()}
+    assert where["gke-tpu-accelerator"] == accelerator
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"]["google.com/tpu"] == CHIPS[where["gke-tpu-topology"]]
+    update = manifest("tpu/deployment.yaml")["spec"]["strategy"]["rollingUpdate"]
+    assert update == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+# -- The chart
+
+
+@pytest.fixture(name="chart", scope="module")
+def _chart():
+    helm = pytest.importorskip("helm_python", reason="the extra `deploy` brings Helm")
+    with helm.Chart.load(CHART) as chart:
+        yield chart
+
+
+def rendered(chart, values: dict) -> dict[str, dict]:
+    """The objects that the chart gives for a release jaxembed in the namespace search, by kind."""
+    files = chart.render(values, name="jaxembed", namespace="search")
+    texts = (text for name, text in files.items() if name.endswith(".yaml"))
+    found = [one for text in texts for one in yaml.safe_load_all(text) if one is not None]
+    by_kind = {one["kind"]: one for one in found}
+    assert len(by_kind) == len(found)
+    return by_kind
+
+
+each_values = pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
+
+
+def values_of(path: Path) -> dict:
+    return yaml.safe_load(path.read_text())
+
+
+@each_values
+def test_the_values_name_flags_that_exist(path):
+    """Also where Helm is not installed."""
+    values = values_of(path)
+    models = [flag for model in values["models"] for flag in ("--model-id", model["id"])]
+    params = command(*models, *values.get("args", []))
+    assert params["model_id"] == tuple(model["id"] for model in values["models"])
+
+
+@each_values
+def test_a_release_fits_the_schemas(chart, path):
+    import helm_python as helm
+
+    values = values_of(path)
+    report = helm.lint(CHART, values, strict=True, namespace="search")
+    assert report["errors"] == []
+    for one in rendered(chart, values).values():
+        fit_schemas(one)
+        assert one["metadata"]["name"] in ("jaxembed", "jaxembed-cache", "model-reader")
+
+
+@each_values
+def test_a_release_runs_what_the_server_knows(chart, path):
+    values = values_of(path)
+    pod = rendered(chart, values)["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    params = command(*container["args"])
+    assert [model["id"] for model in values["models"]] == list(params["model_id"])
+    names = [f"{one['name']}={one['id']}" for one in values["models"] if "name" in one]
+    assert list(params["served_model_name"]) == names
+    assert {variable["name"] for variable in container["env"]} <= variables() | NOT_OURS
+    (port,) = container["ports"]
+    assert port["containerPort"] == params["port"]
+    probes = [probe for name, probe in container.items() if name.endswith("Probe")]
+    assert len(probes) == 3
+    assert {probe["httpGet"]["path"] for probe in probes} <= PATHS
+    assert {probe["httpGet"]["port"] for probe in probes} == {port["name"]}
+    pause_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    ends_s = pause_s + params["drain_timeout"] + SUPERVISOR_S
+    assert pod["terminationGracePeriodSeconds"] == ends_s
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert {*json.loads(instruction("Dockerfile.cpu", "VOLUME")), "/tmp"} == set(mounts)
+    assert [volume["name"] for volume in pod["volumes"]] == list(mounts.values())
+
+
+@each_values
+def test_everything_of_a_release_selects_its_pods(chart, path):
+    found = rendered(chart, values_of(path))
+    labels = found["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
+    selectors = [found["Service"]["spec"]["selector"], found["Deployment"]["spec"]["selector"]]
+    for kind in ("PodDisruptionBudget", "PodMonitor"):
+        selectors += [found[kind]["spec"]["selector"]] if kind in found else []
+    if "NetworkPolicy" in found:
+        selectors.append(found["NetworkPolicy"]["spec"]["podSelector"])
+        (rule,) = found["NetworkPolicy"]["spec"]["ingress"]
+        assert rule["ports"] == [{"port": "http"}]
+    for selector in selectors:
+        wanted = selector.get("matchLabels", selector)
+        assert wanted
+        assert wanted.items() <= labels
+    assert found["Service"]["spec"]["ports"][0]["targetPort"] == "http"
+
+
+def test_a_release_on_cpus_is_what_the_manifests_are(chart, pod):
+    values = values_of(CHART.parent / "values" / "cpu.yaml")
+    deployment = rendered(chart, values)["Deployment"]["spec"]
+    found = deployment["template"]["spec"]
+    for one in (found, pod):
+        for chosen in ("image", "imagePullPolicy"):
+            one["containers"][0].pop(chosen, None)
+    assert found == pod
+    base = manifest("base/deployment.yaml")["spec"]
+    assert deployment["progressDeadlineSeconds"] == base["progressDeadlineSeconds"]
+
+
+def test_a_release_scales_as_the_manifests_do(chart):
+    scaling = {"enabled": True}
+    found = rendered(chart, {"autoscaling": scaling, "podMonitor": scaling, "replicas": 3})
+    wanted = manifest("autoscaling/scaled-object.yaml")["spec"]
+    (trigger,) = wanted["triggers"]
+    query = trigger["metadata"]["query"]
+    trigger["metadata"]["query"] = query.replace('namespace="default"', 'namespace="search"')
+    assert found["ScaledObject"]["spec"] == wanted
+    endpoints = manifest("autoscaling/pod-monitor.yaml")["spec"]["podMetricsEndpoints"]
+    assert found["PodMonitor"]["spec"]["podMetricsEndpoints"] == endpoints
+    assert "replicas" not in found["Deployment"]["spec"]  # each upgrade would undo the autoscaler
+
+
+@pytest.mark.parametrize("topology", CHIPS)
+@pytest.mark.parametrize("accelerator", ["tpu-v6e-slice", "tpu-v5-lite-podslice"])
+def test_a_release_on_a_tpu_is_what_the_manifests_are(chart, accelerator, topology):
+    tpu = {"accelerator": accelerator, "topology": topology}
+    found = rendered(chart, {"tpu": tpu})["Deployment"]["spec"]
+    assert found["strategy"] == manifest("tpu/deployment.yaml")["spec"]["strategy"]
+    pod, wanted = found["template"]["spec"], tpu_pod("tpu")
+    assert list(pod["nodeSelector"].values()) == [accelerator, topology]
+    assert pod["nodeSelector"].keys() == wanted["nodeSelector"].keys()
+    given = {name: value for name, value in wanted["securityContext"].items() if value is not None}
+    assert pod["securityContext"] == given | {"seccompProfile": {"type": "RuntimeDefault"}}
+    (container,), (asked,) = pod["containers"], wanted["containers"]
+    assert container["resources"] == {"limits": {"google.com/tpu": CHIPS[topology]}}
+    assert container["command"] == asked["command"]
+    assert container["workingDir"] == asked["workingDir"]
+    assert container["securityContext"]["capabilities"]["add"] == ["SYS_RESOURCE"]
+    assert container["livenessProbe"]["httpGet"]["path"] == "/health"
+
+
+def test_what_a_tpu_runs_is_what_its_image_runs():
+    (container,) = tpu_pod("tpu")["containers"]
+    entry = " ".join(json.loads(instruction("Dockerfile.tpu", "ENTRYPOINT")))
+    assert f'exec {entry} "$@"' in container["command"][2]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"modles": []}, "modles"),
+        ({"models": [{"name": "a"}]}, "id"),
+        ({"tpu": {"accelerator": "tpu-v6e-slice", "topology": "4x4"}}, "topology"),
+        ({"tpu": {"accelerator": "tpu-v4-podslice"}}, "accelerator"),
+        ({"tpu": {"accelerator": "tpu-v6e-slice"}, "gpu": {"count": 1}}, "exclude each other"),
+        ({"args": ["--port", "80"]}, "args"),
+        ({"image": {"digest": "abc"}}, "digest"),
+        ({"drainTimeout": -1}, "drainTimeout"),
+        ({"pdb": {"maxUnavailable": "half"}}, "maxUnavailable"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(chart, values, words):
+    import helm_python as helm
+
+    with pytest.raises(helm.HelmError, match=words):
+        rendered(chart, values)
+
+
+def keys_of(values: dict, inside: str = "") -> set[str]:
+    """The paths of all values that are no objects, and of those that are empty."""
+    found = set()
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= keys_of(value, f"{inside}{name}.")
+        else:
+            found.add(f"{inside}{name}")
+    return found
+
+
+def described(schema: dict, inside: str = "") -> set[str]:
+    found = set()
+    for name, one in schema["properties"].items():
+        nested = described(one, f"{inside}{name}.") if "properties" in one else set()
+        found |= nested or {f"{inside}{name}"}
+    return found
+
+
+def test_every_value_has_a_default_and_a_schema():
+    defaults = keys_of(yaml.safe_load((CHART / "values.yaml").read_text()))
+    schema = described(json.loads((CHART / "values.schema.json").read_text()))
+    free = {"global", "resources.requests", "resources.limits", "resources.claims"}
+    assert schema - free == defaults - {"resources"}
+
+
+def test_the_example_of_everything_changes_every_group_of_values():
+    values = values_of(CHART.parent / "values" / "everything.yaml")
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert set(values) == set(defaults) - {"tpu"}  # which excludes a GPU
+    assert all(values[name] != defaults[name] for name in values)
+
+
+def test_the_chart_has_the_version_of_the_package():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'\nversion = "{chart["appVersion"]}"\n' in project
+
+
+# -- The unit
+
+
+@pytest.fixture(name="unit")
+def _unit() -> configparser.SectionProxy:
+    parser = configparser.RawConfigParser(strict=False, delimiters=("=",))
+    parser.optionxform = str  # pyright: ignore[reportAttributeAccessIssue]
+    parser.read(UNIT)
+    return parser["Service"]
+
+
+def script(unit: configparser.SectionProxy) -> str:
+    """What the shell of ExecStart runs, as systemd gives it."""
+    shell, option, text = shlex.split(unit["ExecStart"])
+    assert (shell, option) == ("/bin/sh", "-c")
+    return text.replace("$$", "$")
+
+
+def test_the_unit_runs_a_command_that_exists_and_waits_for_its_end(unit):
+    _, arguments = script(unit).split("exec /opt/jaxembed/bin/jaxembed serve ")
+    params = command(*shlex.split(arguments))
+    assert params["host"] == "127.0.0.1"
+    assert int(unit["TimeoutStopSec"]) == params["drain_timeout"] + 20
+    assert unit["Type"] == "notify"
+
+
+def test_the_unit_sets_variables_that_are_read(unit):
+    names = set(re.findall(r"(\w+)=", unit["Environment"]))
+    assert "JAXEMBED_CACHE" in names
+    assert names <= variables() | NOT_OURS
+    (folder,) = re.findall(r"JAXEMBED_CACHE=%C/(\S+)", unit["Environment"])
+    assert folder == unit["CacheDirectory"]
+
+
+def test_the_unit_may_compile_and_little_else(unit):
+    assert "MemoryDenyWriteExecute" not in unit
+    assert unit["CacheDirectoryMode"] == "0700"
+    assert (unit["DynamicUser"], unit["ProtectSystem"]) == ("yes", "strict")
+    assert unit["LoadCredential"].startswith("api-key:/")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd verifies the unit")
+@pytest.mark.parametrize("drop_in", [None, "gpu.conf", "tpu.conf"])
+def test_systemd_takes_the_unit(tmp_path, drop_in):
+    installed = tmp_path / UNIT.name
+    installed.write_text(UNIT.read_text())
+    if drop_in is not None:
+        (tmp_path / f"{UNIT.name}.d").mkdir()
+        shutil.copy(UNIT.parent / drop_in, tmp_path / f"{UNIT.name}.d")
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(installed)], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.slow
+def test_what_the_unit_runs_asks_for_the_key_of_its_credential(unit, tmp_path):
+    (tmp_path / "api-key").write_text("a-key\n")
+    binary = tmp_path / "jaxembed"
+    binary.write_text(f'#!/bin/sh\nexec {sys.executable} -m jaxembed.cli "$@" --port 0\n')
+    binary.chmod(0o755)
+    text = script(unit).replace("/opt/jaxembed/bin/jaxembed", str(binary))
+    environment = os.environ | {
+        "CREDENTIALS_DIRECTORY": str(tmp_path),
+        "JAXEMBED_CACHE": str(tmp_path / "cache"),
+        "JAX_PLATFORMS": "cpu",
+    }
+    with subprocess.Popen(
+        ["/bin/sh", "-c", text], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stderr is not None
+        url = next(line for line in process.stderr if "listening" in line).split()[-1]
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        asked = urllib.request.Request(f"{url}/info", headers={"Authorization": "Bearer a-key"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            assert answer.status == 200
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"{url}/info", timeout=60)
+        assert caught.value.code == 401
+        caught.value.close()
+        process.send_signal(signal.SIGTERM)  # the shell has become the server
+        assert process.wait(60) == 0

@@ -30,7 +30,7 @@ PAGES = [
     *sorted(DOCS.rglob("*.md")),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     ROOT / "benchmarks" / "README.md",
-    ROOT / "deploy" / "kubernetes" / "README.md",
+    *sorted((ROOT / "deploy").rglob("README.md")),
 ]
 DIALECTS = {"OpenAI": "openai", "TEI": "tei", "Cohere": "cohere"}
 MODEL, ENGINE, TEXTS = "Model", "Engine", "Texts"  # sections of docs/configuration.md
