@@ -486,6 +486,19 @@ def test_models_that_come_into_the_repository_are_found_and_nothing_outside_of_i
         Catalog(["two"], tmp_path / "in")
 
 
+def test_a_loadable_model_may_have_names_of_its_own():
+    catalog = Catalog(["a=s3://bucket/x=1", "b=s3://bucket/x=1", "./c=d", "s3://bucket/e=f"], None)
+    models = Models(capacity=Capacity(10), loadable=catalog)
+    assert models.names == ("a", "b", "./c=d", "s3://bucket/e=f")
+    assert models["a"] is models["b"]
+    assert models["a"].id == "s3://bucket/x=1"
+    for given in ("=model", " =model", "name="):
+        with pytest.raises(ConfigError, match="wanted MODEL or NAME=MODEL"):
+            Catalog([given], None)
+    with pytest.raises(ConfigError, match="names two models a"):
+        Catalog(["a=one", "a=two"], None)
+
+
 # over HTTP
 
 

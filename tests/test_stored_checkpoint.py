@@ -7,6 +7,7 @@ import itertools
 import logging
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -164,6 +165,13 @@ def test_a_copy_is_made_once(store, digest, cache):
     store.asked.clear()
     assert hub.resolve(URL, cache_dir=cache) == entry
     assert store.asked == ["cat_file", "cat_file"]  # the manifest and the digests
+
+
+def test_of_those_who_need_it_at_once_one_makes_the_copy(store, digest, converted, cache):
+    with ThreadPoolExecutor(4) as threads:
+        entries = set(threads.map(lambda _: hub.resolve(URL, cache_dir=cache), range(4)))
+    assert len(entries) == 1
+    assert store.asked.count("get_file") == len(content(converted)) - 1  # without the digests
 
 
 def test_a_copy_of_one_content_is_used_without_asking(store, digest, cache):

@@ -154,9 +154,9 @@ REPOSITORY_OPTIONS = together(
     click.option(
         "--loadable",
         multiple=True,
-        metavar="MODEL",
+        metavar="[NAME=]MODEL",
         help="This directory, hub id or URL in an object store may be loaded when a request asks "
-        "for it. Repeatable.",
+        "for it, by NAME if there is one. Repeatable.",
     ),
     click.option(
         "--model-memory",

@@ -10,17 +10,23 @@ logger = logging.getLogger(__name__)
 
 
 class Catalog:
-    """Ids of models by the names they are served under: hub ids and directories under their own,
-    and each folder of a repository under the folder's name."""
+    """Ids of models by the names they are served under: each of `ids`, a hub id, a directory or a
+    URL in an object store, under the NAME of `NAME=ID`, or without one under its own; and each
+    folder of a repository under the folder's name."""
 
     def __init__(self, ids: Sequence[str], repository: Path | None):
-        """Raises ConfigError if the repository is no directory or a name is meant twice."""
+        """Raises ConfigError if the repository is no directory, a name is meant twice, or what one
+        names is not given."""
         if repository is not None and not repository.is_dir():
             raise ConfigError(
                 f"--model-repository {repository} is no directory; a model in an object store is "
                 "named with --loadable"
             )
-        self._ids = {name: name for name in ids}
+        self._ids: dict[str, str] = {}
+        for given in ids:
+            name, model = _name_and_id(given)
+            if self._ids.setdefault(name, model) != model:
+                raise ConfigError(f"--loadable names two models {name}; give each its own name")
         self._repository = repository
         if twice := self._ids.keys() & self._folders().keys():
             raise ConfigError(
@@ -40,6 +46,16 @@ class Catalog:
             logger.warning("--model-repository %s: %s", self._repository, error.strerror)
             return {}
         return {entry.name: str(entry.absolute()) for entry in entries if _is_model(entry)}
+
+
+def _name_and_id(given: str) -> tuple[str, str]:
+    """The name and the id in `NAME=ID`, where a name has no slash: paths and URLs may hold "="."""
+    name, equals, model = given.partition("=")
+    if not equals or "/" in name:
+        return given, given
+    if not name.strip() or not model:
+        raise ConfigError(f"--loadable {given}: wanted MODEL or NAME=MODEL")
+    return name, model
 
 
 def _is_model(entry: Path) -> bool:

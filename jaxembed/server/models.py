@@ -160,7 +160,8 @@ class Models:
                 del self._by_name[name], self._own[name]
         by_id = {known.id: known for known in self.known}
         for name, model in found.items():
-            self._by_name.setdefault(name, by_id.get(model) or KnownModel(model))
+            known = by_id.setdefault(model, KnownModel(model))
+            self._by_name.setdefault(name, known)
         self._own |= {
             name: model for name, model in found.items() if self._by_name[name].id == model
         }
