@@ -356,6 +356,16 @@ def test_a_release_runs_what_the_server_knows(chart, path):
     assert [volume["name"] for volume in pod["volumes"]] == list(mounts.values())
 
 
+def test_a_release_without_values_serves_the_default_model(chart):
+    found = rendered(chart, {})
+    for one in found.values():
+        fit_schemas(one)
+    assert set(found) == {"Deployment", "Service", "PodDisruptionBudget"}
+    (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert command(*container["args"])["model_id"] == ()
+    assert "env" not in container
+
+
 @each_values
 def test_everything_of_a_release_selects_its_pods(chart, path):
     found = rendered(chart, values_of(path))
