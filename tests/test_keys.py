@@ -19,7 +19,7 @@ from jaxembed.config import ServerConfig
 from jaxembed.errors import ConfigError, Overloaded
 from jaxembed.server import keyring as keyring_module
 from jaxembed.server.access import duration
-from jaxembed.server.app import create_app
+from jaxembed.server.app import create_app, create_metrics_app
 from jaxembed.server.key_file import digest_of, parse_keys, read_key_file
 from jaxembed.server.keyring import Keyring
 from jaxembed.server.models import Models
@@ -586,6 +586,18 @@ def test_no_message_metric_or_log_line_has_a_key_or_its_digest(tmp_path, caplog)
     assert "jaxembed_unknown_keys 3.0" in seen
     assert 'jaxembed_key_file_reads{result="done"} 1.0' in seen
     assert not [one for one in ("secret", "wrong`", DIGEST, DIGEST[:12]) if one in seen]
+
+
+def test_the_port_of_metrics_shows_those_of_keys_too(tmp_path):
+    async def scenario():
+        site = Site(tmp_path, table("batch"))
+        await site.embed()
+        client = create_metrics_app(site.app.service).test_client()
+        metrics = (await (await client.get("/metrics")).get_data()).decode()
+        assert 'jaxembed_key_requests{key="batch"} 1.0' in metrics
+        assert 'jaxembed_key_tokens{key="batch"} 2.0' in metrics
+
+    asyncio.run(scenario())
 
 
 def test_without_a_key_file_nothing_of_keys_is_shown_or_done():
