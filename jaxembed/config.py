@@ -51,6 +51,7 @@ class ServerConfig:
     accept_bare_token_ids: bool = False  # OpenAI's routes take token ids without special tokens
     drain_timeout_s: float = 20.0  # time to answer admitted requests at shutdown
     prometheus_port: int | None = None  # for /metrics; None: the server's own port
+    playground: bool | None = None  # the page at /playground; None: if only this machine reaches it
     admin_key: str | None = None  # opens the routes that load models, on the server's own port
     admin_port: int | None = None  # for these routes, on this machine's own address
     notify_socket: str | None = None  # of a supervisor, which is told when the server is ready

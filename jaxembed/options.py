@@ -72,6 +72,7 @@ class Embeddings:
     cached: int = 0  # inputs whose answers the engine had kept
     chunked: Chunked | None = None  # where the chunks are that each have a vector, of chunked texts
     windows: Windows | None = None  # of documents in windows, each of which is an input
+    vector_ids: np.ndarray | None = None  # int32 [rows of `multi_vector`], the token of each
 
     def followed_by(self, other: "Embeddings") -> "Embeddings":
         """Both answers, which have the same outputs, as one."""

@@ -117,6 +117,7 @@ class EncodeRequest(Request[Embeddings]):
     def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
         """Cut, normalise and encode the outputs as the options say."""
         values, dtype = dict(run.values), self.options.output_dtype
+        vector_ids = None
         if "dense" in values:
             dense = self._shaped(values["dense"], spec.dense)
             values["dense"] = quantise(dense, dtype, self.ranges)
@@ -124,13 +125,13 @@ class EncodeRequest(Request[Embeddings]):
             tokens = values["tokens"]
             values["tokens"] = Ragged(quantise(tokens.values, dtype), tokens.offsets)
         if "multi_vector" in values:
-            kept = self._kept(spec, run)
+            kept, vector_ids = self._kept(spec, run)
             rows = quantise(self._shaped(kept.values, spec.heads["multi_vector"]), dtype)
             values["multi_vector"] = Ragged(rows, kept.offsets)
         if "sparse" in self.options.outputs:
             values["sparse"] = self._terms(spec, run)
             values.pop("token_weights", None)
-        return Embeddings(values, **run.figures)
+        return Embeddings(values, **run.figures, vector_ids=vector_ids)
 
     def excess_bytes(self, answer: Embeddings) -> int:
         """Those of weights of terms: how many a text has, only its answer says."""
@@ -147,16 +148,16 @@ class EncodeRequest(Request[Embeddings]):
             normalize=head.normalize if normalize is None else normalize,
         )
 
-    def _kept(self, spec: ModelSpec, run: Run) -> Ragged:
-        """The rows of the tokens that are answered."""
+    def _kept(self, spec: ModelSpec, run: Run) -> tuple[Ragged, np.ndarray]:
+        """The rows of the tokens that are answered, and the ids of these tokens."""
         head, rows = spec.heads["multi_vector"], run.values["multi_vector"]
         assert isinstance(head, PerToken)
-        kept = np.ones(len(rows.values), bool)
+        kept, ids = np.ones(len(rows.values), bool), run.tokenized.work.planes["ids"]
         if head.skipped_ids and self.rules.role != "query":
-            kept = ~np.isin(run.tokenized.work.planes["ids"], head.skipped_ids)
+            kept = ~np.isin(ids, head.skipped_ids)
         if head.drops_first:
             kept[rows.offsets[:-1]] = False
-        return rows if kept.all() else rows.where(kept)
+        return (rows, ids) if kept.all() else (rows.where(kept), ids[kept])
 
     def _terms(self, spec: ModelSpec, run: Run) -> SparseRows:
         """The weights of terms, of which no more than asked for."""

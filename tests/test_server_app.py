@@ -24,6 +24,7 @@ OPEN = (
     "/ping",
     "/metrics",
     "/docs",
+    "/playground",
     "/docs/swagger-ui.css",
     "/openapi.json",
     "/api-doc/openapi.json",

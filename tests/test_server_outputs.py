@@ -106,6 +106,22 @@ def test_embed_sparse_answers_as_tei(embedder):
     assert [list(term) for term in body[0]] == [["index", "value"]] * len(body[0])
 
 
+@pytest.mark.parametrize("encoding_format", ["float", "base64"])
+def test_the_token_of_each_of_several_vectors_is_named(embedder, encoding_format):
+    """The model has no vector for the first token."""
+    asked = {"input": TEXTS, "outputs": ["multi_vector", "sparse"], "return_tokens": True}
+    _, body = ask(asked | {"encoding_format": encoding_format}, embedder=embedder)
+    assert [item["tokens"] for item in body["data"]] == [
+        ["hello", "world", "un", "##happy", "a", "##b", "a", "[SEP]"],
+        ["world", "[SEP]"],
+        ["a", "hello", "[SEP]"],
+        ["a", "a", "a", "[SEP]"],
+    ]
+    assert all("tokens" in item["sparse_embedding"] for item in body["data"])
+    asked = asked | {"return_tokens": False}
+    assert "tokens" not in ask(asked, embedder=embedder)[1]["data"][0]
+
+
 def test_embed_multi_answers_numbers_or_bytes(embedder):
     wanted = embedder.encode_multi(TEXTS)
     _, body = ask({"inputs": TEXTS}, path="/embed_multi", embedder=embedder)

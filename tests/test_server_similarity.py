@@ -2,12 +2,13 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 import sources
 from conftest import save_tiny
 from fake_embedder import RERANKER, FakeEmbedder
-from test_late_interaction import late
+from test_late_interaction import HEAD, ID, LENGTH, late
 from test_server_openai import ask
 from test_sparse import as_dense
 from test_splade import weights_of_terms
@@ -129,3 +130,22 @@ def test_a_reranker_is_refused():
     body = {"inputs": {"source_sentence": "a", "sentences": ["b"]}}
     response, _ = ask(body, path="/similarity", embedder=FakeEmbedder(spec=RERANKER))
     assert response.status_code == 424
+
+
+@pytest.mark.parametrize(
+    ("role", "tokens"),
+    [
+        ("query", ["[CLS]", "what", "a", "cat", "on", "mat", "[SEP]", *["[MASK]"] * (LENGTH - 7)]),
+        ("document", ["[CLS]", "the", "a", "cat", "mat", "[SEP]"]),  # `on` has no vector
+    ],
+)
+def test_each_vector_of_a_text_is_named_by_its_token(opened, tmp_path, role, tokens):
+    """Markers and fillers too, and the tokens that documents have no vector of are left out."""
+    head = msgspec.structs.replace(HEAD, skipped_ids=(ID["on"],))
+    fields = late() | {"heads": {"multi_vector": head}}
+    embedder = opened(save_tiny(tmp_path / "checkpoint", **fields))
+    body = {"input": "a cat on mat", "input_type": role, "return_tokens": True}
+    _, answer = ask(body, embedder=embedder)
+    (item,) = answer["data"]
+    assert item["tokens"] == tokens
+    assert len(item["embeddings"]) == len(tokens)

@@ -124,6 +124,12 @@ SERVER_OPTIONS = together(
         type=click.IntRange(0, 65535),
         help="Serve /metrics on a second port too.",
     ),
+    click.option(
+        "--playground/--no-playground",
+        default=None,
+        help="Whether to serve a page at /playground to try the models. Default: if --host is this "
+        "machine's own address.",
+    ),
     tei_option("--json-output", is_flag=True, help="Log lines as JSON."),
     tei_option(
         "--otlp-endpoint",
@@ -202,6 +208,7 @@ def server_config(flags: dict[str, Any]) -> ServerConfig:
         accept_bare_token_ids=flags["accept_bare_token_ids"],
         drain_timeout_s=flags["drain_timeout"],
         prometheus_port=flags["prometheus_port"],
+        playground=flags["playground"],
         admin_key=flags["admin_key"],
         admin_port=flags["admin_port"],
         notify_socket=os.environ.get("NOTIFY_SOCKET"),

@@ -29,6 +29,7 @@ OPEN_ROUTES = {
     "/ping",
     "/metrics",
     "/docs",
+    "/playground",
     "/openapi.json",
     "/api-doc/openapi.json",
 }

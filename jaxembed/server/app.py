@@ -23,6 +23,7 @@ from jaxembed.server import (
     multi,
     openai,
     ops,
+    playground,
     repository,
     tei,
     tei_scores,
@@ -50,6 +51,7 @@ BLUEPRINTS = (
     ops.blueprint,
     ops.metrics_blueprint,
     docs.blueprint,
+    playground.blueprint,
 )
 
 

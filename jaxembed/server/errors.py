@@ -57,6 +57,10 @@ class Unhealthy(JaxembedError):
     """The server cannot take work now."""
 
 
+class PlaygroundOff(JaxembedError):
+    """The page is asked for on a server that does not have it."""
+
+
 class LoadFailed(JaxembedError):
     """A model that was to be loaded cannot be; Triton's status is that of a wrong request."""
 
@@ -105,6 +109,7 @@ REPLIES: dict[type[Exception], Reply] = {
                           "overloaded"),
     Overloaded:     Reply(429, "Overloaded", 429, "rate_limit_error", "overloaded", "overloaded"),
     Unhealthy:      Reply(503, "Unhealthy", 503, _FAILED, "unhealthy", None),
+    PlaygroundOff:  Reply(404, "NotFound", 404, _BAD, None, None),
     LoadFailed:     Reply(400, "Backend", 400, _BAD, None, None),
     Unauthorized:   Reply(401, "Unauthorized", 401, _BAD, "invalid_api_key", None),
     Forbidden:      Reply(403, "Forbidden", 403, _BAD, "not_permitted", None),

@@ -65,7 +65,7 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
 
     `outputs` are some of dense, sparse and multi_vector, of models that give several;
     `return_multivector` is Jina's name of the last. `max_active_dims` keeps so many terms of a
-    sparse output, `return_tokens` names them.
+    sparse output; `return_tokens` names them, and the token of each of several vectors.
 
     Three fields also have the names that Voyage, Jina and LiteLLM use: `truncation` for `truncate`,
     `normalized` for `normalize`, `output_dimension` for `dimensions`. `input_type` (Cohere, Voyage,
@@ -109,7 +109,7 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
 class EmbeddingObject(msgspec.Struct, omit_defaults=True):
     """The outputs of an input. The vector is a list of numbers, or base64 of their little-endian
     bytes, or null where it was not asked for; so are the vectors to compare token by token, of
-    which base64 has the `shape` beside it.
+    which base64 has the `shape` beside it. `tokens` are theirs, where asked for.
 
     A chunk with a place also has the index of its input, and where it starts and ends there, in the
     `offset_unit` of the request.
@@ -121,6 +121,7 @@ class EmbeddingObject(msgspec.Struct, omit_defaults=True):
     sparse_embedding: SparseEmbedding | msgspec.UnsetType = msgspec.UNSET
     embeddings: list[list[float]] | str | msgspec.UnsetType = msgspec.UNSET
     shape: tuple[int, int] | msgspec.UnsetType = msgspec.UNSET
+    tokens: list[str] | msgspec.UnsetType = msgspec.UNSET
     input_index: int | msgspec.UnsetType = msgspec.UNSET
     start: int | msgspec.UnsetType = msgspec.UNSET
     end: int | msgspec.UnsetType = msgspec.UNSET
@@ -180,8 +181,10 @@ def options(body: EmbeddingsRequest, loaded: LoadedModel) -> EncodeOptions:
     """
     prompt, prompt_name, route = purpose_of(body, loaded)
     outputs = asked_outputs(body.outputs, body.return_multivector, loaded.spec)
-    if body.return_tokens and "sparse" not in outputs:
-        raise InvalidInput("`return_tokens` is for sparse outputs", field="return_tokens")
+    if body.return_tokens and outputs == {"dense"}:
+        raise InvalidInput(
+            "`return_tokens` is for sparse outputs and for several vectors", field="return_tokens"
+        )
     return EncodeOptions(
         outputs=outputs,
         prompt=prompt,

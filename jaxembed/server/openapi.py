@@ -159,6 +159,7 @@ ROUTES = (
     Route("ops.ready", "Whether traffic should come here"),
     Route("metrics.metrics", "Prometheus metrics", response="text/plain"),
     Route("docs.page", "This page", response="text/html"),
+    Route("playground.playground", "A page to try the models", response="text/html"),
     Route("docs.openapi", "This document", response=dict[str, Any]),
 )
 # fmt: on

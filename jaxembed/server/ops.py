@@ -6,11 +6,13 @@ from typing import Literal
 import msgspec
 from quart import Blueprint, Response
 
+from jaxembed.outputs import OutputName
 from jaxembed.server.access_metrics import access_registry
 from jaxembed.server.encoding import json_response
 from jaxembed.server.errors import Unhealthy
 from jaxembed.server.models import Models
 from jaxembed.server.permission import check_name
+from jaxembed.server.playground import lead_browsers
 from jaxembed.server.service import current_service
 from jaxembed.spec import Task
 from jaxembed.tasks import tasks_of
@@ -38,6 +40,7 @@ class ServedModel(msgspec.Struct):
     max_model_len: int | None = None  # while it is
     task: Task | None = None
     capabilities: tuple[Task, ...] = ()
+    outputs: tuple[OutputName, ...] = ()  # of an embedding model: how a text may be represented
     stats: QueueStats = msgspec.field(default_factory=lambda: QueueStats(0, 0.0))
     parent: str | msgspec.UnsetType = msgspec.UNSET  # the name of an adapter's model
     object: Literal["model"] = "model"
@@ -59,15 +62,16 @@ class Health(msgspec.Struct):
 
 @blueprint.get("/")
 async def probe() -> Response:
-    """200 while every model answers."""
+    """200 while every model answers. A browser is led to the page, where there is one."""
     _check_health()
-    return Response(b"")
+    return lead_browsers() or Response(b"")
 
 
 @blueprint.get("/ping")
 async def ping() -> Response:
     """200 while every model answers, for SageMaker."""
-    return await probe()
+    _check_health()
+    return Response(b"")
 
 
 @blueprint.get("/health")
@@ -145,6 +149,8 @@ def _model(name: str, models: Models) -> ServedModel:
     listed = ServedModel(id=name, created=0, loaded=known.residence is not None)
     if known.spec is not None:
         listed.task, listed.capabilities = known.spec.task, tasks_of(known.spec)
+        if known.spec.task == "embed":
+            listed.outputs = known.spec.representations
     if known.residence is not None:
         loaded = known.residence.loaded
         waiting = loaded.waiting

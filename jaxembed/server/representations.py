@@ -80,7 +80,8 @@ def fields_of(
 ) -> dict[str, Any]:
     """The fields of one input's outputs in an answer in OpenAI's form. Its clients want an
     `embedding`, which is null where it was not asked for, or base64 of no bytes, because the client
-    for Node decodes it. `encoded` makes numbers or base64 of vectors."""
+    for Node decodes it. `encoded` makes numbers or base64 of vectors; `names` gives terms, and the
+    token of each of several vectors, if they are asked for."""
     nothing = encoded(NO_VECTOR)
     fields: dict[str, Any] = {"embedding": nothing if isinstance(nothing, str) else None}
     if "dense" in answer.values:
@@ -92,6 +93,9 @@ def fields_of(
         fields["embeddings"] = encoded(vectors)
         if isinstance(fields["embeddings"], str):
             fields["shape"] = vectors.shape
+        if names is not None and answer.vector_ids is not None:
+            part = slice(*answer.multi_vector.offsets[number : number + 2])
+            fields["tokens"] = names(answer.vector_ids[part].tolist())
     return fields
 
 

@@ -1,0 +1,88 @@
+"""GET /playground: a page to try the models in a browser. It asks the other routes; knows no model.
+
+The page is one file, which needs nothing else: the browser is told to run only the script and the
+style that are in it, and to connect to this server alone.
+"""
+
+import ipaddress
+import re
+from base64 import b64encode
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+from quart import Blueprint, Response, request
+
+from jaxembed.config import ServerConfig
+from jaxembed.server.errors import PlaygroundOff
+from jaxembed.server.service import current_service
+
+blueprint = Blueprint("playground", __name__)
+
+FILE = Path(__file__).with_name("playground.html")
+HTML = "text/html"
+_INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+@blueprint.get("/playground")
+async def playground() -> Response:
+    """The page, for anybody: it holds no data, and its requests carry the key. Raises
+    PlaygroundOff."""
+    if not is_on(current_service().config):
+        raise PlaygroundOff("there is no page here; start the server with --playground to have it")
+    body, policy = _page()
+    headers = {
+        "Content-Security-Policy": policy,
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
+    return Response(body, content_type=f"{HTML}; charset=utf-8", headers=headers)
+
+
+def is_on(config: ServerConfig) -> bool:
+    """Whether there is a page: as the flag says, else where only this machine reaches the
+    server."""
+    return is_loopback(config.host) if config.playground is None else config.playground
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server that listens on this address, or name, is reached from its machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def lead_browsers() -> Response | None:
+    """The answer that leads a browser to the page, if there is one: what asks for HTML by name is a
+    browser. None for all others."""
+    if not is_on(current_service().config):
+        return None
+    if not any(kind == HTML and quality > 0 for kind, quality in request.accept_mimetypes):
+        return None
+    # relative, so that it holds behind a path prefix
+    return Response(b"", 302, headers={"Location": "playground", "Vary": "Accept"})
+
+
+@cache
+def _page() -> tuple[bytes, str]:
+    """The page and its Content-Security-Policy, read once."""
+    body = FILE.read_bytes()
+    hashes = {"script": "", "style": ""}
+    for kind, text in _INLINE.findall(body):
+        digest = b64encode(sha256(text).digest()).decode()
+        hashes[kind.decode()] += f" 'sha256-{digest}'"
+    policy = (
+        "default-src 'none'",
+        f"script-src{hashes['script']}",
+        f"style-src{hashes['style']}",
+        "connect-src 'self'",
+        "img-src data:",  # its icon
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+    return body, "; ".join(policy)

@@ -1,0 +1,147 @@
+"""GET /playground: who gets the page, and what a browser is told it may do. `make page` uses it."""
+
+import re
+from base64 import b64encode
+from hashlib import sha256
+
+import pytest
+from fake_embedder import M3, RERANKER, FakeEmbedder
+from test_server_app import fetch, fetch_json
+
+from jaxembed.config import ServerConfig
+from jaxembed.server.models import Models
+from jaxembed.server.playground import FILE, _page
+
+BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
+OFF = ServerConfig(host="0.0.0.0")
+HTML = FILE.read_text()
+
+
+def policy_of(response) -> dict[str, list[str]]:
+    parts = response.headers["content-security-policy"].split("; ")
+    return {name: values for name, *values in map(str.split, parts)}
+
+
+def test_the_page_is_the_file():
+    response, body = fetch("/playground")
+    assert response.status_code == 200
+    assert response.content_type == "text/html; charset=utf-8"
+    assert body.decode() == HTML
+
+
+def test_a_head_request_gets_the_headers():
+    response, _ = fetch("/playground", "HEAD")
+    assert response.status_code == 200
+    assert "content-security-policy" in response.headers
+
+
+@pytest.mark.parametrize("kind", ["script", "style"])
+def test_only_what_is_in_the_file_may_run(kind):
+    """The hashes are of what is between the tags, which a browser hashes."""
+    (text,) = re.findall(rf"<{kind}>(.*?)</{kind}>", HTML, re.DOTALL)
+    digest = b64encode(sha256(text.encode()).digest()).decode()
+    policy = policy_of(fetch("/playground")[0])
+    assert policy[f"{kind}-src"] == [f"'sha256-{digest}'"]
+    assert len(re.findall(f"<{kind}[ >]", HTML)) == 1
+
+
+def test_the_page_may_connect_to_this_server_alone():
+    policy = policy_of(fetch("/playground")[0])
+    assert policy["default-src"] == ["'none'"]
+    assert policy["connect-src"] == ["'self'"]
+    for name in ("base-uri", "form-action", "frame-ancestors"):
+        assert policy[name] == ["'none'"]
+    assert not any("unsafe" in value for values in policy.values() for value in values)
+
+
+def test_the_page_names_no_other_site_and_writes_no_markup():
+    assert "//" not in re.sub(r"^\s*//.*$|;\s*//.*$", "", HTML, flags=re.MULTILINE)
+    for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+        assert name not in HTML
+    assert not re.search(r"<[^>]*\s(?:style|on\w+)=", HTML)  # the policy forbids them
+
+
+def test_the_key_is_kept_in_the_tab_and_never_in_an_address():
+    assert "localStorage" not in HTML
+    assert "document.cookie" not in HTML
+    uses = [line.strip() for line in HTML.splitlines() if "getItem(KEY)" in line]
+    assert not any("address(" in line or "URL" in line for line in uses)
+
+
+@pytest.mark.parametrize(
+    ("host", "flag", "status"),
+    [
+        ("127.0.0.1", None, 200),
+        ("127.9.9.9", None, 200),
+        ("localhost", None, 200),
+        ("::1", None, 200),
+        ("0.0.0.0", None, 404),
+        ("::", None, 404),
+        ("192.168.1.5", None, 404),
+        ("embeddings.internal", None, 404),
+        ("0.0.0.0", True, 200),
+        ("127.0.0.1", False, 404),
+    ],
+)
+def test_there_is_a_page_where_only_this_machine_reaches_the_server_or_where_it_is_asked_for(
+    host, flag, status
+):
+    config = ServerConfig(host=host, playground=flag)
+    assert fetch("/playground", config=config)[0].status_code == status
+
+
+def test_a_server_without_the_page_names_the_flag():
+    response, body = fetch_json("/playground", config=OFF)
+    assert response.status_code == 404
+    assert body["error_type"] == "NotFound"
+    assert "--playground" in body["error"]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_browser_is_led_to_the_page(method):
+    response, _ = fetch("/", method, headers=BROWSER)
+    assert response.status_code == 302
+    assert response.headers["location"] == "playground"  # relative: behind a path prefix too
+    assert response.headers["vary"] == "Accept"
+
+
+@pytest.mark.parametrize("accept", [None, "*/*", "application/json", "text/*", "text/html;q=0"])
+def test_others_are_answered_as_before(accept):
+    headers = {} if accept is None else {"accept": accept}
+    response, body = fetch("/", headers=headers)
+    assert (response.status_code, body) == (200, b"")
+    assert "location" not in response.headers
+
+
+def test_without_the_page_a_browser_is_answered_as_all_are():
+    response, body = fetch("/", headers=BROWSER, config=OFF)
+    assert (response.status_code, body) == (200, b"")
+
+
+def test_a_probe_that_asks_for_html_sees_an_unhealthy_server():
+    embedder = FakeEmbedder()
+    embedder.healthy = False
+    response, _ = fetch("/", headers=BROWSER, embedder=embedder)
+    assert response.status_code == 503
+    assert fetch("/playground", embedder=embedder)[0].status_code == 200
+
+
+def test_only_the_root_leads_anywhere():
+    assert fetch("/ping", headers=BROWSER)[0].status_code == 200
+
+
+def test_the_page_needs_no_key_and_is_read_once():
+    keys = ServerConfig(api_keys=("key",))
+    assert fetch("/playground", config=keys)[0].status_code == 200
+    assert fetch("/v1/models", config=keys)[0].status_code == 401
+    assert _page() is _page()
+
+
+def test_the_list_of_models_says_what_each_gives():
+    """By which the page chooses its panels."""
+    several, reranker = FakeEmbedder(), FakeEmbedder()
+    vars(several).update(name="several", spec=M3)
+    vars(reranker).update(name="reranker", spec=RERANKER)
+    _, body = fetch_json("/v1/models", models=Models([several, reranker]))
+    outputs = {one["id"]: one["outputs"] for one in body["data"]}
+    assert outputs == {"several": ["dense", "sparse", "multi_vector"], "reranker": []}
