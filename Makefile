@@ -21,8 +21,8 @@ EXTRA = $(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.tom
 SPHINX = $(VENV)-docs/bin/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet -c docs .
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test slow check format docs docs-links parity golden chaos deploy eval bench bench-peers bench-gpu plots \
-	constraints clean
+.PHONY: help serve test slow page deploy check format docs docs-links parity golden chaos eval bench bench-peers \
+	bench-gpu plots constraints clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -37,6 +37,9 @@ test: $(VENV)/dev.stamp  ## run the tests but the slow ones
 
 slow: $(VENV)/dev.stamp  ## run the slow tests: whole servers, commands and benchmarks
 	$(PYTEST) -m slow $(ARGS)
+
+page: $(VENV)/page.stamp  ## the page at /playground in a Chromium; screenshots: ARGS="--screenshots docs/images"
+	$(BIN)/pytest tests/page $(ARGS)
 
 check: $(VENV)/dev.stamp  ## lint, types, import layers
 	$(BIN)/ruff format --check .
@@ -118,6 +121,11 @@ $(VENV)/dev.stamp: $(VENV)/serve.stamp
 
 $(VENV)/deploy.stamp: $(VENV)/dev.stamp
 	$(call EXTRA,deploy) > $(VENV)/requirements.txt
+	$(PIP) --requirement $(VENV)/requirements.txt
+	@touch $@
+
+$(VENV)/page.stamp: $(VENV)/dev.stamp
+	$(call EXTRA,page) > $(VENV)/requirements.txt
 	$(PIP) --requirement $(VENV)/requirements.txt
 	@touch $@
 

@@ -1,0 +1,1 @@
+"""The page at /playground in a real Chromium: `make page`."""

@@ -1,0 +1,97 @@
+"""A server with a model for every panel, and the Chromium that looks at its page."""
+
+import os
+import shutil
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import sources
+from conftest import save_tiny
+from live_server import WAIT_S, served
+from playwright.sync_api import Browser, Error, sync_playwright
+from test_embedder import save_scorer
+
+from jaxembed import checkpoint, hub
+from jaxembed.spec import LateInteraction, NormalizeLayer, PerToken
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+SWITCHES = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+MARKER = 1  # [unused0] of the default model's vocabulary
+
+
+def chromium() -> str | None:
+    """The program: CHROMIUM of the environment, else the first that is installed."""
+    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+@contextmanager
+def browsing() -> Iterator[Browser]:
+    """A headless Chromium. Raises Error if it does not start."""
+    program = chromium()
+    if program is None:
+        raise Error("there is no Chromium: install the package chromium, or set CHROMIUM")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=list(SWITCHES))
+        yield browser
+        browser.close()
+
+
+def save_late(folder: Path, cache: Path) -> Path:
+    """The default model without its pooling: it compares texts token by token, so it reranks."""
+    source = hub.resolve(None, cache_dir=cache)
+    spec = checkpoint.load_spec(source)
+    late = msgspec.structs.replace(
+        spec,
+        heads={"multi_vector": PerToken((NormalizeLayer(),))},
+        interaction=LateInteraction(32, 180, query_marker=MARKER, document_marker=MARKER + 1),
+        prompts={"query": "", "document": ""},
+        max_input_tokens=180,
+    )
+    tokenizer = (source / "tokenizer.json").read_bytes()
+    checkpoint.save(folder, late, checkpoint.load_params(source, spec).items(), tokenizer)
+    return folder
+
+
+@contextmanager
+def serving(folder: Path, *more: str) -> Iterator[str]:
+    """The URL of a server of the default model and one of each other kind, and of one that is
+    loaded on first use. `more` are further arguments."""
+    cache = folder / "cache"
+    late = save_late(folder / "late", cache)
+    splade = sources.write_splade(folder / "splade")
+    labels = save_scorer(folder / "labels", ("bad", "good"))
+    pairs = save_scorer(folder / "pairs")
+    save_tiny(folder / "repository" / "later")
+    models = {"minilm": hub.DEFAULT_MODEL, "late": late, "pairs": pairs}
+    models |= {"splade": splade, "labels": labels}
+    names = [f"--served-model-name={name}={model}" for name, model in models.items()]
+    arguments = [*map(str, models.values()), *names, "--cache-dir", str(cache)]
+    arguments += ["--model-repository", str(folder / "repository"), *more]
+    with ready(*arguments) as url:
+        yield url
+
+
+@contextmanager
+def ready(*arguments: str) -> Iterator[str]:
+    """The URL of a server with these arguments once it is ready."""
+    with served(*arguments) as (url, _):
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            try:
+                urllib.request.urlopen(f"{url}/ready").close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield url

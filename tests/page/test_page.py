@@ -1,0 +1,488 @@
+"""The page in a Chromium, with a model for every panel: `make page`."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from conftest import save_tiny
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+from axe_playwright_python.sync_playwright import Axe  # noqa: E402
+
+from page.served_models import browsing, chromium, ready, serving  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    chromium() is None,
+    reason="there is no Chromium: install the package chromium, or set CHROMIUM",
+)
+
+PANELS = ("similarity", "search", "classify", "terms", "alignments", "tokens", "server")
+TERMS = {"terms-query": "hello a", "terms-document": "hello world"}  # of a small vocabulary
+DASH = "\N{EN DASH}"
+NARROW = {"width": 400, "height": 800}
+STATES = {  # what axe looks at
+    "light": {"color_scheme": "light"},
+    "dark": {"color_scheme": "dark"},
+    "narrow": {"viewport": NARROW},
+    "still": {"reduced_motion": "reduce"},
+}
+
+Opened = Callable[..., "playwright.Page"]
+
+
+@pytest.fixture(name="browser", scope="module")
+def _browser() -> Iterator["playwright.Browser"]:
+    with browsing() as browser:
+        yield browser
+
+
+@pytest.fixture(name="url", scope="module")
+def _url(tmp_path_factory) -> Iterator[str]:
+    with serving(tmp_path_factory.mktemp("served")) as url:
+        yield url
+
+
+@pytest.fixture(name="opened")
+def _opened(browser, url) -> Iterator[Opened]:
+    """Open a panel. At the end the page must have asked nobody but its server, without errors of
+    its own."""
+    asked: list[str] = []
+    complaints: list[str] = []
+    contexts = []
+
+    def opened(panel: str = "", at: str = url, path: str = "/playground", **options):
+        permissions = ["clipboard-read", "clipboard-write"]
+        context = browser.new_context(permissions=permissions, **options)
+        context.on("request", lambda request: asked.append(request.url))
+        contexts.append((context, at))
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda message: complaints.append(message.text))
+        page.goto(f"{at}{path}{panel and '#' + panel}")
+        page.wait_for_selector("[role=tab]:visible, #error:not(:empty)")
+        return page
+
+    yield opened
+    for context, at in contexts:
+        assert all(address.startswith(f"{at}/") for address in asked if at in address)
+        context.close()
+    origins = {at for _, at in contexts}
+    assert [address for address in asked if not address.startswith(tuple(origins))] == []
+    refused = "Failed to load resource: the server responded with a status of"
+    assert [one for one in complaints if not one.startswith(refused)] == []
+
+
+def panel_of(page):
+    return page.locator("section:visible")
+
+
+def sent(page, model: str | None = None, **values: str):
+    """Fill in the panel that is shown, send it, and wait for its answer."""
+    panel = panel_of(page)
+    name = panel.get_attribute("id")
+    for field, value in values.items():
+        page.fill(f"#{field.replace('_', '-')}", value)
+    if model is not None:
+        page.select_option(f"#{name}-model", model)
+    panel.locator("button[type=submit]").click()
+    panel.locator(".status, .error").filter(has_text=re.compile(r"^(?!Waiting).")).wait_for()
+    return panel
+
+
+def status_of(panel) -> str:
+    assert panel.locator(".error").text_content() == ""
+    return panel.locator(".status").text_content()
+
+
+def table_of(panel, number: int = 0) -> list[list[str]]:
+    rows = panel.locator("table").nth(number).locator("tbody tr")
+    return [row.locator("th, td").all_inner_texts() for row in rows.all()]
+
+
+# What it shows
+
+
+def test_a_browser_comes_from_the_root_and_sees_the_panels_of_the_models(opened):
+    page = opened(path="/")
+    assert page.url.endswith("/playground")
+    tabs = page.locator("[role=tab]:visible").all_inner_texts()
+    assert [tab.lower() for tab in tabs] == list(PANELS)
+    assert page.locator("#about").text_content() == "6 names of models, 5 in memory"
+
+
+def test_a_panel_that_no_model_fills_is_left_out(opened, tmp_path):
+    embedder = save_tiny(tmp_path / "embedder")
+    with ready(str(embedder), "--cache-dir", str(tmp_path / "cache")) as url:
+        page = opened(at=url)
+        tabs = page.locator("[role=tab]:visible").all_inner_texts()
+        assert tabs == ["Similarity", "Search", "Tokens", "Server"]
+        assert page.locator("#search-alone").get_attribute("hidden") is None
+        page.context.close()
+
+
+def test_the_most_similar_pair_is_named_and_outlined(opened):
+    page = opened("similarity")
+    panel = sent(page, "minilm")
+    assert re.match(r"Most similar: 1 and 3 \(0\.\d+\)", status_of(panel))
+    rows = table_of(panel)
+    assert [row[0][:2] for row in rows] == ["1.", "2.", "3.", "4.", "5."]
+    assert [float(row[k + 1]) for k, row in enumerate(rows)] == pytest.approx([1] * 5, abs=1e-3)
+    assert panel.locator("td.best").all_inner_texts() == [rows[0][3], rows[2][1]]
+    assert panel.locator("thead th[scope=col]").count() == 5
+    assert panel.locator("tbody th[scope=row]").count() == 5
+
+
+def test_the_slider_cuts_the_vectors(opened):
+    page = opened("similarity")
+    panel = sent(page, "minilm")
+    whole = table_of(panel)
+    with page.expect_response("**/v1/embeddings") as answered:
+        page.locator("#similarity-dimensions").fill("64")
+    assert json.loads(answered.value.request.post_data)["dimensions"] == 64
+    page.wait_for_function(
+        "first => document.querySelector('.heat td').innerText !== first", arg=whole[0][2]
+    )
+    assert page.locator("#similarity-shown").text_content() == "64"
+
+
+@pytest.mark.parametrize(("model", "cut"), [("minilm", True), ("late", False), ("splade", False)])
+def test_the_slider_is_there_for_dense_vectors(opened, model, cut):
+    page = opened("similarity")
+    page.select_option("#similarity-model", model)
+    assert page.locator("#similarity-dimensions").is_visible() is cut
+
+
+@pytest.mark.parametrize("model", ["late", "splade"])
+def test_models_without_dense_vectors_compare_texts_too(opened, model):
+    page = opened("similarity")
+    panel = sent(page, model, similarity_texts="hello world\nhello a\nunhappy\nhello world")
+    assert status_of(panel).startswith("Most similar: 1 and 4 (")
+    assert panel.locator(".requests li").count() == 1  # of four that are alike
+
+
+def test_a_reranker_stands_beside_the_search_with_its_moves(opened):
+    page = opened("search")
+    page.select_option("#search-reranker", "late")
+    panel = sent(page, "minilm")
+    before, after = table_of(panel), table_of(panel, 1)
+    ranks = {row[2]: int(row[0]) for row in before}
+    assert sorted(ranks) == sorted(row[3] for row in after)
+    assert after[0][3].startswith("A harmless piece of a germ")
+    for row in after:
+        steps = ranks[row[3]] - int(row[0])
+        words = f"{'up' if steps > 0 else 'down'} {abs(steps)}" if steps else "as before"
+        assert words in " ".join(row[1].split("\n"))
+    assert "▲ 2" in after[0][1]
+    moved = sum(ranks[row[3]] != int(row[0]) for row in after)
+    assert f"{moved} documents moved" in status_of(panel)
+    paths = panel.locator(".requests code").all_inner_texts()
+    assert paths == ["POST /v1/embeddings", "POST /v1/embeddings", "POST /v1/rerank"]
+
+
+def test_the_reranker_is_a_choice(opened):
+    page = opened("search")
+    choices = page.locator("#search-reranker option").all_inner_texts()
+    assert choices == ["pairs", "late", "later (loaded on first use)", "none"]
+    page.select_option("#search-reranker", "")
+    panel = sent(page, "minilm")
+    assert panel.locator("table").count() == 1
+
+
+def test_a_classifier_gives_labels(opened):
+    panel = sent(opened("classify"), "labels", classify_texts="the cat\nthe dog runs")
+    rows = table_of(panel)
+    assert [len(row) for row in rows] == [4, 3, 4, 3]  # a text has two labels
+    assert float(rows[0][2]) + float(rows[1][1]) == pytest.approx(1, abs=2e-3)
+
+
+def test_terms_show_what_query_and_document_share(opened):
+    panel = sent(opened("terms"), "splade", **TERMS)
+    score = float(re.search(r"Score ([\d.]+), of \d+ shared terms?: ", status_of(panel))[1])
+    products = [float(row[3]) for row in table_of(panel) if row[3]]
+    assert sum(products) == pytest.approx(score, abs=0.01)
+    assert panel.locator("table").count() == 2
+
+
+def test_alignments_name_the_best_token_of_the_document_for_each_of_the_query(opened):
+    values = {"alignments_query": "red apple", "alignments_document": "the moon; a red apple"}
+    panel = sent(opened("alignments"), "late", **values)
+    found = {row[0]: row[1] for row in table_of(panel)}
+    assert {"red", "apple", "[CLS]", "[SEP]", "[unused0]"} == set(found)
+    assert found["red"].startswith("red (")
+    assert found["apple"].startswith("apple (")
+    rows = table_of(panel)
+    total = float(re.match(r"MaxSim ([\d.]+)", status_of(panel))[1])
+    assert sum(float(row[2]) for row in rows) == pytest.approx(total, abs=0.01)
+    assert "apple" in panel.locator("ol mark").all_inner_texts()
+
+
+def test_tokens_have_their_bytes_and_the_cut_is_marked(opened):
+    page = opened("tokens")
+    panel = sent(page, "minilm", tokens_text="café moon")
+    items = [" ".join(item.split()) for item in panel.locator(".tokens li").all_inner_texts()]
+    assert items[1:3] == ["café 0\u20135 · id 7668", "moon 6\u201310 · id 4231"]
+    assert status_of(panel) == "4 tokens, none is cut. The limit is 256."
+    panel = sent(page, "minilm", tokens_text="moon " * 300)
+    page.wait_for_selector(".tokens .cut")
+    assert status_of(panel).startswith("302 tokens, of which the last 46 of the text are cut")
+    assert panel.locator(".tokens .lost").count() == 46
+    assert "at byte 1270" in panel.locator(".tokens .cut").inner_text()
+
+
+def test_a_model_that_is_not_in_memory_is_loaded_by_its_first_request(opened, url):
+    page = opened("similarity")
+    assert "later (loaded on first use)" in page.locator("#similarity-model").inner_text()
+    panel = sent(page, "later", similarity_texts="the cat\nthe cat\nred dog")
+    assert status_of(panel).startswith("Most similar: 1 and 2 (1.000)")
+    assert page.locator("#similarity-model option[value=later]").inner_text() == "later"
+    assert page.locator("#similarity-dimensions").get_attribute("max") == "32"
+
+
+def test_the_server_is_watched_live(opened):
+    page = opened("server")
+    asker = opened("similarity")
+    page.wait_for_selector(".figures")
+    for _ in range(3):
+        sent(asker, "minilm")
+    figures = page.locator("h3:text-is('minilm') + dl")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('h3')].find((one) => one.textContent === 'minilm')"
+        ".nextElementSibling.querySelector('dd').textContent > '0'"
+    )
+    titles = figures.locator("dt").all_inner_texts()
+    assert titles[:2] == ["Tokens a second", "Requests a second"]
+    assert {"Queue, interactive", "Queue, bulk", "Fill of batches"} <= set(titles)
+    assert figures.locator("svg path").first.get_attribute("d").startswith("M")
+    state = {row[0]: row[1] for row in table_of(panel_of(page))}
+    assert state["minilm"] == "in memory"
+
+
+def test_watching_can_be_paused(opened):
+    page = opened("server")
+    page.wait_for_selector(".figures")
+    page.click("#server-pause")
+    seen: list[str] = []
+    page.on("request", lambda request: seen.append(request.url))
+    page.wait_for_timeout(2500)
+    assert seen == []
+    page.click("#server-pause")
+    with page.expect_response("**/metrics"):
+        pass
+
+
+def test_nothing_is_asked_while_another_panel_is_shown(opened):
+    page = opened("tokens")
+    seen: list[str] = []
+    page.on("request", lambda request: seen.append(request.url))
+    page.wait_for_timeout(1500)
+    assert seen == []
+
+
+# Requests
+
+
+@pytest.mark.parametrize(
+    ("panel", "model", "values"),
+    [
+        ("similarity", "minilm", {"similarity_texts": 'it\'s "quoted" $HOME `ls`\nnaïve 🙂 \\n'}),
+        ("search", "minilm", {}),
+        ("classify", "labels", {}),
+        ("terms", "splade", TERMS),
+        ("alignments", "late", {}),
+        ("tokens", "minilm", {}),
+        ("server", None, None),
+    ],
+)
+@pytest.mark.parametrize(("kind", "command"), [("curl", "bash"), ("Python", sys.executable)])
+def test_a_copied_request_runs_and_gives_the_same(opened, panel, model, values, kind, command):
+    page = opened(panel)
+    values = None if values is None else {k.replace("-", "_"): v for k, v in values.items()}
+    shown = panel_of(page) if values is None else sent(page, model, **values)
+    shown.get_by_role("button", name=f"Copy as {kind}").first.click()
+    page.wait_for_selector(f"text=Copied as {kind}")
+    text = page.evaluate("navigator.clipboard.readText()")
+    assert text == shown.locator("pre").text_content()
+    done = subprocess.run([command, "-c", text], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "te_request_count" in done.stdout if values is None else json.loads(done.stdout)
+
+
+def test_the_time_is_that_of_the_servers_headers(opened):
+    page = opened("similarity")
+    with page.expect_response("**/v1/embeddings") as answered:
+        panel = sent(page, "minilm")
+    headers = answered.value.headers
+    line = panel.locator(".requests li").inner_text()
+    assert f"{headers['x-total-time']} ms in the server" in line
+    assert f"inference {headers['x-inference-time']})" in line
+    assert f"{headers['x-compute-tokens']} tokens" in line
+
+
+def test_an_error_is_shown_in_the_servers_words(opened):
+    page = opened("tokens")
+    assert status_of(sent(page, "minilm"))
+    panel = sent(page, "minilm", tokens_text="")
+    page.wait_for_selector("#tokens .error:not(:empty)")
+    message = panel.locator(".error").text_content()
+    assert message == "400: Input validation error: `inputs` cannot be empty"
+    assert panel.locator(".tokens").count() == 0
+
+
+def test_what_is_wrong_before_anything_is_sent_is_said(opened):
+    panel = sent(opened("similarity"), "minilm", similarity_texts="alone")
+    assert "wanted 2 to 40 texts" in panel.locator(".error").text_content()
+
+
+def test_markup_in_a_text_stays_text(opened):
+    evil = "<img src=x onerror=alert(1)>\n<b>bold</b>"
+    panel = sent(opened("similarity"), "minilm", similarity_texts=evil)
+    assert panel.locator("tbody th").first.inner_text() == "1. <img src=x onerror=alert(1)>"
+    assert panel.locator("table img, table b").count() == 0
+
+
+def test_a_server_with_a_key_is_given_it_and_nothing_else_holds_it(opened, tmp_path):
+    embedder = save_tiny(tmp_path / "embedder")
+    arguments = ("--api-key", "secret-key", "--cache-dir", str(tmp_path / "cache"))
+    with ready(str(embedder), *arguments) as url:
+        page = opened(at=url)
+        assert page.locator("#error").text_content().startswith("401: missing or wrong API key")
+        page.keyboard.type("secret-key")  # its field has the focus
+        page.keyboard.press("Enter")
+        page.wait_for_selector("[role=tab]:visible")
+        panel = sent(page, similarity_texts="the cat\nred dog")
+        assert status_of(panel).startswith("Most similar: 1 and 2")
+        panel.get_by_role("button", name="Copy as curl").click()
+        text = panel.locator("pre").text_content()
+        assert '"Authorization: Bearer $API_KEY"' in text
+        assert "secret-key" not in text + page.url + page.content()
+        assert page.evaluate("localStorage.length") == 0
+        page.reload()
+        page.wait_for_selector("[role=tab]:visible")
+        page.click("#key-button")
+        page.click("#key-forget")
+        page.wait_for_selector("#error:not(:empty)")
+        page.context.close()
+
+
+# For everybody
+
+
+def test_the_keyboard_alone_does_it_all(opened):
+    """Find the most similar pair, rerank a list, and copy a request, without a mouse."""
+    page = opened()
+
+    def press(*keys: str) -> None:
+        for key in keys:
+            page.keyboard.press(key)
+
+    def reach(selector: str) -> None:
+        for _ in range(40):
+            page.keyboard.press("Tab")
+            if page.evaluate("s => document.activeElement.matches(s)", selector):
+                return
+        raise AssertionError(f"Tab does not lead to {selector}")
+
+    reach("#tab-similarity")
+    reach("#similarity-texts")
+    press("Control+Enter")
+    page.wait_for_selector("text=Most similar: 1 and 3")
+    reach("#similarity .requests button")
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    press("Enter")
+    page.wait_for_selector("text=Copied as curl")
+    assert page.evaluate("navigator.clipboard.readText()").startswith("curl ")
+    page.focus("#tab-similarity")
+    press("ArrowRight")
+    assert page.evaluate("document.activeElement.id") == "tab-search"
+    assert page.url.endswith("#search")
+    reach("#search-query")
+    press("Enter")
+    page.wait_for_selector("text=documents moved")
+    page.focus("#tab-search")
+    press("End")
+    assert page.evaluate("document.activeElement.id") == "tab-server"
+    press("ArrowRight")
+    assert page.evaluate("document.activeElement.id") == "tab-similarity"
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("panel", PANELS)
+def test_axe_finds_nothing(opened, panel, state):
+    page = opened(panel, **STATES[state])
+    if panel == "server":
+        page.wait_for_selector(".figures")
+    else:
+        models = {"classify": "labels", "terms": "splade", "alignments": "late"}
+        values = {k.replace("-", "_"): v for k, v in TERMS.items()} if panel == "terms" else {}
+        shown = sent(page, models.get(panel, "minilm"), **values)
+        assert status_of(shown)
+        shown.get_by_role("button", name="Copy as curl").first.click()
+    page.click("#key-button")
+    found = Axe().run(page, options={"resultTypes": ["violations"]})
+    assert found.violations_count == 0, found.generate_report()
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_a_narrow_window_has_nothing_outside(opened, panel):
+    page = opened(panel, viewport=NARROW)
+    if panel == "server":
+        page.wait_for_selector(".figures")
+    else:
+        models = {"classify": "labels", "terms": "splade", "alignments": "late"}
+        sent(page, models.get(panel, "minilm"))
+    assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+
+
+def test_dark_is_dark(opened):
+    grounds = []
+    for scheme in ("light", "dark"):
+        page = opened(color_scheme=scheme)
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        grounds.append(sum(map(int, re.findall(r"\d+", ground))))
+    assert grounds[0] > 700
+    assert grounds[1] < 100
+
+
+# What docs/how-to/playground.md shows
+
+WIDTH = 900  # pixels
+SHOTS = {  # the panel, the scheme, the model and the reranker of each
+    "similarity-light": ("similarity", "light", {"similarity-model": "minilm"}),
+    "search-light": ("search", "light", {"search-model": "minilm", "search-reranker": "late"}),
+    "alignments-dark": ("alignments", "dark", {"alignments-model": "late"}),
+    "server-dark": ("server", "dark", {}),
+}
+
+
+@pytest.mark.parametrize("name", SHOTS)
+def test_screenshots_are_taken_where_they_are_asked_for(opened, request, name):
+    folder = request.config.getoption("--screenshots")
+    if folder is None:
+        pytest.skip("no --screenshots")
+    panel, scheme, chosen = SHOTS[name]
+    page = opened(panel, color_scheme=scheme, viewport={"width": WIDTH, "height": 300})
+    for select, value in chosen.items():
+        page.select_option(f"#{select}", value)
+    if panel == "server":
+        _keep_busy(opened("similarity"), page)
+    else:
+        for _ in range(2):  # the second is not slowed by what is done once
+            assert status_of(sent(page))
+    folder.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=folder / f"playground-{name}.png", full_page=True)
+
+
+def _keep_busy(asker, page) -> None:
+    """Ask for some seconds, so that there is something to see, and show one model of several."""
+    for _ in range(30):
+        sent(asker, "minilm")
+        page.wait_for_timeout(200)
+    page.evaluate(
+        "[...document.querySelectorAll('h3')].filter((one) => one.textContent !== 'minilm')"
+        ".forEach((one) => { one.nextElementSibling.remove(); one.remove(); })"
+    )
