@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 import sources
-from conftest import save_tiny
 from live_server import WAIT_S, served
 from playwright.sync_api import Browser, Error, sync_playwright
 from test_embedder import save_scorer
+from test_static import OF_MODEL2VEC
 
 from jaxembed import checkpoint, hub
 from jaxembed.spec import LateInteraction, NormalizeLayer, PerToken
@@ -65,20 +65,21 @@ def save_late(folder: Path, cache: Path) -> Path:
 
 
 @contextmanager
-def serving(folder: Path, *more: str) -> Iterator[str]:
+def serving(folder: Path) -> Iterator[str]:
     """The URL of a server of the default model and one of each other kind, and of one that is
-    loaded on first use. `more` are further arguments."""
+    loaded on first use."""
     cache = folder / "cache"
     late = save_late(folder / "late", cache)
     splade = sources.write_splade(folder / "splade")
     labels = save_scorer(folder / "labels", ("bad", "good"))
     pairs = save_scorer(folder / "pairs")
-    save_tiny(folder / "repository" / "later")
+    # static embeddings: nothing is compiled, so that it is in memory at once
+    sources.write_static(folder / "repository" / "later", OF_MODEL2VEC, normalize=True)
     models = {"minilm": hub.DEFAULT_MODEL, "late": late, "pairs": pairs}
     models |= {"splade": splade, "labels": labels}
     names = [f"--served-model-name={name}={model}" for name, model in models.items()]
     arguments = [*map(str, models.values()), *names, "--cache-dir", str(cache)]
-    arguments += ["--model-repository", str(folder / "repository"), *more]
+    arguments += ["--model-repository", str(folder / "repository"), "--load-timeout", "90"]
     with ready(*arguments) as url:
         yield url
 
