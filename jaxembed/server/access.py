@@ -105,7 +105,8 @@ async def check_admin_key() -> None:
             "missing or wrong admin key; send it as `Authorization: Bearer <key>` (an API key does "
             "not do)"
         )
-    g.key_name = ADMIN_FLAG
+    else:
+        g.key_name = ADMIN_FLAG
 
 
 def _host() -> str:
