@@ -50,6 +50,7 @@ class Trace:
     inputs = 0
     tokens = 0
     truncated = 0
+    cached = 0
     status: int | None = None  # of HTTP; None if its client went away before
     request_id: str | None = None
     error: str | None = None  # the class of what it failed with
@@ -66,11 +67,13 @@ class Trace:
         if len(self.stages) < MOST_STAGES:
             self.stages.append(StageTimes(name, started_at, ended_at, links))
 
-    def count(self, inputs: int, tokens: int, truncated: int) -> None:
-        """Add what was answered."""
+    def count(self, inputs: int, tokens: int, truncated: int, cached: int) -> None:
+        """Add what was answered: inputs and their tokens, and how many inputs were cut to the limit
+        or had an answer in the cache."""
         self.inputs += inputs
         self.tokens += tokens
         self.truncated += truncated
+        self.cached += cached
 
 
 class TicketTrace:
@@ -78,7 +81,7 @@ class TicketTrace:
 
     def __init__(self, trace: Trace):
         self.trace = trace
-        self.queued_at = 0.0  # time.monotonic()
+        self.queued_at: float | None = None  # time.monotonic(); None: the cache had every answer
         self.runs: list[tuple[BatchRun, Any]] = []  # its batches, with the contexts of their spans
 
     def queue(self, queued_at: float, lane: str) -> None:
@@ -87,7 +90,10 @@ class TicketTrace:
 
     def finish(self) -> None:
         """Note the stages of a ticket that is complete or was dropped: it waited until its first
-        batch began, and was on the device, with pauses, until its last batch ended."""
+        batch began, and was on the device, with pauses, until its last batch ended. One that was
+        not queued has none."""
+        if self.queued_at is None:
+            return
         runs = list(self.runs)
         began_at = min((run.started_at for run, _ in runs), default=time.monotonic())
         self.trace.note("queue", self.queued_at, began_at)

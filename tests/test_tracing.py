@@ -25,7 +25,7 @@ from test_static import OF_SENTENCE_TRANSFORMERS
 
 from jaxembed import Embedder
 from jaxembed.cli.logs import JsonFormatter, TextFormatter
-from jaxembed.config import ServerConfig
+from jaxembed.config import EngineConfig, ServerConfig
 from jaxembed.server.app import create_app
 from jaxembed.server.models import Models
 from jaxembed.tracing import MOST_LINKS, MOST_STAGES, TicketTrace, Trace, as_current
@@ -213,6 +213,7 @@ def test_a_span_says_what_was_asked_and_how_it_went(embedder):
         "jaxembed.lane": "bulk",
         "jaxembed.inputs": 2,
         "jaxembed.truncated_inputs": 1,
+        "jaxembed.cache_hits": 0,
     }
     batches = [attributes(span) for span in receiver.named("batch")]
     assert {one["jaxembed.replica"] for one in batches} == {0}
@@ -302,6 +303,25 @@ def test_a_static_model_is_traced_without_a_queue(tmp_path):
         assert ask(static, tracer) == 200
     names = {span.name for span in receiver.spans}
     assert names == {"POST /v1/embeddings", "decode", "tokenize", "device", "encode"}
+
+
+def test_answers_from_the_cache_wait_for_no_queue_and_no_device(tmp_path):
+    save_tiny(tmp_path / "model")
+    config = EngineConfig(cache_bytes=2**20, null_model=True)
+    with (
+        Embedder(str(tmp_path / "model"), config=config, cache_dir=tmp_path / "cache") as cached,
+        tracing() as (receiver, tracer),
+    ):
+        assert ask(cached, None, json={"input": "cat"}) == 200
+        assert ask(cached, tracer, json={"input": "cat"}) == 200
+        assert ask(cached, tracer, json={"input": ["cat", "sat"]}) == 200
+    roots = receiver.named("POST /v1/embeddings")
+    whole, part = sorted(roots, key=lambda root: attributes(root)["jaxembed.inputs"])
+    assert [attributes(root)["jaxembed.cache_hits"] for root in (whole, part)] == [1, 1]
+    of_whole = {span.name for span in receiver.spans if span.parent_span_id == whole.span_id}
+    of_part = {span.name for span in receiver.spans if span.parent_span_id == part.span_id}
+    assert (of_whole, of_part) == (STAGES - {"queue", "device"}, STAGES)
+    assert "jaxembed.lane" not in attributes(whole)
 
 
 # Who is sampled

@@ -137,7 +137,8 @@ class Meter:
             }
         )
         if (trace := current_trace()) is not None:
-            trace.count(len(answer.num_tokens), int(answer.num_tokens.sum()), answer.truncated)
+            inputs, tokens = len(answer.num_tokens), int(answer.num_tokens.sum())
+            trace.count(inputs, tokens, answer.truncated, answer.cached)
         if answer.truncated:
             response.headers.add("x-truncated-inputs", str(answer.truncated))
         if answer.cached:

@@ -66,6 +66,7 @@ ATTRIBUTES = {
     "lane": "jaxembed.lane",
     "inputs": "jaxembed.inputs",
     "truncated": "jaxembed.truncated_inputs",
+    "cached": "jaxembed.cache_hits",
     "bucket": "jaxembed.bucket",
     "fill": "jaxembed.fill",
     "replica": "jaxembed.replica",
@@ -281,5 +282,6 @@ def _of_model(trace: Trace) -> dict[str, Any]:
             "tokens": trace.tokens,
             "inputs": trace.inputs,
             "truncated": trace.truncated,
+            "cached": trace.cached,
         }
     return facts
