@@ -502,19 +502,15 @@ def _unit() -> configparser.SectionProxy:
     parser = configparser.RawConfigParser(strict=False, delimiters=("=",))
     parser.optionxform = str  # pyright: ignore[reportAttributeAccessIssue]
     parser.read(UNIT)
+    lines = re.findall(r"^Environment=(.+)", UNIT.read_text(), re.MULTILINE)
+    parser["Service"]["Environment"] = " ".join(lines)  # of which the parser keeps the last
     return parser["Service"]
 
 
-def script(unit: configparser.SectionProxy) -> str:
-    """What the shell of ExecStart runs, as systemd gives it."""
-    shell, option, text = shlex.split(unit["ExecStart"])
-    assert (shell, option) == ("/bin/sh", "-c")
-    return text.replace("$$", "$")
-
-
 def test_the_unit_runs_a_command_that_exists_and_waits_for_its_end(unit):
-    _, arguments = script(unit).split("exec /opt/jaxembed/bin/jaxembed serve ")
-    params = command(*shlex.split(arguments))
+    binary, name, *arguments = shlex.split(unit["ExecStart"])
+    assert (binary, name) == ("/opt/jaxembed/bin/jaxembed", "serve")
+    params = command(*arguments)
     assert params["host"] == "127.0.0.1"
     assert int(unit["TimeoutStopSec"]) == params["drain_timeout"] + 20
     assert unit["Type"] == "notify"
@@ -522,7 +518,7 @@ def test_the_unit_runs_a_command_that_exists_and_waits_for_its_end(unit):
 
 def test_the_unit_sets_variables_that_are_read(unit):
     names = set(re.findall(r"(\w+)=", unit["Environment"]))
-    assert "JAXEMBED_CACHE" in names
+    assert {"JAXEMBED_CACHE", "API_KEY_FILE"} <= names
     assert names <= variables() | NOT_OURS
     (folder,) = re.findall(r"JAXEMBED_CACHE=%C/(\S+)", unit["Environment"])
     assert folder == unit["CacheDirectory"]
@@ -532,14 +528,17 @@ def test_the_unit_may_compile_and_little_else(unit):
     assert "MemoryDenyWriteExecute" not in unit
     assert unit["CacheDirectoryMode"] == "0700"
     assert (unit["DynamicUser"], unit["ProtectSystem"]) == ("yes", "strict")
-    assert unit["LoadCredential"].startswith("api-key:/")
+    credential, path = unit["LoadCredential"].split(":")
+    assert path.startswith("/")
+    assert f"API_KEY_FILE=%d/{credential}" in unit["Environment"].split()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd verifies the unit")
 @pytest.mark.parametrize("drop_in", [None, "gpu.conf", "tpu.conf"])
 def test_systemd_takes_the_unit(tmp_path, drop_in):
     installed = tmp_path / UNIT.name
-    installed.write_text(UNIT.read_text())
+    text = UNIT.read_text().replace("/opt/jaxembed/bin/jaxembed", sys.executable)  # must be there
+    installed.write_text(text)
     if drop_in is not None:
         (tmp_path / f"{UNIT.name}.d").mkdir()
         shutil.copy(UNIT.parent / drop_in, tmp_path / f"{UNIT.name}.d")
@@ -550,29 +549,30 @@ def test_systemd_takes_the_unit(tmp_path, drop_in):
 
 
 @pytest.mark.slow
-def test_what_the_unit_runs_asks_for_the_key_of_its_credential(unit, tmp_path):
-    (tmp_path / "api-key").write_text("a-key\n")
-    binary = tmp_path / "jaxembed"
-    binary.write_text(f'#!/bin/sh\nexec {sys.executable} -m jaxembed.cli "$@" --port 0\n')
-    binary.chmod(0o755)
-    text = script(unit).replace("/opt/jaxembed/bin/jaxembed", str(binary))
+def test_what_the_unit_runs_asks_for_a_key_of_its_credential(unit, tmp_path):
+    serve = [sys.executable, "-m", "jaxembed.cli"]
+    made = subprocess.run([*serve, "key", "new", "me"], capture_output=True, text=True, check=True)
+    key = made.stderr.split()[-1]
+    (tmp_path / unit["LoadCredential"].split(":")[0]).write_text(made.stdout)
+    (path,) = re.findall(r"API_KEY_FILE=%d/(\S+)", unit["Environment"])
     environment = os.environ | {
-        "CREDENTIALS_DIRECTORY": str(tmp_path),
+        "API_KEY_FILE": str(tmp_path / path),
         "JAXEMBED_CACHE": str(tmp_path / "cache"),
         "JAX_PLATFORMS": "cpu",
     }
+    arguments = [*shlex.split(unit["ExecStart"])[1:], "--port", "0"]
     with subprocess.Popen(
-        ["/bin/sh", "-c", text], stderr=subprocess.PIPE, text=True, env=environment
+        [*serve, *arguments], stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         assert process.stderr is not None
         url = next(line for line in process.stderr if "listening" in line).split()[-1]
         threading.Thread(target=process.stderr.read, daemon=True).start()
-        asked = urllib.request.Request(f"{url}/info", headers={"Authorization": "Bearer a-key"})
+        asked = urllib.request.Request(f"{url}/info", headers={"Authorization": f"Bearer {key}"})
         with urllib.request.urlopen(asked, timeout=60) as answer:
             assert answer.status == 200
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(f"{url}/info", timeout=60)
         assert caught.value.code == 401
         caught.value.close()
-        process.send_signal(signal.SIGTERM)  # the shell has become the server
+        process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
