@@ -2,6 +2,7 @@
 no route."""
 
 import hmac
+import ipaddress
 import math
 import random
 import re
@@ -33,7 +34,6 @@ OPEN_ROUTES = {
     "/openapi.json",
     "/api-doc/openapi.json",
 }
-LOOPBACK = ("127.0.0.1", "localhost", "::1")  # hosts that can only mean this machine
 KEY_FLAG, ADMIN_FLAG = "--api-key", "--admin-key"  # stand for the name of a key in the audit log
 CLIENT_GONE = 499  # in the audit log, for a client that did not wait for its answer
 LONGEST_PATH = 200  # characters, in the audit log
@@ -72,7 +72,7 @@ async def check_key() -> None:
     what `use_key` does for a key of the key file."""
     service = current_service()
     keys, keyring = service.config.api_keys, service.keyring
-    if (not keys and keyring is None) or _is_open() or request.path.startswith(REPOSITORY):
+    if (not keys and keyring is None) or _asks_open_route() or request.path.startswith(REPOSITORY):
         return
     if keyring is not None and (given := _given_key()) and (key := keyring.find(given)):
         quota = keyring.quota(key)
@@ -95,10 +95,10 @@ async def check_admin_key() -> None:
     the admin port, which is this machine's, has routes that need it, and no page may use them."""
     key = current_service().config.admin_key
     if key is None:
-        if "origin" in request.headers or _host() not in LOOPBACK:
+        if "origin" in request.headers or not is_loopback(_host()):
             raise Unauthorized(
-                f"the admin port takes requests for {', '.join(LOOPBACK)} from programs, not from "
-                "pages in a browser; for those set --admin-key"
+                "the admin port takes requests for 127.0.0.1, localhost or ::1 from programs, not "
+                "from pages in a browser; for those set --admin-key"
             )
     elif not _carries_one_of((key,)):
         raise Unauthorized(
@@ -107,6 +107,14 @@ async def check_admin_key() -> None:
         )
     else:
         g.key_name = ADMIN_FLAG
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or a name, can only mean this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _host() -> str:
@@ -131,15 +139,15 @@ def _given_key() -> bytes:
 
 async def begin_audit() -> None:
     """Note when the request began, and have what it uses counted, for the audit log."""
-    g.began_at = time.perf_counter()
+    g.started_at = time.monotonic()
     open_account(None)
 
 
 async def write_audit(error: BaseException | None) -> None:
-    """Write the line of the audit log about the request, unless it was a probe. Its texts are not
-    in it, and its key is by name."""
+    """Write the line of the audit log about the request, unless its route is open. Its texts are
+    not in it, and its key is by name."""
     audit = current_service().audit
-    if audit is None or "began_at" not in g or _is_open():
+    if audit is None or "started_at" not in g or _asks_open_route():
         return
     account = cast(BoundedBody, request.body).held.account
     assert account is not None
@@ -155,7 +163,7 @@ async def write_audit(error: BaseException | None) -> None:
             "inputs": account.inputs,
             "tokens": account.tokens,
             "status": g.get("status", 503 if is_late else CLIENT_GONE),
-            "ms": round(1000 * (time.perf_counter() - g.began_at), 1),
+            "ms": round(1000 * (time.monotonic() - g.started_at), 1),
             "request_id": g.get("request_id", "-"),
         }
     )
@@ -179,10 +187,13 @@ async def finish(response: Response) -> Response:
     return response
 
 
-def _is_open() -> bool:
-    if request.method not in ("GET", "HEAD", "OPTIONS"):
-        return False
-    return request.path in OPEN_ROUTES or request.path.startswith("/docs/")
+def _asks_open_route() -> bool:
+    return request.method in ("GET", "HEAD", "OPTIONS") and is_open(request.path)
+
+
+def is_open(path: str) -> bool:
+    """Whether the path is that of a route that needs no key: it is neither traced nor audited."""
+    return path in OPEN_ROUTES or path.startswith("/docs/")
 
 
 def _allowed_origins(service: Service) -> tuple[str, ...]:
@@ -215,7 +226,7 @@ def _allow_origin(response: Response, allowed: tuple[str, ...]) -> None:
     if "*" in allowed:
         response.headers.add("Access-Control-Allow-Origin", "*")
     else:
-        response.headers["Vary"] = "Origin"
+        response.headers.add("Vary", "Origin")
         origin = request.headers.get("origin")
         if origin in allowed:
             response.headers["Access-Control-Allow-Origin"] = origin

@@ -54,7 +54,7 @@ class Meter:
         """`held` is the memory of the whole HTTP request, of which this may be a part."""
         self.service = service
         self.held = held
-        self.started_at = time.perf_counter()
+        self.started_at = time.monotonic()
         self._stages: list[tuple[str, float]] = []
         self._leases: list[Residence] = []
 
@@ -147,7 +147,7 @@ class Meter:
 
     def _count(self, answer: Embeddings | Scores) -> float:
         """Count the request as answered, and return the seconds since it came."""
-        total_s = time.perf_counter() - self.started_at
+        total_s = time.monotonic() - self.started_at
         telemetry = self.telemetry
         telemetry.request_success.labels(self.size.method).inc()
         telemetry.request_duration.observe(total_s)

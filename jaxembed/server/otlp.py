@@ -36,7 +36,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from jaxembed.server.access import OPEN_ROUTES
+from jaxembed.server.access import is_open
 from jaxembed.tracing import MOST_LINKS, BatchRun, TicketTrace, Trace
 
 logger = logging.getLogger(__name__)
@@ -133,9 +133,9 @@ class OtlpTracer:
     @_harmless
     def begin(self, scope: Mapping[str, Any]) -> Trace | None:
         """Ask the sampler, which knows the client's `traceparent`; a malformed one is ignored.
-        Probes and /metrics are not traced."""
+        Open routes are not traced."""
         method = scope["method"]
-        if scope["path"] in OPEN_ROUTES and method in ("GET", "HEAD"):
+        if method in ("GET", "HEAD") and is_open(scope["path"]):
             return None
         started_at = time.monotonic()
         parent = self._parent(scope["headers"])

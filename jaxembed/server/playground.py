@@ -4,7 +4,6 @@ The page is one file, which needs nothing else: the browser is told to run only 
 style that are in it, and to connect to this server alone.
 """
 
-import ipaddress
 import re
 from base64 import b64encode
 from functools import cache
@@ -14,6 +13,7 @@ from pathlib import Path
 from quart import Blueprint, Response, request
 
 from jaxembed.config import ServerConfig
+from jaxembed.server.access import is_loopback
 from jaxembed.server.errors import PlaygroundOff
 from jaxembed.server.service import current_service
 
@@ -44,14 +44,6 @@ def is_on(config: ServerConfig) -> bool:
     """Whether there is a page: as the flag says, else where only this machine reaches the
     server."""
     return is_loopback(config.host) if config.playground is None else config.playground
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a server that listens on this address, or name, is reached from its machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def lead_browsers() -> Response | None:
