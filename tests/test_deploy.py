@@ -51,7 +51,7 @@ NOT_OURS = {  # read by Python, JAX, NVIDIA's toolkit, the hub's library and s3f
 }
 APP = create_app(Models([FakeEmbedder()]), ServerConfig())
 PATHS = {rule.rule for rule in APP.url_map.iter_rules()}
-SUPERVISOR_S = 15  # that it is to wait beyond the drain, docs/operations.md, "Stop"
+SUPERVISOR_S = 20  # that it is to wait beyond the drain, docs/operations.md, "Stop"
 
 
 def variables() -> set[str]:
@@ -512,7 +512,7 @@ def test_the_unit_runs_a_command_that_exists_and_waits_for_its_end(unit):
     assert (binary, name) == ("/opt/jaxembed/bin/jaxembed", "serve")
     params = command(*arguments)
     assert params["host"] == "127.0.0.1"
-    assert int(unit["TimeoutStopSec"]) == params["drain_timeout"] + 20
+    assert int(unit["TimeoutStopSec"]) == params["drain_timeout"] + SUPERVISOR_S
     assert unit["Type"] == "notify"
 
 
