@@ -1,4 +1,4 @@
-"""Defines every metric once, with its name and help text.
+"""Defines every metric of a model once, with its name and help text.
 
 The names, labels and buckets of te_ metrics are those of Text Embeddings Inference 1.9, so its
 dashboards work. Each series is present from the start.

@@ -71,9 +71,9 @@ def _is_url(text: str) -> bool:
 def _check_sampler() -> None:
     """Raise UsageError for what the library would replace by its default with a warning."""
     name, value = os.environ.get(SAMPLER), os.environ.get(SAMPLER_ARG, "")
-    known = [prefix + one for prefix in ("", "parentbased_") for one in SAMPLERS]
-    if name is not None and name.lower() not in known:
-        raise click.UsageError(f"{SAMPLER}={name}: wanted one of {', '.join(known)}")
+    samplers = [prefix + one for prefix in ("", "parentbased_") for one in SAMPLERS]
+    if name is not None and name.lower() not in samplers:
+        raise click.UsageError(f"{SAMPLER}={name}: wanted one of {', '.join(samplers)}")
     if name is not None and name.lower().endswith("traceidratio"):
         try:
             is_share = value == "" or 0 <= float(value) <= 1

@@ -47,7 +47,7 @@ def _of_keys(keyring: Keyring) -> Iterable[Metric]:
     )
     yield _counter(
         "jaxembed_key_refused",
-        "Requests of a key that were refused for its sake",
+        "Requests refused because of what their key may use",
         [
             ({"key": one.name, "reason": reason}, one.refused[reason])
             for one in quotas
@@ -60,7 +60,11 @@ def _of_keys(keyring: Keyring) -> Iterable[Metric]:
     for one in quotas:
         waiting.add_metric([one.name], one.waiting)
     yield waiting
-    yield _counter("jaxembed_unknown_keys", "Requests without a key", [({}, keyring.unknown)])
+    yield _counter(
+        "jaxembed_unknown_keys",
+        "Requests without a key, or with a wrong one",
+        [({}, keyring.unknown)],
+    )
     yield _counter(
         "jaxembed_key_file_reads",
         "Times that the key file was read again, or could not be",

@@ -118,8 +118,8 @@ def parse_keys(text: str, file: str, taken: Mapping[bytes, str]) -> dict[bytes, 
 def _place(number: int, table: Mapping[str, Any]) -> str:
     """How a message calls a table."""
     name = table.get("name")
-    known = isinstance(name, str) and KEY_NAME.fullmatch(name)
-    return f"[[key]] number {number} ({name})" if known else f"[[key]] number {number}"
+    is_name = isinstance(name, str) and KEY_NAME.fullmatch(name)
+    return f"[[key]] number {number} ({name})" if is_name else f"[[key]] number {number}"
 
 
 def _refused_twice(

@@ -225,8 +225,8 @@ class OtlpTracer:
             flags = TraceFlags(int(parsed[3], 16))
             if self._follows_parents and not flags.sampled:
                 return None
-            told = NonRecordingSpan(SpanContext(trace_id, int(parsed[2], 16), True, flags))
-            context = set_span_in_context(told, _EMPTY)
+            client_span = NonRecordingSpan(SpanContext(trace_id, int(parsed[2], 16), True, flags))
+            context = set_span_in_context(client_span, _EMPTY)
             answer = self._sampler.should_sample(context, trace_id, "", SpanKind.SERVER)
             if not answer.decision.is_sampled():
                 return None
@@ -244,16 +244,16 @@ class _Complaints(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._next_at = -math.inf
-        self._unsaid = 0
+        self._unlogged = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log the first line of the record, with the number of those not logged before it."""
         if time.monotonic() < self._next_at:
-            self._unsaid += 1
+            self._unlogged += 1
             return
         self._next_at = time.monotonic() + COMPLAINT_S
-        more = f" ({self._unsaid} more such lines before)" if self._unsaid else ""
-        self._unsaid = 0
+        more = f" ({self._unlogged} more such lines before)" if self._unlogged else ""
+        self._unlogged = 0
         words = record.getMessage().splitlines()[:1]
         logger.warning("OpenTelemetry: %s%s", "".join(words), more)
 

@@ -10,7 +10,6 @@ from jaxembed.errors import Forbidden
 from jaxembed.server.bounded_body import BoundedBody
 from jaxembed.server.key_file import ApiKey
 from jaxembed.server.models import UNSPECIFIED
-from jaxembed.server.service import current_service
 
 LONGEST_NAME = 200  # characters, in a message or the audit log
 MOST_LISTED_NAMES = 20  # in a message
@@ -44,7 +43,7 @@ def use_key(key: ApiKey, quota: Quota) -> None:
 def check_name(name: str | None) -> Collection[str] | None:
     """The names of the models that the key of the request may use, None for any. Raises Forbidden
     if `name`, as the request has it, is none of them: before it is even looked for."""
-    key: ApiKey | None = g.get("key") if current_service().keyring is not None else None
+    key: ApiKey | None = g.get("key")
     if key is None or key.models is None:
         return None
     if name and name != UNSPECIFIED and name not in key.models:
