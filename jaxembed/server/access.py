@@ -35,7 +35,7 @@ OPEN_ROUTES = {
     "/api-doc/openapi.json",
 }
 KEY_FLAG, ADMIN_FLAG = "--api-key", "--admin-key"  # stand for the name of a key in the audit log
-CLIENT_GONE = 499  # in the audit log, for a client that did not wait for its answer
+GONE_STATUS = 499  # in the audit log, for a client that did not wait for its answer
 LONGEST_PATH = 200  # characters, in the audit log
 REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 
@@ -162,7 +162,7 @@ async def write_audit(error: BaseException | None) -> None:
             "model": ", ".join(sorted(account.models)) or None,
             "inputs": account.inputs,
             "tokens": account.tokens,
-            "status": g.get("status", 503 if is_late else CLIENT_GONE),
+            "status": g.get("status", 503 if is_late else GONE_STATUS),
             "ms": round(1000 * (time.monotonic() - g.started_at), 1),
             "request_id": g.get("request_id", "-"),
         }
