@@ -746,13 +746,8 @@ def test_a_freed_model_leaves_no_array_and_no_thread(tmp_path):
     def loaded() -> Embedder:
         return Embedder(str(path), cache_dir=tmp_path / "cache", config=config)
 
-    def threads() -> list[str]:
-        """All but those that compile: they are the process's, and start when they are needed."""
-        names = sorted(thread.name for thread in threading.enumerate())
-        return [name for name in names if not name.startswith("compile-xla")]
-
     loaded().close()  # what is made once is there then
-    arrays, before = len(jax.live_arrays()), threads()
+    arrays = len(jax.live_arrays())
     for _ in range(3):
         one = loaded()
         one.probe()
@@ -761,7 +756,9 @@ def test_a_freed_model_leaves_no_array_and_no_thread(tmp_path):
         one.close()
         assert 0 < one.resident_bytes < before_close  # of a model that leaves it is asked, too
         assert len(jax.live_arrays()) == arrays
-        assert threads() == before
+        assert not any(state.threads for state in one.snapshot().values())
+        tokenizing: set[threading.Thread] = vars(one.processor.executor)["_threads"]
+        assert not any(thread.is_alive() for thread in tokenizing)
         weak = weakref.ref(one.engine)
         del one
         gc.unfreeze()
