@@ -161,6 +161,15 @@ def bare_connection() -> tuple[Connection, Writer]:
     return connection, writer
 
 
+def test_a_target_that_is_a_query_alone_is_the_root():
+    async def go():
+        async with serving() as address, connected(address) as (reader, writer):
+            writer.write(b"GET ?x HTTP/1.1\r\nHost: x\r\n\r\n")
+            return await reader.readline()
+
+    assert asyncio.run(go()).startswith(b"HTTP/1.1 200")
+
+
 def test_an_empty_piece_does_not_keep_the_next_answer_back():
     async def scenario():
         connection, writer = bare_connection()

@@ -224,6 +224,8 @@ class Exchange(ASGIHTTPConnection):
         task = asyncio.current_task()
         assert task is not None
         with self.app.capacity.request() as held:  # pyright: ignore[reportAttributeAccessIssue]
+            # the target may be a query alone, without a path, which Quart fails on
+            self.scope["path"] = self.scope["path"] or "/"
             request = self._create_request_from_scope(send)
             self._body = BoundedBody(held)
             request.body = self._body  # pyright: ignore[reportAttributeAccessIssue]
