@@ -196,6 +196,14 @@ def test_a_line_says_who_asked_what_of_which_model_and_never_a_text(tmp_path):
     assert "secret" not in text
 
 
+def test_a_method_of_any_length_is_cut(tmp_path):
+    async def scenario(client, app) -> None:
+        await client.open("/embed", method="A" * 3000, headers=SECRET)
+
+    (line,) = audited(tmp_path, scenario)
+    assert line["method"] == "A" * 20
+
+
 def test_keys_of_flags_are_named_by_their_flag(tmp_path):
     async def scenario(client, app) -> None:
         headers = {"authorization": "Bearer flag"}

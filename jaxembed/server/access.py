@@ -36,7 +36,7 @@ OPEN_ROUTES = {
 }
 KEY_FLAG, ADMIN_FLAG = "--api-key", "--admin-key"  # stand for the name of a key in the audit log
 GONE_STATUS = 499  # in the audit log, for a client that did not wait for its answer
-LONGEST_PATH = 200  # characters, in the audit log
+LONGEST_PATH, LONGEST_METHOD = 200, 20  # characters, in the audit log
 REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 
 
@@ -100,7 +100,8 @@ async def check_admin_key() -> None:
                 "the admin port takes requests for 127.0.0.1, localhost or ::1 from programs, not "
                 "from pages in a browser; for those set --admin-key"
             )
-    elif not _carries_one_of((key,)):
+        return
+    if not _carries_one_of((key,)):
         raise Unauthorized(
             "missing or wrong admin key; send it as `Authorization: Bearer <key>` (an API key does "
             "not do)"
@@ -157,7 +158,7 @@ async def write_audit(error: BaseException | None) -> None:
         {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "key": g.get("key_name"),
-            "method": request.method,
+            "method": request.method[:LONGEST_METHOD],
             "route": request.path[:LONGEST_PATH],
             "model": ", ".join(sorted(account.models)) or None,
             "inputs": account.inputs,
