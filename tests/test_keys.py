@@ -425,10 +425,31 @@ def test_names_that_are_not_served_are_told_only_those_of_the_key(tmp_path):
         response, body = await site.embed(model="gone")
         assert response.status_code == 404
         assert said(body) == "the model `gone` does not exist; this server has o"
+        for path in ("/v1/models/gone", "/info?model=gone"):
+            response, body = await site.get(path)
+            assert response.status_code == 404
+            assert said(json.loads(body)) == "the model `gone` does not exist; this server has o"
         site = Site(tmp_path, table("stale", models=["gone"]), models=three())
         response, body = await site.embed()
         assert response.status_code == 403
         assert "none of the models that the API key may use is served" in said(body)
+        response, body = await site.get("/info")
+        assert response.status_code == 403
+        assert "none of the models that the API key may use is served" in said(json.loads(body))
+
+    asyncio.run(scenario())
+
+
+def test_answers_call_a_model_by_a_name_of_the_key(tmp_path):
+    async def scenario():
+        embedder = FakeEmbedder()
+        models = Models([embedder], {embedder.name: ["own", "live"]})
+        site = Site(tmp_path, table(models=["live"]), table("all", "other"), models=models)
+        _, body = await site.post("/v1/embeddings", {"input": "x", "model": "live"})
+        assert body["model"] == "live"
+        for key, name in (("secret", "live"), ("other", "own")):
+            _, body = await site.get("/info", key)
+            assert json.loads(body)["served_model_name"] == name
 
     asyncio.run(scenario())
 

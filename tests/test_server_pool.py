@@ -422,6 +422,9 @@ def test_a_model_left_without_a_name_leaves_memory():
         held.give_back()
         await until(lambda: lasting.closed)
         assert (await use(pool, "live")).name == "a"
+        for permitted in (None, {"live"}):  # nor does a request without a name bring it back
+            with pytest.raises(InvalidInput, match="must say which: "):
+                await pool.lease(None, "embed", permitted)
 
     run(scenario)
 

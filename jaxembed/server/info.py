@@ -1,6 +1,6 @@
 """GET /info: the models and their limits, in the form of Text Embeddings Inference."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -53,34 +53,39 @@ async def info() -> Response:
     service = current_service()
     name = request.args.get("model")
     permitted = check_name(name)
-    loaded = _in_memory(service.models, name) if name else service.models.first(permitted)
-    shown = service.models.among(permitted)
-    answer = model_info(service, loaded, shown)
+    loaded = (
+        _in_memory(service.models, name, permitted) if name else service.models.first(permitted)
+    )
+    answer = model_info(service, loaded, permitted)
     if "verbose" in request.args:
-        models = {service.models.name_of(one): one for one in shown}
+        shown = service.models.among(permitted)
+        models = {service.models.name_of(one, permitted): one for one in shown}
         answer.jaxembed["doctor"] = examine(models, service.history.window(models))
     return json_response(msgspec.json.encode(answer))
 
 
-def _in_memory(models: Models, name: str) -> LoadedModel:
-    residence = models[name].residence
+def _in_memory(models: Models, name: str, permitted: Collection[str] | None) -> LoadedModel:
+    residence = models.named(name, permitted).residence
     if residence is None:
         raise ModelUnavailable(f"{name} is not in memory; it is loaded when a request asks for it")
     return residence.loaded
 
 
-def model_info(service: Service, loaded: LoadedModel, shown: Sequence[LoadedModel]) -> Info:
-    """The answer of /info about one model, beside those that it may show."""
+def model_info(
+    service: Service, loaded: LoadedModel, permitted: Collection[str] | None = None
+) -> Info:
+    """The answer of /info about one model, beside those with a permitted name if not all are."""
+    shown = service.models.among(permitted)
     more = loaded.describe()
     more["accounted_bytes"] = accounted_bytes(service)
     more["connection_bytes"] = CONNECTION_BYTES
     if len(shown) > 1:
-        more["models"] = [_summary(service, other) for other in shown]
+        more["models"] = [_summary(service.models.name_of(one, permitted), one) for one in shown]
     return Info(
         model_id=loaded.name,
         model_sha=loaded.spec.revision,
         model_dtype=loaded.dtype,
-        served_model_name=service.models.name_of(loaded),
+        served_model_name=service.models.name_of(loaded, permitted),
         model_type=_model_type(loaded),
         max_concurrent_requests=loaded.config.max_concurrent_requests,
         max_input_length=loaded.max_input_tokens,
@@ -114,9 +119,9 @@ def _model_type(loaded: LoadedModel) -> dict[str, dict[str, Any]]:
     return {MODEL_TYPES[spec.task]: {"id2label": id2label, "label2id": label2id}}
 
 
-def _summary(service: Service, loaded: LoadedModel) -> dict[str, Any]:
+def _summary(name: str, loaded: LoadedModel) -> dict[str, Any]:
     return {
-        "name": service.models.name_of(loaded),
+        "name": name,
         "task": loaded.spec.task,
         "dtype": loaded.dtype,
         "max_input_length": loaded.max_input_tokens,

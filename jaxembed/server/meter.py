@@ -77,7 +77,10 @@ class Meter:
     @property
     def served_name(self) -> str:
         """The name of the model found, as answers carry it, with the adapter if it was named."""
-        return f"{self._name}:{self.adapter}" if self.adapter else self._name
+        return self._with_adapter(self._name)
+
+    def _with_adapter(self, name: str) -> str:
+        return f"{name}:{self.adapter}" if self.adapter else name
 
     @property
     def telemetry(self) -> Telemetry:
@@ -109,9 +112,10 @@ class Meter:
         self._leases.append(residence)
         self.loaded = residence.loaded
         self.adapter = self.service.models.adapter_of(name)
-        self._name = self.service.models.name_of(self.loaded)  # which may move, or leave memory
+        models = self.service.models
+        self._name = models.name_of(self.loaded, permitted)  # which may move, or leave memory
         if self.held.account is not None:
-            self.held.account.models.add(self.served_name)
+            self.held.account.models.add(self._with_adapter(models.name_of(self.loaded)))
         if (trace := current_trace()) is not None:
             trace.task, trace.model = task, name or self.served_name
         return self.loaded

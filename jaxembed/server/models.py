@@ -29,6 +29,7 @@ TASK_ROUTES: dict[Task, str] = {
 }
 UNSPECIFIED = "default/not-specified"  # the name that Infinity's client sends for none
 LONGEST_ALIAS = 200  # characters
+NONE_PERMITTED = "none of the models that the API key may use is served here"
 REFUSAL: dict[Task, str] = {  # TEI's words
     "embed": "Model is not an embedding model",
     "classify": "Model is not a classifier model",
@@ -140,9 +141,10 @@ class Models:
     def __getitem__(self, name: str) -> KnownModel:
         """The model served under `name`, which may name one of its adapters too. Raises
         UnknownModel, which lists the names."""
-        return self._named(name, None)
+        return self.named(name, None)
 
-    def _named(self, name: str, permitted: Collection[str] | None) -> KnownModel:
+    def named(self, name: str, permitted: Collection[str] | None) -> KnownModel:
+        """As `self[name]`; with `permitted` names, UnknownModel lists those of them alone."""
         known = self._by_name.get(self._split(name)[0])
         if known is None and self.changes:
             self.discover()
@@ -235,9 +237,11 @@ class Models:
 
     def first(self, permitted: Collection[str] | None = None) -> LoadedModel:
         """The first model in memory, of those with a permitted name if not all are. Raises
-        ModelUnavailable if there is none."""
+        ModelUnavailable if there is none, and Forbidden if none has a permitted name."""
         for loaded in self.among(permitted):
             return loaded
+        if permitted is not None and not self.names_among(permitted):
+            raise Forbidden(NONE_PERMITTED)
         raise ModelUnavailable(
             f"no model is in memory; one is loaded when a request asks for it, of "
             f"{', '.join(self.names_among(permitted))}"
@@ -250,33 +254,34 @@ class Models:
         named = [known for known in self.known if self.names_of(known, permitted)]
         return [known.loaded for known in named if known.residence is not None]
 
-    def name_of(self, loaded: LoadedModel) -> str:
-        """The name of the model in its answers: the first of its served names, or its id when they
-        were moved."""
-        for name, known in self._by_name.items():
-            if known.residence is not None and known.residence.loaded is loaded:
-                return name
-        return loaded.name
+    def name_of(self, loaded: LoadedModel, permitted: Collection[str] | None = None) -> str:
+        """The name of the model in its answers: the first of its served names, of those that are
+        permitted if any is, or its id when they were moved."""
+        names = [
+            name
+            for name, known in self._by_name.items()
+            if known.residence is not None and known.residence.loaded is loaded
+        ]
+        shown = [name for name in names if permitted is None or name in permitted]
+        return next(iter(shown or names), loaded.name)
 
     def by_name(self) -> dict[str, LoadedModel]:
         """The models in memory by their names in answers."""
         return {self.name_of(loaded): loaded for loaded in self}
 
     def meant(self, name: str | None, permitted: Collection[str] | None = None) -> list[KnownModel]:
-        """The model served under `name`, or, if no name is given, those loaded at the start; where
-        there are none, the only one there is. With `permitted` names, which a given one must be
-        among, there are no models but theirs. Raises UnknownModel, InvalidInput if a name is
-        needed, and Forbidden if no model remains."""
+        """The model served under `name`, or, if no name is given, those loaded at the start that
+        still have one; where none was, the only one there is. With `permitted` names, which a given
+        one must be among, there are no models but theirs. Raises UnknownModel, InvalidInput if a
+        name is needed, and Forbidden if no model remains."""
         if name and name != UNSPECIFIED:
-            return [self._named(name, permitted)]
-        known = self._lasting or self.known
-        if permitted is not None:
-            known = [one for one in known if self.names_of(one, permitted)]
+            return [self.named(name, permitted)]
+        known = [one for one in self._lasting or self.known if self.names_of(one, permitted)]
         if (self._lasting and known) or len(known) == 1:
             return known
         names = self.names_among(permitted)
         if not names:
-            raise Forbidden("none of the models that the API key may use is served here")
+            raise Forbidden(NONE_PERMITTED)
         raise InvalidInput(f"`model` must say which: {', '.join(names)}", field="model")
 
     def find(

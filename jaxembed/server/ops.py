@@ -1,6 +1,7 @@
 """Health, metrics, the list of models: what operators and probes ask. Never waits for a device."""
 
 import time
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
@@ -107,16 +108,17 @@ async def ready() -> Response:
 @blueprint.get("/v1/models")
 async def list_models() -> Response:
     """Every served name that the request may use."""
-    models = current_service().models
-    listed = ModelList([_model(name, models) for name in models.names_among(check_name(None))])
+    models, permitted = current_service().models, check_name(None)
+    names = models.names_among(permitted)
+    listed = ModelList([_model(name, models, permitted) for name in names])
     return json_response(msgspec.json.encode(listed))
 
 
 @blueprint.get("/models")
 async def list_models_unprefixed() -> Response:
     """As /v1/models without `owned_by`: Infinity's client fails on an owner other than its own."""
-    models = current_service().models
-    listed = [_model(name, models) for name in models.names_among(check_name(None))]
+    models, permitted = current_service().models, check_name(None)
+    listed = [_model(name, models, permitted) for name in models.names_among(permitted)]
     for one in listed:
         one.owned_by = msgspec.UNSET
     return json_response(msgspec.json.encode(ModelList(listed)))
@@ -125,8 +127,9 @@ async def list_models_unprefixed() -> Response:
 @blueprint.get("/v1/models/<model:name>")
 async def model(name: str) -> Response:
     """One served name."""
-    check_name(name)
-    return json_response(msgspec.json.encode(_model(name, current_service().models)))
+    permitted = check_name(name)
+    found = _model(name, current_service().models, permitted)
+    return json_response(msgspec.json.encode(found))
 
 
 @metrics_blueprint.get("/metrics")
@@ -144,8 +147,8 @@ def _check_health() -> None:
         raise Unhealthy("unhealthy")
 
 
-def _model(name: str, models: Models) -> ServedModel:
-    known, adapter = models[name], models.adapter_of(name)
+def _model(name: str, models: Models, permitted: Collection[str] | None) -> ServedModel:
+    known, adapter = models.named(name, permitted), models.adapter_of(name)
     listed = ServedModel(id=name, created=0, loaded=known.residence is not None)
     if known.spec is not None:
         listed.task, listed.capabilities = known.spec.task, tasks_of(known.spec)
