@@ -819,3 +819,14 @@ def test_two_real_models_in_turn_give_their_own_vectors(tmp_path):
                 assert (await post(client, f"/v2/repository/models/{name}/unload"))[0] == 200
 
     run(scenario)
+
+
+def test_a_server_without_any_model_yet_says_so(tmp_path):
+    async def scenario() -> None:
+        models = Models(capacity=Capacity(1), loadable=Catalog([], tmp_path))
+        client = create_app(models, ServerConfig(), ModelPool(models)).test_client()
+        status, body = await post(client, "/v1/embeddings", {"input": "x"})
+        assert status == 503
+        assert "there is no model yet" in body["error"]["message"]
+
+    run(scenario)

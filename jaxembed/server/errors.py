@@ -179,6 +179,8 @@ async def refuse_http(error: HTTPException) -> Response:
     right."""
     status = error.code or 500
     message = _hint(status, error)
+    if (trace := current_trace()) is not None:
+        trace.error = type(error).__name__
     match dialect_of(request.path):
         case "openai":
             response = _openai(status, message, _BAD, None, None)

@@ -273,13 +273,15 @@ class Models:
         """The model served under `name`, or, if no name is given, those loaded at the start that
         still have one; where none was, the only one there is. With `permitted` names, which a given
         one must be among, there are no models but theirs. Raises UnknownModel, InvalidInput if a
-        name is needed, and Forbidden if no model remains."""
+        name is needed, Forbidden if no model remains, and ModelUnavailable if there is none."""
         if name and name != UNSPECIFIED:
             return [self.named(name, permitted)]
         known = [one for one in self._lasting or self.known if self.names_of(one, permitted)]
         if (self._lasting and known) or len(known) == 1:
             return known
         names = self.names_among(permitted)
+        if not names and permitted is None:
+            raise ModelUnavailable("there is no model yet; put one into --model-repository")
         if not names:
             raise Forbidden(NONE_PERMITTED)
         raise InvalidInput(f"`model` must say which: {', '.join(names)}", field="model")
