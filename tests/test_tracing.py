@@ -195,6 +195,19 @@ def test_a_trace_of_one_request_shows_its_life(embedder, protocol):
     assert resource["service.name"].string_value == "test"
 
 
+def test_a_clock_that_is_set_while_the_server_runs_is_followed(embedder, monkeypatch):
+    hour_ns = 3600 * 10**9
+    with tracing() as (receiver, tracer):
+        now_ns = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: now_ns() + hour_ns)
+        started_ns = time.time_ns()
+        assert ask(embedder, tracer) == 200
+    assert receiver.spans
+    assert all(
+        0 <= span.start_time_unix_nano - started_ns + 1e6 < hour_ns for span in receiver.spans
+    )
+
+
 def test_a_span_says_what_was_asked_and_how_it_went(embedder):
     with tracing() as (receiver, tracer):
         ask(embedder, tracer, headers={"x-request-id": "r-1"}, json={"input": ["cat", "the " * 99]})

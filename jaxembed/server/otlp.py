@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 Protocol = Literal["grpc", "http/protobuf"]
 
 COMPLAINT_S = 60.0  # between two log lines about a receiver that takes no spans
+CLOCK_STEP_NS = 1_000_000  # changes of the clock that are taken over
 HTTP_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 UNKNOWN_METHOD = "_OTHER"  # OpenTelemetry's word
 FAILED_STATUS = 500  # of HTTP, from which on a span has failed
@@ -214,7 +215,7 @@ class OtlpTracer:
     def _parent(self, headers: Sequence[tuple[bytes, bytes]]) -> Context | None:
         """The parent that the client names, if any; None if the sampler refuses its requests.
 
-        That is known before tracestate is read and a span is made, which take 10 us together.
+        That is known before tracestate is read and a span is made, which would take longer.
         """
         parents = [value for name, value in headers if name == b"traceparent"]
         if len(parents) != 1:
@@ -234,7 +235,13 @@ class OtlpTracer:
         return _W3C.extract({"traceparent": [parent], "tracestate": states}, _EMPTY)
 
     def _ns(self, at: float) -> int:
-        """A time.monotonic() as nanoseconds since 1970."""
+        """A time.monotonic() as nanoseconds since 1970, by the clock as it is set now.
+
+        Small changes of the clock are left out, so that equal times stay equal.
+        """
+        offset_ns = time.time_ns() - time.monotonic_ns()
+        if abs(offset_ns - self._offset_ns) > CLOCK_STEP_NS:
+            self._offset_ns = offset_ns
         return int(at * 1e9) + self._offset_ns
 
 
