@@ -16,7 +16,7 @@ from test_quota import Clock
 from test_server_app import is_error
 
 from jaxembed.config import ServerConfig
-from jaxembed.errors import ConfigError, Overloaded
+from jaxembed.errors import CheckpointError, ConfigError, Overloaded
 from jaxembed.server import keyring as keyring_module
 from jaxembed.server.access import duration
 from jaxembed.server.app import create_app, create_metrics_app
@@ -485,6 +485,27 @@ def test_a_model_that_the_key_may_not_use_is_never_loaded(tmp_path):
         assert await status("/embed", {"inputs": "x", "model": "b"}) == 200
         assert await status("/embed", {"inputs": "x"}) == 200  # the only one that it may use
         assert asked == ["/models/b"]
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_cannot_be_loaded_is_called_by_the_name_it_was_asked_for(tmp_path):
+    def load(model, reserve):
+        raise CheckpointError("no space left")
+
+    async def scenario():
+        found = {"own": "/models/own"}
+        models = Models(capacity=FakeEmbedder().admission.capacity, loadable=lambda: found)
+        models.name_alias("live", "own")
+        keys = ring(tmp_path, table(models=["live"]))
+        app = create_app(models, ServerConfig(), ModelPool(models, load), keyring=keys)
+        client = app.test_client()
+        headers = {"authorization": "Bearer secret"}
+        for named in ({"model": "live"}, {}):
+            response = await client.post("/embed", json={"inputs": "x"} | named, headers=headers)
+            assert response.status_code == 503
+            told = said(await response.get_json())
+            assert told == "live cannot be loaded: no space left"
 
     asyncio.run(scenario())
 

@@ -351,8 +351,9 @@ class Models:
     def _description(self, known: KnownModel, permitted: Collection[str] | None) -> str:
         assert known.spec is not None  # else it can do what it is asked for
         task = known.spec.task
-        name = next(iter(self.names_of(known, permitted)), known.id)
-        return f"`{name}` is {KIND[task]} ({TASK_ROUTES[task]})"
+        names = self.names_of(known, permitted)
+        name = f"`{names[0]}`" if names else "the model"  # of a key for its adapters alone
+        return f"{name} is {KIND[task]} ({TASK_ROUTES[task]})"
 
 
 def _can(known: KnownModel, task: Task | None) -> bool:

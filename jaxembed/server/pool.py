@@ -83,7 +83,7 @@ class ModelPool:
         """
         known = self.models.find(name, task, permitted)
         if known.residence is None:
-            await self._arrival(known)
+            await self._arrival(known, name, permitted)
             # only now is it known what it can do, and which adapters it has
             known = self.models.find(name, task, permitted)
         residence = known.residence
@@ -99,7 +99,7 @@ class ModelPool:
         meant = self.models.meant(name, permitted)
         for known in meant:
             if known.spec is None:
-                await self._arrival(known)
+                await self._arrival(known, name, permitted)
         return [known.spec for known in meant if known.spec is not None]
 
     async def load(self, known: KnownModel, *, pinned: bool | None = None) -> None:
@@ -152,11 +152,15 @@ class ModelPool:
         if too_much and not self._leaving and len(self.models) > 1 and self._evictable():
             self._leave(self._oldest())
 
-    async def _arrival(self, known: KnownModel) -> None:
-        """Wait until a model is in memory, within the time that a request may wait."""
+    async def _arrival(
+        self, known: KnownModel, asked: str | None, permitted: Collection[str] | None
+    ) -> None:
+        """Wait until a model is in memory, within the time that a request may wait. Errors name it
+        as it was asked for: a key need not know its other names."""
+        name = asked or next(iter(self.models.names_of(known, permitted)), known.id)
         failed_at, reason = self._failed.get(known, (-FAILURE_S, None))
         if reason is not None and time.monotonic() - failed_at < FAILURE_S:
-            raise self._unavailable(known, reason) from reason
+            raise _unavailable(name, reason) from reason
         if self.models.draining:
             raise _shutting_down()
         task = self._start(known)
@@ -165,16 +169,13 @@ class ModelPool:
             await asyncio.wait_for(asyncio.shield(task), self._limits.load_timeout_s)
         except TimeoutError:
             raise ModelUnavailable(
-                f"{self._name(known)} is still being loaded after "
+                f"{name} is still being loaded after "
                 f"{self._limits.load_timeout_s:g} s; try again, or raise --load-timeout"
             ) from None
         except JaxembedError as error:
-            raise self._unavailable(known, error) from error
+            raise _unavailable(name, error) from error
         finally:
             self._waiting[known] -= 1
-
-    def _unavailable(self, known: KnownModel, error: Exception) -> ModelUnavailable:
-        return ModelUnavailable(f"{self._name(known)} cannot be loaded: {_reason(error)}")
 
     def _start(self, known: KnownModel) -> asyncio.Task[Residence]:
         """The task that loads a model, the same for all who ask for it."""
@@ -253,7 +254,7 @@ class ModelPool:
             )
             if staying + count > most:
                 raise NoRoom(
-                    f"{self._name(known)} takes {count // memory.MIB} MB, and models may take "
+                    f"it takes {count // memory.MIB} MB, and models may take "
                     f"{most // memory.MIB} MB, of which {staying // memory.MIB} MB are pinned; "
                     "raise --model-memory, or unload others"
                 )
@@ -308,6 +309,10 @@ class ModelPool:
 
     def _name(self, known: KnownModel) -> str:
         return next(iter(self.models.names_of(known)), known.id)
+
+
+def _unavailable(name: str, error: Exception) -> ModelUnavailable:
+    return ModelUnavailable(f"{name} cannot be loaded: {_reason(error)}")
 
 
 def _shutting_down() -> ShuttingDown:
