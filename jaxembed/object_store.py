@@ -132,9 +132,9 @@ def _require_package(url: str) -> None:
 
 def _store(url: str) -> Any:
     """The file system of a URL. It remembers no listing: others write there too."""
-    import fsspec  # of the extras s3 and gs
-
     _require_package(url)
+    import fsspec  # which s3fs and gcsfs bring
+
     scheme = _scheme(url)
     logging.getLogger(PACKAGES[scheme]).setLevel(logging.CRITICAL)  # it raises what it logs
     with _asking(f"cannot open {url}"):

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 MOST_LINES = 4096  # that wait to be written; later ones are lost until there is room
 MOST_AT_ONCE = 512  # lines of a write
-GATHER_S = 0.02  # for further lines: waking the thread for each would take as long as the request
+GATHER_S = 0.02  # for further lines, so that the thread is not woken for each
 COMPLAIN_S = 60.0  # between log lines about a file that cannot be written
 LAST_LINES_S = 2.0  # for the last lines: nobody may read a pipe
 STANDARD_OUTPUT = Path("-")
