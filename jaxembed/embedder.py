@@ -20,11 +20,13 @@ from jaxembed.options import (
     Label,
     Ranked,
     ScoreOptions,
+    Scores,
 )
 from jaxembed.outputs import REPRESENTATIONS, OutputName
 from jaxembed.processors.late import NO_CHUNKS, join_texts
 from jaxembed.processors.prompts import Role
 from jaxembed.request import ComputeRequest, EncodeRequest, LateRequest, ScoreRequest
+from jaxembed.tasks import check_task
 from jaxembed.work import Ragged, SparseRows, WorkResult
 
 TextOrPair = str | tuple[str, str]
@@ -184,6 +186,20 @@ class Embedder(LoadedModel):
             found = await self.run_async(self.tasks.rerank(query, documents, asked))
         return found.ranked(raw_scores)[:top_n]
 
+    def score(
+        self, pairs: Sequence[tuple[str, str]], *, raw_scores: bool = False, **options
+    ) -> np.ndarray:
+        """The score of each pair of a query and a document, float32 `[n]`: those of `rerank`, in
+        the order given."""
+        return _of_first_label(self.run(self._to_score_pairs(pairs, options)), raw_scores)
+
+    async def score_async(
+        self, pairs: Sequence[tuple[str, str]], *, raw_scores: bool = False, **options
+    ) -> np.ndarray:
+        """`score` without blocking the event loop."""
+        answer = await self.run_async(self._to_score_pairs(pairs, options))
+        return _of_first_label(answer, raw_scores)
+
     def classify(
         self, inputs: str | Sequence[TextOrPair], *, raw_scores: bool = False, **options
     ) -> list[list[Label]]:
@@ -261,6 +277,12 @@ class Embedder(LoadedModel):
     ) -> ScoreRequest:
         return self.tasks.score(_texts_and_pairs(inputs), ScoreOptions(**options))
 
+    def _to_score_pairs(
+        self, pairs: Sequence[tuple[str, str]], options: dict[str, Any]
+    ) -> ScoreRequest:
+        check_task(self.name, self.spec, "rerank")
+        return self.tasks.score([Pair(*pair) for pair in pairs], ScoreOptions(**options))
+
     def _to_compute(
         self,
         inputs: str | Sequence[TextOrPair],
@@ -295,6 +317,10 @@ def _texts_and_pairs(inputs: str | Sequence[TextOrPair]) -> list[Text | Pair]:
 
 def _one_or_all(texts: str | Sequence[str], answer: Embeddings) -> np.ndarray:
     return answer.dense[0] if isinstance(texts, str) else answer.dense
+
+
+def _of_first_label(answer: Scores, raw_scores: bool) -> np.ndarray:
+    return np.ascontiguousarray(answer.shown(raw_scores)[:, 0])
 
 
 def _chunked(text: ChunkedText | Sequence[str]) -> ChunkedText:

@@ -1,4 +1,5 @@
-"""Reads and writes files in object stores, s3:// and gs://, by fsspec. Knows nothing of models.
+"""Reads and writes files in object stores, s3:// and gs://, by fsspec, and reads those of hf://.
+Knows nothing of models.
 
 Credentials and endpoints are those that s3fs and gcsfs find by themselves. No message shows them.
 """
@@ -6,16 +7,19 @@ Credentials and endpoints are those that s3fs and gcsfs find by themselves. No m
 import importlib.util
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxembed.errors import CheckpointError, StoreUnreachable
+from jaxembed.errors import CheckpointError, JaxembedError, StoreUnreachable
 from jaxembed.files import DISK_FULL
 
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}  # what reads each scheme; the extras are named by scheme
+# What reads each scheme. The extras are named by scheme, but hf, which needs none.
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
+MODEL_SCHEMES = ("s3", "gs")
+DATA_SCHEMES = tuple(PACKAGES)
 TRANSFERS = 16  # files at a time
 LONGEST_REASON = 300  # characters of another library's message
 
@@ -34,9 +38,9 @@ class Location(NamedTuple):
         return self.url if self.digest is None else f"{self.url}{PIN}{self.digest}"
 
 
-def is_url(name: str) -> bool:
+def is_url(name: str, schemes: Sequence[str] = MODEL_SCHEMES) -> bool:
     """Whether `name` is meant as a place in an object store."""
-    return name.startswith(tuple(f"{scheme}://" for scheme in PACKAGES))
+    return name.startswith(tuple(f"{scheme}://" for scheme in schemes))
 
 
 def location(name: str) -> Location:
@@ -97,6 +101,45 @@ def write_objects(folder: Path, names: Iterable[str], url: str) -> None:
     _for_each(write, names)
 
 
+class FoundObject(NamedTuple):
+    """An object: its URL, its size in bytes, and what changes whenever its content does."""
+
+    url: str
+    size: int
+    version: str
+
+
+def find_objects(url: str) -> list[FoundObject]:
+    """The object at `url`, those below it, or those that match it if it holds `*`, `?` or `[`.
+
+    Raises CheckpointError if there is none or access is denied, and StoreUnreachable.
+    """
+    scheme, path = _scheme(url), _path(url)
+    with _asking(f"cannot list {url}"):
+        store = _store(url)
+        wild = any(sign in path for sign in "*?[")
+        found = store.glob(path, detail=True) if wild else store.find(path, detail=True)
+        return [
+            FoundObject(f"{scheme}://{name}", one["size"], _version(one))
+            for name, one in found.items()
+            if one["type"] == "file"
+        ]
+
+
+def _version(entry: dict[str, Any]) -> str:
+    """What a store says that changes with the content of an object."""
+    names = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime")
+    return next((str(entry[name]) for name in names if entry.get(name)), "")
+
+
+@contextmanager
+def open_object(url: str) -> Iterator[Any]:
+    """An object to read from its start, fetched as it is read. Raises as `read_object`, and
+    CheckpointError if there is none."""
+    with _asking(f"cannot read {url}"), _store(url).open(_path(url), "rb") as file:
+        yield file
+
+
 def has_objects(url: str) -> bool:
     """Whether there is anything at or below `url`. Raises as `read_object`."""
     with _asking(f"cannot list {url}"):
@@ -146,6 +189,8 @@ def _asking(failure: str) -> Iterator[None]:
     """Raise what goes wrong as an error of ours that begins with `failure`."""
     try:
         yield
+    except JaxembedError:
+        raise
     except FileNotFoundError as error:
         raise CheckpointError(f"{failure}: there is no such object or bucket") from error
     except PermissionError as error:

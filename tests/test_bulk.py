@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from conftest import tiny_spec
 
-from jaxembed import Embedder, bulk
-from jaxembed.bulk import embed_file, read_text_file
+from jaxembed import Embedder
+from jaxembed.bulk import vector_file
+from jaxembed.bulk.ahead import CALLS_AHEAD
+from jaxembed.bulk.sources import read_texts
+from jaxembed.bulk.vector_file import embed_file
 from jaxembed.errors import ConfigError, EmptyInput, InvalidInput
 
 TEXTS = ["the cat sat", "a dog", "how is the sky", "where is the red train"]
@@ -42,7 +45,7 @@ def written(path) -> np.ndarray:
 
 def test_a_text_file_has_a_text_in_each_line(write):
     path = write("in.txt", "the cat\n  a dog \r\ncaf\u00e9\u2028\u0085 sky\nno newline at the end")
-    assert list(read_text_file(path)) == [
+    assert list(read_texts([path])) == [
         "the cat",
         "  a dog ",
         "caf\u00e9\u2028\u0085 sky",  # only \n ends a line
@@ -52,19 +55,19 @@ def test_a_text_file_has_a_text_in_each_line(write):
 
 def test_a_jsonl_file_has_strings_or_objects(write):
     path = write("in.jsonl", '"a\\nb"\n{"text": "c", "id": 7}\n{"id": 8, "text": "d"}\n')
-    assert list(read_text_file(path)) == ["a\nb", "c", "d"]
+    assert list(read_texts([path])) == ["a\nb", "c", "d"]
     path = write("in.jsonl", '{"text": "no", "body": "yes"}\n')
-    assert list(read_text_file(path, field="body")) == ["yes"]
+    assert list(read_texts([path], column="body")) == ["yes"]
 
 
 def test_standard_input_has_a_text_in_each_line(monkeypatch):
     monkeypatch.setattr("sys.stdin", Stdin("the cat\ncaf\u00e9\n".encode()))
-    assert list(read_text_file("-")) == ["the cat", "caf\u00e9"]
+    assert list(read_texts(["-"])) == ["the cat", "caf\u00e9"]
 
 
 def test_an_empty_file_has_no_texts(write):
-    assert list(read_text_file(write("in.txt", ""))) == []
-    assert list(read_text_file(write("in.jsonl", ""))) == []
+    assert list(read_texts([write("in.txt", "")])) == []
+    assert list(read_texts([write("in.jsonl", "")])) == []
 
 
 @pytest.mark.parametrize(
@@ -75,21 +78,21 @@ def test_an_empty_file_has_no_texts(write):
         ("in.jsonl", '"cat"\n""\n', "line 2 is empty"),
         ("in.jsonl", '"cat"\n\n"dog"\n', "line 2 is not JSON"),
         ("in.jsonl", '"cat"\n"dog"\n{"text": \n', "line 3 is not JSON"),
-        ("in.jsonl", "7\n", "line 1: wanted a string"),
-        ("in.jsonl", '{"text": 7}\n', "line 1: wanted a string.* `text` .--field"),
-        ("in.jsonl", '{"body": "cat"}\n', "line 1: wanted a string"),
-        ("in.jsonl", '["cat"]\n', "line 1: wanted a string"),
-        ("in.jsonl", "null\n", "line 1: wanted a string"),
+        ("in.jsonl", "7\n", "line 1 is no string, and no object with a string `text`"),
+        ("in.jsonl", '{"text": 7}\n', "line 1 has a int as `text`; wanted a string"),
+        ("in.jsonl", '{"body": "cat"}\n', "line 1 has no `text` .*--text-column"),
+        ("in.jsonl", '["cat"]\n', "line 1 is no string"),
+        ("in.jsonl", "null\n", "line 1 is no string"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(write, name, content, message):
     with pytest.raises(InvalidInput, match=message) as raised:
-        list(read_text_file(write(name, content)))
+        list(read_texts([write(name, content)]))
     assert name in str(raised.value)
 
 
 def test_a_line_before_the_bad_one_is_given(write):
-    texts = read_text_file(write("in.txt", "cat\n\n"))
+    texts = read_texts([write("in.txt", "cat\n\n")])
     assert next(texts) == "cat"
     with pytest.raises(InvalidInput):
         next(texts)
@@ -98,21 +101,21 @@ def test_a_line_before_the_bad_one_is_given(write):
 @pytest.mark.parametrize("name", ["in.txt", "in.jsonl"])
 def test_a_file_that_is_not_utf8_is_refused(write, name):
     path = write(name, b'"caf\xe9"\n')
-    with pytest.raises(ConfigError, match="is not UTF-8"):
-        list(read_text_file(path))
+    with pytest.raises(InvalidInput, match="line 1 is not UTF-8"):
+        list(read_texts([path]))
 
 
 def test_standard_input_that_is_not_utf8_is_refused(monkeypatch):
     monkeypatch.setattr("sys.stdin", Stdin(b"caf\xe9\n"))
-    with pytest.raises(ConfigError, match="- is not UTF-8"):
-        list(read_text_file("-"))
+    with pytest.raises(InvalidInput, match="- line 1 is not UTF-8"):
+        list(read_texts(["-"]))
 
 
 def test_a_file_that_is_not_there_or_of_another_kind_is_refused(write, tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*none\.txt: No such file"):
-        list(read_text_file(str(tmp_path / "none.txt")))
-    with pytest.raises(ConfigError, match=r"wanted a \.txt or \.jsonl file, or - for"):
-        list(read_text_file(write("in.csv", "cat\n")))
+        list(read_texts([str(tmp_path / "none.txt")]))
+    with pytest.raises(ConfigError, match=r"wanted a file that ends in \.txt, \.jsonl, .*, or - "):
+        list(read_texts([write("in.doc", "cat\n")]))
 
 
 # -- out -------------------------------------------------------------------------------------------
@@ -121,7 +124,7 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_refused(write, tmp_path)
 @pytest.mark.parametrize("name", ["out.npy", "out.jsonl"])
 @pytest.mark.parametrize("count", [0, 1, 5, 250])
 def test_rows_are_written_in_the_order_of_the_texts(embedder, tmp_path, monkeypatch, name, count):
-    monkeypatch.setattr(bulk, "TEXTS_A_CALL", 32)  # several chunks at work at once
+    monkeypatch.setattr(vector_file, "ROWS_A_CALL", 32)  # several chunks at work at once
     texts = [TEXTS[k % 4] for k in range(count)]
     out, steps = tmp_path / name, []
     assert embed_file(embedder, iter(texts), out, on_progress=steps.append) == count
@@ -173,7 +176,7 @@ def test_a_name_that_says_no_format_is_refused_and_leaves_nothing(embedder, tmp_
 @pytest.mark.parametrize("name", ["out.npy", "out.jsonl"])
 @pytest.mark.parametrize("existing", [True, False])
 def test_a_failure_leaves_what_was_there(embedder, tmp_path, monkeypatch, name, existing):
-    monkeypatch.setattr(bulk, "TEXTS_A_CALL", 2)
+    monkeypatch.setattr(vector_file, "ROWS_A_CALL", 2)
     out = tmp_path / name
     if existing:
         out.write_text("before")
@@ -210,7 +213,7 @@ class CountingEmbedder(Embedder):
 
 def test_texts_are_read_no_further_ahead_than_a_few_chunks(tmp_path, monkeypatch):
     """What is read and not yet written never exceeds the chunks at work."""
-    monkeypatch.setattr(bulk, "TEXTS_A_CALL", 10)
+    monkeypatch.setattr(vector_file, "ROWS_A_CALL", 10)
     read = most_ahead = finished = 0
 
     def texts() -> Iterator[str]:
@@ -227,5 +230,5 @@ def test_texts_are_read_no_further_ahead_than_a_few_chunks(tmp_path, monkeypatch
     embedder = CountingEmbedder()
     embed_file(embedder, texts(), tmp_path / "out.npy", on_progress=on_progress)
     assert finished == 1000
-    assert most_ahead <= bulk.CHUNKS_AHEAD * 10
-    assert embedder.most_inside <= bulk.CHUNKS_AHEAD
+    assert most_ahead <= CALLS_AHEAD * 10
+    assert embedder.most_inside <= CALLS_AHEAD

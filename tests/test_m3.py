@@ -13,7 +13,7 @@ from test_sparse import as_dense
 
 from converters import convert, outline, weights
 from converters.m3 import SPARSE_FILE, VECTORS_FILE
-from jaxembed.bulk import embed_file
+from jaxembed.bulk.vector_file import embed_file
 from jaxembed.config import EngineConfig
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError, InvalidInput, UnsupportedModel, WrongTask

@@ -9,7 +9,7 @@ from fake_embedder import NoPrompts
 from test_routes import save_routed
 
 from jaxembed import Embedder, checkpoint
-from jaxembed.bulk import measure_ranges
+from jaxembed.bulk.calibration import measure_ranges
 from jaxembed.config import TextConfig
 from jaxembed.errors import CheckpointError, ConfigError, InvalidInput
 from jaxembed.options import EncodeOptions

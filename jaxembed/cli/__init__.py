@@ -10,11 +10,13 @@ import click
 
 from jaxembed import __version__
 from jaxembed.cli.calibrate import calibrate_command
+from jaxembed.cli.classify import classify_command
 from jaxembed.cli.convert import convert_command
 from jaxembed.cli.doctor import doctor_command
 from jaxembed.cli.embed import embed_command
 from jaxembed.cli.info import info_command
 from jaxembed.cli.key import key_command
+from jaxembed.cli.rerank import rerank_command
 from jaxembed.cli.serve import serve_command
 from jaxembed.cli.status import EXIT_REFUSED
 from jaxembed.cli.tune import tune_command
@@ -36,6 +38,8 @@ for _command in (
     serve_command,
     convert_command,
     embed_command,
+    rerank_command,
+    classify_command,
     calibrate_command,
     tune_command,
     verify_command,

@@ -1,14 +1,13 @@
 """`jaxembed calibrate`: the ranges of a model's vectors, from files of texts."""
 
 import logging
-from itertools import chain
 from typing import Any
 
 import click
 
 from jaxembed.cli.loading import load_embedder, refuse_without_outputs
 from jaxembed.cli.logs import configure_logging
-from jaxembed.cli.options import ENGINE_OPTIONS, FIELD_FLAG, MODEL_OPTIONS, TEXT_OPTIONS
+from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_COLUMN_FLAG, TEXT_OPTIONS
 
 logger = logging.getLogger("jaxembed")
 
@@ -16,7 +15,7 @@ logger = logging.getLogger("jaxembed")
 @click.command("calibrate")
 @click.argument("model")
 @click.argument("texts", nargs=-1, required=True)
-@FIELD_FLAG
+@TEXT_COLUMN_FLAG
 @click.option(
     "--dimensions",
     type=click.IntRange(1),
@@ -31,7 +30,7 @@ logger = logging.getLogger("jaxembed")
 def calibrate_command(
     model: str,
     texts: tuple[str, ...],
-    field: str,
+    text_column: str,
     dimensions: tuple[int, ...],
     prompt_name: str | None,
     adapter_name: str | None,
@@ -46,17 +45,18 @@ def calibrate_command(
     configure_logging()
     from tqdm import tqdm
 
-    from jaxembed.bulk import ENOUGH_TEXTS, measure_ranges, read_text_file
+    from jaxembed.bulk.calibration import ENOUGH_TEXTS, measure_ranges
+    from jaxembed.bulk.sources import read_texts
     from jaxembed.ranges import check_writable, save_ranges
 
-    lines = [read_text_file(path, field) for path in texts]  # a missing file is reported first
+    lines = read_texts(texts, text_column)  # a missing file is reported first
     refuse_without_outputs(model, prompt_name, flags)
     embedder = load_embedder(model, flags)
     check_writable(embedder.path)
     with tqdm(unit=" texts", desc="calibrate", disable=None) as bar:
         ranges = measure_ranges(
             embedder,
-            chain.from_iterable(lines),
+            lines,
             dimensions,
             on_progress=bar.update,
             prompt_name=prompt_name,

@@ -1,35 +1,43 @@
-"""`jaxembed embed`: a file of vectors from a file of texts."""
+"""`jaxembed embed`: vectors of files of texts, as a file or a folder of Parquet."""
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
+from click.core import ParameterSource
 
+from jaxembed.cli.jobs import folder_options, refuse_other_suffix, run_folder
 from jaxembed.cli.loading import load_embedder, refuse_without_outputs
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
-    FIELD_FLAG,
+    JOB_OPTIONS,
     MODEL_FLAG,
     MODEL_OPTIONS,
+    OUTPUT_FLAG,
+    TEXT_COLUMN_FLAG,
     TEXT_OPTIONS,
 )
 from jaxembed.errors import ConfigError
 from jaxembed.outputs import REPRESENTATIONS, OutputName
 from jaxembed.quantise import EmbeddingDtype
 
+if TYPE_CHECKING:
+    from jaxembed.embedder import Embedder
+
 logger = logging.getLogger("jaxembed")
 
 
 @click.command("embed")
-@click.argument("texts")
-@click.option(
-    "--output", "-o", type=click.Path(path_type=Path), required=True, help=".npy or .jsonl."
-)
+@click.argument("inputs", nargs=-1, required=True)
+@OUTPUT_FLAG
 @MODEL_FLAG
-@FIELD_FLAG
+@TEXT_COLUMN_FLAG
+@JOB_OPTIONS
 @click.option("--prompt-name", help="Prompt of the model to put before every text.")
 @click.option("--adapter-name", help="The adapter of the model to embed with.")
 @click.option("--dimensions", type=click.IntRange(1), help="Cut the vectors to this many.")
@@ -46,7 +54,7 @@ logger = logging.getLogger("jaxembed")
     multiple=True,
     default=("dense",),
     show_default=True,
-    help="What the model gives for a text; repeat it for several, which need .jsonl.",
+    help="What the model gives for a text; repeat it for several, which .npy has no place for.",
 )
 @click.option(
     "--role", type=click.Choice(("query", "document")), help="What the texts are, to the model."
@@ -55,10 +63,10 @@ logger = logging.getLogger("jaxembed")
 @ENGINE_OPTIONS
 @TEXT_OPTIONS
 def embed_command(
-    texts: str,
-    output: Path,
+    inputs: tuple[str, ...],
+    output: str,
     model: str | None,
-    field: str,
+    text_column: str,
     prompt_name: str | None,
     adapter_name: str | None,
     dimensions: int | None,
@@ -67,37 +75,98 @@ def embed_command(
     role: Literal["query", "document"] | None,
     **flags: Any,
 ) -> None:
-    """Embed a file of texts into a file of vectors, or of other outputs of the model.
+    """Embed files of texts into vectors, or other outputs of the model.
 
-    TEXTS is a .txt file with one text a line, a .jsonl file with a string or an object a line, or
-    - for standard input with one text a line.
+    INPUTS are files, folders and patterns, here or at s3://, gs:// and hf://: .txt (a text a line),
+    .jsonl, .csv, .tsv, .parquet and .arrow, or - for standard input with a text a line.
+
+    OUTPUT is a folder of Parquet, here or at s3:// or gs://, in parts of equal numbers of rows: run
+    the same command again after it was stopped, and it goes on. Or a .npy or .jsonl file.
     """
     configure_logging()
-    from tqdm import tqdm
-
-    from jaxembed.bulk import check_vectors_path, embed_file, read_text_file
-
-    lines = read_text_file(texts, field)  # a missing file is reported before a long load
     outputs = tuple(dict.fromkeys(outputs))
-    check_vectors_path(output, outputs)
     if role is not None and outputs == ("dense",):
         raise ConfigError("--role is for other outputs than dense; name a prompt by --prompt-name")
+    options = {
+        "prompt_name": prompt_name,
+        "adapter": adapter_name,
+        "dimensions": dimensions,
+        "output_dtype": output_dtype,
+        **({} if role is None else {"role": role}),
+    }
+    chosen = folder_options(flags)
+    if output.endswith((".npy", ".jsonl")):
+        _refuse_folder_options(output, chosen)
+        write = partial(_write_file, inputs, text_column, Path(output), outputs, options)
+    else:
+        refuse_other_suffix(output, ".npy, .jsonl or ")
+        write = partial(_write_folder, inputs, text_column, output, outputs, options, chosen)
+    write(lambda: _load(model, prompt_name, flags, outputs))
+
+
+def _load(
+    model: str | None,
+    prompt_name: str | None,
+    flags: dict[str, Any],
+    outputs: tuple[OutputName, ...],
+) -> "Embedder":
     refuse_without_outputs(model, prompt_name, flags, outputs)
-    embedder = load_embedder(model, flags)
+    return load_embedder(model, flags)
+
+
+def _refuse_folder_options(output: str, chosen: dict[str, Any]) -> None:
+    """Raise ConfigError for options that only a folder has a place for."""
+    given = click.get_current_context().get_parameter_source
+    for name in chosen:
+        if given(name) is not ParameterSource.DEFAULT:
+            flag = name.replace("_", "-")
+            raise ConfigError(
+                f"--{flag} is for a folder of Parquet, and --output {output} is one file; name a "
+                "folder"
+            )
+
+
+def _write_file(
+    inputs: tuple[str, ...],
+    text_column: str,
+    output: Path,
+    outputs: tuple[OutputName, ...],
+    options: dict[str, Any],
+    load: Callable[[], "Embedder"],
+) -> None:
+    from tqdm import tqdm
+
+    from jaxembed.bulk.sources import read_texts
+    from jaxembed.bulk.vector_file import check_vectors_path, embed_file
+
+    lines = read_texts(inputs, text_column)  # a missing file is reported before a long load
+    check_vectors_path(output, outputs)
+    embedder = load()
     started_at = time.monotonic()
     with tqdm(unit=" texts", desc="embed", disable=None) as bar:
         count = embed_file(
-            embedder,
-            lines,
-            output,
-            outputs=outputs,
-            on_progress=bar.update,
-            prompt_name=prompt_name,
-            adapter=adapter_name,
-            dimensions=dimensions,
-            output_dtype=output_dtype,
-            **({} if role is None else {"role": role}),
+            embedder, lines, output, outputs=outputs, on_progress=bar.update, **options
         )
     seconds = time.monotonic() - started_at
     embedder.close()
     logger.info("%d texts to %s in %.1f s, %.0f a second", count, output, seconds, count / seconds)
+
+
+def _write_folder(
+    inputs: tuple[str, ...],
+    text_column: str,
+    output: str,
+    outputs: tuple[OutputName, ...],
+    options: dict[str, Any],
+    chosen: dict[str, Any],
+    load: Callable[[], "Embedder"],
+) -> None:
+    from jaxembed.bulk.computations import EmbedRows
+    from jaxembed.bulk.sources import input_files
+
+    input_files(inputs)  # a missing file is reported before a long load
+    embedder = load()
+    try:
+        run_folder(EmbedRows(embedder, text_column, outputs, options), inputs, output, chosen)
+    finally:
+        embedder.close()

@@ -8,6 +8,7 @@ from jaxembed.cli.progress import compile_bar
 from jaxembed.cli.settings import engine_config, model_source, text_config
 from jaxembed.errors import ConfigError, WrongTask
 from jaxembed.outputs import OutputName
+from jaxembed.spec import Task
 
 
 def load_embedder(model: str | None, flags: dict[str, Any], **options: Any):
@@ -40,7 +41,7 @@ def refuse_without_outputs(
     routes = hub.describe_model(model, **model_source(flags))
     name, task = model or hub.DEFAULT_MODEL, routes.main.task
     if task != "embed":
-        raise WrongTask(f"{name} is {KIND[task]}, which gives no vectors; use `jaxembed serve`")
+        raise WrongTask(f"{name} is {KIND[task]}, which gives no vectors; use `jaxembed {task}`")
     offered = routes.main.representations
     if missing := [one for one in outputs if one not in offered]:
         raise WrongTask(
@@ -49,3 +50,13 @@ def refuse_without_outputs(
         )
     if routes.default is None and prompt_name is None and flags["default_prompt_name"] is None:
         raise ConfigError(f"--prompt-name must name a route of {name}: {', '.join(routes.specs)}")
+
+
+def refuse_without_task(model: str | None, task: Task, flags: dict[str, Any]) -> None:
+    """Raise WrongTask if the model cannot do the task, before its weights are downloaded."""
+    configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
+    from jaxembed import hub
+    from jaxembed.tasks import check_task
+
+    name = model or hub.DEFAULT_MODEL
+    check_task(name, hub.describe_model(model, **model_source(flags)).main, task)

@@ -64,8 +64,33 @@ def named_folders(
 MODEL_FLAG = click.option(
     "--model", "-m", help="A directory or a hub id. Default: all-MiniLM-L6-v2."
 )
-FIELD_FLAG = click.option(
-    "--field", default="text", show_default=True, help="Of objects in a .jsonl file."
+TEXT_COLUMN_FLAG = click.option(
+    "--text-column", default="text", show_default=True, help="Has the texts; not of .txt files."
+)
+OUTPUT_FLAG = click.option("--output", "-o", required=True, help="A folder, or one file.")
+RAW_SCORES_FLAG = click.option(
+    "--raw-scores", is_flag=True, help="The model's logits instead of scores from 0 to 1."
+)
+JOB_OPTIONS = together(
+    click.option("--id-column", help="Keep this column, first; rows without a value are bad."),
+    click.option("--keep", multiple=True, help="Keep this column of the input. Repeatable."),
+    click.option(
+        "--part-rows",
+        type=click.IntRange(1),
+        default=65_536,
+        show_default=True,
+        help="Rows of the input in each part of a folder.",
+    ),
+    click.option(
+        "--on-error",
+        type=click.Choice(["fail", "skip"]),
+        default="fail",
+        show_default=True,
+        help="What to do with a row that is bad: stop, or leave it out and name it in a report.",
+    ),
+    click.option(
+        "--reuse", help="The folder of an earlier run, whose results of equal texts are taken."
+    ),
 )
 
 SPLADE_FLAG = tei_option(

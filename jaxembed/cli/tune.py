@@ -9,9 +9,9 @@ from jaxembed.cli.jax_setup import configure_jax
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
-    FIELD_FLAG,
     MODEL_FLAG,
     MODEL_OPTIONS,
+    TEXT_COLUMN_FLAG,
     TEXT_OPTIONS,
     FiniteRange,
 )
@@ -35,7 +35,7 @@ from jaxembed.cli.settings import engine_config, model_source, text_config
     help="A .png or .svg of lengths and buckets. Needs matplotlib.",
 )
 @MODEL_FLAG
-@FIELD_FLAG
+@TEXT_COLUMN_FLAG
 @click.option("--served-model-name", help="Of a server with several models, the one to read.")
 @click.option(
     "--seconds",
@@ -64,7 +64,7 @@ def tune_command(
     output: Path,
     picture: Path | None,
     model: str | None,
-    field: str,
+    text_column: str,
     served_model_name: str | None,
     seconds: float,
     max_buckets: int,
@@ -79,7 +79,7 @@ def tune_command(
     the better of them is written. The device must have nothing else to do meanwhile.
     """
     configure_logging()
-    from jaxembed.bulk import read_text_file
+    from jaxembed.bulk.sources import read_texts
     from jaxembed.tune import lengths, report
     from jaxembed.tune.model import load_measured
     from jaxembed.tune.tuning import Budget, check_grid_path, tune
@@ -93,7 +93,7 @@ def tune_command(
     elif traffic.endswith(".json"):
         counted = lengths.of_file(Path(traffic))
     else:
-        texts = read_text_file(traffic, field)
+        texts = read_texts([traffic], text_column)
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     import jax
 

@@ -6,7 +6,7 @@ import click
 
 from jaxembed.cli.jax_setup import configure_jax
 from jaxembed.cli.logs import configure_logging
-from jaxembed.cli.options import ENGINE_OPTIONS, FIELD_FLAG, MODEL_OPTIONS
+from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_COLUMN_FLAG
 from jaxembed.cli.progress import compile_bar
 from jaxembed.cli.settings import engine_config, model_source
 from jaxembed.cli.status import EXIT_AGREES, EXIT_DISAGREES
@@ -22,11 +22,11 @@ from jaxembed.cli.status import EXIT_AGREES, EXIT_DISAGREES
     help="The reference; it must be installed.",
 )
 @click.option("--texts", help="Compare these too: a .txt file (a line each), .jsonl, or - (lines).")
-@FIELD_FLAG
+@TEXT_COLUMN_FLAG
 @MODEL_OPTIONS
 @ENGINE_OPTIONS
 def verify_command(
-    model: str | None, against: str, texts: str | None, field: str, **flags: Any
+    model: str | None, against: str, texts: str | None, text_column: str, **flags: Any
 ) -> None:
     """Compare MODEL with a reference, in float32 and in the dtype that would be served.
 
@@ -40,11 +40,11 @@ def verify_command(
             name = "--" + flag.replace("_", "-")
             raise click.UsageError(f"{name}: {against} computes what the checkpoint says")
     configure_logging()
-    from jaxembed.bulk import read_text_file
+    from jaxembed.bulk.sources import read_texts
     from jaxembed.verify.report import HEADER, markdown_row, report_lines
     from jaxembed.verify.verification import verify_model
 
-    extra_texts = list(read_text_file(texts, field)) if texts is not None else []
+    extra_texts = list(read_texts([texts], text_column)) if texts is not None else []
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     verification = verify_model(
         model,

@@ -1,0 +1,194 @@
+"""What is computed of each row of a file: vectors and other representations, a score, or labels;
+as columns of Arrow."""
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+
+from jaxembed.bulk.sources import arrow
+from jaxembed.embedder import Embedder
+from jaxembed.options import EncodeOptions, ScoreOptions
+from jaxembed.outputs import OutputName
+from jaxembed.work import Ragged, SparseRows
+
+ROWS_A_CALL = 1024
+MULTI_VECTOR_ROWS_A_CALL = 256  # each has a vector a token
+
+RowTexts = tuple[str, ...]  # of one row
+
+
+@runtime_checkable
+class Computation(Protocol):
+    """What a job computes of the texts of a row."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the input that hold the texts."""
+        ...
+
+    @property
+    def rows_a_call(self) -> int:
+        """How many rows are computed together."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """All that the result depends on beside the texts, as JSON."""
+        ...
+
+    def fields(self) -> list[Any]:
+        """The Arrow fields of the result."""
+        ...
+
+    def compute(self, rows: Sequence[RowTexts]) -> list[Any]:
+        """An Arrow array for each of the fields, an element for each row. Raises the errors of
+        InvalidInput, by `index` where one row is wrong, and of BackendError."""
+        ...
+
+
+@dataclass(frozen=True)
+class EmbedRows:
+    """Dense vectors and other representations of a text."""
+
+    embedder: Embedder
+    column: str
+    outputs: tuple[OutputName, ...]
+    options: dict[str, Any]  # of `Embedder.encode_outputs`
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,)
+
+    @property
+    def rows_a_call(self) -> int:
+        return MULTI_VECTOR_ROWS_A_CALL if "multi_vector" in self.outputs else ROWS_A_CALL
+
+    def describe(self) -> dict[str, Any]:
+        options = EncodeOptions(**self.options)
+        ranges = self.embedder.tasks.ranges(options, options.output_dtype)
+        return {
+            "task": "embed",
+            "outputs": list(self.outputs),
+            "options": _json(asdict(options), {"outputs"}),
+            "ranges": None if ranges is None else hashlib.sha256(ranges.tobytes()).hexdigest(),
+            "model": model_facts(self.embedder),
+        }
+
+    def fields(self) -> list[Any]:
+        return [arrow().field(name, array.type) for name, array in self._named([])]
+
+    def compute(self, rows: Sequence[RowTexts]) -> list[Any]:
+        return [array for _, array in self._named([text for (text,) in rows])]
+
+    def _named(self, texts: list[str]) -> list[tuple[OutputName, Any]]:
+        found = self.embedder.encode_outputs(texts, self.outputs, **self.options)
+        return [(name, as_arrow(found[name])) for name in self.outputs]
+
+
+@dataclass(frozen=True)
+class ScoreRows:
+    """The score of a query and a text, as a reranker gives it."""
+
+    embedder: Embedder
+    query_column: str
+    column: str
+    raw_scores: bool
+    options: dict[str, Any]  # the fields of ScoreOptions
+    rows_a_call: int = ROWS_A_CALL
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.query_column, self.column)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "task": "rerank",
+            "raw_scores": self.raw_scores,
+            "options": _json(asdict(ScoreOptions(**self.options))),
+            "model": model_facts(self.embedder),
+        }
+
+    def fields(self) -> list[Any]:
+        pa = arrow()
+        return [pa.field("score", pa.float32())]
+
+    def compute(self, rows: Sequence[RowTexts]) -> list[Any]:
+        pairs = [(query, text) for query, text in rows]
+        scores = self.embedder.score(pairs, raw_scores=self.raw_scores, **self.options)
+        return [arrow().array(scores)]
+
+
+@dataclass(frozen=True)
+class ClassifyRows:
+    """Every label of a text, or of a pair of texts, with its score, best first."""
+
+    embedder: Embedder
+    columns: tuple[str, ...]
+    raw_scores: bool
+    options: dict[str, Any]  # the fields of ScoreOptions
+    rows_a_call: int = ROWS_A_CALL
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "task": "classify",
+            "raw_scores": self.raw_scores,
+            "options": _json(asdict(ScoreOptions(**self.options))),
+            "model": model_facts(self.embedder),
+        }
+
+    def fields(self) -> list[Any]:
+        return [arrow().field("labels", self._type)]
+
+    def compute(self, rows: Sequence[RowTexts]) -> list[Any]:
+        inputs = [row[0] if len(row) == 1 else (row[0], row[1]) for row in rows]
+        labels = self.embedder.classify(inputs, raw_scores=self.raw_scores, **self.options)
+        return [arrow().array([[asdict(one) for one in some] for some in labels], self._type)]
+
+    @cached_property
+    def _type(self) -> Any:
+        pa = arrow()
+        return pa.list_(pa.struct([("label", pa.string()), ("score", pa.float32())]))
+
+
+def model_facts(embedder: Embedder) -> dict[str, Any]:
+    """What tells the results of a model apart from those of another, or of other settings."""
+    spec = embedder.spec
+    return {
+        "content": {name: one.spec.content_hash for name, one in embedder.routes.items()},
+        "adapters": msgspec.to_builtins(spec.adapters),
+        "dtype": embedder.dtype,
+        "pooling": list(spec.pooling),
+        "max_input_tokens": embedder.max_input_tokens,
+        "prompts": dict(spec.prompts),
+        "text": _json(asdict(embedder.text), {"workers"}),
+    }
+
+
+def as_arrow(values: Any) -> Any:
+    """An output of several texts as an Arrow array, an element a text: vectors `[n, width]` as
+    fixed-size lists, SparseRows as structs of `indices` and `values`, a Ragged as lists of
+    vectors."""
+    pa = arrow()
+    if isinstance(values, SparseRows):
+        weights, indices, offsets = values.csr
+        starts = pa.array(offsets.astype(np.int32))
+        lists = [
+            pa.ListArray.from_arrays(starts, pa.array(column)) for column in (indices, weights)
+        ]
+        return pa.StructArray.from_arrays(lists, ["indices", "values"])
+    if isinstance(values, Ragged):
+        starts = pa.array(values.offsets.astype(np.int32))
+        return pa.ListArray.from_arrays(starts, as_arrow(values.values))
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+    return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+
+
+def _json(options: dict[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
+    """Options as JSON, without those named and those that have nothing."""
+    return {
+        name: value for name, value in options.items() if name not in without and value is not None
+    }

@@ -1,0 +1,126 @@
+"""The folder that a job writes: here or in an object store. What is in it is always whole."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol, runtime_checkable
+
+from filelock import FileLock, Timeout
+
+from jaxembed import object_store
+from jaxembed.bulk.sources import opened
+from jaxembed.errors import ConfigError
+from jaxembed.files import PARTIAL, replacing
+
+LOCK = ".lock"
+
+
+@runtime_checkable
+class Destination(Protocol):
+    """A folder of files that are written whole or not at all."""
+
+    def names(self) -> list[str]:
+        """The names of the files in it."""
+        ...
+
+    def opened(self, name: str) -> Any:
+        """A context with one of the files to read."""
+        ...
+
+    def writing(self, name: str) -> Any:
+        """A context with the path of a local file, which becomes the file of this name at its end.
+        If the block raises, nothing does."""
+        ...
+
+    def locked(self) -> Any:
+        """A context in which no other process of this machine writes here. Raises ConfigError if
+        one does."""
+        ...
+
+
+def destination(out: str) -> Destination:
+    """The folder at a path or URL. A folder here is made. Raises ConfigError if it cannot be."""
+    if object_store.is_url(out):
+        return StoreFolder(str(object_store.location(out)))
+    path = Path(out)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {out}: cannot make this folder: {error.strerror}") from error
+    return LocalFolder(path)
+
+
+class LocalFolder:
+    """A folder of a file system."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def names(self) -> list[str]:
+        return sorted(one.name for one in self._path.iterdir() if one.name != LOCK)
+
+    def opened(self, name: str) -> Any:
+        return opened(str(self._path / name))
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[Path]:
+        with replacing(self._path / name) as unfinished:
+            yield unfinished
+            _sync(unfinished)
+        _sync(self._path)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Also removes what a killed process left unfinished."""
+        try:
+            with FileLock(self._path / LOCK, timeout=0):
+                for one in self._path.glob(f".*{PARTIAL}*"):
+                    one.unlink(missing_ok=True)
+                yield
+        except Timeout:
+            raise ConfigError(f"{self}: another process is writing here") from None
+
+
+class StoreFolder:
+    """A folder of an object store. A file is uploaded under its own name, and seen when it is
+    whole."""
+
+    def __init__(self, url: str):
+        self._url = url
+
+    def __str__(self) -> str:
+        return self._url
+
+    def names(self) -> list[str]:
+        if not object_store.has_objects(self._url):
+            return []
+        found = object_store.find_objects(self._url)
+        return sorted(one.url.removeprefix(f"{self._url}/") for one in found)
+
+    def opened(self, name: str) -> Any:
+        return opened(f"{self._url}/{name}")
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[Path]:
+        with TemporaryDirectory(prefix="jaxembed-") as folder:
+            yield Path(folder) / name
+            object_store.write_objects(Path(folder), [name], self._url)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Stores have no locks; two processes would write the same parts with the same rows."""
+        yield
+
+
+def _sync(path: Path) -> None:
+    """Have the system write a file or the names in a folder to its disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

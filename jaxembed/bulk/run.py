@@ -1,0 +1,504 @@
+"""Runs a job: reads rows, computes them, and writes them into parts, all three at the same time.
+
+A part is written whole or not at all, and its rows depend on nothing but its number and the job: a
+job that is killed and run again gives what an undisturbed one gives.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from jaxembed.bulk import job as jobs
+from jaxembed.bulk.ahead import ahead
+from jaxembed.bulk.computations import Computation, RowTexts
+from jaxembed.bulk.destination import Destination, destination
+from jaxembed.bulk.parts import (
+    MOST_SKIPPED_NAMED,
+    PART,
+    Footer,
+    PartWriter,
+    Skipped,
+    finished_parts,
+    read_footer,
+)
+from jaxembed.bulk.reuse import DIGEST_BYTES, TEXT_DIGEST, Earlier, text_digest
+from jaxembed.bulk.sources import (
+    STANDARD_INPUT,
+    START,
+    Block,
+    InputFile,
+    Place,
+    arrow,
+    as_list,
+    check_texts,
+    column_types,
+    input_files,
+    problem_of,
+    read_rows,
+    row_name,
+)
+from jaxembed.errors import ConfigError, InvalidInput
+
+JOB_MANIFEST = "_manifest.json"
+SKIPPED = "_skipped.jsonl"
+PART_ROWS = 65_536
+ROW = "row"  # the column with the number of the row in the input
+
+OnError = Literal["fail", "skip"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows a job reads, and what of them goes along into the result."""
+
+    inputs: Sequence[str]  # paths, folders, patterns and URLs
+    id_column: str | None = None
+    keep: tuple[str, ...] = ()
+    part_rows: int = PART_ROWS
+    on_error: OnError = "fail"
+
+
+class JobProgress(NamedTuple):
+    """How far a job is."""
+
+    rows: int  # of the input, those of earlier runs included
+    share: float  # of the input
+
+
+@dataclass
+class Summary:
+    """What a run did."""
+
+    rows: int = 0  # in all parts
+    skipped: int = 0
+    parts: int = 0
+    parts_found: int = 0  # that an earlier run had finished
+    reused: int = 0  # rows whose results were taken from elsewhere
+    computed: int = 0
+
+
+class _Chunk(NamedTuple):
+    """Rows to compute together, of one part."""
+
+    part: int
+    numbers: list[int]  # of the rows in the input
+    places: list[tuple[Place, int]]  # for messages: the block's place, the row's index there
+    texts: list[RowTexts]
+    kept: list[Any]  # an Arrow array for each column that is kept
+    skipped: list[Skipped]
+    end: Place  # where the rows after these begin
+    closes: bool  # the part
+    progress: JobProgress
+
+
+class _Computed(NamedTuple):
+    """A chunk and its results."""
+
+    chunk: _Chunk
+    batch: Any  # a RecordBatch
+    skipped: list[Skipped]  # rows that could not be computed
+    reused: int  # rows
+
+
+def run_job(
+    computation: Computation,
+    rows: Rows,
+    out: str,
+    *,
+    reuse: str | None = None,
+    on_progress: Callable[[JobProgress], object] = lambda progress: None,
+) -> Summary:
+    """Compute all rows, and write them as Parquet into the folder or URL `out`.
+
+    Run again after a failure it goes on with the first part that is not there. `reuse` is the
+    folder of an earlier job, whose results of equal texts are taken. Raises ConfigError for inputs,
+    options or folders that are wrong, InvalidInput for a row that cannot be computed, unless such
+    rows are to be skipped, and the errors of the computation.
+    """
+    if STANDARD_INPUT in rows.inputs:
+        raise ConfigError("standard input cannot be read again by a job that goes on; name a file")
+    files = input_files(rows.inputs)
+    folder = destination(out)
+    first = [] if rows.id_column is None else [rows.id_column]
+    types = column_types(files, list(dict.fromkeys([*first, *rows.keep])))
+    check_texts(files, computation.columns)
+    job = jobs.BulkJob(
+        inputs=files,
+        part_rows=rows.part_rows,
+        columns={name: str(kind) for name, kind in types.items()},
+        id_column=rows.id_column,
+        computation=computation.describe(),
+        text_columns=list(computation.columns),
+    )
+    with folder.locked():
+        jobs.begin(job, folder)
+        earlier = None
+        if reuse is not None:
+            earlier = Earlier(destination(reuse), job.of_texts, computation.fields())
+        running = _Run(job, computation, folder, types, earlier, rows.on_error)
+        try:
+            running.run(on_progress)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {folder}: {error}; finished parts stay: run the same command again"
+            ) from error
+        if input_files(rows.inputs) != files:
+            raise ConfigError(
+                f"the input changed while it was read: {folder} is of no one state of it; choose "
+                "another folder"
+            )
+        running.complete()
+    return running.summary
+
+
+class _Run:
+    def __init__(
+        self,
+        job: jobs.BulkJob,
+        computation: Computation,
+        folder: Destination,
+        types: dict[str, Any],
+        earlier: Earlier | None,
+        on_error: OnError,
+    ):
+        self._job = job
+        self._on_error = on_error
+        self._digest, self._of_texts = job.digest, job.of_texts
+        self._computation = computation
+        self._folder = folder
+        self._types = types
+        self._earlier = earlier
+        self._finished = set(finished_parts(folder))
+        self._schema = _schema(types, computation)
+        self._footers: dict[int, Footer] = {}
+        self.summary = Summary(parts_found=len(self._finished))
+
+    def run(self, on_progress: Callable[[JobProgress], object]) -> None:
+        """Write all parts that are not there."""
+        part: _OpenPart | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="finish-part") as finishing:
+            last: Future | None = None
+            try:
+                for chunk, batch, skipped, reused in ahead(self._compute, self._chunks()):
+                    part = part or _OpenPart(self._folder, chunk.part, self._schema)
+                    part.add(batch, [*chunk.skipped, *skipped])
+                    self.summary.reused += reused
+                    self.summary.computed += batch.num_rows - reused
+                    if chunk.closes:
+                        if last is not None:
+                            last.result()
+                        footer = self._footer(part, chunk)
+                        part, last = None, finishing.submit(part.finish, footer)
+                    on_progress(chunk.progress)
+                if last is not None:
+                    last.result()
+            finally:
+                if part is not None:
+                    part.abandon()
+
+    def complete(self) -> None:
+        """Say that all parts are there: what they hold, and what was left out."""
+        summary, footers = self.summary, [self._footers[part] for part in sorted(self._footers)]
+        summary.parts = len(footers)
+        summary.rows = sum(one.rows for one in footers)
+        summary.skipped = sum(one.skipped for one in footers)
+        named = [msgspec.json.encode(row) for one in footers for row in one.skipped_rows]
+        if named:
+            with self._folder.writing(SKIPPED) as path:
+                path.write_bytes(b"\n".join([*named, b""]))
+        manifest = {
+            "job": self._digest,
+            "rows": summary.rows,
+            "skipped": summary.skipped,
+            "parts": [{"name": PART.format(one.part), "rows": one.rows} for one in footers],
+        }
+        with self._folder.writing(JOB_MANIFEST) as path:
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+
+    def _footer(self, part: "_OpenPart", chunk: _Chunk) -> Footer:
+        footer = Footer(
+            self._digest,
+            self._of_texts,
+            chunk.part,
+            part.rows,
+            chunk.end,
+            len(part.skipped),
+            part.skipped[:MOST_SKIPPED_NAMED],
+        )
+        self._footers[chunk.part] = footer
+        return footer
+
+    def _chunks(self) -> Iterator[_Chunk]:
+        """The rows of all parts that are not there, in order."""
+        part, at, stream = 0, START, None
+        while True:
+            if part in self._finished:
+                at, stream = self._end_of(part), None
+                part += 1
+                continue
+            if stream is None:
+                columns = dict.fromkeys((*self._computation.columns, *self._types))
+                stream = _Stream(self._job.inputs, list(columns), at)
+            yield from self._chunks_of(part, stream)
+            if stream.ended and not stream.waiting:
+                return
+            part += 1
+
+    def _chunks_of(self, part: int, stream: "_Stream") -> Iterator[_Chunk]:
+        done, most = 0, self._job.part_rows
+        while done < most:
+            blocks = stream.take(min(self._computation.rows_a_call, most - done))
+            count = sum(block.count for _, block in blocks)
+            if not count and not done:
+                return
+            first = part * most + done
+            done += count
+            closes = done == most or stream.ended
+            progress = JobProgress(part * most + done, stream.share)
+            yield self._chunk(part, first, blocks, stream.at, closes, progress)
+            if closes:
+                return
+
+    def _end_of(self, part: int) -> Place:
+        """Where the rows after a finished part begin. Raises ConfigError if it is of another
+        job."""
+        footer = read_footer(self._folder, part)
+        if footer.job != self._digest or footer.part != part:
+            raise ConfigError(f"{self._folder}: {PART.format(part)} is of another job; remove it")
+        self._footers[part] = footer
+        return footer.end
+
+    def _chunk(
+        self,
+        part: int,
+        first: int,
+        blocks: list[tuple[Place, Block]],
+        end: Place,
+        closes: bool,
+        progress: JobProgress,
+    ) -> _Chunk:
+        """A chunk of these blocks, without the rows that are bad. Raises InvalidInput for one that
+        is to fail."""
+        numbers, places, texts, skipped = [], [], [], []
+        kept: dict[str, list[Any]] = {name: [] for name in self._types}
+        for place, block in blocks:
+            columns = [as_list(block.columns[name]) for name in self._computation.columns]
+            arrays, bad = self._converted(block)
+            bad |= block.bad
+            for index, row in enumerate(zip(*columns, strict=True)):
+                named = zip(row, self._computation.columns, strict=True)
+                problem = bad.get(index) or next(
+                    filter(None, (problem_of(*one) for one in named)), None
+                )
+                if problem:
+                    bad[index] = problem
+                    skipped.append(self._skip(first + index, place, index, problem))
+                else:
+                    numbers.append(first + index)
+                    places.append((place, index))
+                    texts.append(row)
+            good = np.ones(block.count, bool)
+            good[list(bad)] = False
+            for name, array in arrays.items():
+                kept[name].append(array if not bad else array.filter(arrow().array(good)))
+            first += block.count
+        joined = [_joined(some, self._types[name]) for name, some in kept.items()]
+        return _Chunk(part, numbers, places, texts, joined, skipped, end, closes, progress)
+
+    def _problem(self, row: Sequence[Any]) -> str | None:
+        """What is wrong with the texts of a row, None if nothing is."""
+        found = map(problem_of, row, self._computation.columns)
+        return next(filter(None, found), None)
+
+    def _converted(self, block: Block) -> tuple[dict[str, Any], dict[int, str]]:
+        """The columns to keep as Arrow arrays of their types, and the rows where one cannot be."""
+        arrays, bad = {}, {}
+        for name, kind in self._types.items():
+            values = block.columns[name]
+            arrays[name], wrong = _of_type(values, kind, name)
+            bad |= wrong
+            if name == self._job.id_column and arrays[name].null_count:
+                nulls = np.flatnonzero(np.asarray(arrays[name].is_null()))
+                bad = {int(index): f"has no `{name}`" for index in nulls} | bad
+        return arrays, bad
+
+    def _skip(self, row: int, place: Place, index: int, problem: str) -> Skipped:
+        where = row_name(self._job.inputs, place, index)
+        if self._on_error == "fail":
+            raise InvalidInput(f"{where} {problem} (--on-error skip leaves such rows out)")
+        return Skipped(row, where, problem)
+
+    def _compute(self, chunk: _Chunk) -> "_Computed":
+        """The rows of a chunk with their results, as a RecordBatch, and those left out now."""
+        pa = arrow()
+        digests = [text_digest(row) for row in chunk.texts]
+        found = np.full(len(digests), -1, np.int64)
+        if self._earlier is not None and digests:
+            found = self._earlier.find(digests)
+        new = np.flatnonzero(found < 0)
+        arrays, skipped, computed = self._computed(chunk, new)
+        old = np.flatnonzero(found >= 0)
+        if len(old):
+            assert self._earlier is not None
+            arrays = [
+                pa.concat_arrays(pair)
+                for pair in zip(arrays, self._earlier.take(found[old]), strict=True)
+            ]
+        rows = np.concatenate([computed, old])
+        order = np.argsort(rows)
+        left = pa.array(rows[order])
+        stored = pa.array(digests, pa.binary(DIGEST_BYTES))
+        columns = [pa.array(chunk.numbers, pa.int64()), *chunk.kept, stored]
+        taken = [column.take(left) for column in columns]
+        results = arrays if not len(old) else [array.take(pa.array(order)) for array in arrays]
+        batch = pa.RecordBatch.from_arrays([*taken, *results], schema=self._schema)
+        return _Computed(chunk, batch, skipped, len(old))
+
+    def _computed(
+        self, chunk: _Chunk, indices: np.ndarray
+    ) -> tuple[list[Any], list[Skipped], np.ndarray]:
+        """The results of some rows of a chunk, the rows that were skipped, and the indices of the
+        others."""
+        skipped: list[Skipped] = []
+        while True:
+            try:
+                arrays = self._computation.compute([chunk.texts[k] for k in indices.tolist()])
+                return arrays, skipped, indices
+            except InvalidInput as error:
+                if error.index is None:
+                    raise
+                wrong = int(indices[error.index])
+                place, index = chunk.places[wrong]
+                skipped.append(self._skip(chunk.numbers[wrong], place, index, f": {error}"))
+                indices = np.delete(indices, error.index)
+
+
+class _OpenPart:
+    """A part that is being written."""
+
+    def __init__(self, folder: Destination, part: int, schema: Any):
+        self._stack = ExitStack()
+        path = self._stack.enter_context(folder.writing(PART.format(part)))
+        self._writer = PartWriter(path, schema, schema.names[schema.names.index(TEXT_DIGEST) :])
+        self.skipped: list[Skipped] = []
+
+    @property
+    def rows(self) -> int:
+        return self._writer.rows
+
+    def add(self, batch: Any, skipped: Sequence[Skipped]) -> None:
+        """Append rows, and note those that were left out."""
+        self._writer.write(batch)
+        self.skipped += skipped
+
+    def finish(self, footer: Footer) -> None:
+        """Complete the file and give it its name."""
+        with self._stack:
+            self._writer.finish(footer)
+
+    def abandon(self) -> None:
+        """Leave nothing of it."""
+        with suppress(_Abandoned, OSError), self._stack:
+            self._writer.abandon()
+            raise _Abandoned
+
+
+class _Abandoned(Exception):
+    """So that an unfinished file does not take its name."""
+
+
+@dataclass
+class _Stream:
+    """The rows of some files from a place on, as many at a time as asked for."""
+
+    files: Sequence[InputFile]
+    columns: list[str]
+    at: Place  # of the next row
+    ended: bool = False
+    share: float = 0.0  # of the input that was read
+    waiting: list[tuple[Place, Block]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._blocks = read_rows(self.files, self.columns, self.at)
+        sizes = np.array([one.size for one in self.files], float)
+        total = max(sizes.sum(), 1.0)
+        self._before = (np.cumsum(sizes) - sizes) / total
+        self._each = sizes / total
+
+    def take(self, count: int) -> list[tuple[Place, Block]]:
+        """The next rows, so many or what is left. One block is read ahead, so that `ended` is true
+        with the last row."""
+        taken: list[tuple[Place, Block]] = []
+        while count and self._fill():
+            place, block = self.waiting.pop(0)
+            if block.count > count:
+                self.waiting.insert(
+                    0, (Place(place.file, place.row + count), _sliced(block, count))
+                )
+                block = _sliced(block, 0, count)
+            taken.append((place, block))
+            count -= block.count
+            self.at = Place(place.file, place.row + block.count)
+            self.share = self._before[place.file] + block.share * self._each[place.file]
+        self._fill()
+        return taken
+
+    def _fill(self) -> bool:
+        """Have a block wait, unless there is none."""
+        if not self.waiting and not self.ended:
+            block = next(self._blocks, None)
+            self.ended = block is None
+            self.waiting = [] if block is None else [block]
+        return bool(self.waiting)
+
+
+def _sliced(block: Block, start: int, stop: int | None = None) -> Block:
+    stop = block.count if stop is None else stop
+    columns = {name: values[start:stop] for name, values in block.columns.items()}
+    bad = {index - start: why for index, why in block.bad.items() if start <= index < stop}
+    return Block(columns, stop - start, bad, block.share)
+
+
+def _schema(types: dict[str, Any], computation: Computation) -> Any:
+    """The schema of the parts. Raises ConfigError for a column to keep that a result is called."""
+    pa = arrow()
+    results = computation.fields()
+    taken = {ROW, TEXT_DIGEST, *(one.name for one in results)}
+    for name in types:
+        if name in taken:
+            raise ConfigError(
+                f"column `{name}` cannot be kept: the result has a column of that name; rename it"
+            )
+    kept = [pa.field(name, kind) for name, kind in types.items()]
+    digest = pa.field(TEXT_DIGEST, pa.binary(DIGEST_BYTES))
+    return pa.schema([pa.field(ROW, pa.int64()), *kept, digest, *results])
+
+
+def _of_type(values: Any, kind: Any, name: str) -> tuple[Any, dict[int, str]]:
+    """Values as an Arrow array of a type, null where they are of another, and where that is."""
+    pa = arrow()
+    if not isinstance(values, list):
+        return values, {}
+    errors = (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError)
+    try:
+        return pa.array(values, kind), {}
+    except errors:
+        pass
+    bad: dict[int, str] = {}
+    for index, value in enumerate(values):
+        try:
+            pa.array([value], kind)
+        except errors:
+            bad[index] = f"has {value!r:.60} as `{name}`, and the column is of {kind}"
+    good = [None if index in bad else value for index, value in enumerate(values)]
+    return pa.array(good, kind), bad
+
+
+def _joined(arrays: Sequence[Any], kind: Any) -> Any:
+    pa = arrow()
+    return pa.concat_arrays(arrays) if arrays else pa.array([], kind)

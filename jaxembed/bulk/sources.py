@@ -1,0 +1,532 @@
+"""Reads rows of columns from files: .txt, .jsonl, .csv, .tsv, Parquet and Arrow, here or in object
+stores, in bounded memory. Knows nothing of models.
+
+Only Parquet, Arrow and typed columns need pyarrow, an extra.
+"""
+
+import csv
+import glob
+import gzip
+import io
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import orjson
+
+from jaxembed import object_store
+from jaxembed.errors import ConfigError, InvalidInput
+
+ROWS_A_BLOCK = 1024
+ROWS_LOOKED_AT = 1000  # of .jsonl, for the types of its columns
+LINES = (".txt", ".jsonl", ".ndjson", ".csv", ".tsv")
+BINARY = (".parquet", ".arrow", ".feather")
+COMPRESSED = ".gz"  # after a suffix of LINES
+STANDARD_INPUT = "-"
+WILD = frozenset("*?[")
+MOST_NAMED = 10  # names in a message
+
+
+class InputFile(msgspec.Struct, frozen=True):
+    """A file of rows as it was found. Another size or version means another content."""
+
+    name: str  # a path or a URL
+    size: int  # bytes
+    version: str  # the time of its last change in ns, or what its store calls the content
+
+
+class Place(NamedTuple):
+    """Where the next row is: the number of its file, and how many rows of that come before."""
+
+    file: int
+    row: int
+
+
+START = Place(0, 0)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows of one file."""
+
+    columns: dict[
+        str, Any
+    ]  # of each column a list, or an Arrow array; None where there is no value
+    count: int
+    bad: dict[int, str]  # what is wrong with a row, by its index here; its values mean nothing
+    share: float  # of the file that was read with this block
+
+
+class BadRow(Exception):
+    """A row cannot be read; the message says why."""
+
+
+Columns = Sequence[str]
+ByteStream = Any  # a binary file, of whichever library
+Reader = Callable[[ByteStream, str, Columns, int], Iterator[Block]]
+
+
+def input_files(names: Sequence[str]) -> list[InputFile]:
+    """The files that these paths, folders, patterns and URLs name, in this order; those of one
+    folder or pattern by name. Files whose names begin with `_` or `.` are left out of these.
+
+    Raises ConfigError if a name is of no file, or a file is of no kind that can be read.
+    """
+    found = [file for name in names for file in _files(name)]
+    for file in found:
+        _suffix(file.name)
+    return found
+
+
+def read_rows(
+    files: Sequence[InputFile], columns: Columns, start: Place = START
+) -> Iterator[tuple[Place, Block]]:
+    """The rows from `start` on, in order, each block with the place of its first row.
+
+    Raises ConfigError if a file cannot be read, or has no such column.
+    """
+    for number in range(start.file, len(files)):
+        skip = start.row if number == start.file else 0
+        name = files[number].name
+        with opened(name) as file:
+            row = skip
+            for block in READERS[_suffix(name)](file, name, columns, skip):
+                yield Place(number, row), block
+                row += block.count
+
+
+def read_texts(names: Sequence[str], column: str = "text") -> Iterator[str]:
+    """The texts of these files, one after the other, read lazily.
+
+    Raises ConfigError at once if a file is not there or of no kind that can be read. During
+    iteration it raises InvalidInput for an empty or wrong row: none is left out, so that row n of a
+    result is always of row n here.
+    """
+    return _texts(input_files(names), column)
+
+
+def _texts(files: Sequence[InputFile], column: str) -> Iterator[str]:
+    for place, block in read_rows(files, [column]):
+        texts = as_list(block.columns[column])
+        for index, text in enumerate(texts):
+            problem = block.bad.get(index) or problem_of(text, column)
+            if problem:
+                raise InvalidInput(f"{row_name(files, place, index)} {problem}")
+            yield text
+
+
+def problem_of(text: Any, column: str) -> str | None:
+    """What is wrong with a text, None if nothing is."""
+    if text is None:
+        return f"has no `{column}` (options such as --text-column name columns)"
+    if not isinstance(text, str):
+        return f"has a {type(text).__name__} as `{column}`; wanted a string"
+    return None if text else "is empty: there is nothing to embed"
+
+
+def row_name(files: Sequence[InputFile], place: Place, index: int) -> str:
+    """What messages call the row `index` of a block that starts at `place`."""
+    name = files[place.file].name
+    what = "line" if _suffix(name) in (".txt", ".jsonl", ".ndjson") else "row"
+    return f"{name} {what} {place.row + index + 1}"
+
+
+def column_types(files: Sequence[InputFile], columns: Columns) -> dict[str, Any]:
+    """The Arrow type of each column, the same in all files.
+
+    Columns of .csv are strings. Those of .jsonl are what Arrow makes of the first ROWS_LOOKED_AT
+    rows, where no file before has types; rows with others are bad. Raises ConfigError if a file
+    lacks a column, or has it with another type.
+    """
+    found: dict[str, Any] = {}
+    first = ""
+    for file in files if columns else ():
+        if found and _suffix(file.name) in (".jsonl", ".ndjson"):
+            continue  # its rows are held against the types one by one
+        with opened(file.name) as stream:
+            types = _types(stream, file.name, columns)
+        for name, kind in types.items():
+            if found and found[name] != kind:
+                raise ConfigError(
+                    f"{file.name}: column `{name}` is {kind}, and {found[name]} in {first}; "
+                    "a column has one type in all files"
+                )
+        found, first = found or types, first or file.name
+    return found
+
+
+def check_texts(files: Sequence[InputFile], columns: Columns) -> None:
+    """Raise ConfigError if a file lacks a column, or has one that holds no strings."""
+    for file in files:
+        if _suffix(file.name) in (".jsonl", ".ndjson"):
+            continue  # each row is as it is
+        with opened(file.name) as stream:
+            for name, kind in _types(stream, file.name, columns).items():
+                if str(kind) not in ("string", "large_string", "string_view"):
+                    raise ConfigError(
+                        f"{file.name}: column `{name}` is {kind}; wanted a column of strings"
+                    )
+
+
+def as_list(values: Any) -> list:
+    """The values of a column of a Block as Python objects."""
+    return values if isinstance(values, list) else values.to_pylist()
+
+
+def arrow() -> Any:
+    """pyarrow. Raises ConfigError if it is not installed."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise ConfigError(
+            "Parquet and Arrow need pyarrow, which is not installed: "
+            "pip install 'jaxembed[parquet]'"
+        ) from None
+    return pyarrow
+
+
+def parquet() -> Any:
+    """pyarrow.parquet. Raises ConfigError if it is not installed."""
+    arrow()
+    import pyarrow.parquet
+
+    return pyarrow.parquet
+
+
+@contextmanager
+def opened(name: str) -> Iterator[ByteStream]:
+    """A file here, in an object store or standard input, to read from its start.
+
+    Raises ConfigError if it cannot be opened or read.
+    """
+    if name == STANDARD_INPUT:
+        yield sys.stdin.buffer
+    elif object_store.is_url(name, object_store.DATA_SCHEMES):
+        with object_store.open_object(name) as file:
+            yield file
+    else:
+        with _open(name) as file:
+            yield file
+
+
+def _open(name: str) -> ByteStream:
+    try:
+        return open(name, "rb")
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror}") from error
+
+
+def _files(name: str) -> list[InputFile]:
+    if name == STANDARD_INPUT:
+        return [InputFile(name, 0, "")]
+    if object_store.is_url(name, object_store.DATA_SCHEMES):
+        found = [InputFile(*one) for one in object_store.find_objects(name)]
+        single = [one for one in found if one.name.rstrip("/") == name.rstrip("/")]
+        files = single or _data(found, name)
+    else:
+        files = [_local(path) for path in _paths(name)]
+    if not files:
+        raise ConfigError(f"{name}: there is no file of rows; they end in {_endings()}")
+    return files
+
+
+def _paths(name: str) -> list[Path]:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        inside = [one for one in path.rglob("*") if one.is_file()]
+        return sorted(one for one in inside if _is_data(str(one.relative_to(path))))
+    if not path.exists() and WILD.intersection(name):
+        matches = [Path(one) for one in glob.glob(str(path), recursive=True)]
+        return sorted(one for one in matches if one.is_file() and _is_data(one.name))
+    return [path]
+
+
+def _data(found: Sequence[InputFile], name: str) -> list[InputFile]:
+    """Those of the objects below a URL that are files of rows."""
+    base = name.split("*")[0].split("?")[0].split("[")[0].rpartition("/")[0]
+    kept = [one for one in found if _is_data(one.name.removeprefix(base))]
+    return sorted(kept, key=lambda one: one.name)
+
+
+def _is_data(relative: str) -> bool:
+    """Whether a file of a folder is taken for rows, by its path below that."""
+    hidden = any(part.startswith(("_", ".")) for part in Path(relative).parts if part != "/")
+    return not hidden and _known_suffix(relative) is not None
+
+
+def _local(path: Path) -> InputFile:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    return InputFile(str(path), status.st_size, str(status.st_mtime_ns))
+
+
+def _known_suffix(name: str) -> str | None:
+    bare = name.lower()
+    if bare.endswith(COMPRESSED):
+        bare = bare.removesuffix(COMPRESSED)
+        return next((one + COMPRESSED for one in LINES if bare.endswith(one)), None)
+    return next((one for one in (*LINES, *BINARY) if bare.endswith(one)), None)
+
+
+def _suffix(name: str) -> str:
+    """What a file is, by its name, without compression. Raises ConfigError for others."""
+    if name == STANDARD_INPUT:
+        return ".txt"
+    suffix = _known_suffix(name)
+    if suffix is None:
+        raise ConfigError(f"{name}: wanted a file that ends in {_endings()}, or - for lines")
+    return suffix.removesuffix(COMPRESSED)
+
+
+def _endings() -> str:
+    return f"{', '.join(LINES)} (also with {COMPRESSED}), {', '.join(BINARY)}"
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Raise what a library says of a broken file as ConfigError."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError, csv.Error, zlib.error) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"cannot read {name}: {reason}") from error
+
+
+def _lines(file: ByteStream, name: str) -> Iterator[bytes]:
+    """The lines of a file, without a byte order mark."""
+    is_compressed = name.lower().endswith(COMPRESSED)
+    with _reading(name), gzip.open(file) if is_compressed else nullcontext(file) as lines:
+        for number, line in enumerate(lines):
+            yield line.removeprefix(b"\xef\xbb\xbf") if not number else line
+
+
+def _blocks(
+    rows: Iterator[Any], parse: Callable[[Any], Sequence[Any]], columns: Columns, file: ByteStream
+) -> Iterator[Block]:
+    """Blocks of rows, each parsed to the values of the columns. A BadRow that `parse` raises is
+    noted."""
+    size = _size(file)
+    while some := list(islice(rows, ROWS_A_BLOCK)):
+        values: list[Sequence[Any]] = []
+        bad: dict[int, str] = {}
+        for index, row in enumerate(some):
+            try:
+                values.append(parse(row))
+            except BadRow as problem:
+                bad[index] = str(problem)
+                values.append((None,) * len(columns))
+        by_column = [list(column) for column in zip(*values, strict=True)]
+        share = min(file.tell() / size, 1.0) if size else 0.0
+        yield Block(dict(zip(columns, by_column, strict=True)), len(some), bad, share)
+
+
+def _size(file: ByteStream) -> int:
+    if not file.seekable():
+        return 0
+    at = file.tell()
+    size = file.seek(0, io.SEEK_END)
+    file.seek(at)
+    return size
+
+
+def _read_txt(file: ByteStream, name: str, columns: Columns, skip: int) -> Iterator[Block]:
+    """Each line is a text; it has one column, whatever that is called."""
+    if len(columns) > 1:
+        raise ConfigError(f"{name}: lines of text have no column `{columns[1]}`")
+    lines = islice(_lines(file, name), skip, None)
+    return _blocks(lines, lambda line: (_decoded(line),), columns, file)
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise BadRow(f"is not UTF-8: {error.reason} at byte {error.start + 1}") from None
+
+
+def _read_jsonl(file: ByteStream, name: str, columns: Columns, skip: int) -> Iterator[Block]:
+    """Each line is an object with the columns, or a string, which is the first of them."""
+
+    def parse(line: bytes) -> Sequence[Any]:
+        try:
+            value = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            problem = "not UTF-8" if "utf-8" in str(error).lower() else f"not JSON: {error}"
+            raise BadRow(f"is {problem}") from None
+        if isinstance(value, dict):
+            return [value.get(column) for column in columns]
+        if isinstance(value, str):
+            return [value, *[None] * (len(columns) - 1)]
+        raise BadRow(f"is no string, and no object with a string `{columns[0]}`")
+
+    return _blocks(islice(_lines(file, name), skip, None), parse, columns, file)
+
+
+def _read_csv(file: ByteStream, name: str, columns: Columns, skip: int) -> Iterator[Block]:
+    """The first row names the columns; empty lines are no rows."""
+    rows = _csv_rows(file, name)
+    header = next(rows, [])
+    places = [_place_of(column, header, name) for column in columns]
+
+    def parse(row: list[str]) -> Sequence[str]:
+        if len(row) != len(header):
+            raise BadRow(f"has {len(row)} fields, and the header has {len(header)}")
+        values = [row[place] for place in places]
+        if not "".join(values).isprintable():  # which what is not UTF-8 is not, and line breaks
+            _refuse_surrogates(values)
+        return values
+
+    return _blocks(islice(rows, skip, None), parse, columns, file)
+
+
+def _csv_rows(file: ByteStream, name: str) -> Iterator[list[str]]:
+    csv.field_size_limit(sys.maxsize)  # else texts of over 128 kB are errors
+    lines = (line.decode(errors="surrogateescape") for line in _lines(file, name))
+    tabs = _suffix(name) == ".tsv"
+    with _reading(name):
+        yield from filter(None, csv.reader(lines, delimiter="\t" if tabs else ","))
+
+
+def _place_of(column: str, header: Sequence[str], name: str) -> int:
+    if column not in header:
+        raise _no_column(name, column, header)
+    return header.index(column)
+
+
+def _refuse_surrogates(values: Sequence[str]) -> None:
+    try:
+        "".join(values).encode()
+    except UnicodeEncodeError:
+        raise BadRow("is not UTF-8") from None
+
+
+def _no_column(name: str, column: str, there: Sequence[str]) -> ConfigError:
+    shown = ", ".join(there[:MOST_NAMED]) + (", ..." if len(there) > MOST_NAMED else "")
+    return ConfigError(f"{name} has no column `{column}`. It has: {shown or 'none'}")
+
+
+def _read_parquet(file: ByteStream, name: str, columns: Columns, skip: int) -> Iterator[Block]:
+    pq = parquet()
+    with _reading(name):
+        source = pq.ParquetFile(file)
+    for column in columns:
+        _place_of(column, source.schema_arrow.names, name)
+    total, before, groups = source.metadata.num_rows, 0, []
+    for group in range(source.metadata.num_row_groups):
+        count = source.metadata.row_group(group).num_rows
+        if before + count <= skip:
+            before += count  # without reading it
+        else:
+            groups.append(group)
+    batches = source.iter_batches(ROWS_A_BLOCK, row_groups=groups, columns=list(columns))
+    return _arrow_blocks(batches, name, columns, skip, before, total)
+
+
+def _arrow_blocks(
+    batches: Iterator[Any], name: str, columns: Columns, skip: int, before: int, total: int
+) -> Iterator[Block]:
+    """Blocks of Arrow's batches, the first of which starts with row `before`, from row `skip` on;
+    `total` is the number of rows of the file, 0 if it is not known."""
+    with _reading(name):
+        for batch in batches:
+            for start in range(0, batch.num_rows, ROWS_A_BLOCK):
+                part = batch.slice(start, ROWS_A_BLOCK)
+                drop, before = max(skip - before, 0), before + part.num_rows
+                if drop >= part.num_rows:
+                    continue
+                part = part.slice(drop)
+                values = {column: _plain(part.column(column)) for column in columns}
+                yield Block(values, part.num_rows, {}, before / total if total else 0.0)
+
+
+def _plain(values: Any) -> Any:
+    """A column without a dictionary of its values, which each file would have another of."""
+    pa = arrow()
+    return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+
+
+def _read_arrow(file: ByteStream, name: str, columns: Columns, skip: int) -> Iterator[Block]:
+    source = _arrow_file(file, name)
+    for column in columns:
+        _place_of(column, source.schema.names, name)
+    if hasattr(source, "num_record_batches"):
+        batches = (source.get_batch(k) for k in range(source.num_record_batches))
+    else:
+        batches = iter(source)
+    return _arrow_blocks(batches, name, columns, skip, 0, 0)
+
+
+def _arrow_file(file: ByteStream, name: str) -> Any:
+    """The reader of an Arrow file, or of a stream, which also ends in .arrow."""
+    pa = arrow()
+    with _reading(name):
+        try:
+            return pa.ipc.open_file(file)
+        except pa.ArrowInvalid:
+            file.seek(0)
+            return pa.ipc.open_stream(file)
+
+
+READERS: dict[str, Reader] = {
+    ".txt": _read_txt,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".feather": _read_arrow,
+}
+
+
+def _types(file: ByteStream, name: str, columns: Columns) -> dict[str, Any]:
+    """The Arrow types of columns of one file."""
+    pa, suffix = arrow(), _suffix(name)
+    if suffix in BINARY:
+        with _reading(name):
+            schema = parquet().read_schema(file) if suffix == ".parquet" else None
+        schema = schema or _arrow_file(file, name).schema
+        for column in columns:
+            _place_of(column, schema.names, name)
+        types = {column: schema.field(column).type for column in columns}
+        is_dictionary = pa.types.is_dictionary
+        return {
+            one: kind.value_type if is_dictionary(kind) else kind for one, kind in types.items()
+        }
+    if suffix == ".jsonl" or suffix == ".ndjson":
+        return _types_of_values(_first_values(_read_jsonl(file, name, columns, 0), columns), name)
+    READERS[suffix](file, name, columns, 0)  # which looks at its header
+    return dict.fromkeys(columns, pa.string())
+
+
+def _first_values(blocks: Iterator[Block], columns: Columns) -> dict[str, list]:
+    values: dict[str, list] = {column: [] for column in columns}
+    for block in blocks:
+        for column in columns:
+            values[column] += block.columns[column]
+        if len(values[columns[0]]) >= ROWS_LOOKED_AT:
+            break
+    return {column: some[:ROWS_LOOKED_AT] for column, some in values.items()}
+
+
+def _types_of_values(values: dict[str, list], name: str) -> dict[str, Any]:
+    """What Arrow makes of values of .jsonl; a column without any is of strings."""
+    pa = arrow()
+    types = {}
+    for column, some in values.items():
+        try:
+            kind = pa.array(some).type
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+            raise ConfigError(
+                f"{name}: the values of column `{column}` have no common type: {error}"
+            ) from error
+        types[column] = pa.string() if pa.types.is_null(kind) else kind
+    return types

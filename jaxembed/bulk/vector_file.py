@@ -1,0 +1,140 @@
+"""Embeds texts into one file of vectors, .npy or .jsonl, in bounded memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, runtime_checkable
+
+import numpy as np
+import orjson
+
+from jaxembed.bulk.ahead import ahead, divided
+from jaxembed.bulk.computations import ROWS_A_CALL
+from jaxembed.embedder import Embedder
+from jaxembed.errors import ConfigError
+from jaxembed.files import replacing
+from jaxembed.output_path import check_output
+from jaxembed.outputs import OutputName
+
+DENSE: tuple[OutputName, ...] = ("dense",)
+
+
+def check_vectors_path(out: Path, outputs: Sequence[OutputName] = DENSE) -> None:
+    """Raise ConfigError unless these outputs can be written there."""
+    check_output(out, "--output", WRITERS)
+    if out.suffix == ".npy" and tuple(outputs) != DENSE:
+        raise ConfigError(
+            f"--output {out}: .npy holds dense vectors alone, and --outputs has "
+            f"{', '.join(outputs)}; write .jsonl"
+        )
+
+
+def embed_file(
+    embedder: Embedder,
+    texts: Iterator[str],
+    out: Path,
+    *,
+    outputs: Sequence[OutputName] = DENSE,
+    on_progress: Callable[[int], object] = lambda count: None,
+    **options,
+) -> int:
+    """Encode all texts and write their vectors in order. Returns the number of texts.
+
+    The suffix of `out` chooses .npy (`[texts, dim]`, of the `output_dtype`) or .jsonl (one array a
+    line). With other `outputs` than the dense vector a line of .jsonl is an object with each by its
+    name, a sparse one as `indices` and `values`; .npy has no place for them.
+    `options` are the fields of EncodeOptions. `on_progress` is called with the number of texts of
+    each chunk. On failure `out` is not changed. Raises ConfigError for a wrong path, and the errors
+    of `texts` and of `Embedder.encode`.
+    """
+    check_vectors_path(out, outputs)
+    encode = partial(_rows, embedder, outputs, options)
+    with replacing(out) as unfinished, unfinished.open("w+b") as file:
+        writer = WRITERS[out.suffix](file, encode([]))
+        for rows in ahead(encode, divided(texts, ROWS_A_CALL)):
+            writer.write(rows)
+            on_progress(len(rows))
+        return writer.finish()
+
+
+def _rows(
+    embedder: Embedder, outputs: Sequence[OutputName], options: dict, texts: list[str]
+) -> Any:
+    """The dense vectors of some texts `[texts, dim]`, or an object for JSON of each text's
+    outputs."""
+    if tuple(outputs) == DENSE:
+        return embedder.encode(texts, **options)
+    found = embedder.encode_outputs(texts, outputs, **options)
+    if "sparse" in found:
+        rows = found["sparse"]
+        pairs = zip(rows.indices, rows.values, strict=True)
+        found["sparse"] = [{"indices": indices, "values": values} for indices, values in pairs]
+    columns = [list(found[name]) for name in outputs]
+    return [dict(zip(outputs, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """A format of vector files."""
+
+    def write(self, rows: Any) -> None:
+        """Append the rows of some texts."""
+        ...
+
+    def finish(self) -> int:
+        """Complete the file, and return the number of vectors in it."""
+        ...
+
+
+class NpyWriter:
+    """Writes rows as they come: numpy's header leaves room for the number of rows to grow."""
+
+    def __init__(self, file: BinaryIO, none: np.ndarray):
+        """`none` is an array `[0, width]` of the dtype of the vectors."""
+        self._file = file
+        self._dtype = none.dtype.newbyteorder("<")
+        self._width = none.shape[1]
+        self._rows = 0
+        self._header()
+
+    def write(self, rows: np.ndarray) -> None:
+        """Append vectors `[rows, width]`."""
+        self._file.write(np.ascontiguousarray(rows, self._dtype).data)
+        self._rows += len(rows)
+
+    def finish(self) -> int:
+        """Write the final header, and return the number of vectors."""
+        self._file.seek(0)
+        self._header()
+        return self._rows
+
+    def _header(self) -> None:
+        shape = (self._rows, self._width)
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+class JsonlWriter:
+    """Writes each vector as one JSON array in a line, each object as one in a line."""
+
+    def __init__(self, file: BinaryIO, none: Any):
+        self._file = file
+        self._rows = 0
+        del none  # only .npy needs it
+
+    def write(self, rows: np.ndarray | list[dict]) -> None:
+        """Append vectors `[rows, width]`, or objects."""
+        for row in rows:
+            self._file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY))
+            self._file.write(b"\n")
+        self._rows += len(rows)
+
+    def finish(self) -> int:
+        """Return the number of vectors."""
+        return self._rows
+
+
+WRITERS: dict[str, Callable[[BinaryIO, Any], Writer]] = {
+    ".npy": NpyWriter,
+    ".jsonl": JsonlWriter,
+}

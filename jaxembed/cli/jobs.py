@@ -1,0 +1,95 @@
+"""Runs a job as the flags of a command ask, with a progress bar."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jaxembed.cli.loading import load_embedder, refuse_without_task
+from jaxembed.errors import ConfigError
+from jaxembed.spec import Task
+
+if TYPE_CHECKING:
+    from jaxembed.embedder import Embedder
+
+logger = logging.getLogger("jaxembed")
+
+FOLDER_FLAGS = ("id_column", "keep", "part_rows", "on_error", "reuse")  # JOB_OPTIONS
+
+
+def folder_options(flags: dict[str, Any]) -> dict[str, Any]:
+    """Take what JOB_OPTIONS gave out of the flags of a command."""
+    return {name: flags.pop(name) for name in FOLDER_FLAGS}
+
+
+def refuse_other_suffix(output: str, files: str) -> None:
+    """Raise ConfigError for a folder of Parquet whose name ends like that of a file."""
+    name = output.rstrip("/").rpartition("/")[2]
+    if "." in name.strip("."):
+        raise ConfigError(
+            f"--output {output}: wanted {files}a folder, whose name has no dot, for Parquet"
+        )
+
+
+def score_with(
+    model: str | None,
+    task: Task,
+    flags: dict[str, Any],
+    make: Callable[["Embedder"], Any],
+    inputs: tuple[str, ...],
+    output: str,
+) -> None:
+    """Load a model that can do the task, and write what it computes of each row as Parquet.
+
+    `make` gives the Computation. Raises WrongTask before weights are downloaded, and as `run_job`.
+    """
+    refuse_other_suffix(output, "")
+    chosen = folder_options(flags)
+    refuse_without_task(model, task, flags)
+    embedder = load_embedder(model, flags)
+    try:
+        run_folder(make(embedder), inputs, output, chosen)
+    finally:
+        embedder.close()
+
+
+def run_folder(
+    computation: Any, inputs: tuple[str, ...], output: str, chosen: dict[str, Any]
+) -> None:
+    """Run a job with a progress bar, and say what it did. Raises as `run_job`."""
+    from tqdm import tqdm
+
+    from jaxembed.bulk.run import JobProgress, Rows, run_job
+
+    reuse = chosen.pop("reuse")
+    rows = Rows(inputs, **chosen)
+    telemetry = computation.embedder.telemetry
+    started_at = time.monotonic()
+    with tqdm(unit=" rows", desc=computation.describe()["task"], disable=None) as bar:
+
+        def show(progress: JobProgress) -> None:
+            if progress.share:
+                bar.total = round(progress.rows / progress.share)
+            batches, fills = telemetry.batch_fill.totals()
+            bar.set_postfix_str(f"fill {fills / max(batches, 1):.2f}", refresh=False)
+            if not bar.n:  # what earlier runs have done says nothing of the rate
+                bar.initial = bar.n = progress.rows - computation.rows_a_call
+            bar.update(progress.rows - bar.n)
+
+        summary = run_job(computation, rows, output, reuse=reuse, on_progress=show)
+    seconds = time.monotonic() - started_at
+    found = f", {summary.parts_found} of them there before" if summary.parts_found else ""
+    reused = f", {summary.reused} taken from {reuse}" if summary.reused else ""
+    skipped = f", {summary.skipped} rows left out: see _skipped.jsonl" if summary.skipped else ""
+    logger.info(
+        "%d rows in %d parts in %s%s; %d computed in %.1f s, %.0f a second%s%s",
+        summary.rows,
+        summary.parts,
+        output,
+        found,
+        summary.computed,
+        seconds,
+        summary.computed / seconds,
+        reused,
+        skipped,
+    )
