@@ -135,12 +135,13 @@ def run_job(
         computation=computation.describe(),
         text_columns=list(computation.columns),
     )
+    schema = _schema(types, computation)
     with folder.locked():
         jobs.begin(job, folder)
         earlier = None
         if reuse is not None:
             earlier = Earlier(destination(reuse), job.of_texts, computation.fields())
-        running = _Run(job, computation, folder, types, earlier, rows.on_error)
+        running = _Run(job, computation, folder, schema, earlier, rows.on_error)
         try:
             running.run(on_progress)
         except OSError as error:
@@ -162,7 +163,7 @@ class _Run:
         job: jobs.BulkJob,
         computation: Computation,
         folder: Destination,
-        types: dict[str, Any],
+        schema: Any,
         earlier: Earlier | None,
         on_error: OnError,
     ):
@@ -171,10 +172,10 @@ class _Run:
         self._digest, self._of_texts = job.digest, job.of_texts
         self._computation = computation
         self._folder = folder
-        self._types = types
+        self._schema = schema
+        self._types = {name: schema.field(name).type for name in job.columns}
         self._earlier = earlier
         self._finished = set(finished_parts(folder))
-        self._schema = _schema(types, computation)
         self._footers: dict[int, Footer] = {}
         self.summary = Summary(parts_found=len(self._finished))
 

@@ -10,8 +10,9 @@ import gzip
 import io
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -502,7 +503,7 @@ def _types(file: ByteStream, name: str, columns: Columns) -> dict[str, Any]:
             one: kind.value_type if is_dictionary(kind) else kind for one, kind in types.items()
         }
     if suffix == ".jsonl" or suffix == ".ndjson":
-        return _types_of_values(_first_values(_read_jsonl(file, name, columns, 0), columns), name)
+        return _types_of_values(_first_values(_read_jsonl(file, name, columns, 0), columns))
     READERS[suffix](file, name, columns, 0)  # which looks at its header
     return dict.fromkeys(columns, pa.string())
 
@@ -517,16 +518,21 @@ def _first_values(blocks: Iterator[Block], columns: Columns) -> dict[str, list]:
     return {column: some[:ROWS_LOOKED_AT] for column, some in values.items()}
 
 
-def _types_of_values(values: dict[str, list], name: str) -> dict[str, Any]:
+def _types_of_values(values: dict[str, list]) -> dict[str, Any]:
     """What Arrow makes of values of .jsonl; a column without any is of strings."""
+    types = {column: _common_type(some) for column, some in values.items()}
+    is_null = arrow().types.is_null
+    return {column: arrow().string() if is_null(kind) else kind for column, kind in types.items()}
+
+
+def _common_type(values: list) -> Any:
+    """The Arrow type of values, or of those of the most common kind."""
     pa = arrow()
-    types = {}
-    for column, some in values.items():
-        try:
-            kind = pa.array(some).type
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-            raise ConfigError(
-                f"{name}: the values of column `{column}` have no common type: {error}"
-            ) from error
-        types[column] = pa.string() if pa.types.is_null(kind) else kind
-    return types
+    try:
+        return pa.array(values).type
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+        kinds = Counter(type(value) for value in values if value is not None)
+    for kind, _ in kinds.most_common():
+        with suppress(pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+            return pa.array([value for value in values if type(value) is kind]).type
+    return pa.string()

@@ -1,0 +1,65 @@
+"""A Computation without a model; as a program it runs a job, for tests that kill it."""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from jaxembed.bulk.computations import RowTexts, as_arrow
+from jaxembed.bulk.reuse import text_digest
+from jaxembed.bulk.run import Rows, run_job
+from jaxembed.errors import InvalidInput
+
+WIDTH = 4
+
+
+@dataclass
+class DigestRows:
+    """Four numbers from the digest of each row's texts. Texts that are `too long` are refused."""
+
+    columns: tuple[str, ...] = ("text",)
+    rows_a_call: int = 64
+    version: int = 1
+    wait_s: float = 0.0  # a call
+    calls: int = 0
+    rows: int = 0
+
+    def describe(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+    def fields(self) -> list[Any]:
+        return [pa.field("dense", pa.list_(pa.float32(), WIDTH))]
+
+    def compute(self, rows: Sequence[RowTexts]) -> list[Any]:
+        time.sleep(self.wait_s)
+        for index, row in enumerate(rows):
+            if "too long" in row:
+                raise InvalidInput("the input has 9 tokens, and the limit is 8", index=index)
+        self.calls += 1
+        self.rows += len(rows)
+        return [as_arrow(vectors_of(rows))]
+
+
+def vectors_of(rows: Sequence[RowTexts]) -> np.ndarray:
+    digests = b"".join(text_digest(row) for row in rows)
+    return np.frombuffer(digests, np.uint32).reshape(-1, WIDTH).astype(np.float32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("inputs", nargs="+")
+    parser.add_argument("--part-rows", type=int, required=True)
+    parser.add_argument("--wait-s", type=float, required=True)
+    args = parser.parse_args()
+    rows = Rows(args.inputs, id_column="id", keep=("n",), part_rows=args.part_rows)
+    print("begins", flush=True)
+    run_job(DigestRows(wait_s=args.wait_s), rows, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,452 @@
+"""Jobs: rows in, folders of Parquet out, whatever happens on the way."""
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from fake_computation import DigestRows, vectors_of
+
+from jaxembed.bulk import parts
+from jaxembed.bulk.computations import EmbedRows
+from jaxembed.bulk.run import JobProgress, Rows, run_job
+from jaxembed.errors import ConfigError, InvalidInput
+
+ROOT = Path(__file__).parent.parent
+KILLS = 20
+
+
+@pytest.fixture(name="rows_file")
+def _rows_file(tmp_path) -> Path:
+    return write_rows(tmp_path / "in.jsonl", 1000)
+
+
+def write_rows(path: Path, count: int, first: int = 0) -> Path:
+    numbers = range(first, first + count)
+    rows = [{"id": f"d{k}", "text": f"text {k % 700}", "n": k} for k in numbers]
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=300)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(inputs: Path | Sequence[str], out: Path, computation: Any = None, **options: Any):
+    names = [str(inputs)] if isinstance(inputs, Path) else inputs
+    reuse = options.pop("reuse", None)
+    rows = Rows(names, **{"id_column": "id", "keep": ("n",), "part_rows": 300} | options)
+    return run_job(computation or DigestRows(), rows, str(out), reuse=reuse)
+
+
+def table(out: Path) -> pa.Table:
+    return ds.dataset(out, format="parquet").to_table().sort_by("row")
+
+
+def hash_of_rows(out: Path) -> str:
+    """The same for the same rows in the same parts, however they are divided into row groups."""
+    state = hashlib.sha256()
+    for path in sorted(out.glob("part-*")):
+        found = pq.read_table(path)
+        state.update(repr((path.name, found.num_rows, str(found.schema))).encode())
+        for column in found.columns:
+            state.update(repr(column.to_pylist()).encode())
+    return state.hexdigest()
+
+
+def names(out: Path) -> list[str]:
+    return sorted(path.name for path in out.iterdir() if path.name != ".lock")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_are_written_in_parts_with_their_ids_and_what_is_kept(tmp_path, kind):
+    source = write_rows(tmp_path / f"in.{kind}", 1000)
+    summary = run(source, tmp_path / "out")
+    assert (summary.rows, summary.parts, summary.computed, summary.skipped) == (1000, 4, 1000, 0)
+    assert names(tmp_path / "out") == [
+        "_job.json",
+        "_manifest.json",
+        *(f"part-0000{k}.parquet" for k in range(4)),
+    ]
+    found = table(tmp_path / "out")
+    assert found.column_names == ["row", "id", "n", "text_digest", "dense"]
+    assert found["row"].to_pylist() == found["n"].to_pylist() == list(range(1000))
+    assert found["id"].to_pylist() == [f"d{k}" for k in range(1000)]
+    texts = [(f"text {k % 700}",) for k in range(1000)]
+    np.testing.assert_array_equal(np.stack(found["dense"].to_numpy()), vectors_of(texts))
+    counts = [pq.read_metadata(one).num_rows for one in sorted((tmp_path / "out").glob("part*"))]
+    assert counts == [300, 300, 300, 100]
+
+
+def test_many_files_of_all_kinds_are_one_input_in_their_order(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_rows(folder / "a.jsonl", 10)
+    write_rows(folder / "b.parquet", 310, 10)
+    (folder / "c.ndjson").write_text("")
+    write_rows(folder / "d.jsonl", 3, 320)
+    (folder / "_notes.jsonl").write_text("no row")
+    (folder / "README").write_text("no rows")
+    run(folder, tmp_path / "out")
+    assert table(tmp_path / "out")["n"].to_pylist() == list(range(323))
+    run([str(folder / "*.jsonl"), str(folder / "b.parquet")], tmp_path / "other")
+    order = [*range(10), *range(320, 323), *range(10, 320)]
+    assert table(tmp_path / "other")["n"].to_pylist() == order
+
+
+@pytest.mark.parametrize("count", [0, 1, 299, 300, 301])
+def test_any_number_of_rows_fills_parts_to_their_ends(tmp_path, count):
+    summary = run(write_rows(tmp_path / "in.parquet", count), tmp_path / "out") if count else None
+    if summary is None:
+        (tmp_path / "in.csv").write_text("id,n,text\n")
+        summary = run(tmp_path / "in.csv", tmp_path / "out")
+    assert (summary.rows, summary.parts) == (count, -(-count // 300))
+    assert json.loads((tmp_path / "out" / "_manifest.json").read_text())["rows"] == count
+
+
+class Stops(DigestRows):
+    """Fails at one of its calls, as if the process were stopped there."""
+
+    def compute(self, rows):
+        if self.calls >= self.version:
+            raise KeyboardInterrupt
+        return super().compute(rows)
+
+    def describe(self) -> dict[str, Any]:
+        return {"version": 1}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("stop", [0, 1, 5, 6, 12, 15])
+def test_a_job_that_was_stopped_goes_on_and_computes_no_part_twice(tmp_path, kind, stop):
+    source = write_rows(tmp_path / f"in.{kind}", 1000)
+    run(source, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(source, tmp_path / "out", Stops(version=stop))
+    finished = len(list((tmp_path / "out").glob("part-*")))
+    assert not list((tmp_path / "out").glob(".part*"))
+    summary = run(source, tmp_path / "out")
+    assert summary.parts_found == finished
+    assert summary.computed == 1000 - 300 * finished
+    assert hash_of_rows(tmp_path / "out") == hash_of_rows(tmp_path / "whole")
+    assert names(tmp_path / "out") == names(tmp_path / "whole")
+    again = DigestRows()
+    assert run(source, tmp_path / "out", again).rows == 1000
+    assert again.rows == 0
+
+
+def test_a_part_that_was_removed_is_made_anew_alone(tmp_path, rows_file):
+    out = tmp_path / "out"
+    run(rows_file, out)
+    before = hash_of_rows(out)
+    (out / "part-00001.parquet").unlink()
+    assert run(rows_file, out).computed == 300
+    assert hash_of_rows(out) == before
+
+
+@pytest.mark.parametrize("damage", [b"", b"PAR1 no part", None])
+def test_a_part_that_is_none_is_named(tmp_path, rows_file, damage):
+    out = tmp_path / "out"
+    run(rows_file, out)
+    part = out / "part-00001.parquet"
+    if damage is None:
+        pq.write_table(pa.table({"row": [1]}), part)
+    else:
+        part.write_bytes(damage)
+    with pytest.raises(ConfigError, match=r"part-00001\.parquet is no part of a job.*remove it"):
+        run(rows_file, out)
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_twenty_times_gives_what_an_undisturbed_one_gives(tmp_path):
+    source = write_rows(tmp_path / "in.jsonl", 6000)
+    run(source, tmp_path / "whole", part_rows=500)
+    out, chance = tmp_path / "out", random.Random(7)
+    command = [sys.executable, str(ROOT / "tests" / "fake_computation.py"), str(out), str(source)]
+    command += ["--part-rows", "500", "--wait-s", "0.05"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    kills, done = 0, False
+    while not done or kills < KILLS:
+        if done:  # it was quicker than the kills: once more from the start
+            for path in out.iterdir():
+                path.unlink()
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"begins\n"
+            try:
+                done = process.wait(chance.uniform(0, 0.6)) == 0
+                assert done
+            except subprocess.TimeoutExpired:
+                process.kill()
+                kills, done = kills + 1, False
+    assert hash_of_rows(out) == hash_of_rows(tmp_path / "whole")
+    assert names(out) == names(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"part_rows": 200}, "part_rows: 300 before, now 200"),
+        ({"keep": ()}, 'columns.n: "int64" before, not there now'),
+        ({"id_column": None}, 'id_column: "id" before, now null'),
+        ({"computation": DigestRows(version=2)}, "computation.version: 1 before, now 2"),
+    ],
+)
+def test_a_job_with_other_options_is_refused_with_the_difference(
+    tmp_path, rows_file, change, words
+):
+    run(rows_file, tmp_path / "out")
+    with pytest.raises(ConfigError) as refused:
+        run(rows_file, tmp_path / "out", **change)
+    assert "a job was begun there with another input or other options" in str(refused.value)
+    assert words in str(refused.value)
+
+
+def test_a_changed_input_is_refused_with_the_difference(tmp_path, rows_file):
+    run(rows_file, tmp_path / "out")
+    write_rows(rows_file, 1001)
+    with pytest.raises(ConfigError, match=r"inputs\..*in\.jsonl\.size: \d+ before, now \d+"):
+        run(rows_file, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"inputs\..*more\.jsonl: not there before"):
+        run([str(rows_file), str(write_rows(tmp_path / "more.jsonl", 2))], tmp_path / "out")
+
+
+def test_an_input_that_changes_under_the_job_is_told(tmp_path, rows_file):
+    class Changing(DigestRows):
+        def compute(self, rows):
+            write_rows(rows_file, 1000)
+            return super().compute(rows)
+
+    with pytest.raises(ConfigError, match="the input changed while it was read"):
+        run(rows_file, tmp_path / "out", Changing())
+    assert "_manifest.json" not in names(tmp_path / "out")
+
+
+def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(tmp_path, rows_file):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"has files and no _job\.json.*thesis\.txt"):
+        run(rows_file, out)
+    assert names(out) == ["thesis.txt"]
+
+
+def test_two_processes_do_not_write_one_folder(tmp_path, rows_file):
+    inside, leave = threading.Event(), threading.Event()
+
+    class Waiting(DigestRows):
+        def compute(self, rows):
+            inside.set()
+            assert leave.wait(30)
+            return super().compute(rows)
+
+    first = threading.Thread(target=run, args=(rows_file, tmp_path / "out", Waiting()))
+    first.start()
+    assert inside.wait(30)
+    with pytest.raises(ConfigError, match="another process is writing here"):
+        run(rows_file, tmp_path / "out")
+    leave.set()
+    first.join()
+    assert run(rows_file, tmp_path / "out").parts_found == 4
+
+
+BAD = [
+    ('{"id": "a", "text": ""}', "is empty: there is nothing to embed"),
+    ('{"id": "a", "text": null}', "has no `text`"),
+    ('{"id": "a", "text": 7}', "has a int as `text`"),
+    ('{"text": "x"}', "has no `id`"),
+    ('{"id": "a", "text": "x", "n": "many"}', "has 'many' as `n`, and the column is of int64"),
+    ('{"id": 7, "text": "x"}', "has 7 as `id`, and the column is of string"),
+    ("[1]", "is no string, and no object"),
+    ('{"id": "a", ', "is not JSON"),
+    ('{"id": "a", "text": "too long"}', "the input has 9 tokens, and the limit is 8"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), BAD)
+def test_a_bad_row_stops_the_job_by_its_line(tmp_path, rows_file, line, words):
+    lines = rows_file.read_text().splitlines()
+    text = "\n".join([*lines[:950], *[line] * 60, ""])
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n" + text)
+    with pytest.raises(InvalidInput) as refused:
+        run(tmp_path / "bad.jsonl", tmp_path / "out")
+    assert "bad.jsonl line 1951" in str(refused.value)
+    assert words in str(refused.value)
+    assert "--on-error skip" in str(refused.value)
+    finished = len(list((tmp_path / "out").glob("part-*")))
+    summary = run(tmp_path / "bad.jsonl", tmp_path / "out", on_error="skip")  # it goes on
+    assert summary.parts_found == finished
+    assert (summary.rows, summary.skipped) == (1950, 60)
+
+
+def test_bad_rows_are_left_out_and_reported(tmp_path, rows_file):
+    lines = rows_file.read_text().splitlines()
+    for index, (line, _) in enumerate(BAD):
+        lines.insert(100 * index, line)
+    rows_file.write_text("\n".join(lines) + "\n")
+    summary = run(rows_file, tmp_path / "out", on_error="skip")
+    assert (summary.rows, summary.skipped, summary.parts) == (1000, len(BAD), 4)
+    found = table(tmp_path / "out")
+    assert found["n"].to_pylist() == list(range(1000))
+    bad = [100 * index for index in range(len(BAD))]
+    assert found["row"].to_pylist() == [k for k in range(1000 + len(BAD)) if k not in bad]
+    report = (tmp_path / "out" / "_skipped.jsonl").read_text().splitlines()
+    told = [json.loads(line) for line in report]
+    assert [one["row"] for one in told] == bad
+    for one, (_, words) in zip(told, BAD, strict=True):
+        assert one["where"] == f"{rows_file} line {one['row'] + 1}"
+        assert words in one["reason"]
+    counts = [pq.read_metadata(one).num_rows for one in sorted((tmp_path / "out").glob("part*"))]
+    assert counts == [297, 297, 297, 109]  # of equal numbers of rows of the input
+
+
+def test_columns_that_are_not_there_or_differ_are_refused_before_anything(tmp_path):
+    first = write_rows(tmp_path / "a.parquet", 10)
+    pq.write_table(pa.table({"id": ["x"], "text": ["y"], "n": ["3"]}), tmp_path / "b.parquet")
+    both = [str(first), str(tmp_path / "b.parquet")]
+    with pytest.raises(ConfigError, match=r"b\.parquet: column `n` is string, and int64 in .*a\.p"):
+        run(both, tmp_path / "out")
+    assert run(both, tmp_path / "other", keep=()).rows == 11
+    with pytest.raises(ConfigError, match=r"a\.parquet has no column `m`\. It has: id, text, n"):
+        run(first, tmp_path / "out", keep=("m",))
+    with pytest.raises(ConfigError, match="column `n` is int64; wanted a column of strings"):
+        run(first, tmp_path / "out", DigestRows(columns=("n",)))
+    pq.write_table(pa.table({"row": [1], "text": ["y"]}), tmp_path / "c.parquet")
+    with pytest.raises(ConfigError, match="`row` cannot be kept"):
+        run(tmp_path / "c.parquet", tmp_path / "out", id_column=None, keep=("row",))
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_results_of_equal_texts_are_reused_and_only_new_ones_computed(tmp_path, rows_file):
+    run(rows_file, tmp_path / "first")
+    changed = [
+        {"id": k, "text": f"text {k}" if k % 10 else f"new {k}", "n": k} for k in range(600, 1, -1)
+    ]
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+    computation = DigestRows()
+    second = tmp_path / "second"
+    summary = run(tmp_path / "new.jsonl", second, computation, reuse=str(tmp_path / "first"))
+    assert computation.rows == summary.computed == 60
+    assert summary.reused == 539
+    run(tmp_path / "new.jsonl", tmp_path / "plain")
+    assert hash_of_rows(second) == hash_of_rows(tmp_path / "plain")
+
+
+def test_results_of_another_computation_or_of_no_job_are_not_reused(tmp_path, rows_file):
+    run(rows_file, tmp_path / "first")
+    with pytest.raises(ConfigError, match="of another model or of other options"):
+        run(rows_file, tmp_path / "out", DigestRows(version=2), reuse=str(tmp_path / "first"))
+    with pytest.raises(ConfigError, match=r"_job\.json"):
+        run(rows_file, tmp_path / "out2", reuse=str(tmp_path))
+
+
+def test_a_full_disk_is_told_and_the_job_goes_on_later(tmp_path, rows_file, monkeypatch):
+    writes = []
+
+    def full(self, footer):
+        writes.append(footer.part)
+        if len(writes) == 3:
+            raise OSError(28, "No space left on device")
+        return finish(self, footer)
+
+    finish = parts.PartWriter.finish
+    monkeypatch.setattr(parts.PartWriter, "finish", full)
+    with pytest.raises(ConfigError, match="No space left on device; finished parts stay: run the"):
+        run(rows_file, tmp_path / "out")
+    assert names(tmp_path / "out") == ["_job.json", "part-00000.parquet", "part-00001.parquet"]
+    assert run(rows_file, tmp_path / "out").computed == 400
+
+
+def test_few_rows_wait_in_memory(tmp_path, monkeypatch):
+    """However slow writing is, reading does not run ahead of it."""
+    source = write_rows(tmp_path / "in.parquet", 5000)
+    computation, most = DigestRows(rows_a_call=50), []
+    write = parts.PartWriter.write
+
+    def slow(self, rows):
+        time.sleep(0.005)
+        most.append(computation.rows - written[0])
+        written[0] += rows.num_rows
+        write(self, rows)
+
+    written = [0]
+    monkeypatch.setattr(parts.PartWriter, "write", slow)
+    run(source, tmp_path / "out", computation)
+    assert max(most) <= 5 * 50
+
+
+def test_progress_counts_rows_up_to_the_whole_input(tmp_path, rows_file):
+    told: list[JobProgress] = []
+    rows = Rows([str(rows_file)], part_rows=300)
+    run_job(DigestRows(), rows, str(tmp_path / "out"), on_progress=told.append)
+    assert [one.rows for one in told] == sorted(one.rows for one in told)
+    assert told[-1] == (1000, pytest.approx(1))
+    assert all(0 < one.share <= 1 for one in told)
+
+
+def test_row_groups_are_bounded_in_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "ROW_GROUP_BYTES", 4000)
+    source = write_rows(tmp_path / "in.parquet", 300)
+    run(source, tmp_path / "out")
+    meta = pq.read_metadata(tmp_path / "out" / "part-00000.parquet")
+    assert meta.num_row_groups > 2
+    assert sum(meta.row_group(k).num_rows for k in range(meta.num_row_groups)) == 300
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path, rows_file):
+    out = tmp_path / "out"
+    run(rows_file, out)
+    left = out / ".part-00002.parquet.partial-0123"
+    left.write_bytes(b"half")
+    run(rows_file, out)
+    assert not left.exists()
+
+
+def test_standard_input_is_no_input_of_a_job(tmp_path):
+    with pytest.raises(ConfigError, match="standard input cannot be read again"):
+        run(["-"], tmp_path / "out")
+
+
+# The computations of models.
+
+
+@pytest.fixture(name="pairs_file", scope="module")
+def _pairs_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("pairs") / "in.csv"
+    lines = [f"{k},where is the cat,the cat number {k} sat" for k in range(40)]
+    path.write_text("\n".join(["id,query,text", *lines, ""]))
+    return path
+
+
+def test_vectors_are_those_of_the_library(embedder, tmp_path, pairs_file):
+    options = {"prompt_name": "query", "dimensions": 20}
+    for dtype, kind in (("float", pa.float32()), ("float16", pa.float16()), ("binary", pa.int8())):
+        chosen = options | {"output_dtype": dtype}
+        computation = EmbedRows(embedder, "text", ("dense",), chosen)
+        run_job(computation, Rows([str(pairs_file)]), str(tmp_path / dtype))
+        found = table(tmp_path / dtype)
+        wanted = embedder.encode([f"the cat number {k} sat" for k in range(40)], **chosen)
+        assert found.schema.field("dense").type == pa.list_(kind, wanted.shape[1])
+        flat = found["dense"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        np.testing.assert_allclose(flat.reshape(wanted.shape), wanted, atol=1e-3)
+
+
+def test_other_dimensions_or_prompts_are_another_job(embedder, tmp_path, pairs_file):
+    rows = Rows([str(pairs_file)])
+    run_job(EmbedRows(embedder, "text", ("dense",), {}), rows, str(tmp_path / "out"))
+    for options in ({"dimensions": 8}, {"prompt_name": "query"}, {"output_dtype": "float16"}):
+        (name,) = options
+        other = EmbedRows(embedder, "text", ("dense",), options)
+        with pytest.raises(ConfigError, match=rf"options\.{name}"):
+            run_job(other, rows, str(tmp_path / "out"))
