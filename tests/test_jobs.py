@@ -18,11 +18,15 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 from fake_computation import DigestRows, vectors_of
+from test_embedder import save_scorer
 
+from jaxembed import Embedder
 from jaxembed.bulk import parts
-from jaxembed.bulk.computations import EmbedRows
+from jaxembed.bulk.computations import ClassifyRows, EmbedRows, ScoreRows, as_arrow
 from jaxembed.bulk.run import JobProgress, Rows, run_job
-from jaxembed.errors import ConfigError, InvalidInput
+from jaxembed.config import EngineConfig
+from jaxembed.errors import ConfigError, InvalidInput, WrongTask
+from jaxembed.work import Ragged, SparseRows
 
 ROOT = Path(__file__).parent.parent
 KILLS = 20
@@ -450,3 +454,53 @@ def test_other_dimensions_or_prompts_are_another_job(embedder, tmp_path, pairs_f
         other = EmbedRows(embedder, "text", ("dense",), options)
         with pytest.raises(ConfigError, match=rf"options\.{name}"):
             run_job(other, rows, str(tmp_path / "out"))
+
+
+def test_scores_and_labels_are_those_of_the_library(tmp_path, pairs_file, grid_file):
+    texts = [f"the cat number {k} sat" for k in range(40)]
+    query = "where is the cat"
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
+    for labels in (("LABEL_0",), ("bad", "fair", "good")):
+        path = tmp_path / str(len(labels))
+        save_scorer(path, labels=labels)
+        with Embedder(str(path), cache_dir=tmp_path / "cache", config=config) as scorer:
+            labelled = scorer.classify([(query, text) for text in texts])
+            job = ClassifyRows(scorer, ("query", "text"), False, {})
+            run_job(job, Rows([str(pairs_file)], id_column="id"), str(path / "labels"))
+            if len(labels) == 1:
+                ranked = {one.index: one.score for one in scorer.rerank(query, texts)}
+                job = ScoreRows(scorer, "query", "text", False, {})
+                run_job(job, Rows([str(pairs_file)]), str(path / "scores"))
+                found = table(path / "scores")["score"].to_pylist()
+                np.testing.assert_allclose(found, [ranked[k] for k in range(40)], atol=1e-5)
+        found = table(path / "labels")
+        assert found["id"].to_pylist() == [str(k) for k in range(40)]
+        for some, wanted in zip(found["labels"].to_pylist(), labelled, strict=True):
+            assert [one["label"] for one in some] == [one.label for one in wanted]
+            scores = [one.score for one in wanted]
+            np.testing.assert_allclose([one["score"] for one in some], scores, atol=1e-5)
+
+
+def test_a_model_that_scores_nothing_is_refused(embedder, tmp_path, pairs_file):
+    job = ScoreRows(embedder, "query", "text", False, {})
+    with pytest.raises(WrongTask, match="it cannot rerank"):
+        run_job(job, Rows([str(pairs_file)]), str(tmp_path / "out"))
+
+
+def test_all_outputs_have_columns_of_their_kinds():
+    dense = as_arrow(np.arange(6, dtype=np.float32).reshape(3, 2))
+    assert dense.type == pa.list_(pa.float32(), 2)
+    assert dense.to_pylist() == [[0, 1], [2, 3], [4, 5]]
+    none = np.zeros(0, np.int32)
+    rows = SparseRows(
+        9,
+        [np.array([1, 7], np.int32), none, np.array([2], np.int32)],
+        [np.array([0.5, 2], np.float32), none.astype(np.float32), np.array([1], np.float32)],
+    )
+    assert as_arrow(rows).to_pylist() == [
+        {"indices": [1, 7], "values": [0.5, 2.0]},
+        {"indices": [], "values": []},
+        {"indices": [2], "values": [1.0]},
+    ]
+    ragged = Ragged(np.arange(6, dtype=np.float32).reshape(3, 2), np.array([0, 2, 2, 3]))
+    assert as_arrow(ragged).to_pylist() == [[[0, 1], [2, 3]], [], [[4, 5]]]

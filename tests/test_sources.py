@@ -1,0 +1,171 @@
+"""Rows of files of every kind."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pytest
+
+from jaxembed.bulk.sources import (
+    Place,
+    column_types,
+    input_files,
+    read_rows,
+    read_texts,
+)
+from jaxembed.errors import ConfigError, InvalidInput
+
+TEXTS = ["the cat", 'says "hello",\nand goes', "caf\u00e9 \u2028 sky", "x" * 200_000]
+
+
+def rows_of(texts: list[str]) -> list[dict]:
+    return [{"id": index, "text": text} for index, text in enumerate(texts)]
+
+
+def write(path: Path, texts: list[str]) -> str:
+    """A file of these texts, of the kind that its name says."""
+    content = None
+    name = path.name.lower().removesuffix(".gz")
+    table = pa.Table.from_pylist(rows_of(texts))
+    if name.endswith(".txt"):
+        content = "".join(text.replace("\n", " ") + "\n" for text in texts)
+    elif name.endswith(("jsonl", "ndjson")):
+        content = "".join(json.dumps(row) + "\n" for row in rows_of(texts))
+    elif name.endswith((".csv", ".tsv")):
+        sign = "," if name.endswith(".csv") else "\t"
+        quoted = ['"' + text.replace('"', '""') + '"' for text in texts]
+        lines = [f"{index}{sign}{text}" for index, text in enumerate(quoted)]
+        content = "\ufeff" + "\r\n".join([f"id{sign}text", *lines, "", ""])
+    elif name.endswith(".parquet"):
+        pq.write_table(table, path, row_group_size=2)
+    elif "stream" in name:
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=3)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=3)
+    if content is not None:
+        data = content.encode()
+        path.write_bytes(gzip.compress(data) if path.name.endswith(".gz") else data)
+    return str(path)
+
+
+KINDS = ["a.txt", "a.jsonl", "A.NDJSON", "a.csv", "a.tsv", "a.parquet", "a.arrow", "stream.arrow"]
+KINDS += ["a.feather", "a.txt.gz", "a.jsonl.gz", "a.csv.gz"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_texts_of_every_kind_of_file_are_read_as_they_are(tmp_path, name):
+    path = write(tmp_path / name, TEXTS)
+    wanted = [text.replace("\n", " ") for text in TEXTS] if ".txt" in name else TEXTS
+    assert list(read_texts([path])) == wanted
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("skip", [0, 1, 1023, 1024, 1025, 2999, 3000])
+def test_rows_are_read_from_any_place_on(tmp_path, name, skip):
+    path = write(tmp_path / name, [f"text {k}" for k in range(3000)])
+    found = list(read_rows(input_files([path, path]), ["text"], Place(0, skip)))
+    texts = [str(text) for _, block in found for text in block.columns["text"]]
+    assert texts == [f"text {k % 3000}" for k in range(skip, 6000)]
+    places = [place for place, _ in found]
+    assert places[0] == (Place(0, skip) if skip < 3000 else Place(1, 0))
+    assert all(0 <= block.share <= 1 for _, block in found)
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.arrow"])
+def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path, name):
+    path = write(tmp_path / name, TEXTS)
+    if name == "a.jsonl":  # each row has its own
+        with pytest.raises(InvalidInput, match=r"a\.jsonl line 1 has no `body`"):
+            list(read_texts([path], "body"))
+    else:
+        with pytest.raises(ConfigError, match=r"has no column `body`\. It has: id, text"):
+            list(read_texts([path], "body"))
+
+
+@pytest.mark.parametrize("name", [one for one in KINDS if one not in ("a.txt", "a.csv", "a.tsv")])
+def test_a_broken_file_is_told_in_one_line(tmp_path, name):
+    path = Path(write(tmp_path / name, [f"text {k}" for k in range(3000)]))
+    whole = path.read_bytes()
+    for content in (whole[: len(whole) // 2], b"nothing of the kind\xff\n"):
+        path.write_bytes(content)
+        with pytest.raises((ConfigError, InvalidInput)) as told:
+            list(read_texts([str(path)]))
+        assert str(path) in str(told.value)
+        assert "\n" not in str(told.value)
+
+
+def test_rows_of_csv_with_too_few_fields_or_no_utf8_are_bad_and_empty_lines_none(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"id,text\n1,a\n\n2\n3,caf\xe9\n4,b\n")
+    ((_, block),) = read_rows(input_files([str(path)]), ["text"])
+    assert block.count == 4
+    assert block.bad == {1: "has 1 fields, and the header has 2", 2: "is not UTF-8"}
+
+
+def test_names_stand_for_files_in_order(tmp_path):
+    inside = tmp_path / "in" / "deep"
+    inside.mkdir(parents=True)
+    for name in ("b.txt", "a.txt", "deep/c.jsonl", "_manifest.json", ".d.txt", "e.pdf"):
+        (tmp_path / "in" / name).write_text("x\n")
+    folder = str(tmp_path / "in")
+
+    def names(*given: str) -> list[str]:
+        return [one.name.removeprefix(f"{folder}/") for one in input_files(given)]
+
+    assert names(folder) == ["a.txt", "b.txt", "deep/c.jsonl"]
+    assert names(f"{folder}/*.txt") == ["a.txt", "b.txt"]
+    assert names(f"{folder}/**/*.jsonl") == ["deep/c.jsonl"]
+    assert names(f"{folder}/b.txt", folder) == ["b.txt", "a.txt", "b.txt", "deep/c.jsonl"]
+    odd = tmp_path / "in" / "x[1].txt"
+    odd.write_text("x\n")
+    assert names(str(odd)) == ["x[1].txt"]
+    for given, words in (
+        (f"{folder}/e.pdf", r"e\.pdf: wanted a file that ends in \.txt"),
+        (f"{folder}/*.csv", "there is no file of rows"),
+        (f"{folder}/none.csv", "cannot read .*No such file"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            names(given)
+
+
+def test_types_are_those_of_the_file_or_of_the_first_rows(tmp_path):
+    parquet = write(tmp_path / "a.parquet", TEXTS)
+    csv = write(tmp_path / "a.csv", TEXTS)
+    lines = tmp_path / "b.jsonl"
+    rows = [{"a": 1, "b": None, "c": [1], "d": 1}, {"a": 2.5, "b": None, "c": [2, 3], "d": "x"}]
+    rows.append({"d": "y"})
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def types(path: str, *columns: str) -> dict[str, str]:
+        return {
+            name: str(kind) for name, kind in column_types(input_files([path]), columns).items()
+        }
+
+    assert types(parquet, "id", "text") == {"id": "int64", "text": "string"}
+    assert types(csv, "id") == {"id": "string"}
+    assert types(str(lines), *"abcd") == {
+        "a": "double",
+        "b": "string",  # nothing else is known
+        "c": "list<item: int64>",
+        "d": "string",  # most are
+    }
+
+
+def test_parquet_without_its_package_says_what_to_install(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.parquet", TEXTS)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"pip install 'jaxembed\[parquet\]'"):
+        list(read_texts([path]))
+    assert list(read_texts([write_lines(tmp_path)])) == ["x"]
+
+
+def write_lines(folder: Path) -> str:
+    (folder / "a.txt").write_text("x\n")
+    return str(folder / "a.txt")
