@@ -7,7 +7,7 @@ Credentials and endpoints are those that s3fs and gcsfs find by themselves. No m
 import importlib.util
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +18,7 @@ from jaxembed.files import DISK_FULL
 
 # What reads each scheme. The extras are named by scheme, but hf, which needs none.
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
-MODEL_SCHEMES = ("s3", "gs")
-DATA_SCHEMES = tuple(PACKAGES)
+OF_DATA = ("hf",)  # schemes of files of rows, not of models
 TRANSFERS = 16  # files at a time
 LONGEST_REASON = 300  # characters of another library's message
 
@@ -38,8 +37,9 @@ class Location(NamedTuple):
         return self.url if self.digest is None else f"{self.url}{PIN}{self.digest}"
 
 
-def is_url(name: str, schemes: Sequence[str] = MODEL_SCHEMES) -> bool:
-    """Whether `name` is meant as a place in an object store."""
+def is_url(name: str, *, of_data: bool = False) -> bool:
+    """Whether `name` is meant as a place of models, or `of_data` of files of rows."""
+    schemes = [scheme for scheme in PACKAGES if of_data or scheme not in OF_DATA]
     return name.startswith(tuple(f"{scheme}://" for scheme in schemes))
 
 

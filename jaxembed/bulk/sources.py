@@ -31,7 +31,7 @@ BINARY = (".parquet", ".arrow", ".feather")
 COMPRESSED = ".gz"  # after a suffix of LINES
 STANDARD_INPUT = "-"
 WILD = frozenset("*?[")
-MOST_NAMED = 10  # names in a message
+COLUMNS_NAMED = 10  # names in a message
 
 
 class InputFile(msgspec.Struct, frozen=True):
@@ -208,7 +208,7 @@ def opened(name: str) -> Iterator[ByteStream]:
     """
     if name == STANDARD_INPUT:
         yield sys.stdin.buffer
-    elif object_store.is_url(name, object_store.DATA_SCHEMES):
+    elif object_store.is_url(name, of_data=True):
         with object_store.open_object(name) as file:
             yield file
     else:
@@ -226,7 +226,7 @@ def _open(name: str) -> ByteStream:
 def _files(name: str) -> list[InputFile]:
     if name == STANDARD_INPUT:
         return [InputFile(name, 0, "")]
-    if object_store.is_url(name, object_store.DATA_SCHEMES):
+    if object_store.is_url(name, of_data=True):
         found = [InputFile(*one) for one in object_store.find_objects(name)]
         single = [one for one in found if one.name.rstrip("/") == name.rstrip("/")]
         files = single or _data(found, name)
@@ -410,7 +410,7 @@ def _refuse_surrogates(values: Sequence[str]) -> None:
 
 
 def _no_column(name: str, column: str, there: Sequence[str]) -> ConfigError:
-    shown = ", ".join(there[:MOST_NAMED]) + (", ..." if len(there) > MOST_NAMED else "")
+    shown = ", ".join(there[:COLUMNS_NAMED]) + (", ..." if len(there) > COLUMNS_NAMED else "")
     return ConfigError(f"{name} has no column `{column}`. It has: {shown or 'none'}")
 
 
