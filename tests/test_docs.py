@@ -38,6 +38,8 @@ COMMANDS = {  # and the sections with the flags that they share with others
     "serve": ("Server", "Models that come and go", MODEL, ENGINE, TEXTS),
     "convert": (MODEL,),
     "embed": (MODEL, ENGINE, TEXTS),
+    "rerank": (MODEL, ENGINE, TEXTS),
+    "classify": (MODEL, ENGINE, TEXTS),
     "calibrate": (MODEL, ENGINE, TEXTS),
     "info": (MODEL,),
     "tune": (MODEL, ENGINE, TEXTS),
