@@ -103,6 +103,10 @@ def status_of(panel) -> str:
     return panel.locator(".status").text_content()
 
 
+def overflows(page) -> bool:
+    return page.evaluate("document.documentElement.scrollWidth > innerWidth")
+
+
 def table_of(panel, number: int = 0) -> list[list[str]]:
     rows = panel.locator("table").nth(number).locator("tbody tr")
     return [row.locator("th, td").all_inner_texts() for row in rows.all()]
@@ -154,6 +158,63 @@ def test_the_slider_cuts_the_vectors(opened):
     assert page.locator("#similarity-shown").text_content() == "64"
 
 
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("count", [6, 12, 40])
+def test_a_table_of_many_texts_keeps_its_labels_readable(opened, width, count):
+    page = opened("similarity", viewport={"width": width, "height": 800})
+    text = "The invoice was paid on Monday, and the harbour was closed by a storm."
+    lines = "\n".join(f"{number} {text}" for number in range(count))
+    panel = sent(page, "minilm", similarity_texts=lines)
+    labels = panel.locator("tbody th")
+    for at in (0, count - 1):
+        box = labels.nth(at).bounding_box()
+        assert box["width"] >= 144
+        assert box["height"] < 60  # two lines
+    assert panel.locator("tbody .brief").first.get_attribute("title") == f"1. 0 {text}"
+    assert page.evaluate("document.documentElement.scrollHeight") < 2500
+    region = panel.locator(".scroll")
+    is_wider = region.evaluate("e => e.scrollWidth > e.clientWidth")
+    assert is_wider is (width == 400 or count == 40)
+    assert panel.locator(".wider").is_visible() is is_wider
+    assert not overflows(page)
+    if is_wider:  # by keyboard, with the labels in their place
+        region.focus()
+        page.keyboard.press("End")
+        page.keyboard.press("ArrowRight")
+        page.wait_for_function("e => e.scrollLeft > 0", arg=region.element_handle())
+        assert labels.first.bounding_box()["x"] == region.bounding_box()["x"]
+
+
+@pytest.mark.parametrize(
+    ("panel", "model", "field"),
+    [
+        ("similarity", "minilm", "similarity_texts"),
+        ("search", "minilm", "search_documents"),
+        ("classify", "labels", "classify_texts"),
+    ],
+)
+def test_a_long_text_is_shown_in_a_few_lines_and_said_to_be_cut(opened, panel, model, field):
+    page = opened(panel)
+    long = "word " * 2000
+    shown = sent(page, model, **{field: f"{long}\na short line"})
+    assert status_of(shown)
+    found = shown.locator("tbody .brief").filter(has_text="word").first
+    assert found.bounding_box()["height"] < 80
+    assert found.inner_text().endswith("…")
+    assert found.get_attribute("title").endswith(long.strip())
+    assert shown.get_by_text("1 text cut: longer than").is_visible()
+    page.fill(f"#{field.replace('_', '-')}", "a\nb")
+    sent(page, model)
+    assert shown.get_by_text("1 text cut: longer than").count() == 0
+
+
+def test_two_texts_have_no_scale_of_colours(opened):
+    panel = sent(opened("similarity"), "minilm", similarity_texts="the cat\nred dog")
+    scale = panel.locator(".scale").inner_text()
+    assert re.fullmatch(r"Every pair has 0\.\d{3}, so the colours have no scale\.", scale)
+    assert "best" in panel.locator("tbody td").nth(1).get_attribute("class")
+
+
 @pytest.mark.parametrize(("model", "cut"), [("minilm", True), ("late", False), ("splade", False)])
 def test_the_slider_is_there_for_dense_vectors(opened, model, cut):
     page = opened("similarity")
@@ -186,6 +247,9 @@ def test_a_reranker_stands_beside_the_search_with_its_moves(opened):
     assert f"{moved} documents moved" in status_of(panel)
     paths = panel.locator(".requests code").all_inner_texts()
     assert paths == ["POST /v1/embeddings", "POST /v1/embeddings", "POST /v1/rerank"]
+    items = panel.locator(".requests li").all_inner_texts()
+    assert items[0].startswith("POST /v1/embeddings (documents) ")
+    assert items[1].startswith("POST /v1/embeddings (query) ")
 
 
 def test_the_reranker_is_a_choice(opened):
@@ -266,6 +330,20 @@ def test_the_server_is_watched_live(opened):
     assert state["minilm"] == "in memory"
 
 
+def test_what_the_table_of_models_says_is_whole_in_a_narrow_window(opened):
+    page = opened("server", viewport=NARROW)
+    page.wait_for_selector(".models")
+    region = panel_of(page).locator(".scroll")
+    is_wider = region.evaluate("e => e.scrollWidth > e.clientWidth")
+    assert panel_of(page).locator(".wider").is_visible() is is_wider
+    for row in page.locator(".models tbody tr").all():
+        assert row.locator("td").nth(1).bounding_box()["width"] >= 40  # a whole word
+        assert row.bounding_box()["height"] < 160
+    region.evaluate("e => { e.scrollLeft = 30; e.dataset.seen = '1'; }")
+    page.wait_for_timeout(2500)  # two more samples
+    assert region.get_attribute("data-seen") == "1"
+
+
 def test_watching_can_be_paused(opened):
     page = opened("server")
     page.wait_for_selector(".figures")
@@ -280,11 +358,37 @@ def test_watching_can_be_paused(opened):
 
 
 def test_nothing_is_asked_while_another_panel_is_shown(opened):
-    page = opened("tokens")
+    page = opened("server")
+    page.wait_for_selector(".figures")
+    page.click("#tab-tokens")
+    page.wait_for_load_state("networkidle")
     seen: list[str] = []
     page.on("request", lambda request: seen.append(request.url))
-    page.wait_for_timeout(1500)
+    page.wait_for_timeout(2500)
     assert seen == []
+    with page.expect_response("**/metrics"):
+        page.click("#tab-server")
+
+
+def test_an_answer_is_marked_as_old_once_its_texts_change(opened):
+    page = opened("similarity")
+    note = page.locator("#similarity .note")
+    page.fill("#similarity-texts", "the cat\nred dog")
+    assert note.text_content() == ""  # there is no answer yet
+    panel = sent(page, "minilm")
+    status = status_of(panel)
+    page.fill("#similarity-texts", "the cat\nred dogs")
+    assert note.text_content().startswith("This is the answer to the texts and choices before")
+    assert panel.locator(".stale .status").text_content() == status
+    found = Axe().run(page, options={"resultTypes": ["violations"]})
+    assert found.violations_count == 0, found.generate_report()
+    page.fill("#similarity-texts", "the cat\nred dog")
+    assert note.text_content() == ""
+    page.select_option("#similarity-purpose", "query")
+    assert note.text_content()
+    sent(page)
+    assert note.text_content() == ""
+    assert panel.locator(".stale").count() == 0
 
 
 # Requests
@@ -309,6 +413,7 @@ def test_a_copied_request_runs_and_gives_the_same(opened, panel, model, values, 
     shown = panel_of(page) if values is None else sent(page, model, **values)
     shown.get_by_role("button", name=f"Copy as {kind}").first.click()
     page.wait_for_selector(f"text=Copied as {kind}")
+    assert shown.locator("li:has(pre) .copied[role=status]").inner_text() == f"Copied as {kind}"
     text = page.evaluate("navigator.clipboard.readText()")
     assert text == shown.locator("pre").text_content()
     done = subprocess.run([command, "-c", text], capture_output=True, text=True, timeout=60)
@@ -338,8 +443,13 @@ def test_an_error_is_shown_in_the_servers_words(opened):
 
 
 def test_what_is_wrong_before_anything_is_sent_is_said(opened):
-    panel = sent(opened("similarity"), "minilm", similarity_texts="alone")
-    assert "wanted 2 to 40 texts" in panel.locator(".error").text_content()
+    page = opened("similarity")
+    assert page.locator("label[for=similarity-texts]").inner_text() == "Texts, one a line (2 to 40)"
+    for texts, count in (("", 0), ("alone", 1), ("a\n" * 41, 41)):
+        page.fill("#similarity-texts", texts)
+        panel_of(page).locator("button[type=submit]").click()
+        message = f"Not sent: wanted 2 to 40 texts, one a line; got {count}"
+        assert panel_of(page).locator(".error").text_content() == message
 
 
 def test_markup_in_a_text_stays_text(opened):
@@ -374,6 +484,23 @@ def test_a_server_with_a_key_is_given_it_and_nothing_else_holds_it(opened, tmp_p
 
 
 # For everybody
+
+
+def test_escape_closes_the_key(opened):
+    page = opened()
+    page.click("#key-button")
+    page.keyboard.press("Escape")
+    assert page.locator("#key-form").is_hidden()
+    assert page.evaluate("document.activeElement.id") == "key-button"
+    assert page.locator("#key-button").get_attribute("aria-expanded") == "false"
+
+
+def test_selecting_a_tab_moves_none(opened):
+    page = opened("similarity")
+    places = "[...document.querySelectorAll('[role=tab]')].map((one) => one.offsetLeft)"
+    before = page.evaluate(places)
+    page.click("#tab-server")
+    assert page.evaluate(places) == before
 
 
 def test_the_keyboard_alone_does_it_all(opened):
