@@ -45,7 +45,7 @@ def fill(db: lancedb.DBConnection, parts: str, text_column: str) -> lancedb.tabl
         sys.exit(f"{parts} needs the columns dense and {text_column!r}, and has {names}")
     holds = data.schema.field("dense").type.value_type
     if holds not in (pa.float32(), pa.float16()):
-        sys.exit(f"dense holds {holds}: embed as float32 or float16")
+        sys.exit(f"dense holds {holds}: embed with --output-dtype float or float16")
     scanner = data.scanner(
         columns=[name for name in names if name not in NOT_KEPT],
         batch_size=BATCH_ROWS,

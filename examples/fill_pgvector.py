@@ -84,7 +84,7 @@ def types_of(schema: pa.Schema, id_column: str) -> dict[str, str]:
     if "dense" in names:
         dense = schema.field("dense").type
         if dense.value_type not in DENSE_TYPES:
-            sys.exit(f"dense holds {dense.value_type}: embed as float32 or float16")
+            sys.exit(f"dense holds {dense.value_type}: embed with --output-dtype float or float16")
         name, _ = DENSE_TYPES[dense.value_type]
         types["dense"] = f"{name}({dense.list_size})"
     if "sparse" in names:

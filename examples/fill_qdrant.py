@@ -62,7 +62,7 @@ def create(client: QdrantClient, types: dict[str, pa.DataType]) -> None:
     dense, sparse = {}, {}
     if column := types.get("dense"):
         if column.value_type not in DATATYPES:
-            sys.exit(f"dense holds {column.value_type}: embed as float32 or float16")
+            sys.exit(f"dense holds {column.value_type}: embed with --output-dtype float or float16")
         size, datatype = column.list_size, DATATYPES[column.value_type]
         dense["dense"] = models.VectorParams(
             size=size, distance=models.Distance.COSINE, datatype=datatype

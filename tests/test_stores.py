@@ -223,7 +223,9 @@ def test_float16_is_searched_as_it_is(store, parts, of, embedder):
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_numbers_that_need_the_ranges_of_a_calibration_are_refused(dtype, store, parts, of):
     column = dense_column((of["dense"][:-1] * 100).astype(dtype))
-    with pytest.raises(SystemExit, match=f"dense holds {dtype}: embed as float32 or float16"):
+    with pytest.raises(
+        SystemExit, match=f"dense holds {dtype}: embed with --output-dtype float or float16"
+    ):
         store.fill(parts(dense=column))
 
 
@@ -337,7 +339,9 @@ def test_many_rows_of_lancedb_get_an_index(lance, table, parts, of, monkeypatch)
 
 
 def test_lancedb_is_given_only_what_it_can_search(table, parts, of):
-    with pytest.raises(SystemExit, match="dense holds int8: embed as float32 or float16"):
+    with pytest.raises(
+        SystemExit, match="dense holds int8: embed with --output-dtype float or float16"
+    ):
         table(parts(dense=dense_column((of["dense"][:-1] * 100).astype(np.int8))))
     with pytest.raises(SystemExit, match=r"the columns dense and 'text', and has .*'sparse'"):
         table(parts(dense=None))
