@@ -237,13 +237,57 @@ def test_an_input_that_changes_under_the_job_is_told(tmp_path, rows_file):
     assert "_manifest.json" not in names(tmp_path / "out")
 
 
+def test_a_job_that_has_no_part_yet_is_replaced(tmp_path, rows_file):
+    with pytest.raises(InvalidInput, match="has no `body`"):
+        run(rows_file, tmp_path / "out", DigestRows(columns=("body",)))
+    assert run(rows_file, tmp_path / "out").rows == 1000
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [(1, 2.5), (1, 10**23), (1.5, 10**23 + 1), (1, True), (1, "1"), (True, 1), ([1], [2.5]), ({"x": 1}, {"x": 1, "y": 2})],
+)
+def test_a_value_that_its_column_cannot_hold_is_bad_and_never_changed(tmp_path, first, other):
+    rows = [{"id": "a", "text": "x", "n": first}] * 1100 + [{"id": "b", "text": "x", "n": other}]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InvalidInput, match=r"line 1101 has .* as `n`, and the column is of"):
+        run(source, tmp_path / "out")
+    run(source, tmp_path / "out", on_error="skip")
+    assert table(tmp_path / "out")["n"].to_pylist() == [first] * 1100
+
+
+def test_columns_of_any_type_are_kept(tmp_path):
+    columns = {
+        "text": pa.array(["a", "b"]).dictionary_encode(),
+        "id": pa.array(["x", "y"]),
+        "view": pa.array(["p", "q"], pa.string_view()),
+        "n": pa.array([[1], None]),
+        "day": pa.array([1, 2], pa.date32()),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "in.parquet")
+    run(tmp_path / "in.parquet", tmp_path / "out", keep=("view", "n", "day"))
+    found = table(tmp_path / "out")
+    for name in ("view", "n", "day"):
+        assert found[name].to_pylist() == columns[name].to_pylist()
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path):
+    twice = pa.table([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], ["text", "text", "id"])
+    pq.write_table(twice, tmp_path / "in.parquet")
+    (tmp_path / "in.csv").write_text("text,id,text\na,b,c\n")
+    for name in ("in.parquet", "in.csv"):
+        with pytest.raises(ConfigError, match="has several columns `text`"):
+            run(tmp_path / name, tmp_path / "out", keep=())
+
+
 def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(tmp_path, rows_file):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"has files and no _job\.json.*thesis\.txt"):
         run(rows_file, out)
-    assert names(out) == ["thesis.txt"]
+    assert [path.name for path in out.iterdir()] == ["thesis.txt"]
 
 
 def test_two_processes_do_not_write_one_folder(tmp_path, rows_file):
@@ -353,6 +397,9 @@ def test_results_of_another_computation_or_of_no_job_are_not_reused(tmp_path, ro
         run(rows_file, tmp_path / "out", DigestRows(version=2), reuse=str(tmp_path / "first"))
     with pytest.raises(ConfigError, match=r"_job\.json"):
         run(rows_file, tmp_path / "out2", reuse=str(tmp_path))
+    with pytest.raises(ConfigError, match="none: there is no such folder"):
+        run(rows_file, tmp_path / "out2", reuse=str(tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_full_disk_is_told_and_the_job_goes_on_later(tmp_path, rows_file, monkeypatch):

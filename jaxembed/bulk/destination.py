@@ -40,11 +40,14 @@ class Destination(Protocol):
         ...
 
 
-def destination(out: str) -> Destination:
-    """The folder at a path or URL. A folder here is made. Raises ConfigError if it cannot be."""
+def destination(out: str, *, make: bool = True) -> Destination:
+    """The folder at a path or URL. A folder here is made, or with `make` False must be there.
+    Raises ConfigError if it cannot be or is not."""
     if object_store.is_url(out):
         return StoreFolder(str(object_store.location(out)))
     path = Path(out)
+    if not make and not path.is_dir():
+        raise ConfigError(f"{out}: there is no such folder")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from jaxembed.bulk.destination import Destination
+from jaxembed.bulk.parts import finished_parts
 from jaxembed.bulk.sources import InputFile
 from jaxembed.errors import ConfigError
 from jaxembed.json_file import shown
@@ -38,30 +39,34 @@ class BulkJob(msgspec.Struct, frozen=True):
         return _digest(self.computation)
 
 
-def begin(job: BulkJob, folder: Destination) -> bool:
-    """Write the job into its folder, unless it is there. Returns whether it was.
-
-    Raises ConfigError if another job is there, which says in what it differs, or files of none.
-    """
+def refuse_others(folder: Destination) -> None:
+    """Raise ConfigError if a folder has files, and none of a job."""
     names = folder.names()
-    if JOB in names:
+    if names and JOB not in names:
+        raise ConfigError(
+            f"--output {folder}: this folder has files and no {JOB}: it is of no job to go on "
+            f"with. Choose a new one. Found: {', '.join(names[:3])}"
+        )
+
+
+def begin(job: BulkJob, folder: Destination) -> None:
+    """Write the job into its folder, unless it is there; one that has no part yet is replaced.
+
+    Raises ConfigError if another job is there, which says in what it differs.
+    """
+    if JOB in folder.names():
         differences = list(_differences(_builtins(read_job(folder)), _builtins(job)))
-        if differences:
+        if not differences:
+            return
+        if finished_parts(folder):
             more = len(differences) - MOST_DIFFERENCES
             lines = differences[:MOST_DIFFERENCES] + [f"and {more} more"] * (more > 0)
             raise ConfigError(
                 f"--output {folder}: a job was begun there with another input or other options. "
                 f"Go on with those, or choose another folder:\n  " + "\n  ".join(lines)
             )
-        return True
-    if names:
-        raise ConfigError(
-            f"--output {folder}: this folder has files and no {JOB}: it is of no job to go on "
-            f"with. Choose a new one. Found: {', '.join(names[:3])}"
-        )
     with folder.writing(JOB) as path:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(job, order="sorted"), indent=1))
-    return False
 
 
 def read_job(folder: Destination) -> BulkJob:

@@ -136,11 +136,12 @@ def run_job(
         text_columns=list(computation.columns),
     )
     schema = _schema(types, computation)
+    jobs.refuse_others(folder)
     with folder.locked():
         jobs.begin(job, folder)
         earlier = None
         if reuse is not None:
-            earlier = Earlier(destination(reuse), job.of_texts, computation.fields())
+            earlier = Earlier(destination(reuse, make=False), job.of_texts, computation.fields())
         running = _Run(job, computation, folder, schema, earlier, rows.on_error)
         try:
             running.run(on_progress)
@@ -375,7 +376,7 @@ class _Run:
                     raise
                 wrong = int(indices[error.index])
                 place, index = chunk.places[wrong]
-                skipped.append(self._skip(chunk.numbers[wrong], place, index, f": {error}"))
+                skipped.append(self._skip(chunk.numbers[wrong], place, index, f"is wrong: {error}"))
                 indices = np.delete(indices, error.index)
 
 
@@ -485,19 +486,36 @@ def _of_type(values: Any, kind: Any, name: str) -> tuple[Any, dict[int, str]]:
     pa = arrow()
     if not isinstance(values, list):
         return values, {}
-    errors = (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError)
-    try:
-        return pa.array(values, kind), {}
-    except errors:
-        pass
+    whole = _as_is(values, kind)
+    if whole is not None:
+        return whole, {}
     bad: dict[int, str] = {}
     for index, value in enumerate(values):
-        try:
-            pa.array([value], kind)
-        except errors:
+        if _as_is([value], kind) is None:
             bad[index] = f"has {value!r:.60} as `{name}`, and the column is of {kind}"
     good = [None if index in bad else value for index, value in enumerate(values)]
     return pa.array(good, kind), bad
+
+
+def _as_is(values: list, kind: Any) -> Any:
+    """Values as an Arrow array of a type, None if it cannot hold them as they are: Arrow would cut
+    decimals off, and leave out fields that a struct does not have."""
+    pa = arrow()
+    try:
+        array = pa.array(values, kind)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+        return None
+    return array if all(map(_is_same, values, array.to_pylist())) else None
+
+
+def _is_same(given: Any, kept: Any) -> bool:
+    """Whether two values are equal, but for fields that are null."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        names = given.keys() | kept.keys()
+        return all(_is_same(given.get(name), kept.get(name)) for name in names)
+    if isinstance(given, list) and isinstance(kept, list):
+        return len(given) == len(kept) and all(map(_is_same, given, kept))
+    return given == kept and isinstance(given, bool) == isinstance(kept, bool)
 
 
 def _joined(arrays: Sequence[Any], kind: Any) -> Any:

@@ -8,6 +8,7 @@ import csv
 import glob
 import gzip
 import io
+import json
 import sys
 import zlib
 from collections import Counter
@@ -25,6 +26,7 @@ from jaxembed import object_store
 from jaxembed.errors import ConfigError, InvalidInput
 
 ROWS_A_BLOCK = 1024
+LARGEST = 2**63  # from which on orjson reads integers as floats
 ROWS_LOOKED_AT = 1000  # of .jsonl, for the types of its columns
 LINES = (".txt", ".jsonl", ".ndjson", ".csv", ".tsv")
 BINARY = (".parquet", ".arrow", ".feather")
@@ -169,7 +171,7 @@ def check_texts(files: Sequence[InputFile], columns: Columns) -> None:
             continue  # each row is as it is
         with opened(file.name) as stream:
             for name, kind in _types(stream, file.name, columns).items():
-                if str(kind) not in ("string", "large_string", "string_view"):
+                if str(kind) not in ("string", "large_string"):
                     raise ConfigError(
                         f"{file.name}: column `{name}` is {kind}; wanted a column of strings"
                     )
@@ -363,7 +365,11 @@ def _read_jsonl(file: ByteStream, name: str, columns: Columns, skip: int) -> Ite
             problem = "not UTF-8" if "utf-8" in str(error).lower() else f"not JSON: {error}"
             raise BadRow(f"is {problem}") from None
         if isinstance(value, dict):
-            return [value.get(column) for column in columns]
+            values = [value.get(column) for column in columns]
+            if any(isinstance(one, float) and abs(one) >= LARGEST for one in values):
+                exact = json.loads(line)  # which reads integers of any size as such
+                values = [exact.get(column) for column in columns]
+            return values
         if isinstance(value, str):
             return [value, *[None] * (len(columns) - 1)]
         raise BadRow(f"is no string, and no object with a string `{columns[0]}`")
@@ -399,6 +405,8 @@ def _csv_rows(file: ByteStream, name: str) -> Iterator[list[str]]:
 def _place_of(column: str, header: Sequence[str], name: str) -> int:
     if column not in header:
         raise _no_column(name, column, header)
+    if list(header).count(column) > 1:
+        raise ConfigError(f"{name} has several columns `{column}`; rename all but one")
     return header.index(column)
 
 
@@ -449,9 +457,19 @@ def _arrow_blocks(
 
 
 def _plain(values: Any) -> Any:
-    """A column without a dictionary of its values, which each file would have another of."""
+    """A column as its `_plain_type`."""
+    kind = _plain_type(values.type)
+    return values if kind == values.type else values.cast(kind)
+
+
+def _plain_type(kind: Any) -> Any:
+    """A type without a dictionary of its values, which each file would have another of, and no
+    view, of which rows cannot be taken."""
     pa = arrow()
-    return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+    if pa.types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    views = {"string_view": pa.large_string(), "binary_view": pa.large_binary()}
+    return views.get(str(kind), kind)
 
 
 def _read_arrow(file: ByteStream, name: str, columns: Columns, skip: int) -> Iterator[Block]:
@@ -497,11 +515,7 @@ def _types(file: ByteStream, name: str, columns: Columns) -> dict[str, Any]:
         schema = schema or _arrow_file(file, name).schema
         for column in columns:
             _place_of(column, schema.names, name)
-        types = {column: schema.field(column).type for column in columns}
-        is_dictionary = pa.types.is_dictionary
-        return {
-            one: kind.value_type if is_dictionary(kind) else kind for one, kind in types.items()
-        }
+        return {column: _plain_type(schema.field(column).type) for column in columns}
     if suffix == ".jsonl" or suffix == ".ndjson":
         return _types_of_values(_first_values(_read_jsonl(file, name, columns, 0), columns))
     READERS[suffix](file, name, columns, 0)  # which looks at its header
