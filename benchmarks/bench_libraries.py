@@ -35,7 +35,7 @@ from jaxembed import checkpoint, hub
 WORKER = Path(__file__).parent / "peers" / "embed.py"
 OURS, REFERENCE = "jaxembed", "sentence-transformers float32"
 BATCHES = (4, 8, 16)
-BATCHED = ("sentence-transformers", "onnxruntime")
+BATCHED = ("sentence-transformers", "sentence-transformers-pool", "onnxruntime")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import sources
 
 from benchmarks import (
     bench_attention,
+    bench_bulk,
     bench_engine,
     bench_families,
     bench_maxsim,
@@ -361,6 +362,35 @@ def test_bench_outputs_compares_heads_on_one_tower(capsys):
     )
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("dense", "SPLADE", "BGE-M3", "over_flops"))
+
+
+@pytest.mark.slow
+def test_bench_bulk_compares_a_job_with_encode(tiny_checkpoint, tmp_path, monkeypatch, capsys):
+    grid = tmp_path / "grid.json"
+    grid.write_text('{"buckets": [[2, 64]]}')
+    config = partial(EngineConfig, buckets=grid, max_batch_tokens=128)
+    monkeypatch.setattr(bench_bulk, "EngineConfig", config)
+    none = str(tmp_path / "none")
+    where = ["--model", str(tiny_checkpoint), "--cache-dir", str(tmp_path), "--data", none]
+    peers = ["--torch", none, "--onnx", none, "--mix", "queries"]
+    sizes = ["--texts", "20", "--rounds", "2", "--null-rows", "3000"]
+    bench_bulk.main([*where, *peers, *sizes])
+    found = last_line(capsys)
+    assert [row["run"] for row in found["results"]] == ["encode", "job"]
+    assert all(row["rows_per_s"] > 0 for row in found["results"])
+    assert found["null_model"]["rows"] == 3000
+    assert found["null_model"]["samples"][-1][0] == 3000
+    assert found["null_model"]["highest_mb"] > 0
+
+
+def test_bench_bulk_fits_memory_after_the_first_tenth():
+    watch = bench_bulk.Memory()
+    watch.samples = [(0, 0), (10**6, 9 * 10**6), (10**7, 99 * 10**6)]
+    found = watch.describe(10**7)
+    assert found["mb_per_million_rows"] == pytest.approx(10)
+    assert (found["settled_mb"], found["end_mb"], found["highest_mb"]) == (9, 99, 99)
+    watch.samples = [(10**7, 99 * 10**6)]
+    assert watch.describe(10**7)["mb_per_million_rows"] is None
 
 
 PEER = """

@@ -10,6 +10,7 @@ then seconds, and for an empty line the vectors of the last run, float32 in base
 """
 
 import base64
+import os
 import sys
 import time
 from pathlib import Path
@@ -91,6 +92,18 @@ class SentenceTransformers:
         return self._model.encode(texts, batch_size=batch, show_progress_bar=False)
 
 
+class SentenceTransformersPool(SentenceTransformers):
+    """A process for each thread, each with a copy of the model and one thread."""
+
+    def __init__(self, model: str, dtype: str, threads: int):
+        os.environ["OMP_NUM_THREADS"] = "1"  # which the processes read, before torch is imported
+        super().__init__(model, dtype, 1)
+        self._pool = self._model.start_multi_process_pool(["cpu"] * threads)
+
+    def embed(self, texts: list[str], batch: int) -> np.ndarray:
+        return self._model.encode(texts, batch_size=batch, pool=self._pool)
+
+
 class OnnxRuntime:
     """Texts sorted by length, mean pooled and normalised here, in float32."""
 
@@ -136,6 +149,7 @@ LIBRARIES = {
     "jaxembed-static": JaxembedStatic,
     "model2vec": Model2Vec,
     "sentence-transformers": SentenceTransformers,
+    "sentence-transformers-pool": SentenceTransformersPool,
     "onnxruntime": OnnxRuntime,
 }
 
