@@ -36,6 +36,7 @@ from benchmarks.servers import packaged_model
 from jaxembed import Embedder, EngineConfig
 from jaxembed.bulk.computations import EmbedRows
 from jaxembed.bulk.run import JobProgress, Rows, Summary, run_job
+from jaxembed.engine.engine import Engine
 
 ENCODE, JOB = "encode", "job"
 NULL_WIDTH = 32  # so that ten million rows take 2 GB of disk
@@ -108,6 +109,7 @@ def started(args: Namespace, *, null_model: bool = False) -> Iterator[Embedder]:
     """An Embedder whose buckets are all compiled and timed; closed after the context."""
     config = EngineConfig(warmup="full", null_model=null_model)
     with Embedder(args.model, cache_dir=args.cache_dir, config=config) as embedder:
+        assert isinstance(embedder.engine, Engine)
         embedder.engine.wait_timed()
         yield embedder
 
