@@ -245,7 +245,16 @@ def test_a_job_that_has_no_part_yet_is_replaced(tmp_path, rows_file):
 
 @pytest.mark.parametrize(
     ("first", "other"),
-    [(1, 2.5), (1, 10**23), (1.5, 10**23 + 1), (1, True), (1, "1"), (True, 1), ([1], [2.5]), ({"x": 1}, {"x": 1, "y": 2})],
+    [
+        (1, 2.5),
+        (1, 10**23),
+        (1.5, 10**23 + 1),
+        (1, True),
+        (1, "1"),
+        (True, 1),
+        ([1], [2.5]),
+        ({"x": 1}, {"x": 1, "y": 2}),
+    ],
 )
 def test_a_value_that_its_column_cannot_hold_is_bad_and_never_changed(tmp_path, first, other):
     rows = [{"id": "a", "text": "x", "n": first}] * 1100 + [{"id": "b", "text": "x", "n": other}]

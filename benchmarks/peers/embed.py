@@ -92,12 +92,12 @@ class SentenceTransformers:
         return self._model.encode(texts, batch_size=batch, show_progress_bar=False)
 
 
-class SentenceTransformersPool(SentenceTransformers):
+class SentenceTransformersPool:
     """A process for each thread, each with a copy of the model and one thread."""
 
     def __init__(self, model: str, dtype: str, threads: int):
         os.environ["OMP_NUM_THREADS"] = "1"  # which the processes read, before torch is imported
-        super().__init__(model, dtype, 1)
+        self._model = SentenceTransformers(model, dtype, 1)._model
         self._pool = self._model.start_multi_process_pool(["cpu"] * threads)
 
     def embed(self, texts: list[str], batch: int) -> np.ndarray:

@@ -293,10 +293,7 @@ class _Run:
             arrays, bad = self._converted(block)
             bad |= block.bad
             for index, row in enumerate(zip(*columns, strict=True)):
-                named = zip(row, self._computation.columns, strict=True)
-                problem = bad.get(index) or next(
-                    filter(None, (problem_of(*one) for one in named)), None
-                )
+                problem = bad.get(index) or self._problem(row)
                 if problem:
                     bad[index] = problem
                     skipped.append(self._skip(first + index, place, index, problem))

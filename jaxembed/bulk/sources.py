@@ -26,7 +26,7 @@ from jaxembed import object_store
 from jaxembed.errors import ConfigError, InvalidInput
 
 ROWS_A_BLOCK = 1024
-LARGEST = 2**63  # from which on orjson reads integers as floats
+BEYOND_INT64 = 2**63  # from which on orjson reads integers as floats
 ROWS_LOOKED_AT = 1000  # of .jsonl, for the types of its columns
 LINES = (".txt", ".jsonl", ".ndjson", ".csv", ".tsv")
 BINARY = (".parquet", ".arrow", ".feather")
@@ -366,7 +366,7 @@ def _read_jsonl(file: ByteStream, name: str, columns: Columns, skip: int) -> Ite
             raise BadRow(f"is {problem}") from None
         if isinstance(value, dict):
             values = [value.get(column) for column in columns]
-            if any(isinstance(one, float) and abs(one) >= LARGEST for one in values):
+            if any(isinstance(one, float) and abs(one) >= BEYOND_INT64 for one in values):
                 exact = json.loads(line)  # which reads integers of any size as such
                 values = [exact.get(column) for column in columns]
             return values
