@@ -299,6 +299,13 @@ def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(tmp_path, rows
     assert [path.name for path in out.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.parametrize("out", [".", "in.jsonl", "out", "deep/out"])
+def test_a_folder_inside_the_input_is_refused(tmp_path, rows_file, out):
+    with pytest.raises(ConfigError, match="is inside the input"):
+        run(tmp_path, tmp_path / out)
+    assert names(tmp_path) == [rows_file.name]
+
+
 def test_two_processes_do_not_write_one_folder(tmp_path, rows_file):
     inside, leave = threading.Event(), threading.Event()
 

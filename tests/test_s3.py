@@ -3,6 +3,7 @@ s3fs is not installed: the extra `deploy`."""
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,7 +11,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import sources
 from live_server import served
@@ -145,3 +148,52 @@ def test_a_store_that_cannot_be_reached_is_named_without_the_secret(pinned, tmp_
     assert time.monotonic() - started < WAIT_S
     assert f"cannot read {URL}/manifest.json" in done.stderr
     assert SECRET not in done.stderr
+
+
+COPY = """
+import s3fs, sys
+s3fs.S3FileSystem().get("models/out/", sys.argv[1] + "/", recursive=True)
+"""
+
+
+def keys(store: str) -> list[str]:
+    """The names of the objects of the job's result."""
+    return re.findall("<Key>out/([^<]*)</Key>", ask(f"{store}/models?list-type=2").decode())
+
+
+def test_a_job_that_is_killed_goes_on_from_a_store_into_a_store(store, tmp_path):
+    numbers = [range(700), range(700, 1500)]
+    (tmp_path / "in").mkdir()
+    for index, some in enumerate(numbers):
+        lines = [json.dumps({"id": f"d{k}", "text": f"text {k}", "n": k}) for k in some]
+        (tmp_path / "in" / f"{index}.jsonl").write_text("\n".join([*lines, ""]))
+        content = (tmp_path / "in" / f"{index}.jsonl").read_bytes()
+        url = f"{store}/models/in/{index}.jsonl"
+        kind = {"Content-Type": "application/octet-stream"}
+        put = urllib.request.Request(url, content, kind, method="PUT")
+        urllib.request.urlopen(put, timeout=WAIT_S).close()
+    program = [sys.executable, str(Path(__file__).parent / "fake_computation.py")]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    slow = [*program, "s3://models/out", "s3://models/in/", "--part-rows", "400", "--wait-s", "0.3"]
+    with subprocess.Popen(slow, env=environment) as process:
+        deadline = time.monotonic() + WAIT_S
+        while "part-00000.parquet" not in keys(store):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+    assert "part-00003.parquet" not in keys(store)
+    quick = ["--part-rows", "400", "--wait-s", "0"]
+    for out, inputs in (
+        ("s3://models/out", "s3://models/in/"),
+        (tmp_path / "out", tmp_path / "in"),
+    ):
+        subprocess.run([*program, str(out), str(inputs), *quick], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", COPY, str(tmp_path / "copy")], check=True)
+    names = [f"part-{number:05d}.parquet" for number in range(4)]
+    assert sorted(keys(store)) == ["_job.json", "_manifest.json", *names]
+    for name in names:
+        copied, wanted = (pq.read_table(tmp_path / one / name) for one in ("copy", "out"))
+        assert copied == wanted
+    manifest = json.loads((tmp_path / "copy" / "_manifest.json").read_text())
+    assert manifest["rows"] == 1500

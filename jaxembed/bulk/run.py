@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -122,6 +123,9 @@ def run_job(
     """
     if STANDARD_INPUT in rows.inputs:
         raise ConfigError("standard input cannot be read again by a job that goes on; name a file")
+    for name in rows.inputs:
+        if Path(out).resolve().is_relative_to(Path(name).resolve()):
+            raise ConfigError(f"--output {out} is inside the input {name}; choose another folder")
     files = input_files(rows.inputs)
     folder = destination(out)
     first = [] if rows.id_column is None else [rows.id_column]
