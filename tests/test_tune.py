@@ -568,7 +568,7 @@ def test_texts_do_not_say_how_long_pairs_are(tmp_path):
     [
         ("none.txt", "cannot read none.txt"),
         ("none.json", "cannot read none.json"),
-        ("texts.csv", "wanted a .txt or .jsonl file"),
+        ("texts.doc", "wanted a file that ends in .txt"),
         ("http://127.0.0.1:9", "cannot read http://127.0.0.1:9/metrics"),
         ("lengths.json -o grid.txt", "--output grid.txt: wanted a name that ends in .json"),
         ("lengths.json -o none/grid.json", "there is no directory"),

@@ -264,6 +264,7 @@ def _is_data(relative: str) -> bool:
 
 
 def _local(path: Path) -> InputFile:
+    _suffix(str(path))  # first, for it is known without the file
     try:
         status = path.stat()
     except OSError as error:
