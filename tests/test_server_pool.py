@@ -77,7 +77,7 @@ def pool_of(shelf: Shelf, lasting: Sequence[FakeEmbedder] = (), **limits) -> Mod
 
 def run(scenario: Callable) -> None:
     async def within() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):  # freeing a model searches all that other tests left
             await scenario()
 
     asyncio.run(within())
