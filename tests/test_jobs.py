@@ -25,7 +25,7 @@ from jaxembed.bulk import parts
 from jaxembed.bulk.computations import ClassifyRows, EmbedRows, ScoreRows, as_arrow
 from jaxembed.bulk.run import JobProgress, Rows, run_job
 from jaxembed.config import EngineConfig
-from jaxembed.errors import ConfigError, InvalidInput, WrongTask
+from jaxembed.errors import ConfigError, InvalidInput, JaxembedError, WrongTask
 from jaxembed.work import Ragged, SparseRows
 
 ROOT = Path(__file__).parent.parent
@@ -304,6 +304,22 @@ def test_a_folder_inside_the_input_is_refused(tmp_path, rows_file, out):
     with pytest.raises(ConfigError, match="is inside the input"):
         run(tmp_path, tmp_path / out)
     assert names(tmp_path) == [rows_file.name]
+
+
+@pytest.mark.parametrize(
+    ("out", "name", "inside"),
+    [
+        ("s3://bucket/out", ".", False),
+        ("out", "s3://bucket/in", False),
+        ("s3://bucket/in/out", "s3://bucket/in/", True),
+        ("s3://bucket/input", "s3://bucket/in", False),
+    ],
+)
+def test_a_store_is_not_inside_a_folder_here(out, name, inside):
+    rows = Rows([name, "none.csv"])
+    words = "is inside the input" if inside else "cannot|installed|no file of rows|no such"
+    with pytest.raises(JaxembedError, match=words):
+        run_job(DigestRows(), rows, out)
 
 
 def test_two_processes_do_not_write_one_folder(tmp_path, rows_file):

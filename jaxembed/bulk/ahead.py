@@ -15,7 +15,7 @@ _Result = TypeVar("_Result")
 def ahead(compute: Callable[[_Given], _Result], chunks: Iterable[_Given]) -> Iterator[_Result]:
     """What `compute` gives for each chunk, in order; CALLS_AHEAD are computed at a time.
 
-    Raises what `compute` and `chunks` raise, after what was computed before.
+    Raises what `compute` and `chunks` raise.
     """
     at_work: deque[Future[_Result]] = deque()
     with ThreadPoolExecutor(CALLS_AHEAD, thread_name_prefix="bulk") as pool:

@@ -16,7 +16,6 @@ from jaxembed.errors import ConfigError
 TEXT_DIGEST = "text_digest"  # the column of a part
 DIGEST_BYTES = 16
 GROUPS_KEPT = 4  # row groups in memory
-NO_ROWS = np.zeros(0, np.int64)
 
 
 def text_digest(texts: Sequence[str]) -> bytes:

@@ -1,7 +1,8 @@
 """Runs a job: reads rows, computes them, and writes them into parts, all three at the same time.
 
 A part is written whole or not at all, and its rows depend on nothing but its number and the job: a
-job that is killed and run again gives what an undisturbed one gives.
+job that is killed and run again gives the rows of an undisturbed one. Vectors of a model may differ
+from these by a rounding, where a text was in another batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from jaxembed import object_store
 from jaxembed.bulk import job as jobs
 from jaxembed.bulk.ahead import ahead
 from jaxembed.bulk.computations import Computation, RowTexts
@@ -124,7 +126,7 @@ def run_job(
     if STANDARD_INPUT in rows.inputs:
         raise ConfigError("standard input cannot be read again by a job that goes on; name a file")
     for name in rows.inputs:
-        if Path(out).resolve().is_relative_to(Path(name).resolve()):
+        if _is_inside(out, name):
             raise ConfigError(f"--output {out} is inside the input {name}; choose another folder")
     files = input_files(rows.inputs)
     folder = destination(out)
@@ -160,6 +162,14 @@ def run_job(
             )
         running.complete()
     return running.summary
+
+
+def _is_inside(out: str, name: str) -> bool:
+    """Whether a folder is an input or inside it, both here or both in an object store."""
+    urls = [object_store.is_url(one, of_data=True) for one in (out, name)]
+    if any(urls):
+        return all(urls) and f"{out}/".startswith(f"{name.rstrip('/')}/")
+    return Path(out).resolve().is_relative_to(Path(name).resolve())
 
 
 class _Run:
