@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def compared(args: Namespace) -> dict[str, Any]:
     """The rates of the job, of `encode` and of the other libraries, as facts for JSON."""
-    texts = workloads.texts(args.mix, args.texts, data=args.data, seed=args.seed)
+    texts = distinct(workloads.texts(args.mix, args.texts, data=args.data, seed=args.seed))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxembed-")))
         embedder = stack.enter_context(started(args))
@@ -102,6 +103,17 @@ def compared(args: Namespace) -> dict[str, Any]:
         "versions": {one.contestant.name: one.versions for one in workers},
         "batches": {one.contestant.name: one.seconds_of for one in workers},
     }
+
+
+def distinct(texts: Sequence[str]) -> list[str]:
+    """The texts, of which those that are there again end in a number: one request computes equal
+    texts once, and the parts of a job are different requests."""
+    seen: Counter[str] = Counter()
+    different = []
+    for text in texts:
+        seen[text] += 1
+        different.append(text if seen[text] == 1 else f"{text} {seen[text]}")
+    return different
 
 
 @contextmanager
