@@ -12,7 +12,7 @@ import pyarrow as pa
 from jaxembed.bulk.computations import RowTexts, as_arrow
 from jaxembed.bulk.reuse import text_digest
 from jaxembed.bulk.run import Rows, run_job
-from jaxembed.errors import InvalidInput
+from jaxembed.errors import InputTooLong
 
 WIDTH = 4
 
@@ -38,7 +38,7 @@ class DigestRows:
         time.sleep(self.wait_s)
         for index, row in enumerate(rows):
             if "too long" in row:
-                raise InvalidInput("the input has 9 tokens, and the limit is 8", index=index)
+                raise InputTooLong(8, 9, index)
         self.calls += 1
         self.rows += len(rows)
         return [as_arrow(vectors_of(rows))]

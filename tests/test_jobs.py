@@ -350,7 +350,7 @@ BAD = [
     ('{"id": 7, "text": "x"}', "has 7 as `id`, and the column is of string"),
     ("[1]", "is no string, and no object"),
     ('{"id": "a", ', "is not JSON"),
-    ('{"id": "a", "text": "too long"}', "the input has 9 tokens, and the limit is 8"),
+    ('{"id": "a", "text": "too long"}', "has 9 tokens, the limit is 8; --auto-truncate true"),
 ]
 
 
@@ -432,6 +432,8 @@ def test_results_of_another_computation_or_of_no_job_are_not_reused(tmp_path, ro
     with pytest.raises(ConfigError, match="none: there is no such folder"):
         run(rows_file, tmp_path / "out2", reuse=str(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
+    with pytest.raises(ConfigError, match="is the folder of --reuse"):
+        run(rows_file, tmp_path / "first", reuse=f"{tmp_path / 'first'}/")
 
 
 def test_a_full_disk_is_told_and_the_job_goes_on_later(tmp_path, rows_file, monkeypatch):

@@ -45,7 +45,7 @@ from jaxembed.bulk.sources import (
     read_rows,
     row_name,
 )
-from jaxembed.errors import ConfigError, InvalidInput
+from jaxembed.errors import ConfigError, InputTooLong, InvalidInput
 
 JOB_MANIFEST = "_manifest.json"
 SKIPPED = "_skipped.jsonl"
@@ -128,6 +128,8 @@ def run_job(
     for name in rows.inputs:
         if _is_inside(out, name):
             raise ConfigError(f"--output {out} is inside the input {name}; choose another folder")
+    if reuse is not None and _is_inside(out, reuse) and _is_inside(reuse, out):
+        raise ConfigError(f"--output {out} is the folder of --reuse, too; choose another one")
     files = input_files(rows.inputs)
     folder = destination(out)
     first = [] if rows.id_column is None else [rows.id_column]
@@ -387,8 +389,15 @@ class _Run:
                     raise
                 wrong = int(indices[error.index])
                 place, index = chunk.places[wrong]
-                skipped.append(self._skip(chunk.numbers[wrong], place, index, f"is wrong: {error}"))
+                skipped.append(self._skip(chunk.numbers[wrong], place, index, _reason(error)))
                 indices = np.delete(indices, error.index)
+
+
+def _reason(error: InvalidInput) -> str:
+    """Why a row cannot be computed, with the flag of the commands that helps."""
+    if not isinstance(error, InputTooLong):
+        return f"is wrong: {error}"
+    return f"has {error.got} tokens, the limit is {error.limit}; --auto-truncate true cuts it"
 
 
 class _OpenPart:
