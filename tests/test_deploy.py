@@ -267,6 +267,33 @@ def test_a_folder_builds_into_what_fits_the_schemas(folder):
         fit_schemas(one)
 
 
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl builds the folders")
+def test_the_patches_of_the_readme_mount_a_file_of_keys(tmp_path):
+    readme = (MANIFESTS / "README.md").read_text()
+    blocks = re.findall(r"```yaml\n(patches:\n.*?)```", readme, re.DOTALL)
+    (patches,) = (one for one in blocks if "API_KEY_FILE" in one)
+    shutil.copytree(MANIFESTS, tmp_path / "kubernetes")
+    (tmp_path / "mine").mkdir()
+    whole = f"resources: [../kubernetes/base]\n{patches}"
+    (tmp_path / "mine" / "kustomization.yaml").write_text(whole)
+    command = ["kubectl", "kustomize", str(tmp_path / "mine")]
+    built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (deployment,) = (one for one in yaml.safe_load_all(built) if one["kind"] == "Deployment")
+    fit_schemas(deployment)
+    reads_a_file_of_keys(deployment["spec"]["template"]["spec"], "jaxembed-keys")
+
+
+def reads_a_file_of_keys(pod: dict, secret: str) -> None:
+    """Raises unless the server reads keys.toml of a Secret, and takes no other keys."""
+    (container,) = pod["containers"]
+    variables = {one["name"]: one.get("value") for one in container["env"]}
+    assert "API_KEY" not in variables
+    (mount,) = (one for one in container["volumeMounts"] if one["name"] == "keys")
+    assert variables["API_KEY_FILE"] == f"{mount['mountPath']}/keys.toml"
+    assert mount["readOnly"]
+    assert {"name": "keys", "secret": {"secretName": secret}} in pod["volumes"]
+
+
 def tpu_pod(folder: str) -> dict:
     return manifest(f"{folder}/deployment.yaml")["spec"]["template"]["spec"]
 
@@ -352,7 +379,7 @@ def test_a_release_runs_what_the_server_knows(chart, path):
     ends_s = pause_s + params["drain_timeout"] + SUPERVISOR_S
     assert pod["terminationGracePeriodSeconds"] == ends_s
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    assert {*json.loads(instruction("Dockerfile.cpu", "VOLUME")), "/tmp"} == set(mounts)
+    assert {*json.loads(instruction("Dockerfile.cpu", "VOLUME")), "/tmp"} == set(mounts) - {"/keys"}
     assert [volume["name"] for volume in pod["volumes"]] == list(mounts.values())
 
 
@@ -364,6 +391,11 @@ def test_a_release_without_values_serves_the_default_model(chart):
     (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
     assert command(*container["args"])["model_id"] == ()
     assert "env" not in container
+
+
+def test_a_release_reads_a_file_of_keys(chart):
+    objects = rendered(chart, {"keyFile": {"existingSecret": "mine"}})
+    reads_a_file_of_keys(objects["Deployment"]["spec"]["template"]["spec"], "mine")
 
 
 @each_values
