@@ -21,7 +21,7 @@ EXTRA = $(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.tom
 SPHINX = $(VENV)-docs/bin/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet -c docs .
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test slow page deploy stores check format docs docs-links parity golden chaos eval bench bench-peers \
+.PHONY: help serve test slow page deploy stores ray check format docs docs-links parity golden chaos eval bench bench-peers \
 	bench-gpu plots constraints clean
 
 help:  ## list the targets
@@ -71,6 +71,9 @@ deploy: $(VENV)/deploy.stamp  ## render and validate the chart, serve from an S3
 
 stores: $(VENV)/stores.stamp  ## fill Qdrant, LanceDB and pgvector from Parquet parts and search them (450 MB more)
 	$(BIN)/pytest tests/test_stores.py tests/test_hybrid_search.py $(ARGS)
+
+ray: $(VENV)/ray.stamp  ## models in the actors of a Ray cluster of this machine (600 MB more)
+	$(BIN)/pytest tests/test_ray.py $(ARGS)
 
 eval: $(VENV)/dev.stamp  ## STS-B of the default model
 	$(BIN)/python -m benchmarks.eval_sts $(ARGS)
@@ -135,6 +138,11 @@ $(VENV)/stores.stamp: $(VENV)/dev.stamp
 $(VENV)/page.stamp: $(VENV)/dev.stamp
 	$(call EXTRA,page) > $(VENV)/requirements.txt
 	$(PIP) --requirement $(VENV)/requirements.txt
+	@touch $@
+
+$(VENV)/ray.stamp: $(VENV)/dev.stamp
+	$(call EXTRA,ray) > $(VENV)/requirements.txt
+	$(PIP) --requirement $(VENV)/requirements.txt "ray[serve]"
 	@touch $@
 
 $(VENV)-docs/stamp: pyproject.toml $(CONSTRAINTS)
