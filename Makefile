@@ -74,6 +74,8 @@ stores: $(VENV)/stores.stamp  ## fill Qdrant, LanceDB and pgvector from Parquet 
 
 ray: $(VENV)/ray.stamp  ## models in the actors of a Ray cluster of this machine (600 MB more)
 	$(BIN)/pytest tests/test_ray.py $(ARGS)
+	set -e; for test in $$($(BIN)/pytest tests/test_ray_cluster.py --collect-only --quiet | grep ::); do \
+		$(BIN)/pytest "$$test" $(ARGS); done
 
 eval: $(VENV)/dev.stamp  ## STS-B of the default model
 	$(BIN)/python -m benchmarks.eval_sts $(ARGS)

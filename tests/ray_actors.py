@@ -28,12 +28,11 @@ class Dying(Embed):
         return done
 
 
-class Counting(Embed):
-    """An Embed that adds how many of its batches were run at once, and notes when it is closed."""
+class Closing(Embed):
+    """An Embed that notes in a folder when it is made and when it is closed."""
 
     def __init__(self, folder: str, **arguments: Any):
         super().__init__(**arguments)
-        self.running = self.most = 0
         close = self._model.embedder.close
 
         def noted(*given: Any) -> None:
@@ -42,10 +41,3 @@ class Counting(Embed):
 
         self._model.embedder.close = noted
         (Path(folder) / f"made-{os.getpid()}").touch()
-
-    async def __call__(self, batch: Any) -> Any:
-        self.running += 1
-        self.most = max(self.most, self.running)
-        done = await super().__call__(batch)
-        self.running -= 1
-        return done.append_column("most", [[self.most] * batch.num_rows])

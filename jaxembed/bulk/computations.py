@@ -4,7 +4,6 @@ as columns of Arrow."""
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -12,7 +11,7 @@ import numpy as np
 
 from jaxembed.bulk.sources import arrow
 from jaxembed.embedder import Embedder
-from jaxembed.options import EncodeOptions, ScoreOptions
+from jaxembed.options import EncodeOptions, Label, ScoreOptions
 from jaxembed.outputs import OutputName
 from jaxembed.work import Ragged, SparseRows
 
@@ -141,17 +140,12 @@ class ClassifyRows:
         }
 
     def fields(self) -> list[Any]:
-        return [arrow().field("labels", self._type)]
+        return [arrow().field("labels", labels_as_arrow([]).type)]
 
     def compute(self, rows: Sequence[RowTexts]) -> list[Any]:
         inputs = [row[0] if len(row) == 1 else (row[0], row[1]) for row in rows]
         labels = self.embedder.classify(inputs, raw_scores=self.raw_scores, **self.options)
-        return [arrow().array([[asdict(one) for one in some] for some in labels], self._type)]
-
-    @cached_property
-    def _type(self) -> Any:
-        pa = arrow()
-        return pa.list_(pa.struct([("label", pa.string()), ("score", pa.float32())]))
+        return [labels_as_arrow(labels)]
 
 
 def model_facts(embedder: Embedder) -> dict[str, Any]:
@@ -185,6 +179,14 @@ def as_arrow(values: Any) -> Any:
         return pa.ListArray.from_arrays(starts, as_arrow(values.values))
     flat = pa.array(np.ascontiguousarray(values).reshape(-1))
     return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+
+
+def labels_as_arrow(rows: Sequence[Sequence[Label]]) -> Any:
+    """The labels of several texts in their order, as an Arrow array of lists of structs of `label`
+    and `score`, an element a text."""
+    pa = arrow()
+    kind = pa.list_(pa.struct([("label", pa.string()), ("score", pa.float32())]))
+    return pa.array([[asdict(one) for one in some] for some in rows], kind)
 
 
 def _json(options: dict[str, Any], without: Collection[str] = ()) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa  # pyright: ignore[reportMissingImports]
 
-from jaxembed.columns import label_column, output_column
+from jaxembed.bulk.computations import as_arrow, labels_as_arrow
 from jaxembed.embedder import Embedder
 from jaxembed.errors import InvalidInput
 from jaxembed.options import EncodeOptions, Ranked, ScoreOptions
@@ -132,7 +132,7 @@ class Embed:
                 batch, error.index, self._model.columns[0], str(error)
             ) from error
         for name in self._outputs:
-            batch = batch.append_column(name, output_column(name, values[name]))
+            batch = batch.append_column(name, as_arrow(values[name]))
         return batch
 
 
@@ -214,7 +214,7 @@ class Classify:
             raise self._model.refusal(
                 batch, error.index, self._model.columns[0], str(error)
             ) from error
-        return batch.append_column("labels", label_column(labels))
+        return batch.append_column("labels", labels_as_arrow(labels))
 
 
 _SCORE_OPTIONS = {one.name for one in fields(ScoreOptions)} | {"raw_scores"}

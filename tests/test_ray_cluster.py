@@ -1,0 +1,189 @@
+"""Models in the actors of a Ray cluster of real processes. `make ray` runs each test in a process
+of its own, which starts Ray before JAX: no process may be forked beside JAX's threads."""
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from ray_rows import close, matrix, text_of
+
+from jaxembed import EngineConfig
+
+ray = pytest.importorskip("ray", reason="make ray installs it")
+pa = pytest.importorskip("pyarrow")
+
+import pyarrow.parquet as pq  # noqa: E402
+import ray_actors  # noqa: E402
+from ray.data import ActorPoolStrategy, DataContext  # noqa: E402
+from ray.exceptions import RayTaskError  # noqa: E402
+
+from jaxembed.integrations.ray import Embed  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+MIB = 1024 * 1024
+ROWS = 1200
+START_S = 120  # of actors
+CLOSE_S = 60
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Ray and what it brings
+
+
+@pytest.fixture(name="arguments")
+def _arguments(tiny_checkpoint, grid_file, tmp_path) -> dict[str, Any]:
+    """Those of an Embedder on one device and three buckets."""
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
+    return {"model": str(tiny_checkpoint), "cache_dir": tmp_path / "cache", "config": config}
+
+
+def rows_of(table: Any) -> dict[int, str]:
+    return dict(zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True))
+
+
+@pytest.fixture(name="cluster", scope="session", autouse=True)
+def _cluster() -> Iterator[None]:
+    """A cluster of this machine with two CPUs, whose processes end with it."""
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # the paths of sockets must be short
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=100 * MIB,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=folder,
+        )
+        yield
+        ray.shutdown()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(name="documents")
+def _documents(tmp_path) -> Path:
+    """A folder of four Parquet files with ids and texts."""
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    each = ROWS // 4
+    for part in range(4):
+        rows = range(part * each, (part + 1) * each)
+        table = pa.table({"id": list(rows), "text": [text_of(row) for row in rows]})
+        pq.write_table(table, folder / f"{part}.parquet")
+    return folder
+
+
+def embedded(documents: Path, actor: type, arguments: dict[str, Any], size: int = 50) -> Any:
+    """The rows of the files with their vectors, by two actors that are both there first."""
+    DataContext.get_current().wait_for_min_actors_s = START_S
+    rows = ray.data.read_parquet(str(documents), override_num_blocks=4)
+    return rows.map_batches(
+        actor,
+        fn_constructor_kwargs=arguments,
+        batch_format="pyarrow",
+        batch_size=size,
+        compute=ActorPoolStrategy(size=2),
+        num_cpus=0.5,
+    )
+
+
+def check_rows(folder: Path, encode: Callable[[list[str]], np.ndarray]) -> None:
+    """Check that the files have each row once with its vector."""
+    table = pq.read_table(folder).sort_by("id")
+    assert rows_of(table) == {row: text_of(row) for row in range(ROWS)}
+    assert table.num_rows == ROWS
+    assert table.schema.field("dense").type == pa.list_(pa.float32(), 32)
+    close(matrix(table["dense"]), encode(table["text"].to_pylist()))
+
+
+def test_parquet_is_embedded_by_two_actors_that_close_their_models(
+    documents, arguments, embedder, tmp_path
+):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    rows = embedded(documents, ray_actors.Closing, arguments | {"folder": str(notes)})
+    rows.write_parquet(str(tmp_path / "vectors"))
+    check_rows(tmp_path / "vectors", embedder.encode)
+    made = {path.name.split("-")[1] for path in notes.glob("made-*")}
+    assert len(made) == 2
+    deadline = time.monotonic() + CLOSE_S
+    while {path.name.split("-")[1] for path in notes.glob("closed-*")} != made:
+        assert time.monotonic() < deadline, sorted(notes.iterdir())
+        time.sleep(0.1)
+
+
+def test_the_rows_of_a_killed_actor_are_written_once(documents, arguments, embedder, tmp_path):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    rows = embedded(documents, ray_actors.Dying, arguments | {"folder": str(notes)})
+    rows.write_parquet(str(tmp_path / "vectors"))
+    check_rows(tmp_path / "vectors", embedder.encode)
+    (killed,) = [path.name.split("-")[1] for path in notes.glob("killed-*")]
+    started = {path.name.split("-")[1] for path in notes.glob("started-*")}
+    assert killed in started
+    assert len(started) >= 2
+
+
+def test_a_job_fails_with_the_name_of_a_bad_row(documents, arguments, tmp_path):
+    pq.write_table(pa.table({"id": [ROWS], "text": [""]}), documents / "bad.parquet")
+    rows = embedded(documents, Embed, arguments | {"id_column": "id"})
+    with pytest.raises(RayTaskError, match=f"the row whose id is {ROWS}, column 'text': is empty"):
+        rows.write_parquet(str(tmp_path / "vectors"))
+
+
+# The examples
+
+
+@pytest.fixture(name="example")
+def _example(arguments, monkeypatch) -> Iterator[Any]:
+    from examples import ray_parquet  # which imports Ray
+
+    of_args = ray_parquet.model_of
+    monkeypatch.setattr(ray_parquet, "model_of", lambda args: of_args(args) | arguments)
+    yield ray_parquet
+    DataContext.get_current().checkpoint_config = None
+
+
+def test_the_example_goes_on_after_a_failure_and_writes_no_row_twice(
+    example, documents, embedder, tmp_path
+):
+    folders = [str(documents), str(tmp_path / "vectors"), str(tmp_path / "checkpoint")]
+    flags = ["--cpus", "0", "--batch-size", "50", "--blocks", "4"]
+    pq.write_table(pa.table({"id": [ROWS], "text": [""]}), documents / "bad.parquet")
+    with pytest.raises(RayTaskError, match="is empty"):
+        example.main([*folders, *flags])
+    (documents / "bad.parquet").unlink()
+    for _ in range(2):  # the second has nothing to do
+        example.main([*folders, *flags])
+    check_rows(tmp_path / "vectors", embedder.encode_document)
+
+
+def test_the_example_of_ray_serve_answers_as_the_server_does(
+    tiny_checkpoint, embedder, tmp_path, monkeypatch
+):
+    serve = pytest.importorskip("ray.serve")
+    from examples import ray_serve  # which imports Ray
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    try:
+        serve.run(ray_serve.build({"model": str(tiny_checkpoint)}))
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            body = {"input": ["a cat", "the dog"]}
+            found = client.post("/v1/embeddings", json=body).raise_for_status().json()["data"]
+            close([one["embedding"] for one in found], embedder.encode(body["input"]))
+            assert client.post("/embed", json={"inputs": "a cat"}).status_code == 200
+            refused = client.post("/v1/embeddings", json={"input": []})
+            assert refused.status_code == 400
+            assert client.get("/livez").status_code == 200
+    finally:
+        serve.shutdown()
