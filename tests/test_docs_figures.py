@@ -83,6 +83,22 @@ def test_static_embeddings_beside_model2vec():
         assert spread in BENCHMARKS.replace("\n", " ")
 
 
+def test_what_a_job_costs_beside_encode():
+    for name in ("bench_bulk", "bench_bulk_200k"):
+        facts = result(name, AMD)
+        encode, job = facts["results"]
+        rates = f"{encode['rows_per_s']:,.0f} | {job['rows_per_s']:,.0f} | {job['of_encode']:.3f}"
+        assert f"| {facts['texts']:,} | {rates} |" in BENCHMARKS
+
+
+def test_the_memory_of_a_job_of_ten_million_rows():
+    facts, page = result("bench_bulk_nulls", AMD)["null_model"], BENCHMARKS.replace("\n", " ")
+    assert facts["rows"] == 10_000_000
+    assert f"at {facts['rows_per_s']:,.0f} rows a second" in page
+    assert f"Memory is {facts['settled_mb']:.0f} MB after a tenth of them" in page
+    assert f"and {facts['end_mb']:.0f} MB at the end, {facts['highest_mb']:.0f} MB at most" in page
+
+
 def test_what_several_outputs_cost():
     for one in result("bench_outputs", AMD)["results"]:
         name = f"{one['bucket']} | {one['library']} | {one['outputs']}"

@@ -95,6 +95,8 @@ class SentenceTransformers:
 class SentenceTransformersPool:
     """A process for each thread, each with a copy of the model and one thread."""
 
+    PACKAGES = SentenceTransformers.PACKAGES
+
     def __init__(self, model: str, dtype: str, threads: int):
         os.environ["OMP_NUM_THREADS"] = "1"  # which the processes read, before torch is imported
         self._model = SentenceTransformers(model, dtype, 1)._model
