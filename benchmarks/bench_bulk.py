@@ -134,12 +134,14 @@ def peers(args: Namespace) -> list[Contestant]:
     python = args.torch / "bin/python"
     if python.exists():
         model = packaged_model(args.torch)
-        pool = "sentence-transformers-pool"
-        found.append(Contestant("sentence-transformers pool", python, pool, model, "float32"))
+        for dtype in ("float32", "bfloat16"):
+            name = f"sentence-transformers pool {dtype}"
+            pool = "sentence-transformers-pool"
+            found.append(Contestant(name, python, pool, model, dtype))
     python = args.onnx / "bin/python"
     if python.exists():
         exported = args.onnx / "onnx"
-        found.append(Contestant("onnxruntime", python, "onnxruntime", exported, "float32"))
+        found.append(Contestant("onnxruntime float32", python, "onnxruntime", exported, "float32"))
     return found
 
 

@@ -34,7 +34,8 @@ from jaxembed import checkpoint, hub
 
 WORKER = Path(__file__).parent / "peers" / "embed.py"
 OURS, REFERENCE = "jaxembed", "sentence-transformers float32"
-BATCHES = (4, 8, 16)
+BATCHES = (4, 8, 16, 32)
+TRIED = 4096  # texts, with each batch size
 BATCHED = ("sentence-transformers", "sentence-transformers-pool", "onnxruntime")
 
 
@@ -58,19 +59,23 @@ class Worker:
     """A contestant in its process, with the fastest batch size chosen."""
 
     def __init__(self, contestant: Contestant, process: Peer, texts: list[str]):
-        self._process = process
+        self._process, self._texts = process, len(texts)
         self.contestant = contestant
         job = {"library": contestant.library, "model": str(contestant.model)}
         job |= {"dtype": contestant.dtype, "threads": os.cpu_count(), "texts": texts}
         self.versions: dict[str, str] = self._process.ask(json.dumps(job))
-        runs = [{batch: self.seconds(batch) for batch in contestant.batches} for _ in range(2)]
+        tried = min(TRIED, len(texts))
+        runs = [
+            {batch: self.seconds(batch, tried) for batch in contestant.batches} for _ in range(2)
+        ]
         self.seconds_of = {batch: min(run[batch] for run in runs) for batch in contestant.batches}
         self.batch = min(self.seconds_of, key=lambda batch: self.seconds_of[batch])
         print(f"{contestant.name}: seconds by batch size {self.seconds_of}", flush=True)
 
-    def seconds(self, batch: int) -> float:
-        """Embed all texts once with a batch size. Returns the seconds that it took."""
-        return self._process.ask(str(batch))
+    def seconds(self, batch: int, texts: int | None = None) -> float:
+        """Embed all texts once with a batch size, or the first so many. Returns the seconds that
+        it took."""
+        return self._process.ask(f"{batch} {self._texts if texts is None else texts}")
 
     def vectors(self, texts: int) -> np.ndarray:
         """The embeddings of the last run, float64 `[texts, dim]`, normalised."""

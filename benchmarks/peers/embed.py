@@ -5,8 +5,9 @@ timed. The first line of standard input is a JSON object:
 
     {"library": "onnxruntime", "model": "/folder", "dtype": "int8", "threads": 2, "texts": [...]}
 
-Then each line is a batch size to embed every text with. Answers are lines of JSON: versions first,
-then seconds, and for an empty line the vectors of the last run, float32 in base64.
+Then each line is a batch size, and how many of the texts to embed with it. Answers are lines of
+JSON: versions first, then seconds, and for an empty line the vectors of the last run, float32 in
+base64.
 """
 
 import base64
@@ -165,8 +166,10 @@ def main() -> None:
         if not line.strip():
             answer(base64.b64encode(vectors.astype("<f4").tobytes()).decode())
             continue
+        batch, count = map(int, line.split())
+        texts = job["texts"][:count]
         start = time.perf_counter()
-        vectors = np.asarray(library.embed(job["texts"], int(line)), np.float32)
+        vectors = np.asarray(library.embed(texts, batch), np.float32)
         answer(time.perf_counter() - start)
 
 
