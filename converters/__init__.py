@@ -14,6 +14,7 @@ from typing import Any, cast, get_args
 import msgspec
 
 from converters import (
+    dual,
     heads,
     jina,
     jina_bert,
@@ -47,7 +48,7 @@ from jaxembed.adapter_folders import adapter_folders
 from jaxembed.checkpoint import Contents
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import parameter_shapes, position_limit, tower_class
-from jaxembed.spec import DType, ModelSpec
+from jaxembed.spec import IMAGE_ROUTE, TEXT_ROUTE, DType, ModelSpec
 
 __all__ = [
     "CONVERTERS",
@@ -107,7 +108,7 @@ class Outline:
     """A model as its small files describe it, without its weights."""
 
     source: Path
-    family: ModuleType  # the converter of its model_type
+    family: Any  # the converter of its model_type, a module or one half of a dual model
     layout: Layout
     spec: ModelSpec  # without content hash; its dtype is that of config.json, or float32
     tokenizer: bytes  # the content of tokenizer.json
@@ -194,6 +195,14 @@ def outline_routes(
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory")
     adapters = adapter_folders(adapters)
+    if dual.is_dual(source):
+        _refuse_options_of_texts(source, adapters, dense_path, splade=splade)
+        halves = {
+            route: outline(source, name=name, revision=revision, route=route)
+            for route in (TEXT_ROUTE, IMAGE_ROUTE)
+        }
+        _check_comparable(source, halves)
+        return halves, TEXT_ROUTE
     router = heads.router_of(source)
     if router is None:
         model = outline(
@@ -227,6 +236,22 @@ def outline_routes(
     return routes, router.default
 
 
+def _refuse_options_of_texts(
+    source: Path, adapters: Mapping[str, Path], dense_path: str | None, *, splade: bool
+) -> None:
+    """Raise UnsupportedModel for options that a model of texts and images does not take."""
+    given = {
+        "--adapter": bool(adapters),
+        "--dense-path": dense_path is not None,
+        "--pooling splade": splade,
+    }
+    for flag, is_given in given.items():
+        if is_given:
+            raise UnsupportedModel(
+                f"{flag}: {source} is a model of texts and images, which takes none; leave it out"
+            )
+
+
 def _check_comparable(source: Path, routes: Mapping[str, Outline]) -> None:
     """Raise UnsupportedModel for routes whose outputs differ in kind or width."""
     outputs = {route: model.spec.primary for route, model in routes.items()}
@@ -257,6 +282,9 @@ def outline(
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory")
     name = name or str(source)
+    if dual.is_dual(source):
+        half, layout, spec, text = dual.read_half(source, name, revision, route)
+        return Outline(source, half, layout, spec, text, half.RULES)
     if splade:
         _refuse_without_terms(source, route)
     if (kind := _static_kind(source, route)) is not None:

@@ -12,6 +12,7 @@ HF_ACTIVATIONS: dict[str, Activation] = {  # by transformers' names
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",

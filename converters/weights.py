@@ -130,6 +130,31 @@ swap_halves_transposed = Transform(_swap_halves_transposed, _transposed, by_colu
 one_plus = Transform(_add_one, _shaped, dtype="float32")  # bfloat16 would lose bits of the weight
 
 
+def rows_of(start: int, stop: int, *, turned: bool = False) -> Transform:
+    """A transform from some rows of a vector or a table, from `start` to before `stop`; with
+    `turned` to a weight whose columns they are."""
+
+    def misfits(sources: Sequence[Tensor], shape: Shape) -> list[str]:
+        wanted = shape[::-1] if turned else shape
+        return [
+            f"{source.name}: wanted at least {stop} rows of {wanted[1:]}, got {source.shape}"
+            for source in sources
+            if source.shape[1:] != wanted[1:] or source.shape[0] < stop or wanted[0] != stop - start
+        ]
+
+    return Transform(lambda x: _transpose(x[start:stop]) if turned else x[start:stop], misfits)
+
+
+def reshaped(*shape: int) -> Transform:
+    """A transform to this shape, with the values in the same order."""
+
+    def misfits(sources: Sequence[Tensor], wanted: Shape) -> list[str]:
+        same = all(math.prod(source.shape) == math.prod(wanted) for source in sources)
+        return [] if same and wanted == shape else _shaped(sources, wanted)
+
+    return Transform(lambda x: x.reshape(shape), misfits)
+
+
 def transposed_over(divisor: float) -> Transform:
     """A transform to a float32 weight `[in, out]` that is divided by a number."""
     return Transform(lambda x: _transpose(x).astype(np.float32) / divisor, _transposed, "float32")

@@ -69,7 +69,7 @@ class Contents(NamedTuple):
 
     spec: ModelSpec
     params: Parameters
-    tokenizer: bytes
+    tokenizer: bytes  # empty for a model of images
 
 
 def save(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> ModelSpec:
@@ -246,7 +246,8 @@ def verify_values(path: Path) -> None:
                 arrays = stored_arrays(part)
                 digests |= {name: _digest(name, array.read()) for name, array in arrays.items()}
         memory.trim()
-        found = _content_hash(digests, tokenizer_path(folder).read_bytes())
+        tokenizer = b"" if spec.image else tokenizer_path(folder).read_bytes()
+        found = _content_hash(digests, tokenizer)
         if found != spec.content_hash:
             raise CheckpointError(
                 f"{folder} holds other values than its {MANIFEST} says: their hash is {found}, not "
@@ -374,7 +375,8 @@ def _write(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) ->
         format_version=FORMAT_VERSION,
         written_by=_this_version(),
     )
-    (path / TOKENIZER).write_bytes(tokenizer)
+    if tokenizer:
+        (path / TOKENIZER).write_bytes(tokenizer)
     (path / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
     (path / DIGESTS).write_text(_digest_lines(_file_digests(path)))
     verify(path)

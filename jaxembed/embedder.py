@@ -4,12 +4,14 @@ embedder = Embedder("sentence-transformers/all-MiniLM-L6-v2")
 vectors = embedder.encode(["a text", "another"])  # float32 [2, 384]
 """
 
+import asyncio
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxembed.errors import InvalidInput
+from jaxembed.images.sources import read_image
 from jaxembed.inputs import ChunkedText, Input, Pair, Text
 from jaxembed.interaction import compare_outputs
 from jaxembed.loaded_model import LoadedModel
@@ -47,18 +49,28 @@ class Embedder(LoadedModel):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def encode(self, texts: str | Sequence[str], **options) -> np.ndarray:
+    def encode(
+        self, texts: str | Sequence[Any] = (), *, images: Any = None, **options
+    ) -> np.ndarray:
         """float32 `[n, dim]`, or `[dim]` for a single text. Normalised if the checkpoint says so.
+
+        Of a model of texts and images `images` has the images to encode after the texts: each a
+        path, the bytes of a file, an image of Pillow or an array of colours, uint8
+        `[height, width, 3]`. Images may also be among the texts, but a string is a text there.
 
         Options are the fields of EncodeOptions: prompt, prompt_name, route, truncate,
         truncation_side, dimensions, normalize, output_dtype, adapter, priority. With another
         `output_dtype` than "float" the array is as `quantise` gives it. Raises the errors of
         InvalidInput and BackendError.
         """
+        texts = _with_images(texts, images)
         return _one_or_all(texts, self.run(self._to_encode(texts, options)))
 
-    async def encode_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
+    async def encode_async(
+        self, texts: str | Sequence[Any] = (), *, images: Any = None, **options
+    ) -> np.ndarray:
         """`encode` without blocking the event loop. Cancelling the task cancels queued work."""
+        texts = await asyncio.to_thread(_with_images, texts, images) if images else texts
         return _one_or_all(texts, await self.run_async(self._to_encode(texts, options)))
 
     def encode_query(self, texts: str | Sequence[str], **options) -> np.ndarray:
@@ -263,7 +275,7 @@ class Embedder(LoadedModel):
         chosen = chosen if role is None else self.tasks.for_role(role, chosen)
         return self.tasks.embed(_texts(texts), chosen)
 
-    def _to_encode(self, texts: str | Sequence[str], options: dict[str, Any]) -> EncodeRequest:
+    def _to_encode(self, texts: str | Sequence[Any], options: dict[str, Any]) -> EncodeRequest:
         return self.tasks.embed(_texts(texts), _encode_options(options))
 
     def _to_encode_chunks(
@@ -306,8 +318,17 @@ def _compute_options(options: dict[str, Any]) -> EncodeOptions:
     return EncodeOptions(**options)
 
 
-def _texts(texts: str | Sequence[str]) -> list[Input]:
-    return [Text(text) for text in ([texts] if isinstance(texts, str) else texts)]
+def _texts(texts: str | Sequence[Any]) -> list[Input]:
+    listed = [texts] if isinstance(texts, str) else texts
+    return [Text(one) if isinstance(one, str) else read_image(one) for one in listed]
+
+
+def _with_images(texts: str | Sequence[Any], images: Any) -> str | Sequence[Any]:
+    """The texts, and the images after them."""
+    if images is None:
+        return texts
+    listed = images if isinstance(images, list | tuple) else [images]
+    return [*([texts] if isinstance(texts, str) else texts), *map(read_image, listed)]
 
 
 def _texts_and_pairs(inputs: str | Sequence[TextOrPair]) -> list[Text | Pair]:

@@ -12,6 +12,7 @@ JaxembedError
           - NoInputs        a request with nothing to do
       - InputTooLong        more tokens than the limit, and truncation is off
       - TooManySpans        more spans of one input than a row of a batch has slots
+      - InvalidImage        a file that is no image, or one that is not decoded
       - InvalidChunk        a chunk of a text that is no range of it, or has no tokens
       - BareTokenIds        token ids that lack the tokenizer's special tokens
       - UnknownPrompt       a prompt name that the checkpoint lacks
@@ -122,6 +123,10 @@ class TooManySpans(InvalidInput):
         )
         self.limit = limit
         self.got = got
+
+
+class InvalidImage(InvalidInput):
+    """A file is not an image that is decoded. The message says what came and what was wanted."""
 
 
 class InvalidChunk(InvalidInput):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 Priority = Literal["interactive", "bulk"]  # interactive: a person waits; bulk: a job does
 
@@ -32,7 +33,13 @@ class Tokens(msgspec.Struct, frozen=True):
     ids: Sequence[int]
 
 
-Input = Text | Pair | Tokens
+class Image(msgspec.Struct, frozen=True):
+    """One image: the bytes of its file, or its colours, uint8 `[height, width, 3]`."""
+
+    data: bytes | np.ndarray
+
+
+Input = Text | Pair | Tokens | Image
 
 
 class ChunkSize(msgspec.Struct, frozen=True):

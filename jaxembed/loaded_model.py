@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from jaxembed import checkpoint, hub
 from jaxembed.adapter_folders import adapter_folders
@@ -19,16 +21,24 @@ from jaxembed.engine.compiles import compile_events
 from jaxembed.engine.state import EngineState
 from jaxembed.engines import PlannedEngine, Progress, plan_engine
 from jaxembed.errors import ConfigError, NoInputs
-from jaxembed.inputs import Pair, Text
+from jaxembed.inputs import Image, Pair, Text
 from jaxembed.models import is_static
 from jaxembed.options import Embeddings, Scores
 from jaxembed.outputs import OutputName
+from jaxembed.processors.images import ImageProcessor
 from jaxembed.processors.pieces import TokenPiece
 from jaxembed.processors.text import DECODED_BYTES, PIECE_BYTES, Rules, TextProcessor
 from jaxembed.ranges import load_ranges
-from jaxembed.request import Answer, ComputeRequest, Request
+from jaxembed.request import Answer, ComputeRequest, MixedRequest, Request
 from jaxembed.runner import RequestRunner, runner_of
-from jaxembed.spec import ModelSpec, Pooling, PoolingChoice, Routes
+from jaxembed.spec import (
+    IMAGE_ROUTE,
+    TEXT_ROUTE,
+    ModelSpec,
+    Pooling,
+    PoolingChoice,
+    Routes,
+)
 from jaxembed.tasks import KIND, Tasks
 from jaxembed.telemetry import Telemetry
 
@@ -41,7 +51,7 @@ class LoadedRoute:
 
     spec: ModelSpec
     plan: Plan
-    processor: TextProcessor
+    processor: Any  # a TextProcessor, or an ImageProcessor
     engine: ServedEngine
     runner: RequestRunner
 
@@ -128,22 +138,26 @@ class LoadedModel:
         self.path = path  # of the checkpoint
         self.telemetry = Telemetry(max(one.plan.max_input_tokens for one in planned.values()))
         shares = _shares_of(on_progress, len(planned))
-        self.routes = {
+        loaded = {
             route: self._load_route(path, route, spec, planned[route], progress)
             for (route, spec), progress in zip(specs.specs.items(), shares, strict=True)
         }
-        self.default_route, self.main_route = specs.default, specs.main_route
+        texts, self.routes = specs.of_texts, loaded
+        if specs.image is not None:
+            self.routes = {"": loaded.pop(TEXT_ROUTE)}
+        self.engines = self.routes | loaded  # those of images too
+        self.default_route, self.main_route = texts.default, texts.main_route
         main = self.routes[self.main_route]
         self.spec, self.plan, self.processor = main.spec, main.plan, main.processor
         self.engine, self.runner = main.engine, main.runner
         self.tasks = Tasks(self.name, specs, self.processor, self.text, load_ranges(path))
         self.admission = Admission(
             capacity or capacity_of(self.config),
-            max(map(_queued_tokens, self.routes.values())),
+            max(map(_queued_tokens, self.engines.values())),
             self._tokens_per_s,
         )
         self._show_gauges()
-        for one in self.routes.values():
+        for one in self.engines.values():
             one.engine.start()
 
     def _planned(self, specs: Routes, cache_dir: Path) -> dict[str, PlannedEngine]:
@@ -154,8 +168,15 @@ class LoadedModel:
         if towers:
             of_tower = replace(self.config, cache_bytes=self.config.cache_bytes // towers)
             of_static = replace(self.config, buckets=None, cache_bytes=0)
+        of_image = replace(of_tower, buckets=None, max_input_tokens=None)
+
+        def config_of(spec: ModelSpec) -> EngineConfig:
+            if spec.image is not None:
+                return of_image
+            return of_static if is_static(spec) else of_tower
+
         return {
-            route: plan_engine(spec, of_static if is_static(spec) else of_tower, cache_dir)
+            route: plan_engine(spec, config_of(spec), cache_dir)
             for route, spec in specs.specs.items()
         }
 
@@ -168,13 +189,17 @@ class LoadedModel:
         on_progress: Progress | None,
     ) -> LoadedRoute:
         folder = checkpoint.route_path(path, route)
-        processor = TextProcessor(
-            checkpoint.tokenizer_path(folder),
-            spec,
-            planned.plan.max_input_tokens,
-            self.text,
-            self.tokenization_workers,
-        )
+        processor: Any
+        if spec.image is not None:
+            processor = ImageProcessor(spec, self.tokenization_workers)
+        else:
+            processor = TextProcessor(
+                checkpoint.tokenizer_path(folder),
+                spec,
+                planned.plan.max_input_tokens,
+                self.text,
+                self.tokenization_workers,
+            )
         name = f"{self.name}, {route}" if route else self.name
         engine = planned.load(folder, self.telemetry, on_progress, name)
         runner = runner_of(engine, processor, self.telemetry, spec)
@@ -182,7 +207,7 @@ class LoadedModel:
 
     def _tokens_per_s(self) -> float:
         """The recent throughput of the slowest engine; 0 before the first batch."""
-        rates = (one.engine.tokens_per_s for one in self.routes.values())
+        rates = (one.engine.tokens_per_s for one in self.engines.values())
         return min(filter(None, rates), default=0.0)
 
     def _show_gauges(self) -> None:
@@ -199,12 +224,16 @@ class LoadedModel:
 
         Raises the errors of InvalidInput and BackendError.
         """
-        return self.routes[request.route].runner.run(request)
+        if isinstance(request, MixedRequest):
+            return request.joined([self.run(part) for part in request.parts])
+        return self.engines[request.route].runner.run(request)
 
     async def run_async(self, request: Request[Answer]) -> Answer:
         """`run` without blocking the event loop. If the task is cancelled, what is still queued of
         the request is dropped."""
-        return await self.routes[request.route].runner.run_async(request)
+        if isinstance(request, MixedRequest):
+            return request.joined([await self.run_async(part) for part in request.parts])
+        return await self.engines[request.route].runner.run_async(request)
 
     async def answer(self, request: Request[Answer], held: Held | None = None) -> Answer:
         """`run_async` for a server: admit the request first, as a part of the one that `held`
@@ -216,7 +245,9 @@ class LoadedModel:
         """
         if not request.items:
             raise NoInputs()
-        route = self.routes[request.route]
+        if isinstance(request, MixedRequest):
+            return request.joined([await self.answer(part, held) for part in request.parts])
+        route = self.engines[request.route]
         estimate = route.processor.estimate(request.inputs(), request.rules)
         with self.admission.admit(request.cost(route.spec, *estimate), held) as permit:
             answer = await route.runner.run_async(
@@ -282,14 +313,14 @@ class LoadedModel:
     @property
     def tokenizing_bytes(self) -> int:
         """The most bytes that all tokenizer threads together take."""
-        jobs = sum(one.processor.job_bytes for one in self.routes.values())
+        jobs = sum(one.processor.job_bytes for one in self.engines.values())
         return self.tokenization_workers * jobs
 
     @property
     def resident_bytes(self) -> int:
         """The memory that the model takes: of one device, or on a CPU of the host. Parameters and
         programs as planned, and what runs take of the buckets compiled so far."""
-        runs = (one.engine.temporary_bytes for one in self.routes.values())
+        runs = (one.engine.temporary_bytes for one in self.engines.values())
         return self._planned_bytes + max(runs)
 
     @property
@@ -303,11 +334,11 @@ class LoadedModel:
     @property
     def ready(self) -> bool:
         """Whether every request has a compiled bucket and the device answers."""
-        return all(one.engine.ready for one in self.routes.values())
+        return all(one.engine.ready for one in self.engines.values())
 
     @property
     def healthy(self) -> bool:
-        return all(one.engine.healthy for one in self.routes.values())
+        return all(one.engine.healthy for one in self.engines.values())
 
     @property
     def waiting(self) -> int:
@@ -318,7 +349,7 @@ class LoadedModel:
     def stuck(self) -> bool:
         """Whether no device returns from its current call, of any route, so that only a restart
         helps."""
-        return any(one.engine.stuck for one in self.routes.values())
+        return any(one.engine.stuck for one in self.engines.values())
 
     @property
     def draining(self) -> bool:
@@ -326,7 +357,7 @@ class LoadedModel:
 
     def snapshot(self) -> dict[str, EngineState]:
         """The state of each route's engine at this moment."""
-        return {route: one.engine.snapshot() for route, one in self.routes.items()}
+        return {route: one.engine.snapshot() for route, one in self.engines.items()}
 
     def describe(self) -> dict[str, object]:
         """The fields that /info has in addition to TEI's."""
@@ -344,6 +375,8 @@ class LoadedModel:
         if len(self.routes) > 1:
             described["default_route"] = self.default_route
             described["routes"] = {route: one.describe() for route, one in self.routes.items()}
+        if IMAGE_ROUTE in self.engines:
+            described["images"] = self.engines[IMAGE_ROUTE].describe()
         return described
 
     def _describe_task(self) -> dict[str, object]:
@@ -362,15 +395,17 @@ class LoadedModel:
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Block until ready. Raises the error of the compiler for a bucket that is needed."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for one in self.routes.values():
+        for one in self.engines.values():
             one.engine.wait_ready(deadline and max(deadline - time.monotonic(), 0.0))
 
     def probe(self) -> None:
         """Run a short input on every route, before others may. Raises BackendError if one does not
         answer, or not with finite numbers."""
         rules = Rules("", truncate=True, side="right")
-        for route, one in self.routes.items():
+        for route, one in self.engines.items():
             item = Pair("probe", "probe") if one.spec.task == "rerank" else Text("probe")
+            if one.spec.image is not None:
+                item = Image(np.zeros((1, 1, 3), np.uint8))
             outputs: frozenset[OutputName] = frozenset({one.spec.primary})
             self.run(ComputeRequest([item], rules, outputs, "interactive", route=route))
 
@@ -381,11 +416,11 @@ class LoadedModel:
     def close(self, timeout_s: float = 20.0) -> None:
         """Finish what is queued, stop the threads, and free the parameters and programs, whoever
         still refers to the model."""
-        for one in self.routes.values():
+        for one in self.engines.values():
             one.runner.close()
         self.admission.close()
         deadline = time.monotonic() + timeout_s
-        for one in self.routes.values():
+        for one in self.engines.values():
             one.engine.close(max(deadline - time.monotonic(), 0.0))
             one.engine.free()
 

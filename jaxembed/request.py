@@ -90,6 +90,8 @@ class Request(ABC, Generic[Answer]):
     def cost(self, spec: ModelSpec, sequences: int, tokens: int) -> Cost:
         """The cost of the request if it is made of so many sequences and tokens."""
         token_bytes, input_bytes = TOKEN_BYTES, INPUT_BYTES
+        if spec.image is not None:
+            token_bytes += 2 * spec.image.patch_bytes  # twice while a batch is packed
         for name in self.outputs:
             row_bytes = 2 * FLOAT_BYTES * spec.widths[name]  # twice while they are normalised
             if OUTPUTS[name].sparse:
@@ -176,6 +178,24 @@ class EncodeRequest(Request[Embeddings]):
             )
         most = self.options.max_active_dims or most
         return terms if most is None else most_active(terms, most)
+
+
+@dataclass(frozen=True)
+class MixedRequest(EncodeRequest):
+    """A request for vectors of texts and images: one request for each kind of input, and the places
+    of its inputs, int `[inputs of the part]`, among all."""
+
+    parts: tuple[EncodeRequest, ...] = field(kw_only=True)
+    places: tuple[np.ndarray, ...] = field(kw_only=True)
+
+    def joined(self, answers: Sequence[Embeddings]) -> Embeddings:
+        """The answer of answers to the parts, in the order of the inputs."""
+        first, *others = answers
+        for other in others:
+            first = first.followed_by(other)
+        order = np.argsort(np.concatenate(self.places))
+        values: WorkResult = {"dense": first.dense[order]}
+        return replace(first, values=values, num_tokens=first.num_tokens[order])
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from itertools import chain, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxembed.engine.client import EngineClient, ServedEngine
 from jaxembed.engine.host import HostEngine
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, InvalidInput
 from jaxembed.inputs import Priority, Text
+from jaxembed.processors.images import ImageProcessor
 from jaxembed.processors.late import join_chunked
 from jaxembed.processors.text import Row, TextProcessor, Tokenized, characters
 from jaxembed.processors.tokenizer import SHORT_CHARACTERS, chunks
@@ -40,8 +41,10 @@ class RequestRunner(ABC):
     jobs that have begun are finished and the others are dropped too.
     """
 
-    def __init__(self, processor: TextProcessor, telemetry: Telemetry, spec: ModelSpec):
-        self._processor = processor
+    def __init__(
+        self, processor: TextProcessor | ImageProcessor, telemetry: Telemetry, spec: ModelSpec
+    ):
+        self._processor: Any = processor
         self._telemetry = telemetry
         self._series = _series(telemetry, spec.task)
         self._stages = [telemetry.stage.labels(name) for name in ANSWER_STAGES]
@@ -162,7 +165,7 @@ class QueueRunner(RequestRunner):
 
     def __init__(
         self,
-        processor: TextProcessor,
+        processor: TextProcessor | ImageProcessor,
         engine: EngineClient,
         telemetry: Telemetry,
         spec: ModelSpec,
@@ -280,10 +283,14 @@ class _Tally:
 
 
 def runner_of(
-    engine: ServedEngine, processor: TextProcessor, telemetry: Telemetry, spec: ModelSpec
+    engine: ServedEngine,
+    processor: TextProcessor | ImageProcessor,
+    telemetry: Telemetry,
+    spec: ModelSpec,
 ) -> RequestRunner:
     """The runner for the requests to an engine."""
     if isinstance(engine, HostEngine):
+        assert isinstance(processor, TextProcessor)
         return HostRunner(processor, engine, telemetry, spec)
     assert isinstance(engine, EngineClient)
     return QueueRunner(processor, engine, telemetry, spec)

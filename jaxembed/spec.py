@@ -17,7 +17,9 @@ PoolingChoice = Pooling | Literal["splade"]
 """What a model may be loaded with: another pooling, or the weights of terms of its masked-LM head,
 by TEI's name."""
 
-Activation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh", "silu", "sigmoid"]
+Activation = Literal[
+    "identity", "tanh", "relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid"
+]
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -134,7 +136,35 @@ class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
         return self.vocab_size
 
 
-Head = Pooled | PerToken | Vocabulary
+class Probed(msgspec.Struct, frozen=True, tag="probed"):
+    """A head that gives one vector for each slot: a learned query attends to its tokens, and what
+    it finds goes through a norm and an MLP, with a residual. Zhai et al. 2023, arXiv:2303.15343."""
+
+    width_in: int  # of the hidden states, and of the vector
+    num_heads: int
+    intermediate_size: int
+    norm_eps: float
+    activation: Activation
+    modules: tuple[Module, ...] = ()
+
+    pooling = ("probe",)
+
+    @property
+    def normalize(self) -> bool:
+        """Whether the head ends in a Normalize module. The host runs that one."""
+        return _ends_normalized(self.modules)
+
+    @property
+    def device_modules(self) -> tuple[Module, ...]:
+        """The modules that run on the device: all but a last Normalize."""
+        return _without_last_normalize(self.modules)
+
+    def width(self, hidden_size: int) -> int:
+        """The number of columns of the output."""
+        return _width(self.modules, hidden_size)
+
+
+Head = Pooled | PerToken | Vocabulary | Probed
 """The union of all kinds of heads. jaxembed.models.heads.HEADS has the layers of each kind."""
 
 
@@ -206,6 +236,45 @@ class PairTemplate(msgspec.Struct, frozen=True):
         return "{instruction}" in self.first
 
 
+Resample = Literal["nearest", "lanczos", "bilinear", "bicubic"]
+
+
+class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How an image becomes patches of `patch` by `patch` pixels, as transformers' processors do it.
+
+    It is resized by `resample`: to the `size`, height and width, or so that its shorter side is
+    `shortest`. Then the middle is cut out, as high and wide as `crop`.
+    On the device a value times `rescale`, less the `mean` of its colour, is divided by the `std`.
+    """
+
+    patch: int
+    resample: Resample = "bicubic"
+    size: tuple[int, int] | None = None
+    shortest: int | None = None
+    crop: tuple[int, int] | None = None
+    rescale: float = 1 / 255
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    @property
+    def patch_bytes(self) -> int:
+        """The number of bytes of a patch: three colours of each pixel."""
+        return 3 * self.patch**2
+
+    @property
+    def made(self) -> tuple[int, int]:
+        """The height and width that every image is brought to."""
+        size = self.crop or self.size
+        assert size is not None
+        return size
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The numbers of rows and columns of patches."""
+        height, width = self.made
+        return height // self.patch, width // self.patch
+
+
 class Adapter(msgspec.Struct, frozen=True):
     """A low-rank adapter: its name, and the number of columns that it has in each layer it changes.
 
@@ -225,9 +294,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     "multi_vector", that of a classifier or reranker "logits", one for each of the `labels`, which
     `score_function` makes scores. Texts for an `interaction` are queries or documents. `dtype` is
     the dtype of the stored parameters, not the one they are computed in. `token_types` says whether
-    the tower is given the tokenizer's types, or zeros. A request may choose one of the `adapters`,
-    whose numbers count from 1. `written_by` names the version that made the
-    checkpoint; early versions did not say.
+    the tower is given the tokenizer's types, or zeros. Every text is `filled` up to a length if the
+    model was trained so. `image` has the rules of a tower of images, which takes no texts. A
+    request may choose one of the `adapters`, whose numbers count from 1. `written_by` names the
+    version that made the checkpoint; early versions did not say.
     """
 
     architecture: str
@@ -237,6 +307,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     score_function: ScoreFunction = "softmax"
     template: PairTemplate | None = None
     interaction: LateInteraction | None = None
+    filled: Expansion | None = None
+    image: ImageRules | None = None
     adapters: tuple[Adapter, ...] = ()
     token_types: bool = True
     include_prompt: bool = True
@@ -264,7 +336,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def pooling(self) -> tuple[str, ...]:
         """The poolings of the primary head; "splade" or "multi_vector" of one without."""
-        if isinstance(self.head, Pooled):
+        if isinstance(self.head, Pooled | Probed):
             return self.head.pooling
         return ("splade",) if self.primary == "sparse" else (self.primary,)
 
@@ -275,10 +347,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(name for name in REPRESENTATIONS if name in given)
 
     @property
-    def dense(self) -> Pooled:
-        """The head of the one vector of a text. Raises KeyError if the model has none."""
+    def dense(self) -> Pooled | Probed:
+        """The head of the one vector of an input. Raises KeyError if the model has none."""
         head = self.heads["dense"]
-        assert isinstance(head, Pooled)
+        assert isinstance(head, Pooled | Probed)
         return head
 
     @property
@@ -306,6 +378,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.widths[self.primary]
 
 
+TEXT_ROUTE, IMAGE_ROUTE = "text", "image"  # of a model of both, chosen by what an input is
 ROUTE_NAME = r"^[A-Za-z0-9_-]+\Z"  # it names a folder, too
 
 
@@ -313,7 +386,8 @@ class Routes(msgspec.Struct, frozen=True):
     """The specs of a model by route: of one encoder for queries and one for documents, say, whose
     vectors are of one space. A model with one engine has one route, whose name is empty.
 
-    `default` is the route of a request that names none; None refuses such requests.
+    `default` is the route of a request that names none; None refuses such requests. Of a model of
+    texts and images the routes are TEXT_ROUTE and IMAGE_ROUTE, which no request names.
     """
 
     specs: dict[str, ModelSpec]
@@ -329,3 +403,13 @@ class Routes(msgspec.Struct, frozen=True):
         """The spec of the main route. It stands for all in what they have in common, such as task,
         dimensions and prompts."""
         return self.specs[self.main_route]
+
+    @property
+    def image(self) -> ModelSpec | None:
+        """The spec of the tower of images, if there is one."""
+        return next((spec for spec in self.specs.values() if spec.image is not None), None)
+
+    @property
+    def of_texts(self) -> "Routes":
+        """The routes that a text may take; of a model of texts and images the only one."""
+        return self if self.image is None else Routes({"": self.specs[TEXT_ROUTE]})

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import inf
 from typing import Literal, get_args
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxembed.config import TextConfig
 from jaxembed.errors import EmptyInput, InvalidInput, UnknownRoute, WrongTask
-from jaxembed.inputs import ChunkedText, ChunkSize, Input, Pair, Text
+from jaxembed.inputs import ChunkedText, ChunkSize, Image, Input, Pair, Text
 from jaxembed.interaction import Weights, weights_of
 from jaxembed.models import is_static
 from jaxembed.options import EncodeOptions, ScoreOptions
@@ -35,10 +35,11 @@ from jaxembed.request import (
     ComputeRequest,
     EncodeRequest,
     LateRequest,
+    MixedRequest,
     QueryRequest,
     ScoreRequest,
 )
-from jaxembed.spec import ModelSpec, Routes, Task
+from jaxembed.spec import IMAGE_ROUTE, ModelSpec, Routes, Task
 
 DOES: dict[Task, tuple[Task, ...]] = {  # the tasks that a model of each task can do
     "embed": ("embed",),
@@ -73,17 +74,23 @@ class Tasks:
         """`processor` is that of any route: all have the same prompts. `ranges` are those kept for
         the model's vectors."""
         self._name = name
-        self._routes = routes
-        self._spec = routes.main
-        self._offered, self._widths = routes.main.representations, routes.main.widths
+        self._routes = routes.of_texts
+        self._takes_images = routes.image is not None
+        self._spec = self._routes.main
+        self._offered, self._widths = self._spec.representations, self._spec.widths
         self._processor = processor
         self._text = text
         self._ranges = ranges
 
     def embed(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
-        """The request for a vector of each input, and for the other outputs of the options."""
+        """The request for a vector of each input, and for the other outputs of the options.
+
+        Images are refused with a prompt, which is for texts.
+        """
         check_task(self._name, self._spec, "embed")
         self._check_outputs(options)
+        if any(isinstance(item, Image) for item in inputs):
+            return self._embed_images(inputs, options)
         options, adapter = self._with_prompt_of_adapter(options)
         prompt = self._processor.prompt(options.prompt, options.prompt_name)
         route = self._route(options)
@@ -104,6 +111,25 @@ class Tasks:
             adapter=adapter,
             ranges=self.ranges(options, embedding_dtype(options.output_dtype)),
         )
+
+    def _embed_images(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
+        """The request for vectors of inputs of which some are images."""
+        if not self._takes_images:
+            raise WrongTask(f"{self._name} takes texts and no images")
+        for name in ("prompt", "prompt_name", "route"):
+            if getattr(options, name):
+                raise InvalidInput(
+                    f"`{name}` is for texts, and the request has images; leave it out", field=name
+                )
+        images = [k for k, item in enumerate(inputs) if isinstance(item, Image)]
+        others = [k for k, item in enumerate(inputs) if not isinstance(item, Image)]
+        plain = self.embed([inputs[k] for k in others], options)
+        of_images = replace(plain, items=[inputs[k] for k in images], route=IMAGE_ROUTE)
+        if not others:
+            return of_images
+        places = np.array(others), np.array(images)
+        shared = {one.name: getattr(plain, one.name) for one in fields(EncodeRequest)}
+        return MixedRequest(**shared | {"items": inputs}, parts=(plain, of_images), places=places)
 
     def _check_outputs(self, options: EncodeOptions) -> None:
         """Raises WrongTask for outputs that the model does not give, and InvalidInput for options

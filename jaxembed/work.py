@@ -13,7 +13,7 @@ from jaxembed.outputs import OUTPUTS, OutputName
 
 Span = tuple[int, int]  # the first token, and the one after the last
 
-PLANES = ("ids", "types")  # of int32; a plane that a request lacks is all zero
+PLANES = ("ids", "types", "pixels")  # of int32; a plane that a request lacks is all zero
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,15 @@ class Encoding:
 
     `ids` and `types` are int32 `[length]`; without `types` all are zero. Each of the `spans` is
     pooled by itself, counted from the start of the sequence; they may overlap. Without `spans` all
-    tokens are pooled together. The last `fillers` tokens fill up a query; see `Expansion`.
+    tokens are pooled together. The last `fillers` tokens fill up a query; see `Expansion`. Of a
+    picture `pixels` has the patch of each token, int32 `[length, words]` of four bytes each.
     """
 
     ids: np.ndarray
     types: np.ndarray | None = None
     spans: tuple[Span, ...] | None = None
     fillers: int = 0
+    pixels: np.ndarray | None = None
 
     @property
     def length(self) -> int:
@@ -42,7 +44,7 @@ class Work(msgspec.Struct, frozen=True, eq=False):
     its last, counted from the start of its sequence.
     """
 
-    planes: dict[str, np.ndarray]  # int32 [tokens], by the names in PLANES
+    planes: dict[str, np.ndarray]  # int32 [tokens] by the names in PLANES; pixels [tokens, words]
     lengths: np.ndarray  # int32 [sequences]
     bounds: np.ndarray  # int32 [all slots, 2]
     slots: np.ndarray  # int32 [sequences]: how many of the bounds each has, one or more
@@ -82,7 +84,10 @@ class Work(msgspec.Struct, frozen=True, eq=False):
         bounds = np.split(self.bounds, np.cumsum(self.slots)[:-1])
         spans = (tuple((int(start), int(end)) for start, end in part) for part in bounds)
         fillers = repeat(0) if self.fillers is None else self.fillers.tolist()
-        return [Encoding(*columns) for columns in zip(ids, types, spans, fillers, strict=False)]
+        has_pixels = "pixels" in self.planes
+        pixels = np.split(self.planes["pixels"], ends) if has_pixels else repeat(None)
+        columns = zip(ids, types, spans, fillers, pixels, strict=False)
+        return [Encoding(*one) for one in columns]
 
 
 def work_of(
@@ -93,6 +98,9 @@ def work_of(
     planes = {"ids": _joined([one.ids for one in encodings])}
     if any(one.types is not None for one in encodings):
         planes["types"] = _joined([_types(one) for one in encodings])
+    pixels = [one.pixels for one in encodings if one.pixels is not None]
+    if pixels:  # then all have some: a model takes images or texts
+        planes["pixels"] = _joined(pixels)
     fillers = None
     if any(one.fillers for one in encodings):
         fillers = np.array([one.fillers for one in encodings], np.int32)

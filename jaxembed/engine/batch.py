@@ -224,7 +224,8 @@ def pack(batch: Batch, count: int = PackedTokens.PLANES) -> np.ndarray:
     lengths = np.array([entry.length for entry in entries])
     offsets = batch.rows * bucket.length + batch.starts  # of each sequence in a flat plane
     target = flat_ranges(offsets, lengths)
-    ids, positions, segments, types, bounds, *adapters = planes
+    ids, positions, segments, types, bounds = planes[: PackedTokens.PLANES]
+    further = planes[PackedTokens.PLANES :]
     ids[target] = np.concatenate([entry.ids for entry in entries])
     positions[target] = target - np.repeat(offsets, lengths)
     segments[target] = np.repeat(batch.segments, lengths)
@@ -234,8 +235,11 @@ def pack(batch: Batch, count: int = PackedTokens.PLANES) -> np.ndarray:
         if entry.fillers:  # as PackedTokens.unstack reads them
             end = offset + entry.length
             segments[end - entry.fillers : end] *= -1
-    for plane in adapters:
-        plane[target] = np.repeat([entry.adapter for entry in entries], lengths)
+    patches = [entry.pixels for entry in entries if entry.pixels is not None]
+    if patches:
+        further[:, target] = np.concatenate(patches).T
+    elif len(further):
+        further[:, target] = np.repeat([entry.adapter for entry in entries], lengths)
     places = batch.slot_rows * bucket.length + batch.all_slots
     starts, ends = _spans(entries, lengths)
     shift = batch.by_slot(batch.starts)

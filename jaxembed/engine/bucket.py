@@ -135,6 +135,32 @@ def default_grid(
     )
 
 
+def one_length_grid(
+    length: int, max_batch_tokens: int, shards: int = 1, tile: int = SHORTEST_ROW
+) -> BucketGrid:
+    """A grid for sequences that all have `length` tokens, such as images of one size.
+
+    Rows hold one sequence, or as many as fill a multiple of `tile` best, within the token budget of
+    a device, which a lone longer row exceeds. Numbers of rows are powers of four and the largest
+    power of two.
+    """
+
+    def row(count: int) -> int:
+        return -(-count * length // tile) * tile
+
+    fitting = range(1, max(min(max_batch_tokens // row(1), MOST_SLOTS), 1) + 1)
+    fitting = [count for count in fitting if count == 1 or row(count) <= max_batch_tokens]
+    best = max(fitting, key=lambda count: (round(count * length / row(count), 2), -count))
+    lengths = sorted({row(1), row(best)})
+    per_device = {one: _powers(max(max_batch_tokens // one, 1)) for one in lengths}
+    if len(lengths) > 1:  # a few sequences share no row of many
+        fewest = max(best // 2, 1)
+        per_device[row(1)] = [rows for rows in per_device[row(1)] if rows <= fewest] or [1]
+    return BucketGrid(
+        tuple(Bucket(r * shards, one) for one, rows in per_device.items() for r in rows)
+    )
+
+
 @dataclass(frozen=True)
 class GridFile:
     """The content of a --buckets file, not yet checked against a model."""

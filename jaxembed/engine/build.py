@@ -16,11 +16,13 @@ import numpy as np
 from jaxembed.config import EngineConfig
 from jaxembed.engine.bucket import (
     LONGEST_DEFAULT_ROW,
+    SHORTEST_ROW,
     TPU_TILE,
     Bucket,
     BucketGrid,
     GridFile,
     default_grid,
+    one_length_grid,
     read_grid,
 )
 from jaxembed.engine.calibrate import (
@@ -120,7 +122,10 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     else:
         on_tpu = bool(devices) and devices[0].platform == "tpu"
         tile = TPU_TILE if on_tpu else 1
-        grid = default_grid(limit, budget, shards, tile, join=native_choice.joins)
+        if spec.image is not None or spec.filled is not None:
+            grid = one_length_grid(limit, budget, shards, max(tile, SHORTEST_ROW))
+        else:
+            grid = default_grid(limit, budget, shards, tile, join=native_choice.joins)
     full = config.warmup == "full" or (
         config.warmup is None and bool(devices) and devices[0].platform == "gpu"
     )

@@ -168,6 +168,7 @@ class Entry:
     `ids` and `types` are int32 `[length]`, views of the columns of the work; `types` is None if all
     are zero. `spans` is int32 `[slots, 2]`, or None if all tokens are pooled together. `adapter` is
     the number of the adapter that the tokens take, and the last `fillers` tokens fill up a query.
+    `pixels` is int32 `[length, words]`, or None for text.
     """
 
     __slots__ = (
@@ -178,6 +179,7 @@ class Entry:
         "key",
         "least_row",
         "length",
+        "pixels",
         "slots",
         "spans",
         "taken",
@@ -192,6 +194,7 @@ class Entry:
         types: np.ndarray | None,
         spans: np.ndarray | None,
         fillers: int = 0,
+        pixels: np.ndarray | None = None,
     ):
         self.claims: dict[Ticket, list[int]] = {ticket: [index]}
         self.ids = ids
@@ -202,7 +205,8 @@ class Entry:
         self.least_row = least_row(length, slots)
         self.adapter = adapter = ticket.work.adapter
         self.fillers = fillers
-        self.key = _key(ids, types, spans, adapter, fillers)
+        self.pixels = pixels
+        self.key = _key(ids, types, spans, adapter, fillers, pixels)
         self.taken = False
 
     @property
@@ -221,6 +225,7 @@ def _entries(ticket: Ticket) -> list[Entry]:
     """Make an entry for each different sequence of a ticket."""
     work = ticket.work
     ids, types, bounds = work.planes["ids"], work.planes.get("types"), work.bounds
+    pixels = work.planes.get("pixels")
     entry_of: dict[Key, Entry] = {}
     start = first = 0
     spans = bounds.tolist()
@@ -236,6 +241,7 @@ def _entries(ticket: Ticket) -> list[Entry]:
             None if types is None else types[start:end],
             None if is_whole else bounds[first : first + slots],
             filling,
+            None if pixels is None else pixels[start:end],
         )
         start, first = end, first + slots
         twin = entry_of.setdefault(entry.key, entry)
@@ -250,19 +256,23 @@ def _key(
     spans: np.ndarray | None,
     adapter: int,
     fillers: int,
+    pixels: np.ndarray | None = None,
 ) -> Key:
-    """A key that is equal for sequences with the same tokens, types, spans, adapter and fillers.
+    """A key that is equal for sequences with the same tokens, types, spans, adapter, fillers and
+    pixels.
 
     It holds the tokens of a short sequence. For others it holds a digest, because the tokens would
     be in memory twice; the digest is cryptographic, so no client can make two sequences share one.
     """
     length, slots = len(ids), 0 if spans is None else len(spans)
-    if length <= MOST_KEY_TOKENS and types is None and spans is None:
+    if length <= MOST_KEY_TOKENS and types is None and spans is None and pixels is None:
         return ids.tobytes(), length, slots, adapter, fillers
     digest = blake2b(ids.data, digest_size=16)
     if types is not None:
         digest.update(types.data)
     if spans is not None:
         digest.update(spans.tobytes())
+    if pixels is not None:  # as a model of images has for every sequence, and no other model
+        digest.update(pixels.tobytes())
     # the number of spans tells where the types end and the spans begin
     return digest.digest(), length, slots, adapter, fillers

@@ -1,7 +1,7 @@
 """The towers by name, and the model of a checkpoint as one pure function of its parameters."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -9,17 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import adapters, native, static
 from jaxembed.models.heads import HEADS
-from jaxembed.models.tokens import PackedTokens
+from jaxembed.models.tokens import WORD_BYTES, PackedTokens
 from jaxembed.outputs import OUTPUTS, OutputName
-from jaxembed.spec import ModelSpec
+from jaxembed.spec import ImageRules, ModelSpec
 
 ARCHITECTURES = {
     "bert": "jaxembed.models.bert:Bert",
+    "clip": "jaxembed.models.clip:Clip",
     "deberta": "jaxembed.models.deberta:Deberta",
     "modernbert": "jaxembed.models.modernbert:ModernBert",
     "qwen3": "jaxembed.models.qwen3:Qwen3",
@@ -33,11 +34,14 @@ class Model(nnx.Module):
     def __init__(self, spec: ModelSpec):
         self.tower = tower_class(spec.architecture)(tower_config(spec))
         adapters.attach(self.tower, spec.adapters)
+        self.image = spec.image
         self.heads = nnx.Dict({name: HEADS[type(head)](head) for name, head in spec.heads.items()})
 
     def __call__(
         self, tokens: PackedTokens, outputs: Collection[OutputName]
     ) -> dict[OutputName, Array]:
+        if self.image is not None:
+            tokens = replace(tokens, pixels=normalised(tokens.pixels, self.image))
         with adapters.chosen(tokens.adapters):
             hidden = self.tower(tokens)
         # in the table's order: that of a set changes from process to process, and the program too
@@ -46,6 +50,19 @@ class Model(nnx.Module):
             for name in OUTPUTS
             if name in outputs
         }
+
+
+def normalised(
+    pixels: UInt8[Array, "rows length values"], rules: ImageRules
+) -> Float[Array, "rows length values"]:
+    """The values of patches as the tower takes them: rescaled, less the mean of their colour, over
+    its standard deviation. The colours of a pixel follow each other."""
+    per_colour = pixels.shape[-1] // len(rules.mean)
+    mean, std = (
+        jnp.tile(jnp.array(one, jnp.float32), per_colour) for one in (rules.mean, rules.std)
+    )
+    scaled = pixels.astype(jnp.float32) * jnp.float32(rules.rescale)
+    return (scaled - mean[None, None]) / std[None, None]
 
 
 def tower_class(architecture: str) -> Any:
@@ -136,15 +153,19 @@ def program(spec: ModelSpec) -> Program:
         for name, leaf in zip(names, jax.tree.leaves(state), strict=True)
     }
     structure = jax.tree.structure(state)
-    expansion = None if spec.interaction is None else spec.interaction.expansion
+    interaction, images = spec.interaction, spec.image is not None
+    expansion = spec.filled if interaction is None else interaction.expansion
 
     def forward(
         parameters, planes, slots: int, outputs: Collection[OutputName]
     ) -> dict[OutputName, Array]:
         model = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
-        return model(PackedTokens.unstack(planes, slots, expansion), outputs)
+        tokens = PackedTokens.unstack(planes, slots, expansion, images=images)
+        return model(tokens, outputs)
 
     planes = PackedTokens.PLANES + bool(spec.adapters)
+    if spec.image is not None:
+        planes += spec.image.patch_bytes // WORD_BYTES
     return Program(shapes, spec.primary, (*spec.heads, "tokens"), forward, planes)
 
 

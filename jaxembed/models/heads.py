@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxembed.models.attention import MASKED
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 from jaxembed.models.pooling import POOLINGS, members
 from jaxembed.models.tokens import Hidden, PackedTokens
@@ -17,6 +19,7 @@ from jaxembed.spec import (
     Module,
     PerToken,
     Pooled,
+    Probed,
     Vocabulary,
 )
 
@@ -93,10 +96,44 @@ class VocabularyHead(nnx.Module):
         return jnp.log1p(weights) if self.twice else weights
 
 
+class ProbedHead(nnx.Module):
+    """What a learned query finds among the tokens of each slot, through a norm and an MLP with a
+    residual, and the modules of the head. An empty slot has anything finite."""
+
+    def __init__(self, head: Probed):
+        dim = head.width_in
+        self.probe = nnx.Param(jnp.zeros(dim, jnp.float32))
+        self.query, self.key_value = Linear(dim, dim), Linear(dim, 2 * dim)
+        self.out = Linear(dim, dim)
+        self.norm = LayerNorm(dim, eps=head.norm_eps)
+        self.up = Linear(dim, head.intermediate_size)
+        self.down = Linear(head.intermediate_size, dim)
+        self.modules = nnx.List(map(_module, head.device_modules))
+        self.num_heads, self.activation = head.num_heads, head.activation
+
+    def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Float[Array, "rows slots width"]:
+        rows, length, dim = hidden.shape
+        hidden = jnp.where(tokens.segments[:, :, None] != 0, hidden, 0.0)  # padding may hold NaN
+        query = self.query(self.probe[...].astype(jnp.float32)[None, None]).reshape(
+            self.num_heads, -1
+        )
+        joint = self.key_value(hidden).reshape(rows, length, 2, self.num_heads, -1)
+        exact = lax.Precision.HIGHEST
+        scores = jnp.einsum("blhw,hw->bhl", joint[:, :, 0], query, precision=exact)
+        scores = scores[:, None] * query.shape[-1] ** -0.5
+        scores = jnp.where(members(tokens)[:, :, None], scores, MASKED)
+        weights = jax.nn.softmax(scores, axis=-1)
+        found = jnp.einsum("bshl,blhw->bshw", weights, joint[:, :, 1], precision=exact)
+        found = self.out(found.reshape(rows, -1, dim))
+        found = found + self.down(ACTIVATIONS[self.activation](self.up(self.norm(found))))
+        return _through(self.modules, found)
+
+
 HEADS: dict[type[Head], Callable[..., nnx.Module]] = {
     Pooled: PooledHead,
     PerToken: TokenHead,
     Vocabulary: VocabularyHead,
+    Probed: ProbedHead,
 }
 
 

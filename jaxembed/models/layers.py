@@ -38,6 +38,7 @@ ACTIVATIONS: dict[str, Callable] = {
     "relu": jax.nn.relu,
     "gelu": gelu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),  # CLIP's
     "silu": jax.nn.silu,
     "sigmoid": jax.nn.sigmoid,
 }

@@ -5,12 +5,14 @@ from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt8
 
 from jaxembed.spec import Expansion
 
 Hidden = Float[Array, "rows length dim"]  # the hidden states of packed rows
 Segments = Int[Array, "rows length"]
+WORD_BYTES = 4  # of a number in the planes, which hold so many bytes of a patch
 
 
 @no_type_check  # JAX rebuilds it with other leaves (shapes, numpy)
@@ -26,7 +28,8 @@ class PackedTokens:
     prompt of a model with include_prompt=false, which is attended to and not pooled. `adapters` has
     the number of each token's adapter, 0 for none; it is None in models without adapters.
     `key_segments` are the segments of tokens as keys, which differ for those that no token attends
-    to; None: they are the segments.
+    to; None: they are the segments. `pixels` holds the patch of each token of an image, zeros for
+    one that has none; None in models of text.
     """
 
     ids: Int[Array, "rows length"]
@@ -36,8 +39,9 @@ class PackedTokens:
     bounds: Int[Array, "rows slots 2"]
     adapters: Int[Array, "rows length"] | None = None
     key_segments: Segments | None = None
+    pixels: UInt8[Array, "rows length values"] | None = None
 
-    PLANES = 5  # of the stacked array; 6 in models with adapters
+    PLANES = 5  # of the stacked array; 6 in models with adapters, and as many as a patch has words
 
     @classmethod
     def unstack(
@@ -45,10 +49,13 @@ class PackedTokens:
         planes: Int[Array, "planes rows length"],
         slots: int,
         expansion: Expansion | None = None,
+        *,
+        images: bool = False,
     ) -> "PackedTokens":
         """The planes, which are moved to the device as one array. The first `slots` places of each
         row of the fifth one hold where its slots begin, the next `slots` where they end. With an
-        `expansion` the segments of its fillers are negative."""
+        `expansion` the segments of its fillers are negative. With `images` the planes after the
+        fifth are words of WORD_BYTES bytes of the patches, in the order of the host's memory."""
         ids, positions, segments, types, places = (planes[i] for i in range(cls.PLANES))
         key_segments = None
         if expansion is not None:
@@ -56,5 +63,14 @@ class PackedTokens:
             key_segments = None if expansion.attended else jnp.where(segments < 0, hidden, segments)
             segments = abs(segments)
         bounds = jnp.stack([places[:, :slots], places[:, slots : 2 * slots]], axis=2)
+        if images:
+            pixels = _bytes_of(planes[cls.PLANES :])
+            return cls(ids, positions, segments, types, bounds, None, key_segments, pixels)
         adapters = planes[cls.PLANES] if len(planes) > cls.PLANES else None
         return cls(ids, positions, segments, types, bounds, adapters, key_segments)
+
+
+def _bytes_of(words: Int[Array, "words rows length"]) -> UInt8[Array, "rows length values"]:
+    """The bytes of the words of each token."""
+    by_word = lax.bitcast_convert_type(words.transpose(1, 2, 0), jnp.uint8)
+    return by_word.reshape(*by_word.shape[:2], -1)

@@ -23,7 +23,7 @@ from jaxembed.errors import (
     InputTooLong,
     InvalidInput,
 )
-from jaxembed.inputs import ChunkedText, Input, Pair, Text, Tokens
+from jaxembed.inputs import ChunkedText, Image, Input, Pair, Text, Tokens
 from jaxembed.models import is_static
 from jaxembed.processors.late import Chunked, Late, encode_chunked, is_linear
 from jaxembed.processors.pairs import Frame, find_frame
@@ -42,7 +42,7 @@ from jaxembed.processors.tokenizer import (
     most_read,
 )
 from jaxembed.processors.windows import Divided, Division, Windows, overlap_of, windows
-from jaxembed.spec import NO_LIMIT, LateInteraction, ModelSpec
+from jaxembed.spec import NO_LIMIT, Expansion, LateInteraction, ModelSpec
 from jaxembed.work import Encoding, Work, whole_work, work_of
 
 # Bytes of memory per character for /tokenize. Measured maxima: 1719 for one text of emojis with
@@ -146,7 +146,7 @@ class TextProcessor:
         """
         if self._spec.interaction is not None:
             return _tokenized(self._encode_marked(inputs, rules, self._spec.interaction))
-        if not self._has_types and not self._has_spans(rules):
+        if self._spec.filled is None and not self._has_types and not self._has_spans(rules):
             texts = [item for item in inputs if isinstance(item, Text)]
             if len(texts) == len(inputs):
                 return self._encode_whole_texts(texts, rules)
@@ -292,7 +292,12 @@ class TextProcessor:
         special = sum(self._around)
         if self._spec.task == "rerank" and self._pair_frame is not None:
             special = max(special, self._pair_frame.length)
-        interaction = self._spec.interaction
+        interaction, filled = self._spec.interaction, self._spec.filled
+        if filled is not None and self.limit != filled.length:
+            raise ConfigError(
+                f"--max-input-length {self.limit}: texts of this model are filled up to "
+                f"{filled.length} tokens, no more and no fewer; leave it out"
+            )
         if interaction is not None:
             special += {interaction.query_marker, interaction.document_marker} != {None}
             expansion = interaction.expansion
@@ -373,8 +378,7 @@ class TextProcessor:
                 ids = np.insert(ids, place, np.int32(marker))
             fillers = max(least - len(ids), 0)
             if fillers and expansion is not None:
-                filling = np.full(fillers, expansion.token_id, np.int32)
-                ids = np.concatenate([ids, filling])
+                ids, _ = _filled(ids, expansion)
             yield Encoding(ids, fillers=fillers), count > most
         if len(texts) < len(inputs):
             kind = "pairs" if isinstance(inputs[len(texts)], Pair) else "token ids"
@@ -397,6 +401,8 @@ class TextProcessor:
     def _length_to_fill(self, rules: Rules) -> int:
         """The length up to which texts of this role are filled; 0 where they are not."""
         interaction = self._spec.interaction
+        if self._spec.filled is not None:
+            return self._spec.filled.length
         if interaction is None or interaction.expansion is None or rules.role != "query":
             return 0
         return interaction.expansion.length
@@ -444,7 +450,10 @@ class TextProcessor:
         spans = None
         if self._has_spans(rules):
             spans = ((min(self._prompt_length(rules.prompt), len(ids) - 1), len(ids)),)
-        return Encoding(ids, types, spans), is_cut
+        fillers = 0
+        if self._spec.filled is not None:
+            ids, fillers = _filled(ids, self._spec.filled)
+        return Encoding(ids, types, spans, fillers), is_cut
 
     def _too_long(self, got: int, whole: bool) -> InputTooLong:
         """The error for an input with `got` tokens, exactly if the `whole` input was tokenized."""
@@ -584,7 +593,16 @@ class TextProcessor:
             cut = self._within_limit(ids, rules.side)
         if self._dropped_id is not None:
             cut = cut[cut != self._dropped_id]
-        return Encoding(cut), len(ids) > self.limit
+        fillers = 0
+        if self._spec.filled is not None:
+            cut, fillers = _filled(cut, self._spec.filled)
+        return Encoding(cut, fillers=fillers), len(ids) > self.limit
+
+
+def _filled(ids: np.ndarray, expansion: Expansion) -> tuple[np.ndarray, int]:
+    """The ids filled up to the length, and how many fillers that takes."""
+    fillers = max(expansion.length - len(ids), 0)
+    return np.concatenate([ids, np.full(fillers, expansion.token_id, np.int32)]), fillers
 
 
 def characters(item: Input | ChunkedText | str) -> int:
@@ -596,6 +614,8 @@ def _size(item: Input | ChunkedText) -> int:
     """The number of characters of an input; a token id counts as four."""
     if isinstance(item, Text | ChunkedText):
         return len(item.text)
+    if isinstance(item, Image):
+        return len(item.data)  # of a file its bytes: about what it costs to decode
     return len(item.first) + len(item.second) if isinstance(item, Pair) else 4 * len(item.ids)
 
 

@@ -1,0 +1,463 @@
+"""Converts models that put texts and images into one space: CLIP and SigLIP.
+
+Each half, a tower and its head, becomes a route of the checkpoint. Both are read from one file.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from converters.field_types import CONFIG_FIELDS, check_fields
+from converters.fields import activation_of, require
+from converters.heads import (
+    Layout,
+    dense_rules,
+    listed_modules,
+    read_optional_json,
+    read_prompts,
+    token_limit,
+)
+from converters.image_rules import read_rules
+from converters.tokenizer import read_tokenizer
+from converters.weights import (
+    Rule,
+    Shape,
+    Tensor,
+    Transform,
+    concatenate,
+    concatenate_transposed,
+    reshaped,
+    rows_of,
+    transpose,
+)
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.models.clip import ClipConfig
+from jaxembed.spec import (
+    TEXT_ROUTE,
+    DenseLayer,
+    Expansion,
+    Head,
+    ImageRules,
+    ModelSpec,
+    Module,
+    NormalizeLayer,
+    Pooled,
+    Probed,
+)
+
+CLIP, SIGLIP = "clip", "siglip"
+ARCHITECTURE = "clip"
+CLASSES = {CLIP: ("CLIPModel",), SIGLIP: ("SiglipModel",)}
+MODULES = {  # of sentence-transformers, for both halves together
+    "sentence_transformers.models.CLIPModel",
+    "sentence_transformers.sentence_transformer.modules.clip_model.CLIPModel",
+}
+NORMALIZE = {
+    "sentence_transformers.models.Normalize",
+    "sentence_transformers.sentence_transformer.modules.normalize.Normalize",
+}
+
+# What transformers takes where config.json names no value.
+TEXT_DEFAULTS = {
+    CLIP: {
+        "vocab_size": 49408,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 77,
+        "hidden_act": "quick_gelu",
+        "layer_norm_eps": 1e-5,
+        "eos_token_id": 49407,
+    },
+    SIGLIP: {
+        "vocab_size": 32000,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 64,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
+        "pad_token_id": 1,
+    },
+}
+IMAGE_DEFAULTS = {
+    CLIP: {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_channels": 3,
+        "image_size": 224,
+        "patch_size": 32,
+        "hidden_act": "quick_gelu",
+        "layer_norm_eps": 1e-5,
+    },
+    SIGLIP: {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_channels": 3,
+        "image_size": 224,
+        "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
+        "vision_use_head": True,
+    },
+}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+OLD_EOS = 2  # of OpenAI's files: the end is the token with the largest id
+
+
+LAYER = "encoder.layers.{i}"
+TARGET = "tower.layers.{i}"
+
+
+@dataclass(frozen=True)
+class Half:
+    """The tower of texts or of images, as the plan of a conversion reads a family."""
+
+    RULES: tuple[Rule, ...]
+    IGNORED: tuple[str, ...]
+    ARCHITECTURE: str = ARCHITECTURE
+    PREFIXES: tuple[str, ...] = ()
+    RENAMES: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is read of a model before its halves are told apart."""
+
+    folder: Path
+    tower: str  # the folder within the source
+    kind: str  # CLIP or SIGLIP
+    hf: Mapping[str, Any]
+    normalizes: bool
+
+    def fields(self, key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """The config of a half with transformers' defaults. What old files call `..._dict` comes
+        first there, with its own defaults."""
+        path = str(self.folder / "config.json")
+        given, older = (self.hf.get(name) or {} for name in (key, f"{key}_dict"))
+        for one in (given, older):
+            check_fields(f"{path}, {key}", one, CONFIG_FIELDS)
+        fields = {**defaults, **({**given, **defaults, **older} if older else given)}
+        require(fields, SIZES)
+        if fields["hidden_size"] % fields["num_attention_heads"]:
+            raise CheckpointError(
+                f"{path}, {key}: hidden_size {fields['hidden_size']} does not split into "
+                f"num_attention_heads {fields['num_attention_heads']}"
+            )
+        return fields
+
+
+def is_dual(source: Path) -> bool:
+    """Whether a directory holds a model of texts and images."""
+    return read_optional_json(source / _folder(source) / "config.json").get("model_type") in CLASSES
+
+
+def read_half(
+    source: Path, name: str, revision: str | None, route: str
+) -> tuple[Half, Layout, ModelSpec, bytes]:
+    """The family, layout, spec and tokenizer of the half that a route names; that of images has no
+    tokenizer. Raises UnsupportedModel for what is not supported, and CheckpointError."""
+    folder = source / _folder(source)
+    path, hf = folder / "config.json", read_optional_json(folder / "config.json")
+    check_fields(str(path), hf, CONFIG_FIELDS)
+    kind = hf["model_type"]
+    for architecture in hf.get("architectures") or ():
+        if architecture not in CLASSES[kind]:
+            raise UnsupportedModel(
+                f"architecture {architecture!r} of a {kind} model is not supported; known: "
+                f"{', '.join(CLASSES[kind])}, which has a tower of texts and one of images"
+            )
+    model = _Source(folder, _folder(source), kind, hf, _normalizes(source))
+    half, config, head, tokenizer, further = (_text if route == TEXT_ROUTE else _image)(model)
+    prompts, default_prompt_name = read_prompts(source)
+    dtype: Any = hf.get("dtype") or hf.get("torch_dtype")
+    layout = Layout(tower=model.tower, heads={"dense": head}, prompts=prompts)
+    spec = ModelSpec(
+        architecture=ARCHITECTURE,
+        config={key: value for key, value in vars(config).items() if value is not None},
+        heads={"dense": head},
+        token_types=False,
+        prompts=dict(prompts or {}),
+        default_prompt_name=default_prompt_name,
+        hidden_size=config.hidden_size,
+        dtype=dtype if dtype in ("float32", "bfloat16", "float16") else "float32",
+        source=name,
+        revision=revision,
+        content_hash="",
+        **further,
+    )
+    return half, layout, spec, tokenizer
+
+
+_Parts = tuple[Half, ClipConfig, Head, bytes, dict[str, Any]]
+
+
+def _text(model: _Source) -> _Parts:
+    """The half of texts. Its vector is made of the last token: the end of a text, which CLIP's
+    tokens all lead to, or of SigLIP's padding."""
+    hf = model.fields("text_config", TEXT_DEFAULTS[model.kind])
+    require(hf, ("vocab_size", "max_position_embeddings"))
+    config = _config(hf, vocab_size=hf["vocab_size"], causal=model.kind == CLIP)
+    tokenizer = read_tokenizer(model.folder, lowercase=False, vocab_size=hf["vocab_size"])
+    limit = token_limit(model.folder, config.max_positions)
+    further: dict[str, Any] = {"max_input_tokens": limit}
+    if model.kind == CLIP:
+        _check_end(model.folder, tokenizer, hf["eos_token_id"])
+        projection, tensor = _projection(model, config), "text_projection"
+    else:
+        further["max_input_tokens"] = length = config.max_positions
+        filler = _padding_id(model.folder, tokenizer, hf)
+        further["filled"] = Expansion(filler, length, attended=True)
+        width = hf.get("projection_size") or config.hidden_size
+        projection = DenseLayer(
+            in_features=config.hidden_size, out_features=width, activation="identity"
+        )
+        tensor = "text_model.head"
+    head = Pooled(("lasttoken",), _normalized(model, projection))
+    rules = (
+        Rule("text_model.embeddings.token_embedding.weight", "tower.embeddings.word.embedding"),
+        *_tower_rules("text_model", "final_layer_norm"),
+        *dense_rules("dense", 0, projection, tensor),
+    )
+    return (
+        Half(rules, ("vision_model.*", "visual_projection.*", *UNUSED)),
+        config,
+        head,
+        tokenizer,
+        further,
+    )
+
+
+def _image(model: _Source) -> _Parts:
+    """The half of images. CLIP's vector is made of the class token, SigLIP's of what a learned
+    query finds."""
+    hf = model.fields("vision_config", IMAGE_DEFAULTS[model.kind])
+    require(hf, ("image_size", "patch_size", "num_channels"))
+    is_clip = model.kind == CLIP
+    if hf["num_channels"] != 3:
+        raise UnsupportedModel(f"num_channels {hf['num_channels']} is not supported; known: 3")
+    if not is_clip and not hf["vision_use_head"]:
+        raise UnsupportedModel("vision_use_head false is not supported; known: true")
+    rules = _image_rules(model, hf)
+    rows, columns = rules.grid
+    tokens = rows * columns + is_clip
+    config = _config(
+        hf | {"max_position_embeddings": tokens},
+        patch_bytes=rules.patch_bytes,
+        patch_bias=not is_clip,
+        class_token=is_clip,
+        input_norm=is_clip,
+    )
+    own = [
+        Rule(
+            "vision_model.embeddings.patch_embedding.weight",
+            "tower.embeddings.patch.kernel",
+            patch_kernel,
+        ),
+        *_tower_rules("vision_model", "post_layernorm"),
+    ]
+    head: Head
+    if is_clip:
+        projection = _projection(model, config)
+        head = Pooled(("cls",), _normalized(model, projection))
+        own += [
+            Rule(
+                "vision_model.embeddings.class_embedding",
+                "tower.embeddings.class_token.embedding",
+                reshaped(1, config.hidden_size),
+            ),
+            # sic
+            *_norm_rules("vision_model.pre_layrnorm", "tower.embeddings.norm"),
+            *dense_rules("dense", 0, projection, "visual_projection"),
+        ]
+    else:
+        head = Probed(
+            width_in=config.hidden_size,
+            num_heads=config.num_heads,
+            intermediate_size=config.intermediate_size,
+            norm_eps=config.norm_eps,
+            activation=activation_of(hf, "hidden_act"),
+            modules=_normalized(model),
+        )
+        own.append(
+            Rule("vision_model.embeddings.patch_embedding.bias", "tower.embeddings.patch.bias")
+        )
+        own += _probe_rules(config.hidden_size)
+    half = Half(tuple(own), ("text_model.*", "text_projection.*", *UNUSED))
+    return half, config, head, b"", {"max_input_tokens": tokens, "image": rules}
+
+
+UNUSED = ("logit_scale", "logit_bias", "*.embeddings.position_ids")
+
+
+def _config(hf: Mapping[str, Any], **switches: Any) -> ClipConfig:
+    return ClipConfig(
+        hidden_size=hf["hidden_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_heads=hf["num_attention_heads"],
+        intermediate_size=hf["intermediate_size"],
+        max_positions=hf["max_position_embeddings"],
+        norm_eps=float(hf["layer_norm_eps"]),
+        activation=activation_of(dict(hf), "hidden_act"),
+        **switches,
+    )
+
+
+def _tower_rules(half: str, last_norm: str) -> list[Rule]:
+    """The rules of a tower for all but its words or patches."""
+    layer = f"{half}.{LAYER}"
+    qkv = [f"{layer}.self_attn.{one}_proj" for one in "qkv"]
+    return [
+        Rule(f"{half}.embeddings.position_embedding.weight", "tower.embeddings.position.embedding"),
+        Rule(tuple(f"{one}.weight" for one in qkv), f"{TARGET}.qkv.kernel", concatenate_transposed),
+        Rule(tuple(f"{one}.bias" for one in qkv), f"{TARGET}.qkv.bias", concatenate),
+        *_linear_rules(f"{layer}.self_attn.out_proj", f"{TARGET}.out"),
+        *_linear_rules(f"{layer}.mlp.fc1", f"{TARGET}.up"),
+        *_linear_rules(f"{layer}.mlp.fc2", f"{TARGET}.down"),
+        *_norm_rules(f"{layer}.layer_norm1", f"{TARGET}.attention_norm"),
+        *_norm_rules(f"{layer}.layer_norm2", f"{TARGET}.mlp_norm"),
+        *_norm_rules(f"{half}.{last_norm}", "tower.norm"),
+    ]
+
+
+def _probe_rules(width: int) -> list[Rule]:
+    """The rules of SigLIP's head of images."""
+    head, target = "vision_model.head", "heads.dense"
+    joint = f"{head}.attention.in_proj"
+    rules = [Rule(f"{head}.probe", f"{target}.probe", reshaped(width))]
+    for name, start, stop in (("query", 0, width), ("key_value", width, 3 * width)):
+        kernel = rows_of(start, stop, turned=True)
+        rules.append(Rule(f"{joint}_weight", f"{target}.{name}.kernel", kernel))
+        rules.append(Rule(f"{joint}_bias", f"{target}.{name}.bias", rows_of(start, stop)))
+    return [
+        *rules,
+        *_linear_rules(f"{head}.attention.out_proj", f"{target}.out"),
+        *_norm_rules(f"{head}.layernorm", f"{target}.norm"),
+        *_linear_rules(f"{head}.mlp.fc1", f"{target}.up"),
+        *_linear_rules(f"{head}.mlp.fc2", f"{target}.down"),
+    ]
+
+
+def _linear_rules(source: str, target: str) -> list[Rule]:
+    return [
+        Rule(f"{source}.weight", f"{target}.kernel", transpose),
+        Rule(f"{source}.bias", f"{target}.bias"),
+    ]
+
+
+def _norm_rules(source: str, target: str) -> list[Rule]:
+    return [
+        Rule(f"{source}.weight", f"{target}.scale"),
+        Rule(f"{source}.bias", f"{target}.bias"),
+    ]
+
+
+def _projection(model: _Source, config: ClipConfig) -> DenseLayer:
+    """CLIP's projection into the space of both halves."""
+    return DenseLayer(
+        in_features=config.hidden_size,
+        out_features=model.hf.get("projection_dim") or 512,
+        bias=False,
+        activation="identity",
+    )
+
+
+def _normalized(model: _Source, *modules: Module) -> tuple[Module, ...]:
+    return (*modules, NormalizeLayer()) if model.normalizes else modules
+
+
+def _image_rules(model: _Source, hf: Mapping[str, Any]) -> ImageRules:
+    """The rules of preprocessor_config.json, or of processor_config.json, which may hold them."""
+    rules = read_optional_json(model.folder / "preprocessor_config.json")
+    rules = rules or read_optional_json(model.folder / "processor_config.json").get(
+        "image_processor"
+    )
+    if not isinstance(rules, dict) or not rules:
+        raise CheckpointError(
+            f"{model.folder} does not say how images are prepared: wanted preprocessor_config.json"
+        )
+    found = read_rules(rules, hf["patch_size"])
+    wanted = (hf["image_size"], hf["image_size"])
+    if found.made != wanted:
+        raise CheckpointError(
+            f"{model.folder}: images are brought to {found.made}, and the tower takes {wanted}"
+        )
+    return found
+
+
+def _check_end(folder: Path, stored: bytes, eos: int) -> None:
+    """Raise CheckpointError unless texts end with the token that the vector is made of."""
+    tokenizer = Tokenizer.from_str(stored.decode())
+    wanted = max(tokenizer.get_vocab().values()) if eos == OLD_EOS else eos
+    last = tokenizer.encode("a").ids[-1:]
+    if last != [wanted]:
+        raise CheckpointError(
+            f"the tokenizer in {folder} ends texts with {last}, and config.json with {wanted}"
+        )
+
+
+def _padding_id(folder: Path, stored: bytes, hf: Mapping[str, Any]) -> int:
+    """The token that texts are filled up with: that of the tokenizer, else of the config."""
+    config = read_optional_json(folder / "tokenizer_config.json")
+    token = config.get("pad_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    found = None if token is None else Tokenizer.from_str(stored.decode()).token_to_id(str(token))
+    found = hf.get("pad_token_id") if found is None else found
+    if not isinstance(found, int) or not 0 <= found < hf["vocab_size"]:
+        raise CheckpointError(
+            f"{folder} names no token that texts are filled up with: wanted pad_token in "
+            "tokenizer_config.json"
+        )
+    return found
+
+
+def _folder(source: Path) -> str:
+    """Where the model lies within the source."""
+    listed = listed_modules(source)
+    if listed is not None and listed and listed[0][0] in MODULES:
+        return listed[0][1]
+    return ""
+
+
+def _normalizes(source: Path) -> bool:
+    """Whether vectors are scaled to length one: as modules.json says, and without one they are.
+    Raises UnsupportedModel for other modules."""
+    listed = listed_modules(source)
+    if listed is None:
+        return True
+    kinds = [kind for kind, _ in listed]
+    if not kinds or not set(kinds[1:]) <= NORMALIZE or kinds[0] in NORMALIZE:
+        raise UnsupportedModel(
+            f"{source / 'modules.json'}: the modules {', '.join(kinds) or '(none)'} of a model of "
+            "texts and images are not supported; wanted one, then perhaps Normalize"
+        )
+    return len(kinds) > 1
+
+
+def _patch_kernel(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array.transpose(2, 3, 1, 0).reshape(-1, array.shape[0]))
+
+
+def _is_convolution(sources: Sequence[Tensor], shape: Shape) -> list[str]:
+    """Check a kernel `[out, 3, size, size]` for a weight `[3 * size * size, out]`."""
+    return [
+        f"{source.name}: wanted a convolution for a weight {shape}, got {source.shape}"
+        for source in sources
+        if len(source.shape) != 4
+        or source.shape[1] != 3
+        or source.shape[2] != source.shape[3]
+        or (3 * source.shape[2] ** 2, source.shape[0]) != shape
+    ]
+
+
+patch_kernel = Transform(_patch_kernel, _is_convolution)

@@ -1,0 +1,129 @@
+"""Reads how a model's images are prepared, from preprocessor_config.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.spec import ImageRules, Resample
+
+RESAMPLES: dict[int, Resample] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+
+# By the processor's name without Fast, Pil and the like: what transformers takes where a field is
+# missing.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "CLIP": {
+        "size": {"shortest_edge": 224},
+        "crop_size": {"height": 224, "width": 224},
+        "do_center_crop": True,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    },
+    "Siglip": {
+        "size": {"height": 224, "width": 224},
+        "do_center_crop": False,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+}
+COMMON = {"resample": 3, "rescale_factor": 1 / 255, "do_resize": True}
+ENDINGS = ("Fast", "Pil")
+MOST_SIDE = 8192  # pixels
+
+
+def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
+    """The rules of an image processor, for patches of so many pixels on each side.
+
+    Raises UnsupportedModel for another processor or for steps that are not done here, and
+    CheckpointError for damaged fields.
+    """
+    processor = _processor(config)
+    fields = {**COMMON, **DEFAULTS[processor], **_given(config)}
+    for switch, wanted in (("do_rescale", True), ("do_normalize", True), ("do_pad", False)):
+        if fields.get(switch, wanted) is not wanted:
+            raise UnsupportedModel(f"{switch} {fields[switch]!r} of images is not supported")
+    if not fields["do_resize"]:
+        raise UnsupportedModel("do_resize false of images is not supported: sizes would differ")
+    if fields["resample"] not in RESAMPLES:
+        known = ", ".join(map(str, RESAMPLES))
+        raise UnsupportedModel(f"resample {fields['resample']!r} is not supported; known: {known}")
+    size, shortest = _size(fields["size"], square=processor != "CLIP")
+    crop = _height_and_width("crop_size", fields["crop_size"]) if fields["do_center_crop"] else None
+    rules = ImageRules(
+        patch=patch,
+        resample=RESAMPLES[fields["resample"]],
+        size=size,
+        shortest=shortest,
+        crop=crop,
+        rescale=_number("rescale_factor", fields["rescale_factor"]),
+        mean=_colours("image_mean", fields["image_mean"]),
+        std=_colours("image_std", fields["image_std"]),
+    )
+    if crop is None and size is None:
+        raise UnsupportedModel("images that keep their shape are not supported: no centre is cut")
+    if crop is not None and max(crop) > (shortest or min(size or crop)):
+        raise UnsupportedModel(f"images of {size or shortest} are not supported: {crop} is cut out")
+    if not all(rules.std):
+        raise CheckpointError("image_std has a zero")
+    if patch % 2 or any(side % patch for side in rules.made):
+        raise UnsupportedModel(
+            f"images of {rules.made} in patches of {patch} are not supported; known: an even size "
+            "that divides the sides"
+        )
+    return rules
+
+
+def _processor(config: Mapping[str, Any]) -> str:
+    """The name of the processor, by either key, as DEFAULTS has it."""
+    named = config.get("image_processor_type") or config.get("feature_extractor_type") or "CLIP"
+    name = str(named)
+    for ending in ENDINGS:
+        name = name.removesuffix(ending)
+    name = name.removesuffix("ImageProcessor").removesuffix("FeatureExtractor")
+    if name not in DEFAULTS:
+        known = ", ".join(f"{one}ImageProcessor" for one in DEFAULTS)
+        raise UnsupportedModel(f"image processor {named!r} is not supported; known: {known}")
+    return name
+
+
+def _given(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are there and not null."""
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def _size(value: Any, *, square: bool) -> tuple[tuple[int, int] | None, int | None]:
+    """The height and width, or the shorter side. A lone number is all sides of a `square`, or the
+    shorter one."""
+    if isinstance(value, Mapping) and "shortest_edge" in value:
+        if set(_given(value)) - {"shortest_edge"}:
+            raise UnsupportedModel(f"size {dict(value)} of images is not supported")
+        return None, _side("size", value["shortest_edge"])
+    if isinstance(value, int) and not square:
+        return None, _side("size", value)
+    return _height_and_width("size", value), None
+
+
+def _height_and_width(name: str, value: Any) -> tuple[int, int]:
+    if isinstance(value, Mapping):
+        return _side(name, value.get("height")), _side(name, value.get("width"))
+    return _side(name, value), _side(name, value)
+
+
+def _side(name: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MOST_SIDE:
+        raise CheckpointError(
+            f"{name} of images has {value!r}, wanted a whole number from 1 to {MOST_SIDE}"
+        )
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) < 1e6:
+        raise CheckpointError(f"{name} of images is {value!r}, wanted a number")
+    return float(value)
+
+
+def _colours(name: str, value: Any) -> tuple[float, float, float]:
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        raise CheckpointError(f"{name} of images is {value!r}, wanted three numbers")
+    red, green, blue = (_number(name, one) for one in value)
+    return red, green, blue

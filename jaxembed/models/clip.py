@@ -1,0 +1,123 @@
+"""The two towers of CLIP and its kin, one of texts and one of images: a norm before each block.
+
+Radford et al. 2021, arXiv:2103.00020. Names and the order of operations are those of transformers'
+CLIPModel. The config says in what SigLIP (Zhai et al. 2023, arXiv:2303.15343) differs: its texts
+are not causal, and its images have no class token. Knows nothing of pooling.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxembed.models.attention import Sight
+from jaxembed.models.layers import Embedding, LayerNorm, Linear, attend_hidden
+from jaxembed.models.tokens import Hidden, PackedTokens
+
+CLASS_ID = 1  # the id of the token of an image that has no patch; the others have 0
+
+
+@dataclass(frozen=True)
+class ClipConfig:
+    """The sizes and switches of a tower: of texts if it has a `vocab_size`, else of images."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    max_positions: int  # with the class token, if there is one
+    norm_eps: float
+    activation: str  # a name in ACTIVATIONS
+    causal: bool = False
+    vocab_size: int | None = None
+    patch_bytes: int | None = None  # of an image's patch: three times its area
+    patch_bias: bool = False
+    class_token: bool = False  # whether an image begins with a token of its own
+    input_norm: bool = False  # whether there is a norm before the first layer
+
+
+class Clip(nnx.Module):
+    """The tower: maps packed tokens to their last hidden states, float32 `[rows, length, dim]`.
+
+    Images must be normalised: `pixels` is then float32 `[rows, length, patch_bytes]`.
+    """
+
+    Config = ClipConfig
+
+    @staticmethod
+    def position_limit(config: ClipConfig) -> int:
+        """The most tokens of a sequence: JAX would clamp a later position without an error."""
+        return config.max_positions
+
+    def __init__(self, config: ClipConfig):
+        is_text = config.vocab_size is not None
+        self.embeddings = TextEmbeddings(config) if is_text else PatchEmbeddings(config)
+        self.layers = nnx.List([ClipLayer(config) for _ in range(config.num_layers)])
+        self.norm = _norm(config)
+
+    def __call__(self, tokens: PackedTokens) -> Hidden:
+        hidden = self.embeddings(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, tokens)
+        return self.norm(hidden)
+
+
+class TextEmbeddings(nnx.Module):
+    """The sum of word and position embeddings."""
+
+    def __init__(self, config: ClipConfig):
+        self.word = Embedding(config.vocab_size or 0, config.hidden_size)
+        self.position = Embedding(config.max_positions, config.hidden_size)
+
+    def __call__(self, tokens: PackedTokens) -> Hidden:
+        return self.word(tokens.ids) + self.position(tokens.positions)
+
+
+class PatchEmbeddings(nnx.Module):
+    """The projected patches, the class token before them if there is one, and their positions."""
+
+    def __init__(self, config: ClipConfig):
+        dim = config.hidden_size
+        self.patch = Linear(config.patch_bytes or 0, dim, bias=config.patch_bias)
+        self.class_token = Embedding(1, dim) if config.class_token else None
+        self.position = Embedding(config.max_positions, dim)
+        self.norm = _norm(config) if config.input_norm else None
+
+    def __call__(self, tokens: PackedTokens) -> Hidden:
+        hidden = self.patch(tokens.pixels)
+        if self.class_token is not None:
+            first = (tokens.ids == CLASS_ID)[:, :, None]
+            hidden = jnp.where(first, self.class_token(jnp.zeros_like(tokens.ids)), hidden)
+        hidden = hidden + self.position(tokens.positions)
+        return hidden if self.norm is None else self.norm(hidden)
+
+
+class ClipLayer(nnx.Module):
+    """One layer: attention and MLP, each after a norm and with a residual connection."""
+
+    def __init__(self, config: ClipConfig):
+        dim = config.hidden_size
+        self.attention_norm = _norm(config)
+        self.qkv = Linear(dim, 3 * dim)
+        self.out = Linear(dim, dim)
+        self.mlp_norm = _norm(config)
+        self.up = Linear(dim, config.intermediate_size)
+        self.down = Linear(config.intermediate_size, dim)
+        self.num_heads, self.sight = config.num_heads, Sight(causal=config.causal)
+        self.activation = config.activation
+
+    def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
+        mixed = attend_hidden(
+            self.attention_norm(hidden),
+            self.qkv,
+            self.num_heads,
+            tokens.segments,
+            self.sight,
+            key_segments=tokens.key_segments,
+        )
+        hidden = hidden + self.out(mixed)
+        return hidden + self.down(self.up.rounded(self.mlp_norm(hidden), self.activation))
+
+
+def _norm(config: ClipConfig) -> LayerNorm:
+    return LayerNorm(config.hidden_size, eps=config.norm_eps)
