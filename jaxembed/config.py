@@ -48,6 +48,7 @@ class ServerConfig:
     cors_allow_origins: tuple[str, ...] = ()  # empty: any if there are API keys, else none
     max_client_batch_size: int = 2048  # inputs of a request; 0: unlimited
     payload_limit: int = 32 * MIB  # bytes of a request body
+    media_hosts: tuple[str, ...] = ()  # whose URLs of images are fetched; empty: none
     accept_bare_token_ids: bool = False  # OpenAI's routes take token ids without special tokens
     drain_timeout_s: float = 20.0  # time to answer admitted requests at shutdown
     prometheus_port: int | None = None  # for /metrics; None: the server's own port

@@ -5,7 +5,8 @@ vectors = embedder.encode(["a text", "another"])  # float32 [2, 384]
 """
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,7 @@ class Embedder(LoadedModel):
         Of a model of texts and images `images` has the images to encode after the texts: each a
         path, the bytes of a file, an image of Pillow or an array of colours, uint8
         `[height, width, 3]`. Images may also be among the texts, but a string is a text there.
+        Prompts are for texts alone.
 
         Options are the fields of EncodeOptions: prompt, prompt_name, route, truncate,
         truncation_side, dimensions, normalize, output_dtype, adapter, priority. With another
@@ -70,7 +72,7 @@ class Embedder(LoadedModel):
         self, texts: str | Sequence[Any] = (), *, images: Any = None, **options
     ) -> np.ndarray:
         """`encode` without blocking the event loop. Cancelling the task cancels queued work."""
-        texts = await asyncio.to_thread(_with_images, texts, images) if images else texts
+        texts = await asyncio.to_thread(_with_images, texts, images)
         return _one_or_all(texts, await self.run_async(self._to_encode(texts, options)))
 
     def encode_query(self, texts: str | Sequence[str], **options) -> np.ndarray:
@@ -324,11 +326,12 @@ def _texts(texts: str | Sequence[Any]) -> list[Input]:
 
 
 def _with_images(texts: str | Sequence[Any], images: Any) -> str | Sequence[Any]:
-    """The texts, and the images after them."""
+    """The texts, and the images after them. Raises TypeError for an image that is in no list."""
     if images is None:
         return texts
-    listed = images if isinstance(images, list | tuple) else [images]
-    return [*([texts] if isinstance(texts, str) else texts), *map(read_image, listed)]
+    if isinstance(images, str | bytes | PathLike | np.ndarray) or not isinstance(images, Iterable):
+        raise TypeError("images is a list of images, not one")
+    return [*([texts] if isinstance(texts, str) else texts), *map(read_image, images)]
 
 
 def _texts_and_pairs(inputs: str | Sequence[TextOrPair]) -> list[Text | Pair]:
@@ -336,7 +339,7 @@ def _texts_and_pairs(inputs: str | Sequence[TextOrPair]) -> list[Text | Pair]:
     return [Text(one) if isinstance(one, str) else Pair(*one) for one in listed]
 
 
-def _one_or_all(texts: str | Sequence[str], answer: Embeddings) -> np.ndarray:
+def _one_or_all(texts: str | Sequence[Any], answer: Embeddings) -> np.ndarray:
     return answer.dense[0] if isinstance(texts, str) else answer.dense
 
 

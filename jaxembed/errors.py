@@ -21,6 +21,7 @@ JaxembedError
       - BatchTooLarge       more inputs than one request may carry
       - RequestTooLarge     more tokens or bytes than one request may bring
       - UnknownModel        a model that is not served here
+      - MediaUrlError       a URL of a file that may not or cannot be fetched
   * WrongTask               a task this kind of model cannot do
   * TokenizerError          the tokenizer refused the text
   * Forbidden               a model or a route that an API key may not use
@@ -194,6 +195,19 @@ class RequestTooLarge(InvalidInput):
 
 class UnknownModel(InvalidInput):
     """The server does not have this model. The message names those that it has."""
+
+
+class MediaUrlError(InvalidInput):
+    """A URL of a file, such as a picture, may not be fetched, or its file does not arrive.
+
+    `source` says which: the URL or its host. `rule` says what was refused or failed, and nothing
+    of what answered there: clients must not learn through the server what they cannot reach.
+    """
+
+    def __init__(self, source: str, rule: str, index: int | None = None):
+        super().__init__(f"{source} cannot be fetched: {rule}", None, index)
+        self.source = source
+        self.rule = rule
 
 
 class WrongTask(JaxembedError):

@@ -2,11 +2,11 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -29,7 +29,7 @@ from jaxembed.processors.images import ImageProcessor
 from jaxembed.processors.pieces import TokenPiece
 from jaxembed.processors.text import DECODED_BYTES, PIECE_BYTES, Rules, TextProcessor
 from jaxembed.ranges import load_ranges
-from jaxembed.request import Answer, ComputeRequest, MixedRequest, Request
+from jaxembed.request import Answer, ComputeRequest, EncodeRequest, MixedRequest, Request
 from jaxembed.runner import RequestRunner, runner_of
 from jaxembed.spec import (
     IMAGE_ROUTE,
@@ -225,14 +225,18 @@ class LoadedModel:
         Raises the errors of InvalidInput and BackendError.
         """
         if isinstance(request, MixedRequest):
-            return request.joined([self.run(part) for part in request.parts])
+            answers: list[Any] = []
+            for number in range(len(request.parts)):
+                with request.placed(number) as part:
+                    answers.append(self.run(part))
+            return cast(Answer, request.joined(answers))
         return self.engines[request.route].runner.run(request)
 
     async def run_async(self, request: Request[Answer]) -> Answer:
         """`run` without blocking the event loop. If the task is cancelled, what is still queued of
         the request is dropped."""
         if isinstance(request, MixedRequest):
-            return request.joined([await self.run_async(part) for part in request.parts])
+            return await self._answer_parts(request, self.run_async)
         return await self.engines[request.route].runner.run_async(request)
 
     async def answer(self, request: Request[Answer], held: Held | None = None) -> Answer:
@@ -246,7 +250,7 @@ class LoadedModel:
         if not request.items:
             raise NoInputs()
         if isinstance(request, MixedRequest):
-            return request.joined([await self.answer(part, held) for part in request.parts])
+            return await self._answer_parts(request, partial(self.answer, held=held))
         route = self.engines[request.route]
         estimate = route.processor.estimate(request.inputs(), request.rules)
         with self.admission.admit(request.cost(route.spec, *estimate), held) as permit:
@@ -257,6 +261,16 @@ class LoadedModel:
             if isinstance(answer, Embeddings | Scores):
                 permit.settle(int(answer.num_tokens.sum()))
             return answer
+
+    async def _answer_parts(
+        self, request: MixedRequest, answer: Callable[[EncodeRequest], Awaitable[Embeddings]]
+    ) -> Any:
+        """The answer to a request for texts and images, whose parts are answered in turn."""
+        answers: list[Embeddings] = []
+        for number in range(len(request.parts)):
+            with request.placed(number) as part:
+                answers.append(await answer(part))
+        return request.joined(answers)
 
     async def tokenize_async(
         self,

@@ -2,7 +2,8 @@
 Runs nothing."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -11,10 +12,12 @@ import numpy as np
 
 from jaxembed.engine.admission import Cost
 from jaxembed.engine.bucket import Bucket
+from jaxembed.errors import InvalidInput
 from jaxembed.inputs import ChunkSize, Input, Pair, Priority, Text
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores, best_windows
 from jaxembed.outputs import OUTPUTS, OutputName
 from jaxembed.postprocess import shape_vectors
+from jaxembed.processors.images import Processor
 from jaxembed.processors.late import NO_CHUNKS, pool_slots
 from jaxembed.processors.text import Row, Rules, TextProcessor, Tokenized
 from jaxembed.quantise import quantise
@@ -71,11 +74,11 @@ class Request(ABC, Generic[Answer]):
     route: str = field(default="", kw_only=True)
     adapter: int = field(default=0, kw_only=True)
 
-    def share(self, processor: TextProcessor) -> Row | None:
+    def share(self, processor: Processor) -> Row | None:
         """What the chunks have in common, tokenized. Raises InvalidInput."""
         return None
 
-    def prepare(self, processor: TextProcessor, shared: Row | None, chunk: Sequence) -> Tokenized:
+    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
         """Tokenize some of the items. Raises InvalidInput or TokenizerError."""
         return processor.encode(chunk, self.rules)
 
@@ -188,6 +191,17 @@ class MixedRequest(EncodeRequest):
     parts: tuple[EncodeRequest, ...] = field(kw_only=True)
     places: tuple[np.ndarray, ...] = field(kw_only=True)
 
+    @contextmanager
+    def placed(self, number: int) -> Iterator[EncodeRequest]:
+        """The part with this number, to run in the context: an InvalidInput of one of its inputs
+        gets the place of that among all."""
+        try:
+            yield self.parts[number]
+        except InvalidInput as error:
+            if error.index is not None:
+                error.index = int(self.places[number][error.index])
+            raise
+
     def joined(self, answers: Sequence[Embeddings]) -> Embeddings:
         """The answer of answers to the parts, in the order of the inputs."""
         first, *others = answers
@@ -203,8 +217,9 @@ class ComparedRequest(EncodeRequest):
     """A request for the outputs of documents that are compared with a query; `items` are Texts,
     which may be empty, and divided into windows."""
 
-    def prepare(self, processor: TextProcessor, shared: Row | None, chunk: Sequence) -> Tokenized:
+    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
         """Tokenize some of the documents. Raises InvalidInput or TokenizerError."""
+        assert isinstance(processor, TextProcessor)
         return processor.encode_documents(chunk, self.rules)
 
     def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
@@ -216,8 +231,9 @@ class ComparedRequest(EncodeRequest):
 class LateRequest(EncodeRequest):
     """A request for a vector of each chunk of some texts; `items` are ChunkedTexts."""
 
-    def prepare(self, processor: TextProcessor, shared: Row | None, chunk: Sequence) -> Tokenized:
+    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
         """Tokenize some of the texts. Raises InvalidInput or TokenizerError."""
+        assert isinstance(processor, TextProcessor)
         return processor.encode_late(chunk, self.rules, Bucket(1, processor.limit).slots)
 
     def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
@@ -267,13 +283,15 @@ class QueryRequest(ScoreRequest):
 
     query: str
 
-    def share(self, processor: TextProcessor) -> Row | None:
+    def share(self, processor: Processor) -> Row | None:
         """Tokenize the query."""
+        assert isinstance(processor, TextProcessor)
         return processor.query_row(self.query, self.rules)
 
-    def prepare(self, processor: TextProcessor, shared: Row | None, chunk: Sequence) -> Tokenized:
+    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
         """Tokenize some of the documents, each beside the tokenized query."""
         assert shared is not None
+        assert isinstance(processor, TextProcessor)
         return processor.encode_beside(shared, chunk, self.rules)
 
     def finish(self, spec: ModelSpec, run: Run) -> Scores:

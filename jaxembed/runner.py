@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jaxembed.engine.client import EngineClient, ServedEngine
 from jaxembed.engine.host import HostEngine
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, InvalidInput
 from jaxembed.inputs import Priority, Text
-from jaxembed.processors.images import ImageProcessor
+from jaxembed.processors.images import Processor
 from jaxembed.processors.late import join_chunked
 from jaxembed.processors.text import Row, TextProcessor, Tokenized, characters
 from jaxembed.processors.tokenizer import SHORT_CHARACTERS, chunks
@@ -41,10 +41,8 @@ class RequestRunner(ABC):
     jobs that have begun are finished and the others are dropped too.
     """
 
-    def __init__(
-        self, processor: TextProcessor | ImageProcessor, telemetry: Telemetry, spec: ModelSpec
-    ):
-        self._processor: Any = processor
+    def __init__(self, processor: Processor, telemetry: Telemetry, spec: ModelSpec):
+        self._processor = processor
         self._telemetry = telemetry
         self._series = _series(telemetry, spec.task)
         self._stages = [telemetry.stage.labels(name) for name in ANSWER_STAGES]
@@ -165,7 +163,7 @@ class QueueRunner(RequestRunner):
 
     def __init__(
         self,
-        processor: TextProcessor | ImageProcessor,
+        processor: Processor,
         engine: EngineClient,
         telemetry: Telemetry,
         spec: ModelSpec,
@@ -284,7 +282,7 @@ class _Tally:
 
 def runner_of(
     engine: ServedEngine,
-    processor: TextProcessor | ImageProcessor,
+    processor: Processor,
     telemetry: Telemetry,
     spec: ModelSpec,
 ) -> RequestRunner:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import inf
 from typing import Literal, get_args
 
@@ -112,10 +112,14 @@ class Tasks:
             ranges=self.ranges(options, embedding_dtype(options.output_dtype)),
         )
 
-    def _embed_images(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
-        """The request for vectors of inputs of which some are images."""
+    def check_images(self) -> None:
+        """Raise WrongTask unless the model embeds images."""
         if not self._takes_images:
             raise WrongTask(f"{self._name} takes texts and no images")
+
+    def _embed_images(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
+        """The request for vectors of inputs of which some are images."""
+        self.check_images()
         for name in ("prompt", "prompt_name", "route"):
             if getattr(options, name):
                 raise InvalidInput(
@@ -128,8 +132,15 @@ class Tasks:
         if not others:
             return of_images
         places = np.array(others), np.array(images)
-        shared = {one.name: getattr(plain, one.name) for one in fields(EncodeRequest)}
-        return MixedRequest(**shared | {"items": inputs}, parts=(plain, of_images), places=places)
+        return MixedRequest(
+            inputs,
+            plain.rules,
+            plain.outputs,
+            plain.priority,
+            plain.options,
+            parts=(plain, of_images),
+            places=places,
+        )
 
     def _check_outputs(self, options: EncodeOptions) -> None:
         """Raises WrongTask for outputs that the model does not give, and InvalidInput for options

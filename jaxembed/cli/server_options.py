@@ -125,6 +125,16 @@ SERVER_OPTIONS = together(
         help="Serve /metrics on a second port too.",
     ),
     click.option(
+        "--allow-media-urls",
+        "media_hosts",
+        metavar="HOST",
+        multiple=True,
+        envvar="ALLOW_MEDIA_URLS",
+        show_envvar=True,
+        help="Fetch images at URLs of this host; repeatable. `*.example.org` means all hosts under "
+        "it, `host:8443` a port. Default: no URL is fetched.",
+    ),
+    click.option(
         "--playground/--no-playground",
         default=None,
         help="Whether to serve a page at /playground to try the models. Default: if --host is this "
@@ -208,6 +218,7 @@ def server_config(flags: dict[str, Any]) -> ServerConfig:
         accept_bare_token_ids=flags["accept_bare_token_ids"],
         drain_timeout_s=flags["drain_timeout"],
         prometheus_port=flags["prometheus_port"],
+        media_hosts=tuple(flags["media_hosts"]),
         playground=flags["playground"],
         admin_key=flags["admin_key"],
         admin_port=flags["admin_port"],

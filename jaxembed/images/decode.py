@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
@@ -25,6 +26,25 @@ def image_size(data: bytes, most_pixels: int = MOST_PIXELS) -> tuple[int, int]:
     """
     with _opened(data, most_pixels) as image:
         return image.height, image.width
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """What the header of an image says: its sides in pixels, the format in small letters, and the
+    bits of a pixel."""
+
+    width: int
+    height: int
+    format: str
+    bit_depth: int
+
+
+def image_facts(data: bytes) -> ImageFacts:
+    """What the header of an image says, without decoding it. Raises as `image_size`."""
+    with _opened(data, MOST_PIXELS) as image:
+        depth = {"1": 1, **dict.fromkeys(WIDE, 16), **dict.fromkeys(UNBOUNDED, 32)}
+        bits = depth.get(image.mode, 8 * len(image.getbands()))
+        return ImageFacts(image.width, image.height, image.format.lower(), bits)
 
 
 def decode_image(data: bytes, most_pixels: int = MOST_PIXELS) -> np.ndarray:

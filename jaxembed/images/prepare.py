@@ -17,10 +17,11 @@ def prepare_image(colours: np.ndarray, rules: ImageRules) -> np.ndarray:
     """
     from PIL import Image  # only models of images need it
 
-    height, width = resized_size(*colours.shape[:2], rules)
+    rows, columns, _ = colours.shape
+    height, width = resized_size(rows, columns, rules)
     if height * width > MOST_PIXELS:
         raise InvalidImage(
-            f"the image is {colours.shape[1]} by {colours.shape[0]} pixels, and would be resized "
+            f"the image is {columns} by {rows} pixels, and would be resized "
             f"to {width} by {height}, more than {MOST_PIXELS} pixels; cut it"
         )
     resample = Image.Resampling[rules.resample.upper()]

@@ -41,6 +41,7 @@ class Model(nnx.Module):
         self, tokens: PackedTokens, outputs: Collection[OutputName]
     ) -> dict[OutputName, Array]:
         if self.image is not None:
+            assert tokens.pixels is not None
             tokens = replace(tokens, pixels=normalised(tokens.pixels, self.image))
         with adapters.chosen(tokens.adapters):
             hidden = self.tower(tokens)

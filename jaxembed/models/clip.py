@@ -84,6 +84,7 @@ class PatchEmbeddings(nnx.Module):
         self.norm = _norm(config) if config.input_norm else None
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
+        assert tokens.pixels is not None
         hidden = self.patch(tokens.pixels)
         if self.class_token is not None:
             first = (tokens.ids == CLASS_ID)[:, :, None]

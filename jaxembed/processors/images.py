@@ -12,7 +12,7 @@ from jaxembed.images.decode import MOST_PIXELS, decode_image, image_size
 from jaxembed.images.prepare import prepare_image, resized_size
 from jaxembed.inputs import Image, Input
 from jaxembed.models.clip import CLASS_ID
-from jaxembed.processors.text import Rules, Tokenized
+from jaxembed.processors.text import Rules, TextProcessor, Tokenized
 from jaxembed.spec import ModelSpec
 from jaxembed.work import Encoding, work_of
 
@@ -75,6 +75,10 @@ class ImageProcessor:
         pixels = np.zeros((self.limit, patches.shape[1] // WORD.itemsize), np.int32)
         pixels[self._before :] = np.ascontiguousarray(patches).view(WORD)
         return Encoding(self._ids, pixels=pixels)
+
+
+Processor = TextProcessor | ImageProcessor
+"""What makes encodings of the inputs of a route: of texts, or of images."""
 
 
 class _Room:

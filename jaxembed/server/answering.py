@@ -9,13 +9,14 @@ import numpy as np
 from quart import Response
 
 from jaxembed.errors import InvalidChunk, InvalidInput
-from jaxembed.inputs import Input
+from jaxembed.inputs import Image, Input
 from jaxembed.interaction import compare_first, compare_outputs
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.request import Answer, Request
 from jaxembed.server.body import RequestInputs, RequestTexts, check_batch
 from jaxembed.server.late import RequestChunks
+from jaxembed.server.media import ImageSource, read_images
 from jaxembed.server.meter import Meter, RequestSize
 from jaxembed.spec import Task
 
@@ -32,8 +33,12 @@ async def embed_inputs(
     """The vectors of a request to embed. `read` and `options` are called once the model is known:
     they raise what is wrong with the body."""
     loaded, inputs = await _accept(meter, model, "embed", read)
-    request = loaded.tasks.embed(inputs.items, _adapted(meter, options(loaded)))
-    return await _answer(meter, request)
+    asked = _adapted(meter, options(loaded))
+    if any(isinstance(item, ImageSource) for item in inputs.items):
+        loaded.tasks.check_images()
+    items = await read_images(inputs.items, meter.held)
+    meter.images = [item.data for item in items if isinstance(item, Image)]
+    return await _answer(meter, loaded.tasks.embed(items, asked))
 
 
 async def embed_chunks(
@@ -64,7 +69,8 @@ async def compare_texts(
     loaded, inputs = await _accept(meter, model, "embed", read)
     output = loaded.spec.representations[0]
     options = replace(_adapted(meter, options), outputs=frozenset({output}))
-    answer = await _embed_to_compare(meter, inputs.items, options)
+    items = await read_images(inputs.items, meter.held)
+    answer = await _embed_to_compare(meter, items, options)
     if output == "dense":
         return answer, compare_first(answer)
     # Other outputs take milliseconds, in which the event loop would stand still.

@@ -9,6 +9,7 @@ from werkzeug.routing import BaseConverter
 
 from jaxembed.config import ServerConfig
 from jaxembed.errors import ShuttingDown
+from jaxembed.images.media_fetch import MediaFetcher
 from jaxembed.server import (
     access,
     classify,
@@ -21,6 +22,7 @@ from jaxembed.server import (
     info,
     jina,
     multi,
+    multimodal,
     openai,
     ops,
     playground,
@@ -31,6 +33,7 @@ from jaxembed.server import (
 from jaxembed.server.audit import AuditLog
 from jaxembed.server.connection import Exchange
 from jaxembed.server.keyring import Keyring
+from jaxembed.server.media import MOST_BYTES
 from jaxembed.server.models import Models
 from jaxembed.server.pool import ModelPool
 from jaxembed.server.service import Service, install
@@ -39,6 +42,7 @@ from jaxembed.tracing import Tracer
 BLUEPRINTS = (
     openai.blueprint,
     contextualized.blueprint,
+    multimodal.blueprint,
     jina.blueprint,
     multi.blueprint,
     cohere.blueprint,
@@ -133,7 +137,16 @@ def create_app(
     if there is an admin key, the routes that load them. With a `keyring` requests need a key of it,
     or of the config. A `tracer` traces the requests."""
     pool_of_all = pool or ModelPool(models)
-    service = Service(models, config, pool_of_all, keyring=keyring, audit=audit, tracer=tracer)
+    hosts = config.media_hosts
+    service = Service(
+        models,
+        config,
+        pool_of_all,
+        keyring=keyring,
+        audit=audit,
+        tracer=tracer,
+        fetcher=MediaFetcher(hosts, most_bytes=MOST_BYTES) if hosts else None,
+    )
     app = Server(service)
     for blueprint in BLUEPRINTS:
         app.register_blueprint(blueprint)

@@ -19,6 +19,7 @@ from jaxembed.server.bounded_body import BoundedBody
 from jaxembed.server.decoding import TokenId, mixed
 from jaxembed.server.encoding import JSON
 from jaxembed.server.errors import BadField, BadJson
+from jaxembed.server.media import ImageSource, TypedInput, text_or_image
 from jaxembed.server.meter import Method, RequestSize, current_meter
 from jaxembed.server.service import current_service
 
@@ -26,13 +27,25 @@ from jaxembed.server.service import current_service
 InputUnion = str | list[str | TokenId | list[TokenId]]
 
 
-class TextObject(msgspec.Struct, forbid_unknown_fields=True):
-    """A text as Jina's clients may send it. What else the object holds may be an image."""
+class MediaObject(msgspec.Struct, forbid_unknown_fields=True):
+    """A text or an image as Jina's clients may send it: the image as a URL, a data URI or base64.
+    Raises ValueError for one that holds both or none."""
 
-    text: str
+    text: str | None = None
+    image: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.image is None):
+            raise ValueError("Expected an object with `text` or `image`")
+
+    @property
+    def source(self) -> str | ImageSource:
+        """The text, or the image."""
+        return ImageSource(self.image, bare=True) if self.image is not None else self.text or ""
 
 
-MixedInputs = str | list[str | TokenId | list[TokenId] | TextObject]
+TypedInputs = str | list[str | TokenId | list[TokenId] | TypedInput] | TypedInput
+MixedInputs = str | list[str | TokenId | list[TokenId] | MediaObject]
 
 # Clients of Cohere and vLLM send a number, which changes nothing.
 AnyPriority = Priority | int
@@ -53,9 +66,9 @@ DISCARD_S = 4.0  # without a byte of a refused body; less than a closing server 
 
 @dataclass(frozen=True)
 class RequestInputs(RequestSize):
-    """The inputs of one request, in order."""
+    """The inputs of one request, in order. The bytes of images may still have to be read."""
 
-    items: list[Input]
+    items: Sequence[Input | ImageSource]
 
 
 @dataclass(frozen=True)
@@ -133,27 +146,48 @@ def _check_count(place: str, count: int) -> None:
 
 
 def read_inputs(
-    raw: str | Sequence[str | int | Sequence[int] | TextObject], field: str
+    raw: str | TypedInput | Sequence[str | int | Sequence[int] | MediaObject | TypedInput],
+    field: str,
+    *,
+    are_images: bool = False,
 ) -> RequestInputs:
-    """One text, one sequence of token ids, or a list in which each item is either.
+    """One text, one sequence of token ids, or a list in which each item is either, or an object
+    that holds a text or an image. With `are_images` texts are URLs of images.
 
     `[1, 2, 3]` is one sequence. `field` is the name the client gave the value.
     """
-    if isinstance(raw, str):
-        return RequestInputs("single", len(raw), field, [_text(raw, field)])
+    if isinstance(raw, str | TypedInput):
+        only, characters = _sourced(raw, field, None, are_images)
+        return RequestInputs("single", characters, field, [only])
     if not raw or isinstance(raw[0], int):
         ids = _sequence(raw, field)
         return RequestInputs("single", len(ids), field, [Tokens(ids)])
     check_batch(len(raw))
-    items: list[Input] = []
+    items: list[Input | ImageSource] = []
     characters = 0
     for i, item in enumerate(raw):
         if isinstance(item, int):
             raise mixed(field, i, "a text or a list of token ids", "int")
-        value = item.text if isinstance(item, TextObject) else item
-        one = _text(value, field, i) if isinstance(value, str) else _ids(value, field, i)
+        if isinstance(item, str | MediaObject | TypedInput):
+            one, count = _sourced(item, field, i, are_images)
+        else:
+            one, count = _ids(item, field, i), len(item)
         items.append(one)
-        characters += len(value)
+        characters += count
+    return RequestInputs("batch", characters, field, items)
+
+
+def read_sources(sources: Sequence[str | ImageSource], field: str) -> RequestInputs:
+    """Texts and images, of which none may be empty. Raises EmptyInput and BatchTooLarge."""
+    if not sources:
+        raise EmptyInput(field)
+    check_batch(len(sources))
+    items: list[Input | ImageSource] = []
+    for i, source in enumerate(sources):
+        if not (source if isinstance(source, str) else source.text):
+            raise EmptyInput(field, i)
+        items.append(text_or_image(source))
+    characters = sum(len(one) for one in sources if isinstance(one, str))
     return RequestInputs("batch", characters, field, items)
 
 
@@ -225,10 +259,17 @@ def too_many_parts(count: int) -> str:
     return f"Expected at most {MOST_CONTENT} parts of an input, got {count}"
 
 
-def _text(text: str, field: str, index: int | None = None) -> Text:
+def _sourced(
+    item: str | MediaObject | TypedInput, field: str, index: int | None, are_images: bool
+) -> tuple[Text | ImageSource, int]:
+    """A text or an image, and the number of characters of the text."""
+    source = item if isinstance(item, str) else item.source
+    if isinstance(source, str) and are_images:
+        source = ImageSource(source)
+    text = source if isinstance(source, str) else source.text
     if not text:
         raise EmptyInput(field, index)
-    return Text(text)
+    return (Text(text), len(text)) if isinstance(source, str) else (source, 0)
 
 
 def _ids(ids: Sequence[int], field: str, index: int) -> Tokens:
@@ -237,7 +278,9 @@ def _ids(ids: Sequence[int], field: str, index: int) -> Tokens:
     return Tokens(ids)
 
 
-def _sequence(raw: Sequence[str | int | Sequence[int] | TextObject], field: str) -> Sequence[int]:
+def _sequence(
+    raw: Sequence[str | int | Sequence[int] | MediaObject | TypedInput], field: str
+) -> Sequence[int]:
     if isinstance(raw, array):
         return raw
     if not raw:
@@ -245,7 +288,8 @@ def _sequence(raw: Sequence[str | int | Sequence[int] | TextObject], field: str)
     ids = []
     for i, item in enumerate(raw):
         if not isinstance(item, int):
-            got = {str: "str", TextObject: "object"}.get(type(item), "array")
+            objects = dict.fromkeys((MediaObject, TypedInput), "object")
+            got = {str: "str", **objects}.get(type(item), "array")
             raise mixed(field, i, "a token id, as the items before it", got)
         ids.append(item)
     return ids

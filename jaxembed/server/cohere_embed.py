@@ -1,14 +1,15 @@
 """POST /v2/embed and /v1/embed in the words of Cohere: translates bodies into those of
 /v1/embeddings, and writes answers as Cohere's clients read them. Knows JSON and no tokens."""
 
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 from quart import Blueprint, Response, g
 
+from jaxembed.images.decode import image_facts
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import to_base64
@@ -20,7 +21,7 @@ from jaxembed.server.body import (
     MOST_CONTENT,
     AnyPriority,
     read_body_as,
-    read_inputs,
+    read_sources,
     too_many_parts,
 )
 from jaxembed.server.cohere import ApiVersion, CohereMeta, meta_of
@@ -32,6 +33,7 @@ from jaxembed.server.encoding import (
     object_width,
 )
 from jaxembed.server.errors import BadField
+from jaxembed.server.media import ImageSource, ImageUrl
 from jaxembed.server.meter import current_meter
 from jaxembed.server.unsupported import ModelRequest, Unserved
 
@@ -49,17 +51,19 @@ _TYPES = Unserved("send `embedding_types`", ("float", ["float"]))
 
 
 class ContentPart(msgspec.Struct, gc=False):
-    """A part of an input. Those that are not texts are refused."""
+    """A part of an input: a text, or an image by its URL."""
 
     type: Literal["text", "image_url"]
     text: str | None = None
+    image_url: str | ImageUrl | None = None
 
 
 class ContentInput(msgspec.Struct, gc=False):
-    """An input of several parts, which has one vector: that of their texts as lines of one.
+    """An input of several parts, which has one vector: that of its one image, or of its texts as
+    lines of one.
 
     Its parts become one as soon as it is decoded: many small ones take much memory. Raises
-    ValueError for a part that is no text.
+    ValueError for an image beside other parts.
     """
 
     content: list[ContentPart]
@@ -68,25 +72,39 @@ class ContentInput(msgspec.Struct, gc=False):
         if len(self.content) > MOST_CONTENT:
             raise ValueError(too_many_parts(len(self.content)))
         for k, part in enumerate(self.content):
-            if part.type != "text":
+            field = "text" if part.type == "text" else "image_url"
+            if not getattr(part, field):
+                raise ValueError(f"`content[{k}].{field}` cannot be empty")
+            if field == "image_url" and len(self.content) > 1:
                 raise ValueError(
-                    f"`content[{k}]` of the type `{part.type}` is not supported: this server takes "
-                    "texts alone"
+                    f"`content[{k}]` is an image beside other parts, and this server gives an "
+                    "image a vector of its own"
                 )
-            if not part.text:
-                raise ValueError(f"`content[{k}].text` cannot be empty")
-        self.content = [ContentPart("text", "\n".join(part.text or "" for part in self.content))]
+        if all(part.type == "text" for part in self.content):
+            text = "\n".join(part.text or "" for part in self.content)
+            self.content = [ContentPart("text", text)]
+
+    @property
+    def source(self) -> str | ImageSource:
+        """The text, or the image."""
+        (part,) = self.content
+        url = part.image_url
+        if url is None:
+            return part.text or ""
+        return ImageSource(url.url if isinstance(url, ImageUrl) else url)
 
 
 class CohereEmbedRequest(ModelRequest, kw_only=True):
-    """Cohere's fields, of which `texts` or `inputs` holds what to embed; and `prompt_name` and
-    `normalize` as at /v1/embeddings.
+    """Cohere's fields, of which `texts`, `images` or `inputs` holds what to embed; and
+    `prompt_name` and `normalize` as at /v1/embeddings. For images an `input_type` of image changes
+    nothing.
 
     `truncate` is START or END for the side that is cut off, NONE to refuse what is too long. A
     number as `priority` changes nothing.
     """
 
     texts: list[str] | None = None
+    images: list[str] | None = None
     inputs: list[ContentInput] | None = None
     model: str | None = None
     input_type: str | None = None
@@ -101,7 +119,16 @@ class CohereEmbedRequest(ModelRequest, kw_only=True):
     priority: AnyPriority | None = None
 
 
-class EmbeddingsByType(msgspec.Struct):
+class ImageShown(msgspec.Struct):
+    """What the header of an image says: `bit_depth` is that of a pixel."""
+
+    width: int
+    height: int
+    format: str
+    bit_depth: int
+
+
+class EmbeddingsByType(msgspec.Struct, omit_defaults=True):
     """For each type that was asked for one vector per input: a list of numbers, or base64 of
     little-endian float32. Both kinds of bits have eight dimensions to a number."""
 
@@ -110,9 +137,10 @@ class EmbeddingsByType(msgspec.Struct):
     embeddings: dict[str, list[list[float] | str]]
     texts: list[str]
     meta: CohereMeta
+    images: list[ImageShown] | msgspec.UnsetType = msgspec.UNSET
 
 
-class EmbeddingsFloats(msgspec.Struct):
+class EmbeddingsFloats(msgspec.Struct, omit_defaults=True):
     """The answer of version 1 to a body that asks for no types: one vector per input."""
 
     response_type: Literal["embeddings_floats"]
@@ -120,6 +148,7 @@ class EmbeddingsFloats(msgspec.Struct):
     embeddings: list[list[float]]
     texts: list[str]
     meta: CohereMeta
+    images: list[ImageShown] | msgspec.UnsetType = msgspec.UNSET
 
 
 @blueprint.post("/v2/embed")
@@ -137,7 +166,7 @@ async def embed_cohere_v1() -> Response:
 async def _embed(version: ApiVersion) -> Response:
     with current_meter() as meter:
         body = await read_body_as(CohereEmbedRequest)
-        texts, field = _texts(body)
+        sources, field = _sources(body)
         request = _as_openai(body)
         ranges: Ranges = {}
 
@@ -151,27 +180,37 @@ async def _embed(version: ApiVersion) -> Response:
             ranges.update(_ranges(body, replace(chosen, adapter=meter.adapter), loaded))
             return chosen
 
-        answer = await embed_inputs(meter, body.model, lambda: read_inputs(texts, field), options)
+        answer = await embed_inputs(
+            meter, body.model, lambda: read_sources(sources, field), options
+        )
+        texts = [one for one in sources if isinstance(one, str)]
+        rest: dict[str, Any] = {"meta": meta_of(answer, version)}
+        if meter.images:
+            rest["images"] = [asdict(image_facts(data)) for data in meter.images]
 
         async def encode() -> Response:
-            response = await json_stream(_parts(answer, texts, ranges, version))
+            response = await json_stream(_parts(answer, texts, rest, ranges, version))
             return openai.with_prompt(response, request, meter.loaded.spec)
 
         return await encode_answer(meter, answer, encode)
 
 
-def _texts(body: CohereEmbedRequest) -> tuple[list[str], str]:
-    """The texts to embed, and the field that they came in. Raises BadField unless there is exactly
-    one such field."""
-    if body.texts is not None and body.inputs is not None:
-        raise BadField(
-            "`texts` and `inputs` both hold what to embed; send one of them", field="inputs"
-        )
+def _sources(body: CohereEmbedRequest) -> tuple[Sequence[str | ImageSource], str]:
+    """The texts and images to embed, and the field that they came in. Raises BadField unless there
+    is exactly one such field."""
+    given = [name for name in ("texts", "images", "inputs") if getattr(body, name) is not None]
+    if len(given) > 1:
+        shown = " and ".join(f"`{name}`" for name in given)
+        raise BadField(f"{shown} both hold what to embed; send one of them", field=given[-1])
     if body.texts is not None:
         return body.texts, "texts"
+    if body.images is not None:
+        return [ImageSource(image) for image in body.images], "images"
     if body.inputs is None:
-        raise BadField("Object missing required field `texts` (or `inputs`)", field="texts")
-    return [part.text or "" for item in body.inputs for part in item.content], "inputs"
+        raise BadField(
+            "Object missing required field `texts` (or `images`, `inputs`)", field="texts"
+        )
+    return [item.source for item in body.inputs], "inputs"
 
 
 def _as_openai(body: CohereEmbedRequest) -> openai.EmbeddingsRequest:
@@ -182,7 +221,7 @@ def _as_openai(body: CohereEmbedRequest) -> openai.EmbeddingsRequest:
         output_dimension=body.output_dimension,
         truncate=None if body.truncate is None else body.truncate != "NONE",
         prompt_name=body.prompt_name,
-        input_type=body.input_type,
+        input_type=None if body.input_type == "image" else body.input_type,
         normalize=body.normalize,
         priority=body.priority,
     )
@@ -199,15 +238,17 @@ def _ranges(body: CohereEmbedRequest, options: EncodeOptions, loaded: LoadedMode
 
 
 async def _parts(
-    answer: Embeddings, texts: list[str], ranges: Ranges, version: ApiVersion
+    answer: Embeddings,
+    texts: list[str],
+    rest: dict[str, Any],
+    ranges: Ranges,
+    version: ApiVersion,
 ) -> AsyncIterator[bytes]:
-    """The answer as EmbeddingsByType, or as EmbeddingsFloats, in slices."""
+    """The answer as EmbeddingsByType, or as EmbeddingsFloats, in slices. `rest` has the fields that
+    are not lists of inputs."""
     is_bare = version == "1" and not ranges
-    rest = {
-        "response_type": "embeddings_floats" if is_bare else "embeddings_by_type",
-        "id": g.request_id,
-        "meta": meta_of(answer, version),
-    }
+    kind = "embeddings_floats" if is_bare else "embeddings_by_type"
+    rest = {"response_type": kind, "id": g.request_id, **rest}
     if is_bare:
         yield b'{"embeddings":['
         async for part in _vectors(answer.dense, "float", None):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxembed.errors import InvalidInput
-from jaxembed.inputs import ChunkedText, ChunkSize, OffsetUnit, Text
+from jaxembed.inputs import ChunkedText, ChunkSize, OffsetUnit, Text, Tokens
 from jaxembed.processors.late import join_texts
 from jaxembed.server.body import RequestInputs, check_batch
 from jaxembed.server.meter import RequestSize
@@ -110,8 +110,9 @@ def _texts(inputs: RequestInputs) -> list[str]:
     texts = []
     for index, item in enumerate(inputs.items):
         if not isinstance(item, Text):
+            kind = "token ids" if isinstance(item, Tokens) else "an image"
             raise InvalidInput(
-                f"`{inputs.place(index)}` holds token ids, and only texts have chunks",
+                f"`{inputs.place(index)}` holds {kind}, and only texts have chunks",
                 field=inputs.place(index),
             )
         texts.append(item.text)

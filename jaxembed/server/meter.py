@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from quart import Response, g, request
 
@@ -49,6 +49,7 @@ class Meter:
     adapter: str | None = None  # that `model` names beside it; set by `find`
     route: str  # of the model, which the request took; set when it is run
     size: RequestSize  # set by `accept`
+    images: Sequence[Any] = ()  # the bytes of each of the request; set when they are read
 
     def __init__(self, service: Service, held: Held):
         """`held` is the memory of the whole HTTP request, of which this may be a part."""
@@ -127,7 +128,7 @@ class Meter:
 
     def stamp(self, response: Response, answer: Embeddings | Scores) -> Response:
         """Count the request as answered and tell the client where its time went."""
-        total_ms, plan = _ms(self._count(answer)), self.loaded.routes[self.route].plan
+        total_ms, plan = _ms(self._count(answer)), self.loaded.engines[self.route].plan
         response.headers.extend(  # `update` would look for each name first: 2 us a header
             {
                 "x-compute-type": compute_type(plan.device_name, plan.dtype),

@@ -4,14 +4,14 @@ A request is read into `Input`s, a loaded model computes their vectors, and the 
 into the response.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 import numpy as np
 from quart import Blueprint, Response
 
-from jaxembed.errors import InvalidInput, UnknownPurpose, UnknownRoute
+from jaxembed.errors import EmptyInput, InvalidInput, UnknownPurpose, UnknownRoute
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.outputs import REPRESENTATIONS, OutputName
@@ -35,7 +35,9 @@ from jaxembed.server.encoding import (
     octet_response,
     wants_octets,
 )
+from jaxembed.server.errors import BadField
 from jaxembed.server.late import WINDOWS, ChunksRequest, asks_for_chunks, read_chunks
+from jaxembed.server.media import Part, only_part, text_or_image
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.representations import (
     SparseEmbedding,
@@ -56,7 +58,16 @@ PROMPT = "x-prompt-name"  # response header: the name of the prompt that the req
 
 Format = Literal["float", "base64"]
 
+MODALITIES = (None, "text", "image")  # that `modality` may name
+
 BASE64 = ("base64", ["base64"])  # which is a type of embeddings to Jina
+
+
+class Message(msgspec.Struct):
+    """A message of a chat, whose content is a text, or parts."""
+
+    role: str
+    content: str | list[Part]
 
 
 class EmbeddingsRequest(ChunksRequest, kw_only=True):
@@ -70,10 +81,13 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
     Three fields also have the names that Voyage, Jina and LiteLLM use: `truncation` for `truncate`,
     `normalized` for `normalize`, `output_dimension` for `dimensions`. `input_type` (Cohere, Voyage,
     NVIDIA) and `task` (Jina) choose a prompt by the purpose of the texts. Jina's clients may send a
-    text as an object.
+    text or an image as an object. With a `modality` of image (Infinity) each text is the URL of an
+    image. vLLM's clients send `messages` in place of `input`: one, which is one input.
     """
 
-    input: MixedInputs
+    input: MixedInputs | msgspec.UnsetType = msgspec.UNSET
+    messages: list[Message] | None = None
+    modality: str | None = None
     model: str | None = None
     encoding_format: Format | None = None
     dimensions: int | None = None
@@ -94,6 +108,13 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.modality not in MODALITIES:
+            raise InvalidInput(
+                f"`modality` of {self.modality!r} is not supported; known: text, image",
+                field="modality",
+            )
+        if (self.input is msgspec.UNSET) == (not self.messages):
+            raise BadField("Object missing required field `input` (or `messages`)", field="input")
         for field in ("embedding_type", "encoding_type"):
             if getattr(self, field) in BASE64:
                 if self.encoding_format == "float":
@@ -154,7 +175,10 @@ async def _answer(meter: Meter, body: EmbeddingsRequest) -> Embeddings:
     """The vectors of the inputs, or of their chunks."""
 
     def read() -> RequestInputs:
-        return read_inputs(body.input, field="input")
+        if body.messages:
+            return _read_messages(body.messages)
+        assert not isinstance(body.input, msgspec.UnsetType)
+        return read_inputs(body.input, field="input", are_images=body.modality == "image")
 
     def asked(loaded: LoadedModel) -> EncodeOptions:
         found = options(body, loaded)
@@ -171,6 +195,22 @@ async def _answer(meter: Meter, body: EmbeddingsRequest) -> Embeddings:
     if asks_for_chunks(body):
         return await embed_chunks(meter, body.model, lambda: read_chunks(body, read()), asked)
     return await embed_inputs(meter, body.model, read, asked)
+
+
+def _read_messages(messages: Sequence[Message]) -> RequestInputs:
+    """The input that a message is. Raises InvalidInput for several: a chat has no template here."""
+    if len(messages) != 1 or messages[0].role != "user":
+        raise InvalidInput(
+            "`messages` must be one message of the role `user`, which is one input: texts are not "
+            "put into a chat template here",
+            field="messages",
+        )
+    content, place = messages[0].content, "messages[0].content"
+    source = content if isinstance(content, str) else only_part(content, place)
+    if not source:
+        raise EmptyInput(place)
+    size = len(source) if isinstance(source, str) else 0
+    return RequestInputs("single", size, place, [text_or_image(source)])
 
 
 def options(body: EmbeddingsRequest, loaded: LoadedModel) -> EncodeOptions:

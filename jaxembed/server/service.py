@@ -6,6 +6,7 @@ from quart import Quart, current_app
 
 from jaxembed.config import ServerConfig
 from jaxembed.doctor.history import History
+from jaxembed.images.media_fetch import MediaFetcher
 from jaxembed.server.audit import AuditLog
 from jaxembed.server.keyring import Keyring
 from jaxembed.server.models import Models
@@ -26,6 +27,7 @@ class Service:
     keyring: Keyring | None = None  # the keys of a file, if there is one
     audit: AuditLog | None = None
     tracer: Tracer | None = None  # None: no request is traced
+    fetcher: MediaFetcher | None = None  # None: no URL of an image is fetched
 
 
 def install(app: Quart, service: Service) -> None:

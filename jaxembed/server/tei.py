@@ -20,6 +20,7 @@ from jaxembed.server.answering import compare_texts, embed_inputs, encode_answer
 from jaxembed.server.body import (
     InputUnion,
     RequestInputs,
+    TypedInputs,
     check_batch,
     priority_of,
     read_body_as,
@@ -57,9 +58,10 @@ OTHER_ROUTES: dict[OutputName, str] = {  # than /embed, which answers dense vect
 
 
 class EmbedRequest(VectorsRequest, kw_only=True):
-    """One input or a list of them; a list of integers is one input of token ids."""
+    """One input or a list of them; a list of integers is one input of token ids. Inputs may also
+    say their type, which images must."""
 
-    inputs: InputUnion
+    inputs: TypedInputs
     truncate: bool | None = None
     truncation_direction: Direction | None = None
     prompt_name: str | None = None

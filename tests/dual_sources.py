@@ -1,0 +1,235 @@
+"""Tiny CLIP and SigLIP directories with random weights, and their forward pass in numpy."""
+
+from io import BytesIO
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sources import Tensors, write_json, write_weights
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+WIDTH, WIDE, HEADS, LAYERS, POSITIONS, SPACE = 32, 48, 2, 2, 12, 16
+SIDE, PATCH = 32, 8
+WORDS = ["<pad>", "</s>", "<s>", *(f"w{k}" for k in range(20)), "<unk>", "<end>"]
+
+TEXT: dict[str, Any] = {
+    "vocab_size": len(WORDS),
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": POSITIONS,
+}
+IMAGE: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+}
+CLIP_CONFIG: dict[str, Any] = {
+    "architectures": ["CLIPModel"],
+    "model_type": "clip",
+    "projection_dim": SPACE,
+    "text_config": TEXT | {"eos_token_id": len(WORDS) - 1},
+    "vision_config": IMAGE,
+}
+SIGLIP_CONFIG: dict[str, Any] = {
+    "architectures": ["SiglipModel"],
+    "model_type": "siglip",
+    "text_config": TEXT,
+    "vision_config": IMAGE,
+}
+CLIP_IMAGES: dict[str, Any] = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": SIDE},
+    "crop_size": {"height": SIDE, "width": SIDE},
+}
+SIGLIP_IMAGES: dict[str, Any] = {
+    "image_processor_type": "SiglipImageProcessor",
+    "size": {"height": SIDE, "width": SIDE},
+}
+CONFIGS = {"clip": CLIP_CONFIG, "siglip": SIGLIP_CONFIG}
+PROCESSORS = {"clip": CLIP_IMAGES, "siglip": SIGLIP_IMAGES}
+
+
+def words(kind: str) -> Tokenizer:
+    """A tokenizer of whole words, which ends texts as the kind does."""
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore
+    single, end = ("<s> $A <end>", "<end>") if kind == "clip" else ("$A </s>", "</s>")
+    tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore
+        single=single,
+        pair="$A $B",
+        special_tokens=[("<s>", 2), (end, WORDS.index(end))],
+    )
+    return tokenizer
+
+
+def dual_tensors(kind: str, seed: int = 0) -> Tensors:
+    """The tensors of a model, by transformers' names."""
+    patches = (SIDE // PATCH) ** 2
+    shapes: dict[str, tuple[int, ...]] = {
+        "logit_scale": (),
+        "text_model.embeddings.token_embedding.weight": (len(WORDS), WIDTH),
+        "vision_model.embeddings.patch_embedding.weight": (WIDTH, 3, PATCH, PATCH),
+    }
+    halves = {"text_model": ("final_layer_norm", POSITIONS)}
+    halves["vision_model"] = ("post_layernorm", patches + (kind == "clip"))
+    linear: dict[str, tuple[int, int]] = {}
+    norms = []
+    for half, (last, positions) in halves.items():
+        shapes[f"{half}.embeddings.position_embedding.weight"] = (positions, WIDTH)
+        norms.append(f"{half}.{last}")
+        for number in range(LAYERS):
+            layer = f"{half}.encoder.layers.{number}"
+            linear |= {f"{layer}.self_attn.{n}_proj": (WIDTH, WIDTH) for n in ("q", "k", "v")}
+            linear[f"{layer}.self_attn.out_proj"] = (WIDTH, WIDTH)
+            linear |= {f"{layer}.mlp.fc1": (WIDE, WIDTH), f"{layer}.mlp.fc2": (WIDTH, WIDE)}
+            norms += [f"{layer}.layer_norm1", f"{layer}.layer_norm2"]
+    if kind == "clip":
+        shapes["vision_model.embeddings.class_embedding"] = (WIDTH,)
+        shapes["text_projection.weight"] = shapes["visual_projection.weight"] = (SPACE, WIDTH)
+        norms.append("vision_model.pre_layrnorm")
+    else:
+        head = "vision_model.head"
+        shapes["vision_model.embeddings.patch_embedding.bias"] = (WIDTH,)
+        shapes |= {"logit_bias": (), f"{head}.probe": (1, 1, WIDTH)}
+        shapes[f"{head}.attention.in_proj_weight"] = (3 * WIDTH, WIDTH)
+        shapes[f"{head}.attention.in_proj_bias"] = (3 * WIDTH,)
+        linear |= {f"{head}.attention.out_proj": (WIDTH, WIDTH), "text_model.head": (WIDTH, WIDTH)}
+        linear |= {f"{head}.mlp.fc1": (WIDE, WIDTH), f"{head}.mlp.fc2": (WIDTH, WIDE)}
+        norms.append(f"{head}.layernorm")
+    for name, shape in linear.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    for name in norms:
+        shapes |= {f"{name}.weight": (WIDTH,), f"{name}.bias": (WIDTH,)}
+    draw = np.random.default_rng(seed)
+    return {name: _drawn(draw, name, shape) for name, shape in shapes.items()}
+
+
+def _drawn(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    values = draw.standard_normal(shape).astype(np.float32)
+    if len(shape) > 1 and name.endswith("weight") and "embedding.weight" not in name:
+        return values * np.float32(prod(shape[1:]) ** -0.5)
+    is_scale = len(shape) == 1 and name.endswith("weight")
+    return np.asarray(values * np.float32(0.3) + np.float32(is_scale), np.float32)
+
+
+def write_dual(folder: Path, kind: str = "clip", seed: int = 0, **config: Any) -> Path:
+    """A directory as transformers saves it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", CONFIGS[kind] | config)
+    write_json(folder / "preprocessor_config.json", PROCESSORS[kind])
+    write_json(folder / "tokenizer_config.json", {"pad_token": "<pad>"})
+    words(kind).save(str(folder / "tokenizer.json"))
+    write_weights(folder, dual_tensors(kind, seed))
+    return folder
+
+
+def png(colours: np.ndarray) -> bytes:
+    """The file of an image."""
+    from PIL import Image
+
+    file = BytesIO()
+    Image.fromarray(colours).save(file, "PNG")
+    return file.getvalue()
+
+
+def picture(seed: int, height: int = SIDE, width: int = SIDE) -> np.ndarray:
+    """Random colours, uint8 `[height, width, 3]`."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def expected_text(kind: str, tensors: Tensors, ids: list[int]) -> np.ndarray:
+    """The vector of a text in float64, from the formulas of transformers' models."""
+    t = {name: value.astype(np.float64) for name, value in tensors.items()}
+    if kind == "siglip":
+        ids = ids + [0] * (POSITIONS - len(ids))
+    x = t["text_model.embeddings.token_embedding.weight"][ids]
+    x = x + t["text_model.embeddings.position_embedding.weight"][: len(ids)]
+    x = _tower(t, "text_model", x, kind)
+    last = _norm(t, "text_model.final_layer_norm", x, kind)[-1]
+    if kind == "clip":
+        return _unit(t["text_projection.weight"] @ last)
+    return _unit(_linear(t, "text_model.head", last))
+
+
+def expected_image(kind: str, tensors: Tensors, colours: np.ndarray) -> np.ndarray:
+    """The vector of an image of SIDE by SIDE pixels in float64."""
+    t = {name: value.astype(np.float64) for name, value in tensors.items()}
+    mean, std = np.array([0.5] * 3), np.array([0.5] * 3)
+    if kind == "clip":
+        mean = np.array([0.48145466, 0.4578275, 0.40821073])
+        std = np.array([0.26862954, 0.26130258, 0.27577711])
+    values = ((colours / 255 - mean) / std).reshape(SIDE // PATCH, PATCH, SIDE // PATCH, PATCH, 3)
+    kernel = t["vision_model.embeddings.patch_embedding.weight"]
+    x = np.einsum("aibjc,ocij->abo", values, kernel).reshape(-1, WIDTH)
+    if kind == "clip":
+        x = np.concatenate([t["vision_model.embeddings.class_embedding"][None], x])
+    else:
+        x = x + t["vision_model.embeddings.patch_embedding.bias"]
+    x = x + t["vision_model.embeddings.position_embedding.weight"]
+    if kind == "clip":
+        x = _norm(t, "vision_model.pre_layrnorm", x, kind)
+    x = _norm(t, "vision_model.post_layernorm", _tower(t, "vision_model", x, kind), kind)
+    if kind == "clip":
+        return _unit(t["visual_projection.weight"] @ x[0])
+    head = "vision_model.head"
+    weight, bias = (t[f"{head}.attention.in_proj_{name}"] for name in ("weight", "bias"))
+    query, key, value = (
+        y @ w.T + b
+        for y, w, b in zip(
+            (t[f"{head}.probe"][0], x, x), np.split(weight, 3), np.split(bias, 3), strict=True
+        )
+    )
+    found = _linear(t, f"{head}.attention.out_proj", _attend(query, key, value, causal=False))[0]
+    return _unit(found + _mlp(t, f"{head}.mlp", _norm(t, f"{head}.layernorm", found, kind), kind))
+
+
+def _tower(t: Tensors, half: str, x: np.ndarray, kind: str) -> np.ndarray:
+    for number in range(LAYERS):
+        layer = f"{half}.encoder.layers.{number}"
+        normal = _norm(t, f"{layer}.layer_norm1", x, kind)
+        qkv = (_linear(t, f"{layer}.self_attn.{name}_proj", normal) for name in ("q", "k", "v"))
+        causal = half == "text_model" and kind == "clip"
+        x = x + _linear(t, f"{layer}.self_attn.out_proj", _attend(*qkv, causal=causal))
+        x = x + _mlp(t, f"{layer}.mlp", _norm(t, f"{layer}.layer_norm2", x, kind), kind)
+    return x
+
+
+def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: bool) -> np.ndarray:
+    q, k, v = (x.reshape(len(x), HEADS, -1).swapaxes(0, 1) for x in (q, k, v))
+    scores = q @ k.swapaxes(1, 2) * q.shape[2] ** -0.5
+    if causal:
+        scores = np.where(np.tri(len(scores[0]), dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    mixed = weights / weights.sum(axis=2, keepdims=True) @ v
+    return mixed.swapaxes(0, 1).reshape(q.shape[1], -1)
+
+
+def _mlp(t: Tensors, name: str, x: np.ndarray, kind: str) -> np.ndarray:
+    x = _linear(t, f"{name}.fc1", x)
+    if kind == "clip":
+        x = x / (1 + np.exp(-1.702 * x))
+    else:
+        x = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return _linear(t, f"{name}.fc2", x)
+
+
+def _linear(t: Tensors, name: str, x: np.ndarray) -> np.ndarray:
+    return x @ t[f"{name}.weight"].T + t[f"{name}.bias"]
+
+
+def _norm(t: Tensors, name: str, x: np.ndarray, kind: str) -> np.ndarray:
+    x = x - x.mean(axis=-1, keepdims=True)
+    x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + (1e-5 if kind == "clip" else 1e-6))
+    return x * t[f"{name}.weight"] + t[f"{name}.bias"]
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x)

@@ -1,0 +1,298 @@
+"""Models of texts and images: what their files say, their vectors, and inputs of both kinds."""
+
+import numpy as np
+import pytest
+from dual_sources import (
+    CLIP_CONFIG,
+    PATCH,
+    POSITIONS,
+    SIDE,
+    SIGLIP_CONFIG,
+    SPACE,
+    WORDS,
+    dual_tensors,
+    expected_image,
+    expected_text,
+    picture,
+    png,
+    words,
+    write_dual,
+)
+from sources import change_json, write_json, write_modules
+
+from converters import convert, outline_routes
+from converters.image_rules import read_rules
+from jaxembed import Embedder, EngineConfig
+from jaxembed.checkpoint import load_routes, verify, verify_values
+from jaxembed.engine.bucket import one_length_grid
+from jaxembed.engine.ticket import Ticket
+from jaxembed.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidImage,
+    InvalidInput,
+    UnknownRoute,
+    UnsupportedModel,
+    WrongTask,
+)
+from jaxembed.inputs import Image, Text
+from jaxembed.options import EncodeOptions
+from jaxembed.processors.text import Rules
+from jaxembed.spec import IMAGE_ROUTE, TEXT_ROUTE, Expansion, Pooled, Probed
+
+pytest.importorskip("PIL")
+
+KINDS = ["clip", "siglip"]
+TEXTS = ["w1 w2 w3", "w5", "w1 w2 w3 w4", " ".join(f"w{k}" for k in range(20))]
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(name="duals", scope="module")
+def _duals(tmp_path_factory):
+    """An Embedder of each kind, in float32."""
+    made = {}
+    for kind in KINDS:
+        folder = write_dual(tmp_path_factory.mktemp(kind), kind)
+        config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
+        made[kind] = Embedder(
+            str(folder), cache_dir=tmp_path_factory.mktemp("cache"), config=config
+        )
+    yield made
+    for embedder in made.values():
+        embedder.close()
+
+
+def ids_of(kind, text):
+    """The token ids of a text within the limit, with the one that ends it."""
+    ids = words(kind).encode(text).ids
+    return ids if len(ids) <= POSITIONS else [*ids[: POSITIONS - 1], ids[-1]]
+
+
+@each_kind
+def test_vectors_are_those_of_the_formulas(duals, kind):
+    tensors = dual_tensors(kind)
+    images = [picture(seed) for seed in range(5)]
+    got = duals[kind].encode(images=images)
+    wanted = [expected_image(kind, tensors, image) for image in images]
+    np.testing.assert_allclose(got, wanted, atol=2e-6)
+    wanted = [expected_text(kind, tensors, ids_of(kind, text)) for text in TEXTS]
+    np.testing.assert_allclose(duals[kind].encode(TEXTS), wanted, atol=2e-6)
+
+
+@each_kind
+def test_what_the_checkpoint_says(tmp_path, kind):
+    spec = convert(write_dual(tmp_path / "source", kind), tmp_path / "out")
+    routes = load_routes(tmp_path / "out")
+    assert (routes.default, set(routes.specs)) == (TEXT_ROUTE, {TEXT_ROUTE, IMAGE_ROUTE})
+    assert spec == routes.specs[TEXT_ROUTE] == routes.of_texts.main
+    image = routes.image
+    assert image is routes.specs[IMAGE_ROUTE]
+    assert image is not None
+    assert image.image is not None
+    assert image.image.made == (SIDE, SIDE)
+    assert image.image.grid == (SIDE // PATCH, SIDE // PATCH)
+    assert image.max_input_tokens == 16 + (kind == "clip")
+    assert (spec.max_input_tokens, spec.dim) == (POSITIONS, image.dim)
+    assert spec.heads["dense"].normalize
+    assert isinstance(image.heads["dense"], Pooled if kind == "clip" else Probed)
+    assert spec.filled == (None if kind == "clip" else Expansion(0, POSITIONS, attended=True))
+    verify(tmp_path / "out")
+    verify_values(tmp_path / "out")
+
+
+@each_kind
+def test_packed_images_and_texts_equal_each_alone(duals, kind):
+    images = [picture(seed) for seed in range(30)]
+    together = duals[kind].encode(images=images)
+    alone = np.concatenate([duals[kind].encode(images=[image]) for image in images])
+    np.testing.assert_allclose(together, alone, atol=2e-6)
+    texts = [f"w{k} w{(k + 7) % 20}" for k in range(20)]
+    alone = np.stack([duals[kind].encode(text) for text in texts])
+    np.testing.assert_allclose(duals[kind].encode(texts), alone, atol=2e-6)
+
+
+@each_kind
+def test_equal_images_are_computed_once_and_different_ones_never_confused(duals, kind):
+    image = picture(1)
+    other = image.copy()
+    other[-1, -1, -1] ^= 0x80
+    route = duals[kind].engines[IMAGE_ROUTE]
+    given = [Image(image), Image(other), Image(image)]
+    work = route.processor.encode(given, Rules("", truncate=True, side="right")).work
+    entries = Ticket(work, route.spec.widths).entries
+    assert [list(entry.claims.values()) for entry in entries] == [[[0, 2]], [[1]]]
+    first, second, third = duals[kind].encode(given)
+    np.testing.assert_array_equal(first, third)
+    assert np.abs(first - second).max() > 1e-4
+
+
+@each_kind
+def test_inputs_of_both_kinds_keep_their_order(duals, kind):
+    images = [picture(3), picture(4)]
+    mixed = ["w1", images[0], "w2 w3", images[1], "w4"]
+    got = duals[kind].encode(mixed)
+    texts, pictures = duals[kind].encode(["w1", "w2 w3", "w4"]), duals[kind].encode(images=images)
+    wanted = [texts[0], pictures[0], texts[1], pictures[1], texts[2]]
+    np.testing.assert_allclose(got, wanted, atol=2e-6)
+    np.testing.assert_allclose(duals[kind].encode(["w1"], images=images)[1:], pictures, atol=2e-6)
+
+
+def test_an_image_comes_as_a_file_bytes_an_array_or_one_of_pillow(duals, tmp_path):
+    from PIL import Image as Pillow
+
+    colours = picture(5, 40, 50)
+    path = tmp_path / "image.png"
+    path.write_bytes(png(colours))
+    given = [path, str(path), path.read_bytes(), colours, Pillow.fromarray(colours)]
+    vectors = duals["clip"].encode(images=given)
+    np.testing.assert_allclose(vectors, np.tile(vectors[:1], (5, 1)), atol=2e-6)
+    with pytest.raises(InvalidImage, match="float64"):
+        duals["clip"].encode(images=[colours / 255])
+    with pytest.raises(InvalidImage, match="an image is a int"):
+        duals["clip"].encode(images=[7])
+    with pytest.raises(InvalidImage, match=r"begins with b'no'.*wanted a file of JPEG") as caught:
+        duals["clip"].encode(["w1", path, Image(b"no")])
+    assert caught.value.index == 2
+
+
+def test_texts_are_filled_up_and_only_their_own_tokens_count(duals):
+    request = duals["siglip"].tasks.embed([Text("w1 w2"), Image(picture(1))], EncodeOptions())
+    assert duals["siglip"].run(request).num_tokens.tolist() == [3, 16]
+
+
+def test_what_a_model_of_texts_and_images_refuses(duals, embedder):
+    clip, image = duals["clip"], Image(picture(1))
+    with pytest.raises(WrongTask, match="takes texts and no images"):
+        embedder.encode(images=[picture(1)])
+    with pytest.raises(InvalidInput, match="`prompt` is for texts"):
+        clip.encode([image], prompt="a")
+    with pytest.raises(UnknownRoute):
+        clip.encode(["w1"], route=IMAGE_ROUTE)
+    with pytest.raises(InvalidInput, match="late chunking"):
+        clip.encode_chunks([["w1", "w2"]])
+
+
+def test_a_limit_of_texts_that_are_filled_up_is_refused(tmp_path):
+    folder = write_dual(tmp_path / "source", "siglip")
+    config = EngineConfig(devices=1, max_input_tokens=8)
+    with pytest.raises(ConfigError, match="filled up to 12 tokens"):
+        Embedder(str(folder), cache_dir=tmp_path / "cache", config=config)
+
+
+def test_modules_json_says_whether_vectors_are_normalised(tmp_path):
+    folder = tmp_path / "st"
+    write_dual(folder / "0_CLIPModel")
+    write_modules(folder, ("sentence_transformers.models.CLIPModel", "0_CLIPModel"))
+    routes, default = outline_routes(folder)
+    assert default == TEXT_ROUTE
+    assert not routes[IMAGE_ROUTE].spec.heads["dense"].normalize
+    kind = "sentence_transformers.models.Pooling"
+    write_modules(
+        folder, ("sentence_transformers.models.CLIPModel", "0_CLIPModel"), (kind, "1_Pooling")
+    )
+    with pytest.raises(UnsupportedModel, match="Pooling"):
+        outline_routes(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("clip", {"architectures": ["CLIPTextModelWithProjection"]}, "CLIPTextModelWithProjection"),
+        ("clip", {"text_config": CLIP_CONFIG["text_config"] | {"eos_token_id": 3}}, "ends texts"),
+        ("clip", {"vision_config": CLIP_CONFIG["vision_config"] | {"num_channels": 1}}, "channels"),
+        ("clip", {"vision_config": CLIP_CONFIG["vision_config"] | {"image_size": 64}}, "64, 64"),
+        ("clip", {"vision_config": CLIP_CONFIG["vision_config"] | {"patch_size": 5}}, "patches of"),
+        (
+            "siglip",
+            {"vision_config": SIGLIP_CONFIG["vision_config"] | {"vision_use_head": False}},
+            "vision_use_head",
+        ),
+        ("siglip", {"text_config": SIGLIP_CONFIG["text_config"] | {"hidden_act": "x"}}, "hidden_a"),
+        ("clip", {"text_config": CLIP_CONFIG["text_config"] | {"hidden_size": 33}}, "split into"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path, kind, changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        outline_routes(write_dual(tmp_path, kind, **changes))
+
+
+def test_files_that_a_model_of_images_needs(tmp_path):
+    folder = write_dual(tmp_path / "a")
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"wanted preprocessor_config\.json"):
+        outline_routes(folder)
+    write_json(folder / "processor_config.json", {"image_processor": {"size": SIDE}})
+    with pytest.raises(CheckpointError, match="224, 224"):
+        outline_routes(folder)
+    folder = write_dual(tmp_path / "b", "siglip")
+    change_json(folder / "tokenizer_config.json", pad_token="<none>")
+    assert outline_routes(folder)[0][TEXT_ROUTE].spec.filled == Expansion(1, 12, attended=True)
+
+
+def test_flags_of_texts_are_refused(tmp_path):
+    folder = write_dual(tmp_path)
+    with pytest.raises(UnsupportedModel, match="--pooling splade"):
+        outline_routes(folder, splade=True)
+    with pytest.raises(UnsupportedModel, match="--dense-path"):
+        outline_routes(folder, dense_path="2_Dense")
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"size": 32, "crop_size": 32}, (None, 32, (32, 32))),
+        ({"feature_extractor_type": "CLIPFeatureExtractor", "size": 64, "crop_size": 32},
+         (None, 64, (32, 32))),
+        ({"image_processor_type": "SiglipImageProcessorFast", "size": 32}, ((32, 32), None, None)),
+        ({"image_processor_type": "CLIPImageProcessor"}, (None, 224, (224, 224))),
+    ],
+)  # fmt: skip
+def test_old_and_new_forms_of_sizes(config, wanted):
+    rules = read_rules(config, 8)
+    assert (rules.size, rules.shortest, rules.crop) == wanted
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"image_processor_type": "ViTImageProcessor"},
+        {"resample": 7},
+        {"do_rescale": False},
+        {"do_normalize": False},
+        {"do_resize": False},
+        {"do_pad": True},
+        {"do_center_crop": False},
+        {"size": {"shortest_edge": 100}},
+        {"size": {"shortest_edge": 224, "longest_edge": 300}},
+        {"size": {"height": 0, "width": 224}},
+        {"image_mean": [0.5]},
+        {"image_std": [0.5, 0.0, 0.5]},
+        {"rescale_factor": "x"},
+    ],
+)
+def test_preparation_that_is_not_done_is_refused(changes):
+    with pytest.raises(CheckpointError):
+        read_rules({"image_processor_type": "CLIPImageProcessor"} | changes, 32)
+
+
+@pytest.mark.parametrize("length", [16, 50, 64, 197, 257, 729])
+@pytest.mark.parametrize("budget", [16, 256, 2048, 16384])
+def test_a_grid_for_one_length_holds_it_and_wastes_little(length, budget):
+    grid = one_length_grid(length, budget)
+    assert len(set(grid.buckets)) == len(grid.buckets) <= 20
+    for bucket in grid.buckets:
+        assert bucket.length % 16 == 0
+        count = bucket.length // length
+        assert 1 <= count <= bucket.slots
+        assert bucket.tokens <= max(budget, bucket.length)
+    fill = max(b.length // length * length / b.length for b in grid.buckets)
+    if budget >= 6 * length:
+        assert fill > 0.94
+
+
+def test_the_space_of_both_has_one_width(tmp_path):
+    routes, _ = outline_routes(write_dual(tmp_path))
+    assert {model.spec.dim for model in routes.values()} == {SPACE}
+    assert routes[IMAGE_ROUTE].tokenizer == b""
+    assert len(WORDS) == routes[TEXT_ROUTE].spec.config["vocab_size"]

@@ -1,0 +1,214 @@
+"""Images: every form of file to its colours, what is refused, and the patches of a tower."""
+
+import random
+import struct
+import zlib
+from io import BytesIO
+
+import numpy as np
+import pytest
+
+from jaxembed.errors import InvalidImage
+from jaxembed.images import decode
+from jaxembed.images.decode import decode_image, image_facts, image_size
+from jaxembed.images.prepare import patches, prepare_image, resized_size
+from jaxembed.spec import ImageRules
+
+pytest.importorskip("PIL")
+
+from PIL import Image
+
+CLIP = ImageRules(patch=8, shortest=32, crop=(32, 32), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+SQUARE = ImageRules(patch=8, size=(32, 24), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+COLOURS = np.random.default_rng(0).integers(0, 256, (6, 5, 3), dtype=np.uint8)
+
+
+def saved(image, form="PNG", **options) -> bytes:
+    file = BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def plain(mode="RGB"):
+    return Image.fromarray(COLOURS).convert(mode)
+
+
+@pytest.mark.parametrize("form", ["PNG", "BMP", "TIFF"])
+def test_a_lossless_file_has_its_colours(form):
+    np.testing.assert_array_equal(decode_image(saved(plain(), form)), COLOURS)
+
+
+@pytest.mark.parametrize(
+    ("form", "options"), [("JPEG", {}), ("WEBP", {"lossless": True}), ("GIF", {})]
+)
+def test_other_files_are_decoded_as_pillow_does(form, options):
+    data = saved(plain(), form, **options)
+    wanted = np.asarray(Image.open(BytesIO(data)).convert("RGB"))
+    np.testing.assert_array_equal(decode_image(data), wanted)
+    assert image_size(data) == (6, 5)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr", "LAB"])
+def test_other_modes_become_red_green_and_blue(mode):
+    form = "PNG" if mode in "1LP" else "TIFF"
+    wanted = np.asarray(plain(mode).convert("RGB"))
+    np.testing.assert_array_equal(decode_image(saved(plain(mode), form)), wanted)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_what_is_transparent_is_on_white(mode):
+    image = plain(mode)
+    image.putalpha(0)
+    np.testing.assert_array_equal(decode_image(saved(image)), np.full((6, 5, 3), 255))
+    image.putalpha(255)
+    np.testing.assert_array_equal(decode_image(saved(image)), np.asarray(image.convert("RGB")))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P"])
+def test_a_colour_that_stands_for_transparency_is_white(mode):
+    image = Image.new(mode, (2, 2), 0)
+    image.putpixel((0, 0), 7 if mode != "RGB" else (7, 7, 7))
+    data = saved(image, transparency=0 if mode != "RGB" else (0, 0, 0))
+    got = decode_image(data)
+    assert (got[1, 1] == 255).all()
+    assert not (got[0, 0] == 255).all()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_turned_as_its_tag_says(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    turned = {
+        1: COLOURS,
+        2: COLOURS[:, ::-1],
+        3: COLOURS[::-1, ::-1],
+        4: COLOURS[::-1],
+        5: COLOURS.transpose(1, 0, 2),
+        6: COLOURS[::-1].transpose(1, 0, 2),
+        7: COLOURS[::-1, ::-1].transpose(1, 0, 2),
+        8: COLOURS[:, ::-1].transpose(1, 0, 2),
+    }
+    got = decode_image(saved(plain(), exif=exif))
+    np.testing.assert_array_equal(got, turned[orientation])
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF"])
+def test_sixteen_bits_are_rounded_to_eight(form):
+    wide = np.array([[0, 128, 129, 65535], [256, 257, 32768, 65406]], np.uint16)
+    got = decode_image(saved(Image.fromarray(wide), form))
+    np.testing.assert_array_equal(got[:, :, 0], [[0, 0, 1, 255], [1, 1, 128, 254]])
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "TIFF", "PNG"])
+def test_of_several_frames_the_first_is_taken(form):
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    data = saved(frames[0], form, save_all=True, append_images=frames[1:])
+    assert decode_image(data)[0, 0].tolist() == pytest.approx([255, 0, 0], abs=3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"no image",
+        b"<svg xmlns='http://www.w3.org/2000/svg'><!ENTITY a SYSTEM 'file:///etc/passwd'></svg>",
+        b"%PDF-1.7\n",
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n",
+        b"<html><img></html>",
+        b"SIMPLE  =                    T",  # FITS
+        b"\xff\x4f\xff\x51" + bytes(60),  # JPEG 2000
+        b"GIF89a" + bytes(7),
+        b"\x89PNG\r\n\x1a\n",
+    ],
+)
+def test_what_is_no_image_of_a_known_form_is_refused(data):
+    for read in (decode_image, image_size, image_facts):
+        with pytest.raises(InvalidImage, match="wanted a file of JPEG, PNG"):
+            read(data)
+
+
+def test_values_of_32_bits_are_refused():
+    for values in (np.zeros((2, 2), np.float32), np.zeros((2, 2), np.int32)):
+        with pytest.raises(InvalidImage, match="32 bits"):
+            decode_image(saved(Image.fromarray(values), "TIFF"))
+
+
+def claiming(width: int, height: int) -> bytes:
+    """A PNG whose header names a size, with hardly any pixels after it."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        check = zlib.crc32(kind + content)
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(bytes(1000))
+    chunks = (chunk(b"IHDR", header), chunk(b"IDAT", pixels), chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+@pytest.mark.parametrize(("width", "height"), [(60_000, 60_000), (10_000, 6_000), (50_000_001, 1)])
+def test_too_many_pixels_are_refused_before_they_are_decoded(width, height, monkeypatch):
+    monkeypatch.setattr(decode, "colours_of", pytest.fail)
+    with pytest.raises(InvalidImage, match=r"pixels.* of at most 50000000"):
+        decode_image(claiming(width, height))
+
+
+def test_a_file_that_ends_early_is_refused():
+    for form in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"):
+        data = saved(Image.fromarray(np.tile(COLOURS, (20, 20, 1))), form)
+        for share in (0.1, 0.5, 0.9):
+            with pytest.raises(InvalidImage):
+                decode_image(data[: int(len(data) * share)])
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
+def test_damaged_bytes_give_an_image_or_the_one_error(form):
+    draw = random.Random(7)
+    data = saved(Image.fromarray(np.tile(COLOURS, (4, 4, 1))), form)
+    outcomes = set()
+    for _ in range(150):
+        damaged = bytearray(data)
+        for _ in range(draw.randint(1, 8)):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        try:
+            outcomes.add(decode_image(bytes(damaged)).dtype.name)
+        except InvalidImage:
+            outcomes.add("refused")
+    assert outcomes <= {"uint8", "refused"}
+    assert outcomes
+
+
+def test_what_a_header_says():
+    facts = image_facts(saved(plain(), "JPEG"))
+    assert (facts.width, facts.height, facts.format, facts.bit_depth) == (5, 6, "jpeg", 24)
+    assert image_facts(saved(plain("RGBA"))).bit_depth == 32
+    assert image_facts(saved(plain("1"))).bit_depth == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [((64, 64), (32, 32)), ((333, 501), (32, 48)), ((501, 333), (48, 32)), ((1, 7), (32, 224))],
+)
+def test_the_shorter_side_is_what_the_rules_say(size, wanted):
+    assert resized_size(*size, CLIP) == wanted
+    assert resized_size(*size, SQUARE) == (32, 24)
+
+
+def test_patches_come_row_by_row_with_the_colours_of_a_pixel_together():
+    colours = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+    got = patches(colours, 2)
+    assert got.shape == (6, 12)
+    np.testing.assert_array_equal(got[1], colours[:2, 2:4].reshape(-1))
+    np.testing.assert_array_equal(got[3], colours[2:, :2].reshape(-1))
+
+
+def test_the_middle_is_cut_out():
+    wide = np.zeros((32, 64, 3), np.uint8)
+    wide[:, 16:48] = 200
+    assert (prepare_image(wide, CLIP) == 200).all()
+    assert prepare_image(wide, SQUARE).shape == (12, 192)
+
+
+def test_an_image_that_would_be_resized_to_too_much_is_refused():
+    with pytest.raises(InvalidImage, match="2000000 by 1 pixels, and would be resized to 64000000"):
+        prepare_image(np.zeros((1, 2_000_000, 3), np.uint8), CLIP)
