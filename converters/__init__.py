@@ -288,17 +288,11 @@ def outline(
     if splade:
         _refuse_without_terms(source, route)
     if (kind := _static_kind(source, route)) is not None:
-        if adapters:
-            raise UnsupportedModel(
-                f"adapter {next(iter(adapters))}: {source} holds static embeddings, which take no "
-                "adapter; leave --adapter out"
-            )
+        _refuse_adapters(source, adapters or {})
         layout, spec, text = kind.static_outline(source, name, revision, dense_path, route)
         return Outline(source, kind, layout, spec, text, layout.rules)
     folder = source / heads.tower_folder(source, route)
-    hf = _config(folder)
-    family = _family(hf)
-    hf = family.completed(hf, folder) if hasattr(family, "completed") else hf
+    family, hf = _family(_config(folder), folder)
     is_late = not route and not splade and late_interaction.is_late(source)
     use = EMBEDDER if is_late else MASKED_LM if splade else _use(source, family, hf, route)
     _refuse_own_code(family, hf, use)
@@ -331,6 +325,15 @@ def outline(
     rules = (*tower_rules(family, hf), *layout.rules)
     model = Outline(source, family, layout, spec, text, rules, own)
     return _with_adapters(model, adapters or {}) if adapters or own else model
+
+
+def _refuse_adapters(source: Path, adapters: Mapping[str, Path]) -> None:
+    """Raise UnsupportedModel for adapters of static embeddings."""
+    if adapters:
+        raise UnsupportedModel(
+            f"adapter {next(iter(adapters))}: {source} holds static embeddings, which take no "
+            "adapter; leave --adapter out"
+        )
 
 
 def _with_adapters(model: Outline, folders: Mapping[str, Path]) -> Outline:
@@ -392,9 +395,9 @@ def _config(tower: Path) -> dict[str, Any]:
     return hf
 
 
-def _family(hf: dict[str, Any]) -> ModuleType:
-    """Import the converter of this config. Raises UnsupportedModel for a class that it does not
-    convert."""
+def _family(hf: dict[str, Any], folder: Path) -> tuple[ModuleType, dict[str, Any]]:
+    """The converter of this config, and the config with what the family reads of other files.
+    Raises UnsupportedModel for a class that it does not convert."""
     kind = hf["model_type"]
     if kind == "xlm-roberta" and is_flash(hf):
         family = jina
@@ -411,7 +414,8 @@ def _family(hf: dict[str, Any]) -> ModuleType:
             )
     if hf.get("quantization_config"):
         raise UnsupportedModel("quantised weights are not supported; use the original ones")
-    return family
+    completed = getattr(family, "completed", None)
+    return family, hf if completed is None else completed(hf, folder)
 
 
 def _tower_fields(family: ModuleType, folder: Path, hf: dict[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ from jaxembed.spec import (
 CLIP, SIGLIP = "clip", "siglip"
 ARCHITECTURE = "clip"
 CLASSES = {CLIP: ("CLIPModel",), SIGLIP: ("SiglipModel",)}
-MODULES = {  # of sentence-transformers, for both halves together
+DUAL_MODULES = {  # of sentence-transformers, for both halves together
     "sentence_transformers.models.CLIPModel",
     "sentence_transformers.sentence_transformer.modules.clip_model.CLIPModel",
 }
@@ -111,7 +111,7 @@ IMAGE_DEFAULTS = {
         "vision_use_head": True,
     },
 }
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+TOWER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 OLD_EOS = 2  # of OpenAI's files: the end is the token with the largest id
 
 
@@ -148,7 +148,7 @@ class _Source:
         for one in (given, older):
             check_fields(f"{path}, {key}", one, CONFIG_FIELDS)
         fields = {**defaults, **({**given, **defaults, **older} if older else given)}
-        require(fields, SIZES)
+        require(fields, TOWER_SIZES)
         if fields["hidden_size"] % fields["num_attention_heads"]:
             raise CheckpointError(
                 f"{path}, {key}: hidden_size {fields['hidden_size']} does not split into "
@@ -230,7 +230,7 @@ def _text(model: _Source) -> _Parts:
         *dense_rules("dense", 0, projection, tensor),
     )
     return (
-        Half(rules, ("vision_model.*", "visual_projection.*", *UNUSED)),
+        Half(rules, ("vision_model.*", "visual_projection.*", *NOT_OF_TOWERS)),
         config,
         head,
         tokenizer,
@@ -293,11 +293,11 @@ def _image(model: _Source) -> _Parts:
             Rule("vision_model.embeddings.patch_embedding.bias", "tower.embeddings.patch.bias")
         )
         own += _probe_rules(config.hidden_size)
-    half = Half(tuple(own), ("text_model.*", "text_projection.*", *UNUSED))
+    half = Half(tuple(own), ("text_model.*", "text_projection.*", *NOT_OF_TOWERS))
     return half, config, head, b"", {"max_input_tokens": tokens, "image": rules}
 
 
-UNUSED = ("logit_scale", "logit_bias", "*.embeddings.position_ids")
+NOT_OF_TOWERS = ("logit_scale", "logit_bias", "*.embeddings.position_ids")
 
 
 def _config(hf: Mapping[str, Any], **switches: Any) -> ClipConfig:
@@ -424,7 +424,7 @@ def _padding_id(folder: Path, stored: bytes, hf: Mapping[str, Any]) -> int:
 def _folder(source: Path) -> str:
     """Where the model lies within the source."""
     listed = listed_modules(source)
-    if listed is not None and listed and listed[0][0] in MODULES:
+    if listed is not None and listed and listed[0][0] in DUAL_MODULES:
         return listed[0][1]
     return ""
 

@@ -6,11 +6,11 @@ from typing import Any
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.spec import ImageRules, Resample
 
-RESAMPLES: dict[int, Resample] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+RESAMPLE_NAMES: dict[int, Resample] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 # By the processor's name without Fast, Pil and the like: what transformers takes where a field is
 # missing.
-DEFAULTS: dict[str, dict[str, Any]] = {
+PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
     "CLIP": {
         "size": {"shortest_edge": 224},
         "crop_size": {"height": 224, "width": 224},
@@ -25,7 +25,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "image_std": [0.5, 0.5, 0.5],
     },
 }
-COMMON = {"resample": 3, "rescale_factor": 1 / 255, "do_resize": True}
+COMMON_DEFAULTS = {"resample": 3, "rescale_factor": 1 / 255, "do_resize": True}
 ENDINGS = ("Fast", "Pil")
 MOST_SIDE = 8192  # pixels
 
@@ -37,20 +37,20 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
     CheckpointError for damaged fields.
     """
     processor = _processor(config)
-    fields = {**COMMON, **DEFAULTS[processor], **_given(config)}
+    fields = {**COMMON_DEFAULTS, **PROCESSOR_DEFAULTS[processor], **_given(config)}
     for switch, wanted in (("do_rescale", True), ("do_normalize", True), ("do_pad", False)):
         if fields.get(switch, wanted) is not wanted:
             raise UnsupportedModel(f"{switch} {fields[switch]!r} of images is not supported")
     if not fields["do_resize"]:
         raise UnsupportedModel("do_resize false of images is not supported: sizes would differ")
-    if fields["resample"] not in RESAMPLES:
-        known = ", ".join(map(str, RESAMPLES))
+    if fields["resample"] not in RESAMPLE_NAMES:
+        known = ", ".join(map(str, RESAMPLE_NAMES))
         raise UnsupportedModel(f"resample {fields['resample']!r} is not supported; known: {known}")
     size, shortest = _size(fields["size"], square=processor != "CLIP")
     crop = _height_and_width("crop_size", fields["crop_size"]) if fields["do_center_crop"] else None
     rules = ImageRules(
         patch=patch,
-        resample=RESAMPLES[fields["resample"]],
+        resample=RESAMPLE_NAMES[fields["resample"]],
         size=size,
         shortest=shortest,
         crop=crop,
@@ -73,14 +73,14 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
 
 
 def _processor(config: Mapping[str, Any]) -> str:
-    """The name of the processor, by either key, as DEFAULTS has it."""
+    """The name of the processor, by either key, as PROCESSOR_DEFAULTS has it."""
     named = config.get("image_processor_type") or config.get("feature_extractor_type") or "CLIP"
     name = str(named)
     for ending in ENDINGS:
         name = name.removesuffix(ending)
     name = name.removesuffix("ImageProcessor").removesuffix("FeatureExtractor")
-    if name not in DEFAULTS:
-        known = ", ".join(f"{one}ImageProcessor" for one in DEFAULTS)
+    if name not in PROCESSOR_DEFAULTS:
+        known = ", ".join(f"{one}ImageProcessor" for one in PROCESSOR_DEFAULTS)
         raise UnsupportedModel(f"image processor {named!r} is not supported; known: {known}")
     return name
 

@@ -190,8 +190,9 @@ def test_what_a_header_says():
     [((64, 64), (32, 32)), ((333, 501), (32, 48)), ((501, 333), (48, 32)), ((1, 7), (32, 224))],
 )
 def test_the_shorter_side_is_what_the_rules_say(size, wanted):
-    assert resized_size(*size, CLIP) == wanted
-    assert resized_size(*size, SQUARE) == (32, 24)
+    height, width = size
+    assert resized_size(height, width, CLIP) == wanted
+    assert resized_size(height, width, SQUARE) == (32, 24)
 
 
 def test_patches_come_row_by_row_with_the_colours_of_a_pixel_together():

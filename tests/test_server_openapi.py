@@ -52,6 +52,7 @@ BODIES = {
     "/v2/embed": {"texts": ["a", "b"], "embedding_types": ["float", "base64", "binary"]},
     "/v1/embed": {"inputs": [{"content": [{"type": "text", "text": "a"}]}]},
     "/v1/contextualizedembeddings": {"inputs": ["a b"], "enable_auto_chunking": True},
+    "/v1/multimodalembeddings": {"inputs": [{"content": [{"type": "text", "text": "a"}]}]},
     "/classify": {"input": ["a"]},
     "/v1/classify": {"input": "a"},
     "/v2/repository/index": {},

@@ -71,7 +71,9 @@ def body_of(kind, **fields):
 def test_a_modality_other_than_text_is_refused(path):
     response, answer, embedder = send(path, modality="image")
     assert response.status_code in (400, 422)
-    assert '`modality` of "image" is not supported: this server takes texts alone' in str(answer)
+    serves = path in ("/v1/embeddings", "/embeddings")
+    refusal = '`modality` of "image" is not supported: this route takes texts alone'
+    assert ("takes texts and no images" if serves else refusal) in str(answer)
     assert not embedder.asked
 
 
@@ -114,7 +116,6 @@ def test_a_field_that_nobody_knows_is_ignored(path):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("modality", "image"),
         ("images", ["https://example.org/cat.png"]),
         ("return_multivector", True),
         ("embedding_types", ["float", "int8"]),

@@ -120,12 +120,8 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
         if devices:
             _warn_of_another_tuning(grid_file, tuned_for(spec, devices, dtype))
     else:
-        on_tpu = bool(devices) and devices[0].platform == "tpu"
-        tile = TPU_TILE if on_tpu else 1
-        if spec.image is not None or spec.filled is not None:
-            grid = one_length_grid(limit, budget, shards, max(tile, SHORTEST_ROW))
-        else:
-            grid = default_grid(limit, budget, shards, tile, join=native_choice.joins)
+        tile = TPU_TILE if devices and devices[0].platform == "tpu" else 1
+        grid = _usual_grid(spec, limit, budget, shards, tile, join=native_choice.joins)
     full = config.warmup == "full" or (
         config.warmup is None and bool(devices) and devices[0].platform == "gpu"
     )
@@ -141,6 +137,15 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     return Plan(
         devices, dtype, limit, budget, grid, shards, full, kernels, per_token, file, timings
     )
+
+
+def _usual_grid(
+    spec: ModelSpec, limit: int, budget: int, shards: int, tile: int, *, join: bool
+) -> BucketGrid:
+    """The grid of a model for which the user gives none."""
+    if spec.image is not None or spec.filled is not None:  # all sequences have the same length
+        return one_length_grid(limit, budget, shards, max(tile, SHORTEST_ROW))
+    return default_grid(limit, budget, shards, tile, join=join)
 
 
 def host_plan(spec: ModelSpec, config: EngineConfig) -> Plan:

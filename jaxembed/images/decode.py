@@ -12,7 +12,7 @@ from jaxembed.errors import ConfigError, InvalidImage
 
 MOST_PIXELS = 50_000_000
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # never all that Pillow knows
-KNOWN = "a file of JPEG, PNG, WebP, GIF, BMP or TIFF"
+READABLE = "a file of JPEG, PNG, WebP, GIF, BMP or TIFF"
 WIDE = ("I;16", "I;16L", "I;16B", "I;16N")  # modes of 16 bits
 UNBOUNDED = ("I", "F")  # modes whose values have no known range
 SHOWN_BYTES = 16
@@ -98,9 +98,9 @@ def _opened(data: bytes, most_pixels: int) -> Iterator[Any]:
     except Image.DecompressionBombError as error:
         raise InvalidImage(f"the image has too many pixels, of at most {most_pixels}") from error
     except Image.UnidentifiedImageError as error:
-        raise InvalidImage(f"{_shown(data)} is no image; wanted {KNOWN}") from error
+        raise InvalidImage(f"{_shown(data)} is no image; wanted {READABLE}") from error
     except Exception as error:  # Pillow raises a dozen kinds for what is damaged
-        raise InvalidImage(f"{_shown(data)} is a damaged image; wanted {KNOWN}") from error
+        raise InvalidImage(f"{_shown(data)} is a damaged image; wanted {READABLE}") from error
 
 
 def _check_size(height: int, width: int, most_pixels: int) -> None:

@@ -6,7 +6,7 @@ The MIME type of a data URI is not used: only the bytes tell what a file is.
 import base64
 import re
 
-from jaxembed.errors import EmptyInput, InvalidInput
+from jaxembed.errors import EmptyInput, InvalidImage
 
 EXCERPT = 60  # characters of a text that a message quotes
 _FOREIGN = re.compile(r"[^A-Za-z0-9+/=]")  # what base64 does not have
@@ -17,14 +17,14 @@ def read_data_uri(text: str, most_bytes: int) -> bytes:
 
     `data:` and `base64` may be in capitals, and the base64 may have line breaks.
 
-    Raises InvalidInput if it is no such URI, is percent-encoded instead of base64, or holds more
+    Raises InvalidImage if it is no such URI, is percent-encoded instead of base64, or holds more
     than `most_bytes`, and EmptyInput if it holds nothing.
     """
     head, comma, payload = text.partition(",")
     if not is_data_uri(text) or not comma:
-        raise InvalidInput(f"{excerpt(text)} is no data URI; wanted data:[type];base64,...")
+        raise InvalidImage(f"{excerpt(text)} is no data URI; wanted data:[type];base64,...")
     if head.rpartition(";")[2].strip(" ").lower() != "base64":
-        raise InvalidInput(
+        raise InvalidImage(
             f"{excerpt(text)} is a percent-encoded data URI; wanted base64: data:[type];base64,..."
         )
     return read_base64(payload, most_bytes)
@@ -41,7 +41,7 @@ def read_base64(text: str, most_bytes: int) -> bytes:
     Line breaks are skipped; anything else that is not base64 is refused. The size follows from the
     length of the text, so nothing is decoded that is too large.
 
-    Raises InvalidInput if it is no base64 or holds more than `most_bytes`, and EmptyInput if it
+    Raises InvalidImage if it is no base64 or holds more than `most_bytes`, and EmptyInput if it
     holds nothing.
     """
     digits = text.replace("\n", "").replace("\r", "")
@@ -50,11 +50,11 @@ def read_base64(text: str, most_bytes: int) -> bytes:
     padding = len(digits) - len(digits.rstrip("="))
     size = len(digits) * 3 // 4 - padding
     if size > most_bytes:
-        raise InvalidInput(f"the base64 holds {size} bytes; the limit is {most_bytes}")
+        raise InvalidImage(f"the base64 holds {size} bytes; the limit is {most_bytes}")
     try:
         return base64.b64decode(digits, validate=True)
     except ValueError as error:
-        raise InvalidInput(f"{excerpt(digits)} is not base64: {_fault(digits)}") from error
+        raise InvalidImage(f"{excerpt(digits)} is not base64: {_fault(digits)}") from error
 
 
 def excerpt(text: str) -> str:

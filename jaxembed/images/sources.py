@@ -10,7 +10,7 @@ from jaxembed.errors import InvalidImage
 from jaxembed.images.decode import colours_of
 from jaxembed.inputs import Image
 
-WANTED = "a path, bytes, a Pillow image or a uint8 array [height, width, 3]"
+ACCEPTED = "a path, bytes, a Pillow image or a uint8 array [height, width, 3]"
 
 
 def read_image(source: Any) -> Image:
@@ -25,9 +25,9 @@ def read_image(source: Any) -> Image:
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3 or not source.size:
             raise InvalidImage(
-                f"an image is an array of {source.dtype} {list(source.shape)}; wanted {WANTED}"
+                f"an image is an array of {source.dtype} {list(source.shape)}; wanted {ACCEPTED}"
             )
         return Image(np.ascontiguousarray(source))
     if hasattr(source, "convert") and hasattr(source, "mode"):  # without importing Pillow
         return Image(colours_of(source))
-    raise InvalidImage(f"an image is a {type(source).__name__}; wanted {WANTED}")
+    raise InvalidImage(f"an image is a {type(source).__name__}; wanted {ACCEPTED}")

@@ -33,7 +33,7 @@ from jaxembed.server import (
 from jaxembed.server.audit import AuditLog
 from jaxembed.server.connection import Exchange
 from jaxembed.server.keyring import Keyring
-from jaxembed.server.media import MOST_BYTES
+from jaxembed.server.media import MOST_IMAGE_BYTES
 from jaxembed.server.models import Models
 from jaxembed.server.pool import ModelPool
 from jaxembed.server.service import Service, install
@@ -145,7 +145,7 @@ def create_app(
         keyring=keyring,
         audit=audit,
         tracer=tracer,
-        fetcher=MediaFetcher(hosts, most_bytes=MOST_BYTES) if hosts else None,
+        fetcher=MediaFetcher(hosts, most_bytes=MOST_IMAGE_BYTES) if hosts else None,
     )
     app = Server(service)
     for blueprint in BLUEPRINTS:

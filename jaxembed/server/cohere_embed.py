@@ -167,7 +167,7 @@ async def _embed(version: ApiVersion) -> Response:
     with current_meter() as meter:
         body = await read_body_as(CohereEmbedRequest)
         sources, field = _sources(body)
-        request = _as_openai(body)
+        request = _as_openai(body, has_images=any(isinstance(one, ImageSource) for one in sources))
         ranges: Ranges = {}
 
         def options(loaded: LoadedModel) -> EncodeOptions:
@@ -213,15 +213,16 @@ def _sources(body: CohereEmbedRequest) -> tuple[Sequence[str | ImageSource], str
     return [item.source for item in body.inputs], "inputs"
 
 
-def _as_openai(body: CohereEmbedRequest) -> openai.EmbeddingsRequest:
-    """The options of a body in the words of /v1/embeddings, without its texts."""
+def _as_openai(body: CohereEmbedRequest, *, has_images: bool) -> openai.EmbeddingsRequest:
+    """The options of a body in the words of /v1/embeddings, without its inputs."""
+    is_of_images = has_images and body.input_type == "image"
     return openai.EmbeddingsRequest(
         input=[],
         model=body.model,
         output_dimension=body.output_dimension,
         truncate=None if body.truncate is None else body.truncate != "NONE",
         prompt_name=body.prompt_name,
-        input_type=None if body.input_type == "image" else body.input_type,
+        input_type=None if is_of_images else body.input_type,
         normalize=body.normalize,
         priority=body.priority,
     )

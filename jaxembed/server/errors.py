@@ -20,6 +20,7 @@ from jaxembed.errors import (
     Forbidden,
     InputTooLong,
     InvalidChunk,
+    InvalidImage,
     InvalidInput,
     JaxembedError,
     MediaUrlError,
@@ -246,6 +247,8 @@ def _words(error: Exception, field: str) -> str:
                 f"Input validation error: `{field}` must have less than {limit} tokens. Given: "
                 f"{count}. Send `truncate: true` or start the server with --auto-truncate true"
             )
+        case InvalidImage() | MediaUrlError():
+            return f"`{field}`: {error}"
         case InvalidChunk(reason=reason):
             return f"`{field}` {reason}"
         case BareTokenIds(before=before, after=after):

@@ -12,10 +12,10 @@ from jaxembed.images.media import excerpt, is_data_uri, read_base64, read_data_u
 from jaxembed.inputs import Image, Input, Text
 from jaxembed.server.service import current_service
 
-MOST_BYTES = 20_000_000  # of one image
+MOST_IMAGE_BYTES = 20_000_000  # of one image
 AT_A_TIME = 4  # images of one request
-AT_ONCE = 16 * 1024  # characters of base64 that are decoded on the event loop: some 20 us
-FLAG = "--allow-media-urls"
+DECODED_AT_ONCE = 16 * 1024  # characters of base64 that are decoded on the event loop: some 20 us
+MEDIA_FLAG = "--allow-media-urls"
 
 
 class ImageSource(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class ImageUrl(msgspec.Struct):
     detail: Any = None
 
 
-class Part(msgspec.Struct):
+class ContentItem(msgspec.Struct):
     """A part of an input or a message: a text, or an image by its URL or in base64. Raises
     ValueError for one that has not what its type needs."""
 
@@ -83,10 +83,10 @@ class Part(msgspec.Struct):
 class Content(msgspec.Struct):
     """The parts of one input."""
 
-    content: list[Part]
+    content: list[ContentItem]
 
 
-def only_part(parts: Sequence[Part], place: str) -> str | ImageSource:
+def only_part(parts: Sequence[ContentItem], place: str) -> str | ImageSource:
     """The text or image of an input that must be one part: a vector is of one or of the other.
     Several texts are lines of one. Raises InvalidInput."""
     sources = [part.source for part in parts]
@@ -133,21 +133,21 @@ async def _read(item: ImageSource, held: Held) -> Image:
     if is_data_uri(text) or (item.bare and "://" not in text[:16]):
         held.charge(len(text) * 3 // 4)
         read = read_data_uri if is_data_uri(text) else read_base64
-        if len(text) <= AT_ONCE:
-            return Image(read(text, MOST_BYTES))
-        return Image(await asyncio.to_thread(read, text, MOST_BYTES))
+        if len(text) <= DECODED_AT_ONCE:
+            return Image(read(text, MOST_IMAGE_BYTES))
+        return Image(await asyncio.to_thread(read, text, MOST_IMAGE_BYTES))
     fetcher = current_service().fetcher
     if fetcher is None:
         raise MediaUrlError(
-            excerpt(text), f"wanted a data URI; for URLs name their hosts by {FLAG} HOST"
+            excerpt(text), f"wanted a data URI; for URLs name their hosts by {MEDIA_FLAG} HOST"
         )
-    held.charge(MOST_BYTES)  # before it is known how large it is
+    held.charge(MOST_IMAGE_BYTES)  # before it is known how large it is
     try:
         data = await fetcher.fetch(text)
     except BaseException:
-        held.charge(-MOST_BYTES)
+        held.charge(-MOST_IMAGE_BYTES)
         raise
-    held.charge(len(data) - MOST_BYTES)
+    held.charge(len(data) - MOST_IMAGE_BYTES)
     return Image(data)
 
 

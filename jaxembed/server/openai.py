@@ -37,7 +37,7 @@ from jaxembed.server.encoding import (
 )
 from jaxembed.server.errors import BadField
 from jaxembed.server.late import WINDOWS, ChunksRequest, asks_for_chunks, read_chunks
-from jaxembed.server.media import Part, only_part, text_or_image
+from jaxembed.server.media import ContentItem, only_part, text_or_image
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.representations import (
     SparseEmbedding,
@@ -58,7 +58,7 @@ PROMPT = "x-prompt-name"  # response header: the name of the prompt that the req
 
 Format = Literal["float", "base64"]
 
-MODALITIES = (None, "text", "image")  # that `modality` may name
+SERVED_MODALITIES = (None, "text", "image")  # that `modality` may name
 
 BASE64 = ("base64", ["base64"])  # which is a type of embeddings to Jina
 
@@ -67,7 +67,7 @@ class Message(msgspec.Struct):
     """A message of a chat, whose content is a text, or parts."""
 
     role: str
-    content: str | list[Part]
+    content: str | list[ContentItem]
 
 
 class EmbeddingsRequest(ChunksRequest, kw_only=True):
@@ -108,7 +108,7 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.modality not in MODALITIES:
+        if self.modality not in SERVED_MODALITIES:
             raise InvalidInput(
                 f"`modality` of {self.modality!r} is not supported; known: text, image",
                 field="modality",

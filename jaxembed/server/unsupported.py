@@ -26,7 +26,7 @@ class Unserved:
     harmless: tuple = ()
 
 
-_TEXTS = Unserved("this server takes texts alone", ("text",))
+_TEXTS = Unserved("this route takes texts alone", ("text",))
 _SINGLE = Unserved("each input has one vector, of all its tokens", (False,))
 _CHUNKS = "only /v1/embeddings and /embeddings have chunks"
 _AUTO = Unserved("only /v1/contextualizedembeddings takes it; see `chunk_size`", (False,))
