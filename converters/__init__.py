@@ -38,7 +38,7 @@ from converters.adapters import (
     without_built_in,
 )
 from converters.field_types import CONFIG_FIELDS, check_fields
-from converters.heads import Layout, weight_folders
+from converters.heads import Layout
 from converters.jina import is_flash
 from converters.jina_bert import is_jina_bert
 from converters.m3 import with_token_heads
@@ -354,9 +354,18 @@ def _with_adapters(model: Outline, folders: Mapping[str, Path]) -> Outline:
     return replace(model, adapters=sources, spec=spec)
 
 
+def weight_folders(source: Path, dense_path: str | None = None) -> list[str]:
+    """The folders within the source that hold weights; needs only its JSON files."""
+    if dual.is_dual(source):
+        return [dual.folder_of(source)]
+    return heads.module_folders(source, dense_path)
+
+
 def folders_read(source: Path) -> list[str]:
     """The folders of which `outline_routes` needs the weights: those of static models. Needs only
     JSON files."""
+    if dual.is_dual(source):
+        return []
     routes = [route for route in heads.routes_of(source) if _static_kind(source, route)]
     return [heads.tower_folder(source, route) for route in routes]
 

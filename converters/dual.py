@@ -144,7 +144,7 @@ class _Source:
         """The config of a half with transformers' defaults. What old files call `..._dict` comes
         first there, with its own defaults."""
         path = str(self.folder / "config.json")
-        given, older = (self.hf.get(name) or {} for name in (key, f"{key}_dict"))
+        given, older = (_not_null(self.hf.get(name) or {}) for name in (key, f"{key}_dict"))
         for one in (given, older):
             check_fields(f"{path}, {key}", one, CONFIG_FIELDS)
         fields = {**defaults, **({**given, **defaults, **older} if older else given)}
@@ -159,7 +159,8 @@ class _Source:
 
 def is_dual(source: Path) -> bool:
     """Whether a directory holds a model of texts and images."""
-    return read_optional_json(source / _folder(source) / "config.json").get("model_type") in CLASSES
+    kind = read_optional_json(source / folder_of(source) / "config.json").get("model_type")
+    return isinstance(kind, str) and kind in CLASSES
 
 
 def read_half(
@@ -167,7 +168,7 @@ def read_half(
 ) -> tuple[Half, Layout, ModelSpec, bytes]:
     """The family, layout, spec and tokenizer of the half that a route names; that of images has no
     tokenizer. Raises UnsupportedModel for what is not supported, and CheckpointError."""
-    folder = source / _folder(source)
+    folder = source / folder_of(source)
     path, hf = folder / "config.json", read_optional_json(folder / "config.json")
     check_fields(str(path), hf, CONFIG_FIELDS)
     kind = hf["model_type"]
@@ -177,7 +178,7 @@ def read_half(
                 f"architecture {architecture!r} of a {kind} model is not supported; known: "
                 f"{', '.join(CLASSES[kind])}, which has a tower of texts and one of images"
             )
-    model = _Source(folder, _folder(source), kind, hf, _normalizes(source))
+    model = _Source(folder, folder_of(source), kind, hf, _normalizes(source))
     half, config, head, tokenizer, further = (_text if route == TEXT_ROUTE else _image)(model)
     prompts, default_prompt_name = read_prompts(source)
     dtype: Any = hf.get("dtype") or hf.get("torch_dtype")
@@ -208,13 +209,20 @@ def _text(model: _Source) -> _Parts:
     hf = model.fields("text_config", TEXT_DEFAULTS[model.kind])
     require(hf, ("vocab_size", "max_position_embeddings"))
     config = _config(hf, vocab_size=hf["vocab_size"], causal=model.kind == CLIP)
-    tokenizer = read_tokenizer(model.folder, lowercase=False, vocab_size=hf["vocab_size"])
+    # SigLIP was trained on small letters, whatever its tokenizer.json says
+    lowercase, vocab_size = model.kind == SIGLIP, hf["vocab_size"]
+    tokenizer = read_tokenizer(model.folder, lowercase=lowercase, vocab_size=vocab_size)
     limit = token_limit(model.folder, config.max_positions)
     further: dict[str, Any] = {"max_input_tokens": limit}
     if model.kind == CLIP:
-        _check_end(model.folder, tokenizer, hf["eos_token_id"])
+        eos = hf["eos_token_id"]
+        _check_end(model.folder, tokenizer, None if eos == OLD_EOS else eos)
         projection, tensor = _projection(model, config), "text_projection"
     else:
+        name = _special_token(model.folder, "eos_token")
+        if name is not None:
+            named = Tokenizer.from_str(tokenizer.decode()).token_to_id(name)
+            _check_end(model.folder, tokenizer, named)
         further["max_input_tokens"] = length = config.max_positions
         filler = _padding_id(model.folder, tokenizer, hf)
         further["filled"] = Expansion(filler, length, attended=True)
@@ -395,23 +403,21 @@ def _image_rules(model: _Source, hf: Mapping[str, Any]) -> ImageRules:
     return found
 
 
-def _check_end(folder: Path, stored: bytes, eos: int) -> None:
-    """Raise CheckpointError unless texts end with the token that the vector is made of."""
+def _check_end(folder: Path, stored: bytes, eos: int | None) -> None:
+    """Raise CheckpointError unless texts end with this token, or with the one of the largest id."""
     tokenizer = Tokenizer.from_str(stored.decode())
-    wanted = max(tokenizer.get_vocab().values()) if eos == OLD_EOS else eos
+    wanted = max(tokenizer.get_vocab().values()) if eos is None else eos
     last = tokenizer.encode("a").ids[-1:]
     if last != [wanted]:
         raise CheckpointError(
-            f"the tokenizer in {folder} ends texts with {last}, and config.json with {wanted}"
+            f"the tokenizer in {folder} ends texts with {last}, and the model with {wanted}"
         )
 
 
 def _padding_id(folder: Path, stored: bytes, hf: Mapping[str, Any]) -> int:
     """The token that texts are filled up with: that of the tokenizer, else of the config."""
-    config = read_optional_json(folder / "tokenizer_config.json")
-    token = config.get("pad_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    found = None if token is None else Tokenizer.from_str(stored.decode()).token_to_id(str(token))
+    token = _special_token(folder, "pad_token")
+    found = None if token is None else Tokenizer.from_str(stored.decode()).token_to_id(token)
     found = hf.get("pad_token_id") if found is None else found
     if not isinstance(found, int) or not 0 <= found < hf["vocab_size"]:
         raise CheckpointError(
@@ -421,8 +427,19 @@ def _padding_id(folder: Path, stored: bytes, hf: Mapping[str, Any]) -> int:
     return found
 
 
-def _folder(source: Path) -> str:
-    """Where the model lies within the source."""
+def _not_null(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _special_token(folder: Path, name: str) -> str | None:
+    """A token that tokenizer_config.json names."""
+    token = read_optional_json(folder / "tokenizer_config.json").get(name)
+    token = token.get("content") if isinstance(token, dict) else token
+    return None if token is None else str(token)
+
+
+def folder_of(source: Path) -> str:
+    """Where the model lies within the source; "" is the source itself."""
     listed = listed_modules(source)
     if listed is not None and listed and listed[0][0] in DUAL_MODULES:
         return listed[0][1]

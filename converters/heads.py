@@ -251,8 +251,8 @@ def tower_folder(source: Path, route: str = "") -> str:
     return modules[0].path if modules else ""
 
 
-def weight_folders(source: Path, dense_path: str | None = None) -> list[str]:
-    """The folders within the source that hold weights; needs only its JSON files."""
+def module_folders(source: Path, dense_path: str | None = None) -> list[str]:
+    """The folders within a source of modules that hold weights; needs only its JSON files."""
     folders = (_route_folders(source, dense_path, route) for route in routes_of(source))
     return list(dict.fromkeys(chain.from_iterable(folders)))
 

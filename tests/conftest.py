@@ -78,6 +78,7 @@ _DEBERTA = _SIZES | {
     "content_to_position": True,
     "position_to_content": True,
 }
+_CLIP = _SIZES | {"activation": "quick_gelu", "causal": True}
 _T5 = {key: value for key, value in _SIZES.items() if key != "max_positions"} | {
     "head_width": 8,
     "bias_reach": 5,
@@ -103,6 +104,7 @@ TOWERS: dict[str, dict[str, Any]] = {
         "config": _SIZES
         | {"max_positions": LIMIT + 2, "type_vocab_size": 0, "pad_id": 1, "bias_reach": 5},
     },
+    "clip": {"architecture": "clip", "config": _CLIP},
     "nomic_bert": {
         "architecture": "bert",
         "config": _BERT

@@ -239,7 +239,7 @@ job = json.loads(sys.stdin.readline())
 print(json.dumps({"python": "3"}), flush=True)
 for line in sys.stdin:
     if line.strip():
-        answer = 1.0 / int(line)
+        answer = 1.0 / int(line.split()[0])
     else:
         vectors = np.array([[3, 4]] * len(job["texts"]), "<f4")
         answer = base64.b64encode(vectors.tobytes()).decode()

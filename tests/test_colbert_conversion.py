@@ -28,8 +28,7 @@ from sources import (
 from test_jina import JINA_V3, flash_tensors
 from tokenizers import AddedToken
 
-from converters import convert, outline
-from converters.heads import weight_folders
+from converters import convert, outline, weight_folders
 from jaxembed import Embedder, checkpoint, hub
 from jaxembed.errors import CheckpointError, ConfigError, UnsupportedModel
 from jaxembed.spec import (

@@ -1,5 +1,8 @@
 """Models of texts and images: what their files say, their vectors, and inputs of both kinds."""
 
+import json
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from dual_sources import (
@@ -19,8 +22,10 @@ from dual_sources import (
     write_dual,
 )
 from sources import change_json, write_json, write_modules
+from test_field_types import changes
+from tokenizers import Tokenizer
 
-from converters import convert, outline_routes
+from converters import convert, folders_read, outline_routes, weight_folders
 from converters.image_rules import read_rules
 from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoint import load_routes, verify, verify_values
@@ -186,6 +191,8 @@ def test_modules_json_says_whether_vectors_are_normalised(tmp_path):
     write_modules(folder, ("sentence_transformers.models.CLIPModel", "0_CLIPModel"))
     routes, default = outline_routes(folder)
     assert default == TEXT_ROUTE
+    assert weight_folders(folder) == ["0_CLIPModel"]
+    assert folders_read(folder) == []
     assert not routes[IMAGE_ROUTE].spec.heads["dense"].normalize
     kind = "sentence_transformers.models.Pooling"
     write_modules(
@@ -228,6 +235,16 @@ def test_files_that_a_model_of_images_needs(tmp_path):
     folder = write_dual(tmp_path / "b", "siglip")
     change_json(folder / "tokenizer_config.json", pad_token="<none>")
     assert outline_routes(folder)[0][TEXT_ROUTE].spec.filled == Expansion(1, 12, attended=True)
+
+
+def test_the_tokenizer_of_siglip_ends_texts_and_makes_letters_small(tmp_path):
+    folder = write_dual(tmp_path, "siglip")
+    change_json(folder / "tokenizer_config.json", eos_token={"content": "</s>"})
+    stored = outline_routes(folder)[0][TEXT_ROUTE].tokenizer
+    assert Tokenizer.from_str(stored.decode()).encode("W1").ids == [4, 1]
+    change_json(folder / "tokenizer_config.json", eos_token="<end>")
+    with pytest.raises(CheckpointError, match=r"ends texts with \[1\], and the model with 24"):
+        outline_routes(folder)
 
 
 def test_flags_of_texts_are_refused(tmp_path):
@@ -289,6 +306,19 @@ def test_a_grid_for_one_length_holds_it_and_wastes_little(length, budget):
     fill = max(b.length // length * length / b.length for b in grid.buckets)
     if budget >= 6 * length:
         assert fill > 0.94
+
+
+@each_kind
+def test_a_config_is_described_or_refused_whatever_it_holds(tmp_path, kind):
+    folder = write_dual(tmp_path, kind)
+    for file in ("config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        given = json.loads((folder / file).read_text())
+        for changed in changes(given):
+            write_json(folder / file, given | changed)
+            with suppress(CheckpointError):
+                outline_routes(folder)
+        write_json(folder / file, given)
+    outline_routes(folder)
 
 
 def test_the_space_of_both_has_one_width(tmp_path):

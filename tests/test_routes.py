@@ -228,9 +228,9 @@ def test_openai_can_have_it_as_base64(routed, wanted):
 
 
 def test_the_headers_are_those_of_the_route(routed, monkeypatch):
-    query = routed.routes["query"]
+    query = routed.engines["query"]
     other = replace(query, plan=replace(query.plan, dtype="bfloat16"))
-    monkeypatch.setitem(routed.routes, "query", other)
+    monkeypatch.setitem(routed.engines, "query", other)
     for route, dtype in (("query", "bfloat16"), ("document", "float32")):
         body = {"inputs": TEXTS, "prompt_name": route}
         response, _ = ask(body, path="/embed", models=Models([routed]))

@@ -148,6 +148,8 @@ def create_app(
         fetcher=MediaFetcher(hosts, most_bytes=MOST_IMAGE_BYTES) if hosts else None,
     )
     app = Server(service)
+    if service.fetcher is not None:
+        app.after_serving(service.fetcher.aclose)
     for blueprint in BLUEPRINTS:
         app.register_blueprint(blueprint)
     if pool is not None and config.admin_key is not None:

@@ -1,0 +1,123 @@
+"""CLIP and SigLIP against transformers: pixels bit for bit, and vectors of texts and images."""
+
+import numpy as np
+import pytest
+import torch
+from dual_sources import words
+from PIL import Image
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    PreTrainedTokenizerFast,
+    SiglipConfig,
+    SiglipModel,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from converters.image_rules import read_rules
+from jaxembed import Embedder, EngineConfig
+from jaxembed.images.prepare import patches, prepare_image
+
+SIZES = [(224, 224), (333, 501), (1080, 1920), (1, 7), (7, 1), (100, 30), (225, 224), (640, 480)]
+TEXTS = ["w1 w2 w3", "w5", "w7 w8 w9 w10 w11", "w0 " * 100]
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.mark.parametrize("resample", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("kind", "patch"), [(CLIPImageProcessorPil, 32), (SiglipImageProcessorPil, 16)]
+)
+def test_pixels_are_those_of_the_processors(kind, patch, resample):
+    processor = kind(resample=resample)
+    rules = read_rules(processor.to_dict(), patch)
+    draw = np.random.default_rng(0)
+    for height, width in SIZES:
+        colours = draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        (wanted,) = processor(
+            Image.fromarray(colours), do_rescale=False, do_normalize=False, return_tensors="np"
+        )["pixel_values"]
+        wanted = patches(np.asarray(wanted).transpose(1, 2, 0).astype(np.uint8), patch)
+        np.testing.assert_array_equal(prepare_image(colours, rules), wanted)
+
+
+def saved(folder, kind: str, size: str):
+    """A model with random weights, its tokenizer and its processor, saved as transformers does."""
+    tokenizer = words(kind)
+    vocabulary = tokenizer.get_vocab_size()
+    text = {"vocab_size": vocabulary, "pad_token_id": 0, "bos_token_id": 2}
+    text["eos_token_id"] = vocabulary - 1 if kind == "clip" else 1
+    image = {}
+    if size == "tiny":
+        text |= SMALL | {"max_position_embeddings": 16}
+        image = SMALL | {"image_size": 64, "patch_size": 16}
+    torch.manual_seed(0)
+    if kind == "clip":
+        model = CLIPModel(CLIPConfig(text_config=text, vision_config=image))
+        side = model.config.vision_config.image_size
+        crop = {"height": side, "width": side}
+        processor = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size=crop)
+    else:
+        model = SiglipModel(SiglipConfig(text_config=text, vision_config=image))
+        side = model.config.vision_config.image_size
+        processor = SiglipImageProcessorPil(size={"height": side, "width": side})
+    with torch.no_grad():
+        for one in model.parameters():
+            if one.ndim == 1:  # norms and biases, which begin as ones and zeros
+                one.add_(0.1 * torch.randn_like(one))
+    model.eval().save_pretrained(folder)
+    processor.save_pretrained(folder)
+    end = "<end>" if kind == "clip" else "</s>"
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token=end)
+    fast.save_pretrained(folder)
+    return model, fast, processor
+
+
+def unit(features) -> np.ndarray:
+    found = getattr(features, "pooler_output", features)
+    return (found / found.norm(dim=-1, keepdim=True)).numpy()
+
+
+@torch.no_grad()
+def vectors_of_texts(model, tokenizer, kind: str) -> np.ndarray:
+    length, rows = model.config.text_config.max_position_embeddings, []
+    for text in TEXTS:
+        ids = tokenizer(text)["input_ids"]
+        ids = ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
+        if kind == "siglip":
+            ids = ids + [0] * (length - len(ids))
+        rows.append(unit(model.get_text_features(input_ids=torch.tensor([ids])))[0])
+    return np.stack(rows)
+
+
+@torch.no_grad()
+def vectors_of_images(model, processor, images) -> np.ndarray:
+    pixels = [processor(image, return_tensors="pt")["pixel_values"] for image in images]
+    return unit(model.get_image_features(pixel_values=torch.cat(pixels)))
+
+
+@pytest.mark.parametrize("size", ["tiny", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_vectors_are_those_of_transformers(tmp_path, kind, size):
+    model, tokenizer, processor = saved(tmp_path / "model", kind, size)
+    draw = np.random.default_rng(1)
+    images = [
+        Image.fromarray(draw.integers(0, 256, (*sides, 3), dtype=np.uint8))
+        for sides in ((64, 64), (50, 90), (200, 70), (333, 501))
+    ]
+    config = EngineConfig(dtype="float32", max_batch_tokens=1024)
+    with Embedder(str(tmp_path / "model"), cache_dir=tmp_path / "cache", config=config) as ours:
+        got_images, got_texts = ours.encode(images=images), ours.encode(TEXTS)
+    for got, wanted in (
+        (got_images, vectors_of_images(model, processor, images)),
+        (got_texts, vectors_of_texts(model, tokenizer, kind)),
+    ):
+        distance = 1 - np.sum(got.astype(np.float64) * wanted, axis=1)
+        print(kind, size, "largest cosine distance", np.abs(distance).max())
+        assert np.abs(distance).max() < 1e-6
+        np.testing.assert_allclose(got, wanted, atol=2e-6)
