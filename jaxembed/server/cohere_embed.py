@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 from quart import Blueprint, Response, g
 
-from jaxembed.images.decode import image_facts
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.postprocess import to_base64
@@ -33,7 +32,7 @@ from jaxembed.server.encoding import (
     object_width,
 )
 from jaxembed.server.errors import BadField
-from jaxembed.server.media import ImageSource, ImageUrl
+from jaxembed.server.media import ImageSource, ImageUrl, facts_of_images
 from jaxembed.server.meter import current_meter
 from jaxembed.server.unsupported import ModelRequest, Unserved
 
@@ -185,8 +184,8 @@ async def _embed(version: ApiVersion) -> Response:
         )
         texts = [one for one in sources if isinstance(one, str)]
         rest: dict[str, Any] = {"meta": meta_of(answer, version)}
-        if meter.images:
-            rest["images"] = [asdict(image_facts(data)) for data in meter.images]
+        if facts := await facts_of_images(meter.images):
+            rest["images"] = [asdict(one) for one in facts]
 
         async def encode() -> Response:
             response = await json_stream(_parts(answer, texts, rest, ranges, version))

@@ -8,6 +8,7 @@ import msgspec
 
 from jaxembed.engine.admission import Held
 from jaxembed.errors import InvalidInput, MediaUrlError
+from jaxembed.images.decode import ImageFacts, image_facts
 from jaxembed.images.media import excerpt, is_data_uri, read_base64, read_data_uri
 from jaxembed.inputs import Image, Input, Text
 from jaxembed.server.service import current_service
@@ -149,6 +150,13 @@ async def _read(item: ImageSource, held: Held) -> Image:
         raise
     held.charge(len(data) - MOST_IMAGE_BYTES)
     return Image(data)
+
+
+async def facts_of_images(images: Sequence[bytes]) -> list[ImageFacts]:
+    """What the headers of images say, read in a thread: one may be long."""
+    if not images:
+        return []
+    return await asyncio.to_thread(lambda: list(map(image_facts, images)))
 
 
 def text_or_image(source: str | ImageSource) -> Text | ImageSource:

@@ -6,14 +6,14 @@ from typing import Literal
 import msgspec
 from quart import Blueprint, Response
 
-from jaxembed.images.decode import image_facts
+from jaxembed.images.decode import ImageFacts
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.server import openai
 from jaxembed.server.answering import embed_inputs, encode_answer
 from jaxembed.server.body import AnyPriority, RequestInputs, read_body_as, read_sources
 from jaxembed.server.encoding import json_answer, json_items, json_stream
-from jaxembed.server.media import Content, only_part
+from jaxembed.server.media import Content, facts_of_images, only_part
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.vectors import VectorsRequest, asked_dtype
 from jaxembed.spec import IMAGE_ROUTE
@@ -102,14 +102,14 @@ async def _respond(meter: Meter, request: openai.EmbeddingsRequest, answer: Embe
         ]
 
     data = json_items(len(dense), dense.shape[1], items)
-    rest = {"model": meter.served_name, "usage": _usage(meter, answer)}
+    usage = _usage(meter, answer, await facts_of_images(meter.images))
+    rest = {"model": meter.served_name, "usage": usage}
     response = await json_stream(json_answer({"data": data}, rest, first=b'{"object":"list",'))
     return openai.with_prompt(response, request, meter.loaded.spec)
 
 
-def _usage(meter: Meter, answer: Embeddings) -> dict[str, int]:
+def _usage(meter: Meter, answer: Embeddings, facts: list[ImageFacts]) -> dict[str, int]:
     """The fields of MultimodalUsage."""
-    facts = [image_facts(data) for data in meter.images]
     total = int(answer.num_tokens.sum())
     image = meter.loaded.engines.get(IMAGE_ROUTE)
     of_images = 0 if image is None else len(facts) * image.spec.max_input_tokens
