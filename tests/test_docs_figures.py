@@ -91,6 +91,15 @@ def test_what_a_job_costs_beside_encode():
         assert f"| {facts['texts']:,} | {rates} |" in BENCHMARKS
 
 
+def test_what_a_job_does_beside_other_libraries():
+    facts = result("bench_bulk_peers", AMD)
+    assert f"with {facts['texts']:,} texts" in BENCHMARKS
+    names = {"encode": "`encode`", "job": "`jaxembed embed`"}
+    for one in facts["results"]:
+        rates = f"{one['rows_per_s']:,.0f} | {one['of_encode']:.3f}"
+        assert f"| {names.get(one['run'], one['run'])} | {rates} |" in BENCHMARKS
+
+
 def test_the_memory_of_a_job_of_ten_million_rows():
     facts, page = result("bench_bulk_nulls", AMD)["null_model"], BENCHMARKS.replace("\n", " ")
     assert facts["rows"] == 10_000_000

@@ -40,6 +40,7 @@ from jaxembed.errors import (
     UnsupportedModel,
     WrongTask,
 )
+from jaxembed.images import decode
 from jaxembed.inputs import Image, Text
 from jaxembed.options import EncodeOptions
 from jaxembed.processors.text import Rules
@@ -183,6 +184,12 @@ def test_a_limit_of_texts_that_are_filled_up_is_refused(tmp_path):
     config = EngineConfig(devices=1, max_input_tokens=8)
     with pytest.raises(ConfigError, match="filled up to 12 tokens"):
         Embedder(str(folder), cache_dir=tmp_path / "cache", config=config)
+
+
+def test_without_pillow_the_extra_is_named_before_anything_is_served(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'jaxembed\[images\]'"):
+        Embedder(str(write_dual(tmp_path / "source")), cache_dir=tmp_path / "cache")
 
 
 def test_modules_json_says_whether_vectors_are_normalised(tmp_path):

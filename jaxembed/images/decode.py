@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
 
@@ -80,15 +81,20 @@ def colours_of(image: Any) -> np.ndarray:
     return np.array(image.convert("RGB"))
 
 
+def require_pillow() -> None:
+    """Raise ConfigError unless Pillow is installed."""
+    if find_spec("PIL") is None:
+        raise ConfigError(
+            "images are decoded by Pillow, which is not installed: pip install 'jaxembed[images]'"
+        )
+
+
 @contextmanager
 def _opened(data: bytes, most_pixels: int) -> Iterator[Any]:
     """The image, not decoded yet. Whatever goes wrong with the file becomes InvalidImage."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ConfigError(
-            "images are decoded by Pillow, which is not installed: pip install 'jaxembed[images]'"
-        ) from error
+    require_pillow()
+    from PIL import Image  # only models of images need it
+
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             _check_size(image.height, image.width, most_pixels)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from jaxembed.errors import InvalidInput
-from jaxembed.images.decode import MOST_PIXELS, decode_image, image_size
+from jaxembed.images.decode import MOST_PIXELS, decode_image, image_size, require_pillow
 from jaxembed.images.prepare import prepare_image, resized_size
 from jaxembed.inputs import Image, Input
 from jaxembed.models.clip import CLASS_ID
@@ -29,7 +29,8 @@ class ImageProcessor:
     """
 
     def __init__(self, spec: ModelSpec, workers: int):
-        """`workers` is the number of threads of `executor`."""
+        """`workers` is the number of threads of `executor`. Raises ConfigError without Pillow."""
+        require_pillow()
         assert spec.image is not None
         self._rules = spec.image
         self.limit = spec.max_input_tokens
