@@ -10,6 +10,8 @@ from typing import Any
 
 from benchmarks import report
 
+ENDED_S = 10.0  # that a program has to end when its input does
+
 
 class Peer:
     """A program that answers each line of its input with a line of JSON."""
@@ -45,4 +47,9 @@ def running(name: str, python: Path, program: Path) -> Iterator[Peer]:
         try:
             yield Peer(name, process)
         finally:
-            process.terminate()
+            assert process.stdin is not None
+            process.stdin.close()  # it ends, and so do the processes of its pool
+            try:
+                process.wait(ENDED_S)
+            except subprocess.TimeoutExpired:
+                process.terminate()

@@ -153,9 +153,10 @@ class RequestRunner(ABC):
         inference.observe_many(run.inference_s)
         both = zip(run.queue_s, run.inference_s, strict=True)
         duration.observe_many([each_s + queue_s + inference_s for queue_s, inference_s in both])
-        stages = (run.tokenization_s, mean(run.queue_s), mean(run.inference_s))
-        for stage, seconds in zip(self._stages, stages, strict=True):
-            stage.observe(seconds)
+        tokenized_stage, queue_stage, inference_stage = self._stages
+        tokenized_stage.observe(run.tokenization_s)
+        queue_stage.observe(mean(run.queue_s))
+        inference_stage.observe(mean(run.inference_s))
 
 
 class QueueRunner(RequestRunner):
@@ -353,6 +354,9 @@ def _cancel(parts: Iterable[Future | asyncio.Future]) -> None:
 
 def _join(parts: Sequence[Tokenized], request: Request) -> Tokenized:
     work = join_work([part.work for part in parts], request.outputs, request.adapter)
+    if len(parts) == 1:
+        (part,) = parts
+        return Tokenized(work, part.truncated, part.windows, part.chunked)
     truncated = sum([part.truncated for part in parts])
     windows = join_windows([part.windows for part in parts])
     return Tokenized(work, truncated, windows, join_chunked([part.chunked for part in parts]))

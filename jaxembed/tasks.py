@@ -89,7 +89,7 @@ class Tasks:
         """
         check_task(self._name, self._spec, "embed")
         self._check_outputs(options)
-        if any(isinstance(item, Image) for item in inputs):
+        if Image in map(type, inputs):
             return self._embed_images(inputs, options)
         options, adapter = self._with_prompt_of_adapter(options)
         prompt = self._processor.prompt(options.prompt, options.prompt_name)
