@@ -166,9 +166,7 @@ def test_the_example_goes_on_after_a_failure_and_writes_no_row_twice(
     check_rows(tmp_path / "vectors", embedder.encode_document)
 
 
-def test_the_example_of_ray_serve_answers_as_the_server_does(
-    tiny_checkpoint, embedder, tmp_path, monkeypatch
-):
+def test_the_example_of_ray_serve_answers_as_the_server_does(tiny_checkpoint, embedder):
     serve = pytest.importorskip("ray.serve")
     from examples import ray_serve  # which imports Ray
 
@@ -180,7 +178,8 @@ def test_the_example_of_ray_serve_answers_as_the_server_does(
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             body = {"input": ["a cat", "the dog"]}
             found = client.post("/v1/embeddings", json=body).raise_for_status().json()["data"]
-            close([one["embedding"] for one in found], embedder.encode(body["input"]))
+            vectors = [one["embedding"] for one in found]  # in bfloat16, where the machine has it
+            np.testing.assert_allclose(vectors, embedder.encode(body["input"]), atol=5e-3)
             assert client.post("/embed", json={"inputs": "a cat"}).status_code == 200
             refused = client.post("/v1/embeddings", json={"input": []})
             assert refused.status_code == 400
