@@ -201,8 +201,7 @@ def test_a_package_that_is_not_installed_is_told_with_the_command_that_installs_
 
 
 def test_too_old_a_reference_is_refused(verify, source, monkeypatch):
-    monkeypatch.delitem(sys.modules, "sentence_transformers", raising=False)
-    monkeypatch.setenv("FAKE_VERSION", "5.1.2")
+    monkeypatch.setattr("sentence_transformers.__version__", "5.1.2")
     with pytest.raises(ConfigError, match=r"is 5\.1\.2; pip install 'sentence-transformers>=6\.2'"):
         verify(source)
 

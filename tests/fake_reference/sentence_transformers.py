@@ -2,8 +2,7 @@
 
 It errs as the environment says, which reaches a process of its own: FAKE_NOISE adds noise to the
 results of texts (of a pair the second) that hold the word, FAKE_EXTRA_TOKEN an id to theirs,
-FAKE_SCALE scales all vectors, FAKE_LIMIT is its own limit, FAKE_FAILURE is raised, FAKE_VERSION is
-the version.
+FAKE_SCALE scales all vectors, FAKE_LIMIT is its own limit, FAKE_FAILURE is raised.
 """
 
 import os
@@ -17,7 +16,7 @@ from jaxembed import Embedder, EngineConfig
 from jaxembed.inputs import Pair, Text
 from jaxembed.processors.text import Rules
 
-__version__ = os.environ.get("FAKE_VERSION", "6.2.0")
+__version__ = "6.2.0"
 
 
 def _holds(variable: str, one: str | tuple[str, str]) -> bool:
