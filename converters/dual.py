@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
@@ -35,7 +36,7 @@ from converters.weights import (
     transpose,
 )
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.models.clip import ClipConfig
+from jaxembed.models.clip import CLASS_ID, ClipConfig
 from jaxembed.spec import (
     TEXT_ROUTE,
     DenseLayer,
@@ -257,6 +258,8 @@ def _image(model: _Source) -> _Parts:
     if not is_clip and not hf["vision_use_head"]:
         raise UnsupportedModel("vision_use_head false is not supported; known: true")
     rules = _image_rules(model, hf)
+    if is_clip:
+        rules = msgspec.structs.replace(rules, before=(CLASS_ID,))
     rows, columns = rules.grid
     tokens = rows * columns + is_clip
     config = _config(

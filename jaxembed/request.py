@@ -94,7 +94,7 @@ class Request(ABC, Generic[Answer]):
         """The cost of the request if it is made of so many sequences and tokens."""
         token_bytes, input_bytes = TOKEN_BYTES, INPUT_BYTES
         if spec.image is not None:
-            token_bytes += 2 * spec.image.patch_bytes  # twice while a batch is packed
+            token_bytes += 2 * spec.image.token_bytes  # twice while a batch is packed
         for name in self.outputs:
             row_bytes = 2 * FLOAT_BYTES * spec.widths[name]  # twice while they are normalised
             if OUTPUTS[name].sparse:

@@ -240,11 +240,16 @@ Resample = Literal["nearest", "lanczos", "bilinear", "bicubic"]
 
 
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How an image becomes patches of `patch` by `patch` pixels, as transformers' processors do it.
+    """How an image becomes patches of `patch` by `patch` pixels, as transformers' processors do it,
+    and how these become a sequence of tokens.
 
     It is resized by `resample`: to the `size`, height and width, or so that its shorter side is
     `shortest`. Then the middle is cut out, as high and wide as `crop`.
     On the device a value times `rescale`, less the `mean` of its colour, is divided by the `std`.
+
+    Each patch is a token with the id `token_id`. `before` and `after` are the ids of the tokens
+    around the patches of an image. `place_numbers` is how many numbers tell the tower where a token
+    lies in its image; 0 where its position in the sequence does.
     """
 
     patch: int
@@ -255,11 +260,20 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     rescale: float = 1 / 255
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    token_id: int = 0
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    place_numbers: int = 0
 
     @property
     def patch_bytes(self) -> int:
         """The number of bytes of a patch: three colours of each pixel."""
         return 3 * self.patch**2
+
+    @property
+    def token_bytes(self) -> int:
+        """The number of bytes of a token's patches: those of one patch."""
+        return self.patch_bytes
 
     @property
     def made(self) -> tuple[int, int]:

@@ -22,8 +22,9 @@ class Encoding:
 
     `ids` and `types` are int32 `[length]`; without `types` all are zero. Each of the `spans` is
     pooled by itself, counted from the start of the sequence; they may overlap. Without `spans` all
-    tokens are pooled together. The last `fillers` tokens fill up a query; see `Expansion`. Of a
-    picture `pixels` has the patch of each token, int32 `[length, words]` of four bytes each.
+    tokens are pooled together. The last `fillers` tokens fill up a query; see `Expansion`. Of an
+    image `pixels` has the place and the patch of each token, int32 `[length, words]`: the numbers
+    of the place, then four bytes a word.
     """
 
     ids: np.ndarray

@@ -235,10 +235,9 @@ def pack(batch: Batch, count: int = PackedTokens.PLANES) -> np.ndarray:
         if entry.fillers:  # as PackedTokens.unstack reads them
             end = offset + entry.length
             segments[end - entry.fillers : end] *= -1
-    patches = [entry.pixels for entry in entries if entry.pixels is not None]
-    if patches:
-        further[:, target] = np.concatenate(patches).T
-    elif len(further):
+        if entry.pixels is not None:
+            further[:, offset : offset + entry.length] = entry.pixels.T
+    if any(entry.adapter for entry in entries):
         further[:, target] = np.repeat([entry.adapter for entry in entries], lengths)
     places = batch.slot_rows * bucket.length + batch.all_slots
     starts, ends = _spans(entries, lengths)

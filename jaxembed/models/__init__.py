@@ -154,19 +154,19 @@ def program(spec: ModelSpec) -> Program:
         for name, leaf in zip(names, jax.tree.leaves(state), strict=True)
     }
     structure = jax.tree.structure(state)
-    interaction, images = spec.interaction, spec.image is not None
+    interaction, image = spec.interaction, spec.image
     expansion = spec.filled if interaction is None else interaction.expansion
 
     def forward(
         parameters, planes, slots: int, outputs: Collection[OutputName]
     ) -> dict[OutputName, Array]:
         model = nnx.merge(graph, jax.tree.unflatten(structure, parameters))
-        tokens = PackedTokens.unstack(planes, slots, expansion, images=images)
+        tokens = PackedTokens.unstack(planes, slots, expansion, image)
         return model(tokens, outputs)
 
     planes = PackedTokens.PLANES + bool(spec.adapters)
-    if spec.image is not None:
-        planes += spec.image.patch_bytes // WORD_BYTES
+    if image is not None:
+        planes += image.place_numbers + image.token_bytes // WORD_BYTES
     return Program(shapes, spec.primary, (*spec.heads, "tokens"), forward, planes)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
-from jaxembed.spec import Expansion
+from jaxembed.spec import Expansion, ImageRules
 
 Hidden = Float[Array, "rows length dim"]  # the hidden states of packed rows
 Segments = Int[Array, "rows length"]
@@ -29,7 +29,8 @@ class PackedTokens:
     the number of each token's adapter, 0 for none; it is None in models without adapters.
     `key_segments` are the segments of tokens as keys, which differ for those that no token attends
     to; None: they are the segments. `pixels` holds the patch of each token of an image, zeros for
-    one that has none; None in models of text.
+    one that has none; None in models of text. `places` tells where in its image each token lies, if
+    the model of images wants to know.
     """
 
     ids: Int[Array, "rows length"]
@@ -40,8 +41,9 @@ class PackedTokens:
     adapters: Int[Array, "rows length"] | None = None
     key_segments: Segments | None = None
     pixels: UInt8[Array, "rows length values"] | None = None
+    places: Int[Array, "rows length numbers"] | None = None
 
-    PLANES = 5  # of the stacked array; 6 in models with adapters, and as many as a patch has words
+    PLANES = 5  # of the stacked array, without those of adapters and of images
 
     @classmethod
     def unstack(
@@ -49,23 +51,25 @@ class PackedTokens:
         planes: Int[Array, "planes rows length"],
         slots: int,
         expansion: Expansion | None = None,
-        *,
-        images: bool = False,
+        image: ImageRules | None = None,
     ) -> "PackedTokens":
         """The planes, which are moved to the device as one array. The first `slots` places of each
         row of the fifth one hold where its slots begin, the next `slots` where they end. With an
-        `expansion` the segments of its fillers are negative. With `images` the planes after the
-        fifth are words of WORD_BYTES bytes of the patches, in the order of the host's memory."""
-        ids, positions, segments, types, places = (planes[i] for i in range(cls.PLANES))
+        `expansion` the segments of its fillers are negative. Of a model of images, which the rules
+        `image` tell, the planes after the fifth are the numbers of the places, and then words of
+        WORD_BYTES bytes of the patches, in the order of the host's memory."""
+        ids, positions, segments, types, ends = (planes[i] for i in range(cls.PLANES))
         key_segments = None
         if expansion is not None:
             hidden = -jnp.ones_like(segments)
             key_segments = None if expansion.attended else jnp.where(segments < 0, hidden, segments)
             segments = abs(segments)
-        bounds = jnp.stack([places[:, :slots], places[:, slots : 2 * slots]], axis=2)
-        if images:
-            pixels = _bytes_of(planes[cls.PLANES :])
-            return cls(ids, positions, segments, types, bounds, None, key_segments, pixels)
+        bounds = jnp.stack([ends[:, :slots], ends[:, slots : 2 * slots]], axis=2)
+        if image is not None:
+            numbers, words = jnp.split(planes[cls.PLANES :], [image.place_numbers])
+            places = numbers.transpose(1, 2, 0) if image.place_numbers else None
+            pixels = _bytes_of(words)
+            return cls(ids, positions, segments, types, bounds, None, key_segments, pixels, places)
         adapters = planes[cls.PLANES] if len(planes) > cls.PLANES else None
         return cls(ids, positions, segments, types, bounds, adapters, key_segments)
 

@@ -11,7 +11,6 @@ from jaxembed.errors import InvalidInput
 from jaxembed.images.decode import MOST_PIXELS, decode_image, image_size, require_pillow
 from jaxembed.images.prepare import prepare_image, resized_size
 from jaxembed.inputs import Image, Input
-from jaxembed.models.clip import CLASS_ID
 from jaxembed.processors.text import Rules, TextProcessor, Tokenized
 from jaxembed.spec import ModelSpec
 from jaxembed.work import Encoding, work_of
@@ -34,10 +33,6 @@ class ImageProcessor:
         assert spec.image is not None
         self._rules = spec.image
         self.limit = spec.max_input_tokens
-        rows, columns = self._rules.grid
-        self._before = self.limit - rows * columns  # tokens before the patches
-        self._ids = np.zeros(self.limit, np.int32)
-        self._ids[: self._before] = CLASS_ID
         self._workers = workers
         self._room = _Room(MOST_PIXELS)
         self.executor: Executor = ThreadPoolExecutor(workers, thread_name_prefix="decode")
@@ -73,9 +68,13 @@ class ImageProcessor:
         with self._room.taken(height * width + resized[0] * resized[1]):
             colours = decode_image(data) if isinstance(data, bytes) else data
             patches = prepare_image(colours, self._rules)
-        pixels = np.zeros((self.limit, patches.shape[1] // WORD.itemsize), np.int32)
-        pixels[self._before :] = np.ascontiguousarray(patches).view(WORD)
-        return Encoding(self._ids, pixels=pixels)
+        before, after = self._rules.before, self._rules.after
+        own = [self._rules.token_id] * len(patches)
+        ids = np.array([*before, *own, *after], np.int32)
+        pixels = np.zeros((len(ids), patches.shape[1] // WORD.itemsize), np.int32)
+        at = slice(len(before), len(before) + len(patches))
+        pixels[at] = np.ascontiguousarray(patches).view(WORD)
+        return Encoding(ids, pixels=pixels)
 
 
 Processor = TextProcessor | ImageProcessor
