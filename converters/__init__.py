@@ -19,6 +19,7 @@ from converters import (
     jina,
     jina_bert,
     late_interaction,
+    pages,
     rerankers,
     scores,
     static,
@@ -203,6 +204,9 @@ def outline_routes(
         }
         _check_comparable(source, halves)
         return halves, TEXT_ROUTE
+    if pages.is_pages(source):
+        _refuse_options_of_texts(source, adapters, dense_path, splade=splade)
+        return {"": outline(source, name=name, revision=revision)}, ""
     router = heads.router_of(source)
     if router is None:
         model = outline(
@@ -285,6 +289,9 @@ def outline(
     if dual.is_dual(source):
         half, layout, spec, text = dual.read_half(source, name, revision, route)
         return Outline(source, half, layout, spec, text, half.RULES)
+    if pages.is_pages(source):
+        family, layout, spec, text = pages.read_pages(source, name, revision)
+        return Outline(source, family, layout, spec, text, family.RULES)
     if splade:
         _refuse_without_terms(source, route)
     if (kind := _static_kind(source, route)) is not None:

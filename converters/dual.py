@@ -116,10 +116,6 @@ TOWER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_att
 OLD_EOS = 2  # of OpenAI's files: the end is the token with the largest id
 
 
-LAYER = "encoder.layers.{i}"
-TARGET = "tower.layers.{i}"
-
-
 @dataclass(frozen=True)
 class Half:
     """The tower of texts or of images, as the plan of a conversion reads a family."""
@@ -209,7 +205,7 @@ def _text(model: _Source) -> _Parts:
     tokens all lead to, or of SigLIP's padding."""
     hf = model.fields("text_config", TEXT_DEFAULTS[model.kind])
     require(hf, ("vocab_size", "max_position_embeddings"))
-    config = _config(hf, vocab_size=hf["vocab_size"], causal=model.kind == CLIP)
+    config = tower_config(hf, vocab_size=hf["vocab_size"], causal=model.kind == CLIP)
     # SigLIP was trained on small letters, whatever its tokenizer.json says
     lowercase, vocab_size = model.kind == SIGLIP, hf["vocab_size"]
     tokenizer = read_tokenizer(model.folder, lowercase=lowercase, vocab_size=vocab_size)
@@ -235,7 +231,7 @@ def _text(model: _Source) -> _Parts:
     head = Pooled(("lasttoken",), _normalized(model, projection))
     rules = (
         Rule("text_model.embeddings.token_embedding.weight", "tower.embeddings.word.embedding"),
-        *_tower_rules("text_model", "final_layer_norm"),
+        *tower_rules("text_model.", "final_layer_norm"),
         *dense_rules("dense", 0, projection, tensor),
     )
     return (
@@ -257,12 +253,12 @@ def _image(model: _Source) -> _Parts:
         raise UnsupportedModel(f"num_channels {hf['num_channels']} is not supported; known: 3")
     if not is_clip and not hf["vision_use_head"]:
         raise UnsupportedModel("vision_use_head false is not supported; known: true")
-    rules = _image_rules(model, hf)
+    rules = image_rules(model.folder, hf)
     if is_clip:
         rules = msgspec.structs.replace(rules, before=(CLASS_ID,))
     rows, columns = rules.grid
     tokens = rows * columns + is_clip
-    config = _config(
+    config = tower_config(
         hf | {"max_position_embeddings": tokens},
         patch_bytes=rules.patch_bytes,
         patch_bias=not is_clip,
@@ -270,12 +266,8 @@ def _image(model: _Source) -> _Parts:
         input_norm=is_clip,
     )
     own = [
-        Rule(
-            "vision_model.embeddings.patch_embedding.weight",
-            "tower.embeddings.patch.kernel",
-            patch_kernel,
-        ),
-        *_tower_rules("vision_model", "post_layernorm"),
+        *patch_rules("vision_model.", bias=not is_clip),
+        *tower_rules("vision_model.", "post_layernorm"),
     ]
     head: Head
     if is_clip:
@@ -300,9 +292,6 @@ def _image(model: _Source) -> _Parts:
             activation=activation_of(hf, "hidden_act"),
             modules=_normalized(model),
         )
-        own.append(
-            Rule("vision_model.embeddings.patch_embedding.bias", "tower.embeddings.patch.bias")
-        )
         own += _probe_rules(config.hidden_size)
     half = Half(tuple(own), ("text_model.*", "text_projection.*", *NOT_OF_TOWERS))
     return half, config, head, b"", {"max_input_tokens": tokens, "image": rules}
@@ -311,7 +300,8 @@ def _image(model: _Source) -> _Parts:
 NOT_OF_TOWERS = ("logit_scale", "logit_bias", "*.embeddings.position_ids")
 
 
-def _config(hf: Mapping[str, Any], **switches: Any) -> ClipConfig:
+def tower_config(hf: Mapping[str, Any], **switches: Any) -> ClipConfig:
+    """The config of a tower, with transformers' defaults filled in."""
     return ClipConfig(
         hidden_size=hf["hidden_size"],
         num_layers=hf["num_hidden_layers"],
@@ -324,21 +314,30 @@ def _config(hf: Mapping[str, Any], **switches: Any) -> ClipConfig:
     )
 
 
-def _tower_rules(half: str, last_norm: str) -> list[Rule]:
-    """The rules of a tower for all but its words or patches."""
-    layer = f"{half}.{LAYER}"
+def tower_rules(half: str, last_norm: str, tower: str = "tower") -> list[Rule]:
+    """The rules of a tower, whose parameters have that name, for all but its words or patches.
+    `half` is how the names of its tensors begin."""
+    layer, target = f"{half}encoder.layers.{{i}}", f"{tower}.layers.{{i}}"
     qkv = [f"{layer}.self_attn.{one}_proj" for one in "qkv"]
+    positions = f"{tower}.embeddings.position.embedding"
     return [
-        Rule(f"{half}.embeddings.position_embedding.weight", "tower.embeddings.position.embedding"),
-        Rule(tuple(f"{one}.weight" for one in qkv), f"{TARGET}.qkv.kernel", concatenate_transposed),
-        Rule(tuple(f"{one}.bias" for one in qkv), f"{TARGET}.qkv.bias", concatenate),
-        *_linear_rules(f"{layer}.self_attn.out_proj", f"{TARGET}.out"),
-        *_linear_rules(f"{layer}.mlp.fc1", f"{TARGET}.up"),
-        *_linear_rules(f"{layer}.mlp.fc2", f"{TARGET}.down"),
-        *_norm_rules(f"{layer}.layer_norm1", f"{TARGET}.attention_norm"),
-        *_norm_rules(f"{layer}.layer_norm2", f"{TARGET}.mlp_norm"),
-        *_norm_rules(f"{half}.{last_norm}", "tower.norm"),
+        Rule(f"{half}embeddings.position_embedding.weight", positions),
+        Rule(tuple(f"{one}.weight" for one in qkv), f"{target}.qkv.kernel", concatenate_transposed),
+        Rule(tuple(f"{one}.bias" for one in qkv), f"{target}.qkv.bias", concatenate),
+        *linear_rules(f"{layer}.self_attn.out_proj", f"{target}.out"),
+        *linear_rules(f"{layer}.mlp.fc1", f"{target}.up"),
+        *linear_rules(f"{layer}.mlp.fc2", f"{target}.down"),
+        *_norm_rules(f"{layer}.layer_norm1", f"{target}.attention_norm"),
+        *_norm_rules(f"{layer}.layer_norm2", f"{target}.mlp_norm"),
+        *_norm_rules(f"{half}{last_norm}", f"{tower}.norm"),
     ]
+
+
+def patch_rules(half: str, tower: str = "tower", *, bias: bool) -> list[Rule]:
+    """The rules of the projection of patches, as `tower_rules`."""
+    source, target = f"{half}embeddings.patch_embedding", f"{tower}.embeddings.patch"
+    kernel = Rule(f"{source}.weight", f"{target}.kernel", patch_kernel)
+    return [kernel, Rule(f"{source}.bias", f"{target}.bias")] if bias else [kernel]
 
 
 def _probe_rules(width: int) -> list[Rule]:
@@ -352,14 +351,15 @@ def _probe_rules(width: int) -> list[Rule]:
         rules.append(Rule(f"{joint}_bias", f"{target}.{name}.bias", rows_of(start, stop)))
     return [
         *rules,
-        *_linear_rules(f"{head}.attention.out_proj", f"{target}.out"),
+        *linear_rules(f"{head}.attention.out_proj", f"{target}.out"),
         *_norm_rules(f"{head}.layernorm", f"{target}.norm"),
-        *_linear_rules(f"{head}.mlp.fc1", f"{target}.up"),
-        *_linear_rules(f"{head}.mlp.fc2", f"{target}.down"),
+        *linear_rules(f"{head}.mlp.fc1", f"{target}.up"),
+        *linear_rules(f"{head}.mlp.fc2", f"{target}.down"),
     ]
 
 
-def _linear_rules(source: str, target: str) -> list[Rule]:
+def linear_rules(source: str, target: str) -> list[Rule]:
+    """The rules of a linear layer with a bias."""
     return [
         Rule(f"{source}.weight", f"{target}.kernel", transpose),
         Rule(f"{source}.bias", f"{target}.bias"),
@@ -387,21 +387,20 @@ def _normalized(model: _Source, *modules: Module) -> tuple[Module, ...]:
     return (*modules, NormalizeLayer()) if model.normalizes else modules
 
 
-def _image_rules(model: _Source, hf: Mapping[str, Any]) -> ImageRules:
-    """The rules of preprocessor_config.json, or of processor_config.json, which may hold them."""
-    rules = read_optional_json(model.folder / "preprocessor_config.json")
-    rules = rules or read_optional_json(model.folder / "processor_config.json").get(
-        "image_processor"
-    )
+def image_rules(folder: Path, hf: Mapping[str, Any]) -> ImageRules:
+    """The rules of preprocessor_config.json, or of processor_config.json, which may hold them, for
+    the tower of this config."""
+    rules = read_optional_json(folder / "preprocessor_config.json")
+    rules = rules or read_optional_json(folder / "processor_config.json").get("image_processor")
     if not isinstance(rules, dict) or not rules:
         raise CheckpointError(
-            f"{model.folder} does not say how images are prepared: wanted preprocessor_config.json"
+            f"{folder} does not say how images are prepared: wanted preprocessor_config.json"
         )
     found = read_rules(rules, hf["patch_size"])
     wanted = (hf["image_size"], hf["image_size"])
     if found.made != wanted:
         raise CheckpointError(
-            f"{model.folder}: images are brought to {found.made}, and the tower takes {wanted}"
+            f"{folder}: images are brought to {found.made}, and the tower takes {wanted}"
         )
     return found
 

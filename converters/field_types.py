@@ -131,6 +131,7 @@ CONFIG_FIELDS = {
     "decoder_bias": _SWITCH,
     "dim": _SIZE,
     "dtype": _NAME,
+    "embedding_dim": _SIZE,
     "embedding_size": _SIZE,
     "eos_token_id": _COUNT,
     "feed_forward_proj": _NAME,
@@ -144,6 +145,8 @@ CONFIG_FIELDS = {
     "hidden_size": _SIZE,
     "id2label": FieldType("an object of names by id", dict[str, str | int] | None),
     "image_size": _SIZE,
+    "image_token_id": _COUNT,
+    "image_token_index": _COUNT,
     "inner_group_num": _whole(1, 32),
     "intermediate_size": _SIZE,
     "is_causal": _SWITCH,
@@ -228,6 +231,7 @@ CONFIG_FIELDS = {
     "vision_config": _OBJECT,
     "vision_config_dict": _OBJECT,
     "vision_use_head": _SWITCH,
+    "vlm_config": _OBJECT,
     "vocab_size": _SIZE,
 }
 
@@ -300,6 +304,10 @@ FIELDS_BY_FILE = {
         "max_active_dims": _SIZE,
         "model_type": _NAME,
         "prompts": FieldType("an object of strings by name", dict[str, str | None]),
+    },
+    "processor_config.json": {
+        "query_prefix": _not_null(_NAME),
+        "visual_prompt_prefix": _not_null(_NAME),
     },
     "tokenizer_config.json": {"model_input_names": _NAMES, "tokenizer_class": _NAME},
 }

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxembed.errors import InvalidInput
 from jaxembed.images.sources import read_image
-from jaxembed.inputs import ChunkedText, Input, Pair, Text
+from jaxembed.inputs import ChunkedText, Image, Input, Pair, Text
 from jaxembed.interaction import compare_outputs
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import (
@@ -157,13 +157,16 @@ class Embedder(LoadedModel):
     def rerank(
         self,
         query: str,
-        documents: Sequence[str],
+        documents: Sequence[Any] = (),
         *,
+        images: Any = None,
         top_n: int | None = None,
         raw_scores: bool = False,
         **options,
     ) -> list[Ranked]:
         """The documents that answer the query best, best first; equal ones in the order given.
+
+        Of a model that reads pages the documents are `images`, as `encode` takes them.
 
         Scores are from 0 to 1, with `raw_scores` the model's logits. An embedding model with
         several vectors a text compares these: scores are means of cosines, raw ones their sums;
@@ -172,6 +175,7 @@ class Embedder(LoadedModel):
         """
         _check_top_n(top_n)
         asked = ScoreOptions(**options)
+        documents = _documents(documents, images)
         if self.spec.task == "embed":
             of_query, of_documents, weights = self.tasks.compare(query, documents, asked)
             both = self.run(of_query), self.run(of_documents)
@@ -183,8 +187,9 @@ class Embedder(LoadedModel):
     async def rerank_async(
         self,
         query: str,
-        documents: Sequence[str],
+        documents: Sequence[Any] = (),
         *,
+        images: Any = None,
         top_n: int | None = None,
         raw_scores: bool = False,
         **options,
@@ -192,6 +197,7 @@ class Embedder(LoadedModel):
         """`rerank` without blocking the event loop."""
         _check_top_n(top_n)
         asked = ScoreOptions(**options)
+        documents = _documents(documents, images)
         if self.spec.task == "embed":
             of_query, of_documents, weights = self.tasks.compare(query, documents, asked)
             both = await self.run_async(of_query), await self.run_async(of_documents)
@@ -332,6 +338,12 @@ def _with_images(texts: str | Sequence[Any], images: Any) -> str | Sequence[Any]
     if isinstance(images, str | bytes | PathLike | np.ndarray) or not isinstance(images, Iterable):
         raise TypeError("images is a list of images, not one")
     return [*([texts] if isinstance(texts, str) else texts), *map(read_image, images)]
+
+
+def _documents(documents: Sequence[Any], images: Any) -> list[str | Image]:
+    """Documents to rank: texts, and images after them."""
+    listed = _with_images(documents, images)
+    return [one if isinstance(one, str) else read_image(one) for one in listed]
 
 
 def _texts_and_pairs(inputs: str | Sequence[TextOrPair]) -> list[Text | Pair]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
+from jaxembed.inputs import Image
 from jaxembed.maxsim import maxsim
 from jaxembed.options import Embeddings, Similarities, best_windows
 from jaxembed.outputs import REPRESENTATIONS, OutputName
@@ -44,10 +45,11 @@ def compare_first(answer: Embeddings) -> Float[np.ndarray, " others"]:
 
 
 def compare_outputs(
-    query: Embeddings, documents: Embeddings, weights: Weights, texts: Sequence[str]
+    query: Embeddings, documents: Embeddings, weights: Weights, texts: Sequence[str | Image]
 ) -> Similarities:
     """The similarities of a query's outputs, each with one row, and those of each document. `texts`
-    are the documents; an empty one has LEAST_SIMILARITY, so that none is ranked below it.
+    are the documents, which may be images; an empty text has LEAST_SIMILARITY, so that none is
+    ranked below it.
 
     The dense one is the inner product, the sparse one that of the weights of terms, and the one of
     several vectors the mean over the query's of the largest inner product with the document's

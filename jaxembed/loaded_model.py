@@ -143,9 +143,10 @@ class LoadedModel:
             for (route, spec), progress in zip(specs.specs.items(), shares, strict=True)
         }
         texts, self.routes = specs.of_texts, loaded
-        if specs.image is not None:
+        if specs.is_dual:
             self.routes = {"": loaded.pop(TEXT_ROUTE)}
         self.engines = self.routes | loaded  # those of images too
+        self.images = self._route_of_images(specs)
         self.default_route, self.main_route = texts.default, texts.main_route
         main = self.routes[self.main_route]
         self.spec, self.plan, self.processor = main.spec, main.plan, main.processor
@@ -160,6 +161,32 @@ class LoadedModel:
         for one in self.engines.values():
             one.engine.start()
 
+    def _route_of_images(self, specs: Routes) -> LoadedRoute | None:
+        """What runs images, if anything does: a tower of their own, or the engine of the texts."""
+        if specs.image is None or specs.is_dual:
+            return self.engines.get(IMAGE_ROUTE) if specs.is_dual else None
+        texts = self.routes[""]
+        processor = ImageProcessor(texts.spec, self.tokenization_workers)
+        if texts.plan.max_input_tokens < processor.limit:
+            raise ConfigError(
+                f"--max-input-length {texts.plan.max_input_tokens} is less than the "
+                f"{processor.limit} tokens of an image of this model"
+            )
+        runner = runner_of(texts.engine, processor, self.telemetry, texts.spec)
+        return replace(texts, processor=processor, runner=runner)
+
+    @property
+    def _all_routes(self) -> list[LoadedRoute]:
+        """Each route with a processor of its own; images may share the engine of the texts."""
+        shared = self.images is not None and IMAGE_ROUTE not in self.engines
+        return [*self.engines.values(), *([self.images] if self.images and shared else [])]
+
+    def _loaded_route(self, name: str) -> LoadedRoute:
+        """The route that a request names."""
+        if name == IMAGE_ROUTE and self.images is not None:
+            return self.images
+        return self.engines[name]
+
     def _planned(self, specs: Routes, cache_dir: Path) -> dict[str, PlannedEngine]:
         """The engine of each route. A grid and a cache are for those that run on devices, if there
         are any; these divide the cache."""
@@ -171,7 +198,7 @@ class LoadedModel:
         of_image = replace(of_tower, buckets=None, max_input_tokens=None)
 
         def config_of(spec: ModelSpec) -> EngineConfig:
-            if spec.image is not None:
+            if not spec.takes_texts:
                 return of_image
             return of_static if is_static(spec) else of_tower
 
@@ -190,7 +217,7 @@ class LoadedModel:
     ) -> LoadedRoute:
         folder = checkpoint.route_path(path, route)
         processor: Any
-        if spec.image is not None:
+        if not spec.takes_texts:
             processor = ImageProcessor(spec, self.tokenization_workers)
         else:
             processor = TextProcessor(
@@ -230,14 +257,14 @@ class LoadedModel:
                 with request.placed(number) as part:
                     answers.append(self.run(part))
             return cast(Answer, request.joined(answers))
-        return self.engines[request.route].runner.run(request)
+        return self._loaded_route(request.route).runner.run(request)
 
     async def run_async(self, request: Request[Answer]) -> Answer:
         """`run` without blocking the event loop. If the task is cancelled, what is still queued of
         the request is dropped."""
         if isinstance(request, MixedRequest):
             return await self._answer_parts(request, self.run_async)
-        return await self.engines[request.route].runner.run_async(request)
+        return await self._loaded_route(request.route).runner.run_async(request)
 
     async def answer(self, request: Request[Answer], held: Held | None = None) -> Answer:
         """`run_async` for a server: admit the request first, as a part of the one that `held`
@@ -251,7 +278,7 @@ class LoadedModel:
             raise NoInputs()
         if isinstance(request, MixedRequest):
             return await self._answer_parts(request, partial(self.answer, held=held))
-        route = self.engines[request.route]
+        route = self._loaded_route(request.route)
         estimate = route.processor.estimate(request.inputs(), request.rules)
         with self.admission.admit(request.cost(route.spec, *estimate), held) as permit:
             answer = await route.runner.run_async(
@@ -327,7 +354,7 @@ class LoadedModel:
     @property
     def tokenizing_bytes(self) -> int:
         """The most bytes that all tokenizer threads together take."""
-        jobs = sum(one.processor.job_bytes for one in self.engines.values())
+        jobs = sum(one.processor.job_bytes for one in self._all_routes)
         return self.tokenization_workers * jobs
 
     @property
@@ -389,8 +416,8 @@ class LoadedModel:
         if len(self.routes) > 1:
             described["default_route"] = self.default_route
             described["routes"] = {route: one.describe() for route, one in self.routes.items()}
-        if IMAGE_ROUTE in self.engines:
-            described["images"] = self.engines[IMAGE_ROUTE].describe()
+        if self.images is not None:
+            described["images"] = self.images.describe()
         return described
 
     def _describe_task(self) -> dict[str, object]:
@@ -418,7 +445,7 @@ class LoadedModel:
         rules = Rules("", truncate=True, side="right")
         for route, one in self.engines.items():
             item = Pair("probe", "probe") if one.spec.task == "rerank" else Text("probe")
-            if one.spec.image is not None:
+            if not one.spec.takes_texts:
                 item = Image(np.zeros((1, 1, 3), np.uint8))
             outputs: frozenset[OutputName] = frozenset({one.spec.primary})
             self.run(ComputeRequest([item], rules, outputs, "interactive", route=route))
@@ -430,7 +457,7 @@ class LoadedModel:
     def close(self, timeout_s: float = 20.0) -> None:
         """Finish what is queued, stop the threads, and free the parameters and programs, whoever
         still refers to the model."""
-        for one in self.engines.values():
+        for one in self._all_routes:
             one.runner.close()
         self.admission.close()
         deadline = time.monotonic() + timeout_s

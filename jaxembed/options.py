@@ -79,6 +79,7 @@ class Embeddings:
         parts = (self, other)
         counts = [len(one.num_tokens) for one in parts]
         mean = partial(np.average, weights=counts)
+        ids = [one.vector_ids for one in parts if one.vector_ids is not None]
         return Embeddings(
             join_results([one.values for one in parts]),
             num_tokens=np.concatenate([one.num_tokens for one in parts]),
@@ -87,6 +88,7 @@ class Embeddings:
             queue_s=float(mean([one.queue_s for one in parts])),
             inference_s=float(mean([one.inference_s for one in parts])),
             cached=self.cached + other.cached,
+            vector_ids=np.concatenate(ids) if ids else None,
         )
 
     @property

@@ -208,8 +208,15 @@ class MixedRequest(EncodeRequest):
         for other in others:
             first = first.followed_by(other)
         order = np.argsort(np.concatenate(self.places))
-        values: WorkResult = {"dense": first.dense[order]}
-        return replace(first, values=values, num_tokens=first.num_tokens[order])
+        values: WorkResult = {
+            name: value.ordered(order) if isinstance(value, Ragged) else value[order]
+            for name, value in first.values.items()
+        }
+        ids = first.vector_ids
+        if ids is not None:
+            ids = Ragged(ids, first.multi_vector.offsets).ordered(order).values
+        num_tokens = first.num_tokens[order]
+        return replace(first, values=values, num_tokens=num_tokens, vector_ids=ids)
 
 
 @dataclass(frozen=True)

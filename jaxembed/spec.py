@@ -309,9 +309,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     `score_function` makes scores. Texts for an `interaction` are queries or documents. `dtype` is
     the dtype of the stored parameters, not the one they are computed in. `token_types` says whether
     the tower is given the tokenizer's types, or zeros. Every text is `filled` up to a length if the
-    model was trained so. `image` has the rules of a tower of images, which takes no texts. A
-    request may choose one of the `adapters`, whose numbers count from 1. `written_by` names the
-    version that made the checkpoint; early versions did not say.
+    model was trained so. `image` has the rules of a model that takes images, and no texts unless
+    its config has a vocabulary. A request may choose one of the `adapters`, whose numbers count
+    from 1. `written_by` names the version that made the checkpoint; early versions did not say.
     """
 
     architecture: str
@@ -359,6 +359,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """What a text may be represented by: some of "dense", "sparse" and "multi_vector"."""
         given = {"sparse" if name == "token_weights" else name for name in self.heads}
         return tuple(name for name in REPRESENTATIONS if name in given)
+
+    @property
+    def takes_texts(self) -> bool:
+        """Whether texts are tokenized for it, as for all but a tower of images alone."""
+        return "vocab_size" in self.config
 
     @property
     def dense(self) -> Pooled | Probed:
@@ -420,10 +425,15 @@ class Routes(msgspec.Struct, frozen=True):
 
     @property
     def image(self) -> ModelSpec | None:
-        """The spec of the tower of images, if there is one."""
+        """The spec of what takes images, if anything does."""
         return next((spec for spec in self.specs.values() if spec.image is not None), None)
+
+    @property
+    def is_dual(self) -> bool:
+        """Whether there is a tower for texts and another one for images."""
+        return self.image is not None and TEXT_ROUTE in self.specs
 
     @property
     def of_texts(self) -> "Routes":
         """The routes that a text may take; of a model of texts and images the only one."""
-        return self if self.image is None else Routes({"": self.specs[TEXT_ROUTE]})
+        return Routes({"": self.specs[TEXT_ROUTE]}) if self.is_dual else self

@@ -93,13 +93,17 @@ class Tasks:
             return self._embed_images(inputs, options)
         options, adapter = self._with_prompt_of_adapter(options)
         prompt = self._processor.prompt(options.prompt, options.prompt_name)
-        route = self._route(options)
+        route, role = self._route(options), self._role(options)
+        if inputs and role == "document" and self._spec.image is not None:
+            raise InvalidInput(
+                f"the documents of {self._name} are images, and its texts are queries; send images"
+            )
         rules = Rules(
             prompt,
             self._truncate(options),
             options.truncation_side,
             bare_ids=options.bare_ids,
-            role=self._role(options),
+            role=role,
         )
         return EncodeRequest(
             inputs,
@@ -245,13 +249,17 @@ class Tasks:
         rules, adapter = self._rules(options), self._number(options.adapter)
         return ScoreRequest(inputs, rules, LOGITS, options.priority, options, adapter=adapter)
 
-    def rerank(self, query: str, documents: Sequence[str], options: ScoreOptions) -> QueryRequest:
+    def rerank(
+        self, query: str, documents: Sequence[str | Image], options: ScoreOptions
+    ) -> QueryRequest:
         """The request for the logit of each document with the query, which is tokenized once.
 
         Equal documents get equal logits and keep their order: the engine computes them once.
         Documents may be empty, as in TEI. Raises EmptyInput for an empty query.
         """
         check_task(self._name, self._spec, "rerank")
+        if Image in map(type, documents):
+            self.check_images()
         if options.weights is not None:
             raise InvalidInput(
                 "`weights` are for models that compare several outputs; leave them out",
@@ -264,11 +272,11 @@ class Tasks:
         )
 
     def compare(
-        self, query: str, documents: Sequence[str], options: ScoreOptions
-    ) -> tuple[EncodeRequest, ComparedRequest, Weights]:
+        self, query: str, documents: Sequence[str | Image], options: ScoreOptions
+    ) -> tuple[EncodeRequest, EncodeRequest, Weights]:
         """The requests for the outputs of a query and of documents, by which the documents are
-        ranked, and the weights of the outputs. Documents may be empty, as in `rerank`. Raises also
-        EmptyInput for an empty query."""
+        ranked, and the weights of the outputs. Documents may be empty, as in `rerank`; those of a
+        model that reads pages are images. Raises also EmptyInput for an empty query."""
         offered = self._spec.representations
         if "multi_vector" not in offered:
             check_task(self._name, self._spec, "rerank")
@@ -292,15 +300,24 @@ class Tasks:
             priority=options.priority,
         )
         of_query = self.embed([Text(query)], self.for_role("query", encoded))
-        plain = self.embed((), self.for_role("document", encoded))
+        of_documents = self.for_role("document", encoded)
+        inputs = [one if isinstance(one, Image) else Text(one) for one in documents]
+        if self._spec.image is not None or Image in map(type, inputs):
+            if options.max_chunks != 1:
+                raise InvalidInput(
+                    "`max_chunks_per_doc` is for texts, and the documents are images; leave it out",
+                    field="max_chunks_per_doc",
+                )
+            return of_query, self.embed(inputs, of_documents), weights
+        plain = self.embed((), of_documents)
         rules = msgspec.structs.replace(
             plain.rules,
             max_windows=options.max_chunks,
             overlap=options.overlap_tokens,
             may_be_empty=True,
         )
-        of_documents = ComparedRequest(
-            [Text(text) for text in documents],
+        compared = ComparedRequest(
+            inputs,
             rules,
             plain.outputs,
             plain.priority,
@@ -308,7 +325,7 @@ class Tasks:
             route=plain.route,
             adapter=plain.adapter,
         )
-        return of_query, of_documents, weights
+        return of_query, compared, weights
 
     def _check_weights(self, weights: Sequence[float] | None) -> None:
         """Raise InvalidInput for weights of outputs that the model does not give."""

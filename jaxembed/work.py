@@ -171,6 +171,12 @@ class Ragged:
         before = np.concatenate([[0], np.cumsum(kept)])
         return Ragged(self.values[kept], before[self.offsets])
 
+    def ordered(self, order: np.ndarray) -> "Ragged":
+        """The arrays with these numbers, in this order."""
+        arrays = [self[k] for k in order.tolist()]
+        ends = np.cumsum([len(one) for one in arrays], dtype=np.int64)
+        return Ragged(np.concatenate([self.values[:0], *arrays]), np.concatenate([[0], ends]))
+
 
 @dataclass(frozen=True, eq=False)
 class SparseRows:

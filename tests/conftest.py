@@ -18,7 +18,7 @@ from jaxembed.config import TextConfig
 from jaxembed.engine import calibrate, costs, timing
 from jaxembed.models import native, random_parameters
 from jaxembed.processors.text import TextProcessor
-from jaxembed.spec import ModelSpec, NormalizeLayer, Pooled, scoring_heads
+from jaxembed.spec import ImageRules, ModelSpec, NormalizeLayer, Pooled, scoring_heads
 
 jax.config.update("jax_num_cpu_devices", 8)  # used by tests of parallelism; the others take one
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -105,6 +105,23 @@ TOWERS: dict[str, dict[str, Any]] = {
         | {"max_positions": LIMIT + 2, "type_vocab_size": 0, "pad_id": 1, "bias_reach": 5},
     },
     "clip": {"architecture": "clip", "config": _CLIP},
+    "pages": {
+        "architecture": "pages",
+        "config": _DECODER
+        | {
+            "qk_norm": False,
+            "causal": False,
+            "embedding_scale": 32**0.5,
+            "image": {
+                key: value
+                for key, value in _SIZES.items()
+                if key not in ("vocab_size", "max_positions")
+            }
+            | {"max_positions": 16, "patch_bytes": 48, "patch_bias": True},
+            "image_token_id": 100,
+        },
+        "image": ImageRules(patch=4, size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, token_id=100),
+    },
     "nomic_bert": {
         "architecture": "bert",
         "config": _BERT

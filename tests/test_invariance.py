@@ -112,7 +112,7 @@ def _native(request, native_kernels) -> Replica:
 
 def run(replica: Replica, batch: Batch, k: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """The pooled vector and the hidden states of entry k."""
-    output = replica.run(batch.bucket, pack(batch), OUTPUTS)
+    output = replica.run(batch.bucket, pack(batch, replica.planes), OUTPUTS)
     row, slot, start = batch.rows[k], batch.slots[k], batch.starts[k]
     length = batch.entries[k].length
     return output["dense"][row, slot], output["tokens"][row, start : start + length]

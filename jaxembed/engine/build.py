@@ -143,7 +143,7 @@ def _usual_grid(
     spec: ModelSpec, limit: int, budget: int, shards: int, tile: int, *, join: bool
 ) -> BucketGrid:
     """The grid of a model for which the user gives none."""
-    if spec.image is not None or spec.filled is not None:  # all sequences have the same length
+    if not spec.takes_texts or spec.filled is not None:  # all sequences have the same length
         return one_length_grid(limit, budget, shards, max(tile, SHORTEST_ROW))
     return default_grid(limit, budget, shards, tile, join=join)
 

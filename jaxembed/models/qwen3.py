@@ -69,8 +69,11 @@ class Qwen3(nnx.Module):
         self.positions = Qwen3Positions(config)
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
+        return self.run(self.embeddings(tokens), tokens)
+
+    def run(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
+        """The last hidden states of tokens whose embeddings are given."""
         everywhere, local = self.positions(tokens)
-        hidden = self.embeddings(tokens)
         for layer in self.layers:
             hidden = layer(hidden, tokens, local if layer.is_local else everywhere)
         return self.norm(hidden)

@@ -112,6 +112,8 @@ class TextProcessor:
         self._has_types = has_types and any(sample.type_ids)
         self._is_static = is_static(spec)
         self._dropped_id = spec.config.get("dropped_id")
+        self._image_id = None if spec.image is None else spec.image.token_id
+        self._special_ids = {self._dropped_id, self._image_id} - {None}
         per_token = spec.config.get("characters_per_token")
         self._most_characters = sys.maxsize if per_token is None else per_token * limit
         if self._reads_whole:
@@ -326,7 +328,7 @@ class TextProcessor:
 
     def _encode_whole_texts(self, texts: Sequence[Text], rules: Rules) -> Tokenized:
         """`encode` of texts that are ids alone and pooled whole, faster than one by one."""
-        limit, dropped = self.limit, self._dropped_id
+        limit, special = self.limit, self._special_ids
         most = self._most_characters - len(rules.prompt)
         rows: list[list[int]] = []
         truncated = 0
@@ -334,7 +336,7 @@ class TextProcessor:
             for text, (encoding, whole) in zip(texts, self._read(texts, rules), strict=True):
                 row = encoding.ids
                 is_usual = 0 < len(row) <= limit and 0 < len(text.text) <= most
-                if not is_usual or (dropped is not None and dropped in row):
+                if not is_usual or (special and not special.isdisjoint(row)):
                     finished, cut = self._finish(text, encoding, whole, rules)
                     row = finished.ids.tolist()
                     truncated += cut
@@ -442,6 +444,7 @@ class TextProcessor:
         if is_cut and not rules.truncate:
             raise self._too_long(len(encoding), whole)
         ids = self._within_limit(np.array(encoding.ids, np.int32), rules.side)
+        self._check_words(ids)
         if self._dropped_id is not None:
             ids = ids[ids != self._dropped_id]
         types = None
@@ -454,6 +457,15 @@ class TextProcessor:
         if self._spec.filled is not None:
             ids, fillers = _filled(ids, self._spec.filled)
         return Encoding(ids, types, spans, fillers), is_cut
+
+    def _check_words(self, ids: np.ndarray) -> None:
+        """Raise InvalidInput for a text with the token that stands for a part of an image."""
+        if self._image_id is not None and (ids == self._image_id).any():
+            name = self._tokenizer.file.id_to_token(self._image_id)
+            raise InvalidInput(
+                f"the text has {name!r}, the token that stands for a part of an image; write it "
+                "otherwise, and send images as images"
+            )
 
     def _too_long(self, got: int, whole: bool) -> InputTooLong:
         """The error for an input with `got` tokens, exactly if the `whole` input was tokenized."""
@@ -591,6 +603,7 @@ class TextProcessor:
         cut = cut_tokens(ids, self.limit, rules.side)
         if not rules.bare_ids:
             cut = self._within_limit(ids, rules.side)
+        self._check_words(cut)
         if self._dropped_id is not None:
             cut = cut[cut != self._dropped_id]
         fillers = 0

@@ -74,7 +74,7 @@ async def compare_texts(
     if output == "dense":
         return answer, compare_first(answer)
     # Other outputs take milliseconds, in which the event loop would stand still.
-    return answer, await loaded.routes[meter.route].runner.off_loop(compare_first, answer)
+    return answer, await loaded.runner.off_loop(compare_first, answer)
 
 
 async def _embed_to_compare(
@@ -148,7 +148,7 @@ async def _compare(
     except InvalidInput as error:
         error.field = error.field or field
         raise
-    runner = meter.loaded.routes[meter.route].runner
+    runner = meter.loaded.runner
     return await runner.off_loop(compare_outputs, first, others, weights, documents)
 
 

@@ -1,0 +1,76 @@
+"""The tower of models that read pages: a decoder that takes images in the place of words.
+
+Faysse et al. 2024, arXiv:2407.01449 (ColPali). A tower of images makes a hidden state of each
+patch, which takes the place of a word embedding. Texts and images share rows. Names and the order
+of operations are those of transformers' PaliGemmaModel.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool
+
+from jaxembed.models.clip import Clip, ClipConfig
+from jaxembed.models.layers import Linear
+from jaxembed.models.qwen3 import Qwen3, Qwen3Config
+from jaxembed.models.tokens import Hidden, PackedTokens
+
+
+@dataclass(frozen=True)
+class PagesConfig(Qwen3Config):
+    """The sizes and switches of the decoder, and those of the tower of images."""
+
+    image_tower: str = "clip"  # a name in IMAGE_TOWERS
+    image: Mapping[str, Any] | None = None  # the fields of its config
+    image_token_id: int = 0  # of the tokens that are patches
+
+
+class Pages(Qwen3):
+    """The tower: maps packed tokens to their last hidden states, float32 `[rows, length, dim]`.
+
+    Images must be normalised: `pixels` is then float32 `[rows, length, values]`. A batch without an
+    image does not run the tower of images.
+    """
+
+    Config = PagesConfig
+
+    def __init__(self, config: PagesConfig):
+        super().__init__(config)
+        self.image = IMAGE_TOWERS[config.image_tower](config)
+        self.image_token_id = config.image_token_id
+
+    def __call__(self, tokens: PackedTokens) -> Hidden:
+        words = self.embeddings(tokens)
+        is_patch = tokens.ids == self.image_token_id
+        with_images = lax.cond(
+            jnp.any(is_patch),
+            lambda: jnp.where(is_patch[:, :, None], self._seen(tokens, is_patch), words),
+            lambda: words,
+        )
+        return self.run(with_images, tokens)
+
+    def _seen(self, tokens: PackedTokens, is_patch: Bool[Array, "rows length"]) -> Hidden:
+        """What the tower of images makes of each patch; of other tokens anything finite."""
+        assert tokens.pixels is not None
+        segments = jnp.where(is_patch, tokens.segments, 0)
+        pixels = jnp.where(is_patch[:, :, None], tokens.pixels, 0.0)
+        return self.image(replace(tokens, segments=segments, pixels=pixels))
+
+
+class ProjectedClip(nnx.Module):
+    """The tower of SigLIP, without its head, and a projection to the width of the decoder."""
+
+    def __init__(self, config: PagesConfig):
+        self.tower = Clip(sizes := ClipConfig(**(config.image or {})))
+        self.projection = Linear(sizes.hidden_size, config.hidden_size)
+
+    def __call__(self, tokens: PackedTokens) -> Hidden:
+        return self.projection(self.tower(tokens))
+
+
+IMAGE_TOWERS: dict[str, Callable[[PagesConfig], nnx.Module]] = {"clip": ProjectedClip}
+"""The towers of images by name. They map packed tokens to hidden states of the decoder's width."""

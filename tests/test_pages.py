@@ -1,0 +1,140 @@
+"""Models that read pages: what their files say, their vectors, and pages ranked by a query."""
+
+import numpy as np
+import pytest
+from dual_sources import picture, png
+from page_sources import CONFIG, IMAGE_ID, PAGE, SPACE, words, write_pages
+from sources import change_json
+
+from converters import convert, outline_routes
+from jaxembed import Embedder, EngineConfig
+from jaxembed.checkpoint import load_routes
+from jaxembed.errors import ConfigError, InvalidInput, UnsupportedModel
+from jaxembed.inputs import Image, Tokens
+
+pytest.importorskip("PIL")
+
+QUERIES = ["w1 w2 w3", "w5"]
+PICTURES = [picture(1), picture(2, 50, 20), picture(3, 8, 90)]
+
+
+@pytest.fixture(name="source", scope="module")
+def _source(tmp_path_factory):
+    return write_pages(tmp_path_factory.mktemp("pages"))
+
+
+@pytest.fixture(name="embedder", scope="module")
+def _embedder(source, tmp_path_factory):
+    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
+    cache = tmp_path_factory.mktemp("cache")
+    with Embedder(str(source), cache_dir=cache, config=config) as embedder:
+        yield embedder
+
+
+def test_a_page_has_a_vector_for_each_patch_and_for_the_words_after_it(embedder):
+    (found,) = embedder.encode_multi([Image(picture(1))])
+    assert found.shape == (PAGE, SPACE)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-6)
+
+
+def test_a_query_has_its_prompt_and_fillers(embedder):
+    given = embedder.compute(["w1 w2"], ["tokens"])["tokens"][0]
+    asked = words().encode("<bos>Question: w1 w2" + "<pad>" * 10 + "\n").ids
+    assert len(given) == len(asked)
+    plain = embedder.encode_multi([Tokens(asked)])[0]
+    np.testing.assert_array_equal(embedder.encode_multi(["w1 w2"])[0], plain)
+
+
+def test_texts_and_pages_of_one_request_equal_each_alone(embedder):
+    """They ride in the same rows, in any order."""
+    mixed = [QUERIES[0], Image(PICTURES[0]), QUERIES[1], Image(PICTURES[1]), Image(PICTURES[2])]
+    together = embedder.encode_multi(mixed)
+    for found, item in zip(together, mixed, strict=True):
+        np.testing.assert_allclose(found, embedder.encode_multi([item])[0], atol=2e-6)
+
+
+def test_equal_pages_are_computed_once_and_different_ones_are_told_apart(embedder):
+    first, again, other = embedder.encode_multi([Image(PICTURES[k]) for k in (0, 0, 1)])
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 1e-3
+
+
+def test_pages_are_ranked_by_the_best_product_of_each_vector_of_the_query(embedder):
+    query = embedder.encode_multi([QUERIES[0]], role="query")[0]
+    pages = [embedder.encode_multi([Image(one)])[0] for one in PICTURES]
+    wanted = np.array([(query @ page.T).max(axis=1).sum() for page in pages])
+    ranked = embedder.rerank(QUERIES[0], images=PICTURES, raw_scores=True)
+    assert [one.index for one in ranked] == np.argsort(-wanted).tolist()
+    np.testing.assert_allclose([one.score for one in ranked], np.sort(wanted)[::-1], rtol=1e-5)
+
+
+def test_texts_are_no_documents(embedder):
+    with pytest.raises(InvalidInput, match="the documents of .* are images"):
+        embedder.rerank("w1", ["a text"])
+    with pytest.raises(InvalidInput, match="the documents of .* are images"):
+        embedder.encode_multi(["a text"], role="document")
+
+
+def test_a_text_with_the_token_of_images_is_refused(embedder):
+    for item in ("w1 <image>", Tokens([2, IMAGE_ID])):
+        with pytest.raises(InvalidInput, match="'<image>', the token that stands for a part"):
+            embedder.encode_multi([item])
+
+
+def test_divided_pages_are_refused(embedder):
+    with pytest.raises(InvalidInput, match="`max_chunks_per_doc` is for texts"):
+        embedder.rerank("w1", images=PICTURES, max_chunks=2)
+
+
+def test_files_are_read_as_colours_are(embedder):
+    of_file, of_array = embedder.encode_multi([Image(png(PICTURES[0])), Image(PICTURES[0])])
+    np.testing.assert_array_equal(of_file, of_array)
+
+
+def test_the_checkpoint_holds_one_set_of_parameters(source, tmp_path):
+    convert(source, tmp_path / "out")
+    routes = load_routes(tmp_path / "out")
+    assert list(routes.specs) == [""]
+    spec = routes.main
+    assert spec.image is not None
+    assert (spec.image.token_id, len(spec.image.after)) == (IMAGE_ID, 6)
+    assert spec.prompts == {"query": "Question: "}
+    assert spec.max_input_tokens == PAGE
+
+
+def test_the_words_around_inputs_are_read(source, tmp_path):
+    changed = write_pages(tmp_path / "changed")
+    (changed / "processor_config.json").write_text(
+        '{"query_prefix": "the ", "visual_prompt_prefix": "w1 w2"}'
+    )
+    spec = outline_routes(changed)[0][""].spec
+    assert spec.prompts == {"query": "the "}
+    assert spec.image is not None
+    assert spec.image.after == tuple(words().encode("<bos>w1 w2\n").ids)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"architectures": ["ColPaliModel"]}, "architecture 'ColPaliModel'"),
+        ({"vlm_config": {"text_config": {"model_type": "gemma2"}}}, "model_type 'gemma2'"),
+        ({"vlm_config": {"vision_config": {"model_type": "clip"}}}, "model_type 'clip'"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(tmp_path, config, message):
+    changed = write_pages(tmp_path / "model")
+    change_json(changed / "config.json", **config)
+    with pytest.raises(UnsupportedModel, match=message):
+        outline_routes(changed)
+
+
+def test_a_limit_below_a_page_is_refused(source, tmp_path):
+    config = EngineConfig(dtype="float32", devices=1, max_input_tokens=PAGE - 1)
+    with pytest.raises(ConfigError, match=f"the {PAGE} tokens of an image"):
+        Embedder(str(source), cache_dir=tmp_path, config=config)
+
+
+def test_adapters_are_refused(source, tmp_path):
+    with pytest.raises(UnsupportedModel, match="--adapter"):
+        outline_routes(source, adapters={"one": tmp_path})
+    assert CONFIG["model_type"] == "colpali"
