@@ -8,7 +8,7 @@ from these by a rounding, where a text was in another batch.
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -34,7 +34,6 @@ from jaxembed.bulk.sources import (
     STANDARD_INPUT,
     START,
     Block,
-    InputFile,
     Place,
     arrow,
     as_list,
@@ -42,9 +41,9 @@ from jaxembed.bulk.sources import (
     column_types,
     input_files,
     problem_of,
-    read_rows,
     row_name,
 )
+from jaxembed.bulk.stream import RowStream
 from jaxembed.errors import ConfigError, InputTooLong, InvalidInput
 
 JOB_MANIFEST = "_manifest.json"
@@ -261,13 +260,13 @@ class _Run:
                 continue
             if stream is None:
                 columns = dict.fromkeys((*self._computation.columns, *self._types))
-                stream = _Stream(self._job.inputs, list(columns), at)
+                stream = RowStream(self._job.inputs, list(columns), at)
             yield from self._chunks_of(part, stream)
             if stream.ended and not stream.waiting:
                 return
             part += 1
 
-    def _chunks_of(self, part: int, stream: "_Stream") -> Iterator[_Chunk]:
+    def _chunks_of(self, part: int, stream: RowStream) -> Iterator[_Chunk]:
         done, most = 0, self._job.part_rows
         while done < most:
             blocks = stream.take(min(self._computation.rows_a_call, most - done))
@@ -432,58 +431,6 @@ class _OpenPart:
 
 class _Abandoned(Exception):
     """So that an unfinished file does not take its name."""
-
-
-@dataclass
-class _Stream:
-    """The rows of some files from a place on, as many at a time as asked for."""
-
-    files: Sequence[InputFile]
-    columns: list[str]
-    at: Place  # of the next row
-    ended: bool = False
-    share: float = 0.0  # of the input that was read
-    waiting: list[tuple[Place, Block]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._blocks = read_rows(self.files, self.columns, self.at)
-        sizes = np.array([one.size for one in self.files], float)
-        total = max(sizes.sum(), 1.0)
-        self._before = (np.cumsum(sizes) - sizes) / total
-        self._each = sizes / total
-
-    def take(self, count: int) -> list[tuple[Place, Block]]:
-        """The next rows, so many or what is left. One block is read ahead, so that `ended` is true
-        with the last row."""
-        taken: list[tuple[Place, Block]] = []
-        while count and self._fill():
-            place, block = self.waiting.pop(0)
-            if block.count > count:
-                self.waiting.insert(
-                    0, (Place(place.file, place.row + count), _sliced(block, count))
-                )
-                block = _sliced(block, 0, count)
-            taken.append((place, block))
-            count -= block.count
-            self.at = Place(place.file, place.row + block.count)
-            self.share = self._before[place.file] + block.share * self._each[place.file]
-        self._fill()
-        return taken
-
-    def _fill(self) -> bool:
-        """Have a block wait, unless there is none."""
-        if not self.waiting and not self.ended:
-            block = next(self._blocks, None)
-            self.ended = block is None
-            self.waiting = [] if block is None else [block]
-        return bool(self.waiting)
-
-
-def _sliced(block: Block, start: int, stop: int | None = None) -> Block:
-    stop = block.count if stop is None else stop
-    columns = {name: values[start:stop] for name, values in block.columns.items()}
-    bad = {index - start: why for index, why in block.bad.items() if start <= index < stop}
-    return Block(columns, stop - start, bad, block.share)
 
 
 def _schema(types: dict[str, Any], computation: Computation) -> Any:
