@@ -94,7 +94,12 @@ class Embedder(LoadedModel):
         return _one_or_all(texts, await self.run_async(request))
 
     def encode_outputs(
-        self, texts: str | Sequence[str], outputs: Collection[OutputName], **options
+        self,
+        texts: str | Sequence[Any],
+        outputs: Collection[OutputName],
+        *,
+        images: Any = None,
+        **options,
     ) -> dict[OutputName, Any]:
         """Several representations of each text from one pass, by name: of "dense" float32
         `[n, dim]`, of "sparse" SparseRows with a row for each text, of "multi_vector" a Ragged with
@@ -102,15 +107,23 @@ class Embedder(LoadedModel):
 
         They are what `encode`, `encode_sparse` and `encode_multi` give alone. Options are those of
         `encode`, and `role` ("query" or "document") of a model that treats them differently, and
-        `max_active_dims`, which keeps so many of the largest weights of a text. Raises WrongTask
-        for an output that the model does not give: `spec.representations` has them all.
+        `max_active_dims`, which keeps so many of the largest weights of a text. `images` follow the
+        texts, as of `encode`. Raises WrongTask for an output that the model does not give:
+        `spec.representations` has them all.
         """
+        texts = _with_images(texts, images)
         return dict(self.run(self._to_encode_outputs(texts, outputs, options)).values)
 
     async def encode_outputs_async(
-        self, texts: str | Sequence[str], outputs: Collection[OutputName], **options
+        self,
+        texts: str | Sequence[Any],
+        outputs: Collection[OutputName],
+        *,
+        images: Any = None,
+        **options,
     ) -> dict[OutputName, Any]:
         """`encode_outputs` without blocking the event loop."""
+        texts = await asyncio.to_thread(_with_images, texts, images)
         return dict((await self.run_async(self._to_encode_outputs(texts, outputs, options))).values)
 
     def encode_sparse(self, texts: str | Sequence[str], **options) -> SparseRows:
@@ -122,12 +135,12 @@ class Embedder(LoadedModel):
         """`encode_sparse` without blocking the event loop."""
         return (await self.encode_outputs_async(texts, ("sparse",), **options))["sparse"]
 
-    def encode_multi(self, texts: str | Sequence[str], **options) -> Ragged:
-        """The vectors of each text to compare token by token, float32 `[vectors, width]`. Otherwise
-        as `encode_outputs`."""
+    def encode_multi(self, texts: str | Sequence[Any] = (), **options) -> Ragged:
+        """The vectors of each text, and of each of `images`, to compare token by token, float32
+        `[vectors, width]`. Otherwise as `encode_outputs`."""
         return self.encode_outputs(texts, ("multi_vector",), **options)["multi_vector"]
 
-    async def encode_multi_async(self, texts: str | Sequence[str], **options) -> Ragged:
+    async def encode_multi_async(self, texts: str | Sequence[Any] = (), **options) -> Ragged:
         """`encode_multi` without blocking the event loop."""
         return (await self.encode_outputs_async(texts, ("multi_vector",), **options))[
             "multi_vector"
@@ -269,7 +282,7 @@ class Embedder(LoadedModel):
         return self.tasks.embed(_texts(texts), self.tasks.for_role(role, _encode_options(options)))
 
     def _to_encode_outputs(
-        self, texts: str | Sequence[str], outputs: Collection[OutputName], options: dict[str, Any]
+        self, texts: str | Sequence[Any], outputs: Collection[OutputName], options: dict[str, Any]
     ) -> EncodeRequest:
         unknown = [name for name in outputs if name not in REPRESENTATIONS]
         if unknown or not outputs:

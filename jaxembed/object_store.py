@@ -133,11 +133,16 @@ def _version(entry: dict[str, Any]) -> str:
 
 
 @contextmanager
-def open_object(url: str) -> Iterator[Any]:
-    """An object to read from its start, fetched as it is read. Raises as `read_object`, and
-    CheckpointError if there is none."""
-    with _asking(f"cannot read {url}"), _store(url).open(_path(url), "rb") as file:
+def open_object(url: str, store: Any = None) -> Iterator[Any]:
+    """An object to read from its start, fetched as it is read. `store` is the `store_of` its URL,
+    for many objects. Raises as `read_object`, and CheckpointError if there is none."""
+    with _asking(f"cannot read {url}"), (store or _store(url)).open(_path(url), "rb") as file:
         yield file
+
+
+def store_of(url: str) -> Any:
+    """A connection to the store of a URL, which threads may share. Raises as `read_object`."""
+    return _store(url)
 
 
 def has_objects(url: str) -> bool:

@@ -12,17 +12,19 @@ _Given = TypeVar("_Given")
 _Result = TypeVar("_Result")
 
 
-def ahead(compute: Callable[[_Given], _Result], chunks: Iterable[_Given]) -> Iterator[_Result]:
-    """What `compute` gives for each chunk, in order; CALLS_AHEAD are computed at a time.
+def ahead(
+    compute: Callable[[_Given], _Result], chunks: Iterable[_Given], calls: int = CALLS_AHEAD
+) -> Iterator[_Result]:
+    """What `compute` gives for each chunk, in order; so many are computed at a time.
 
     Raises what `compute` and `chunks` raise.
     """
     at_work: deque[Future[_Result]] = deque()
-    with ThreadPoolExecutor(CALLS_AHEAD, thread_name_prefix="bulk") as pool:
+    with ThreadPoolExecutor(calls, thread_name_prefix="bulk") as pool:
         try:
             for chunk in chunks:
                 at_work.append(pool.submit(compute, chunk))
-                if len(at_work) == CALLS_AHEAD:
+                if len(at_work) == calls:
                     yield at_work.popleft().result()
             while at_work:
                 yield at_work.popleft().result()

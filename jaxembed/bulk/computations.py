@@ -1,5 +1,5 @@
-"""What is computed of each row of a file: vectors and other representations, a score, or labels;
-as columns of Arrow."""
+"""What is computed of each row of a file, of its texts or its image: vectors and other
+representations, a score, or labels; as columns of Arrow."""
 
 import hashlib
 from collections.abc import Collection, Sequence
@@ -9,25 +9,30 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 import numpy as np
 
+from jaxembed.bulk.image_rows import RowImage
 from jaxembed.bulk.sources import arrow
 from jaxembed.embedder import Embedder
+from jaxembed.errors import InvalidImage
+from jaxembed.images.decode import image_size
 from jaxembed.options import EncodeOptions, Label, ScoreOptions
 from jaxembed.outputs import OutputName
 from jaxembed.work import Ragged, SparseRows
 
 ROWS_A_CALL = 1024
 MULTI_VECTOR_ROWS_A_CALL = 256  # each has a vector a token
+IMAGES_A_CALL = 128  # and no more than so many bytes: see `RowStream`
 
 RowTexts = tuple[str, ...]  # of one row
+RowInputs = tuple[Any, ...]  # RowTexts, or one RowImage
 
 
 @runtime_checkable
 class Computation(Protocol):
-    """What a job computes of the texts of a row."""
+    """What a job computes of the texts of a row, or of its image."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of the input that hold the texts."""
+        """The columns of the input that hold the texts or the image."""
         ...
 
     @property
@@ -36,14 +41,14 @@ class Computation(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """All that the result depends on beside the texts, as JSON."""
+        """All that the result depends on beside the texts or the image, as JSON."""
         ...
 
     def fields(self) -> list[Any]:
         """The Arrow fields of the result."""
         ...
 
-    def compute(self, rows: Sequence[RowTexts]) -> list[Any]:
+    def compute(self, rows: Sequence[RowInputs]) -> list[Any]:
         """An Arrow array for each of the fields, an element for each row. Raises the errors of
         InvalidInput, by `index` where one row is wrong, and of BackendError."""
         ...
@@ -85,6 +90,46 @@ class EmbedRows:
 
     def _named(self, texts: list[str]) -> list[tuple[OutputName, Any]]:
         found = self.embedder.encode_outputs(texts, self.outputs, **self.options)
+        return [(name, as_arrow(found[name])) for name in self.outputs]
+
+
+@dataclass(frozen=True)
+class EmbedImages:
+    """Dense vectors and other representations of an image."""
+
+    embedder: Embedder
+    column: str | None  # None: the rows are image files
+    outputs: tuple[OutputName, ...]
+    options: dict[str, Any]  # of `Embedder.encode_outputs`
+    rows_a_call: int = IMAGES_A_CALL
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return () if self.column is None else (self.column,)
+
+    def describe(self) -> dict[str, Any]:
+        options = EncodeOptions(**self.options)
+        ranges = self.embedder.tasks.ranges(options, options.output_dtype)
+        return {
+            "task": "embed",
+            "of": "images",
+            "outputs": list(self.outputs),
+            "options": _json(asdict(options), {"outputs"}),
+            "ranges": None if ranges is None else hashlib.sha256(ranges.tobytes()).hexdigest(),
+            "model": _facts_of_images(self.embedder),
+        }
+
+    def fields(self) -> list[Any]:
+        return [arrow().field(name, array.type) for name, array in self._named([])]
+
+    def compute(self, rows: Sequence[tuple[RowImage]]) -> list[Any]:
+        images = [image for (image,) in rows]
+        for index, image in enumerate(images):
+            _check_header(image, index)  # before any is decoded: all are again without this one
+        return [array for _, array in self._named(images)]
+
+    def _named(self, images: list[RowImage]) -> list[tuple[OutputName, Any]]:
+        found = self.embedder.encode_outputs([], self.outputs, images=images, **self.options)
         return [(name, as_arrow(found[name])) for name in self.outputs]
 
 
@@ -160,6 +205,26 @@ def model_facts(embedder: Embedder) -> dict[str, Any]:
         "prompts": dict(spec.prompts),
         "text": _json(asdict(embedder.text), {"workers"}),
     }
+
+
+def _facts_of_images(embedder: Embedder) -> dict[str, Any]:
+    """What tells the results of a model's images apart from those of another."""
+    engines = embedder.engines.items()
+    return {
+        "content": {name: one.spec.content_hash for name, one in engines},
+        "adapters": msgspec.to_builtins(embedder.spec.adapters),
+        "dtype": embedder.dtype,
+    }
+
+
+def _check_header(image: RowImage, index: int) -> None:
+    """Raise InvalidImage, by its index, for a file that does not begin as an image does."""
+    try:
+        if isinstance(image, bytes):
+            image_size(image)
+    except InvalidImage as error:
+        error.index = index
+        raise
 
 
 def as_arrow(values: Any) -> Any:

@@ -25,8 +25,9 @@ class BulkJob(msgspec.Struct, frozen=True):
     columns: dict[str, str]  # those kept, each with its Arrow type
     id_column: str | None
     computation: dict[str, Any]  # as a Computation describes itself
-    text_columns: list[str]
+    text_columns: list[str]  # or the column of images
     format: int = FORMAT
+    pdf_dpi: int | msgspec.UnsetType = msgspec.UNSET  # of image files with PDF files among them
 
     @property
     def digest(self) -> str:

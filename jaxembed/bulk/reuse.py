@@ -13,7 +13,7 @@ from jaxembed.bulk.parts import finished_parts, reading_part
 from jaxembed.bulk.sources import arrow
 from jaxembed.errors import ConfigError
 
-TEXT_DIGEST = "text_digest"  # the column of a part
+TEXT_DIGEST, IMAGE_DIGEST = "text_digest", "image_digest"  # columns of a part, which has one
 DIGEST_BYTES = 16
 GROUPS_KEPT = 4  # row groups in memory
 
@@ -27,15 +27,29 @@ def text_digest(texts: Sequence[str]) -> bytes:
     return state.digest()
 
 
-class Earlier:
-    """The results of an earlier job, by the digests of their texts.
+def image_digest(image: bytes | np.ndarray) -> bytes:
+    """BLAKE2b of the bytes of an image's file, or of the colours of a page, 16 bytes."""
+    state = blake2b(digest_size=DIGEST_BYTES)
+    if isinstance(image, bytes):
+        state.update(image)
+    else:
+        state.update(repr(image.shape).encode())
+        state.update(np.ascontiguousarray(image).data)
+    return state.digest()
 
-    A text takes 40 bytes of memory. Rows are read a row group at a time, so that texts in about the
+
+class Earlier:
+    """The results of an earlier job, by the digests of their texts or images.
+
+    One takes 40 bytes of memory. Rows are read a row group at a time, so that texts in about the
     order they had before are found fastest.
     """
 
-    def __init__(self, folder: Destination, of_texts: str, fields: Sequence[Any]):
-        """Raises ConfigError if the folder has no job, or its results depend on something else."""
+    def __init__(
+        self, folder: Destination, of_texts: str, fields: Sequence[Any], digest: str = TEXT_DIGEST
+    ):
+        """`digest` is the column of digests. Raises ConfigError if the folder has no job, or its
+        results depend on something else."""
         self._folder = folder
         self._names = [field.name for field in fields]
         if read_job(folder).of_texts != of_texts:
@@ -48,7 +62,7 @@ class Earlier:
         for part in finished_parts(folder):
             with reading_part(folder, part) as (source, _):
                 for group in range(source.metadata.num_row_groups):
-                    column = source.read_row_group(group, [TEXT_DIGEST]).column(TEXT_DIGEST)
+                    column = source.read_row_group(group, [digest]).column(digest)
                     found = _as_array(column.combine_chunks())
                     digests.append(found)
                     groups.append(np.full(len(found), len(self._groups), np.int32))

@@ -18,8 +18,9 @@ import numpy as np
 from jaxembed import object_store
 from jaxembed.bulk import job as jobs
 from jaxembed.bulk.ahead import ahead
-from jaxembed.bulk.computations import Computation, RowTexts
+from jaxembed.bulk.computations import Computation, RowInputs
 from jaxembed.bulk.destination import Destination, destination
+from jaxembed.bulk.image_rows import ImageRows
 from jaxembed.bulk.parts import (
     MOST_SKIPPED_NAMED,
     PART,
@@ -29,18 +30,28 @@ from jaxembed.bulk.parts import (
     finished_parts,
     read_footer,
 )
-from jaxembed.bulk.reuse import DIGEST_BYTES, TEXT_DIGEST, Earlier, text_digest
+from jaxembed.bulk.reuse import (
+    DIGEST_BYTES,
+    IMAGE_DIGEST,
+    TEXT_DIGEST,
+    Earlier,
+    image_digest,
+    text_digest,
+)
 from jaxembed.bulk.sources import (
     STANDARD_INPUT,
     START,
     Block,
+    InputFile,
     Place,
     arrow,
     as_list,
-    check_texts,
+    check_columns,
     column_types,
     input_files,
+    is_pdf,
     problem_of,
+    read_rows,
     row_name,
 )
 from jaxembed.bulk.stream import RowStream
@@ -63,6 +74,11 @@ class Rows:
     keep: tuple[str, ...] = ()
     part_rows: int = PART_ROWS
     on_error: OnError = "fail"
+    images: ImageRows | None = None  # None: the computation is of texts
+
+    def files(self) -> list[InputFile]:
+        """The files of the inputs. Raises ConfigError as `input_files`."""
+        return input_files(self.inputs) if self.images is None else self.images.files(self.inputs)
 
 
 class JobProgress(NamedTuple):
@@ -90,7 +106,7 @@ class _Chunk(NamedTuple):
     part: int
     numbers: list[int]  # of the rows in the input
     places: list[tuple[Place, int]]  # for messages: the block's place, the row's index there
-    texts: list[RowTexts]
+    inputs: list[RowInputs]  # what is computed of each row
     kept: list[Any]  # an Arrow array for each column that is kept
     skipped: list[Skipped]
     end: Place  # where the rows after these begin
@@ -129,11 +145,17 @@ def run_job(
             raise ConfigError(f"--output {out} is inside the input {name}; choose another folder")
     if reuse is not None and _is_inside(out, reuse) and _is_inside(reuse, out):
         raise ConfigError(f"--output {out} is the folder of --reuse, too; choose another one")
-    files = input_files(rows.inputs)
+    files, images = rows.files(), rows.images
     folder = destination(out)
     first = [] if rows.id_column is None else [rows.id_column]
-    types = column_types(files, list(dict.fromkeys([*first, *rows.keep])))
-    check_texts(files, computation.columns)
+    kept = list(dict.fromkeys([*first, *rows.keep]))
+    if images is None:
+        types = column_types(files, kept)
+        check_columns(files, computation.columns)
+    else:
+        types = images.types(files, kept)
+        images.check(files)
+    with_pdf = images is not None and any(is_pdf(file.name) for file in files)
     job = jobs.BulkJob(
         inputs=files,
         part_rows=rows.part_rows,
@@ -141,22 +163,26 @@ def run_job(
         id_column=rows.id_column,
         computation=computation.describe(),
         text_columns=list(computation.columns),
+        pdf_dpi=images.pdf_dpi if images is not None and with_pdf else msgspec.UNSET,
     )
-    schema = _schema(types, computation)
+    digest = TEXT_DIGEST if images is None else IMAGE_DIGEST
+    schema = _schema(types, computation, digest)
     jobs.refuse_others(folder)
     with folder.locked():
         jobs.begin(job, folder)
         earlier = None
         if reuse is not None:
-            earlier = Earlier(destination(reuse, make=False), job.of_texts, computation.fields())
-        running = _Run(job, computation, folder, schema, earlier, rows.on_error)
+            earlier = Earlier(
+                destination(reuse, make=False), job.of_texts, computation.fields(), digest
+            )
+        running = _Run(job, computation, folder, schema, earlier, rows)
         try:
             running.run(on_progress)
         except OSError as error:
             raise ConfigError(
                 f"cannot write {folder}: {error}; finished parts stay: run the same command again"
             ) from error
-        if input_files(rows.inputs) != files:
+        if rows.files() != files:
             raise ConfigError(
                 f"the input changed while it was read: {folder} is of no one state of it; choose "
                 "another folder"
@@ -181,15 +207,18 @@ class _Run:
         folder: Destination,
         schema: Any,
         earlier: Earlier | None,
-        on_error: OnError,
+        rows: Rows,
     ):
         self._job = job
-        self._on_error = on_error
+        self._on_error = rows.on_error
+        self._of_images = rows.images is not None
+        self._read = read_rows if rows.images is None else rows.images.read
         self._digest, self._of_texts = job.digest, job.of_texts
         self._computation = computation
         self._folder = folder
         self._schema = schema
         self._types = {name: schema.field(name).type for name in job.columns}
+        self._results = schema.names[1 + len(job.columns) :]  # the digest among them
         self._earlier = earlier
         self._finished = set(finished_parts(folder))
         self._footers: dict[int, Footer] = {}
@@ -202,7 +231,7 @@ class _Run:
             last: Future | None = None
             try:
                 for chunk, batch, skipped, reused in ahead(self._compute, self._chunks()):
-                    part = part or _OpenPart(self._folder, chunk.part, self._schema)
+                    part = part or _OpenPart(self._folder, chunk.part, self._schema, self._results)
                     part.add(batch, [*chunk.skipped, *skipped])
                     self.summary.reused += reused
                     self.summary.computed += batch.num_rows - reused
@@ -260,7 +289,7 @@ class _Run:
                 continue
             if stream is None:
                 columns = dict.fromkeys((*self._computation.columns, *self._types))
-                stream = RowStream(self._job.inputs, list(columns), at)
+                stream = RowStream(self._read, self._job.inputs, list(columns), at)
             yield from self._chunks_of(part, stream)
             if stream.ended and not stream.waiting:
                 return
@@ -301,13 +330,12 @@ class _Run:
     ) -> _Chunk:
         """A chunk of these blocks, without the rows that are bad. Raises InvalidInput for one that
         is to fail."""
-        numbers, places, texts, skipped = [], [], [], []
+        numbers, places, inputs, skipped = [], [], [], []
         kept: dict[str, list[Any]] = {name: [] for name in self._types}
         for place, block in blocks:
-            columns = [as_list(block.columns[name]) for name in self._computation.columns]
             arrays, bad = self._converted(block)
             bad |= block.bad
-            for index, row in enumerate(zip(*columns, strict=True)):
+            for index, row in enumerate(self._inputs_of(block)):
                 problem = bad.get(index) or self._problem(row)
                 if problem:
                     bad[index] = problem
@@ -315,17 +343,26 @@ class _Run:
                 else:
                     numbers.append(first + index)
                     places.append((place, index))
-                    texts.append(row)
+                    inputs.append(row)
             good = np.ones(block.count, bool)
             good[list(bad)] = False
             for name, array in arrays.items():
                 kept[name].append(array if not bad else array.filter(arrow().array(good)))
             first += block.count
         joined = [_joined(some, self._types[name]) for name, some in kept.items()]
-        return _Chunk(part, numbers, places, texts, joined, skipped, end, closes, progress)
+        return _Chunk(part, numbers, places, inputs, joined, skipped, end, closes, progress)
 
-    def _problem(self, row: Sequence[Any]) -> str | None:
-        """What is wrong with the texts of a row, None if nothing is."""
+    def _inputs_of(self, block: Block) -> list[RowInputs]:
+        """The texts of each row of a block, or the image of its one row."""
+        if self._of_images:
+            return [(block.image,)]
+        columns = [as_list(block.columns[name]) for name in self._computation.columns]
+        return list(zip(*columns, strict=True))
+
+    def _problem(self, row: RowInputs) -> str | None:
+        """What is wrong with the texts of a row, None if nothing is. Images are bad already."""
+        if self._of_images:
+            return None
         found = map(problem_of, row, self._computation.columns)
         return next(filter(None, found), None)
 
@@ -350,7 +387,7 @@ class _Run:
     def _compute(self, chunk: _Chunk) -> "_Computed":
         """The rows of a chunk with their results, as a RecordBatch, and those left out now."""
         pa = arrow()
-        digests = [text_digest(row) for row in chunk.texts]
+        digests = [self._digest_of(row) for row in chunk.inputs]
         found = np.full(len(digests), -1, np.int64)
         if self._earlier is not None and digests:
             found = self._earlier.find(digests)
@@ -373,6 +410,9 @@ class _Run:
         batch = pa.RecordBatch.from_arrays([*taken, *results], schema=self._schema)
         return _Computed(chunk, batch, skipped, len(old))
 
+    def _digest_of(self, row: RowInputs) -> bytes:
+        return image_digest(*row) if self._of_images else text_digest(row)
+
     def _computed(
         self, chunk: _Chunk, indices: np.ndarray
     ) -> tuple[list[Any], list[Skipped], np.ndarray]:
@@ -381,7 +421,7 @@ class _Run:
         skipped: list[Skipped] = []
         while True:
             try:
-                arrays = self._computation.compute([chunk.texts[k] for k in indices.tolist()])
+                arrays = self._computation.compute([chunk.inputs[k] for k in indices.tolist()])
                 return arrays, skipped, indices
             except InvalidInput as error:
                 if error.index is None:
@@ -402,10 +442,10 @@ def _reason(error: InvalidInput) -> str:
 class _OpenPart:
     """A part that is being written."""
 
-    def __init__(self, folder: Destination, part: int, schema: Any):
+    def __init__(self, folder: Destination, part: int, schema: Any, results: Sequence[str]):
         self._stack = ExitStack()
         path = self._stack.enter_context(folder.writing(PART.format(part)))
-        self._writer = PartWriter(path, schema, schema.names[schema.names.index(TEXT_DIGEST) :])
+        self._writer = PartWriter(path, schema, results)
         self.skipped: list[Skipped] = []
 
     @property
@@ -433,19 +473,19 @@ class _Abandoned(Exception):
     """So that an unfinished file does not take its name."""
 
 
-def _schema(types: dict[str, Any], computation: Computation) -> Any:
+def _schema(types: dict[str, Any], computation: Computation, digest: str) -> Any:
     """The schema of the parts. Raises ConfigError for a column to keep that a result is called."""
     pa = arrow()
     results = computation.fields()
-    taken = {ROW, TEXT_DIGEST, *(one.name for one in results)}
+    taken = {ROW, digest, *(one.name for one in results)}
     for name in types:
         if name in taken:
             raise ConfigError(
                 f"column `{name}` cannot be kept: the result has a column of that name; rename it"
             )
     kept = [pa.field(name, kind) for name, kind in types.items()]
-    digest = pa.field(TEXT_DIGEST, pa.binary(DIGEST_BYTES))
-    return pa.schema([pa.field(ROW, pa.int64()), *kept, digest, *results])
+    digests = pa.field(digest, pa.binary(DIGEST_BYTES))
+    return pa.schema([pa.field(ROW, pa.int64()), *kept, digests, *results])
 
 
 def _of_type(values: Any, kind: Any, name: str) -> tuple[Any, dict[int, str]]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import orjson
 
 from jaxembed import object_store
@@ -28,9 +29,15 @@ from jaxembed.errors import ConfigError, InvalidInput
 ROWS_A_BLOCK = 1024
 BEYOND_INT64 = 2**63  # from which on orjson reads integers as floats
 ROWS_LOOKED_AT = 1000  # of .jsonl, for the types of its columns
+ROWS_A_LOOK = 50  # of these at a time: lines may hold images
+LARGE_VALUES_BUFFER = 2**20  # bytes of a column of Parquet that are read at a time
 LINES = (".txt", ".jsonl", ".ndjson", ".csv", ".tsv")
 BINARY = (".parquet", ".arrow", ".feather")
 COMPRESSED = ".gz"  # after a suffix of LINES
+ROWS = (*LINES, *(f"{suffix}{COMPRESSED}" for suffix in LINES), *BINARY)  # suffixes
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+PDF = ".pdf"
+IMAGE_FILES = (*IMAGES, PDF)  # whose rows are images and pages
 STANDARD_INPUT = "-"
 WILD = frozenset("*?[")
 COLUMNS_NAMED = 10  # names in a message
@@ -64,6 +71,14 @@ class Block:
     count: int
     bad: dict[int, str]  # what is wrong with a row, by its index here; its values mean nothing
     share: float  # of the file that was read with this block
+    image: bytes | np.ndarray | None = None  # of one row: its file, or the colours of a page
+
+    def sliced(self, start: int, stop: int | None = None) -> "Block":
+        """The rows from `start` to before `stop`, or to the end."""
+        stop = self.count if stop is None else stop
+        columns = {name: values[start:stop] for name, values in self.columns.items()}
+        bad = {index - start: why for index, why in self.bad.items() if start <= index < stop}
+        return Block(columns, stop - start, bad, self.share, self.image)
 
 
 class BadRow(Exception):
@@ -72,23 +87,28 @@ class BadRow(Exception):
 
 Columns = Sequence[str]
 ByteStream = Any  # a binary file, of whichever library
-Reader = Callable[[ByteStream, str, Columns, int], Iterator[Block]]
+# The rows of a file from number `skip` on, so many a block: (file, name, columns, skip, many).
+Reader = Callable[[ByteStream, str, Columns, int, int], Iterator[Block]]
 
 
-def input_files(names: Sequence[str]) -> list[InputFile]:
+def input_files(names: Sequence[str], suffixes: Sequence[str] = ROWS) -> list[InputFile]:
     """The files that these paths, folders, patterns and URLs name, in this order; those of one
-    folder or pattern by name. Files whose names begin with `_` or `.` are left out of these.
+    folder or pattern by name. Of these only files of the `suffixes` are taken. Left out are names
+    that begin with `.`, and but for images those that begin with `_`.
 
     Raises ConfigError if a name is of no file, or a file is of no kind that can be read.
     """
-    found = [file for name in names for file in _files(name)]
+    found = [file for name in names for file in _files(name, suffixes)]
     for file in found:
-        _suffix(file.name)
+        _suffix(file.name, suffixes)
     return found
 
 
 def read_rows(
-    files: Sequence[InputFile], columns: Columns, start: Place = START
+    files: Sequence[InputFile],
+    columns: Columns,
+    start: Place = START,
+    rows_a_block: int = ROWS_A_BLOCK,
 ) -> Iterator[tuple[Place, Block]]:
     """The rows from `start` on, in order, each block with the place of its first row.
 
@@ -99,7 +119,7 @@ def read_rows(
         name = files[number].name
         with opened(name) as file:
             row = skip
-            for block in READERS[_suffix(name)](file, name, columns, skip):
+            for block in READERS[_suffix(name)](file, name, columns, skip, rows_a_block):
                 yield Place(number, row), block
                 row += block.count
 
@@ -136,8 +156,25 @@ def problem_of(text: Any, column: str) -> str | None:
 def row_name(files: Sequence[InputFile], place: Place, index: int) -> str:
     """What messages call the row `index` of a block that starts at `place`."""
     name = files[place.file].name
+    if is_of_images(name):
+        return f"{name} page {place.row + index + 1}" if is_pdf(name) else name
     what = "line" if _suffix(name) in (".txt", ".jsonl", ".ndjson") else "row"
     return f"{name} {what} {place.row + index + 1}"
+
+
+def is_of_images(name: str) -> bool:
+    """Whether a file is an image or a PDF file, by its name."""
+    return _known_suffix(name, IMAGE_FILES) is not None
+
+
+def is_pdf(name: str) -> bool:
+    """Whether a file is a PDF file, by its name."""
+    return _known_suffix(name, (PDF,)) is not None
+
+
+def is_text(kind: Any) -> bool:
+    """Whether an Arrow type is of strings."""
+    return str(kind) in ("string", "large_string")
 
 
 def column_types(files: Sequence[InputFile], columns: Columns) -> dict[str, Any]:
@@ -164,16 +201,22 @@ def column_types(files: Sequence[InputFile], columns: Columns) -> dict[str, Any]
     return found
 
 
-def check_texts(files: Sequence[InputFile], columns: Columns) -> None:
-    """Raise ConfigError if a file lacks a column, or has one that holds no strings."""
+def check_columns(
+    files: Sequence[InputFile],
+    columns: Columns,
+    *,
+    fits: Callable[[Any], bool] = is_text,
+    wanted: str = "strings",
+) -> None:
+    """Raise ConfigError if a file lacks a column, or has one whose Arrow type does not fit."""
     for file in files:
         if _suffix(file.name) in (".jsonl", ".ndjson"):
             continue  # each row is as it is
         with opened(file.name) as stream:
             for name, kind in _types(stream, file.name, columns).items():
-                if str(kind) not in ("string", "large_string"):
+                if not fits(kind):
                     raise ConfigError(
-                        f"{file.name}: column `{name}` is {kind}; wanted a column of strings"
+                        f"{file.name}: column `{name}` is {kind}; wanted a column of {wanted}"
                     )
 
 
@@ -225,46 +268,47 @@ def _open(name: str) -> ByteStream:
         raise ConfigError(f"cannot read {name}: {error.strerror}") from error
 
 
-def _files(name: str) -> list[InputFile]:
+def _files(name: str, suffixes: Sequence[str]) -> list[InputFile]:
     if name == STANDARD_INPUT:
         return [InputFile(name, 0, "")]
     if object_store.is_url(name, of_data=True):
         found = [InputFile(*one) for one in object_store.find_objects(name)]
         single = [one for one in found if one.name.rstrip("/") == name.rstrip("/")]
-        files = single or _data(found, name)
+        files = single or _data(found, name, suffixes)
     else:
-        files = [_local(path) for path in _paths(name)]
+        files = [_local(path, suffixes) for path in _paths(name, suffixes)]
     if not files:
-        raise ConfigError(f"{name}: there is no file of rows; they end in {_endings()}")
+        raise ConfigError(f"{name}: there is no file of rows; they end in {_endings(suffixes)}")
     return files
 
 
-def _paths(name: str) -> list[Path]:
+def _paths(name: str, suffixes: Sequence[str]) -> list[Path]:
     path = Path(name).expanduser()
     if path.is_dir():
         inside = [one for one in path.rglob("*") if one.is_file()]
-        return sorted(one for one in inside if _is_data(str(one.relative_to(path))))
+        return sorted(one for one in inside if _is_data(str(one.relative_to(path)), suffixes))
     if not path.exists() and WILD.intersection(name):
         matches = [Path(one) for one in glob.glob(str(path), recursive=True)]
-        return sorted(one for one in matches if one.is_file() and _is_data(one.name))
+        return sorted(one for one in matches if one.is_file() and _is_data(one.name, suffixes))
     return [path]
 
 
-def _data(found: Sequence[InputFile], name: str) -> list[InputFile]:
+def _data(found: Sequence[InputFile], name: str, suffixes: Sequence[str]) -> list[InputFile]:
     """Those of the objects below a URL that are files of rows."""
     base = name.split("*")[0].split("?")[0].split("[")[0].rpartition("/")[0]
-    kept = [one for one in found if _is_data(one.name.removeprefix(base))]
+    kept = [one for one in found if _is_data(one.name.removeprefix(base), suffixes)]
     return sorted(kept, key=lambda one: one.name)
 
 
-def _is_data(relative: str) -> bool:
+def _is_data(relative: str, suffixes: Sequence[str]) -> bool:
     """Whether a file of a folder is taken for rows, by its path below that."""
-    hidden = any(part.startswith(("_", ".")) for part in Path(relative).parts if part != "/")
-    return not hidden and _known_suffix(relative) is not None
+    signs = "." if is_of_images(relative) else ("_", ".")  # cameras begin names with `_`
+    hidden = any(part.startswith(signs) for part in Path(relative).parts if part != "/")
+    return not hidden and _known_suffix(relative, suffixes) is not None
 
 
-def _local(path: Path) -> InputFile:
-    _suffix(str(path))  # first, for it is known without the file
+def _local(path: Path, suffixes: Sequence[str]) -> InputFile:
+    _suffix(str(path), suffixes)  # first, for it is known without the file
     try:
         status = path.stat()
     except OSError as error:
@@ -272,26 +316,27 @@ def _local(path: Path) -> InputFile:
     return InputFile(str(path), status.st_size, str(status.st_mtime_ns))
 
 
-def _known_suffix(name: str) -> str | None:
-    bare = name.lower()
-    if bare.endswith(COMPRESSED):
-        bare = bare.removesuffix(COMPRESSED)
-        return next((one + COMPRESSED for one in LINES if bare.endswith(one)), None)
-    return next((one for one in (*LINES, *BINARY) if bare.endswith(one)), None)
+def _known_suffix(name: str, suffixes: Sequence[str]) -> str | None:
+    return next((one for one in suffixes if name.lower().endswith(one)), None)
 
 
-def _suffix(name: str) -> str:
+def _suffix(name: str, suffixes: Sequence[str] = ROWS) -> str:
     """What a file is, by its name, without compression. Raises ConfigError for others."""
     if name == STANDARD_INPUT:
         return ".txt"
-    suffix = _known_suffix(name)
+    suffix = _known_suffix(name, suffixes)
     if suffix is None:
-        raise ConfigError(f"{name}: wanted a file that ends in {_endings()}, or - for lines")
+        raise ConfigError(
+            f"{name}: wanted a file that ends in {_endings(suffixes)}, or - for lines"
+        )
     return suffix.removesuffix(COMPRESSED)
 
 
-def _endings() -> str:
-    return f"{', '.join(LINES)} (also with {COMPRESSED}), {', '.join(BINARY)}"
+def _endings(suffixes: Sequence[str]) -> str:
+    bare = [one for one in suffixes if not one.endswith(COMPRESSED)]
+    lines = f"{', '.join(LINES)} (also with {COMPRESSED})" if LINES[0] in bare else ""
+    others = [one for one in bare if one not in LINES]
+    return ", ".join(filter(None, [lines, *others]))
 
 
 @contextmanager
@@ -313,12 +358,16 @@ def _lines(file: ByteStream, name: str) -> Iterator[bytes]:
 
 
 def _blocks(
-    rows: Iterator[Any], parse: Callable[[Any], Sequence[Any]], columns: Columns, file: ByteStream
+    rows: Iterator[Any],
+    parse: Callable[[Any], Sequence[Any]],
+    columns: Columns,
+    file: ByteStream,
+    many: int,
 ) -> Iterator[Block]:
     """Blocks of rows, each parsed to the values of the columns. A BadRow that `parse` raises is
     noted."""
     size = _size(file)
-    while some := list(islice(rows, ROWS_A_BLOCK)):
+    while some := list(islice(rows, many)):
         values: list[Sequence[Any]] = []
         bad: dict[int, str] = {}
         for index, row in enumerate(some):
@@ -341,12 +390,14 @@ def _size(file: ByteStream) -> int:
     return size
 
 
-def _read_txt(file: ByteStream, name: str, columns: Columns, skip: int) -> Iterator[Block]:
+def _read_txt(
+    file: ByteStream, name: str, columns: Columns, skip: int, many: int
+) -> Iterator[Block]:
     """Each line is a text; it has one column, whatever that is called."""
     if len(columns) > 1:
         raise ConfigError(f"{name}: lines of text have no column `{columns[1]}`")
     lines = islice(_lines(file, name), skip, None)
-    return _blocks(lines, lambda line: (_decoded(line),), columns, file)
+    return _blocks(lines, lambda line: (_decoded(line),), columns, file, many)
 
 
 def _decoded(line: bytes) -> str:
@@ -356,7 +407,9 @@ def _decoded(line: bytes) -> str:
         raise BadRow(f"is not UTF-8: {error.reason} at byte {error.start + 1}") from None
 
 
-def _read_jsonl(file: ByteStream, name: str, columns: Columns, skip: int) -> Iterator[Block]:
+def _read_jsonl(
+    file: ByteStream, name: str, columns: Columns, skip: int, many: int
+) -> Iterator[Block]:
     """Each line is an object with the columns, or a string, which is the first of them."""
 
     def parse(line: bytes) -> Sequence[Any]:
@@ -375,10 +428,12 @@ def _read_jsonl(file: ByteStream, name: str, columns: Columns, skip: int) -> Ite
             return [value, *[None] * (len(columns) - 1)]
         raise BadRow(f"is no string, and no object with a string `{columns[0]}`")
 
-    return _blocks(islice(_lines(file, name), skip, None), parse, columns, file)
+    return _blocks(islice(_lines(file, name), skip, None), parse, columns, file, many)
 
 
-def _read_csv(file: ByteStream, name: str, columns: Columns, skip: int) -> Iterator[Block]:
+def _read_csv(
+    file: ByteStream, name: str, columns: Columns, skip: int, many: int
+) -> Iterator[Block]:
     """The first row names the columns; empty lines are no rows."""
     rows = _csv_rows(file, name)
     header = next(rows, [])
@@ -392,7 +447,7 @@ def _read_csv(file: ByteStream, name: str, columns: Columns, skip: int) -> Itera
             _refuse_surrogates(values)
         return values
 
-    return _blocks(islice(rows, skip, None), parse, columns, file)
+    return _blocks(islice(rows, skip, None), parse, columns, file, many)
 
 
 def _csv_rows(file: ByteStream, name: str) -> Iterator[list[str]]:
@@ -423,10 +478,14 @@ def _no_column(name: str, column: str, there: Sequence[str]) -> ConfigError:
     return ConfigError(f"{name} has no column `{column}`. It has: {shown or 'none'}")
 
 
-def _read_parquet(file: ByteStream, name: str, columns: Columns, skip: int) -> Iterator[Block]:
+def _read_parquet(
+    file: ByteStream, name: str, columns: Columns, skip: int, many: int
+) -> Iterator[Block]:
     pq = parquet()
+    # few rows a block are asked for where values are large: then no row group is read at once
+    buffer = LARGE_VALUES_BUFFER if many < ROWS_A_BLOCK else 0
     with _reading(name):
-        source = pq.ParquetFile(file)
+        source = pq.ParquetFile(file, buffer_size=buffer)
     for column in columns:
         _place_of(column, source.schema_arrow.names, name)
     total, before, groups = source.metadata.num_rows, 0, []
@@ -436,19 +495,25 @@ def _read_parquet(file: ByteStream, name: str, columns: Columns, skip: int) -> I
             before += count  # without reading it
         else:
             groups.append(group)
-    batches = source.iter_batches(ROWS_A_BLOCK, row_groups=groups, columns=list(columns))
-    return _arrow_blocks(batches, name, columns, skip, before, total)
+    batches = source.iter_batches(many, row_groups=groups, columns=list(columns))
+    return _arrow_blocks(batches, name, columns, skip, many, before, total)
 
 
 def _arrow_blocks(
-    batches: Iterator[Any], name: str, columns: Columns, skip: int, before: int, total: int
+    batches: Iterator[Any],
+    name: str,
+    columns: Columns,
+    skip: int,
+    many: int,
+    before: int,
+    total: int,
 ) -> Iterator[Block]:
     """Blocks of Arrow's batches, the first of which starts with row `before`, from row `skip` on;
     `total` is the number of rows of the file, 0 if it is not known."""
     with _reading(name):
         for batch in batches:
-            for start in range(0, batch.num_rows, ROWS_A_BLOCK):
-                part = batch.slice(start, ROWS_A_BLOCK)
+            for start in range(0, batch.num_rows, many):
+                part = batch.slice(start, many)
                 drop, before = max(skip - before, 0), before + part.num_rows
                 if drop >= part.num_rows:
                     continue
@@ -473,7 +538,9 @@ def _plain_type(kind: Any) -> Any:
     return views.get(str(kind), kind)
 
 
-def _read_arrow(file: ByteStream, name: str, columns: Columns, skip: int) -> Iterator[Block]:
+def _read_arrow(
+    file: ByteStream, name: str, columns: Columns, skip: int, many: int
+) -> Iterator[Block]:
     source = _arrow_file(file, name)
     for column in columns:
         _place_of(column, source.schema.names, name)
@@ -481,7 +548,7 @@ def _read_arrow(file: ByteStream, name: str, columns: Columns, skip: int) -> Ite
         batches = (source.get_batch(k) for k in range(source.num_record_batches))
     else:
         batches = iter(source)
-    return _arrow_blocks(batches, name, columns, skip, 0, 0)
+    return _arrow_blocks(batches, name, columns, skip, many, 0, 0)
 
 
 def _arrow_file(file: ByteStream, name: str) -> Any:
@@ -518,8 +585,10 @@ def _types(file: ByteStream, name: str, columns: Columns) -> dict[str, Any]:
             _place_of(column, schema.names, name)
         return {column: _plain_type(schema.field(column).type) for column in columns}
     if suffix == ".jsonl" or suffix == ".ndjson":
-        return _types_of_values(_first_values(_read_jsonl(file, name, columns, 0), columns))
-    READERS[suffix](file, name, columns, 0)  # which looks at its header
+        return _types_of_values(
+            _first_values(_read_jsonl(file, name, columns, 0, ROWS_A_BLOCK), columns)
+        )
+    READERS[suffix](file, name, columns, 0, 1)  # which looks at its header
     return dict.fromkeys(columns, pa.string())
 
 

@@ -1,4 +1,4 @@
-"""`jaxembed embed`: vectors of files of texts, as a file or a folder of Parquet."""
+"""`jaxembed embed`: vectors of files of texts or images, as a file or a folder of Parquet."""
 
 import logging
 import time
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 from click.core import ParameterSource
 
+from jaxembed.cli.image_inputs import images_of, refuse_flags_of_texts, with_columns_of_files
 from jaxembed.cli.jobs import folder_options, refuse_other_suffix, run_folder
 from jaxembed.cli.loading import load_embedder, refuse_without_outputs
 from jaxembed.cli.logs import configure_logging
@@ -27,6 +28,7 @@ from jaxembed.outputs import REPRESENTATIONS, OutputName
 from jaxembed.quantise import EmbeddingDtype
 
 if TYPE_CHECKING:
+    from jaxembed.bulk.image_rows import ImageRows
     from jaxembed.embedder import Embedder
 
 logger = logging.getLogger("jaxembed")
@@ -37,6 +39,14 @@ logger = logging.getLogger("jaxembed")
 @OUTPUT_FLAG
 @MODEL_FLAG
 @TEXT_COLUMN_FLAG
+@click.option("--image-column", help="Has images or their paths, to embed instead of texts.")
+@click.option(
+    "--pdf-dpi",
+    type=click.IntRange(1),
+    default=150,
+    show_default=True,
+    help="Pixels an inch at which the pages of PDF files are rendered.",
+)
 @JOB_OPTIONS
 @click.option("--prompt-name", help="Prompt of the model to put before every text.")
 @click.option("--adapter-name", help="The adapter of the model to embed with.")
@@ -67,6 +77,8 @@ def embed_command(
     output: str,
     model: str | None,
     text_column: str,
+    image_column: str | None,
+    pdf_dpi: int,
     prompt_name: str | None,
     adapter_name: str | None,
     dimensions: int | None,
@@ -75,10 +87,11 @@ def embed_command(
     role: Literal["query", "document"] | None,
     **flags: Any,
 ) -> None:
-    """Embed files of texts into vectors, or other outputs of the model.
+    """Embed files of texts or images into vectors, or other outputs of the model.
 
     INPUTS are files, folders and patterns, here or at s3://, gs:// and hf://: .txt (a text a line),
-    .jsonl, .csv, .tsv, .parquet and .arrow, or - for standard input with a text a line.
+    .jsonl, .csv, .tsv, .parquet and .arrow, or - for standard input with a text a line. Or images
+    (.jpg, .png, .webp, .gif, .bmp, .tiff) and .pdf, of which each page is a row.
 
     OUTPUT is a folder of Parquet, here or at s3:// or gs://, in parts of equal numbers of rows: run
     the same command again after it was stopped, and it goes on. Or a .npy or .jsonl file.
@@ -87,6 +100,9 @@ def embed_command(
     outputs = tuple(dict.fromkeys(outputs))
     if role is not None and outputs == ("dense",):
         raise ConfigError("--role is for other outputs than dense; name a prompt by --prompt-name")
+    images = images_of(inputs, image_column, pdf_dpi)
+    if images is not None:
+        refuse_flags_of_texts({"prompt_name": prompt_name, "role": role, **flags})
     options = {
         "prompt_name": prompt_name,
         "adapter": adapter_name,
@@ -96,12 +112,16 @@ def embed_command(
     }
     chosen = folder_options(flags)
     if output.endswith((".npy", ".jsonl")):
+        _refuse_images(output, images)
         _refuse_folder_options(output, chosen)
         write = partial(_write_file, inputs, text_column, Path(output), outputs, options)
     else:
         refuse_other_suffix(output, ".npy, .jsonl or ")
+        if images is not None and images.column is None:
+            chosen = with_columns_of_files(inputs, chosen)
+        chosen["images"] = images
         write = partial(_write_folder, inputs, text_column, output, outputs, options, chosen)
-    write(lambda: _load(model, prompt_name, flags, outputs))
+    write(lambda: _load(model, prompt_name, flags, outputs, images))
 
 
 def _load(
@@ -109,9 +129,19 @@ def _load(
     prompt_name: str | None,
     flags: dict[str, Any],
     outputs: tuple[OutputName, ...],
+    images: "ImageRows | None",
 ) -> "Embedder":
-    refuse_without_outputs(model, prompt_name, flags, outputs)
+    refuse_without_outputs(model, prompt_name, flags, outputs, of_images=images is not None)
     return load_embedder(model, flags)
+
+
+def _refuse_images(output: str, images: "ImageRows | None") -> None:
+    """Raise ConfigError for images, whose names a single file has no place for."""
+    if images is not None:
+        raise ConfigError(
+            f"--output {output}: vectors of images are written as Parquet, each with its path or "
+            "what --id-column keeps; name a folder"
+        )
 
 
 def _refuse_folder_options(output: str, chosen: dict[str, Any]) -> None:
@@ -161,12 +191,15 @@ def _write_folder(
     chosen: dict[str, Any],
     load: Callable[[], "Embedder"],
 ) -> None:
-    from jaxembed.bulk.computations import EmbedRows
-    from jaxembed.bulk.sources import input_files
+    from jaxembed.bulk.computations import EmbedImages, EmbedRows
 
-    input_files(inputs)  # a missing file is reported before a long load
+    images = chosen["images"]
     embedder = load()
     try:
-        run_folder(EmbedRows(embedder, text_column, outputs, options), inputs, output, chosen)
+        if images is None:
+            computation = EmbedRows(embedder, text_column, outputs, options)
+        else:
+            computation = EmbedImages(embedder, images.column, outputs, options)
+        run_folder(computation, inputs, output, chosen)
     finally:
         embedder.close()

@@ -73,7 +73,7 @@ def run_folder(
             batches, fills = telemetry.batch_fill.totals()
             bar.set_postfix_str(f"fill {fills / max(batches, 1):.2f}", refresh=False)
             if not bar.n:  # what earlier runs have done says nothing of the rate
-                bar.initial = bar.n = progress.rows - computation.rows_a_call
+                bar.initial = bar.n = max(progress.rows - computation.rows_a_call, 0)
             bar.update(progress.rows - bar.n)
 
         summary = run_job(computation, rows, output, reuse=reuse, on_progress=show)

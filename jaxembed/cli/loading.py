@@ -31,9 +31,11 @@ def refuse_without_outputs(
     prompt_name: str | None,
     flags: dict[str, Any],
     outputs: Sequence[OutputName] = ("dense",),
+    *,
+    of_images: bool = False,
 ) -> None:
-    """Raise WrongTask if the model does not give these outputs, and ConfigError if nothing says by
-    which of its routes, before its weights are downloaded."""
+    """Raise WrongTask if the model does not give these outputs, or takes no images, and ConfigError
+    if nothing says by which of its routes, before its weights are downloaded."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     from jaxembed import hub
     from jaxembed.tasks import KIND
@@ -42,12 +44,20 @@ def refuse_without_outputs(
     name, task = model or hub.DEFAULT_MODEL, routes.main.task
     if task != "embed":
         raise WrongTask(f"{name} is {KIND[task]}, which gives no vectors; use `jaxembed {task}`")
-    offered = routes.main.representations
+    spec = routes.image if of_images else routes.main
+    if spec is None:
+        raise WrongTask(
+            f"{name} takes texts and no images, and the inputs are images; name a model of both "
+            "with --model, such as openai/clip-vit-base-patch32"
+        )
+    offered = spec.representations
     if missing := [one for one in outputs if one not in offered]:
         raise WrongTask(
             f"{name} gives no {' and no '.join(missing)} output, only {' and '.join(offered)}, "
             f"which `jaxembed embed` writes with --outputs {' --outputs '.join(offered)}"
         )
+    if of_images:
+        return
     if routes.default is None and prompt_name is None and flags["default_prompt_name"] is None:
         raise ConfigError(f"--prompt-name must name a route of {name}: {', '.join(routes.specs)}")
 

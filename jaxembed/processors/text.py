@@ -628,7 +628,8 @@ def _size(item: Input | ChunkedText) -> int:
     if isinstance(item, Text | ChunkedText):
         return len(item.text)
     if isinstance(item, Image):
-        return len(item.data)  # of a file its bytes: about what it costs to decode
+        # of a file its bytes: about what it costs to decode
+        return len(item.data) if isinstance(item.data, bytes) else item.data.nbytes
     return len(item.first) + len(item.second) if isinstance(item, Pair) else 4 * len(item.ids)
 
 

@@ -1,0 +1,86 @@
+"""Which images `jaxembed embed` is asked to embed, if any."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from jaxembed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxembed.bulk.image_rows import ImageRows
+
+OF_TEXTS = ("prompt_name", "role", "default_prompt", "default_prompt_name")  # flags
+
+
+def images_of(inputs: Sequence[str], image_column: str | None, pdf_dpi: int) -> "ImageRows | None":
+    """Which images are the rows of the inputs, None if these are texts.
+
+    Raises ConfigError for an input that is missing, for inputs of texts and of images, and for
+    flags that do not fit each other or the inputs.
+    """
+    from jaxembed.bulk.image_rows import ImageRows
+    from jaxembed.bulk.sources import IMAGE_FILES, ROWS, input_files, is_of_images
+
+    column = _column_flag(image_column)
+    if column is None:
+        files = [one.name for one in input_files(inputs, (*ROWS, *IMAGE_FILES))]
+        images = [name for name in files if is_of_images(name)]
+        if images and len(images) < len(files):
+            rows = next(name for name in files if not is_of_images(name))
+            raise ConfigError(
+                f"the inputs have images, such as {images[0]}, and files of rows, such as {rows}; "
+                "name one kind by a pattern such as 'photos/*.jpg', or say with --text-column or "
+                "--image-column which column of the rows to embed"
+            )
+        if images:
+            return ImageRows(pdf_dpi=pdf_dpi)
+    else:
+        if named := next(filter(is_of_images, inputs), None):
+            raise ConfigError(f"{named}: image and PDF files have no columns; leave {column} out")
+        input_files(inputs)
+    if _is_given("pdf_dpi"):
+        raise ConfigError("--pdf-dpi is for PDF files, and the inputs are files of rows")
+    return None if image_column is None else ImageRows(image_column)
+
+
+def refuse_flags_of_texts(flags: dict[str, Any]) -> None:
+    """Raise ConfigError for a flag that is for texts alone."""
+    for name in OF_TEXTS:
+        if flags[name] is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for texts, and the inputs are images; leave it out"
+            )
+
+
+def with_columns_of_files(inputs: Sequence[str], chosen: dict[str, Any]) -> dict[str, Any]:
+    """The options of a folder of vectors of image files: they keep what such files have instead of
+    columns. Raises ConfigError if columns are asked for."""
+    from jaxembed.bulk.image_rows import ImageRows, columns_of_files
+
+    for name in ("id_column", "keep"):
+        if chosen[name]:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for files of rows. Image and PDF files have the "
+                "columns `path` and `page`, which are kept; leave it out"
+            )
+    path, *others = columns_of_files(ImageRows().files(inputs))
+    return chosen | {"id_column": path, "keep": tuple(others)}
+
+
+def _column_flag(image_column: str | None) -> str | None:
+    """The flag that names a column to embed, if one is given. Raises ConfigError for both."""
+    if not _is_given("text_column"):
+        return None if image_column is None else "--image-column"
+    if image_column is not None:
+        raise ConfigError(
+            "--text-column and --image-column: a row is a text or an image. For both, run the "
+            "command twice, into two folders with the same --id-column"
+        )
+    return "--text-column"
+
+
+def _is_given(name: str) -> bool:
+    source = click.get_current_context().get_parameter_source(name)
+    return source is not ParameterSource.DEFAULT
