@@ -22,10 +22,12 @@ class PdfFile:
     """A PDF file, whose pages are rendered one at a time."""
 
     def __init__(self, data: bytes):
-        """Raises InvalidImage for a file that is broken or encrypted, or has no pages or more than
-        MOST_PAGES; and ConfigError without pypdfium2."""
+        """Raises InvalidImage for a file that is broken, has no pages or more than MOST_PAGES, or is
+        encrypted; and ConfigError without pypdfium2."""
         pdfium = _pdfium()
         with _alone:
+            # a failure of its own kind, for a failure without a code has that of the last one
+            pdfium.raw.FPDF_LoadMemDocument(b"", 0, None)
             try:
                 self._document = pdfium.PdfDocument(data)
                 self._document.init_forms()  # before the pages: shows what forms are filled with
@@ -38,10 +40,10 @@ class PdfFile:
                 raise InvalidImage(
                     f"a file of {len(data)} bytes is no PDF file, or a damaged one: {error}"
                 ) from error
-        if not 0 < self.pages <= MOST_PAGES:
+        if self.pages > MOST_PAGES:
             self.close()
             raise InvalidImage(
-                f"the PDF file has {self.pages} pages; wanted 1 to {MOST_PAGES}: divide it"
+                f"the PDF file has {self.pages} pages, of at most {MOST_PAGES}; divide it"
             )
 
     def render(self, page: int, dpi: int, most_pixels: int = MOST_PIXELS) -> np.ndarray:
