@@ -22,8 +22,8 @@ class PdfFile:
     """A PDF file, whose pages are rendered one at a time."""
 
     def __init__(self, data: bytes):
-        """Raises InvalidImage for a file that is broken, has no pages or more than MOST_PAGES, or is
-        encrypted; and ConfigError without pypdfium2."""
+        """Raises InvalidImage for a file that is broken or encrypted, or has no pages or more than
+        MOST_PAGES; and ConfigError without pypdfium2."""
         pdfium = _pdfium()
         with _alone:
             # a failure of its own kind, for a failure without a code has that of the last one

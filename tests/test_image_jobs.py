@@ -1,0 +1,508 @@
+"""Jobs of images: files, pages of PDF files and columns in, folders of Parquet out."""
+
+import base64
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+import sources
+from click.testing import CliRunner
+from dual_sources import picture, png, write_dual
+from fake_computation import WIDTH, DigestRows
+from pdf_sources import pdf
+
+from jaxembed import Embedder, object_store
+from jaxembed.bulk import image_rows, parts, stream
+from jaxembed.bulk.ahead import CALLS_AHEAD
+from jaxembed.bulk.computations import EmbedImages, as_arrow
+from jaxembed.bulk.image_rows import FILES_AHEAD, ImageRows
+from jaxembed.bulk.reuse import image_digest
+from jaxembed.bulk.run import JobProgress, Rows, run_job
+from jaxembed.bulk.sources import IMAGE_FILES, input_files
+from jaxembed.cli import cli, loading
+from jaxembed.config import EngineConfig
+from jaxembed.errors import ConfigError, InvalidImage, InvalidInput, StoreUnreachable, WrongTask
+
+pytest.importorskip("PIL")
+pytest.importorskip("pypdfium2")
+
+RED, BLUE, GREEN = (255, 0, 0), (0, 0, 255), (0, 255, 0)
+
+
+@dataclass
+class DigestImages(DigestRows):
+    """Four numbers from the digest of each image. What is no PNG and no page is refused."""
+
+    columns: tuple[str, ...] = ()
+    rows_a_call: int = 4
+
+    def compute(self, rows: Sequence[Any]) -> list[Any]:
+        for index, (image,) in enumerate(rows):
+            if isinstance(image, bytes) and not image.startswith(b"\x89PNG"):
+                raise InvalidImage("it is no PNG", index=index)
+        self.calls += 1
+        self.rows += len(rows)
+        return [as_arrow(vectors_of([image for (image,) in rows]))]
+
+
+class Stops(DigestImages):
+    """Fails at one of its calls, as if the process were stopped there."""
+
+    def compute(self, rows: Sequence[Any]) -> list[Any]:
+        if self.calls >= self.version:
+            raise KeyboardInterrupt
+        return super().compute(rows)
+
+    def describe(self) -> dict[str, Any]:
+        return {"version": 1}
+
+
+def vectors_of(images: Sequence[bytes | np.ndarray]) -> np.ndarray:
+    digests = b"".join(map(image_digest, images))
+    return np.frombuffer(digests, np.uint32).reshape(-1, WIDTH).astype(np.float32)
+
+
+@pytest.fixture(name="photos")
+def _photos(tmp_path) -> Path:
+    """Ten images, and a PDF file of three pages between them."""
+    folder = tmp_path / "photos"
+    (folder / "deep").mkdir(parents=True)
+    for k in range(10):
+        (folder / f"{k}.png").write_bytes(png(picture(k)))
+    (folder / "5.png").rename(folder / "deep" / "_5.JPG")  # the name says nothing of the content
+    (folder / "4b.pdf").write_bytes(pdf([RED, BLUE, GREEN]))
+    (folder / ".hidden.png").write_bytes(b"")
+    (folder / "README").write_text("no rows")
+    return folder
+
+
+def run(inputs: Path, out: Path, computation: Any = None, **options: Any):
+    reuse = options.pop("reuse", None)
+    keep = {"id_column": "path", "keep": ("page",), "part_rows": 5, "images": ImageRows()}
+    return run_job(
+        computation or DigestImages(), Rows([str(inputs)], **keep | options), str(out), reuse=reuse
+    )
+
+
+def table(out: Path) -> pa.Table:
+    return ds.dataset(out, format="parquet").to_table().sort_by("row")
+
+
+def skipped(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "_skipped.jsonl").read_text().splitlines()]
+
+
+ORDER = ["0.png", "1.png", "2.png", "3.png", "4.png", *["4b.pdf"] * 3]
+ORDER += ["6.png", "7.png", "8.png", "9.png", "deep/_5.JPG"]
+
+
+def test_each_image_and_each_page_is_a_row_with_its_path(tmp_path, photos):
+    summary = run(photos, tmp_path / "out")
+    assert (summary.rows, summary.parts, summary.computed) == (13, 3, 13)
+    found = table(tmp_path / "out")
+    assert found.column_names == ["row", "path", "page", "image_digest", "dense"]
+    assert found["path"].to_pylist() == [str(photos / name) for name in ORDER]
+    assert found["page"].to_pylist() == [*[None] * 5, 1, 2, 3, *[None] * 5]
+    images: list[Any] = [(photos / name).read_bytes() for name in ORDER]
+    for row, colour in enumerate((RED, BLUE, GREEN), 5):
+        images[row] = np.full((150, 75, 3), colour, np.uint8)
+    np.testing.assert_array_equal(np.stack(found["dense"].to_numpy()), vectors_of(images))
+    assert found["image_digest"].to_pylist() == [image_digest(image) for image in images]
+
+
+def test_images_without_pdf_files_have_no_page(tmp_path, photos):
+    run(photos / "deep", tmp_path / "out", keep=())
+    assert table(tmp_path / "out").column_names == ["row", "path", "image_digest", "dense"]
+    job = json.loads((tmp_path / "out" / "_job.json").read_text())
+    assert "pdf_dpi" not in job
+
+
+def test_names_stand_for_images_of_any_case(photos):
+    def names(given: str) -> list[str]:
+        found = input_files([given], IMAGE_FILES)
+        return [str(Path(one.name).relative_to(photos)) for one in found]
+
+    assert names(str(photos / "*.pdf")) == ["4b.pdf"]
+    assert names(str(photos / "**" / "*.JPG")) == ["deep/_5.JPG"]
+    assert names(str(photos / "deep" / "_5.JPG")) == ["deep/_5.JPG"]
+    with pytest.raises(ConfigError, match=r"README: wanted a file that ends in \.jpg, \.jpeg, "):
+        names(str(photos / "README"))
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2, 3])
+def test_a_job_that_was_stopped_goes_on_also_within_a_file(tmp_path, photos, stop):
+    run(photos, tmp_path / "whole", part_rows=3)
+    with pytest.raises(KeyboardInterrupt):
+        run(photos, tmp_path / "out", Stops(version=stop), part_rows=3)
+    finished = len(list((tmp_path / "out").glob("part-*")))
+    summary = run(photos, tmp_path / "out", part_rows=3)
+    assert (summary.parts_found, summary.computed) == (finished, 13 - 3 * finished)
+    assert table(tmp_path / "out").equals(table(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("part", [0, 1, 2, 3, 4])
+def test_a_part_that_was_removed_is_made_anew_alone(tmp_path, photos, part):
+    out = tmp_path / "out"
+    run(photos, out, part_rows=3)
+    before = table(out)
+    (out / f"part-0000{part}.parquet").unlink()
+    assert run(photos, out, part_rows=3).computed == (1 if part == 4 else 3)
+    assert table(out).equals(before)
+
+
+def test_a_changed_image_or_resolution_is_refused_with_the_difference(tmp_path, photos):
+    run(photos, tmp_path / "out")
+    with pytest.raises(ConfigError, match="pdf_dpi: 150 before, now 72"):
+        run(photos, tmp_path / "out", images=ImageRows(pdf_dpi=72))
+    (photos / "3.png").write_bytes(png(picture(99, 40, 40)))
+    with pytest.raises(ConfigError, match=r"inputs\..*3\.png\.size: \d+ before, now \d+"):
+        run(photos, tmp_path / "out")
+
+
+def test_equal_images_and_pages_are_reused_under_other_names(tmp_path, photos):
+    run(photos, tmp_path / "first")
+    (photos / "0.png").rename(photos / "z.png")
+    (photos / "1.png").write_bytes(png(picture(100)))
+    (photos / "4b.pdf").write_bytes(pdf([BLUE, RED, (1, 2, 3), GREEN]))
+    computation = DigestImages()
+    summary = run(photos, tmp_path / "out", computation, reuse=str(tmp_path / "first"))
+    assert (summary.reused, summary.computed, computation.rows) == (12, 2, 2)
+    run(photos, tmp_path / "plain")
+    assert table(tmp_path / "out").equals(table(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "where", "words"),
+    [
+        ("4a.png", b"no image", "4a.png", "is wrong: it is no PNG"),
+        ("4c.pdf", b"no file", "4c.pdf page 1", "cannot be read: a file of 7 bytes is no PDF"),
+        ("4c.pdf", pdf([RED], encrypted=True), "4c.pdf page 1", "cannot be read: the PDF file is"),
+        ("4c.pdf", pdf([RED], 9000, 9000), "4c.pdf page 1", "has 351562500 pixels (18750 by"),
+    ],
+)
+def test_a_bad_file_stops_the_job_by_its_name_or_is_left_out(
+    tmp_path, photos, name, data, where, words
+):
+    (photos / name).write_bytes(data)
+    with pytest.raises(InvalidInput) as refused:
+        run(photos, tmp_path / "out")
+    assert f"{photos / where} " in str(refused.value)
+    assert words in str(refused.value)
+    assert "--on-error skip" in str(refused.value)
+    summary = run(photos, tmp_path / "out", on_error="skip")  # it goes on
+    assert (summary.rows, summary.skipped) == (13, 1)
+    (told,) = skipped(tmp_path / "out")
+    assert told["where"] == str(photos / where)
+    assert words in told["reason"]
+    paths = table(tmp_path / "out")["path"].to_pylist()
+    assert paths == [str(photos / one) for one in ORDER]
+
+
+def test_an_image_file_that_is_too_large_is_left_out(tmp_path, photos, monkeypatch):
+    size = (photos / "0.png").stat().st_size
+    monkeypatch.setattr(image_rows, "MOST_IMAGE_BYTES", size)
+    (photos / "1.png").write_bytes(b"x" * (size + 1))
+    run(photos, tmp_path / "out", on_error="skip")
+    assert f"has more than {size} bytes" in skipped(tmp_path / "out")[0]["reason"]
+
+
+def test_few_bytes_of_images_are_computed_at_a_time(tmp_path, photos, monkeypatch):
+    size = (photos / "0.png").stat().st_size
+    monkeypatch.setattr(stream, "IMAGE_BYTES_AT_A_TIME", size + 1)
+    counts = []
+
+    class Counts(DigestImages):
+        def compute(self, rows: Sequence[Any]) -> list[Any]:
+            counts.append(len(rows))
+            return super().compute(rows)
+
+    run(photos, tmp_path / "out", Counts(), part_rows=100)
+    assert sum(counts) == 13
+    assert max(counts) == 2  # the first takes fewer than so many bytes, and the second more
+
+
+def test_few_images_wait_in_memory(tmp_path, monkeypatch):
+    """However slow writing is, reading does not run ahead of it."""
+    for k in range(150):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / f"{k:03}.png").write_bytes(png(picture(k, 2, 2)))
+    read, write = image_rows._WholeFiles.read, parts.PartWriter.write
+    counts, most = {"read": 0, "written": 0}, []
+
+    def counted_read(self, *arguments):
+        counts["read"] += 1
+        return read(self, *arguments)
+
+    def counted_write(self, rows):
+        most.append(counts["read"] - counts["written"])
+        counts["written"] += rows.num_rows
+        write(self, rows)
+
+    monkeypatch.setattr(image_rows._WholeFiles, "read", counted_read)
+    monkeypatch.setattr(parts.PartWriter, "write", counted_write)
+    run(tmp_path / "in", tmp_path / "out", keep=(), part_rows=1000)
+    assert counts == {"read": 150, "written": 150}
+    assert max(most) <= CALLS_AHEAD * 4 + 1 + FILES_AHEAD
+
+
+def test_progress_counts_rows_up_to_the_whole_input(tmp_path, photos):
+    told: list[JobProgress] = []
+    rows = Rows([str(photos)], images=ImageRows(), part_rows=5)
+    run_job(DigestImages(), rows, str(tmp_path / "out"), on_progress=told.append)
+    assert told[-1] == (13, pytest.approx(1))
+    assert [one.share for one in told] == sorted(one.share for one in told)
+
+
+def test_pdf_files_without_the_package_are_refused_at_once(tmp_path, photos, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pypdfium2", None)
+    with pytest.raises(ConfigError, match=r"pip install 'jaxembed\[pdf\]'"):
+        run(photos, tmp_path / "out")
+    assert run(photos / "deep", tmp_path / "out", keep=()).rows == 1
+
+
+# Columns of images.
+
+FILES = [png(picture(k)) for k in range(40)]
+
+
+def write_column(path: Path, values: list, kind: Any = None) -> Path:
+    """A file of rows with an `id` and these images as `photo`."""
+    if path.suffix == ".parquet":
+        columns = {"id": list(range(len(values))), "photo": pa.array(values, kind)}
+        pq.write_table(pa.table(columns), path, row_group_size=15)
+    elif path.suffix == ".csv":
+        lines = [f"{number},{value}" for number, value in enumerate(values)]
+        path.write_text("\n".join(["id,photo", *lines, ""]))
+    else:
+        rows = [{"id": number, "photo": value} for number, value in enumerate(values)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run_column(path: Path, out: Path, **options: Any):
+    options = {"id_column": "id", "keep": (), "images": ImageRows("photo")} | options
+    return run(path, out, DigestImages(columns=("photo",)), **options)
+
+
+def uri(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+COLUMNS = [
+    ("a.parquet", FILES, pa.binary()),
+    ("a.parquet", FILES, pa.large_binary()),
+    ("a.parquet", [{"bytes": one, "path": "x.png"} for one in FILES], None),
+    ("a.parquet", [{"bytes": None, "path": f"files/{k}.png"} for k in range(40)], None),
+    ("a.parquet", [f"files/{k}.png" for k in range(40)], None),
+    ("a.jsonl", [f"files/{k}.png" for k in range(40)], None),
+    ("a.jsonl", [uri(one) for one in FILES], None),
+    ("a.csv", [f"files/{k}.png" for k in range(40)], None),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "kind"), COLUMNS)
+def test_images_of_every_kind_of_column_are_rows(tmp_path, name, values, kind):
+    (tmp_path / "files").mkdir()
+    for k, one in enumerate(FILES):
+        (tmp_path / "files" / f"{k}.png").write_bytes(one)
+    path = write_column(tmp_path / name, values, kind)
+    assert run_column(path, tmp_path / "out", part_rows=18).rows == 40
+    found = table(tmp_path / "out")
+    assert found.column_names == ["row", "id", "image_digest", "dense"]
+    assert [str(one) for one in found["id"].to_pylist()] == [str(k) for k in range(40)]
+    np.testing.assert_array_equal(np.stack(found["dense"].to_numpy()), vectors_of(FILES))
+    (tmp_path / "out" / "part-00001.parquet").unlink()
+    assert run_column(path, tmp_path / "out", part_rows=18).computed == 18
+    assert table(tmp_path / "out").equals(found)
+
+
+def test_the_column_of_paths_may_be_the_id(tmp_path):
+    (tmp_path / "x.png").write_bytes(FILES[0])
+    path = write_column(tmp_path / "a.csv", ["x.png", str(tmp_path / "x.png")])
+    run_column(path, tmp_path / "out", id_column="photo", keep=("id",))
+    assert table(tmp_path / "out")["photo"].to_pylist() == ["x.png", str(tmp_path / "x.png")]
+
+
+BAD = [
+    (None, "has no `photo` (--image-column names the column)"),
+    (7, "has a int as `photo`; wanted bytes or a string"),
+    ("", "has an empty `photo`: there is nothing to embed"),
+    ("none.png", "has 'none.png', which is no file: "),
+    ("https://example.org/x.png", "has 'https://example.org/x.png', and no such URL is fetched"),
+    ("data:image/png,x", "is wrong: 'data:image/png,x' is a percent-encoded data URI"),
+    ("data:image/png;base64,bm8=", "is wrong: it is no PNG"),
+]
+
+
+@pytest.mark.parametrize(("value", "words"), BAD)
+def test_a_bad_value_stops_the_job_by_its_line(tmp_path, value, words):
+    path = write_column(tmp_path / "a.jsonl", [*map(uri, FILES[:6]), value])
+    with pytest.raises(InvalidInput) as refused:
+        run_column(path, tmp_path / "out")
+    assert str(refused.value).startswith(f"{path} line 7 {words}")
+
+
+def test_bad_values_are_left_out_and_reported(tmp_path):
+    values = [uri(FILES[0]), *[value for value, _ in BAD], uri(FILES[1])]
+    path = write_column(tmp_path / "a.jsonl", values)
+    summary = run_column(path, tmp_path / "out", on_error="skip")
+    assert (summary.rows, summary.skipped) == (2, len(BAD))
+    for told, (_, words) in zip(skipped(tmp_path / "out"), BAD, strict=True):
+        assert told["reason"].startswith(words)
+
+
+def test_a_column_that_is_not_there_or_of_another_kind_is_refused(tmp_path):
+    path = write_column(tmp_path / "a.parquet", [1, 2, 3])
+    with pytest.raises(ConfigError, match=r"`photo` is int64; wanted a column of images: binary,"):
+        run_column(path, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"has no column `image`\. It has: id, photo"):
+        run_column(path, tmp_path / "out", images=ImageRows("image"))
+
+
+def test_few_rows_of_a_column_of_images_are_read_at_a_time(tmp_path):
+    path = write_column(tmp_path / "a.parquet", [*FILES, *FILES], pa.binary())
+    pq.write_table(pq.read_table(path), path)  # one row group
+    counts = []
+    as_list = image_rows.as_list
+
+    def counted(values: Any) -> list:
+        counts.append(len(values))
+        return as_list(values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_rows, "as_list", counted)
+        run_column(path, tmp_path / "out", part_rows=100)
+    assert sum(counts) == 80
+    assert max(counts) == image_rows.ROWS_A_BLOCK
+
+
+# Images in stores, with a folder in place of one.
+
+
+@pytest.fixture(name="store")
+def _store(tmp_path, monkeypatch) -> Path:
+    """The folder of what is at s3://."""
+    files = pytest.importorskip("fsspec.implementations.local").LocalFileSystem()
+    dirfs = pytest.importorskip("fsspec.implementations.dirfs")
+    store = dirfs.DirFileSystem(str(tmp_path / "store"), files)
+    monkeypatch.setattr(object_store, "_store", lambda url: store)
+    for folder in ("in", "files"):
+        (tmp_path / "store" / "bucket" / folder).mkdir(parents=True)
+    return tmp_path / "store" / "bucket"
+
+
+def test_images_and_pages_in_a_store_are_rows(tmp_path, store):
+    for k in range(3):
+        (store / "in" / f"{k}.png").write_bytes(FILES[k])
+    (store / "in" / "3.pdf").write_bytes(pdf([RED, BLUE]))
+    rows = Rows(["s3://bucket/in"], "path", ("page",), images=ImageRows())
+    assert run_job(DigestImages(), rows, str(tmp_path / "out")).rows == 5
+    found = table(tmp_path / "out")
+    names = [path.rpartition("/")[2] for path in found["path"].to_pylist()]
+    assert names == ["0.png", "1.png", "2.png", "3.pdf", "3.pdf"]
+    np.testing.assert_array_equal(np.stack(found["dense"].to_numpy())[:3], vectors_of(FILES[:3]))
+
+
+def test_paths_in_a_file_of_a_store_are_beside_it(tmp_path, store, monkeypatch):
+    (store / "files" / "0.png").write_bytes(FILES[0])
+    values = ["../files/0.png", "s3://bucket/files/0.png", "none.png", "/etc/hostname"]
+    rows = [json.dumps({"photo": value}) for value in values]
+    (store / "in" / "a.jsonl").write_text("\n".join(rows))
+    rows = Rows(["s3://bucket/in/a.jsonl"], images=ImageRows("photo"), on_error="skip")
+    computation = DigestImages(columns=("photo",))
+    assert run_job(computation, rows, str(tmp_path / "out")).rows == 2
+    reasons = [told["reason"] for told in skipped(tmp_path / "out")]
+    assert reasons[0].startswith("has 'none.png', which is not there or not to be read")
+    assert reasons[1] == "has '/etc/hostname', a path of a machine, in a file of s3://"
+
+    def unreachable(*arguments: Any) -> None:
+        raise StoreUnreachable("no route to the store")
+
+    monkeypatch.setattr(object_store, "store_of", unreachable)  # which is no fault of a row
+    with pytest.raises(StoreUnreachable, match="no route"):
+        run_job(computation, rows, str(tmp_path / "other"))
+
+
+# A model of images.
+
+
+@pytest.fixture(name="dual", scope="module")
+def _dual(tmp_path_factory):
+    folder = write_dual(tmp_path_factory.mktemp("clip"))
+    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
+    with Embedder(str(folder), cache_dir=folder / "cache", config=config) as embedder:
+        yield embedder
+
+
+def test_vectors_are_those_of_the_library(dual, tmp_path, photos):
+    run(photos, tmp_path / "out", EmbedImages(dual, None, ("dense",), {}))
+    images: list[Any] = [(photos / name).read_bytes() for name in ORDER]
+    for row, colour in enumerate((RED, BLUE, GREEN), 5):
+        images[row] = np.full((150, 75, 3), colour, np.uint8)
+    found = np.stack(table(tmp_path / "out")["dense"].to_numpy())
+    np.testing.assert_allclose(found, dual.encode(images=images), atol=1e-5)
+    several = dual.encode_outputs(["w1"], ["dense"], images=images[:2])["dense"]
+    np.testing.assert_allclose(several, dual.encode(["w1", *images[:2]]), atol=1e-5)
+
+
+def test_files_that_no_decoder_reads_are_left_out_whichever_they_are(dual, tmp_path, photos):
+    whole = (photos / "2.png").read_bytes()
+    (photos / "1.png").write_bytes(b"<html>not found</html>")
+    (photos / "2.png").write_bytes(whole[: len(whole) // 2])
+    (photos / "7.png").write_bytes(b"")
+    computation = EmbedImages(dual, None, ("dense",), {"output_dtype": "float16"})
+    summary = run(photos, tmp_path / "out", computation, on_error="skip")
+    assert (summary.rows, summary.skipped) == (10, 3)
+    told = [(Path(one["where"]).name, one["reason"]) for one in skipped(tmp_path / "out")]
+    assert {name for name, _ in told} == {"1.png", "2.png", "7.png"}
+    assert "is no image; wanted a file of JPEG, PNG" in dict(told)["1.png"]
+    assert "is a damaged image" in dict(told)["2.png"]
+    assert table(tmp_path / "out").schema.field("dense").type == pa.list_(pa.float16(), 16)
+
+
+# The command.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["photos", "rows.csv"], "and files of rows, such as rows.csv; name one kind"),
+        (["rows.csv", "--text-column", "a", "--image-column", "b"], "a row is a text or an image"),
+        (["photos/0.png", "--image-column", "b"], "0.png: image and PDF files have no columns"),
+        (["photos/*.png", "--text-column", "b"], "leave --text-column out"),
+        (["photos", "--image-column", "b"], "photos: there is no file of rows; they end in .txt"),
+        (["rows.csv", "--pdf-dpi", "72"], "--pdf-dpi is for PDF files"),
+        (["photos", "--id-column", "id"], "--id-column is for files of rows"),
+        (["photos", "--keep", "id"], "--keep is for files of rows"),
+        (["photos", "--prompt-name", "query"], "--prompt-name is for texts"),
+        (["photos", "--default-prompt", "a"], "--default-prompt is for texts"),
+        (["photos", "-o", "out.npy"], "vectors of images are written as Parquet"),
+        (["none.png"], "cannot read none.png: No such file"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused_before_the_model(photos, monkeypatch, arguments, words):
+    monkeypatch.chdir(photos.parent)
+    Path("rows.csv").write_text("id,text\n1,a\n")
+    result = CliRunner().invoke(cli, ["embed", "-o", "out", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert words in str(result.exception)
+
+
+def test_a_model_of_texts_is_refused_without_its_weights(tmp_path, photos, monkeypatch):
+    monkeypatch.setattr(loading, "configure_jax", lambda *arguments: None)
+    source, cache = sources.write_sentence_bert(tmp_path / "source"), tmp_path / "cache"
+    (source / "model.safetensors").unlink()
+    flags = ["--model", str(source), "--cache-dir", str(cache), "-o", str(tmp_path / "out")]
+    result = CliRunner().invoke(cli, ["embed", str(photos), *flags])
+    assert isinstance(result.exception, WrongTask)
+    assert f"{source} takes texts and no images" in str(result.exception)
+    assert not (cache / "models").exists()
+    assert not (tmp_path / "out").exists()
