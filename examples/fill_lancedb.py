@@ -25,7 +25,7 @@ TABLE = "texts"
 BATCH_ROWS = 4096
 INDEXED_ROWS = 100_000  # fewer are searched exactly, one by one
 REFINED = 10  # times as many of the index are ranked by their exact vectors
-NOT_KEPT = ("row", "text_digest", "sparse", "multi_vector")
+NOT_KEPT = ("row", "text_digest", "image_digest", "sparse", "multi_vector")
 
 
 def main(parts: str, text_column: str, query: str) -> None:

@@ -25,7 +25,7 @@ BATCH_ROWS = 256  # 11 MB of JSON at 4,096 dimensions, and a server takes 32 in 
 CANDIDATES = 100  # of each ranking
 RANK_CONSTANT = 60  # a text scores 1 / (60 + its rank), from 0, in each ranking
 KINDS = ("dense", "sparse")  # of vectors
-NOT_KEPT = ("row", "text_digest", "multi_vector", *KINDS)
+NOT_KEPT = ("row", "text_digest", "image_digest", "multi_vector", *KINDS)
 DATATYPES = {pa.float32(): models.Datatype.FLOAT32, pa.float16(): models.Datatype.FLOAT16}
 
 

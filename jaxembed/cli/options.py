@@ -88,9 +88,7 @@ JOB_OPTIONS = together(
         show_default=True,
         help="What to do with a row that is bad: stop, or leave it out and name it in a report.",
     ),
-    click.option(
-        "--reuse", help="The folder of an earlier run, whose results of equal texts are taken."
-    ),
+    click.option("--reuse", help="The folder of an earlier run, whose equal rows are taken."),
 )
 
 SPLADE_FLAG = tei_option(
