@@ -387,6 +387,11 @@ class LoadedModel:
         return sum(state.waiting_inputs for state in self.snapshot().values())
 
     @property
+    def takes_images(self) -> bool:
+        """Whether the model embeds images beside texts."""
+        return self.images is not None
+
+    @property
     def stuck(self) -> bool:
         """Whether no device returns from its current call, of any route, so that only a restart
         helps."""

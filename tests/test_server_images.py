@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dual_sources import picture, png, write_dual
+from test_server_app import fetch_json
 from test_server_openai import ask
 
 from jaxembed import Embedder, EngineConfig
@@ -245,3 +246,13 @@ def test_a_large_image_is_decoded_and_a_body_over_the_limit_is_refused(clip):
     answer = post(clip, {"input": [uri], "modality": "image"})
     np.testing.assert_allclose(openai_vectors(answer), clip.encode(images=[data]), atol=2e-6)
     post(clip, {"input": [uri], "modality": "image"}, status=413, payload_limit=1000)
+
+
+def test_the_list_of_models_says_which_take_images(clip, embedder):
+    """Also while they are not in memory."""
+    models = Models([clip, embedder], {clip.name: ("clip",), embedder.name: ("texts",)})
+    for _ in range(2):
+        _, body = fetch_json("/v1/models", models=models)
+        capabilities = {one["id"]: one["capabilities"] for one in body["data"]}
+        assert capabilities == {"clip": ["embed", "image_embed"], "texts": ["embed"]}
+        models["clip"].residence = None

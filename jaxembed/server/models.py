@@ -74,6 +74,7 @@ class KnownModel:
     id: str  # a directory or a hub id, by which it is loaded
     residence: Residence | None = None  # None: not in memory
     spec: ModelSpec | None = None  # None until it was loaded once
+    takes_images: bool = False  # as far as is known
     pinned: bool = False  # never taken out of memory to make room
     is_loading: bool = False
 
@@ -103,7 +104,9 @@ class Models:
     ):
         names = served_names([loaded.name for loaded in models], aliases or {})
         self._lasting = [
-            KnownModel(loaded.name, Residence(loaded), loaded.spec, pinned=True)
+            KnownModel(
+                loaded.name, Residence(loaded), loaded.spec, loaded.takes_images, pinned=True
+            )
             for loaded in models
         ]
         self._by_name = {

@@ -40,7 +40,7 @@ class ServedModel(msgspec.Struct):
     loaded: bool  # whether it is in memory
     max_model_len: int | None = None  # while it is
     task: Task | None = None
-    capabilities: tuple[Task, ...] = ()
+    capabilities: tuple[Task | Literal["image_embed"], ...] = ()  # in Infinity's words
     outputs: tuple[OutputName, ...] = ()  # of an embedding model: how a text may be represented
     stats: QueueStats = msgspec.field(default_factory=lambda: QueueStats(0, 0.0))
     parent: str | msgspec.UnsetType = msgspec.UNSET  # the name of an adapter's model
@@ -154,6 +154,8 @@ def _model(name: str, models: Models, permitted: Collection[str] | None) -> Serv
         listed.task, listed.capabilities = known.spec.task, tasks_of(known.spec)
         if known.spec.task == "embed":
             listed.outputs = known.spec.representations
+        if known.takes_images:
+            listed.capabilities += ("image_embed",)
     if known.residence is not None:
         loaded = known.residence.loaded
         waiting = loaded.waiting

@@ -210,6 +210,7 @@ class ModelPool:
                 raise failure from error
             self._failed.pop(known, None)
             known.residence, known.spec = Residence(loaded), loaded.spec
+            known.takes_images = loaded.takes_images
             logger.info(
                 "%s is in memory after %.1f s: %d MB, all models %d MB",
                 self._name(known),
