@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from conftest import save_tiny
+from dual_sources import write_dual
 
 from examples import retrieve_and_rerank as example
 from jaxembed import Embedder, EngineConfig
@@ -104,3 +105,28 @@ def test_a_title_goes_before_the_text(tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"_id": 7, "title": "Cats", "text": "They sit."}\n')
     assert dict(example.read(path)) == {"7": "Cats They sit."}
+
+
+def test_pictures_are_ranked_by_the_products_of_the_vectors(tmp_path, monkeypatch, capsys):
+    """The weights are random, so that it says nothing about what is seen in the pictures."""
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    from examples import search_pictures
+
+    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
+    tiny = partial(Embedder, cache_dir=tmp_path / "cache", config=config)
+    monkeypatch.setattr(search_pictures, "Embedder", tiny)
+    folder, sheet, queries = write_dual(tmp_path / "clip"), tmp_path / "found.png", ["w1 w2", "w3"]
+    search_pictures.main([*queries, "--model", str(folder), "--top-k", "3", "--sheet", str(sheet)])
+    pictures = search_pictures.draw_pictures()
+    assert len(pictures) == 12
+    with tiny(str(folder)) as embedder:
+        asked = embedder.encode(queries, normalize=True)
+        alone = [embedder.encode(images=[one], normalize=True)[0] for one in pictures.values()]
+    wanted = []
+    for query, products in zip(queries, asked @ np.array(alone).T, strict=True):
+        best = sorted(zip(products, pictures, strict=True), reverse=True)[:3]
+        wanted += ["", query, *(f"  {product:7.4f}  {name}" for product, name in best)]
+    assert capsys.readouterr().out.splitlines() == wanted
+    with image.open(sheet) as found:
+        assert found.width == 180 + 3 * 112
+        assert len(found.getcolors(1 << 20)) > 4
