@@ -49,6 +49,7 @@ def test_the_page_may_connect_to_this_server_alone():
     policy = policy_of(fetch("/playground")[0])
     assert policy["default-src"] == ["'none'"]
     assert policy["connect-src"] == ["'self'"]
+    assert policy["img-src"] == ["data:"]
     for name in ("base-uri", "form-action", "frame-ancestors"):
         assert policy[name] == ["'none'"]
     assert not any("unsafe" in value for values in policy.values() for value in values)

@@ -70,7 +70,7 @@ def _page() -> tuple[bytes, str]:
         f"script-src{hashes['script']}",
         f"style-src{hashes['style']}",
         "connect-src 'self'",
-        "img-src data:",  # its icon
+        "img-src data:",  # its icon, and the small copies that it makes of images
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",

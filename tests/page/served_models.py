@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import sources
+from dual_sources import write_dual
 from live_server import WAIT_S, served
 from playwright.sync_api import Browser, Error, sync_playwright
 from test_embedder import save_scorer
@@ -75,8 +76,9 @@ def serving(folder: Path) -> Iterator[str]:
     pairs = save_scorer(folder / "pairs")
     # static embeddings: nothing is compiled, so that it is in memory at once
     sources.write_static(folder / "repository" / "later", OF_MODEL2VEC, normalize=True)
+    clip = write_dual(folder / "clip")
     models = {"minilm": hub.DEFAULT_MODEL, "late": late, "pairs": pairs}
-    models |= {"splade": splade, "labels": labels}
+    models |= {"splade": splade, "labels": labels, "clip": clip}
     names = [f"--served-model-name={name}={model}" for name, model in models.items()]
     arguments = [*map(str, models.values()), *names, "--cache-dir", str(cache)]
     arguments += ["--model-repository", str(folder / "repository"), "--load-timeout", "90"]

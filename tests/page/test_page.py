@@ -5,10 +5,13 @@ import json
 import re
 import subprocess
 import sys
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 from conftest import save_tiny
+from dual_sources import dual_tensors, expected_image, picture, png
 from PIL import Image
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -16,6 +19,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 from axe_playwright_python.sync_playwright import Axe  # noqa: E402
 from test_static import WIDTH as STATIC_WIDTH  # noqa: E402
 
+from examples.search_pictures import draw_pictures  # noqa: E402
 from page.served_models import browsing, chromium, ready, serving  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -94,12 +98,14 @@ def sent(page, model: str | None = None, **values: str):
     if model is not None:
         page.select_option(f"#{name}-model", model)
     panel.locator("button[type=submit]").click()
-    panel.locator(".status, .error").filter(has_text=re.compile(r"^(?!Waiting).")).wait_for()
+    panel.locator(":scope .status, :scope > .error").filter(
+        has_text=re.compile(r"^(?!Waiting).")
+    ).wait_for()
     return panel
 
 
 def status_of(panel) -> str:
-    assert panel.locator(".error").text_content() == ""
+    assert panel.locator(":scope > .error").text_content() == ""
     return panel.locator(".status").text_content()
 
 
@@ -120,7 +126,7 @@ def test_a_browser_comes_from_the_root_and_sees_the_panels_of_the_models(opened)
     assert page.url.endswith("/playground")
     tabs = page.locator("[role=tab]:visible").all_inner_texts()
     assert [tab.lower() for tab in tabs] == list(PANELS)
-    assert page.locator("#about").text_content() == "6 names of models, 5 in memory"
+    assert page.locator("#about").text_content() == "7 names of models, 6 in memory"
 
 
 def test_a_panel_that_no_model_fills_is_left_out(opened, tmp_path):
@@ -391,6 +397,247 @@ def test_an_answer_is_marked_as_old_once_its_texts_change(opened):
     assert panel.locator(".stale").count() == 0
 
 
+# Images
+
+PICTURES = [picture(1), picture(2), picture(1)[::-1].copy()]
+FILES = [
+    {"name": f"picture-{number}.png", "mimeType": "image/png", "buffer": png(colours)}
+    for number, colours in enumerate(PICTURES, 1)
+]
+BROKEN = {"name": "broken.png", "mimeType": "image/png", "buffer": b"no image"}
+SCAN = io.BytesIO()
+Image.fromarray(PICTURES[0]).save(SCAN, "TIFF")
+TIFF = {"name": "scan.tiff", "mimeType": "image/tiff", "buffer": SCAN.getvalue()}  # not shown here
+
+
+def given(page, place: str, files: list) -> None:
+    """Choose files at a place for images, and wait for them."""
+    before = page.locator(f"#{place} li").count()
+    page.set_input_files(f"#{place} input", files)
+    page.wait_for_selector(f"#{place} li:nth-child({before + len(files)})")
+
+
+def opened_with_images(opened, panel: str, files: list = FILES, **options):
+    """A panel whose model takes images, with some and no texts."""
+    page = opened(panel, **options)
+    page.select_option(f"#{panel}-model", "clip")
+    given(page, f"{panel}-images", files)
+    if panel == "similarity":
+        page.fill("#similarity-texts", "")
+    else:
+        page.fill("#search-query", "w1 w2")
+    return page
+
+
+def carrying(page, file: dict):
+    """What the clipboard or a drag carries: the file, as the browser hands it to a page."""
+    return page.evaluate_handle(
+        """([name, type, data]) => {
+            const carried = new DataTransfer();
+            const bytes = Uint8Array.from(atob(data), (one) => one.charCodeAt(0));
+            carried.items.add(new File([bytes], name, { type }));
+            return carried;
+        }""",
+        [file["name"], file["mimeType"], b64encode(file["buffer"]).decode()],
+    )
+
+
+PASTE = """(element, clipboardData) => element.dispatchEvent(
+    new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true }))"""
+
+
+@pytest.mark.parametrize("panel", ["similarity", "search"])
+def test_images_have_a_place_where_the_model_takes_them(opened, panel):
+    page = opened(panel)
+    page.select_option(f"#{panel}-model", "minilm")
+    assert page.locator(f"#{panel}-images").is_hidden()
+    page.select_option(f"#{panel}-model", "clip")
+    assert page.locator(f"#{panel}-images").is_visible()
+    given(page, f"{panel}-images", FILES)
+    page.select_option(f"#{panel}-model", "minilm")  # which is sent none of them
+    with page.expect_response("**/v1/embeddings") as answered:
+        sent(page, **{f"{panel}-{'texts' if panel == 'similarity' else 'documents'}": "a\nb"})
+    assert json.loads(answered.value.request.post_data)["input"] == ["a", "b"]
+
+
+def test_texts_and_images_are_compared(opened):
+    page = opened_with_images(opened, "similarity", [*FILES, TIFF])
+    panel = sent(page, similarity_texts="w1 w2")
+    assert status_of(panel) == "Most similar: 2 and 5 (1.000), “picture-1.png” and “scan.tiff”"
+    rows = table_of(panel)
+    assert [row[0].split("\n")[0] for row in rows[:2]] == ["1. w1 w2", "2. picture-1.png"]
+    wanted = [expected_image("clip", dual_tensors("clip"), one) for one in PICTURES]
+    got = [[float(value) for value in row[2:5]] for row in rows[1:4]]
+    np.testing.assert_allclose(got, np.array(wanted) @ np.array(wanted).T, atol=2e-3)
+    for of_images in ("thead", "tbody"):
+        seen = panel.locator(f"{of_images} img").evaluate_all("all => all.map(e => e.naturalWidth)")
+        assert seen == [PICTURES[0].shape[1]] * 3
+        assert panel.locator(f"{of_images} span.thumbnail").count() == 1
+    items = panel.locator(".requests li").all_inner_texts()
+    assert items[0].startswith("POST /v1/embeddings ")
+    assert items[1].startswith("POST /v1/embeddings (images) ")
+
+
+def test_images_are_cut_by_the_slider_and_read_without_a_prompt(opened):
+    page = opened_with_images(opened, "similarity")
+    page.select_option("#similarity-purpose", "query")
+    page.fill("#similarity-dimensions", "8")
+    with page.expect_response("**/v1/embeddings") as answered:
+        assert status_of(sent(page))
+    body = json.loads(answered.value.request.post_data)
+    assert body["dimensions"] == 8
+    assert "input_type" not in body
+    files = [
+        b64decode(one["image"].removeprefix("data:image/png;base64,")) for one in body["input"]
+    ]
+    assert files == [one["buffer"] for one in FILES]
+
+
+def test_a_text_finds_images(opened):
+    page = opened_with_images(opened, "search")
+    assert page.input_value("#search-documents") == ""  # what it began with made room
+    page.select_option("#search-reranker", "late")
+    panel = sent(page)
+    rows = table_of(panel)
+    assert sorted(row[2] for row in rows) == [one["name"] for one in FILES]
+    scores = [float(row[1]) for row in rows]
+    assert scores == sorted(scores, reverse=True)
+    assert panel.locator("tbody img").count() == 3
+    assert status_of(panel) == (
+        f"Best by embeddings: “{rows[0][2]}”. The reranker reads texts alone, so it was not asked"
+    )
+    assert panel.locator("table").count() == 1
+
+
+def test_an_image_finds_images(opened):
+    page = opened_with_images(opened, "search")
+    given(page, "search-image", FILES[1:2])
+    assert page.locator("#search-query").is_disabled()
+    page.select_option("#search-reranker", "")
+    panel = sent(page)
+    assert status_of(panel) == "Best by embeddings: “picture-2.png”"
+    assert table_of(panel)[0][1] == "1.000"
+    page.get_by_role("button", name="Remove picture-2.png").first.click()
+    assert page.evaluate("document.activeElement.textContent") == "Search with an image"
+    assert page.locator("#search-query").is_enabled()
+
+
+def test_images_are_dropped_and_pasted(opened):
+    page = opened("search")
+    page.select_option("#search-model", "clip")
+    for number, field in enumerate(("#search-documents", "#search-images", "#search")):
+        page.dispatch_event(field, "drop", {"dataTransfer": carrying(page, FILES[number])})
+    page.wait_for_selector("#search-images li:nth-child(3)")
+    page.locator("#search-query").evaluate(PASTE, carrying(page, FILES[0]))
+    page.wait_for_selector("#search-image li")
+    page.dispatch_event("#search-image", "dragover", {"dataTransfer": carrying(page, FILES[0])})
+    assert page.locator(".images.over").get_attribute("id") == "search-image"
+    page.dispatch_event("#search-image", "drop", {"dataTransfer": carrying(page, FILES[0])})
+    page.wait_for_selector("#search-image .error:not(:empty)")
+    message = page.locator("#search-image > .error").text_content()
+    assert message == "Not added: picture-1.png: there may be 1 image"
+    assert page.locator("#search-images li").count() == 3
+    assert page.locator(".images.over").count() == 0
+
+
+def test_cells_of_a_table_are_pasted_as_text(opened):
+    page = opened("similarity")
+    page.select_option("#similarity-model", "clip")
+    carried = carrying(page, FILES[0])
+    carried.evaluate("carried => carried.setData('text/plain', 'a cell')")
+    untouched = page.locator("#similarity-texts").evaluate(PASTE, carried)
+    assert untouched is True
+    assert page.locator("#similarity-images li").count() == 0
+
+
+def test_an_image_for_a_model_of_texts_is_refused_on_the_page(opened):
+    page = opened("similarity")
+    page.select_option("#similarity-model", "minilm")
+    page.dispatch_event("#similarity-texts", "drop", {"dataTransfer": carrying(page, FILES[0])})
+    message = page.locator("#similarity > .error").text_content()
+    assert message == "Not added: minilm takes no images"
+
+
+def test_images_beyond_the_bounds_are_named_and_not_added(opened):
+    page = opened_with_images(opened, "similarity", FILES[:1] * 40)
+    page.set_input_files("#similarity-images input", FILES[1:3])
+    error = page.locator("#similarity-images > .error")
+    page.wait_for_selector("#similarity-images > .error:not(:empty)")
+    assert error.text_content() == (
+        "Not added: picture-2.png: there may be 40 images; picture-3.png: there may be 40 images"
+    )
+    assert page.locator("#similarity-images li").count() == 40
+    page.get_by_role("button", name="Remove picture-1.png").first.click()
+    assert error.text_content() == ""
+    large = {"name": "large.png", "mimeType": "image/png", "buffer": bytes(20_000_000)}
+    page.set_input_files("#similarity-images input", large)
+    page.wait_for_selector("#similarity-images > .error:not(:empty)")
+    assert error.text_content() == (
+        "Not added: large.png: there would be 20.1 MB, of at most 20.0 MB"
+    )
+    page.fill("#similarity-texts", "a\nb")
+    message = "Not sent: wanted 2 to 40 texts and images, one a line; got 41"
+    assert sent(page).locator(":scope > .error").text_content() == message
+
+
+def test_a_broken_image_has_the_servers_message(opened):
+    page = opened_with_images(opened, "search", [FILES[0], BROKEN])
+    panel = sent(page)
+    at_it = page.locator("#search-images li").nth(1).locator(".error").text_content()
+    assert at_it.startswith(
+        "`input[1]`: a file of 8 bytes that begins with b'no image' is no image"
+    )
+    assert panel.locator(":scope > .error").text_content() == f"400: broken.png: {at_it}"
+    page.get_by_role("button", name="Remove broken.png").click()
+    sent(page)
+    assert page.locator("#search > .status, #search .status").first.text_content()
+
+
+@pytest.mark.parametrize(("kind", "command"), [("curl", "bash"), ("Python", sys.executable)])
+def test_a_copied_request_with_images_runs_and_is_shown_in_brief(opened, kind, command, tmp_path):
+    large = {**FILES[0], "buffer": png(picture(4, 300, 300))}  # more than an argument may be
+    page = opened_with_images(opened, "similarity", [large, FILES[1]])
+    with page.expect_response("**/v1/embeddings") as answered:
+        panel = sent(page)
+    panel.get_by_role("button", name=f"Copy as {kind}").click()
+    page.wait_for_selector(f"text=Copied as {kind}, with the images in full")
+    seen = panel.locator("pre").text_content()
+    assert len(seen) < 1000
+    assert re.search(r"data:image/png;base64,[\w+/]{24}… \(\d+ characters\)", seen)
+    program = tmp_path / "program"
+    program.write_text(page.evaluate("navigator.clipboard.readText()"))
+    done = subprocess.run([command, program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    vectors = [one["embedding"] for one in json.loads(done.stdout)["data"]]
+    np.testing.assert_allclose(
+        vectors, [one["embedding"] for one in answered.value.json()["data"]], atol=1e-6
+    )
+
+
+def test_an_answer_is_marked_as_old_once_its_images_change(opened):
+    page = opened_with_images(opened, "similarity")
+    sent(page)
+    note = page.locator("#similarity .note")
+    assert note.text_content() == ""
+    page.get_by_role("button", name="Remove picture-1.png").click()
+    assert note.text_content()
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("panel", ["similarity", "search"])
+def test_axe_finds_nothing_about_images(opened, panel, state):
+    page = opened_with_images(opened, panel, [*FILES, TIFF], **STATES[state])
+    shown = sent(page)
+    assert status_of(shown)
+    shown.get_by_role("button", name="Copy as Python").first.click()
+    given(page, f"{panel}-images", [BROKEN])
+    page.click(f"#{panel} button[type=submit]")
+    page.wait_for_selector(f"#{panel}-images li .error:not(:empty)")
+    found = Axe().run(page, options={"resultTypes": ["violations"]})
+    assert found.violations_count == 0, found.generate_report()
+    assert not overflows(page)
+
+
 # Requests
 
 
@@ -437,7 +684,7 @@ def test_an_error_is_shown_in_the_servers_words(opened):
     assert status_of(sent(page, "minilm"))
     panel = sent(page, "minilm", tokens_text="")
     page.wait_for_selector("#tokens .error:not(:empty)")
-    message = panel.locator(".error").text_content()
+    message = panel.locator(":scope > .error").text_content()
     assert message == "400: Input validation error: `inputs` cannot be empty"
     assert panel.locator(".tokens").count() == 0
 
@@ -449,7 +696,7 @@ def test_what_is_wrong_before_anything_is_sent_is_said(opened):
         page.fill("#similarity-texts", texts)
         panel_of(page).locator("button[type=submit]").click()
         message = f"Not sent: wanted 2 to 40 texts, one a line; got {count}"
-        assert panel_of(page).locator(".error").text_content() == message
+        assert panel_of(page).locator(":scope > .error").text_content() == message
 
 
 def test_markup_in_a_text_stays_text(opened):
@@ -588,7 +835,24 @@ SHOTS = {  # the panel, the scheme, the model and the reranker of each
     "similarity-light": ("similarity", "light", {"similarity-model": "minilm"}),
     "search-light": ("search", "light", {"search-model": "minilm", "search-reranker": "late"}),
     "alignments-dark": ("alignments", "dark", {"alignments-model": "late"}),
+    "images-light": ("search", "light", {"search-model": "clip", "search-reranker": ""}),
 }
+
+
+def shapes() -> list[dict]:
+    """Files of the pictures of examples/search_pictures.py, some of them."""
+    files = []
+    for name in ("a red circle", "a blue square", "a green triangle", "a yellow circle"):
+        file = io.BytesIO()
+        draw_pictures()[name].save(file, "PNG")
+        files.append(
+            {
+                "name": f"{name.replace(' ', '-')}.png",
+                "mimeType": "image/png",
+                "buffer": file.getvalue(),
+            }
+        )
+    return files
 
 
 @pytest.mark.parametrize("name", SHOTS)
@@ -600,6 +864,9 @@ def test_screenshots_are_taken_where_they_are_asked_for(opened, request, name):
     page = opened(panel, color_scheme=scheme, viewport={"width": WIDTH, "height": 300})
     for select, value in chosen.items():
         page.select_option(f"#{select}", value)
+    if "images" in name:
+        given(page, "search-images", shapes())
+        given(page, "search-image", shapes()[:1])
     for _ in range(2):  # the second is not slowed by what is done once
         assert status_of(sent(page))
     folder.mkdir(parents=True, exist_ok=True)
