@@ -11,6 +11,7 @@ from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoint import load_routes
 from jaxembed.errors import ConfigError, InvalidInput, UnsupportedModel
 from jaxembed.inputs import Image, Tokens
+from jaxembed.options import EncodeOptions
 
 pytest.importorskip("PIL")
 
@@ -31,6 +32,12 @@ def _embedder(source, tmp_path_factory):
         yield embedder
 
 
+def vectors(embedder, ids) -> np.ndarray:
+    """The vectors of token ids as they are."""
+    options = EncodeOptions(outputs=frozenset({"multi_vector"}))
+    return embedder.run(embedder.tasks.embed([Tokens(ids)], options)).multi_vector[0]
+
+
 def test_a_page_has_a_vector_for_each_patch_and_for_the_words_after_it(embedder):
     (found,) = embedder.encode_multi([Image(picture(1))])
     assert found.shape == (PAGE, SPACE)
@@ -41,8 +48,7 @@ def test_a_query_has_its_prompt_and_fillers(embedder):
     given = embedder.compute(["w1 w2"], ["tokens"])["tokens"][0]
     asked = words().encode("<bos>Question: w1 w2" + "<pad>" * 10 + "\n").ids
     assert len(given) == len(asked)
-    plain = embedder.encode_multi([Tokens(asked)])[0]
-    np.testing.assert_array_equal(embedder.encode_multi(["w1 w2"])[0], plain)
+    np.testing.assert_array_equal(embedder.encode_multi(["w1 w2"])[0], vectors(embedder, asked))
 
 
 def test_texts_and_pages_of_one_request_equal_each_alone(embedder):
@@ -76,9 +82,11 @@ def test_texts_are_no_documents(embedder):
 
 
 def test_a_text_with_the_token_of_images_is_refused(embedder):
-    for item in ("w1 <image>", Tokens([2, IMAGE_ID])):
-        with pytest.raises(InvalidInput, match="'<image>', the token that stands for a part"):
-            embedder.encode_multi([item])
+    message = "'<image>', the token that stands for a part"
+    with pytest.raises(InvalidInput, match=message):
+        embedder.encode_multi(["w1 <image>"])
+    with pytest.raises(InvalidInput, match=message):
+        vectors(embedder, [2, IMAGE_ID])
 
 
 def test_divided_pages_are_refused(embedder):

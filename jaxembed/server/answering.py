@@ -3,20 +3,20 @@ encode the answer. Knows no dialect."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from quart import Response
 
 from jaxembed.errors import InvalidChunk, InvalidInput
-from jaxembed.inputs import Image, Input
+from jaxembed.inputs import Image, Input, Text
 from jaxembed.interaction import compare_first, compare_outputs
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.request import Answer, Request
 from jaxembed.server.body import RequestInputs, RequestTexts, check_batch
 from jaxembed.server.late import RequestChunks
-from jaxembed.server.media import ImageSource, read_images
+from jaxembed.server.media import ImageSource, read_images, text_or_image
 from jaxembed.server.meter import Meter, RequestSize
 from jaxembed.spec import Task
 
@@ -113,28 +113,33 @@ async def score_documents(
     meter: Meter,
     model: str | None,
     query: str,
-    documents: Sequence[str],
+    documents: Sequence[str | ImageSource],
     options: ScoreOptions,
     *,
     field: str,
 ) -> Scores:
     """The logits of a request to rerank, whose documents came in `field`."""
 
-    def read() -> RequestSize:
+    def read() -> RequestInputs:
         check_batch(len(documents))
         # the query counts once for each document, as in TEI
-        characters = len(query) * len(documents) + sum(map(len, documents))
-        return RequestSize("batch", characters, field)
+        characters = len(query) * len(documents)
+        characters += sum(len(one) for one in documents if isinstance(one, str))
+        return RequestInputs("batch", characters, field, list(map(text_or_image, documents)))
 
-    loaded, _ = await _accept(meter, model, "rerank", read)
+    loaded, inputs = await _accept(meter, model, "rerank", read)
     options = _adapted(meter, options)
+    if any(isinstance(one, ImageSource) for one in documents):
+        loaded.tasks.check_images()
+    items = await read_images(inputs.items, meter.held)
+    given = [one.text if isinstance(one, Text) else cast(Image, one) for one in items]
     if loaded.spec.task == "embed":
-        return await _compare(meter, query, documents, options, field)
-    return await _answer(meter, loaded.tasks.rerank(query, documents, options))
+        return await _compare(meter, query, given, options, field)
+    return await _answer(meter, loaded.tasks.rerank(query, given, options))
 
 
 async def _compare(
-    meter: Meter, query: str, documents: Sequence[str], options: ScoreOptions, field: str
+    meter: Meter, query: str, documents: Sequence[str | Image], options: ScoreOptions, field: str
 ) -> Scores:
     """The similarities of documents and a query, by the outputs of both."""
     of_query, of_documents, weights = meter.loaded.tasks.compare(query, documents, options)

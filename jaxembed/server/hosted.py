@@ -18,6 +18,7 @@ from jaxembed.server.decoding import AT_ONCE
 from jaxembed.server.encoding import json_response, wants_octets
 from jaxembed.server.errors import BadField
 from jaxembed.server.jina import answer_jina
+from jaxembed.server.media import TypedInput
 from jaxembed.server.meter import Meter, blame, current_meter
 from jaxembed.server.multi import (
     EmbedMultiRequest,
@@ -197,9 +198,9 @@ def _count(body: AnyRequest) -> int:
         case PredictRequest(inputs=[[*_], *_] as inputs):
             return len(inputs)
         case (
-            EmbedRequest(inputs=[[*_] | str(), *_] as inputs)
+            EmbedRequest(inputs=[[*_] | str() | TypedInput(), *_] as inputs)
             | EmbedSparseRequest(inputs=[[*_] | str(), *_] as inputs)
-            | EmbedMultiRequest(inputs=[[*_] | str(), *_] as inputs)
+            | EmbedMultiRequest(inputs=[[*_] | str() | TypedInput(), *_] as inputs)
         ):
             return len(inputs)
     return 1

@@ -17,7 +17,13 @@ from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.outputs import OutputName
 from jaxembed.postprocess import to_bytes
 from jaxembed.server.answering import embed_inputs, encode_answer
-from jaxembed.server.body import InputUnion, priority_of, read_body_as, read_inputs
+from jaxembed.server.body import (
+    InputUnion,
+    TypedInputs,
+    priority_of,
+    read_body_as,
+    read_inputs,
+)
 from jaxembed.server.encoding import (
     OCTETS,
     json_matrices,
@@ -63,7 +69,7 @@ class EmbedSparseRequest(ModelRequest, kw_only=True):
 class EmbedMultiRequest(VectorsRequest, kw_only=True):
     """The fields of /embed, and `input_type`: queries and documents may be treated differently."""
 
-    inputs: InputUnion
+    inputs: TypedInputs
     outputs: Annotated[Any, Unserved(_ONE, (["multi_vector"],))] = None
     truncate: bool | None = None
     truncation_direction: Direction | None = None

@@ -13,6 +13,7 @@ from jaxembed.options import Chunk, ScoreOptions, Scores
 from jaxembed.processors.windows import MOST_WINDOWS
 from jaxembed.server.answering import score_documents
 from jaxembed.server.body import AnyPriority, priority_of
+from jaxembed.server.media import ImageSource
 from jaxembed.server.meter import Meter
 from jaxembed.server.scoring import json_ranks
 from jaxembed.server.unsupported import ModelRequest, agreed
@@ -20,10 +21,21 @@ from jaxembed.server.unsupported import ModelRequest, agreed
 LongDocuments = Literal["truncate", "chunk"]
 
 
-class Document(msgspec.Struct):
-    """A document as an object; its other fields are not read and do not come back."""
+class Document(msgspec.Struct, omit_defaults=True):
+    """A document as an object: a text, or an image as a URL, a data URI or base64. Its other fields
+    are not read and do not come back. Raises ValueError for one that holds both or none."""
 
-    text: str
+    text: str | None = None
+    image: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.image is None):
+            raise ValueError("Expected an object with `text`, or with `image`")
+
+    @property
+    def source(self) -> str | ImageSource:
+        """The text, or the image."""
+        return self.text or "" if self.image is None else ImageSource(self.image, bare=True)
 
 
 class DocumentsRequest(ModelRequest, kw_only=True):
@@ -79,7 +91,13 @@ async def rerank_documents(
     """The model's answer, and a function that gives the best documents as Results: at each call the
     inside of a JSON list, in slices. With `as_strings` the document of a Result is its text."""
     _check(body)
-    texts = [item if isinstance(item, str) else item.text for item in body.documents]
+    sources = [item if isinstance(item, str) else item.source for item in body.documents]
+    texts = [one if isinstance(one, str) else "" for one in sources]
+    if body.return_documents and any(isinstance(one, ImageSource) for one in sources):
+        raise InvalidInput(
+            "`return_documents` is for texts, and some documents are images; leave it out",
+            field="return_documents",
+        )
     options = ScoreOptions(
         truncate=agreed(body, "truncate", "truncation"),
         instruction=body.instruction or None,
@@ -89,7 +107,9 @@ async def rerank_documents(
         weights=tuple(body.weights) if body.weights else None,
         priority=priority_of(body.priority),
     )
-    answer = await score_documents(meter, body.model, body.query, texts, options, field="documents")
+    answer = await score_documents(
+        meter, body.model, body.query, sources, options, field="documents"
+    )
 
     def result(i: int, score: np.float32) -> dict:
         found = {"index": i, "relevance_score": score, **chunk_of(answer, i)}
