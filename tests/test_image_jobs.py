@@ -206,9 +206,16 @@ def test_a_bad_file_stops_the_job_by_its_name_or_is_left_out(
     assert paths == [str(photos / one) for one in ORDER]
 
 
+def test_an_image_file_that_cannot_be_read_is_told_by_its_name(tmp_path, photos):
+    (photos / "1a.png").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot read .*1a\.png: Is a directory"):
+        image_rows._WholeFiles().read(str(photos / "1a.png"), 10)
+    assert run(photos, tmp_path / "out").rows == 13
+
+
 def test_an_image_file_that_is_too_large_is_left_out(tmp_path, photos, monkeypatch):
     size = (photos / "0.png").stat().st_size
-    monkeypatch.setattr(image_rows, "MOST_IMAGE_BYTES", size)
+    monkeypatch.setattr(image_rows, "MOST_FILE_BYTES", size)
     (photos / "1.png").write_bytes(b"x" * (size + 1))
     run(photos, tmp_path / "out", on_error="skip")
     assert f"has more than {size} bytes" in skipped(tmp_path / "out")[0]["reason"]
@@ -336,6 +343,7 @@ BAD = [
     (7, "has a int as `photo`; wanted bytes or a string"),
     ("", "has an empty `photo`: there is nothing to embed"),
     ("none.png", "has 'none.png', which is no file: "),
+    ("A" * 9000, f"has '{'A' * 60}'..., which is no file: "),  # base64 that is no data URI
     ("https://example.org/x.png", "has 'https://example.org/x.png', and no such URL is fetched"),
     ("data:image/png,x", "is wrong: 'data:image/png,x' is a percent-encoded data URI"),
     ("data:image/png;base64,bm8=", "is wrong: it is no PNG"),
@@ -381,7 +389,7 @@ def test_few_rows_of_a_column_of_images_are_read_at_a_time(tmp_path):
         patch.setattr(image_rows, "as_list", counted)
         run_column(path, tmp_path / "out", part_rows=100)
     assert sum(counts) == 80
-    assert max(counts) == image_rows.ROWS_A_BLOCK
+    assert max(counts) == image_rows.IMAGES_A_BLOCK
 
 
 # Images in stores, with a folder in place of one.

@@ -1,6 +1,7 @@
 """Reads rows of images: image files, pages of PDF files, and columns of files of rows, in bounded
 memory. Knows nothing of models."""
 
+import os
 import posixpath
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from jaxembed import object_store
 from jaxembed.bulk.ahead import ahead
 from jaxembed.bulk.sources import (
     IMAGE_FILES,
-    ROWS,
+    ROW_FILES,
     START,
     BadRow,
     Block,
@@ -31,14 +32,14 @@ from jaxembed.bulk.sources import (
     opened,
     read_rows,
 )
-from jaxembed.errors import CheckpointError, EmptyInput, InvalidImage, StoreUnreachable
+from jaxembed.errors import CheckpointError, ConfigError, EmptyInput, InvalidImage, StoreUnreachable
 from jaxembed.images.media import excerpt, is_data_uri, read_data_uri
 from jaxembed.images.pdf import PDF_DPI, PdfFile, require_pdfium
 
-PATH, PAGE = "path", "page"  # the columns of image files; images have no page
-ROWS_A_BLOCK = 16  # of a column of images
+PATH_COLUMN, PAGE_COLUMN = "path", "page"  # the columns of image files; images have no page
+IMAGES_A_BLOCK = 16  # of a column of images
 FILES_AHEAD = 8  # read while those before are computed, for stores take long to answer
-MOST_IMAGE_BYTES = 200 * 10**6  # of an image's file
+MOST_FILE_BYTES = 200 * 10**6  # of an image's file
 MOST_PDF_BYTES = 10**9
 
 RowImage = bytes | np.ndarray  # an image's file, or the colours of a page
@@ -54,7 +55,7 @@ class ImageRows:
     def files(self, names: Sequence[str]) -> list[InputFile]:
         """The files that these names stand for. Raises ConfigError as `input_files`, and for a PDF
         file without pypdfium2."""
-        found = input_files(names, IMAGE_FILES if self.column is None else ROWS)
+        found = input_files(names, IMAGE_FILES if self.column is None else ROW_FILES)
         if any(is_pdf(file.name) for file in found):
             require_pdfium()
         return found
@@ -69,7 +70,7 @@ class ImageRows:
         """The Arrow types of columns to keep. Raises ConfigError as `column_types`."""
         if self.column is not None:
             return column_types(files, columns)
-        types = {PATH: arrow().string(), PAGE: arrow().int32()}
+        types = {PATH_COLUMN: arrow().string(), PAGE_COLUMN: arrow().int32()}
         return {name: types[name] for name in columns}
 
     def read(
@@ -85,8 +86,8 @@ class ImageRows:
 
 
 def columns_of_files(files: Sequence[InputFile]) -> list[str]:
-    """The columns that image files have: PATH, and with PDF files PAGE."""
-    return [PATH, PAGE] if any(is_pdf(file.name) for file in files) else [PATH]
+    """The columns that image files have: PATH_COLUMN, and with PDF files PAGE_COLUMN."""
+    return [PATH_COLUMN, PAGE_COLUMN] if any(is_pdf(file.name) for file in files) else [PATH_COLUMN]
 
 
 def _is_of_images(kind: Any) -> bool:
@@ -107,7 +108,7 @@ def _read_files(
         file = files[number]
         rows = _pages(file, dpi, skip) if image is None else _one(image, skip)
         for row, (page, found, share) in enumerate(rows, skip):
-            columns = {PATH: [file.name], PAGE: [page]}
+            columns = {PATH_COLUMN: [file.name], PAGE_COLUMN: [page]}
             yield Place(number, row), _block(columns, found, share)
 
 
@@ -125,7 +126,7 @@ def _image_in(files: "_WholeFiles", file: InputFile) -> RowImage | BadRow | None
     if is_pdf(file.name):
         return None
     try:
-        return files.read(file.name, MOST_IMAGE_BYTES)
+        return files.read(file.name, MOST_FILE_BYTES)
     except BadRow as problem:
         return problem
 
@@ -156,7 +157,7 @@ def _read_column(
     files: Sequence[InputFile], columns: Columns, column: str, start: Place
 ) -> Iterator[tuple[Place, Block]]:
     whole = _WholeFiles()
-    for place, block in read_rows(files, columns, start, ROWS_A_BLOCK):
+    for place, block in read_rows(files, columns, start, IMAGES_A_BLOCK):
         for index, value in enumerate(as_list(block.columns[column])):
             row = block.sliced(index, index + 1)
             image: RowImage | BadRow
@@ -193,10 +194,10 @@ def _image_of(value: Any, column: str, file: str, whole: "_WholeFiles") -> bytes
         return value
     if is_data_uri(value):
         try:
-            return read_data_uri(value, MOST_IMAGE_BYTES)
+            return read_data_uri(value, MOST_FILE_BYTES)
         except (InvalidImage, EmptyInput) as error:
             raise BadRow(f"is wrong: {error}") from None
-    return whole.read(_beside(value, file), MOST_IMAGE_BYTES, f"has {excerpt(value)}, which ")
+    return whole.read(_beside(value, file), MOST_FILE_BYTES, f"has {excerpt(value)}, which ")
 
 
 def _beside(path: str, file: str) -> str:
@@ -229,8 +230,8 @@ class _WholeFiles:
         ConfigError and the errors of stores for one that cannot be read.
         """
         is_url = object_store.is_url(name, of_data=True)
-        if before and not is_url and not Path(name).is_file():
-            raise BadRow(f"{before}is no file: {name}")
+        if before and not is_url and not os.path.isfile(name):  # Path's raises for long names
+            raise BadRow(f"{before}is no file: {excerpt(name)}")
         context = object_store.open_object(name, self._store(name)) if is_url else opened(name)
         try:
             with context as file:
@@ -241,6 +242,8 @@ class _WholeFiles:
             if not before:
                 raise
             raise BadRow(f"{before}is not there or not to be read: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"cannot read {name}: {error.strerror or error}") from error
         if len(data) > most_bytes:
             raise BadRow(f"{before}has more than {most_bytes} bytes, the most that is read")
         return data

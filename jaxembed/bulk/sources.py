@@ -34,7 +34,7 @@ LARGE_VALUES_BUFFER = 2**20  # bytes of a column of Parquet that are read at a t
 LINES = (".txt", ".jsonl", ".ndjson", ".csv", ".tsv")
 BINARY = (".parquet", ".arrow", ".feather")
 COMPRESSED = ".gz"  # after a suffix of LINES
-ROWS = (*LINES, *(f"{suffix}{COMPRESSED}" for suffix in LINES), *BINARY)  # suffixes
+ROW_FILES = (*LINES, *(f"{suffix}{COMPRESSED}" for suffix in LINES), *BINARY)  # suffixes
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 PDF = ".pdf"
 IMAGE_FILES = (*IMAGES, PDF)  # whose rows are images and pages
@@ -91,7 +91,7 @@ ByteStream = Any  # a binary file, of whichever library
 Reader = Callable[[ByteStream, str, Columns, int, int], Iterator[Block]]
 
 
-def input_files(names: Sequence[str], suffixes: Sequence[str] = ROWS) -> list[InputFile]:
+def input_files(names: Sequence[str], suffixes: Sequence[str] = ROW_FILES) -> list[InputFile]:
     """The files that these paths, folders, patterns and URLs name, in this order; those of one
     folder or pattern by name. Of these only files of the `suffixes` are taken. Left out are names
     that begin with `.`, and but for images those that begin with `_`.
@@ -320,7 +320,7 @@ def _known_suffix(name: str, suffixes: Sequence[str]) -> str | None:
     return next((one for one in suffixes if name.lower().endswith(one)), None)
 
 
-def _suffix(name: str, suffixes: Sequence[str] = ROWS) -> str:
+def _suffix(name: str, suffixes: Sequence[str] = ROW_FILES) -> str:
     """What a file is, by its name, without compression. Raises ConfigError for others."""
     if name == STANDARD_INPUT:
         return ".txt"

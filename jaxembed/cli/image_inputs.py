@@ -21,11 +21,11 @@ def images_of(inputs: Sequence[str], image_column: str | None, pdf_dpi: int) -> 
     flags that do not fit each other or the inputs.
     """
     from jaxembed.bulk.image_rows import ImageRows
-    from jaxembed.bulk.sources import IMAGE_FILES, ROWS, input_files, is_of_images
+    from jaxembed.bulk.sources import IMAGE_FILES, ROW_FILES, input_files, is_of_images
 
     column = _column_flag(image_column)
     if column is None:
-        files = [one.name for one in input_files(inputs, (*ROWS, *IMAGE_FILES))]
+        files = [one.name for one in input_files(inputs, (*ROW_FILES, *IMAGE_FILES))]
         images = [name for name in files if is_of_images(name)]
         if images and len(images) < len(files):
             rows = next(name for name in files if not is_of_images(name))
