@@ -10,8 +10,15 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from converters import decoders
-from converters.decoders import decoder_config
-from converters.dual import image_rules, linear_rules, patch_rules, tower_config, tower_rules
+from converters.decoders import REQUIRED, decoder_config
+from converters.dual import (
+    TOWER_SIZES,
+    image_rules,
+    linear_rules,
+    patch_rules,
+    tower_config,
+    tower_rules,
+)
 from converters.field_types import CONFIG_FIELDS, check_fields
 from converters.fields import either, require
 from converters.gemma3 import HEAD_WIDTH
@@ -29,24 +36,11 @@ QUERY = "query"
 FILLERS = 10  # tokens after a query, in which the model goes on thinking
 SAMPLES = ("a", "How much, in 2024?", "Größe\tund  Gewicht")  # texts with which a template is tried
 
-# What transformers takes where config.json names no value, of PaliGemma.
-TEXT_DEFAULTS: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 16384,
-    "num_hidden_layers": 18,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 1,
-    "vocab_size": 257152,
-    "max_position_embeddings": 8192,
-}
+# What transformers takes where a part does not say; sizes must be there.
+TEXT_DEFAULTS: dict[str, Any] = {"max_position_embeddings": 8192}
+IMAGE_SIZES = (*TOWER_SIZES, "image_size", "patch_size")
 IMAGE_DEFAULTS: dict[str, Any] = {
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
     "num_channels": 3,
-    "image_size": 224,
-    "patch_size": 14,
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
@@ -105,7 +99,9 @@ def _read_colpali(
     vlm = hf.get("vlm_config") or {}
     check_fields(f"{source / 'config.json'}, vlm_config", vlm, CONFIG_FIELDS)
     text = _part(source, vlm, "text_config", "gemma", TEXT_DEFAULTS)
+    require(text, REQUIRED)
     image = _part(source, vlm, "vision_config", "siglip_vision_model", IMAGE_DEFAULTS)
+    require(image, IMAGE_SIZES)
     rules = image_rules(source, image)
     rows, columns = rules.grid
     sizes = image | {"max_position_embeddings": rows * columns}
@@ -163,9 +159,7 @@ def _part(
         raise UnsupportedModel(
             f"{key} of model_type {given['model_type']!r} is not supported; known: {kind}"
         )
-    fields = {**defaults, **given}
-    require(fields, [name for name, value in defaults.items() if isinstance(value, int)])
-    return fields
+    return {**defaults, **given}
 
 
 def _gemma_config(hf: dict[str, Any]) -> dict[str, Any]:

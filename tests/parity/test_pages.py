@@ -34,13 +34,15 @@ def _saved(request, tmp_path_factory):
     text = SMALL | {"num_key_value_heads": 1, "head_dim": 16}
     image = SMALL | {"image_size": 64, "patch_size": 16}
     if request.param != "tiny":
-        text = {"num_hidden_layers": 2}
-        image = {"num_hidden_layers": 2, "image_size": 112, "patch_size": 14}
+        text |= {"hidden_size": 2048, "intermediate_size": 16384, "num_attention_heads": 8}
+        text |= {"head_dim": 256, "num_hidden_layers": 2}
+        image |= {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16}
+        image |= {"num_hidden_layers": 2, "image_size": 112, "patch_size": 14}
     config = PaliGemmaConfig(
         text_config=text | {"model_type": "gemma", "vocab_size": VOCABULARY},
         vision_config=image | {"model_type": "siglip_vision_model", "vision_use_head": False},
-        projection_dim=text.get("hidden_size", 2048),
-        hidden_size=text.get("hidden_size", 2048),
+        projection_dim=text["hidden_size"],
+        hidden_size=text["hidden_size"],
         image_token_index=IMAGE_ID,
     )
     torch.manual_seed(0)
