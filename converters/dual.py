@@ -1,10 +1,11 @@
-"""Converts models that put texts and images into one space: CLIP and SigLIP.
+"""Converts models that put texts and images into one space: CLIP, SigLIP and SigLIP2.
 
 Each half, a tower and its head, becomes a route of the checkpoint. Both are read from one file.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isqrt, prod
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,9 @@ from jaxembed.spec import (
     Probed,
 )
 
-CLIP, SIGLIP = "clip", "siglip"
+CLIP, SIGLIP, SIGLIP2 = "clip", "siglip", "siglip2"
 ARCHITECTURE = "clip"
-CLASSES = {CLIP: ("CLIPModel",), SIGLIP: ("SiglipModel",)}
+CLASSES = {CLIP: ("CLIPModel",), SIGLIP: ("SiglipModel",), SIGLIP2: ("Siglip2Model",)}
 DUAL_MODULES = {  # of sentence-transformers, for both halves together
     "sentence_transformers.models.CLIPModel",
     "sentence_transformers.sentence_transformer.modules.clip_model.CLIPModel",
@@ -63,6 +64,28 @@ NORMALIZE = {
 }
 
 # What transformers takes where config.json names no value.
+SIGLIP_TEXT: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 64,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+    "pad_token_id": 1,
+}
+SIGLIP_IMAGE: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "patch_size": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+    "vision_use_head": True,
+}
 TEXT_DEFAULTS = {
     CLIP: {
         "vocab_size": 49408,
@@ -75,17 +98,8 @@ TEXT_DEFAULTS = {
         "layer_norm_eps": 1e-5,
         "eos_token_id": 49407,
     },
-    SIGLIP: {
-        "vocab_size": 32000,
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "max_position_embeddings": 64,
-        "hidden_act": "gelu_pytorch_tanh",
-        "layer_norm_eps": 1e-6,
-        "pad_token_id": 1,
-    },
+    SIGLIP: SIGLIP_TEXT,
+    SIGLIP2: SIGLIP_TEXT,
 }
 IMAGE_DEFAULTS = {
     CLIP: {
@@ -99,18 +113,8 @@ IMAGE_DEFAULTS = {
         "hidden_act": "quick_gelu",
         "layer_norm_eps": 1e-5,
     },
-    SIGLIP: {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_channels": 3,
-        "image_size": 224,
-        "patch_size": 16,
-        "hidden_act": "gelu_pytorch_tanh",
-        "layer_norm_eps": 1e-6,
-        "vision_use_head": True,
-    },
+    SIGLIP: {**SIGLIP_IMAGE, "image_size": 224},
+    SIGLIP2: {**SIGLIP_IMAGE, "num_patches": 256},
 }
 TOWER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 OLD_EOS = 2  # of OpenAI's files: the end is the token with the largest id
@@ -133,7 +137,7 @@ class _Source:
 
     folder: Path
     tower: str  # the folder within the source
-    kind: str  # CLIP or SIGLIP
+    kind: str  # one of CLASSES
     hf: Mapping[str, Any]
     normalizes: bool
 
@@ -207,7 +211,7 @@ def _text(model: _Source) -> _Parts:
     require(hf, ("vocab_size", "max_position_embeddings"))
     config = tower_config(hf, vocab_size=hf["vocab_size"], causal=model.kind == CLIP)
     # SigLIP was trained on small letters, whatever its tokenizer.json says
-    lowercase, vocab_size = model.kind == SIGLIP, hf["vocab_size"]
+    lowercase, vocab_size = model.kind != CLIP, hf["vocab_size"]
     tokenizer = read_tokenizer(model.folder, lowercase=lowercase, vocab_size=vocab_size)
     limit = token_limit(model.folder, config.max_positions)
     further: dict[str, Any] = {"max_input_tokens": limit}
@@ -220,6 +224,7 @@ def _text(model: _Source) -> _Parts:
         if name is not None:
             named = Tokenizer.from_str(tokenizer.decode()).token_to_id(name)
             _check_end(model.folder, tokenizer, named)
+        _check_filling(model.folder, tokenizer)
         further["max_input_tokens"] = length = config.max_positions
         filler = _padding_id(model.folder, tokenizer, hf)
         further["filled"] = Expansion(filler, length, attended=True)
@@ -246,27 +251,22 @@ def _text(model: _Source) -> _Parts:
 def _image(model: _Source) -> _Parts:
     """The half of images. CLIP's vector is made of the class token, SigLIP's of what a learned
     query finds."""
-    hf = model.fields("vision_config", IMAGE_DEFAULTS[model.kind])
-    require(hf, ("image_size", "patch_size", "num_channels"))
-    is_clip = model.kind == CLIP
-    if hf["num_channels"] != 3:
-        raise UnsupportedModel(f"num_channels {hf['num_channels']} is not supported; known: 3")
-    if not is_clip and not hf["vision_use_head"]:
-        raise UnsupportedModel("vision_use_head false is not supported; known: true")
-    rules = image_rules(model.folder, hf)
+    hf = _image_fields(model)
+    is_clip, resizes = model.kind == CLIP, model.kind == SIGLIP2
+    rules = image_rules(model.folder, hf, model.kind)
     if is_clip:
         rules = msgspec.structs.replace(rules, before=(CLASS_ID,))
-    rows, columns = rules.grid
-    tokens = rows * columns + is_clip
+    tokens = _most_tokens(rules)
     config = tower_config(
-        hf | {"max_position_embeddings": tokens},
+        hf | {"max_position_embeddings": hf["num_patches"] if resizes else tokens},
+        resizes_positions=resizes,
         patch_bytes=rules.patch_bytes,
         patch_bias=not is_clip,
         class_token=is_clip,
         input_norm=is_clip,
     )
     own = [
-        *patch_rules("vision_model.", bias=not is_clip),
+        *patch_rules("vision_model.", bias=not is_clip, flat=resizes),
         *tower_rules("vision_model.", "post_layernorm"),
     ]
     head: Head
@@ -295,6 +295,22 @@ def _image(model: _Source) -> _Parts:
         own += _probe_rules(config.hidden_size)
     half = Half(tuple(own), ("text_model.*", "text_projection.*", *NOT_OF_TOWERS))
     return half, config, head, b"", {"max_input_tokens": tokens, "image": rules}
+
+
+def _image_fields(model: _Source) -> dict[str, Any]:
+    """The config of the half of images. Raises UnsupportedModel for what its tower does not run."""
+    hf = model.fields("vision_config", IMAGE_DEFAULTS[model.kind])
+    resizes = model.kind == SIGLIP2
+    require(hf, ("num_patches" if resizes else "image_size", "patch_size", "num_channels"))
+    if hf["num_channels"] != 3:
+        raise UnsupportedModel(f"num_channels {hf['num_channels']} is not supported; known: 3")
+    if model.kind != CLIP and not hf["vision_use_head"]:
+        raise UnsupportedModel("vision_use_head false is not supported; known: true")
+    if resizes and isqrt(hf["num_patches"]) ** 2 != hf["num_patches"]:
+        raise UnsupportedModel(
+            f"num_patches {hf['num_patches']} is not supported; known: a square number"
+        )
+    return hf
 
 
 NOT_OF_TOWERS = ("logit_scale", "logit_bias", "*.embeddings.position_ids")
@@ -333,10 +349,11 @@ def tower_rules(half: str, last_norm: str, tower: str = "tower") -> list[Rule]:
     ]
 
 
-def patch_rules(half: str, tower: str = "tower", *, bias: bool) -> list[Rule]:
-    """The rules of the projection of patches, as `tower_rules`."""
+def patch_rules(half: str, tower: str = "tower", *, bias: bool, flat: bool = False) -> list[Rule]:
+    """The rules of the projection of patches, as `tower_rules`; `flat` says whether it is saved as
+    a linear layer and not as a convolution."""
     source, target = f"{half}embeddings.patch_embedding", f"{tower}.embeddings.patch"
-    kernel = Rule(f"{source}.weight", f"{target}.kernel", patch_kernel)
+    kernel = Rule(f"{source}.weight", f"{target}.kernel", transpose if flat else patch_kernel)
     return [kernel, Rule(f"{source}.bias", f"{target}.bias")] if bias else [kernel]
 
 
@@ -387,9 +404,9 @@ def _normalized(model: _Source, *modules: Module) -> tuple[Module, ...]:
     return (*modules, NormalizeLayer()) if model.normalizes else modules
 
 
-def image_rules(folder: Path, hf: Mapping[str, Any]) -> ImageRules:
+def image_rules(folder: Path, hf: Mapping[str, Any], kind: str) -> ImageRules:
     """The rules of preprocessor_config.json, or of processor_config.json, which may hold them, for
-    the tower of this config."""
+    the tower of this config, of a model of this kind."""
     rules = read_optional_json(folder / "preprocessor_config.json")
     rules = rules or read_optional_json(folder / "processor_config.json").get("image_processor")
     if not isinstance(rules, dict) or not rules:
@@ -397,12 +414,34 @@ def image_rules(folder: Path, hf: Mapping[str, Any]) -> ImageRules:
             f"{folder} does not say how images are prepared: wanted preprocessor_config.json"
         )
     found = read_rules(rules, hf["patch_size"])
+    if (found.most_patches is not None) != (kind == SIGLIP2):
+        named = rules.get("image_processor_type")
+        raise UnsupportedModel(f"image processor {named!r} of a {kind} model is not supported")
+    if found.most_patches is not None:
+        return found
     wanted = (hf["image_size"], hf["image_size"])
     if found.made != wanted:
         raise CheckpointError(
             f"{folder}: images are brought to {found.made}, and the tower takes {wanted}"
         )
     return found
+
+
+def _most_tokens(rules: ImageRules) -> int:
+    """The most tokens of an image, those around its patches included."""
+    most = prod(rules.grid) if rules.most_patches is None else rules.most_patches
+    return len(rules.before) + most + len(rules.after)
+
+
+def _check_filling(folder: Path, stored: bytes) -> None:
+    """Raise UnsupportedModel for texts that begin with a token of their own, or are filled up on
+    the left: SigLIP was trained on neither."""
+    side = read_optional_json(folder / "tokenizer_config.json").get("padding_side")
+    if side not in (None, "right"):
+        raise UnsupportedModel(f"{folder}: padding_side {side!r} is not supported; known: right")
+    begin, tokenizer = _special_token(folder, "bos_token"), Tokenizer.from_str(stored.decode())
+    if begin is not None and tokenizer.encode("a").tokens[:1] == [begin]:
+        raise UnsupportedModel(f"{folder}: texts that begin with {begin} are not supported")
 
 
 def _check_end(folder: Path, stored: bytes, eos: int | None) -> None:

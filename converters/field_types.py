@@ -186,6 +186,7 @@ CONFIG_FIELDS = {
     "num_key_value_heads": _SIZE,
     "num_labels": _whole(0, 2**20),
     "num_layers": _LAYERS,
+    "num_patches": _SIZE,
     "original_max_position_embeddings": _SIZE,
     "pad_token_id": _COUNT_OR_NONE,
     "pad_vocab_size_multiple": _SIZE,

@@ -24,10 +24,18 @@ PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     },
+    "Siglip2": {
+        "resample": 2,
+        "patch_size": 16,
+        "max_num_patches": 256,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
 }
 COMMON_DEFAULTS = {"resample": 3, "rescale_factor": 1 / 255, "do_resize": True}
 ENDINGS = ("Fast", "Pil")
 MOST_SIDE = 8192  # pixels
+MOST_PATCHES = 8192  # of an image: the longest row of a default grid
 
 
 def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
@@ -46,30 +54,56 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
     if fields["resample"] not in RESAMPLE_NAMES:
         known = ", ".join(map(str, RESAMPLE_NAMES))
         raise UnsupportedModel(f"resample {fields['resample']!r} is not supported; known: {known}")
-    size, shortest = _size(fields["size"], square=processor != "CLIP")
-    crop = _height_and_width("crop_size", fields["crop_size"]) if fields["do_center_crop"] else None
+    shape = _own_shape(fields, patch) if processor == "Siglip2" else _one_size(fields, processor)
     rules = ImageRules(
         patch=patch,
         resample=RESAMPLE_NAMES[fields["resample"]],
-        size=size,
-        shortest=shortest,
-        crop=crop,
         rescale=_number("rescale_factor", fields["rescale_factor"]),
         mean=_colours("image_mean", fields["image_mean"]),
         std=_colours("image_std", fields["image_std"]),
+        **shape,
     )
+    if not all(rules.std):
+        raise CheckpointError("image_std has a zero")
+    sides = (patch,) if rules.most_patches is not None else rules.made
+    if patch % 2 or any(side % patch for side in sides):
+        raise UnsupportedModel(
+            f"images of {sides} in patches of {patch} are not supported; known: an even size "
+            "that divides the sides"
+        )
+    return rules
+
+
+def _one_size(fields: Mapping[str, Any], processor: str) -> dict[str, Any]:
+    """The fields of ImageRules by which all images are brought to one size."""
+    size, shortest = _size(fields["size"], square=processor != "CLIP")
+    crop = _height_and_width("crop_size", fields["crop_size"]) if fields["do_center_crop"] else None
     if crop is None and size is None:
         raise UnsupportedModel("images that keep their shape are not supported: no centre is cut")
     if crop is not None and max(crop) > (shortest or min(size or crop)):
         raise UnsupportedModel(f"images of {size or shortest} are not supported: {crop} is cut out")
-    if not all(rules.std):
-        raise CheckpointError("image_std has a zero")
-    if patch % 2 or any(side % patch for side in rules.made):
+    return {"size": size, "shortest": shortest, "crop": crop}
+
+
+def _own_shape(fields: Mapping[str, Any], patch: int) -> dict[str, Any]:
+    """The fields of ImageRules by which images keep their shape, within a number of patches."""
+    for name in ("size", "do_center_crop", "crop_size"):
+        if fields.get(name):
+            raise UnsupportedModel(
+                f"{name} {fields[name]!r} of images that keep their shape is not supported"
+            )
+    if fields["patch_size"] != patch:
         raise UnsupportedModel(
-            f"images of {rules.made} in patches of {patch} are not supported; known: an even size "
-            "that divides the sides"
+            f"patch_size {fields['patch_size']!r} of images is not supported: that of the tower is "
+            f"{patch}"
         )
-    return rules
+    most = fields["max_num_patches"]
+    if type(most) is not int or not 1 <= most <= MOST_PATCHES:
+        raise CheckpointError(
+            f"max_num_patches of images has {most!r}, wanted a whole number from 1 to "
+            f"{MOST_PATCHES}"
+        )
+    return {"most_patches": most, "place_numbers": 4}  # row, column, rows, columns
 
 
 def _processor(config: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from converters import decoders
 from converters.decoders import REQUIRED, decoder_config
 from converters.dual import (
+    SIGLIP,
     TOWER_SIZES,
     image_rules,
     linear_rules,
@@ -102,7 +103,7 @@ def _read_colpali(
     require(text, REQUIRED)
     image = _part(source, vlm, "vision_config", "siglip_vision_model", IMAGE_DEFAULTS)
     require(image, IMAGE_SIZES)
-    rules = image_rules(source, image)
+    rules = image_rules(source, image, SIGLIP)
     rows, columns = rules.grid
     sizes = image | {"max_position_embeddings": rows * columns}
     of_images = tower_config(sizes, patch_bytes=rules.patch_bytes, patch_bias=True)

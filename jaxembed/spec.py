@@ -244,7 +244,8 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     and how these become a sequence of tokens.
 
     It is resized by `resample`: to the `size`, height and width, or so that its shorter side is
-    `shortest`. Then the middle is cut out, as high and wide as `crop`.
+    `shortest`, and the middle is cut out, as high and wide as `crop`. Or it keeps its shape, to a
+    patch, and has as many patches as it can, of at most `most_patches`.
     On the device a value times `rescale`, less the `mean` of its colour, is divided by the `std`.
 
     Each patch is a token with the id `token_id`. `before` and `after` are the ids of the tokens
@@ -257,6 +258,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     size: tuple[int, int] | None = None
     shortest: int | None = None
     crop: tuple[int, int] | None = None
+    most_patches: int | None = None
     rescale: float = 1 / 255
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
@@ -277,14 +279,15 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def made(self) -> tuple[int, int]:
-        """The height and width that every image is brought to."""
+        """The height and width that every image is brought to. Only for rules by which all images
+        have one size: with `most_patches` they have many."""
         size = self.crop or self.size
         assert size is not None
         return size
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The numbers of rows and columns of patches."""
+        """The numbers of rows and columns of patches of every image; as for `made`."""
         height, width = self.made
         return height // self.patch, width // self.patch
 

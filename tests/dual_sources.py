@@ -1,4 +1,4 @@
-"""Tiny CLIP and SigLIP directories with random weights, and their forward pass in numpy."""
+"""Tiny CLIP, SigLIP and SigLIP2 directories, random weights, and their forward pass in numpy."""
 
 from io import BytesIO
 from math import prod
@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 WIDTH, WIDE, HEADS, LAYERS, POSITIONS, SPACE = 32, 48, 2, 2, 12, 16
 SIDE, PATCH = 32, 8
+PATCHES = (SIDE // PATCH) ** 2
 WORDS = ["<pad>", "</s>", "<s>", *(f"w{k}" for k in range(20)), "<unk>", "<end>"]
 
 TEXT: dict[str, Any] = {
@@ -42,6 +43,13 @@ SIGLIP_CONFIG: dict[str, Any] = {
     "text_config": TEXT,
     "vision_config": IMAGE,
 }
+SIGLIP2_CONFIG: dict[str, Any] = {
+    "architectures": ["Siglip2Model"],
+    "model_type": "siglip2",
+    "text_config": TEXT,
+    "vision_config": {key: value for key, value in IMAGE.items() if key != "image_size"}
+    | {"num_patches": PATCHES},
+}
 CLIP_IMAGES: dict[str, Any] = {
     "image_processor_type": "CLIPImageProcessor",
     "size": {"shortest_edge": SIDE},
@@ -51,8 +59,13 @@ SIGLIP_IMAGES: dict[str, Any] = {
     "image_processor_type": "SiglipImageProcessor",
     "size": {"height": SIDE, "width": SIDE},
 }
-CONFIGS = {"clip": CLIP_CONFIG, "siglip": SIGLIP_CONFIG}
-PROCESSORS = {"clip": CLIP_IMAGES, "siglip": SIGLIP_IMAGES}
+SIGLIP2_IMAGES: dict[str, Any] = {
+    "image_processor_type": "Siglip2ImageProcessor",
+    "patch_size": PATCH,
+    "max_num_patches": PATCHES,
+}
+CONFIGS = {"clip": CLIP_CONFIG, "siglip": SIGLIP_CONFIG, "siglip2": SIGLIP2_CONFIG}
+PROCESSORS = {"clip": CLIP_IMAGES, "siglip": SIGLIP_IMAGES, "siglip2": SIGLIP2_IMAGES}
 
 
 def words(kind: str) -> Tokenizer:
@@ -72,14 +85,15 @@ def words(kind: str) -> Tokenizer:
 
 def dual_tensors(kind: str, seed: int = 0) -> Tensors:
     """The tensors of a model, by transformers' names."""
-    patches = (SIDE // PATCH) ** 2
     shapes: dict[str, tuple[int, ...]] = {
         "logit_scale": (),
         "text_model.embeddings.token_embedding.weight": (len(WORDS), WIDTH),
-        "vision_model.embeddings.patch_embedding.weight": (WIDTH, 3, PATCH, PATCH),
+        "vision_model.embeddings.patch_embedding.weight": (
+            (WIDTH, 3 * PATCH**2) if kind == "siglip2" else (WIDTH, 3, PATCH, PATCH)
+        ),
     }
     halves = {"text_model": ("final_layer_norm", POSITIONS)}
-    halves["vision_model"] = ("post_layernorm", patches + (kind == "clip"))
+    halves["vision_model"] = ("post_layernorm", PATCHES + (kind == "clip"))
     linear: dict[str, tuple[int, int]] = {}
     norms = []
     for half, (last, positions) in halves.items():
@@ -148,7 +162,7 @@ def picture(seed: int, height: int = SIDE, width: int = SIDE) -> np.ndarray:
 def expected_text(kind: str, tensors: Tensors, ids: list[int]) -> np.ndarray:
     """The vector of a text in float64, from the formulas of transformers' models."""
     t = {name: value.astype(np.float64) for name, value in tensors.items()}
-    if kind == "siglip":
+    if kind != "clip":
         ids = ids + [0] * (POSITIONS - len(ids))
     x = t["text_model.embeddings.token_embedding.weight"][ids]
     x = x + t["text_model.embeddings.position_embedding.weight"][: len(ids)]
@@ -160,20 +174,25 @@ def expected_text(kind: str, tensors: Tensors, ids: list[int]) -> np.ndarray:
 
 
 def expected_image(kind: str, tensors: Tensors, colours: np.ndarray) -> np.ndarray:
-    """The vector of an image of SIDE by SIDE pixels in float64."""
+    """The vector of an image in float64. Its sides are those that it would be resized to: SIDE by
+    SIDE pixels, or for siglip2 a number of whole patches."""
     t = {name: value.astype(np.float64) for name, value in tensors.items()}
     mean, std = np.array([0.5] * 3), np.array([0.5] * 3)
     if kind == "clip":
         mean = np.array([0.48145466, 0.4578275, 0.40821073])
         std = np.array([0.26862954, 0.26130258, 0.27577711])
-    values = ((colours / 255 - mean) / std).reshape(SIDE // PATCH, PATCH, SIDE // PATCH, PATCH, 3)
+    rows, columns = (side // PATCH for side in colours.shape[:2])
+    values = ((colours / 255 - mean) / std).reshape(rows, PATCH, columns, PATCH, 3)
     kernel = t["vision_model.embeddings.patch_embedding.weight"]
+    if kind == "siglip2":
+        kernel = kernel.reshape(WIDTH, PATCH, PATCH, 3).transpose(0, 3, 1, 2)
     x = np.einsum("aibjc,ocij->abo", values, kernel).reshape(-1, WIDTH)
     if kind == "clip":
         x = np.concatenate([t["vision_model.embeddings.class_embedding"][None], x])
     else:
         x = x + t["vision_model.embeddings.patch_embedding.bias"]
-    x = x + t["vision_model.embeddings.position_embedding.weight"]
+    positions = t["vision_model.embeddings.position_embedding.weight"]
+    x = x + (_resized(positions, rows, columns) if kind == "siglip2" else positions)
     if kind == "clip":
         x = _norm(t, "vision_model.pre_layrnorm", x, kind)
     x = _norm(t, "vision_model.post_layernorm", _tower(t, "vision_model", x, kind), kind)
@@ -189,6 +208,25 @@ def expected_image(kind: str, tensors: Tensors, colours: np.ndarray) -> np.ndarr
     )
     found = _linear(t, f"{head}.attention.out_proj", _attend(query, key, value, causal=False))[0]
     return _unit(found + _mlp(t, f"{head}.mlp", _norm(t, f"{head}.layernorm", found, kind), kind))
+
+
+def _resized(table: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """A square table of positions, resized to the patches of an image: `[rows * columns, dim]`."""
+    side = SIDE // PATCH
+    square = table.reshape(side, side, -1)
+    by_row, by_column = (_resizing(side, size) for size in (rows, columns))
+    return np.einsum("ia,jb,abo->ijo", by_row, by_column, square).reshape(rows * columns, -1)
+
+
+def _resizing(before: int, after: int) -> np.ndarray:
+    """The matrix `[after, before]` that resizes values by a triangle filter."""
+    matrix = np.zeros((after, before))
+    step = before / after
+    for row in range(after):
+        for column in range(before):
+            distance = abs(column + 0.5 - (row + 0.5) * step) / max(step, 1.0)
+            matrix[row, column] = max(1.0 - distance, 0.0)
+    return matrix / matrix.sum(axis=1, keepdims=True)
 
 
 def _tower(t: Tensors, half: str, x: np.ndarray, kind: str) -> np.ndarray:

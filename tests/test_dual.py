@@ -2,14 +2,20 @@
 
 import json
 from contextlib import suppress
+from io import BytesIO
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from dual_sources import (
     CLIP_CONFIG,
     PATCH,
+    PATCHES,
     POSITIONS,
+    PROCESSORS,
     SIDE,
+    SIGLIP2_CONFIG,
+    SIGLIP2_IMAGES,
     SIGLIP_CONFIG,
     SPACE,
     WORDS,
@@ -23,13 +29,15 @@ from dual_sources import (
 )
 from sources import change_json, write_json, write_modules
 from test_field_types import changes
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from converters import convert, folders_read, outline_routes, weight_folders
 from converters.image_rules import read_rules
 from jaxembed import Embedder, EngineConfig
-from jaxembed.checkpoint import load_routes, verify, verify_values
-from jaxembed.engine.bucket import one_length_grid
+from jaxembed.checkpoint import load_params, load_routes, route_path, verify, verify_values
+from jaxembed.engine.batch import pack, place
+from jaxembed.engine.bucket import Bucket, one_length_grid
+from jaxembed.engine.build import make_plan
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import (
     CheckpointError,
@@ -42,13 +50,16 @@ from jaxembed.errors import (
 )
 from jaxembed.images import decode
 from jaxembed.inputs import Image, Text
+from jaxembed.models import program
+from jaxembed.models.tokens import PackedTokens
 from jaxembed.options import EncodeOptions
+from jaxembed.processors.images import ImageProcessor
 from jaxembed.processors.text import Rules
 from jaxembed.spec import IMAGE_ROUTE, TEXT_ROUTE, Expansion, Pooled, Probed
 
 pytest.importorskip("PIL")
 
-KINDS = ["clip", "siglip"]
+KINDS = ["clip", "siglip", "siglip2"]
 TEXTS = ["w1 w2 w3", "w5", "w1 w2 w3 w4", " ".join(f"w{k}" for k in range(20))]
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -96,9 +107,12 @@ def test_what_the_checkpoint_says(tmp_path, kind):
     assert image is routes.specs[IMAGE_ROUTE]
     assert image is not None
     assert image.image is not None
-    assert image.image.made == (SIDE, SIDE)
-    assert image.image.grid == (SIDE // PATCH, SIDE // PATCH)
-    assert image.max_input_tokens == 16 + (kind == "clip")
+    if kind == "siglip2":
+        assert (image.image.most_patches, image.image.place_numbers) == (PATCHES, 4)
+    else:
+        assert image.image.made == (SIDE, SIDE)
+        assert image.image.grid == (SIDE // PATCH, SIDE // PATCH)
+    assert image.max_input_tokens == PATCHES + (kind == "clip")
     assert (spec.max_input_tokens, spec.dim) == (POSITIONS, image.dim)
     assert spec.heads["dense"].normalize
     assert isinstance(image.heads["dense"], Pooled if kind == "clip" else Probed)
@@ -116,6 +130,67 @@ def test_packed_images_and_texts_equal_each_alone(duals, kind):
     texts = [f"w{k} w{(k + 7) % 20}" for k in range(20)]
     alone = np.stack([duals[kind].encode(text) for text in texts])
     np.testing.assert_allclose(duals[kind].encode(texts), alone, atol=2e-6)
+
+
+# Rows and columns of patches, which images of these sides keep when at most PATCHES are allowed.
+SHAPES = [(4, 4), (5, 3), (3, 5), (2, 8), (1, 16), (16, 1), (1, 9), (10, 1), (2, 7), (3, 4)]
+
+
+def shaped_pictures():
+    return [picture(seed, PATCH * rows, PATCH * columns) for seed, (rows, columns) in
+            enumerate(SHAPES)]  # fmt: skip
+
+
+def test_images_in_their_own_shapes_have_the_vectors_of_the_formulas(duals):
+    tensors = dual_tensors("siglip2")
+    images = shaped_pictures()
+    wanted = [expected_image("siglip2", tensors, image) for image in images]
+    np.testing.assert_allclose(duals["siglip2"].encode(images=images), wanted, atol=2e-6)
+    request = duals["siglip2"].tasks.embed([Image(image) for image in images], EncodeOptions())
+    counts = duals["siglip2"].run(request).num_tokens.tolist()
+    assert counts == [rows * columns for rows, columns in SHAPES]
+
+
+def test_images_of_several_shapes_in_one_row_equal_each_alone(tmp_path):
+    folder = write_dual(tmp_path / "source", "siglip2")
+    convert(folder, tmp_path / "out")
+    spec = load_routes(tmp_path / "out").image
+    assert spec is not None
+    processor = ImageProcessor(spec, 1)
+    rules = Rules("", truncate=True, side="right")
+    images = [Image(one) for one in shaped_pictures()]
+    entries = Ticket(processor.encode(images, rules).work, spec.widths).entries
+    batch = place(Bucket(3, 64), entries)
+    assert len(batch.entries) == len(images)
+    assert max(batch.segments) > 3
+    model = program(spec)
+    parameters = load_params(route_path(tmp_path / "out", IMAGE_ROUTE), spec)
+    planes = pack(batch, model.planes)
+    padding = planes[2] == 0
+    assert padding.any()
+    planes[PackedTokens.PLANES :, padding] = np.iinfo(np.int32).max
+    arrays = [jnp.asarray(one) for one in (*model.order(parameters), planes)]
+    found = model.forward(arrays[:-1], arrays[-1], batch.bucket.slots, {"dense"})["dense"]
+    vectors = np.asarray(found)[batch.rows, batch.slots]
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    tensors = dual_tensors("siglip2")
+    for entry, vector in zip(batch.entries, vectors, strict=True):
+        number = next(number for number, one in enumerate(entries) if one is entry)
+        wanted = expected_image("siglip2", tensors, shaped_pictures()[number])
+        np.testing.assert_allclose(vector, wanted, atol=2e-6)
+
+
+def test_an_image_is_placed_as_it_lies_after_it_is_turned(duals):
+    from PIL import Image as Pillow
+
+    colours = picture(1, 3 * PATCH, 5 * PATCH)
+    exif = Pillow.Exif()
+    exif[0x0112] = 6
+    file = BytesIO()
+    Pillow.fromarray(colours).save(file, "PNG", exif=exif)
+    turned = np.ascontiguousarray(colours[::-1].transpose(1, 0, 2))
+    first, second = duals["siglip2"].encode(images=[file.getvalue(), turned])
+    np.testing.assert_allclose(first, second, atol=2e-6)
 
 
 @each_kind
@@ -222,6 +297,17 @@ def test_modules_json_says_whether_vectors_are_normalised(tmp_path):
             {"vision_config": SIGLIP_CONFIG["vision_config"] | {"vision_use_head": False}},
             "vision_use_head",
         ),
+        (
+            "siglip2",
+            {"vision_config": SIGLIP2_CONFIG["vision_config"] | {"num_patches": 15}},
+            "num_patches 15",
+        ),
+        (
+            "siglip2",
+            {"vision_config": SIGLIP2_CONFIG["vision_config"] | {"patch_size": 4}},
+            "patch_size 8",
+        ),
+        ("siglip2", {"architectures": ["Siglip2ForImageClassification"]}, "Siglip2ForImage"),
         ("siglip", {"text_config": SIGLIP_CONFIG["text_config"] | {"hidden_act": "x"}}, "hidden_a"),
         ("clip", {"text_config": CLIP_CONFIG["text_config"] | {"hidden_size": 33}}, "split into"),
     ],
@@ -251,6 +337,30 @@ def test_the_tokenizer_of_siglip_ends_texts_and_makes_letters_small(tmp_path):
     assert Tokenizer.from_str(stored.decode()).encode("W1").ids == [4, 1]
     change_json(folder / "tokenizer_config.json", eos_token="<end>")
     with pytest.raises(CheckpointError, match=r"ends texts with \[1\], and the model with 24"):
+        outline_routes(folder)
+
+
+def test_texts_are_filled_up_as_they_were_in_training(tmp_path):
+    folder = write_dual(tmp_path, "siglip2")
+    change_json(folder / "tokenizer_config.json", padding_side="left")
+    with pytest.raises(UnsupportedModel, match="padding_side 'left'"):
+        outline_routes(folder)
+    change_json(folder / "tokenizer_config.json", padding_side="right", bos_token="w1")
+    outline_routes(folder)
+    tokenizer = words("siglip2")
+    begun = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 1)])
+    tokenizer.post_processor = begun  # pyright: ignore
+    tokenizer.save(str(folder / "tokenizer.json"))
+    change_json(folder / "tokenizer_config.json", bos_token="<s>")
+    with pytest.raises(UnsupportedModel, match="texts that begin with <s>"):
+        outline_routes(folder)
+
+
+@pytest.mark.parametrize(("kind", "other"), [("siglip", "siglip2"), ("siglip2", "siglip")])
+def test_the_image_processor_of_another_kind_is_refused(tmp_path, kind, other):
+    folder = write_dual(tmp_path, kind)
+    write_json(folder / "preprocessor_config.json", PROCESSORS[other])
+    with pytest.raises(UnsupportedModel, match=f"ImageProcessor' of a {kind} model"):
         outline_routes(folder)
 
 
@@ -298,6 +408,32 @@ def test_old_and_new_forms_of_sizes(config, wanted):
 def test_preparation_that_is_not_done_is_refused(changes):
     with pytest.raises(CheckpointError):
         read_rules({"image_processor_type": "CLIPImageProcessor"} | changes, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"patch_size": 14}, "patch_size 14"),
+        ({"max_num_patches": 0}, "max_num_patches"),
+        ({"max_num_patches": "256"}, "max_num_patches"),
+        ({"max_num_patches": 10**6}, "max_num_patches"),
+        ({"size": {"height": 224, "width": 224}}, "size"),
+        ({"do_center_crop": True}, "do_center_crop"),
+        ({"do_resize": False}, "do_resize"),
+    ],
+)
+def test_preparation_of_images_in_their_own_shapes_that_is_not_done_is_refused(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_rules(SIGLIP2_IMAGES | changes, PATCH)
+
+
+def test_rows_hold_one_image_in_its_own_shape(tmp_path):
+    convert(write_dual(tmp_path / "source", "siglip2"), tmp_path / "out")
+    spec = load_routes(tmp_path / "out").image
+    assert spec is not None
+    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=1024, kernels="xla")
+    grid = make_plan(spec, program(spec), config, tmp_path).grid
+    assert {bucket.length for bucket in grid.buckets} == {PATCHES}
 
 
 @pytest.mark.parametrize("length", [16, 50, 64, 197, 257, 729])

@@ -5,13 +5,14 @@ import struct
 import zlib
 from io import BytesIO
 
+import msgspec
 import numpy as np
 import pytest
 
 from jaxembed.errors import InvalidImage
 from jaxembed.images import decode
 from jaxembed.images.decode import decode_image, image_facts, image_size
-from jaxembed.images.prepare import patches, prepare_image, resized_size
+from jaxembed.images.prepare import image_places, patches, prepare_image, resized_size
 from jaxembed.spec import ImageRules
 
 pytest.importorskip("PIL")
@@ -20,6 +21,14 @@ from PIL import Image
 
 CLIP = ImageRules(patch=8, shortest=32, crop=(32, 32), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
 SQUARE = ImageRules(patch=8, size=(32, 24), mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+SHAPED = ImageRules(
+    patch=16,
+    resample="bilinear",
+    most_patches=256,
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+    place_numbers=4,
+)
 COLOURS = np.random.default_rng(0).integers(0, 256, (6, 5, 3), dtype=np.uint8)
 
 
@@ -193,6 +202,33 @@ def test_the_shorter_side_is_what_the_rules_say(size, wanted):
     height, width = size
     assert resized_size(height, width, CLIP) == wanted
     assert resized_size(height, width, SQUARE) == (32, 24)
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [
+        ((333, 501), (13, 19)),
+        ((1080, 1920), (12, 21)),
+        ((5, 5), (16, 16)),
+        ((1, 1), (7, 7)),  # enlarged a hundred times, and no more
+        ((1, 50_000_000), (1, 246)),
+        ((4096, 16), (256, 1)),
+    ],
+)
+def test_an_image_keeps_its_shape_within_the_number_of_patches(size, wanted):
+    height, width = size
+    rows, columns = wanted
+    assert resized_size(height, width, SHAPED) == (16 * rows, 16 * columns)
+    assert resized_size(width, height, SHAPED) == (16 * columns, 16 * rows)
+
+
+def test_a_place_is_row_and_column_among_so_many_rows_and_columns():
+    rules = msgspec.structs.replace(SHAPED, patch=2, most_patches=6, before=(1,), after=(2, 3))
+    colours = np.zeros((4, 6, 3), np.uint8)
+    wanted = [[row, column, 2, 3] for row in range(2) for column in range(3)]
+    around = [0, 0, 0, 0]
+    assert image_places(colours, rules).tolist() == [around, *wanted, around, around]
+    assert prepare_image(colours, rules).shape == (6, 12)
 
 
 def test_patches_come_row_by_row_with_the_colours_of_a_pixel_together():

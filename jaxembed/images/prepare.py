@@ -1,11 +1,16 @@
 """From the colours of an image to the patches of a tower, bit for bit as transformers' processors
-on Pillow make them. Needs Pillow."""
+on Pillow make them, and the places of the tokens. Needs Pillow."""
+
+from math import ceil
 
 import numpy as np
 
 from jaxembed.errors import InvalidImage
 from jaxembed.images.decode import MOST_PIXELS
 from jaxembed.spec import ImageRules
+
+SCALES = 1e-6, 100.0  # the bounds of how much an image is scaled that keeps its shape
+SCALE_STEP = 1e-5  # of the search between them, which ends when the bounds are closer
 
 
 def prepare_image(colours: np.ndarray, rules: ImageRules) -> np.ndarray:
@@ -37,6 +42,8 @@ def resized_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
     """The height and width that an image is resized to, before its middle is cut out."""
     if rules.size is not None:
         return rules.size
+    if rules.most_patches is not None:
+        return _shaped_size(height, width, rules.patch, rules.most_patches)
     assert rules.shortest is not None
     short, long = sorted((height, width))
     longer = int(rules.shortest * long / short)  # cut, not rounded
@@ -49,3 +56,41 @@ def patches(colours: np.ndarray, size: int) -> np.ndarray:
     height, width, colour = colours.shape
     grid = colours.reshape(height // size, size, width // size, size, colour)
     return grid.transpose(0, 2, 1, 3, 4).reshape(-1, size * size * colour)
+
+
+def image_places(colours: np.ndarray, rules: ImageRules) -> np.ndarray:
+    """Where the tokens of an image lie, int32 `[tokens, place_numbers]`, by rules that have such
+    numbers. `colours` is uint8 `[height, width, 3]`. Tokens around the patches have zeros."""
+    height, width = resized_size(len(colours), colours.shape[1], rules)
+    places = patch_places(height // rules.patch, width // rules.patch)
+    return np.pad(places, ((len(rules.before), len(rules.after)), (0, 0)))
+
+
+def patch_places(rows: int, columns: int) -> np.ndarray:
+    """The places of patches in a tower that resizes its positions, row by row, int32
+    `[patches, 4]`: row and column of the patch, and how many rows and columns there are."""
+    places = np.empty((rows, columns, 4), np.int32)
+    places[..., 0] = np.arange(rows)[:, None]
+    places[..., 1] = np.arange(columns)
+    places[..., 2:] = rows, columns
+    return places.reshape(-1, 4)
+
+
+def _shaped_size(height: int, width: int, patch: int, most: int) -> tuple[int, int]:
+    """The height and width, in whole patches, of the largest scale that a search by halves finds at
+    which an image has at most so many patches."""
+
+    def scaled(scale: float) -> tuple[int, int]:
+        rows, columns = (max(ceil(side * scale / patch), 1) for side in (height, width))
+        return rows, columns
+
+    low, high = SCALES
+    while high - low >= SCALE_STEP:
+        scale = (low + high) / 2
+        rows, columns = scaled(scale)
+        if rows * columns <= most:
+            low = scale
+        else:
+            high = scale
+    rows, columns = scaled(low)
+    return rows * patch, columns * patch

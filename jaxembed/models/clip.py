@@ -2,13 +2,18 @@
 
 Radford et al. 2021, arXiv:2103.00020. Names and the order of operations are those of transformers'
 CLIPModel. The config says in what SigLIP (Zhai et al. 2023, arXiv:2303.15343) differs: its texts
-are not causal, and its images have no class token. Knows nothing of pooling.
+are not causal, and its images have no class token. SigLIP2 (Tschannen et al. 2025,
+arXiv:2502.14786) takes images in their own shapes, to which it resizes its positions. Knows nothing
+of pooling.
 """
 
 from dataclasses import dataclass
+from math import isqrt
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 from jaxembed.models.attention import Sight
 from jaxembed.models.layers import Embedding, LayerNorm, Linear, attend_hidden
@@ -34,6 +39,7 @@ class ClipConfig:
     patch_bias: bool = False
     class_token: bool = False  # whether an image begins with a token of its own
     input_norm: bool = False  # whether there is a norm before the first layer
+    resizes_positions: bool = False  # whether they are a square that is resized to each image
 
 
 class Clip(nnx.Module):
@@ -45,9 +51,9 @@ class Clip(nnx.Module):
     Config = ClipConfig
 
     @staticmethod
-    def position_limit(config: ClipConfig) -> int:
+    def position_limit(config: ClipConfig) -> int | None:
         """The most tokens of a sequence: JAX would clamp a later position without an error."""
-        return config.max_positions
+        return None if config.resizes_positions else config.max_positions
 
     def __init__(self, config: ClipConfig):
         is_text = config.vocab_size is not None
@@ -80,7 +86,8 @@ class PatchEmbeddings(nnx.Module):
         dim = config.hidden_size
         self.patch = Linear(config.patch_bytes or 0, dim, bias=config.patch_bias)
         self.class_token = Embedding(1, dim) if config.class_token else None
-        self.position = Embedding(config.max_positions, dim)
+        position = ResizedPositions if config.resizes_positions else Embedding
+        self.position = position(config.max_positions, dim)
         self.norm = _norm(config) if config.input_norm else None
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
@@ -89,8 +96,49 @@ class PatchEmbeddings(nnx.Module):
         if self.class_token is not None:
             first = (tokens.ids == CLASS_ID)[:, :, None]
             hidden = jnp.where(first, self.class_token(jnp.zeros_like(tokens.ids)), hidden)
-        hidden = hidden + self.position(tokens.positions)
+        if isinstance(self.position, ResizedPositions):
+            assert tokens.places is not None
+            hidden = hidden + self.position(tokens.places)
+        else:
+            hidden = hidden + self.position(tokens.positions)
         return hidden if self.norm is None else self.norm(hidden)
+
+
+class ResizedPositions(nnx.Module):
+    """A square table of positions, resized to the rows and columns of each image by a triangle
+    filter, which is as wide as a step between patches where these are fewer than the table's.
+
+    A place is row and column of a patch, and the numbers of rows and columns of its image.
+    """
+
+    def __init__(self, size: int, dim: int):
+        self.embedding = nnx.Param(jnp.zeros((size, dim), jnp.float32))
+
+    def __call__(self, places: Int[Array, "rows length 4"]) -> Hidden:
+        table = self.embedding[...].astype(jnp.float32)
+        side = isqrt(len(table))
+        by_row = triangle_weights(places[:, :, 0], places[:, :, 2], side)
+        by_column = triangle_weights(places[:, :, 1], places[:, :, 3], side)
+        weights = by_row[:, :, :, None] * by_column[:, :, None, :]
+        weights = weights.reshape(*places.shape[:2], side * side)
+        return lax.dot_general(
+            weights, table, (((2,), (0,)), ((), ())), precision=lax.Precision.HIGHEST
+        )
+
+
+def triangle_weights(
+    place: Int[Array, "rows length"], size: Int[Array, "rows length"], side: int
+) -> Float[Array, "rows length side"]:
+    """How much each of `side` values counts at a place when they are resized to `size` values, as
+    torch's bilinear interpolation with antialias and without aligned corners has it. The sum is 1.
+
+    Distances are whole numbers of 1 / (2 * size) values, so that no rounding moves the filter.
+    """
+    centre = (2 * place + 1)[:, :, None] * side
+    distance = abs((2 * jnp.arange(side) + 1)[None, None] * size[:, :, None] - centre)
+    reach = 2 * jnp.maximum(size, side)[:, :, None]
+    weights = jnp.maximum(reach - distance, 0).astype(jnp.float32)
+    return weights / weights.sum(axis=-1, keepdims=True)
 
 
 class ClipLayer(nnx.Module):

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxembed.errors import InvalidInput
 from jaxembed.images.decode import MOST_PIXELS, decode_image, image_size, require_pillow
-from jaxembed.images.prepare import prepare_image, resized_size
+from jaxembed.images.prepare import image_places, prepare_image, resized_size
 from jaxembed.inputs import Image, Input
 from jaxembed.processors.text import Rules, TextProcessor, Tokenized
 from jaxembed.spec import ModelSpec
@@ -71,9 +71,12 @@ class ImageProcessor:
         before, after = self._rules.before, self._rules.after
         own = [self._rules.token_id] * len(patches)
         ids = np.array([*before, *own, *after], np.int32)
-        pixels = np.zeros((len(ids), patches.shape[1] // WORD.itemsize), np.int32)
+        numbers = self._rules.place_numbers
+        pixels = np.zeros((len(ids), numbers + patches.shape[1] // WORD.itemsize), np.int32)
+        if numbers:
+            pixels[:, :numbers] = image_places(colours, self._rules)
         at = slice(len(before), len(before) + len(patches))
-        pixels[at] = np.ascontiguousarray(patches).view(WORD)
+        pixels[at, numbers:] = np.ascontiguousarray(patches).view(WORD)
         return Encoding(ids, pixels=pixels)
 
 

@@ -1,4 +1,4 @@
-"""CLIP and SigLIP against transformers: pixels bit for bit, and vectors of texts and images."""
+"""CLIP, SigLIP and SigLIP2 against transformers: pixels bit for bit, and vectors of both inputs."""
 
 import numpy as np
 import pytest
@@ -9,18 +9,31 @@ from transformers import (
     CLIPConfig,
     CLIPModel,
     PreTrainedTokenizerFast,
+    Siglip2Config,
+    Siglip2Model,
     SiglipConfig,
     SiglipModel,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.siglip2.image_processing_pil_siglip2 import (
+    Siglip2ImageProcessorPil,
+    get_image_size_for_max_num_patches,
+)
 
 from converters.image_rules import read_rules
 from jaxembed import Embedder, EngineConfig
-from jaxembed.images.prepare import patches, prepare_image
+from jaxembed.images.prepare import image_places, patches, prepare_image, resized_size
 
 SIZES = [(224, 224), (333, 501), (1080, 1920), (1, 7), (7, 1), (100, 30), (225, 224), (640, 480)]
 TEXTS = ["w1 w2 w3", "w5", "w7 w8 w9 w10 w11", "w0 " * 100]
+# Heights and widths of images in their own shapes: fewer rows or columns than the 16 of the table
+# of positions, as many, and more.
+SHAPED = [
+    *SIZES,
+    *((5, 5), (1, 1), (2, 3), (16, 16), (256, 256), (480, 640), (3000, 40), (17, 4000)),
+    *((9, 2304), (1999, 2000), (1, 100_000)),
+]
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -46,6 +59,34 @@ def test_pixels_are_those_of_the_processors(kind, patch, resample):
         np.testing.assert_array_equal(prepare_image(colours, rules), wanted)
 
 
+@pytest.mark.parametrize("resample", [2, 3])
+@pytest.mark.parametrize("most", [256, 64, 1000])
+def test_pixels_in_their_own_shapes_are_those_of_the_processor(most, resample):
+    processor = Siglip2ImageProcessorPil(max_num_patches=most, resample=resample)
+    rules = read_rules(processor.to_dict(), 16)
+    draw = np.random.default_rng(0)
+    for height, width in SHAPED:
+        colours = draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        wanted = processor(
+            Image.fromarray(colours), do_rescale=False, do_normalize=False, return_tensors="np"
+        )
+        rows, columns = wanted["spatial_shapes"][0].tolist()
+        assert resized_size(height, width, rules) == (16 * rows, 16 * columns)
+        got = prepare_image(colours, rules)
+        np.testing.assert_array_equal(got, wanted["pixel_values"][0, : rows * columns])
+        wanted = [[row, column, rows, columns] for row in range(rows) for column in range(columns)]
+        assert image_places(colours, rules).tolist() == wanted
+
+
+def test_the_shapes_of_many_sizes_are_those_of_the_processor():
+    draw = np.random.default_rng(3)
+    for most in (256, 255, 49, 1024):
+        rules = read_rules(Siglip2ImageProcessorPil(max_num_patches=most).to_dict(), 16)
+        for height, width in draw.integers(1, 3000, (500, 2)).tolist():
+            wanted = get_image_size_for_max_num_patches(height, width, 16, most)
+            assert resized_size(height, width, rules) == wanted
+
+
 def saved(folder, kind: str, size: str):
     """A model with random weights, its tokenizer and its processor, saved as transformers does."""
     tokenizer = words(kind)
@@ -56,12 +97,17 @@ def saved(folder, kind: str, size: str):
     if size == "tiny":
         text |= SMALL | {"max_position_embeddings": 16}
         image = SMALL | {"image_size": 64, "patch_size": 16}
+    if kind == "siglip2":
+        image = {key: value for key, value in image.items() if key != "image_size"}
     torch.manual_seed(0)
     if kind == "clip":
         model = CLIPModel(CLIPConfig(text_config=text, vision_config=image))
         side = model.config.vision_config.image_size
         crop = {"height": side, "width": side}
         processor = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size=crop)
+    elif kind == "siglip2":
+        model = Siglip2Model(Siglip2Config(text_config=text, vision_config=image))
+        processor = Siglip2ImageProcessorPil()
     else:
         model = SiglipModel(SiglipConfig(text_config=text, vision_config=image))
         side = model.config.vision_config.image_size
@@ -89,7 +135,7 @@ def vectors_of_texts(model, tokenizer, kind: str) -> np.ndarray:
     for text in TEXTS:
         ids = tokenizer(text)["input_ids"]
         ids = ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
-        if kind == "siglip":
+        if kind != "clip":
             ids = ids + [0] * (length - len(ids))
         rows.append(unit(model.get_text_features(input_ids=torch.tensor([ids])))[0])
     return np.stack(rows)
@@ -97,18 +143,19 @@ def vectors_of_texts(model, tokenizer, kind: str) -> np.ndarray:
 
 @torch.no_grad()
 def vectors_of_images(model, processor, images) -> np.ndarray:
-    pixels = [processor(image, return_tensors="pt")["pixel_values"] for image in images]
-    return unit(model.get_image_features(pixel_values=torch.cat(pixels)))
+    prepared = [processor(image, return_tensors="pt") for image in images]
+    fields = {name: torch.cat([one[name] for one in prepared]) for name in prepared[0]}
+    return unit(model.get_image_features(**fields))
 
 
 @pytest.mark.parametrize("size", ["tiny", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["clip", "siglip"])
+@pytest.mark.parametrize("kind", ["clip", "siglip", "siglip2"])
 def test_vectors_are_those_of_transformers(tmp_path, kind, size):
     model, tokenizer, processor = saved(tmp_path / "model", kind, size)
     draw = np.random.default_rng(1)
+    sizes = SHAPED if kind == "siglip2" else ((64, 64), (50, 90), (200, 70), (333, 501))
     images = [
-        Image.fromarray(draw.integers(0, 256, (*sides, 3), dtype=np.uint8))
-        for sides in ((64, 64), (50, 90), (200, 70), (333, 501))
+        Image.fromarray(draw.integers(0, 256, (*sides, 3), dtype=np.uint8)) for sides in sizes
     ]
     config = EngineConfig(dtype="float32", max_batch_tokens=1024)
     with Embedder(str(tmp_path / "model"), cache_dir=tmp_path / "cache", config=config) as ours:
