@@ -1,10 +1,12 @@
 """CLIP, SigLIP and SigLIP2 against transformers: pixels bit for bit, and vectors of both inputs."""
 
+from io import BytesIO
+
 import numpy as np
 import pytest
 import torch
 from dual_sources import words
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import (
     CLIPConfig,
     CLIPModel,
@@ -23,6 +25,7 @@ from transformers.models.siglip2.image_processing_pil_siglip2 import (
 
 from converters.image_rules import read_rules
 from jaxembed import Embedder, EngineConfig
+from jaxembed.images.decode import decode_image
 from jaxembed.images.prepare import image_places, patches, prepare_image, resized_size
 
 SIZES = [(224, 224), (333, 501), (1080, 1920), (1, 7), (7, 1), (100, 30), (225, 224), (640, 480)]
@@ -85,6 +88,66 @@ def test_the_shapes_of_many_sizes_are_those_of_the_processor():
         for height, width in draw.integers(1, 3000, (500, 2)).tolist():
             wanted = get_image_size_for_max_num_patches(height, width, 16, most)
             assert resized_size(height, width, rules) == wanted
+
+
+ORIENTATION = 0x0112  # of EXIF's tags
+
+
+def odd_files() -> dict[str, tuple[bytes, Image.Image]]:
+    """Files of unusual images, and what transformers' processors are given for each."""
+    draw = np.random.default_rng(2)
+
+    def colours(*shape: int) -> np.ndarray:
+        return draw.integers(0, 256, shape, dtype=np.uint8)
+
+    def written(image: Image.Image, kind: str, **options) -> bytes:
+        file = BytesIO()
+        image.save(file, kind, **options)
+        return file.getvalue()
+
+    plain = Image.fromarray(colours(70, 90, 3))
+    palette = plain.quantize(32)
+    wide = draw.integers(0, 65536, (60, 50), dtype=np.uint16)
+    exif = Image.Exif()
+    images = {
+        "one row": (Image.fromarray(colours(1, 300, 3)), "PNG", {}),
+        "one column": (Image.fromarray(colours(300, 1, 3)), "PNG", {}),
+        "one pixel": (Image.fromarray(colours(1, 1, 3)), "BMP", {}),
+        "long and narrow": (Image.fromarray(colours(8, 1500, 3)), "PNG", {}),
+        "two colours": (plain.convert("1"), "PNG", {}),
+        "grey": (plain.convert("L"), "JPEG", {}),
+        "palette": (palette, "GIF", {}),
+        "palette with transparency": (palette, "PNG", {"transparency": 3}),
+        "a transparent colour": (plain, "PNG", {"transparency": plain.getpixel((5, 5))}),
+        "grey with alpha": (Image.fromarray(colours(64, 40, 2), "LA"), "PNG", {}),
+        "alpha": (Image.fromarray(colours(64, 40, 4), "RGBA"), "WEBP", {"lossless": True}),
+        "CMYK": (Image.fromarray(colours(64, 80, 4), "CMYK"), "JPEG", {}),
+        "CMYK as it is": (Image.fromarray(colours(64, 80, 4), "CMYK"), "TIFF", {}),
+    }
+    files = {name: written(image, kind, **how) for name, (image, kind, how) in images.items()}
+    found = {name: (data, Image.open(BytesIO(data))) for name, data in files.items()}
+    for turned in range(1, 9):
+        exif[ORIENTATION] = turned
+        data = written(plain, "JPEG", exif=exif)
+        found[f"turned {turned}"] = (data, ImageOps.exif_transpose(Image.open(BytesIO(data))))
+    rounded = np.rint(wide / 257).astype(np.uint8)
+    found["16 bits"] = (written(Image.fromarray(wide), "PNG"), Image.fromarray(rounded))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "patch"), [(CLIPImageProcessorPil, 32), (SiglipImageProcessorPil, 16)]
+)
+def test_pixels_of_odd_files_are_those_of_the_processors(kind, patch):
+    processor = kind()
+    rules = read_rules(processor.to_dict(), patch)
+    for name, (data, image) in odd_files().items():
+        (wanted,) = processor(
+            image, do_convert_rgb=True, do_rescale=False, do_normalize=False, return_tensors="np"
+        )["pixel_values"]
+        wanted = patches(np.asarray(wanted).transpose(1, 2, 0).astype(np.uint8), patch)
+        got = prepare_image(decode_image(data), rules)
+        np.testing.assert_array_equal(got, wanted, err_msg=name)
 
 
 def saved(folder, kind: str, size: str):
