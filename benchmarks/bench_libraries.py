@@ -79,9 +79,14 @@ class Worker:
 
     def vectors(self, texts: int) -> np.ndarray:
         """The embeddings of the last run, float64 `[texts, dim]`, normalised."""
-        flat = np.frombuffer(base64.b64decode(self._process.ask("")), "<f4").astype(np.float64)
-        vectors = flat.reshape(texts, -1)
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        return vectors_of(self._process.ask(""), texts)
+
+
+def vectors_of(answer: str, count: int) -> np.ndarray:
+    """The vectors that a peer answers in base64, float64 `[count, dim]`, normalised."""
+    flat = np.frombuffer(base64.b64decode(answer), "<f4").astype(np.float64)
+    vectors = flat.reshape(count, -1)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 @contextmanager

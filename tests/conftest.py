@@ -105,6 +105,8 @@ TOWERS: dict[str, dict[str, Any]] = {
         | {"max_positions": LIMIT + 2, "type_vocab_size": 0, "pad_id": 1, "bias_reach": 5},
     },
     "clip": {"architecture": "clip", "config": _CLIP},
+    "clip, gelu": {"architecture": "clip", "config": _CLIP | {"activation": "gelu"}},
+    "siglip": {"architecture": "clip", "config": _SIZES | {"activation": "gelu_tanh"}},
     "pages": {
         "architecture": "pages",
         "config": _DECODER

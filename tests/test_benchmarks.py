@@ -16,6 +16,7 @@ from benchmarks import (
     bench_bulk,
     bench_engine,
     bench_families,
+    bench_images,
     bench_maxsim,
     bench_memory,
     bench_model,
@@ -429,3 +430,49 @@ def test_bench_outputs_refuses_a_shape_that_its_peers_do_not_run(tmp_path, capsy
     with pytest.raises(SystemExit):
         bench_outputs.main(["--architecture-size", "nomic-base", "--onnx", str(tmp_path)])
     assert "--architecture-size tiny, minilm" in capsys.readouterr().err
+
+
+FAKE_IMAGES = """
+import base64, json, struct, sys
+job = json.loads(sys.stdin.readline())
+print(json.dumps({"python": "3", job["library"]: "1"}), flush=True)
+for line in sys.stdin:
+    if line.strip():
+        part, batch, count = json.loads(line)
+        assert part in ("whole", "prepare", "forward")
+        print(0.5 * count / (1 + (batch == 8)), flush=True)
+    else:
+        vectors = struct.pack(f"<{2 * count}f", *[3.0, 4.0] * count)
+        print(json.dumps(base64.b64encode(vectors).decode()), flush=True)
+"""
+IMAGES = ["--tower", "tiny", "--images", "3", "--rounds", "1", "--bucket", "1x5", "--repeat", "1"]
+
+
+def test_bench_images_gives_each_peer_the_batch_that_is_fastest_for_it(
+    tmp_path, monkeypatch, capsys
+):
+    pytest.importorskip("PIL")
+    (tmp_path / "images.py").write_text(FAKE_IMAGES)
+    monkeypatch.setattr(bench_images, "WORKER", tmp_path / "images.py")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    bench_images.main([*IMAGES, "--torch", str(tmp_path), "--onnx", str(tmp_path)])
+    found = last_line(capsys)
+    ours, *peers = found["results"]
+    assert (ours["library"], ours["batch"], ours["images_per_s"]) == ("jaxembed", None, 2)
+    names = ["transformers float32", "transformers bfloat16", "onnxruntime float32"]
+    assert [one["library"] for one in peers] == names
+    for one in peers:
+        assert (one["batch"], one["images_per_s"], one["times"]) == (8, 4, 0.5)
+        assert (one["prepare_ms"], one["forward_ms"], one["cosine"]) == (250, 250, 1)
+    assert found["forward"]["images"] == 1
+    assert found["forward"]["share"] > 0
+
+
+@pytest.mark.slow
+def test_bench_images_runs(capsys):
+    pytest.importorskip("PIL")
+    bench_images.main(IMAGES)
+    (ours,) = last_line(capsys)["results"]
+    assert ours["cosine"] == pytest.approx(1)
+    assert min(ours[name] for name in ("images_per_s", "prepare_ms", "forward_ms")) > 0

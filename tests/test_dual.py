@@ -7,6 +7,7 @@ from io import BytesIO
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import tiny_spec
 from dual_sources import (
     CLIP_CONFIG,
     PATCH,
@@ -38,6 +39,7 @@ from jaxembed.checkpoint import load_params, load_routes, route_path, verify, ve
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket, one_length_grid
 from jaxembed.engine.build import make_plan
+from jaxembed.engine.native_trial import noted_calls
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import (
     CheckpointError,
@@ -50,11 +52,12 @@ from jaxembed.errors import (
 )
 from jaxembed.images import decode
 from jaxembed.inputs import Image, Text
-from jaxembed.models import program
+from jaxembed.models import native, program
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.options import EncodeOptions
 from jaxembed.processors.images import ImageProcessor
-from jaxembed.processors.text import Rules
+from jaxembed.processors.text import Rules, characters
+from jaxembed.processors.tokenizer import chunks
 from jaxembed.spec import IMAGE_ROUTE, TEXT_ROUTE, Expansion, Pooled, Probed
 
 pytest.importorskip("PIL")
@@ -235,6 +238,11 @@ def test_an_image_comes_as_a_file_bytes_an_array_or_one_of_pillow(duals, tmp_pat
     with pytest.raises(InvalidImage, match=r"begins with b'no'.*wanted a file of JPEG") as caught:
         duals["clip"].encode(["w1", path, Image(b"no")])
     assert caught.value.index == 2
+
+
+def test_arrays_are_divided_among_the_threads_as_files_are():
+    images = [Image(picture(number, 200, 200)) for number in range(3)]
+    assert list(chunks(images, characters)) == [[one] for one in images]
 
 
 def test_texts_are_filled_up_and_only_their_own_tokens_count(duals):
@@ -449,6 +457,45 @@ def test_a_grid_for_one_length_holds_it_and_wastes_little(length, budget):
     fill = max(b.length // length * length / b.length for b in grid.buckets)
     if budget >= 6 * length:
         assert fill > 0.94
+
+
+BASE = {"hidden_size": 768, "num_layers": 1, "num_heads": 12, "intermediate_size": 3072}
+SMALLER = {"hidden_size": 512, "num_layers": 1, "num_heads": 8, "intermediate_size": 2048}
+CLIP_SWITCHES = {"norm_eps": 1e-5, "activation": "quick_gelu"}
+SIGLIP_SWITCHES = {"norm_eps": 1e-6, "activation": "gelu_tanh"}
+OF_CLIP = {"class_token": True, "input_norm": True, "patch_bytes": 3072, "max_positions": 50}
+PUBLISHED = {
+    "CLIP-B/32, images": BASE | CLIP_SWITCHES | OF_CLIP,
+    "CLIP-B/32, texts": SMALLER
+    | CLIP_SWITCHES
+    | {"causal": True, "vocab_size": 49408, "max_positions": 77},
+    "SigLIP-base, images": BASE
+    | SIGLIP_SWITCHES
+    | {"patch_bias": True, "patch_bytes": 768, "max_positions": 196},
+    "SigLIP-base, texts": BASE | SIGLIP_SWITCHES | {"vocab_size": 32000, "max_positions": 64},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_native_calls_take_every_product_and_the_attention_of_published_towers(name):
+    config = PUBLISHED[name]
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    rules = read_rules({}, 32 if config.get("class_token") else 16)
+    spec = tiny_spec(
+        architecture="clip",
+        config=config,
+        hidden_size=width,
+        max_input_tokens=config["max_positions"],
+        image=rules if "patch_bytes" in config else None,
+    )
+    calls = noted_calls(program(spec), "bfloat16")
+    assert {call.name for call in calls} == {"linear", "joint_attention", "self_attention"}
+    operands = [one for call in calls for one in call.operands]
+    found = {native.plain_shape(of.shape) for operand, of in operands if operand == "kernel"}
+    wanted = {(width, 3 * width), (width, width), (width, inner), (inner, width)}
+    assert found == wanted | ({(config["patch_bytes"], width)} if spec.image else set())
+    for bucket in one_length_grid(config["max_positions"], 2048).buckets:
+        assert native.takes(bucket.length, width // config["num_heads"], "bfloat16")
 
 
 @each_kind

@@ -96,6 +96,7 @@ NATIVE = (  # of each set of native calls one
     "nomic_bert",
     "jina_bert",
     "jina_bert_code",
+    "clip, gelu",
     "modernbert",
     "qwen3",
     "gemma2",

@@ -627,8 +627,7 @@ def _size(item: Input | ChunkedText) -> int:
     """The number of characters of an input; a token id counts as four."""
     if isinstance(item, Text | ChunkedText):
         return len(item.text)
-    if isinstance(item, Image):
-        # of a file its bytes: about what it costs to decode
+    if isinstance(item, Image):  # bytes of a file or of colours: about what it costs to prepare
         return len(item.data) if isinstance(item.data, bytes) else item.data.nbytes
     return len(item.first) + len(item.second) if isinstance(item, Pair) else 4 * len(item.ids)
 
