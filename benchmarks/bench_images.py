@@ -8,8 +8,8 @@ In every round each library runs once whole, and once its two parts apart: decod
 and the tower. The order alternates. transformers prepares its images in one thread, as its
 processors do; the threads of onnxruntime's peer prepare the next images while the tower runs.
 
-The tower is also timed without its engine, in one bucket, beside a program with only its matrix
-products, as in bench_families.
+The tower is also timed without its engine, in buckets full of images, beside a program with only
+the matrix products of their tokens, as in bench_model: `share` is theirs of its time.
 
     python -m benchmarks.bench_images
     python -m benchmarks.bench_images --torch .venv-parity --onnx .venv-peers
@@ -26,6 +26,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,8 @@ from benchmarks.subject import Subject
 from jaxembed import checkpoint, hub
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.calibrate import native_dtype
-from jaxembed.engine.kernels import choose_kernels
-from jaxembed.engine.replica import Replica
 from jaxembed.models import program, random_parameters
+from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import IMAGE_ROUTE, NormalizeLayer, Pooled
 
 WORKER = Path(__file__).parent / "peers" / "images.py"
@@ -132,8 +132,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--tower", choices=TOWERS, default="clip-b32")
     parser.add_argument("--images", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--bucket", default="8x50", help="of the tower beside its products")
-    parser.add_argument("--repeat", type=int, default=15, help="runs of that bucket")
+    parser.add_argument("--buckets", default="4x400,8x64,8x50", help="of the tower alone")
+    parser.add_argument("--repeat", type=int, default=9, help="rounds of these buckets")
     parser.add_argument("--kernels", default="auto", help="as of `jaxembed serve`")
     parser.add_argument("--cache-dir", type=Path, help="of verdicts on kernels")
     report.add_arguments(parser)
@@ -153,11 +153,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         seconds = measure(workers, args.rounds)
         vectors = {worker.contestant.name: worker.vectors() for worker in workers}
-        forward = of_products(folder, args)
+        towers = of_products(folder, args)
     rows = [row_of(worker, seconds, vectors, args.images) for worker in workers]
     title = f"{args.tower} (random), {args.images} images, {report.device_name()}"
     report.show([row | {"cosine": f"{row['cosine']:.5f}"} for row in rows], title)
-    report.show([forward])
+    report.show(towers)
     facts = {
         "model": f"{args.tower} (random)",
         "images": args.images,
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "versions": {worker.contestant.name: worker.versions for worker in workers},
         "batches": {worker.contestant.name: worker.seconds_of for worker in workers},
         "results": rows,
-        "forward": forward,
+        "towers": towers,
         "rounds": seconds,
     }
     report.finish("bench_images", argv, facts, args.out)
@@ -222,64 +222,55 @@ def row_of(
     }
 
 
-def of_products(folder: Path, args: Namespace) -> dict[str, Any]:
-    """The row of the tower in one bucket, beside its matrix products alone."""
+def of_products(folder: Path, args: Namespace) -> list[dict[str, Any]]:
+    """The rows of the tower in each bucket, beside its matrix products alone."""
     path = hub.resolve(str(folder / "model"), cache_dir=folder / "cache")
     spec = checkpoint.load_spec(checkpoint.route_path(path, IMAGE_ROUTE))
     # without the projection, whose product is of one token of an image
     spec = msgspec.structs.replace(spec, heads={"dense": Pooled(("cls",), (NormalizeLayer(),))})
     model = Subject(spec.source, spec, program(spec), random_parameters(spec), None)
-    device = jax.local_devices()[0]
-    dtype = native_dtype(device)
-    rows, length = map(int, args.bucket.split("x"))
-    bucket = Bucket(rows, length)
-    native_choice = subject.native_choice_of(model, args, dtype)
-    grid = BucketGrid((bucket,))
-    choice = choose_kernels(
-        model.program, device, dtype, grid, args.kernels, native_choice=native_choice
-    )
-    parameters = (model.program, model.parameters, [device], dtype)
-    replica = Replica(
-        *parameters, attention=choice.implementation, native_layout=choice.native_layout
-    )
-    replica.compile(bucket)
-    planes, lengths = full_planes(bucket, model)
-    whole, least = report.timed_in_turn(
-        [
-            lambda: replica.run(bucket, planes, (replica.primary,)),
-            bench_model.products(model, dtype, bucket.tokens, device, replica.native_layout),
-        ],
-        args.repeat,
-    )
-    flops = subject.useful_flops(spec, model.program, lengths)
-    return {
-        "bucket": str(bucket),
-        "images": len(lengths),
-        "dtype": dtype,
-        "kernels": choice.name_of(length),
-        **whole.row(),
-        "tflop_per_s": flops / whole.median / 1e9,
-        "share": least.times(whole),
-    }
+    dtype = native_dtype(jax.local_devices()[0])
+    pairs = [text.split("x") for text in args.buckets.split(",")]
+    grid = BucketGrid(tuple(Bucket(int(rows), int(length)) for rows, length in pairs))
+    replica = subject.replica(model, args, [grid], dtype)
+    calls, lengths_of = [], []
+    for bucket in grid.buckets:
+        replica.compile(bucket)
+        planes, lengths = full_planes(bucket, model)
+        lengths_of.append(lengths)
+        calls += [
+            partial(replica.run, bucket, planes, (replica.primary,)),
+            bench_model.products(
+                model, dtype, sum(lengths), replica.devices[0], replica.native_layout
+            ),
+        ]
+    times = report.timed_in_turn(calls, args.repeat)
+    rows = []
+    for bucket, lengths, whole, least in zip(
+        grid.buckets, lengths_of, times[::2], times[1::2], strict=True
+    ):
+        flops = subject.useful_flops(spec, model.program, lengths)
+        row = {"bucket": str(bucket), "images": len(lengths), "dtype": dtype, **whole.row()}
+        row |= {"images_per_s": 1000 * len(lengths) / whole.median}
+        row |= {"tflop_per_s": flops / whole.median / 1e9, "share": least.times(whole)}
+        rows.append(row)
+    return rows
 
 
 def full_planes(bucket: Bucket, model: Subject) -> tuple[np.ndarray, list[int]]:
-    """A batch of images without padding, as Replica takes it, and the lengths of its sequences."""
+    """A batch of as many images as fit, as Replica takes it, and the lengths of its sequences."""
     tokens = model.spec.max_input_tokens
-    if bucket.length % tokens:
-        raise SystemExit(f"--bucket {bucket}: rows hold images of {tokens} tokens")
+    a_row = bucket.length // tokens
     draw, shape = np.random.default_rng(0), (model.program.planes, bucket.rows, bucket.length)
     planes = draw.integers(-(2**31), 2**31, shape).astype(np.int32)
-    ids, positions, segments, types, bounds = planes[:5]
+    ids, positions, segments, types, pooled = planes[: PackedTokens.PLANES]
     place = np.arange(bucket.length)
     positions[:] = place % tokens
-    ids[:], segments[:], types[:] = positions == 0, place // tokens + 1, 0
-    begins = np.arange(bucket.slots) * tokens
-    kept = begins < bucket.length
-    bounds[:] = 0
-    bounds[:, : bucket.slots] = begins * kept
-    bounds[:, bucket.slots : 2 * bucket.slots] = (begins + tokens) * kept
-    return planes, [tokens] * (bucket.tokens // tokens)
+    segments[:] = np.where(place < a_row * tokens, place // tokens + 1, 0)
+    ids[:], types[:], pooled[:] = positions == 0, 0, 0
+    first = tokens * np.arange(a_row)
+    pooled[:, :a_row], pooled[:, bucket.slots : bucket.slots + a_row] = first, first + tokens
+    return planes, [tokens] * (a_row * bucket.rows)
 
 
 def write_images(folder: Path, count: int) -> list[str]:

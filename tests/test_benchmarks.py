@@ -445,7 +445,18 @@ for line in sys.stdin:
         vectors = struct.pack(f"<{2 * count}f", *[3.0, 4.0] * count)
         print(json.dumps(base64.b64encode(vectors).decode()), flush=True)
 """
-IMAGES = ["--tower", "tiny", "--images", "3", "--rounds", "1", "--bucket", "1x5", "--repeat", "1"]
+IMAGES = [
+    "--tower",
+    "tiny",
+    "--images",
+    "3",
+    "--rounds",
+    "1",
+    "--buckets",
+    "1x10,2x6",
+    "--repeat",
+    "1",
+]
 
 
 def test_bench_images_gives_each_peer_the_batch_that_is_fastest_for_it(
@@ -465,8 +476,8 @@ def test_bench_images_gives_each_peer_the_batch_that_is_fastest_for_it(
     for one in peers:
         assert (one["batch"], one["images_per_s"], one["times"]) == (8, 4, 0.5)
         assert (one["prepare_ms"], one["forward_ms"], one["cosine"]) == (250, 250, 1)
-    assert found["forward"]["images"] == 1
-    assert found["forward"]["share"] > 0
+    assert [(one["bucket"], one["images"]) for one in found["towers"]] == [("1x10", 2), ("2x6", 2)]
+    assert all(one["share"] > 0 for one in found["towers"])
 
 
 @pytest.mark.slow
