@@ -101,7 +101,7 @@ class Worker:
         job = {"library": contestant.library, "dtype": contestant.dtype, "threads": os.cpu_count()}
         job |= {name: str(folder / name) for name in ("model", "images", "cache")}
         self.versions: dict[str, str] = self._process.ask(json.dumps(job))
-        batches = (0,) if contestant.library == OURS else BATCHES  # ours makes its own
+        batches = [0] if contestant.library == OURS else _batches(count)  # ours makes its own
         runs = [{batch: self.seconds("whole", batch) for batch in batches} for _ in range(2)]
         self.seconds_of = {batch: min(run[batch] for run in runs) for batch in batches}
         self.batch = min(self.seconds_of, key=lambda batch: self.seconds_of[batch])
@@ -115,6 +115,11 @@ class Worker:
     def vectors(self) -> np.ndarray:
         """The vectors of the last run, float64 `[images, dim]`, normalised."""
         return vectors_of(self._process.ask(""), self._count)
+
+
+def _batches(count: int) -> list[int]:
+    """The batch sizes to try with so many images: the last one holds them all, if one does."""
+    return [batch for batch in BATCHES if batch == BATCHES[0] or batch // 2 < count]
 
 
 @contextmanager

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from dual_sources import write_dual
 from fake_embedder import CLASSIFIER, M3, RERANKER, SPEC, FakeEmbedder
 from test_server_app import fetch
 
+from jaxembed import Embedder, EngineConfig
 from jaxembed.server.models import UNSPECIFIED, Models
 from jaxembed.spec import Pooled
 
@@ -38,6 +40,7 @@ REFUSED = {
     "lc_openai_default_query": (400, "check_embedding_ctx_length=False"),
     "ll_cohere": (422, "missing required field `inputs`"),  # a Cohere body, sent to /
     "npm_cohere_image": (400, "takes texts and no images"),
+    "voyage_multimodal_both": (400, "send one image, or texts alone"),
     "ll_voyage": (415, "Content-Type: application/json"),  # it says nothing of what it sends
 }
 
@@ -90,10 +93,40 @@ def is_served(one):
     return one["call"] not in REFUSED
 
 
-@pytest.mark.parametrize("one", list(filter(is_served, RECORDED)), ids=by_name)
+def is_of_images(one):
+    return "data:image/" in json.dumps(one.get("body"))
+
+
+SERVED = list(filter(is_served, RECORDED))
+TEXTS = [one for one in SERVED if not is_of_images(one)]
+IMAGES = [one for one in SERVED if is_of_images(one)]
+
+
+@pytest.fixture(name="clip", scope="module")
+def _clip(tmp_path_factory):
+    pytest.importorskip("PIL")
+    folder, cache_dir = (
+        write_dual(tmp_path_factory.mktemp("clip")),
+        tmp_path_factory.mktemp("cache"),
+    )
+    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
+    with Embedder(str(folder), cache_dir=cache_dir, config=config) as embedder:
+        yield embedder
+
+
+@pytest.mark.parametrize("one", TEXTS, ids=by_name)
 def test_the_client_gets_what_it_reads(one, monkeypatch):
     monkeypatch.setattr("fake_embedder.DIM", WIDTH)
-    response, data = replay(one)
+    check(one, *replay(one))
+
+
+@pytest.mark.parametrize("one", IMAGES, ids=by_name)
+def test_the_client_of_images_gets_what_it_reads(one, clip):
+    check(one, *replay(one, clip))
+
+
+def check(one, response, data):
+    """Fail unless the answer has what the client of a recorded request reads."""
     assert response.status_code == 200, data
     answer = None if response.mimetype == "text/plain" else json.loads(data)
     for place in one.get("reads", ()):
@@ -120,9 +153,9 @@ def test_every_exception_is_about_a_recorded_request():
 
 
 def test_the_prompt_follows_what_the_client_says_its_texts_are_for():
-    for one in RECORDED:
+    for one in TEXTS:
         purpose = (one.get("body") or {}).get("input_type") or (one.get("body") or {}).get("task")
-        if purpose and is_served(one) and one["request"].endswith(("embeddings", "embed")):
+        if purpose and one["request"].endswith(("embeddings", "embed")):
             embedder = FakeEmbedder(spec=msgspec.structs.replace(spec_of(one), hidden_size=8))
             body = {**one, "body": one["body"] | {"dimensions": 0}}
             response, _ = replay(body, embedder)

@@ -232,9 +232,10 @@ def test_inputs_of_voyage(clip, vectors):
         "video_pixels": 0,
         "total_tokens": 3 + 2 * 17,
     }
-    answer = post(clip, body | {"output_encoding": "base64"}, "/v1/multimodalembeddings")
-    got = np.frombuffer(base64.b64decode(openai_vectors(answer)[1]), "<f4")
-    np.testing.assert_allclose(got, vectors[0], atol=2e-6)
+    for name in ("output_encoding", "encoding_format"):
+        answer = post(clip, body | {name: "base64"}, "/v1/multimodalembeddings")
+        got = np.frombuffer(base64.b64decode(openai_vectors(answer)[1]), "<f4")
+        np.testing.assert_allclose(got, vectors[0], atol=2e-6)
     both = [{"content": inputs[0]["content"] + inputs[1]["content"]}]
     refused = post(clip, {"inputs": both}, "/v1/multimodalembeddings", status=400)
     assert "inputs[0].content" in refused["error"]["message"]

@@ -121,7 +121,9 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
             _warn_of_another_tuning(grid_file, tuned_for(spec, devices, dtype))
     else:
         tile = TPU_TILE if devices and devices[0].platform == "tpu" else 1
-        grid = _usual_grid(spec, limit, budget, shards, tile, join=native_choice.joins)
+        by_xla = bool(devices) and devices[0].platform == "cpu" and not native_choice.native
+        join = native_choice.joins
+        grid = _usual_grid(spec, limit, budget, shards, tile, join=join, is_exact=by_xla)
     full = config.warmup == "full" or (
         config.warmup is None and bool(devices) and devices[0].platform == "gpu"
     )
@@ -140,13 +142,23 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
 
 
 def _usual_grid(
-    spec: ModelSpec, limit: int, budget: int, shards: int, tile: int, *, join: bool
+    spec: ModelSpec,
+    limit: int,
+    budget: int,
+    shards: int,
+    tile: int,
+    *,
+    join: bool,
+    is_exact: bool = False,
 ) -> BucketGrid:
-    """The grid of a model for which the user gives none."""
+    """The grid of a model for which the user gives none. With `is_exact` the rows of sequences of
+    one length have that length: XLA on a CPU takes any, and it pays for padding and for the keys of
+    other sequences."""
     # All sequences have the same length, or nearly: images in their own shapes have 225 to 256
     # tokens, of at most 256, unless one side is over three times the other.
     if not spec.takes_texts or spec.filled is not None:
-        return one_length_grid(limit, budget, shards, max(tile, SHORTEST_ROW))
+        unit = 1 if is_exact else max(tile, SHORTEST_ROW)
+        return one_length_grid(limit, budget, shards, unit)
     return default_grid(limit, budget, shards, tile, join=join)
 
 

@@ -31,6 +31,7 @@ class MultimodalRequest(VectorsRequest, kw_only=True):
     truncation: bool | None = None
     output_dimension: int | None = None
     output_encoding: Literal["base64"] | None = None
+    encoding_format: openai.Format | None = None  # what Voyage's own clients send
     prompt_name: str | None = None
     normalize: bool | None = None
     priority: AnyPriority | None = None
@@ -70,7 +71,7 @@ async def embed_multimodal() -> Response:
         request = openai.EmbeddingsRequest(
             input=[],
             model=body.model,
-            encoding_format=body.output_encoding,
+            encoding_format=body.output_encoding or body.encoding_format,
             output_dimension=body.output_dimension,
             output_dtype=asked_dtype(body),
             truncation=body.truncation,
