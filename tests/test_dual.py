@@ -68,16 +68,22 @@ TEXTS = ["w1 w2 w3", "w5", "w1 w2 w3 w4", " ".join(f"w{k}" for k in range(20))]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
+def _packing(length, budget, shards, unit):
+    return one_length_grid(length, budget, shards)
+
+
 @pytest.fixture(name="duals", scope="module")
 def _duals(tmp_path_factory):
-    """An Embedder of each kind, in float32."""
+    """An Embedder of each kind, in float32, with several images in a row as on native kernels."""
     made = {}
     for kind in KINDS:
         folder = write_dual(tmp_path_factory.mktemp(kind), kind)
         config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
-        made[kind] = Embedder(
-            str(folder), cache_dir=tmp_path_factory.mktemp("cache"), config=config
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("jaxembed.engine.build.one_length_grid", _packing)
+            made[kind] = Embedder(
+                str(folder), cache_dir=tmp_path_factory.mktemp("cache"), config=config
+            )
     yield made
     for embedder in made.values():
         embedder.close()
@@ -476,18 +482,22 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_native_calls_take_every_product_and_the_attention_of_published_towers(name):
+def published_spec(name):
     config = PUBLISHED[name]
-    width, inner = config["hidden_size"], config["intermediate_size"]
     rules = read_rules({}, 32 if config.get("class_token") else 16)
-    spec = tiny_spec(
+    return tiny_spec(
         architecture="clip",
         config=config,
-        hidden_size=width,
+        hidden_size=config["hidden_size"],
         max_input_tokens=config["max_positions"],
         image=rules if "patch_bytes" in config else None,
     )
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_native_calls_take_every_product_and_the_attention_of_published_towers(name):
+    spec, config = published_spec(name), PUBLISHED[name]
+    width, inner = config["hidden_size"], config["intermediate_size"]
     calls = noted_calls(program(spec), "bfloat16")
     assert {call.name for call in calls} == {"linear", "joint_attention", "self_attention"}
     operands = [one for call in calls for one in call.operands]
@@ -496,6 +506,15 @@ def test_native_calls_take_every_product_and_the_attention_of_published_towers(n
     assert found == wanted | ({(config["patch_bytes"], width)} if spec.image else set())
     for bucket in one_length_grid(config["max_positions"], 2048).buckets:
         assert native.takes(bucket.length, width // config["num_heads"], "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["CLIP-B/32, images", "SigLIP-base, images"])
+def test_rows_of_xla_on_a_cpu_are_as_long_as_an_image(name, tmp_path):
+    spec = published_spec(name)
+    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=512)
+    grid = make_plan(spec, program(spec), config, tmp_path).grid
+    assert {bucket.length for bucket in grid.buckets} == {spec.max_input_tokens}
+    assert grid.buckets[-1].rows > 1
 
 
 @each_kind
