@@ -115,6 +115,17 @@ def test_what_several_outputs_cost():
         assert f"| {name} | {figures} | {one['times_ours']:.2f} |" in BENCHMARKS
 
 
+def test_images_beside_other_libraries():
+    facts = result("bench_images", AMD)
+    for one in facts["results"]:
+        spread = f"{one['times']:.2f} ({one['least']:.2f} to {one['most']:.2f})"
+        parts = f"{one['prepare_ms']:,.0f} | {one['forward_ms']:,.0f} | {one['cosine']:.5f}"
+        rates = f"{one['images_per_s']:.2f} | {spread}"
+        assert f"| {one['library']} | {rates} | {parts} |" in BENCHMARKS
+    for one in facts["towers"]:
+        assert f"| {one['bucket']} | {one['images']} | {one['share']:.2f} |" in BENCHMARKS
+
+
 def test_maxsim_beside_plain_numpy():
     ways = {one["way"]: one for one in result("bench_maxsim", AMD)["results"]}
     (_, section) = BENCHMARKS.split("## MaxSim on the host\n")
