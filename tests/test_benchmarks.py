@@ -445,18 +445,8 @@ for line in sys.stdin:
         vectors = struct.pack(f"<{2 * count}f", *[3.0, 4.0] * count)
         print(json.dumps(base64.b64encode(vectors).decode()), flush=True)
 """
-IMAGES = [
-    "--tower",
-    "tiny",
-    "--images",
-    "3",
-    "--rounds",
-    "1",
-    "--buckets",
-    "1x10,2x6",
-    "--repeat",
-    "1",
-]
+IMAGES = ["--tower", "tiny", "--images", "6", "--rounds", "1", "--repeat", "1"]
+IMAGES += ["--buckets", "1x10,2x6"]
 
 
 def test_bench_images_gives_each_peer_the_batch_that_is_fastest_for_it(
