@@ -31,7 +31,18 @@ PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     },
+    "Qwen2VL": {
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},  # pixels in all
+        "do_center_crop": False,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    },
 }
+MOST_AREA = 2**31  # pixels
+MOST_MERGE = 8  # patches on a side of a token
 COMMON_DEFAULTS = {"resample": 3, "rescale_factor": 1 / 255, "do_resize": True}
 ENDINGS = ("Fast", "Pil")
 MOST_SIDE = 8192  # pixels
@@ -54,7 +65,7 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
     if fields["resample"] not in RESAMPLE_NAMES:
         known = ", ".join(map(str, RESAMPLE_NAMES))
         raise UnsupportedModel(f"resample {fields['resample']!r} is not supported; known: {known}")
-    shape = _own_shape(fields, patch) if processor == "Siglip2" else _one_size(fields, processor)
+    shape = _shape(fields, processor, patch)
     rules = ImageRules(
         patch=patch,
         resample=RESAMPLE_NAMES[fields["resample"]],
@@ -65,13 +76,22 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
     )
     if not all(rules.std):
         raise CheckpointError("image_std has a zero")
-    sides = (patch,) if rules.most_patches is not None else rules.made
+    sides = (patch,) if rules.place_numbers else rules.made
     if patch % 2 or any(side % patch for side in sides):
         raise UnsupportedModel(
             f"images of {sides} in patches of {patch} are not supported; known: an even size "
             "that divides the sides"
         )
     return rules
+
+
+def _shape(fields: Mapping[str, Any], processor: str, patch: int) -> dict[str, Any]:
+    """The fields of ImageRules that tell what images are resized to."""
+    if processor == "Siglip2":
+        return _own_shape(fields, patch)
+    if processor == "Qwen2VL":
+        return _whole_tokens(fields, patch)
+    return _one_size(fields, processor)
 
 
 def _one_size(fields: Mapping[str, Any], processor: str) -> dict[str, Any]:
@@ -104,6 +124,35 @@ def _own_shape(fields: Mapping[str, Any], patch: int) -> dict[str, Any]:
             f"{MOST_PATCHES}"
         )
     return {"most_patches": most, "place_numbers": 4}  # row, column, rows, columns
+
+
+def _whole_tokens(fields: Mapping[str, Any], patch: int) -> dict[str, Any]:
+    """The fields of ImageRules by which images keep their shape, in whole tokens within an area."""
+    if fields["do_center_crop"]:
+        raise UnsupportedModel("do_center_crop true of images that keep their shape is unsupported")
+    if fields["patch_size"] != patch:
+        raise UnsupportedModel(
+            f"patch_size {fields['patch_size']!r} of images is not supported: that of the tower is "
+            f"{patch}"
+        )
+    merge = _whole("merge_size", fields["merge_size"], MOST_MERGE)
+    return {"area": _area(fields), "merge": merge, "place_numbers": 3}  # time, row, column
+
+
+def _area(fields: Mapping[str, Any]) -> tuple[int, int]:
+    """The fewest and the most pixels of an image: min_pixels and max_pixels where they are there,
+    else those of the size."""
+    size = fields["size"]
+    if not isinstance(size, Mapping) or set(_given(size)) - {"shortest_edge", "longest_edge"}:
+        raise UnsupportedModel(
+            f"size {size!r} of images is not supported; known: shortest_edge and longest_edge"
+        )
+    least = fields.get("min_pixels", size.get("shortest_edge"))
+    most = fields.get("max_pixels", size.get("longest_edge"))
+    found = _whole("min_pixels", least, MOST_AREA), _whole("max_pixels", most, MOST_AREA)
+    if found[0] > found[1]:
+        raise CheckpointError(f"min_pixels {found[0]} of images is over max_pixels {found[1]}")
+    return found
 
 
 def _processor(config: Mapping[str, Any]) -> str:
@@ -143,9 +192,13 @@ def _height_and_width(name: str, value: Any) -> tuple[int, int]:
 
 
 def _side(name: str, value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= MOST_SIDE:
+    return _whole(name, value, MOST_SIDE)
+
+
+def _whole(name: str, value: Any, most: int) -> int:
+    if type(value) is not int or not 1 <= value <= most:
         raise CheckpointError(
-            f"{name} of images has {value!r}, wanted a whole number from 1 to {MOST_SIDE}"
+            f"{name} of images has {value!r}, wanted a whole number from 1 to {most}"
         )
     return value
 

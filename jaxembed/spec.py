@@ -245,18 +245,20 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
 
     It is resized by `resample`: to the `size`, height and width, or so that its shorter side is
     `shortest`, and the middle is cut out, as high and wide as `crop`. Or it keeps its shape, to a
-    patch, and has as many patches as it can, of at most `most_patches`.
+    patch, and has as many patches as it can, of at most `most_patches`; or to a token, with an
+    `area` of so many pixels at least and at most.
     On the device a value times `rescale`, less the `mean` of its colour, is divided by the `std`.
 
-    Each patch is a token with the id `token_id`. `before` and `after` are the ids of the tokens
-    around the patches of an image. `place_numbers` is how many numbers tell the tower where a token
-    lies in its image; 0 where its position in the sequence does.
+    Each block of `merge` by `merge` patches is a token with the id `token_id`. `before` and `after`
+    are the ids of the tokens around the patches of an image. `place_numbers` is how many numbers
+    tell the tower where a token lies in its image; 0 where its position in the sequence does.
     """
 
     patch: int
     resample: Resample = "bicubic"
     size: tuple[int, int] | None = None
     shortest: int | None = None
+    area: tuple[int, int] | None = None
     crop: tuple[int, int] | None = None
     most_patches: int | None = None
     rescale: float = 1 / 255
@@ -266,6 +268,7 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     place_numbers: int = 0
+    merge: int = 1
 
     @property
     def patch_bytes(self) -> int:
@@ -274,13 +277,18 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_bytes(self) -> int:
-        """The number of bytes of a token's patches: those of one patch."""
-        return self.patch_bytes
+        """The number of bytes of a token's patches."""
+        return self.patch_bytes * self.merge**2
+
+    @property
+    def token_side(self) -> int:
+        """The height and width of a token in pixels."""
+        return self.patch * self.merge
 
     @property
     def made(self) -> tuple[int, int]:
         """The height and width that every image is brought to. Only for rules by which all images
-        have one size: with `most_patches` they have many."""
+        have one size: with `most_patches` or an `area` they have many."""
         size = self.crop or self.size
         assert size is not None
         return size
