@@ -50,6 +50,8 @@ class Qwen3Config:
     query_growth: float = 0.0
     query_growth_length: int = 1
     overflows_float16: bool = False  # whether hidden states leave the range of float16
+    # numbers of pairs of dimensions rotated by a token's time, row and column; empty: by position
+    rope_sections: Sequence[int] = ()
 
 
 class Qwen3(nnx.Module):
@@ -97,13 +99,15 @@ class Qwen3Positions(nnx.Module):
         self.head_width = config.head_width
         self.theta = config.rope_theta
         self.scaling = read_scaling(config.rope_scaling)
+        self.sections = tuple(config.rope_sections)
         self.local_theta = config.local_theta
         self.query_scale = config.query_scale
         self.growth = config.query_growth
         self.growth_length = config.query_growth_length
 
     def __call__(self, tokens: PackedTokens) -> tuple[Rotations, Rotations]:
-        everywhere = Rotation.of(tokens, self.head_width, self.theta, self.scaling)
+        theta, sections = self.theta, self.sections
+        everywhere = Rotation.of(tokens, self.head_width, theta, self.scaling, sections)
         everywhere = Rotations(self._for_queries(everywhere, tokens), everywhere)
         if self.local_theta is None:
             return everywhere, everywhere

@@ -6,7 +6,7 @@ of a text take the length of each segment, so that its vector does not depend on
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, no_type_check
 
@@ -93,16 +93,32 @@ class Rotation:
         width: int,
         theta: float,
         scaling: RopeScaling | None = None,
+        sections: Sequence[int] = (),
     ) -> "Rotation":
         """Compute the angles: position / theta^(2k / width) for the k-th pair of dimensions.
 
-        `width` is the width of a head.
+        `width` is the width of a head. With `sections` the first so many pairs take the time of a
+        token for its position, the next its row, the others its column: its position plus the
+        number in `places`. Wang et al. 2024, arXiv:2409.12191.
         """
-        positions = tokens.positions[:, :, None].astype(jnp.float32)
-        angles = positions * _frequencies(tokens, width, theta, scaling)
+        positions = tokens.positions[:, :, None]
+        if sections:
+            assert tokens.places is not None
+            axes = np.repeat(np.arange(len(sections)), sections)
+            positions = (positions + tokens.places)[:, :, axes]
+        angles = positions.astype(jnp.float32) * _frequencies(tokens, width, theta, scaling)
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         magnitude = scaling.magnitude if isinstance(scaling, YarnRope | LongRope) else 1.0
         return cls(cos, sin) if magnitude == 1.0 else cls(cos * magnitude, sin * magnitude)
+
+    @classmethod
+    def of_grid(cls, row: Segments, column: Segments, width: int, theta: float) -> "Rotation":
+        """Compute the angles of tokens in a plane: the first half of the pairs of dimensions is
+        rotated by the row, the second by the column, both by the same frequencies."""
+        frequencies = jnp.asarray(_plain(width // 2, theta))[None, None]
+        axes = (axis[:, :, None].astype(jnp.float32) * frequencies for axis in (row, column))
+        angles = jnp.concatenate(list(axes), axis=-1)
+        return cls(jnp.cos(angles), jnp.sin(angles))
 
     def __call__(
         self, x: Float[Array, "rows length heads width"]

@@ -1,0 +1,157 @@
+"""The tower of images of Qwen2-VL and Qwen2.5-VL: rotary positions, and patches merged to tokens.
+
+Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923. Names and the order of
+operations are those of transformers' models of these names. Knows nothing of the language model
+that reads its tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxembed.models.attention import by_xla, using
+from jaxembed.models.layers import GatedMlp, LayerNorm, Linear, RMSNorm, attend_hidden
+from jaxembed.models.rope import Rotation
+from jaxembed.models.tokens import Hidden, PackedTokens, Segments
+
+
+@dataclass(frozen=True)
+class QwenVisionConfig:
+    """The sizes and switches of the tower."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    out_size: int  # of a token, as the language model takes it
+    patch_bytes: int  # of a patch: three times its area
+    merge: int  # patches on a side of a token
+    activation: str  # a name in ACTIVATIONS
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    rms_norm: bool = False  # RMS norms and a gated MLP; True in Qwen2.5-VL
+    window: int | None = None  # tokens on a side of what a layer sees; None: the whole image
+    global_layers: Sequence[int] = ()  # numbers of the layers without a window, from 0
+
+
+class QwenVision(nnx.Module):
+    """The tower: maps the tokens of images to what the language model has in their place, float32
+    `[rows, length, out_size]`.
+
+    `pixels` is normalised, float32 `[rows, length, values]`; `segments` are 0 but for tokens of
+    images; `places` are as `page_places` gives them. What other tokens get has no meaning.
+    """
+
+    Config = QwenVisionConfig
+
+    def __init__(self, config: QwenVisionConfig):
+        self.patch = Linear(config.patch_bytes, config.hidden_size, bias=False)
+        self.layers = nnx.List([VisionLayer(config, n) for n in range(config.num_layers)])
+        self.norm = _norm(config)
+        wide = config.hidden_size * config.merge**2
+        self.up, self.down = Linear(wide, wide), Linear(wide, config.out_size)
+        self.merge, self.window, self.theta = config.merge, config.window, config.rope_theta
+        self.head_width = config.hidden_size // config.num_heads
+
+    def __call__(self, tokens: PackedTokens) -> Hidden:
+        assert tokens.pixels is not None
+        rows, length, _ = tokens.pixels.shape
+        of_token = self.merge**2
+        patches = tokens.pixels.reshape(rows, length * of_token, -1)
+        images = jnp.repeat(tokens.segments, of_token, axis=1)
+        windows = images
+        if self.window is not None:
+            windows = jnp.repeat(windows_of(tokens, self.window), of_token, axis=1)
+        rotation = self._rotation(tokens)
+        hidden = self.patch(patches)
+        for layer in self.layers:
+            hidden = layer(hidden, images, windows, rotation)
+        merged = self.norm(hidden).reshape(rows, length, -1)
+        return self.down(self.up.rounded(merged, "gelu"))
+
+    def _rotation(self, tokens: PackedTokens) -> Rotation:
+        """The rotation of each patch by its row and column in its image."""
+        within = jnp.arange(self.merge)
+        row, column = _row_and_column(tokens)
+        rows, length = row.shape
+        shape = rows, length, self.merge, self.merge
+        in_row = self.merge * row[:, :, None, None] + within[None, None, :, None]
+        in_column = self.merge * column[:, :, None, None] + within[None, None, None, :]
+        down, across = (
+            jnp.broadcast_to(one, shape).reshape(rows, -1) for one in (in_row, in_column)
+        )
+        return Rotation.of_grid(down, across, self.head_width, self.theta)
+
+
+class VisionLayer(nnx.Module):
+    """One layer: attention and MLP, each after a norm and with a residual connection."""
+
+    def __init__(self, config: QwenVisionConfig, number: int):
+        dim = config.hidden_size
+        self.is_local = config.window is not None and number not in config.global_layers
+        self.attention_norm = _norm(config)
+        self.qkv, self.out = Linear(dim, 3 * dim), Linear(dim, dim)
+        self.mlp_norm = _norm(config)
+        self.mlp = _mlp(config)
+        self.num_heads = config.num_heads
+
+    def __call__(
+        self, hidden: Hidden, images: Segments, windows: Segments, rotation: Rotation
+    ) -> Hidden:
+        hidden = hidden + self.out(
+            self._mixed(self.attention_norm(hidden), images, windows, rotation)
+        )
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+    def _mixed(
+        self, hidden: Hidden, images: Segments, windows: Segments, rotation: Rotation
+    ) -> Hidden:
+        if not self.is_local:
+            return attend_hidden(hidden, self.qkv, self.num_heads, images, rotation=rotation)
+        with using(by_xla):  # kernels take a segment for a stretch of neighbours
+            return attend_hidden(hidden, self.qkv, self.num_heads, windows, rotation=rotation)
+
+
+class VisionMlp(nnx.Module):
+    """An MLP of two layers."""
+
+    def __init__(self, config: QwenVisionConfig):
+        self.up = Linear(config.hidden_size, config.intermediate_size)
+        self.down = Linear(config.intermediate_size, config.hidden_size)
+        self.activation = config.activation
+
+    def __call__(self, x: Hidden) -> Hidden:
+        return self.down(self.up.rounded(x, self.activation))
+
+
+def windows_of(tokens: PackedTokens, side: int) -> Segments:
+    """Segments that are the windows of `side` by `side` tokens of each image, from its upper left
+    corner on; 0 where `segments` are. Each is named by where its own upper left token lies."""
+    assert tokens.places is not None
+    row, column = _row_and_column(tokens)
+    before = -tokens.places[:, :, 0]  # tokens of the image before this one
+    columns = (before - column) // jnp.maximum(row, 1)  # of the image, if there are rows above
+    corner = (row - row % side) * columns + column - column % side
+    first = jnp.arange(row.shape[1])[None] - before
+    return jnp.where(tokens.segments != 0, first + corner + 1, 0)
+
+
+def _row_and_column(tokens: PackedTokens) -> tuple[Segments, Segments]:
+    """Where each token lies in its image."""
+    assert tokens.places is not None
+    time, row, column = (tokens.places[:, :, number] for number in range(3))
+    return row - time, column - time
+
+
+def _norm(config: QwenVisionConfig) -> LayerNorm | RMSNorm:
+    kind = RMSNorm if config.rms_norm else LayerNorm
+    return kind(config.hidden_size, eps=config.norm_eps)
+
+
+def _mlp(config: QwenVisionConfig) -> VisionMlp | GatedMlp:
+    if not config.rms_norm:
+        return VisionMlp(config)
+    sizes = config.hidden_size, config.intermediate_size
+    return GatedMlp(*sizes, activation=config.activation, bias=True)
