@@ -391,6 +391,7 @@ def _config(tower: Path) -> dict[str, Any]:
         base = heads.read_optional_json(tower / "adapter_config.json").get(
             "base_model_name_or_path"
         )
+        pages.refuse_adapter(tower, str(base))
         raise UnsupportedModel(
             f"{tower} is an adapter of {base or 'another model'}; serve that with "
             f"--adapter NAME={tower}"

@@ -404,18 +404,24 @@ def _normalized(model: _Source, *modules: Module) -> tuple[Module, ...]:
     return (*modules, NormalizeLayer()) if model.normalizes else modules
 
 
-def image_rules(folder: Path, hf: Mapping[str, Any], kind: str) -> ImageRules:
-    """The rules of preprocessor_config.json, or of processor_config.json, which may hold them, for
-    the tower of this config, of a model of this kind."""
+def processor_fields(folder: Path) -> dict[str, Any]:
+    """The fields of preprocessor_config.json, or of processor_config.json, which may hold them.
+    Raises CheckpointError if neither is there."""
     rules = read_optional_json(folder / "preprocessor_config.json")
     rules = rules or read_optional_json(folder / "processor_config.json").get("image_processor")
     if not isinstance(rules, dict) or not rules:
         raise CheckpointError(
             f"{folder} does not say how images are prepared: wanted preprocessor_config.json"
         )
-    found = read_rules(rules, hf["patch_size"])
-    if (found.most_patches is not None) != (kind == SIGLIP2):
-        named = rules.get("image_processor_type")
+    return rules
+
+
+def image_rules(folder: Path, hf: Mapping[str, Any], kind: str) -> ImageRules:
+    """How images are prepared for the tower of this config, of a model of this kind."""
+    fields = processor_fields(folder)
+    found = read_rules(fields, hf["patch_size"])
+    if (found.most_patches is not None) != (kind == SIGLIP2) or found.area is not None:
+        named = fields.get("image_processor_type")
         raise UnsupportedModel(f"image processor {named!r} of a {kind} model is not supported")
     if found.most_patches is not None:
         return found

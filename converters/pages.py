@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,13 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.outputs import OutputName
 from jaxembed.spec import DenseLayer, Head, ModelSpec, NormalizeLayer, PerToken
 
-COLPALI = "colpali"
+COLPALI, COLQWEN = "colpali", "colqwen2"
 ARCHITECTURE = "pages"
-CLASSES = {COLPALI: ("ColPaliForRetrieval",)}
+CLASSES = {COLPALI: ("ColPaliForRetrieval",), COLQWEN: ("ColQwen2ForRetrieval",)}
+JOINED = {  # a published model, by what the names of the bases of adapters hold
+    "colpali": "vidore/colpali-v1.3-hf",
+    "colqwen2": "vidore/colqwen2-v1.0-hf",
+}
 QUERY = "query"
 FILLERS = 10  # tokens after a query, in which the model goes on thinking
 SAMPLES = ("a", "How much, in 2024?", "Größe\tund  Gewicht")  # texts with which a template is tried
@@ -77,6 +82,17 @@ def is_pages(source: Path) -> bool:
     return isinstance(kind, str) and kind in CLASSES
 
 
+def refuse_adapter(folder: Path, base: str) -> None:
+    """Raise UnsupportedModel for an adapter whose base, by its name, is a model that reads pages:
+    these are served with their adapter joined."""
+    known = next((one for kind, one in JOINED.items() if kind in base.lower()), None)
+    if known is not None:
+        raise UnsupportedModel(
+            f"{folder} is an adapter of {base}, which reads pages with its adapter joined; serve "
+            f"one that is, as {known}"
+        )
+
+
 def read_pages(
     source: Path, name: str, revision: str | None
 ) -> tuple[Family, Layout, ModelSpec, bytes]:
@@ -90,6 +106,8 @@ def read_pages(
                 f"architecture {architecture!r} of a {hf['model_type']} model is not supported; "
                 f"known: {', '.join(CLASSES[hf['model_type']])}"
             )
+    if hf["model_type"] == COLQWEN:
+        return import_module("converters.colqwen").read_colqwen(source, hf, name, revision)
     return _read_colpali(source, hf, name, revision)
 
 
@@ -213,10 +231,11 @@ class Words:
         parts = {"before": before, "after": after}
         framed = Tokenizer.from_str(self._tokenizer.to_str())
         framed.post_processor = TemplateProcessing(  # pyright: ignore
-            single=["before", "$A", "after"],
+            single=[*(["before"] if before else []), "$A", *(["after"] if after else [])],
             special_tokens=[
                 {"id": name, "ids": self.ids(part), "tokens": [name] * len(self.ids(part))}
                 for name, part in parts.items()
+                if part
             ],
         )
         return framed.to_str().encode()

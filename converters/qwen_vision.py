@@ -20,7 +20,7 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 SECOND, SECOND_AND_HALF = "qwen2_vl", "qwen2_5_vl"  # the model_type of the language model's config
 
 # What transformers takes where vision_config names no value.
-DEFAULTS: dict[str, dict[str, Any]] = {
+VISION_DEFAULTS: dict[str, dict[str, Any]] = {
     SECOND: {
         "depth": 32,
         "embed_dim": 1280,
@@ -38,7 +38,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "fullatt_block_indexes": [7, 15, 23, 31],
     },
 }
-COMMON_DEFAULTS = {
+SHARED_DEFAULTS = {
     "num_heads": 16,
     "in_channels": 3,
     "patch_size": 14,
@@ -46,13 +46,13 @@ COMMON_DEFAULTS = {
     "temporal_patch_size": 2,
 }
 FRAMES = 2  # of an image, which are both the image
-THETA = 10_000.0
+AXIAL_THETA = 10_000.0
 
 
 def with_defaults(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """The fields of a vision_config, with transformers' defaults for this kind of model."""
     given = {key: value for key, value in hf.items() if value is not None}
-    return {**COMMON_DEFAULTS, **DEFAULTS[kind], **given}
+    return {**SHARED_DEFAULTS, **VISION_DEFAULTS[kind], **given}
 
 
 def vision_config(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _theta(fields: Mapping[str, Any]) -> float:
     kind = rope.get("rope_type", "axial")
     if kind != "axial":
         raise UnsupportedModel(f"rope_type {kind!r} of images is not supported; known: axial")
-    return float(rope.get("rope_theta") or THETA)
+    return float(rope.get("rope_theta") or AXIAL_THETA)
 
 
 def _still_kernel(array: np.ndarray) -> np.ndarray:

@@ -246,7 +246,7 @@ def verify_values(path: Path) -> None:
                 arrays = stored_arrays(part)
                 digests |= {name: _digest(name, array.read()) for name, array in arrays.items()}
         memory.trim()
-        tokenizer = b"" if spec.image else tokenizer_path(folder).read_bytes()
+        tokenizer = tokenizer_path(folder).read_bytes() if spec.takes_texts else b""
         found = _content_hash(digests, tokenizer)
         if found != spec.content_hash:
             raise CheckpointError(

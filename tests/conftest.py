@@ -124,6 +124,38 @@ TOWERS: dict[str, dict[str, Any]] = {
         },
         "image": ImageRules(patch=4, size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, token_id=100),
     },
+    "pages, qwen": {
+        "architecture": "pages",
+        "config": _DECODER
+        | {
+            "qk_norm": False,
+            "rope_sections": [1, 2, 1],
+            "image_tower": "qwen_vision",
+            "image": {
+                "hidden_size": 16,
+                "num_layers": 2,
+                "num_heads": 2,
+                "intermediate_size": 24,
+                "out_size": 32,
+                "patch_bytes": 48,
+                "merge": 2,
+                "activation": "silu",
+                "rms_norm": True,
+                "window": 2,
+                "global_layers": [1],
+            },
+            "image_token_id": 100,
+        },
+        "image": ImageRules(
+            patch=4,
+            area=(64, 1024),
+            mean=(0.5,) * 3,
+            std=(0.5,) * 3,
+            token_id=100,
+            place_numbers=3,
+            merge=2,
+        ),
+    },
     "nomic_bert": {
         "architecture": "bert",
         "config": _BERT

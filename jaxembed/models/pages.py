@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool
 from jaxembed.models.clip import Clip, ClipConfig
 from jaxembed.models.layers import Linear
 from jaxembed.models.qwen3 import Qwen3, Qwen3Config
+from jaxembed.models.qwen_vision import QwenVision, QwenVisionConfig
 from jaxembed.models.tokens import Hidden, PackedTokens
 
 
@@ -72,5 +73,12 @@ class ProjectedClip(nnx.Module):
         return self.projection(self.tower(tokens))
 
 
-IMAGE_TOWERS: dict[str, Callable[[PagesConfig], nnx.Module]] = {"clip": ProjectedClip}
+def _qwen_vision(config: PagesConfig) -> QwenVision:
+    return QwenVision(QwenVisionConfig(**(config.image or {})))
+
+
+IMAGE_TOWERS: dict[str, Callable[[PagesConfig], nnx.Module]] = {
+    "clip": ProjectedClip,
+    "qwen_vision": _qwen_vision,
+}
 """The towers of images by name. They map packed tokens to hidden states of the decoder's width."""

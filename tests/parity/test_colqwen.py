@@ -1,13 +1,21 @@
 """ColQwen2 against transformers: pixels bit for bit, towers, vectors of pages and queries."""
 
+import json
 from dataclasses import fields
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from colqwen_sources import IMAGE_ID, IMAGES, KINDS, SPACE, TEXT, VISION, qwen_words, vlm_config
 from flax import nnx
 from PIL import Image
+from transformers import (
+    ColQwen2Config,
+    ColQwen2ForRetrieval,
+    ColQwen2Processor,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
@@ -16,6 +24,7 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
+from converters import convert
 from converters.image_rules import read_rules
 from converters.qwen_vision import (
     SECOND,
@@ -65,7 +74,10 @@ def test_pixels_are_those_of_the_processor(changes):
         for height, width in SIZES:
             colours = draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
             made = processor(
-                Image.fromarray(colours), do_rescale=False, do_normalize=False, return_tensors="np"
+                Image.fromarray(colours),
+                do_rescale=False,
+                do_normalize=False,
+                return_tensors="np",
             )
             wanted = as_ours(np.asarray(made["pixel_values"]).astype(np.uint8))
             np.testing.assert_array_equal(prepare_image(colours, rules), wanted)
@@ -80,16 +92,16 @@ def test_an_image_that_the_processor_refuses_is_refused():
         prepare_image(colours, rules)
 
 
-VISION = {"depth": 3, "num_heads": 2, "initializer_range": 0.1}
+SMALL_TOWER = {"depth": 3, "num_heads": 2, "initializer_range": 0.1}
 TOWERS = {
     SECOND: (
         Qwen2VisionTransformerPretrainedModel,
-        Qwen2VLVisionConfig(**VISION, embed_dim=32, hidden_size=24),
+        Qwen2VLVisionConfig(**SMALL_TOWER, embed_dim=32, hidden_size=24),
     ),
     SECOND_AND_HALF: (
         Qwen2_5_VisionTransformerPretrainedModel,
         Qwen2_5_VLVisionConfig(
-            **VISION,
+            **SMALL_TOWER,
             hidden_size=32,
             out_hidden_size=24,
             intermediate_size=48,
@@ -159,14 +171,126 @@ def test_the_tower_of_images_is_that_of_transformers(kind):
         places[row, start - 3 : start + count + 2] = page_places(high // 28, wide // 28, 3, 2)
         spots.append((row, at))
     tokens = PackedTokens(
-        ids=segments,
-        positions=segments,
+        ids=jnp.asarray(segments),
+        positions=jnp.asarray(segments),
         segments=jnp.asarray(segments),
-        types=segments,
-        bounds=np.zeros((2, 1, 2), np.int32),
+        types=jnp.asarray(segments),
+        bounds=jnp.zeros((2, 1, 2), jnp.int32),
         pixels=normalised(jnp.asarray(pixels), rules),
         places=jnp.asarray(places),
     )
     got = np.concatenate([np.asarray(tower(tokens))[spot] for spot in spots])
     assert np.abs(wanted).max() > 0.1
     np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(wanted).max())
+
+
+PAGES = [(56, 84), (300, 100), (84, 280), (1000, 700), (20, 30)]
+QUERIES = ["who wrote it?", "Größe", "the total of 2024, and of the years before it", "a"]
+BUCKETS = [(1, 128), (2, 256)]
+TOLERANCE = 1e-5  # of a component; float32, sums in another order
+
+
+# The widths and heads of colqwen2-v1.0 and colqwen2.5-v0.2, two layers deep.
+WIDE_TEXT = {
+    "qwen2_vl": {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12},
+    "qwen2_5_vl": {"hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16},
+}
+WIDE_VISION = {
+    "qwen2_vl": {"embed_dim": 1280, "hidden_size": 1536},
+    "qwen2_5_vl": {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048},
+}
+
+
+def wide_config(kind: str) -> dict:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    text = TEXT | WIDE_TEXT[kind] | {"num_key_value_heads": 2, "rope_parameters": rope}
+    small = {"initializer_range": 0.03}
+    vision = VISION[kind] | WIDE_VISION[kind] | {"num_heads": 16} | small
+    return vlm_config(kind) | {"text_config": text | small, "vision_config": vision}
+
+
+@pytest.fixture(
+    name="colqwen",
+    scope="module",
+    params=[*KINDS, *(pytest.param(f"{kind} wide", marks=pytest.mark.slow) for kind in KINDS)],
+)
+def _colqwen(request, tmp_path_factory):
+    """A model with random weights and its processor, saved as transformers does, and the folder."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    kind, *wide = request.param.split()
+    vlm = wide_config(kind) if wide else vlm_config(kind)
+    config = ColQwen2Config(vlm_config=vlm, embedding_dim=SPACE, initializer_range=0.1)
+    model = drawn(ColQwen2ForRetrieval(config).float())
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=qwen_words(), pad_token="<|endoftext|>", eos_token="<|im_end|>"
+    )
+    images = Qwen2VLImageProcessorPil(size=IMAGES["size"])
+    processor = ColQwen2Processor(images, tokenizer)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return model, processor, folder
+
+
+def pictures() -> list[np.ndarray]:
+    draw = np.random.default_rng(3)
+    return [draw.integers(0, 256, (*sides, 3), dtype=np.uint8) for sides in PAGES]
+
+
+@torch.no_grad()
+def vectors_of_pages(model, processor, *, plain: bool) -> list[np.ndarray]:
+    """The vectors of pages, with `plain` positions as ColQwen2ForRetrieval has them, otherwise
+    those by which the language model was trained."""
+    found = []
+    for colours in pictures():
+        inputs = processor(images=[Image.fromarray(colours)])
+        if plain:
+            found.append(model(**inputs).embeddings[0].numpy())
+            continue
+        ids = inputs["input_ids"]
+        hidden = model.vlm(
+            input_ids=ids,
+            attention_mask=inputs["attention_mask"],
+            pixel_values=inputs["pixel_values"][0],
+            image_grid_thw=inputs["image_grid_thw"],
+            mm_token_type_ids=(ids == IMAGE_ID).int(),
+        ).last_hidden_state
+        vectors = model.embedding_proj_layer(hidden)[0]
+        found.append((vectors / vectors.norm(dim=-1, keepdim=True)).numpy())
+    model.vlm.rope_deltas = None  # which it would add to the next input
+    return found
+
+
+@torch.no_grad()
+def vectors_of_queries(model, processor) -> list[np.ndarray]:
+    return [model(**processor(text=[text])).embeddings[0].numpy() for text in QUERIES]
+
+
+def test_the_two_kinds_of_positions_differ(colqwen):
+    """Otherwise neither comparison with transformers would tell anything of them."""
+    model, processor, _ = colqwen
+    plain, own = (vectors_of_pages(model, processor, plain=plain) for plain in (True, False))
+    assert max(np.abs(one - other).max() for one, other in zip(plain, own, strict=True)) > 0.01
+
+
+def assert_alike(got, wanted, note) -> None:
+    worst = 0.0
+    for one, other in zip(got, wanted, strict=True):
+        assert one.shape == other.shape
+        worst = max(worst, float(np.abs(one - other).max()))
+    note(f"largest difference of a component {worst:.1e}")
+    assert worst < TOLERANCE
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain positions", "its own positions"])
+def test_pages_and_queries_are_those_of_transformers(colqwen, tmp_path, make_embedder, plain, note):
+    model, processor, folder = colqwen
+    convert(folder, tmp_path / "out")
+    if plain:
+        manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+        manifest["config"]["rope_sections"] = []
+        (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
+    ours = make_embedder(tmp_path / "out", BUCKETS)
+    pages, queries = ours.encode_multi(images=pictures()), ours.encode_multi(QUERIES)
+    assert_alike(list(pages), vectors_of_pages(model, processor, plain=plain), note)
+    assert_alike(list(queries), vectors_of_queries(model, processor), note)

@@ -1,0 +1,156 @@
+"""Configs of tiny ColQwen2 and ColQwen2.5 models, and a tokenizer with Qwen's special tokens."""
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sources import Tensors, write_json, write_weights
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+KINDS = ("qwen2_vl", "qwen2_5_vl")
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+)
+PATCH, SIDE = 14, 28  # pixels on a side of a patch and of a token
+VOCAB, WIDTH, SPACE = 256 + len(SPECIAL), 64, 32
+IMAGE_ID = VOCAB - 1
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1_000_000.0,
+        "mrope_section": [4, 6, 6],
+    },
+}
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "depth": 2,
+        "embed_dim": 32,
+        "num_heads": 2,
+        "hidden_size": WIDTH,
+        "initializer_range": 0.2,
+    },
+    "qwen2_5_vl": {
+        "depth": 3,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 48,
+        "out_hidden_size": WIDTH,
+        "fullatt_block_indexes": [1],
+        "initializer_range": 0.2,
+    },
+}
+IMAGES: dict[str, Any] = {  # one token to forty
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "size": {"shortest_edge": 784, "longest_edge": 40 * 784},
+}
+
+
+def vlm_config(kind: str) -> dict[str, Any]:
+    """The config of a language model with eyes."""
+    return {
+        "model_type": kind,
+        "text_config": TEXT,
+        "vision_config": VISION[kind],
+        "image_token_id": IMAGE_ID,
+    }
+
+
+def qwen_words() -> Tokenizer:
+    """A tokenizer of single bytes and Qwen's special tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({one: number for number, one in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer
+
+
+def colqwen_tensors(kind: str, seed: int = 0) -> Tensors:
+    """The tensors of a model, by the names that transformers saves."""
+    text, image = "vlm.language_model", "vlm.visual"
+    wide, key_width, dim = TEXT["intermediate_size"], WIDTH // TEXT["num_attention_heads"], 32
+    merged = 4 * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{text}.embed_tokens.weight": (VOCAB, WIDTH),
+        f"{text}.norm.weight": (WIDTH,),
+        f"{image}.patch_embed.proj.weight": (dim, 3, 2, PATCH, PATCH),
+    }
+    linear = {
+        "embedding_proj_layer": (SPACE, WIDTH),
+        f"{image}.merger.mlp.0": (merged, merged),
+        f"{image}.merger.mlp.2": (WIDTH, merged),
+    }
+    norms = [f"{image}.merger.ln_q"]
+    for number in range(TEXT["num_hidden_layers"]):
+        layer = f"{text}.layers.{number}"
+        linear |= {
+            f"{layer}.self_attn.q_proj": (WIDTH, WIDTH),
+            f"{layer}.self_attn.k_proj": (key_width, WIDTH),
+            f"{layer}.self_attn.v_proj": (key_width, WIDTH),
+        }
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (WIDTH,),
+            f"{layer}.post_attention_layernorm.weight": (WIDTH,),
+            f"{layer}.self_attn.o_proj.weight": (WIDTH, WIDTH),
+            f"{layer}.mlp.gate_proj.weight": (wide, WIDTH),
+            f"{layer}.mlp.up_proj.weight": (wide, WIDTH),
+            f"{layer}.mlp.down_proj.weight": (WIDTH, wide),
+        }
+    for number in range(VISION[kind]["depth"]):
+        block = f"{image}.blocks.{number}"
+        linear |= {f"{block}.attn.qkv": (3 * dim, dim), f"{block}.attn.proj": (dim, dim)}
+        if kind == "qwen2_vl":
+            linear |= {f"{block}.mlp.fc1": (merged, dim), f"{block}.mlp.fc2": (dim, merged)}
+        else:
+            between = VISION[kind]["intermediate_size"]
+            linear |= {f"{block}.mlp.{one}_proj": (between, dim) for one in ("gate", "up")}
+            linear[f"{block}.mlp.down_proj"] = (dim, between)
+        norms += [f"{block}.norm1", f"{block}.norm2"]
+    shapes |= {f"{name}.weight": (dim,) for name in norms}
+    if kind == "qwen2_vl":
+        shapes |= {f"{name}.bias": (dim,) for name in norms}
+    for name, shape in linear.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    draw = np.random.default_rng(seed)
+    return {name: _drawn(draw, name, shape) for name, shape in shapes.items()}
+
+
+def _drawn(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    values = draw.standard_normal(shape).astype(np.float32)
+    if len(shape) > 1:
+        return values * np.float32(prod(shape[1:]) ** -0.5)
+    return np.asarray(values * np.float32(0.3) + np.float32(name.endswith("weight")), np.float32)
+
+
+def write_colqwen(folder: Path, kind: str = "qwen2_vl", **vlm: Any) -> Path:
+    """A directory as transformers saves it; `vlm` changes the config of the language model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["ColQwen2ForRetrieval"],
+        "model_type": "colqwen2",
+        "embedding_dim": SPACE,
+        "vlm_config": vlm_config(kind) | vlm,
+    }
+    write_json(folder / "config.json", config)
+    write_json(folder / "preprocessor_config.json", IMAGES)
+    write_json(folder / "tokenizer_config.json", {"pad_token": "<|endoftext|>"})
+    qwen_words().save(str(folder / "tokenizer.json"))
+    write_weights(folder, colqwen_tensors(kind))
+    return folder

@@ -1,0 +1,308 @@
+"""ColQwen2 and ColQwen2.5: what their files say, places and windows, pages beside others."""
+
+import json
+from contextlib import suppress
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from colqwen_sources import (
+    IMAGE_ID,
+    IMAGES,
+    KINDS,
+    SIDE,
+    SPACE,
+    TEXT,
+    VISION,
+    qwen_words,
+    write_colqwen,
+)
+from dual_sources import picture
+from sources import change_json, write_json
+from test_field_types import changes
+
+from converters import convert, outline
+from converters.image_rules import read_rules
+from jaxembed import Embedder, EngineConfig
+from jaxembed.checkpoint import load_routes, verify, verify_values
+from jaxembed.errors import CheckpointError, InvalidImage, UnsupportedModel
+from jaxembed.images.places import page_places
+from jaxembed.images.prepare import prepare_image, resized_size
+from jaxembed.models.qwen_vision import windows_of
+from jaxembed.models.rope import Rotation
+from jaxembed.models.tokens import PackedTokens
+
+pytest.importorskip("PIL")
+
+TEXTS = ["who wrote it?", "Größe", "the total of 2024, and of the years before it", "a"]
+PAGES = [(56, 84), (300, 100), (84, 280), (500, 350), (20, 30), (28, 28)]
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(name="models", scope="module")
+def _models(tmp_path_factory):
+    """An Embedder of each kind, in float32."""
+    made = {}
+    for kind in KINDS:
+        folder = write_colqwen(tmp_path_factory.mktemp(kind), kind)
+        grid = tmp_path_factory.mktemp("grid") / "buckets.json"
+        write_json(grid, {"buckets": [[2, 256]]})
+        config = EngineConfig(dtype="float32", devices=1, buckets=grid, max_batch_tokens=512)
+        cache = tmp_path_factory.mktemp("cache")
+        made[kind] = Embedder(str(folder), cache_dir=cache, config=config)
+    yield made
+    for embedder in made.values():
+        embedder.close()
+
+
+@each_kind
+def test_what_the_checkpoint_says(tmp_path, kind):
+    spec = convert(write_colqwen(tmp_path / "source", kind), tmp_path / "out")
+    assert spec == load_routes(tmp_path / "out").main
+    assert (spec.architecture, spec.dim, spec.primary) == ("pages", SPACE, "multi_vector")
+    assert spec.head.normalize
+    assert spec.config["rope_sections"] == [4, 6, 6]
+    assert spec.config["causal"]
+    rules = spec.image
+    assert rules is not None
+    assert (rules.token_id, rules.merge, rules.place_numbers) == (IMAGE_ID, 2, 3)
+    assert rules.area == (784, 40 * 784)
+    tokenizer = qwen_words()
+    around = tokenizer.decode([*rules.before, IMAGE_ID, *rules.after], skip_special_tokens=False)
+    assert around == (
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the image."
+        "<|im_end|><|endoftext|>"
+    )
+    assert spec.prompts == {"query": "Query: "}
+    verify(tmp_path / "out")
+    verify_values(tmp_path / "out")
+
+
+@each_kind
+def test_pages_and_queries_have_a_vector_of_length_one_for_each_token(models, kind):
+    pages = list(models[kind].encode_multi(images=[picture(0, *sides) for sides in PAGES]))
+    rules = models[kind].spec.image
+    for one, sides in zip(pages, PAGES, strict=True):
+        high, wide = resized_size(*sides, rules)
+        around = len(rules.before) + len(rules.after)
+        assert one.shape == (high * wide // SIDE**2 + around, SPACE)
+        np.testing.assert_allclose(np.linalg.norm(one, axis=1), 1, atol=1e-6)
+    (query,) = list(models[kind].encode_multi(["who?"]))
+    ids = qwen_words().encode("Query: who?" + "<|endoftext|>" * 10 + "\n").ids
+    assert query.shape == (len(ids), SPACE)
+
+
+@each_kind
+def test_pages_and_queries_in_a_batch_equal_each_alone(models, kind):
+    images = [picture(seed, *sides) for seed, sides in enumerate(PAGES)]
+    mixed = [item for pair in zip(images, TEXTS, strict=False) for item in pair]
+    mixed += images[len(TEXTS) :]
+    together = models[kind].encode_multi(mixed)
+    for item, one in zip(mixed, list(together), strict=True):
+        (alone,) = list(models[kind].encode_multi([item]))
+        np.testing.assert_allclose(one, alone, atol=2e-6)
+
+
+def test_the_places_of_a_page_are_those_of_a_plane():
+    places = page_places(2, 3, before=2, after=3) + np.arange(11)[:, None]
+    text = [[0] * 3, [1] * 3]
+    image = [[2, 2 + row, 2 + column] for row in range(2) for column in range(3)]
+    after = [[5] * 3, [6] * 3, [7] * 3]
+    np.testing.assert_array_equal(places, [*text, *image, *after])
+
+
+def packed(grids, length: int) -> PackedTokens:
+    """Images of so many rows and columns of tokens in a row, each between two tokens of text."""
+    places, segments = np.zeros((1, length, 3), np.int32), np.zeros((1, length), np.int32)
+    start = 0
+    for number, (rows, columns) in enumerate(grids):
+        end = start + rows * columns + 2
+        places[0, start:end] = page_places(rows, columns, before=1, after=1)
+        segments[0, start + 1 : end - 1] = number + 1
+        start = end
+    none = jnp.zeros((1, length), jnp.int32)
+    return PackedTokens(
+        ids=none,
+        positions=none,
+        segments=jnp.asarray(segments),
+        types=none,
+        bounds=jnp.zeros((1, 1, 2), jnp.int32),
+        places=jnp.asarray(places),
+    )
+
+
+def test_windows_are_squares_of_their_own_image():
+    grids = [(5, 3), (1, 9), (9, 1), (4, 4), (6, 10), (6, 10)]
+    tokens = packed(grids, sum(rows * columns + 2 for rows, columns in grids) + 5)
+    got = np.asarray(windows_of(tokens, 4))[0]
+    wanted: list = []
+    for number, (rows, columns) in enumerate(grids):
+        cells = [
+            (number, row // 4, column // 4) for row in range(rows) for column in range(columns)
+        ]
+        wanted += [None, *cells, None]
+    wanted += [None] * 5
+    assert all((one == 0) == (cell is None) for one, cell in zip(got, wanted, strict=True))
+    pairs = {(one, cell) for one, cell in zip(got.tolist(), wanted, strict=True) if one}
+    assert len(pairs) == len({one for one, _ in pairs}) == len({cell for _, cell in pairs})
+
+
+def test_without_places_of_images_sections_rotate_as_positions_do():
+    tokens = packed([], 7)
+    plain = Rotation.of(tokens, 32, 1e6)
+    own = Rotation.of(tokens, 32, 1e6, sections=(4, 6, 6))
+    np.testing.assert_array_equal(plain.cos, own.cos)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen3_vl"}, "vlm_config of model_type 'qwen3_vl'"),
+        ({"text_config": TEXT | {"model_type": "llama"}}, "text_config of model_type 'llama'"),
+        ({"vision_config": VISION["qwen2_vl"] | {"in_channels": 1}}, "in_channels 1"),
+        ({"vision_config": VISION["qwen2_vl"] | {"hidden_act": "mish"}}, "hidden_act 'mish'"),
+        (
+            {"vision_config": VISION["qwen2_vl"] | {"rope_parameters": {"rope_type": "yarn"}}},
+            "rope_type 'yarn' of images",
+        ),
+        (
+            {
+                "text_config": TEXT
+                | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}
+            },
+            "rope_type 'linear' with mrope_section",
+        ),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(tmp_path, change, message):
+    folder = write_colqwen(tmp_path, **change)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModel, match=message):
+        outline(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vision_config": VISION["qwen2_vl"] | {"hidden_size": 32}}, "gives 32 numbers a token"),
+        ({"vision_config": VISION["qwen2_vl"] | {"num_heads": 16}}, "4 \\* num_heads"),
+        ({"image_token_id": 3}, "0 tokens 3, which stand for images"),
+        ({"vision_config": VISION["qwen2_vl"] | {"spatial_merge_size": 4}}, "merges 2 by 2"),
+        ({"text_config": TEXT | {"max_position_embeddings": 64}}, "positions for 64"),
+        (
+            {"text_config": TEXT | {"rope_parameters": {"mrope_section": [4, 6]}}},
+            "mrope_section is \\[4, 6\\]",
+        ),
+    ],
+)
+def test_files_that_contradict_each_other_are_named(tmp_path, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        outline(write_colqwen(tmp_path, **change))
+
+
+def test_old_files_mean_the_same(tmp_path):
+    folder = write_colqwen(tmp_path / "new")
+    new = outline(folder)
+    hf = json.loads((folder / "config.json").read_text())
+    text = hf["vlm_config"].pop("text_config")
+    text |= {
+        "rope_theta": text.pop("rope_parameters")["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+    }
+    hf["vlm_config"] = text | hf["vlm_config"]
+    hf["vlm_config"]["vision_config"]["model_type"] = "qwen2_vl"
+    write_json(folder / "config.json", hf)
+    write_json(
+        folder / "preprocessor_config.json",
+        {
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "min_pixels": 784,
+            "max_pixels": 40 * 784,
+        },
+    )
+    assert outline(folder).spec == new.spec
+
+
+def test_texts_of_the_processor_are_used(tmp_path):
+    folder = write_colqwen(tmp_path)
+    page = "<|vision_start|><|image_pad|><|vision_end|>!"
+    write_json(
+        folder / "processor_config.json", {"visual_prompt_prefix": page, "query_prefix": "Find: "}
+    )
+    spec = outline(folder).spec
+    assert spec.image is not None
+    ids = qwen_words().encode(page).ids
+    assert [*spec.image.before, IMAGE_ID, *spec.image.after] == ids
+    assert spec.prompts == {"query": "Find: "}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"patch_size": 16}, UnsupportedModel, "patch_size 16"),
+        ({"do_center_crop": True}, UnsupportedModel, "do_center_crop"),
+        ({"do_normalize": False}, UnsupportedModel, "do_normalize"),
+        ({"size": {"height": 28, "width": 28}}, UnsupportedModel, "size .*height"),
+        ({"min_pixels": 10**9}, CheckpointError, "min_pixels 1000000000 .* over max_pixels"),
+        ({"merge_size": 0}, CheckpointError, "merge_size of images has 0"),
+        ({"max_pixels": "many"}, CheckpointError, "max_pixels of images has 'many'"),
+        ({"image_std": [1, 0, 1]}, CheckpointError, "image_std has a zero"),
+    ],
+)
+def test_a_processor_that_does_something_else_is_refused(change, error, message):
+    with pytest.raises(error, match=message):
+        read_rules(IMAGES | change, 14)
+
+
+def test_an_image_too_long_and_narrow_is_refused():
+    rules = read_rules(IMAGES, 14)
+    assert prepare_image(picture(0, 1, 200), rules).shape[1] == rules.token_bytes
+    with pytest.raises(InvalidImage, match="over 200 times"):
+        prepare_image(picture(0, 1, 201), rules)
+
+
+@pytest.mark.parametrize(("least", "most"), [(784, 784), (784, 3 * 784), (20 * 784, 40 * 784)])
+def test_no_page_has_more_tokens_than_the_limit(tmp_path, least, most):
+    folder = write_colqwen(tmp_path)
+    change_json(folder / "preprocessor_config.json", size={}, min_pixels=least, max_pixels=most)
+    spec = outline(folder).spec
+    rules = spec.image
+    assert rules is not None
+    sides = [
+        (high, wide) for high in (1, 7, 28, 99, 400, 3000) for wide in (1, 40, 200, 1400, 2900)
+    ]
+    for high, wide in sides:
+        if max(high, wide) <= 200 * min(high, wide):
+            tall, broad = resized_size(high, wide, rules)
+            tokens = tall * broad // SIDE**2 + len(rules.before) + len(rules.after)
+            assert tokens <= spec.max_input_tokens
+
+
+@each_kind
+def test_a_config_is_described_or_refused_whatever_it_holds(tmp_path, kind):
+    folder = write_colqwen(tmp_path, kind)
+    more = {"min_pixels": 784, "max_pixels": 7840, "merge_size": 2, "patch_size": 14}
+    change_json(folder / "preprocessor_config.json", **more)
+    write_json(folder / "processor_config.json", {"query_prefix": "Find: "})
+    for file in ("config.json", "preprocessor_config.json", "processor_config.json"):
+        given = json.loads((folder / file).read_text())
+        for changed in changes(given):
+            write_json(folder / file, given | changed)
+            with suppress(CheckpointError):
+                outline(folder)
+        write_json(folder / file, given)
+    outline(folder)
+
+
+@pytest.mark.parametrize(
+    ("base", "known"),
+    [
+        ("vidore/colqwen2-base", "vidore/colqwen2-v1.0-hf"),
+        ("vidore/colpaligemma-3b-pt-448-base", "vidore/colpali-v1.3-hf"),
+    ],
+)
+def test_an_adapter_is_refused_with_the_name_of_one_that_is_joined(tmp_path, base, known):
+    write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": base})
+    with pytest.raises(UnsupportedModel, match=f"an adapter of {base}.*{known}"):
+        outline(tmp_path)
