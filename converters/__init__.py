@@ -196,17 +196,9 @@ def outline_routes(
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a directory")
     adapters = adapter_folders(adapters)
-    if dual.is_dual(source):
+    if dual.is_dual(source) or pages.is_pages(source):
         _refuse_options_of_texts(source, adapters, dense_path, splade=splade)
-        halves = {
-            route: outline(source, name=name, revision=revision, route=route)
-            for route in (TEXT_ROUTE, IMAGE_ROUTE)
-        }
-        _check_comparable(source, halves)
-        return halves, TEXT_ROUTE
-    if pages.is_pages(source):
-        _refuse_options_of_texts(source, adapters, dense_path, splade=splade)
-        return {"": outline(source, name=name, revision=revision)}, ""
+        return _outlines_with_images(source, name, revision)
     router = heads.router_of(source)
     if router is None:
         model = outline(
@@ -238,6 +230,20 @@ def outline_routes(
         )
     _check_comparable(source, routes)
     return routes, router.default
+
+
+def _outlines_with_images(
+    source: Path, name: str | None, revision: str | None
+) -> tuple[dict[str, Outline], str]:
+    """What `outline_routes` gives for a model of texts and images."""
+    if pages.is_pages(source):
+        return {"": outline(source, name=name, revision=revision)}, ""
+    halves = {
+        route: outline(source, name=name, revision=revision, route=route)
+        for route in (TEXT_ROUTE, IMAGE_ROUTE)
+    }
+    _check_comparable(source, halves)
+    return halves, TEXT_ROUTE
 
 
 def _refuse_options_of_texts(

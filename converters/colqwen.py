@@ -11,9 +11,9 @@ from converters import decoders
 from converters.decoders import decoder_config, head_width_of, is_causal
 from converters.dual import processor_fields
 from converters.field_types import CONFIG_FIELDS, check_fields
-from converters.heads import Layout, dense_rules, read_optional_json
+from converters.heads import Layout, read_optional_json
 from converters.image_rules import read_rules
-from converters.pages import ARCHITECTURE, FILLERS, QUERY, Family, Words
+from converters.page_words import FILLERS, PageFamily, PageModel, PageWords
 from converters.qwen3 import qwen_windows
 from converters.qwen_vision import (
     SECOND,
@@ -26,8 +26,7 @@ from converters.rope import read_parameters, rope_parameters
 from converters.tokenizer import read_tokenizer
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.images.prepare import MOST_ASPECT
-from jaxembed.outputs import OutputName
-from jaxembed.spec import DenseLayer, Head, ImageRules, ModelSpec, NormalizeLayer, PerToken
+from jaxembed.spec import ImageRules, ModelSpec
 
 # What transformers takes where a file names no value.
 LM_DEFAULTS: dict[str, Any] = {
@@ -51,7 +50,7 @@ PAGE_TEXT = (
 
 def read_colqwen(
     source: Path, hf: Mapping[str, Any], name: str, revision: str | None
-) -> tuple[Family, Layout, ModelSpec, bytes]:
+) -> tuple[PageFamily, Layout, ModelSpec, bytes]:
     """The family, layout, spec and tokenizer of a model. Raises UnsupportedModel for what is not
     supported, and CheckpointError."""
     vlm = hf.get("vlm_config") or {}
@@ -72,45 +71,26 @@ def read_colqwen(
         )
     image_id = vlm.get("image_token_id") or IMAGE_PAD_ID
     config = text | {"image_tower": "qwen_vision", "image": image, "image_token_id": image_id}
-    words = Words(source, read_tokenizer(source, lowercase=False, vocab_size=text["vocab_size"]))
+    words = PageWords(
+        source, read_tokenizer(source, lowercase=False, vocab_size=text["vocab_size"])
+    )
     asked = read_optional_json(source / "processor_config.json")
     rules = _image_rules(
         source, given, words.ids(asked.get("visual_prompt_prefix") or PAGE_TEXT), image_id
     )
     prompt = asked.get("query_prefix") or QUERY_PREFIX
-    layer = DenseLayer(text["hidden_size"], hf.get("embedding_dim") or 128, activation="identity")
-    heads: dict[OutputName, Head] = {"multi_vector": PerToken((layer, NormalizeLayer()))}
-    dtype: Any = hf.get("dtype") or hf.get("torch_dtype")
-    spec = ModelSpec(
-        architecture=ARCHITECTURE,
-        config=config,
-        heads=heads,
-        image=rules,
-        token_types=False,
-        prompts={QUERY: prompt},
-        default_prompt_name=QUERY,
-        max_input_tokens=_limit(rules, text["max_positions"]),
-        hidden_size=text["hidden_size"],
-        dtype=dtype if dtype in ("float32", "bfloat16", "float16") else "float32",
-        source=name,
-        revision=revision,
-        content_hash="",
-    )
-    tokenizer = words.framed("", words.special("pad_token") * FILLERS + "\n", prompt)
-    return _family(layer), Layout(tower="", heads=heads, prompts=spec.prompts), spec, tokenizer
-
-
-def _family(layer: DenseLayer) -> Family:
-    """The rules of the language model, the tower of images, and the projection of each token."""
-    return Family(
+    model = PageModel(hf, config, rules, prompt, _limit(rules, text["max_positions"]))
+    family = PageFamily(
         (
             *decoders.RULES,
             *vision_rules("visual", "tower.image"),
-            *dense_rules("multi_vector", 0, layer, "embedding_proj_layer"),
+            *model.projection_rules,
         ),
         IGNORED=("lm_head.weight",),
         PREFIXES=("vlm.", "model.", "language_model.", "model."),
     )
+    tokenizer = words.framed("", words.special("pad_token") * FILLERS + "\n", prompt)
+    return family, *model.outline(name, revision), tokenizer
 
 
 def _limit(rules: ImageRules, positions: int) -> int:

@@ -209,7 +209,7 @@ def _text(model: _Source) -> _Parts:
     tokens all lead to, or of SigLIP's padding."""
     hf = model.fields("text_config", TEXT_DEFAULTS[model.kind])
     require(hf, ("vocab_size", "max_position_embeddings"))
-    config = tower_config(hf, vocab_size=hf["vocab_size"], causal=model.kind == CLIP)
+    config = clip_config(hf, vocab_size=hf["vocab_size"], causal=model.kind == CLIP)
     # SigLIP was trained on small letters, whatever its tokenizer.json says
     lowercase, vocab_size = model.kind != CLIP, hf["vocab_size"]
     tokenizer = read_tokenizer(model.folder, lowercase=lowercase, vocab_size=vocab_size)
@@ -236,7 +236,7 @@ def _text(model: _Source) -> _Parts:
     head = Pooled(("lasttoken",), _normalized(model, projection))
     rules = (
         Rule("text_model.embeddings.token_embedding.weight", "tower.embeddings.word.embedding"),
-        *tower_rules("text_model.", "final_layer_norm"),
+        *clip_rules("text_model.", "final_layer_norm"),
         *dense_rules("dense", 0, projection, tensor),
     )
     return (
@@ -257,7 +257,7 @@ def _image(model: _Source) -> _Parts:
     if is_clip:
         rules = msgspec.structs.replace(rules, before=(CLASS_ID,))
     tokens = _most_tokens(rules)
-    config = tower_config(
+    config = clip_config(
         hf | {"max_position_embeddings": hf["num_patches"] if resizes else tokens},
         resizes_positions=resizes,
         patch_bytes=rules.patch_bytes,
@@ -267,7 +267,7 @@ def _image(model: _Source) -> _Parts:
     )
     own = [
         *patch_rules("vision_model.", bias=not is_clip, flat=resizes),
-        *tower_rules("vision_model.", "post_layernorm"),
+        *clip_rules("vision_model.", "post_layernorm"),
     ]
     head: Head
     if is_clip:
@@ -316,7 +316,7 @@ def _image_fields(model: _Source) -> dict[str, Any]:
 NOT_OF_TOWERS = ("logit_scale", "logit_bias", "*.embeddings.position_ids")
 
 
-def tower_config(hf: Mapping[str, Any], **switches: Any) -> ClipConfig:
+def clip_config(hf: Mapping[str, Any], **switches: Any) -> ClipConfig:
     """The config of a tower, with transformers' defaults filled in."""
     return ClipConfig(
         hidden_size=hf["hidden_size"],
@@ -330,7 +330,7 @@ def tower_config(hf: Mapping[str, Any], **switches: Any) -> ClipConfig:
     )
 
 
-def tower_rules(half: str, last_norm: str, tower: str = "tower") -> list[Rule]:
+def clip_rules(half: str, last_norm: str, tower: str = "tower") -> list[Rule]:
     """The rules of a tower, whose parameters have that name, for all but its words or patches.
     `half` is how the names of its tensors begin."""
     layer, target = f"{half}encoder.layers.{{i}}", f"{tower}.layers.{{i}}"
@@ -350,7 +350,7 @@ def tower_rules(half: str, last_norm: str, tower: str = "tower") -> list[Rule]:
 
 
 def patch_rules(half: str, tower: str = "tower", *, bias: bool, flat: bool = False) -> list[Rule]:
-    """The rules of the projection of patches, as `tower_rules`; `flat` says whether it is saved as
+    """The rules of the projection of patches, as `clip_rules`; `flat` says whether it is saved as
     a linear layer and not as a convolution."""
     source, target = f"{half}embeddings.patch_embedding", f"{tower}.embeddings.patch"
     kernel = Rule(f"{source}.weight", f"{target}.kernel", transpose if flat else patch_kernel)

@@ -9,7 +9,7 @@ from sources import change_json
 from converters import convert, outline_routes
 from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoint import load_routes
-from jaxembed.errors import ConfigError, InvalidInput, UnsupportedModel
+from jaxembed.errors import CheckpointError, ConfigError, InvalidInput, UnsupportedModel
 from jaxembed.inputs import Image, Tokens
 from jaxembed.options import EncodeOptions
 
@@ -126,13 +126,20 @@ def test_the_words_around_inputs_are_read(source, tmp_path):
     [
         ({"architectures": ["ColPaliModel"]}, "architecture 'ColPaliModel'"),
         ({"vlm_config": {"text_config": {"model_type": "gemma2"}}}, "model_type 'gemma2'"),
-        ({"vlm_config": {"vision_config": {"model_type": "clip"}}}, "model_type 'clip'"),
+        (
+            {"vlm_config": CONFIG["vlm_config"] | {"vision_config": {"model_type": "clip"}}},
+            "model_type 'clip'",
+        ),
+        (
+            {"vlm_config": CONFIG["vlm_config"] | {"text_config": {"hidden_size": 32}}},
+            "lacks vocab_size",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(tmp_path, config, message):
     changed = write_pages(tmp_path / "model")
     change_json(changed / "config.json", **config)
-    with pytest.raises(UnsupportedModel, match=message):
+    with pytest.raises((UnsupportedModel, CheckpointError), match=message):
         outline_routes(changed)
 
 

@@ -138,13 +138,7 @@ def run_job(
     options or folders that are wrong, InvalidInput for a row that cannot be computed, unless such
     rows are to be skipped, and the errors of the computation.
     """
-    if STANDARD_INPUT in rows.inputs:
-        raise ConfigError("standard input cannot be read again by a job that goes on; name a file")
-    for name in rows.inputs:
-        if _is_inside(out, name):
-            raise ConfigError(f"--output {out} is inside the input {name}; choose another folder")
-    if reuse is not None and _is_inside(out, reuse) and _is_inside(reuse, out):
-        raise ConfigError(f"--output {out} is the folder of --reuse, too; choose another one")
+    _check_places(rows, out, reuse)
     files, images = rows.files(), rows.images
     folder = destination(out)
     first = [] if rows.id_column is None else [rows.id_column]
@@ -189,6 +183,18 @@ def run_job(
             )
         running.complete()
     return running.summary
+
+
+def _check_places(rows: Rows, out: str, reuse: str | None) -> None:
+    """Raise ConfigError for inputs that cannot be read again, and for a folder that is one of them
+    or that of `reuse`."""
+    if STANDARD_INPUT in rows.inputs:
+        raise ConfigError("standard input cannot be read again by a job that goes on; name a file")
+    for name in rows.inputs:
+        if _is_inside(out, name):
+            raise ConfigError(f"--output {out} is inside the input {name}; choose another folder")
+    if reuse is not None and _is_inside(out, reuse) and _is_inside(reuse, out):
+        raise ConfigError(f"--output {out} is the folder of --reuse, too; choose another one")
 
 
 def _is_inside(out: str, name: str) -> bool:

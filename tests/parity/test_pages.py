@@ -26,7 +26,11 @@ QUERIES = ["w1 w2 w3", "w5", "w7 w8 w9 w10 w11 w12 w13 w14"]
 SIZES = [(64, 64), (50, 90), (200, 70), (333, 501)]
 
 
-@pytest.fixture(name="saved", scope="module", params=["tiny", "published widths"])
+@pytest.fixture(
+    name="saved",
+    scope="module",
+    params=["tiny", pytest.param("published widths", marks=pytest.mark.slow)],
+)
 def _saved(request, tmp_path_factory):
     """A model with random weights and its processor, saved as transformers does; also one with the
     widths and heads of colpali-v1.3, two layers deep."""

@@ -1,0 +1,116 @@
+"""Converts ColPali, which reads pages: PaliGemma, and a projection of each token."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from converters import decoders
+from converters.decoders import REQUIRED, decoder_config
+from converters.dual import (
+    SIGLIP,
+    TOWER_SIZES,
+    clip_config,
+    clip_rules,
+    image_rules,
+    linear_rules,
+    patch_rules,
+)
+from converters.field_types import CONFIG_FIELDS, check_fields
+from converters.fields import either, require
+from converters.gemma3 import HEAD_WIDTH
+from converters.heads import Layout, read_optional_json
+from converters.page_words import FILLERS, PageFamily, PageModel, PageWords
+from converters.tokenizer import read_tokenizer
+from converters.weights import Rule, one_plus
+from jaxembed.errors import UnsupportedModel
+from jaxembed.spec import ModelSpec
+
+# What transformers takes where a part does not say; sizes must be there.
+GEMMA_DEFAULTS: dict[str, Any] = {"max_position_embeddings": 8192}
+IMAGE_SIZES = (*TOWER_SIZES, "image_size", "patch_size")
+VISION_TOWER_DEFAULTS: dict[str, Any] = {
+    "num_channels": 3,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+IMAGE_TOKEN_ID = 256000
+
+GEMMA_RULES = [  # those of other decoders, but norms multiply by one more than their weight
+    Rule(rule.sources, rule.target, one_plus) if rule.target.endswith("norm.scale") else rule
+    for rule in decoders.RULES
+]
+
+
+def read_colpali(
+    source: Path, hf: Mapping[str, Any], name: str, revision: str | None
+) -> tuple[PageFamily, Layout, ModelSpec, bytes]:
+    """The family, layout, spec and tokenizer of a model. Raises UnsupportedModel for what is not
+    supported, and CheckpointError."""
+    vlm = hf.get("vlm_config") or {}
+    check_fields(f"{source / 'config.json'}, vlm_config", vlm, CONFIG_FIELDS)
+    text = _part(source, vlm, "text_config", "gemma", GEMMA_DEFAULTS)
+    require(text, REQUIRED)
+    image = _part(source, vlm, "vision_config", "siglip_vision_model", VISION_TOWER_DEFAULTS)
+    require(image, IMAGE_SIZES)
+    rules = image_rules(source, image, SIGLIP)
+    rows, columns = rules.grid
+    sizes = image | {"max_position_embeddings": rows * columns}
+    of_images = clip_config(sizes, patch_bytes=rules.patch_bytes, patch_bias=True)
+    image_id = either(vlm, "image_token_id", "image_token_index", IMAGE_TOKEN_ID)
+    config = _gemma_config(text) | {
+        "image": {key: value for key, value in vars(of_images).items() if value is not None},
+        "image_token_id": image_id,
+    }
+    words = PageWords(
+        source, read_tokenizer(source, lowercase=False, vocab_size=text["vocab_size"])
+    )
+    asked = read_optional_json(source / "processor_config.json")
+    prompt = asked.get("query_prefix", "Question: ")
+    before, pad = words.special("bos_token"), words.special("pad_token")
+    page = before + asked.get("visual_prompt_prefix", "Describe the image.") + "\n"
+    rules = msgspec.structs.replace(rules, token_id=image_id, after=tuple(words.ids(page)))
+    model = PageModel(hf, config, rules, prompt, rows * columns + len(rules.after))
+    family = PageFamily(
+        (
+            *GEMMA_RULES,
+            *patch_rules("", "tower.image.tower", bias=True),
+            *clip_rules("", "post_layernorm", "tower.image.tower"),
+            *linear_rules("multi_modal_projector.linear", "tower.image.projection"),
+            *model.projection_rules,
+        )
+    )
+    return (
+        family,
+        *model.outline(name, revision),
+        words.framed(before, pad * FILLERS + "\n", prompt),
+    )
+
+
+def _part(
+    source: Path, vlm: Mapping[str, Any], key: str, kind: str, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The config of one part with transformers' defaults. Raises UnsupportedModel for another kind
+    of part."""
+    given = {name: value for name, value in (vlm.get(key) or {}).items() if value is not None}
+    check_fields(f"{source / 'config.json'}, {key}", given, CONFIG_FIELDS)
+    if given.get("model_type", kind) != kind:
+        raise UnsupportedModel(
+            f"{key} of model_type {given['model_type']!r} is not supported; known: {kind}"
+        )
+    return {**defaults, **given}
+
+
+def _gemma_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """The fields of Qwen3Config of the first Gemma, whose tokens all see each other."""
+    if hf.get("hidden_act", "gelu") == "gelu":  # of old files, which meant the approximation
+        hf = hf | {"hidden_act": "gelu_pytorch_tanh"}
+    bias = bool(hf.get("attention_bias", False))
+    return decoder_config(hf, hf.get("head_dim") or HEAD_WIDTH, causal=False) | {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "qk_norm": False,
+        "embedding_scale": hf["hidden_size"] ** 0.5,
+        "overflows_float16": True,
+    }
