@@ -181,11 +181,15 @@ class LoadedModel:
         shared = self.images is not None and IMAGE_ROUTE not in self.engines
         return [*self.engines.values(), *([self.images] if self.images and shared else [])]
 
-    def _loaded_route(self, name: str) -> LoadedRoute:
-        """The route that a request names."""
+    def run_by(self, name: str) -> LoadedRoute:
+        """The route that a request names, of texts or of images."""
         if name == IMAGE_ROUTE and self.images is not None:
             return self.images
         return self.engines[name]
+
+    def tokenized_by(self, name: str) -> TextProcessor:
+        """What tokenizes the texts of a request for this route, be it one for images."""
+        return self.routes.get(name, self.routes[self.main_route]).processor
 
     def _planned(self, specs: Routes, cache_dir: Path) -> dict[str, PlannedEngine]:
         """The engine of each route. A grid and a cache are for those that run on devices, if there
@@ -257,14 +261,14 @@ class LoadedModel:
                 with request.placed(number) as part:
                     answers.append(self.run(part))
             return cast(Answer, request.joined(answers))
-        return self._loaded_route(request.route).runner.run(request)
+        return self.run_by(request.route).runner.run(request)
 
     async def run_async(self, request: Request[Answer]) -> Answer:
         """`run` without blocking the event loop. If the task is cancelled, what is still queued of
         the request is dropped."""
         if isinstance(request, MixedRequest):
             return await self._answer_parts(request, self.run_async)
-        return await self._loaded_route(request.route).runner.run_async(request)
+        return await self.run_by(request.route).runner.run_async(request)
 
     async def answer(self, request: Request[Answer], held: Held | None = None) -> Answer:
         """`run_async` for a server: admit the request first, as a part of the one that `held`
@@ -278,7 +282,7 @@ class LoadedModel:
             raise NoInputs()
         if isinstance(request, MixedRequest):
             return await self._answer_parts(request, partial(self.answer, held=held))
-        route = self._loaded_route(request.route)
+        route = self.run_by(request.route)
         estimate = route.processor.estimate(request.inputs(), request.rules)
         with self.admission.admit(request.cost(route.spec, *estimate), held) as permit:
             answer = await route.runner.run_async(

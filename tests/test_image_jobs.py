@@ -340,7 +340,7 @@ def test_the_column_of_paths_may_be_the_id(tmp_path):
 
 BAD = [
     (None, "has no `photo` (--image-column names the column)"),
-    (7, "has a int as `photo`; wanted bytes or a string"),
+    (7, "has `photo` of type int; wanted bytes or a string"),
     ("", "has an empty `photo`: there is nothing to embed"),
     ("none.png", "has 'none.png', which is no file: "),
     ("A" * 9000, f"has '{'A' * 60}'..., which is no file: "),  # base64 that is no data URI

@@ -344,7 +344,7 @@ def test_two_processes_do_not_write_one_folder(tmp_path, rows_file):
 BAD = [
     ('{"id": "a", "text": ""}', "is empty: there is nothing to embed"),
     ('{"id": "a", "text": null}', "has no `text`"),
-    ('{"id": "a", "text": 7}', "has a int as `text`"),
+    ('{"id": "a", "text": 7}', "has `text` of type int"),
     ('{"text": "x"}', "has no `id`"),
     ('{"id": "a", "text": "x", "n": "many"}', "has 'many' as `n`, and the column is of int64"),
     ('{"id": 7, "text": "x"}', "has 7 as `id`, and the column is of string"),

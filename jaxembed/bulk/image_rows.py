@@ -187,7 +187,7 @@ def _image_of(value: Any, column: str, file: str, whole: "_WholeFiles") -> bytes
     if value is None:
         raise BadRow(f"has no `{column}` (--image-column names the column)")
     if not isinstance(value, bytes | str):
-        raise BadRow(f"has a {type(value).__name__} as `{column}`; wanted bytes or a string")
+        raise BadRow(f"has `{column}` of type {type(value).__name__}; wanted bytes or a string")
     if not value:
         raise BadRow(f"has an empty `{column}`: there is nothing to embed")
     if isinstance(value, bytes):

@@ -5,6 +5,7 @@ job that is killed and run again gives the rows of an undisturbed one. Vectors o
 from these by a rounding, where a text was in another batch.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -56,6 +57,8 @@ from jaxembed.bulk.sources import (
 )
 from jaxembed.bulk.stream import RowStream
 from jaxembed.errors import ConfigError, InputTooLong, InvalidInput
+
+logger = logging.getLogger(__name__)
 
 JOB_MANIFEST = "_manifest.json"
 SKIPPED = "_skipped.jsonl"
@@ -229,6 +232,8 @@ class _Run:
         self._finished = set(finished_parts(folder))
         self._footers: dict[int, Footer] = {}
         self.summary = Summary(parts_found=len(self._finished))
+        if self._finished:
+            logger.info("%d parts are there: going on after them", len(self._finished))
 
     def run(self, on_progress: Callable[[JobProgress], object]) -> None:
         """Write all parts that are not there."""

@@ -147,9 +147,9 @@ def _texts(files: Sequence[InputFile], column: str) -> Iterator[str]:
 def problem_of(text: Any, column: str) -> str | None:
     """What is wrong with a text, None if nothing is."""
     if text is None:
-        return f"has no `{column}` (options such as --text-column name columns)"
+        return f"has no `{column}`, or null (options such as --text-column name columns)"
     if not isinstance(text, str):
-        return f"has a {type(text).__name__} as `{column}`; wanted a string"
+        return f"has `{column}` of type {type(text).__name__}; wanted a string"
     return None if text else "is empty: there is nothing to embed"
 
 

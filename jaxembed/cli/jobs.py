@@ -76,7 +76,11 @@ def run_folder(
                 bar.initial = bar.n = max(progress.rows - computation.rows_a_call, 0)
             bar.update(progress.rows - bar.n)
 
-        summary = run_job(computation, rows, output, reuse=reuse, on_progress=show)
+        try:
+            summary = run_job(computation, rows, output, reuse=reuse, on_progress=show)
+        except KeyboardInterrupt:
+            logger.info("finished parts stay in %s: the same command goes on after them", output)
+            raise
     seconds = time.monotonic() - started_at
     found = f", {summary.parts_found} of them there before" if summary.parts_found else ""
     reused = f", {summary.reused} taken from {reuse}" if summary.reused else ""

@@ -117,7 +117,7 @@ async def answer_sparse(meter: Meter, body: EmbedSparseRequest) -> Response:
     answer = await _answer(meter, body, "sparse", max_active_dims=body.max_active_dims)
     names = None
     if body.return_tokens:
-        names = meter.loaded.routes[meter.route].processor.term_names
+        names = meter.loaded.tokenized_by(meter.route).term_names
     return await encode_answer(meter, answer, lambda: json_stream(_terms(answer, names)))
 
 

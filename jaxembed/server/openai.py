@@ -350,7 +350,7 @@ async def _json_response(meter: Meter, body: EmbeddingsRequest, answer: Embeddin
     """
     vector, names = vector_encoder(body), None
     if body.return_tokens:
-        names = meter.loaded.routes[meter.route].processor.term_names
+        names = meter.loaded.tokenized_by(meter.route).term_names
     places = None if body.late_chunking or answer.chunked is None else _places(answer.chunked)
 
     def items(start: int, stop: int) -> list[dict]:

@@ -1,0 +1,97 @@
+"""Pages over HTTP: ranked by a query, and their vectors beside those of queries."""
+
+import base64
+
+import numpy as np
+import pytest
+from dual_sources import picture, png, write_dual
+from page_sources import PAGE, SPACE, write_pages
+from test_server_images import post
+
+from jaxembed import Embedder, EngineConfig
+
+pytest.importorskip("PIL")
+
+FILES = [png(picture(1)), png(picture(2, 40, 60)), png(picture(3, 9, 20))]
+URIS = [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in FILES]
+CONFIG = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
+RERANKS = pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+
+
+@pytest.fixture(name="colpali", scope="module")
+def _colpali(tmp_path_factory):
+    folder = write_pages(tmp_path_factory.mktemp("colpali"))
+    cache = tmp_path_factory.mktemp("cache")
+    with Embedder(str(folder), cache_dir=cache, config=CONFIG) as embedder:
+        yield embedder
+
+
+@pytest.fixture(name="clip", scope="module")
+def _clip(tmp_path_factory):
+    folder = write_dual(tmp_path_factory.mktemp("clip"))
+    cache = tmp_path_factory.mktemp("cache")
+    with Embedder(str(folder), cache_dir=cache, config=CONFIG) as embedder:
+        yield embedder
+
+
+def test_the_tokens_of_pages_are_named(colpali):
+    body = {"input": [{"image": URIS[0]}], "return_multivector": True, "return_tokens": True}
+    (found,) = post(colpali, body)["data"]
+    assert found["tokens"] == ["<image>"] * 16 + ["<bos>", "Describe", "the", "image", ".", "\n"]
+
+
+@RERANKS
+def test_pages_are_ranked_by_a_query(colpali, path):
+    body = {"query": "w1 w2", "documents": [{"image": uri} for uri in URIS], "top_n": 2}
+    found = post(colpali, body, path)["results"]
+    wanted = colpali.rerank("w1 w2", images=FILES, top_n=2)
+    assert [one["index"] for one in found] == [one.index for one in wanted]
+    scores = [one["relevance_score"] for one in found]
+    np.testing.assert_allclose(scores, [one.score for one in wanted], atol=2e-6)
+
+
+def test_documents_that_are_no_pages_are_refused(colpali):
+    answer = post(colpali, {"query": "w1", "documents": ["a text"]}, "/v1/rerank", 400)
+    assert "are images, and its texts are queries" in answer["error"]["message"]
+    body = {"query": "w1", "documents": [{"image": URIS[0]}], "return_documents": True}
+    answer = post(colpali, body, "/v1/rerank", 400)
+    assert "`return_documents` is for texts" in answer["error"]["message"]
+    for document in ({}, {"text": "a", "image": URIS[0]}):
+        answer = post(colpali, {"query": "w1", "documents": [document]}, "/v1/rerank", 400)
+        assert "an object with `text`, or with `image`" in answer["error"]["message"]
+
+
+def test_a_broken_page_is_named_by_its_place(colpali):
+    documents = [{"image": URIS[0]}, {"image": "data:image/png;base64,aaaa"}]
+    answer = post(colpali, {"query": "w1", "documents": documents}, "/v1/rerank", 400)
+    assert "documents[1]" in answer["error"]["message"]
+
+
+def test_a_model_that_ranks_no_images_says_so(clip):
+    body = {"query": "w1", "documents": [{"image": URIS[0]}]}
+    assert "is an embedding model" in str(post(clip, body, "/v1/rerank", 400))
+
+
+def test_vectors_of_queries_and_pages_in_one_request(colpali):
+    wanted = colpali.encode_multi(["w1 w2"], images=FILES[:2])
+    inputs = ["w1 w2", *({"type": "image", "url": uri} for uri in URIS[:2])]
+    found = post(colpali, {"inputs": inputs}, "/embed_multi")
+    assert [np.shape(one) for one in found][1:] == [(PAGE, SPACE)] * 2
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_jinas_form_with_several_vectors(colpali):
+    body = {"input": [{"image": URIS[1]}, {"text": "w5"}], "return_multivector": True}
+    found = post(colpali, body)["data"]
+    wanted = colpali.encode_multi(["w5"], images=[FILES[1]])
+    np.testing.assert_allclose(found[0]["embeddings"], wanted[1], atol=2e-6)
+    np.testing.assert_allclose(found[1]["embeddings"], wanted[0], atol=2e-6)
+
+
+def test_pages_as_bytes(colpali):
+    body = {"input": [{"image": URIS[0]}], "return_multivector": True, "encoding_format": "base64"}
+    (found,) = post(colpali, body | {"output_dtype": "float16"})["data"]
+    values = np.frombuffer(base64.b64decode(found["embeddings"]), np.float16)
+    (wanted,) = colpali.encode_multi(images=FILES[:1])
+    np.testing.assert_allclose(values.reshape(-1, SPACE), wanted, atol=1e-3)
