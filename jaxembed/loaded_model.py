@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from jaxembed.spec import (
 from jaxembed.tasks import KIND, Tasks
 from jaxembed.telemetry import Telemetry
 
+PARTS_AT_ONCE = 2  # of a request in parts: one is decoded while another is computed
 QUEUED_BATCHES = 64  # of waiting work a device may have before requests are refused
 
 
@@ -256,12 +258,21 @@ class LoadedModel:
         Raises the errors of InvalidInput and BackendError.
         """
         if isinstance(request, MixedRequest):
-            answers: list[Any] = []
-            for number in range(len(request.parts)):
-                with request.placed(number) as part:
-                    answers.append(self.run(part))
-            return cast(Answer, request.joined(answers))
+            return cast(Answer, self._run_parts(request))
         return self.run_by(request.route).runner.run(request)
+
+    def _run_parts(self, request: MixedRequest) -> Embeddings:
+        """Run the parts of a request, the next one while one is computed."""
+
+        def run(number: int) -> Embeddings:
+            with request.placed(number) as part:
+                return self.run(part)
+
+        threads = ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="parts")
+        try:
+            return request.joined(list(threads.map(run, range(len(request.parts)))))
+        finally:
+            threads.shutdown(cancel_futures=True)
 
     async def run_async(self, request: Request[Answer]) -> Answer:
         """`run` without blocking the event loop. If the task is cancelled, what is still queued of

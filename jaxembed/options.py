@@ -1,5 +1,6 @@
 """The options of a request to an Embedder, and the answers. Knows no wire format."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -74,20 +75,20 @@ class Embeddings:
     windows: Windows | None = None  # of documents in windows, each of which is an input
     vector_ids: np.ndarray | None = None  # int32 [rows of `multi_vector`], the token of each
 
-    def followed_by(self, other: "Embeddings") -> "Embeddings":
-        """Both answers, which have the same outputs, as one."""
-        parts = (self, other)
+    @staticmethod
+    def joined(parts: "Sequence[Embeddings]") -> "Embeddings":
+        """The answers, which have the same outputs, as one; there is one or more."""
         counts = [len(one.num_tokens) for one in parts]
         mean = partial(np.average, weights=counts)
         ids = [one.vector_ids for one in parts if one.vector_ids is not None]
         return Embeddings(
             join_results([one.values for one in parts]),
             num_tokens=np.concatenate([one.num_tokens for one in parts]),
-            truncated=self.truncated + other.truncated,
+            truncated=sum(one.truncated for one in parts),
             tokenization_s=float(mean([one.tokenization_s for one in parts])),
             queue_s=float(mean([one.queue_s for one in parts])),
             inference_s=float(mean([one.inference_s for one in parts])),
-            cached=self.cached + other.cached,
+            cached=sum(one.cached for one in parts),
             vector_ids=np.concatenate(ids) if ids else None,
         )
 

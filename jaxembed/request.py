@@ -185,8 +185,8 @@ class EncodeRequest(Request[Embeddings]):
 
 @dataclass(frozen=True)
 class MixedRequest(EncodeRequest):
-    """A request for vectors of texts and images: one request for each kind of input, and the places
-    of its inputs, int `[inputs of the part]`, among all."""
+    """A request for vectors of texts and images, in parts: requests of texts or of some images, and
+    the places of their inputs, int `[inputs of the part]`, among all."""
 
     parts: tuple[EncodeRequest, ...] = field(kw_only=True)
     places: tuple[np.ndarray, ...] = field(kw_only=True)
@@ -204,9 +204,7 @@ class MixedRequest(EncodeRequest):
 
     def joined(self, answers: Sequence[Embeddings]) -> Embeddings:
         """The answer of answers to the parts, in the order of the inputs."""
-        first, *others = answers
-        for other in others:
-            first = first.followed_by(other)
+        first = Embeddings.joined(answers)
         order = np.argsort(np.concatenate(self.places))
         values: WorkResult = {
             name: value.ordered(order) if isinstance(value, Ragged) else value[order]

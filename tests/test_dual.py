@@ -535,3 +535,16 @@ def test_the_space_of_both_has_one_width(tmp_path):
     assert {model.spec.dim for model in routes.values()} == {SPACE}
     assert routes[IMAGE_ROUTE].tokenizer == b""
     assert len(WORDS) == routes[TEXT_ROUTE].spec.config["vocab_size"]
+
+
+def test_many_images_are_run_in_parts_and_keep_their_places(duals, monkeypatch):
+    monkeypatch.setattr("jaxembed.tasks.IMAGES_A_PART", 2)
+    images = [Image(picture(k)) for k in range(5)]
+    inputs = [images[0], "w1 w2", *images[1:3], "w3", *images[3:]]
+    found = duals["clip"].encode(inputs)
+    for vector, item in zip(found, inputs, strict=True):
+        alone = duals["clip"].encode([item])[0]
+        np.testing.assert_allclose(vector, alone, atol=2e-6)
+    with pytest.raises(InvalidImage) as caught:
+        duals["clip"].encode([*inputs, Image(b"no image")])
+    assert caught.value.index == len(inputs)

@@ -91,7 +91,7 @@ async def _embed_to_compare(
     documents = tasks.embed(inputs[1:], tasks.for_role("document", options))
     first = await _answer(meter, query)
     try:
-        return first.followed_by(await _answer(meter, documents))
+        return Embeddings.joined([first, await _answer(meter, documents)])
     except InvalidInput as error:
         error.index = 1 + (error.index or 0)
         raise
