@@ -149,6 +149,8 @@ class LoadedModel:
             self.routes = {"": loaded.pop(TEXT_ROUTE)}
         self.engines = self.routes | loaded  # those of images too
         self.images = self._route_of_images(specs)
+        of_images = {} if self.images is None else {IMAGE_ROUTE: self.images}
+        self.run_by = self.engines | of_images  # what runs a request, by its route
         self.default_route, self.main_route = texts.default, texts.main_route
         main = self.routes[self.main_route]
         self.spec, self.plan, self.processor = main.spec, main.plan, main.processor
@@ -182,12 +184,6 @@ class LoadedModel:
         """Each route with a processor of its own; images may share the engine of the texts."""
         shared = self.images is not None and IMAGE_ROUTE not in self.engines
         return [*self.engines.values(), *([self.images] if self.images and shared else [])]
-
-    def run_by(self, name: str) -> LoadedRoute:
-        """The route that a request names, of texts or of images."""
-        if name == IMAGE_ROUTE and self.images is not None:
-            return self.images
-        return self.engines[name]
 
     def tokenized_by(self, name: str) -> TextProcessor:
         """What tokenizes the texts of a request for this route, be it one for images."""
@@ -259,7 +255,7 @@ class LoadedModel:
         """
         if isinstance(request, MixedRequest):
             return cast(Answer, self._run_parts(request))
-        return self.run_by(request.route).runner.run(request)
+        return self.run_by[request.route].runner.run(request)
 
     def _run_parts(self, request: MixedRequest) -> Embeddings:
         """Run the parts of a request, the next one while one is computed."""
@@ -279,7 +275,7 @@ class LoadedModel:
         the request is dropped."""
         if isinstance(request, MixedRequest):
             return await self._answer_parts(request, self.run_async)
-        return await self.run_by(request.route).runner.run_async(request)
+        return await self.run_by[request.route].runner.run_async(request)
 
     async def answer(self, request: Request[Answer], held: Held | None = None) -> Answer:
         """`run_async` for a server: admit the request first, as a part of the one that `held`
@@ -293,7 +289,7 @@ class LoadedModel:
             raise NoInputs()
         if isinstance(request, MixedRequest):
             return await self._answer_parts(request, partial(self.answer, held=held))
-        route = self.run_by(request.route)
+        route = self.run_by[request.route]
         estimate = route.processor.estimate(request.inputs(), request.rules)
         with self.admission.admit(request.cost(route.spec, *estimate), held) as permit:
             answer = await route.runner.run_async(

@@ -126,7 +126,8 @@ class FakeEmbedder(LoadedModel):
         self.plan = SimpleNamespace(device_name="cpu", dtype="float32")
         processor = SimpleNamespace(term_names=lambda ids: [f"term {one}" for one in ids])
         self.routes = {"": SimpleNamespace(plan=self.plan, processor=processor)}
-        self.engines, self.images = self.routes, None
+        self.engines = self.run_by = self.routes
+        self.images = None
         self.admission = Admission(Capacity(1000, 100_000), 0, lambda: 0.0)
         self.telemetry = Telemetry()
         self.failure = failure

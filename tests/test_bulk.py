@@ -80,7 +80,7 @@ def test_an_empty_file_has_no_texts(write):
         ("in.jsonl", '"cat"\n"dog"\n{"text": \n', "line 3 is not JSON"),
         ("in.jsonl", "7\n", "line 1 is no string, and no object with a string `text`"),
         ("in.jsonl", '{"text": 7}\n', "line 1 has `text` of type int; wanted a string"),
-        ("in.jsonl", '{"body": "cat"}\n', "line 1 has no `text` .*--text-column"),
+        ("in.jsonl", '{"body": "cat"}\n', "line 1 has no `text`, .*--text-column"),
         ("in.jsonl", '["cat"]\n', "line 1 is no string"),
         ("in.jsonl", "null\n", "line 1 is no string"),
     ],

@@ -180,7 +180,7 @@ def test_fields_that_ask_for_nothing_are_taken(path):
         ({"query": 1}, "query"),
         ({"documents": "a"}, "documents"),
         ({"documents": ["a", 1]}, "documents[1]"),
-        ({"documents": [{"image": "u"}]}, "documents[0]"),
+        ({"documents": [{"title": "u"}]}, "documents[0]"),
         ({"top_n": -1}, "top_n"),
         ({"top_n": 1.5}, "top_n"),
         ({"max_tokens_per_doc": -1}, "max_tokens_per_doc"),
@@ -199,6 +199,13 @@ def test_a_bad_value_is_a_400_that_names_the_field(fields, param, path):
     else:
         assert list(body) == ["message"]
         assert param in body["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_images_for_a_reranker_of_texts_are_refused(path):
+    response, body = rerank(path, documents=["a", {"image": "data:image/png;base64,aaaa"}])
+    assert response.status_code == 400
+    assert "takes texts and no images" in str(body)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -175,7 +175,7 @@ def test_nothing_to_score_is_a_400(path, body, status, kind, message):
         ("/rerank", {"query": "q", "texts": ["a", 1]}, "$.texts[1]"),
         ("/rerank", {"query": "q", "texts": ["a"], "raw_scores": 1}, "$.raw_scores"),
         ("/rerank", {"query": "q", "texts": ["a"], "truncation_direction": "up"}, "$.trunc"),
-        ("/rerank", {"query": "q", "documents": [{"image": "u"}]}, "$.documents[0]"),
+        ("/rerank", {"query": "q", "documents": [{"title": "u"}]}, "$.documents[0]"),
         ("/rerank", [1], "Expected `object`"),
         ("/predict", {}, "`inputs`"),
         ("/predict", {"inputs": ["a", "b", "c"]}, "got 3 texts - at `$.inputs`"),

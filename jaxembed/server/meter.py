@@ -128,7 +128,7 @@ class Meter:
 
     def stamp(self, response: Response, answer: Embeddings | Scores) -> Response:
         """Count the request as answered and tell the client where its time went."""
-        total_ms, plan = _ms(self._count(answer)), self.loaded.run_by(self.route).plan
+        total_ms, plan = _ms(self._count(answer)), self.loaded.run_by[self.route].plan
         response.headers.extend(  # `update` would look for each name first: 2 us a header
             {
                 "x-compute-type": compute_type(plan.device_name, plan.dtype),
