@@ -53,6 +53,7 @@ KIND: dict[Task, str] = {
 }
 FIELDS = {"max_document_tokens": "max_tokens_per_doc"}
 PER_TOKEN = {name for name, kind in OUTPUTS.items() if kind.per == "token"}
+IMAGE_URI = "data:image/"  # how the data URI of an image begins
 IMAGES_A_PART = 64  # of a part of a request: the next ones are decoded while these are computed
 NO_RANGES: Mapping[VectorKind, KeptRanges] = {}
 
@@ -92,6 +93,8 @@ class Tasks:
         self._check_outputs(options)
         if Image in map(type, inputs):
             return self._embed_images(inputs, options)
+        if self._takes_images:
+            _check_texts(inputs)
         options, adapter = self._with_prompt_of_adapter(options)
         prompt = self._processor.prompt(options.prompt, options.prompt_name)
         route, role = self._route(options), self._role(options)
@@ -493,6 +496,15 @@ class Tasks:
 
     def _truncate(self, options: EncodeOptions | ScoreOptions) -> bool:
         return self._text.truncate if options.truncate is None else options.truncate
+
+
+def _check_texts(inputs: Sequence[Input]) -> None:
+    """Raise InvalidInput for an image that comes as a text: its vector would be that of letters."""
+    for index, item in enumerate(inputs):
+        if isinstance(item, Text) and item.text[: len(IMAGE_URI)].lower() == IMAGE_URI:
+            error = InvalidInput("the text is a data URI of an image; send it as an image")
+            error.index = index
+            raise error
 
 
 def _check_windows(options: ScoreOptions) -> None:

@@ -249,3 +249,40 @@ def test_the_middle_is_cut_out():
 def test_an_image_that_would_be_resized_to_too_much_is_refused():
     with pytest.raises(InvalidImage, match="2000000 by 1 pixels, and would be resized to 64000000"):
         prepare_image(np.zeros((1, 2_000_000, 3), np.uint8), CLIP)
+
+
+def test_files_of_very_many_parts_are_refused_before_they_are_read():
+    """Decoders take milliseconds for each scan, and copy all EXIF data for each segment of it."""
+    file = BytesIO()
+    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(file, "JPEG")
+    jpeg = file.getvalue()
+    segment = b"\xff\xe1\x00\x0aExif\x00\x00\x00\x00"
+    with pytest.raises(InvalidImage, match="over 10000 parts"):
+        image_size(jpeg[:2] + segment * 10_001 + jpeg[2:])
+    assert image_size(jpeg[:2] + b"\xff\xfe\x00\x04ab" * 100 + jpeg[2:]) == (16, 16)
+    at = jpeg.index(b"\xff\xda")
+    with pytest.raises(InvalidImage, match="102 scans, of at most 100"):
+        image_size(jpeg[:-2] + jpeg[at:-2] * 101 + jpeg[-2:])
+    file = BytesIO()
+    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(file, "PNG")
+    png = file.getvalue()
+    chunk = b"\x00\x00\x00\x00tEXt" + zlib.crc32(b"tEXt").to_bytes(4)
+    with pytest.raises(InvalidImage, match="over 10000 parts"):
+        image_size(png[:33] + chunk * 10_001 + png[33:])
+    assert image_size(png[:33] + chunk * 10 + png[33:]) == (16, 16)
+
+
+def test_an_image_over_the_longest_side_is_refused():
+    file = BytesIO()
+    Image.new("L", (1, 65_536)).save(file, "PNG")
+    with pytest.raises(InvalidImage, match="1 by 65536 pixels, of at most 65535 on a side"):
+        image_size(file.getvalue())
+
+
+def test_what_is_transparent_is_put_on_white_in_bands():
+    colours = np.random.default_rng(0).integers(0, 256, (700, 3, 4), dtype=np.uint8)
+    file = BytesIO()
+    Image.fromarray(colours, "RGBA").save(file, "PNG")
+    white = Image.new("RGBA", (3, 700), (255, 255, 255, 255))
+    wanted = Image.alpha_composite(white, Image.fromarray(colours, "RGBA"))
+    np.testing.assert_array_equal(decode_image(file.getvalue()), np.array(wanted.convert("RGB")))

@@ -95,3 +95,17 @@ def test_pages_as_bytes(colpali):
     values = np.frombuffer(base64.b64decode(found["embeddings"]), np.float16)
     (wanted,) = colpali.encode_multi(images=FILES[:1])
     np.testing.assert_allclose(values.reshape(-1, SPACE), wanted, atol=1e-3)
+
+
+def test_voyages_route_says_that_it_answers_dense_vectors(colpali):
+    for part in ({"type": "text", "text": "a"}, {"type": "image_base64", "image_base64": URIS[0]}):
+        body = {"inputs": [{"content": [part]}]}
+        answer = post(colpali, body, "/v1/multimodalembeddings", 400)
+        assert "gives no dense output" in str(answer)
+
+
+def test_an_image_that_comes_as_a_text_is_refused(colpali, clip):
+    for model, more in ((clip, {}), (colpali, {"return_multivector": True})):
+        answer = post(model, {"input": ["w1", URIS[0]]} | more, status=400)
+        assert "is a data URI of an image; send it as an image" in str(answer)
+        assert answer["error"]["param"] == "input[1]"

@@ -66,8 +66,14 @@ def begin(job: BulkJob, folder: Destination) -> None:
                 f"--output {folder}: a job was begun there with another input or other options. "
                 f"Go on with those, or choose another folder:\n  " + "\n  ".join(lines)
             )
+    try:
+        content = msgspec.json.format(msgspec.json.encode(job, order="sorted"), indent=1)
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the name of an input is not UTF-8: {error.object!r}; rename it"
+        ) from error
     with folder.writing(JOB) as path:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(job, order="sorted"), indent=1))
+        path.write_bytes(content)
 
 
 def read_job(folder: Destination) -> BulkJob:

@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 
 from jaxembed.errors import ConfigError, InvalidImage
+from jaxembed.images.parts import check_parts
 
 MOST_PIXELS = 50_000_000
+LONGEST_SIDE = 65_535  # pixels: as of a JPEG
+BAND = 256  # rows that are put on white at a time: Pillow holds the interpreter meanwhile
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # never all that Pillow knows
 READABLE = "a file of JPEG, PNG, WebP, GIF, BMP or TIFF"
 WIDE = ("I;16", "I;16L", "I;16B", "I;16N")  # modes of 16 bits
@@ -76,8 +79,11 @@ def colours_of(image: Any) -> np.ndarray:
         image = Image.fromarray(((wide + PER_LEVEL // 2) // PER_LEVEL).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image)
+        white = Image.new("RGBA", (image.width, BAND), (255, 255, 255, 255))
+        for top in range(0, image.height, BAND):
+            band = image.crop((0, top, image.width, min(top + BAND, image.height)))
+            under = white.crop((0, 0, *band.size))
+            image.paste(Image.alpha_composite(under, band), (0, top))
     return np.array(image.convert("RGB"))
 
 
@@ -95,6 +101,7 @@ def _opened(data: bytes, most_pixels: int) -> Iterator[Any]:
     require_pillow()
     from PIL import Image  # only models of images need it
 
+    check_parts(data)
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             _check_size(image.height, image.width, most_pixels)
@@ -115,6 +122,10 @@ def _check_size(height: int, width: int, most_pixels: int) -> None:
     if height * width > most_pixels:
         raise InvalidImage(
             f"the image has {height * width} pixels ({width} by {height}), of at most {most_pixels}"
+        )
+    if max(height, width) > LONGEST_SIDE:
+        raise InvalidImage(
+            f"the image is {width} by {height} pixels, of at most {LONGEST_SIDE} on a side; cut it"
         )
 
 

@@ -27,11 +27,6 @@ def prepare_image(colours: np.ndarray, rules: ImageRules) -> np.ndarray:
 
     rows, columns, _ = colours.shape
     height, width = resized_size(rows, columns, rules)
-    if height * width > MOST_PIXELS:
-        raise InvalidImage(
-            f"the image is {columns} by {rows} pixels, and would be resized "
-            f"to {width} by {height}, more than {MOST_PIXELS} pixels; cut it"
-        )
     resample = Image.Resampling[rules.resample.upper()]
     resized = np.asarray(Image.fromarray(colours).resize((width, height), resample))
     if rules.crop is not None:
@@ -53,7 +48,13 @@ def resized_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
     assert rules.shortest is not None
     short, long = sorted((height, width))
     longer = int(rules.shortest * long / short)  # cut, not rounded
-    return (rules.shortest, longer) if height <= width else (longer, rules.shortest)
+    high, wide = (rules.shortest, longer) if height <= width else (longer, rules.shortest)
+    if high * wide > MOST_PIXELS:
+        raise InvalidImage(
+            f"the image is {width} by {height} pixels, and would be resized to {wide} by {high}, "
+            f"more than {MOST_PIXELS} pixels; cut it"
+        )
+    return high, wide
 
 
 def size_within(height: int, width: int, side: int, area: tuple[int, int]) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """POST /v1/multimodalembeddings in the words of Voyage: inputs of parts, each a text or an image.
 Knows JSON and no tokens."""
 
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -87,7 +88,8 @@ async def embed_multimodal() -> Response:
             return read_sources(list(sources), "inputs")
 
         def options(loaded: LoadedModel) -> EncodeOptions:
-            return openai.options(request, loaded)
+            # the answer has no place for other outputs
+            return replace(openai.options(request, loaded), outputs=frozenset({"dense"}))
 
         answer = await embed_inputs(meter, body.model, read, options)
         return await encode_answer(meter, answer, lambda: _respond(meter, request, answer))
