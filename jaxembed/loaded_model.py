@@ -185,9 +185,11 @@ class LoadedModel:
         shared = self.images is not None and IMAGE_ROUTE not in self.engines
         return [*self.engines.values(), *([self.images] if self.images and shared else [])]
 
-    def tokenized_by(self, name: str) -> TextProcessor:
-        """What tokenizes the texts of a request for this route, be it one for images."""
-        return self.routes.get(name, self.routes[self.main_route]).processor
+    def tokenized_by(self, name: str) -> Any:
+        """The TextProcessor of a request for this route, or if it is for images that of the main
+        route."""
+        route = self.routes[name if name in self.routes else self.main_route]
+        return route.processor
 
     def _planned(self, specs: Routes, cache_dir: Path) -> dict[str, PlannedEngine]:
         """The engine of each route. A grid and a cache are for those that run on devices, if there
