@@ -210,7 +210,7 @@ class Embedder(LoadedModel):
         """`rerank` without blocking the event loop."""
         _check_top_n(top_n)
         asked = ScoreOptions(**options)
-        documents = _documents(documents, images)
+        documents = await asyncio.to_thread(_documents, documents, images)
         if self.spec.task == "embed":
             of_query, of_documents, weights = self.tasks.compare(query, documents, asked)
             both = await self.run_async(of_query), await self.run_async(of_documents)

@@ -43,6 +43,7 @@ from jaxembed.spec import (
 from jaxembed.tasks import KIND, Tasks
 from jaxembed.telemetry import Telemetry
 
+IMAGES_A_PART = 64  # of a call: the next ones are decoded while these are computed
 PARTS_AT_ONCE = 2  # of a request in parts: one is decoded while another is computed
 QUEUED_BATCHES = 64  # of waiting work a device may have before requests are refused
 
@@ -167,8 +168,10 @@ class LoadedModel:
 
     def _route_of_images(self, specs: Routes) -> LoadedRoute | None:
         """What runs images, if anything does: a tower of their own, or the engine of the texts."""
-        if specs.image is None or specs.is_dual:
-            return self.engines.get(IMAGE_ROUTE) if specs.is_dual else None
+        if specs.image is None:
+            return None
+        if specs.is_dual:
+            return self.engines[IMAGE_ROUTE]
         texts = self.routes[""]
         processor = ImageProcessor(texts.spec, self.tokenization_workers)
         if texts.plan.max_input_tokens < processor.limit:
@@ -178,12 +181,6 @@ class LoadedModel:
             )
         runner = runner_of(texts.engine, processor, self.telemetry, texts.spec)
         return replace(texts, processor=processor, runner=runner)
-
-    @property
-    def _all_routes(self) -> list[LoadedRoute]:
-        """Each route with a processor of its own; images may share the engine of the texts."""
-        shared = self.images is not None and IMAGE_ROUTE not in self.engines
-        return [*self.engines.values(), *([self.images] if self.images and shared else [])]
 
     def tokenized_by(self, name: str) -> Any:
         """The TextProcessor of a request for this route, or if it is for images that of the main
@@ -257,6 +254,9 @@ class LoadedModel:
         """
         if isinstance(request, MixedRequest):
             return cast(Answer, self._run_parts(request))
+        is_long = request.route == IMAGE_ROUTE and len(request.items) > IMAGES_A_PART
+        if is_long and isinstance(request, EncodeRequest):
+            return cast(Answer, self._run_parts(request.divided(IMAGES_A_PART)))
         return self.run_by[request.route].runner.run(request)
 
     def _run_parts(self, request: MixedRequest) -> Embeddings:
@@ -367,7 +367,7 @@ class LoadedModel:
     @property
     def tokenizing_bytes(self) -> int:
         """The most bytes that all tokenizer threads together take."""
-        jobs = sum(one.processor.job_bytes for one in self._all_routes)
+        jobs = sum(one.processor.job_bytes for one in self.run_by.values())
         return self.tokenization_workers * jobs
 
     @property
@@ -475,7 +475,7 @@ class LoadedModel:
     def close(self, timeout_s: float = 20.0) -> None:
         """Finish what is queued, stop the threads, and free the parameters and programs, whoever
         still refers to the model."""
-        for one in self._all_routes:
+        for one in self.run_by.values():
             one.runner.close()
         self.admission.close()
         deadline = time.monotonic() + timeout_s

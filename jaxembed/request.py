@@ -138,6 +138,19 @@ class EncodeRequest(Request[Embeddings]):
             values.pop("token_weights", None)
         return Embeddings(values, **run.figures, vector_ids=vector_ids)
 
+    def divided(self, most: int) -> "MixedRequest":
+        """The request in parts of at most so many items."""
+        firsts = range(0, len(self.items), most)
+        return MixedRequest(
+            self.items,
+            self.rules,
+            self.outputs,
+            self.priority,
+            self.options,
+            parts=tuple(replace(self, items=self.items[k : k + most]) for k in firsts),
+            places=tuple(np.arange(len(self.items))[k : k + most] for k in firsts),
+        )
+
     def excess_bytes(self, answer: Embeddings) -> int:
         """Those of weights of terms: how many a text has, only its answer says."""
         if "sparse" not in answer.values:

@@ -54,7 +54,6 @@ KIND: dict[Task, str] = {
 FIELDS = {"max_document_tokens": "max_tokens_per_doc"}
 PER_TOKEN = {name for name, kind in OUTPUTS.items() if kind.per == "token"}
 IMAGE_URI = "data:image/"  # how the data URI of an image begins
-IMAGES_A_PART = 64  # of a part of a request: the next ones are decoded while these are computed
 NO_RANGES: Mapping[VectorKind, KeptRanges] = {}
 
 
@@ -136,22 +135,17 @@ class Tasks:
         images = [k for k, item in enumerate(inputs) if isinstance(item, Image)]
         others = [k for k, item in enumerate(inputs) if not isinstance(item, Image)]
         plain = self.embed([inputs[k] for k in others], options)
-        places = [images[k : k + IMAGES_A_PART] for k in range(0, len(images), IMAGES_A_PART)]
-        parts = [
-            replace(plain, items=[inputs[k] for k in some], route=IMAGE_ROUTE) for some in places
-        ]
-        if not others and len(parts) == 1:
-            return parts[0]
-        if others:
-            parts, places = [plain, *parts], [others, *places]
+        of_images = replace(plain, items=[inputs[k] for k in images], route=IMAGE_ROUTE)
+        if not others:
+            return of_images
         return MixedRequest(
             inputs,
             plain.rules,
             plain.outputs,
             plain.priority,
             plain.options,
-            parts=tuple(parts),
-            places=tuple(map(np.array, places)),
+            parts=(plain, of_images),
+            places=(np.array(others), np.array(images)),
         )
 
     def _check_outputs(self, options: EncodeOptions) -> None:

@@ -538,7 +538,7 @@ def test_the_space_of_both_has_one_width(tmp_path):
 
 
 def test_many_images_are_run_in_parts_and_keep_their_places(duals, monkeypatch):
-    monkeypatch.setattr("jaxembed.tasks.IMAGES_A_PART", 2)
+    monkeypatch.setattr("jaxembed.loaded_model.IMAGES_A_PART", 2)
     images = [Image(picture(k)) for k in range(5)]
     inputs = [images[0], "w1 w2", *images[1:3], "w3", *images[3:]]
     found = duals["clip"].encode(inputs)

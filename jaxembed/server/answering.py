@@ -84,7 +84,8 @@ async def _embed_to_compare(
     documents differently, the first is a query and the others are documents, unless a prompt is
     named."""
     loaded = meter.loaded
-    tasks, is_symmetric = loaded.tasks, len(loaded.routes) == 1 and loaded.spec.interaction is None
+    tasks, spec = loaded.tasks, loaded.spec
+    is_symmetric = len(loaded.routes) == 1 and spec.interaction is None and spec.image is None
     if is_symmetric or options.prompt_name is not None:
         return await _answer(meter, tasks.embed(inputs, options))
     query = tasks.embed(inputs[:1], tasks.for_role("query", options))
