@@ -21,10 +21,9 @@ from converters.field_types import CONFIG_FIELDS, check_fields
 from converters.fields import either, require
 from converters.gemma3 import HEAD_WIDTH
 from converters.heads import Layout, read_optional_json
-from converters.page_words import FILLERS, PageFamily, PageModel, PageWords
+from converters.page_words import FILLERS, PageFamily, PageModel, PageWords, read_part
 from converters.tokenizer import read_tokenizer
 from converters.weights import Rule, one_plus
-from jaxembed.errors import UnsupportedModel
 from jaxembed.spec import ModelSpec
 
 # What transformers takes where a part does not say; sizes must be there.
@@ -50,9 +49,14 @@ def read_colpali(
     supported, and CheckpointError."""
     vlm = hf.get("vlm_config") or {}
     check_fields(f"{source / 'config.json'}, vlm_config", vlm, CONFIG_FIELDS)
-    text = _part(source, vlm, "text_config", "gemma", GEMMA_DEFAULTS)
+    text = GEMMA_DEFAULTS | read_part(
+        source, "text_config", vlm.get("text_config") or {}, ["gemma"]
+    )
     require(text, REQUIRED)
-    image = _part(source, vlm, "vision_config", "siglip_vision_model", VISION_TOWER_DEFAULTS)
+    seen = vlm.get("vision_config") or {}
+    image = VISION_TOWER_DEFAULTS | read_part(
+        source, "vision_config", seen, ["siglip_vision_model"]
+    )
     require(image, IMAGE_SIZES)
     rules = image_rules(source, image, SIGLIP)
     rows, columns = rules.grid
@@ -86,20 +90,6 @@ def read_colpali(
         *model.outline(name, revision),
         words.framed(before, pad * FILLERS + "\n", prompt),
     )
-
-
-def _part(
-    source: Path, vlm: Mapping[str, Any], key: str, kind: str, defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The config of one part with transformers' defaults. Raises UnsupportedModel for another kind
-    of part."""
-    given = {name: value for name, value in (vlm.get(key) or {}).items() if value is not None}
-    check_fields(f"{source / 'config.json'}, {key}", given, CONFIG_FIELDS)
-    if given.get("model_type", kind) != kind:
-        raise UnsupportedModel(
-            f"{key} of model_type {given['model_type']!r} is not supported; known: {kind}"
-        )
-    return {**defaults, **given}
 
 
 def _gemma_config(hf: dict[str, Any]) -> dict[str, Any]:

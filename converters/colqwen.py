@@ -13,7 +13,7 @@ from converters.dual import processor_fields
 from converters.field_types import CONFIG_FIELDS, check_fields
 from converters.heads import Layout, read_optional_json
 from converters.image_rules import read_rules
-from converters.page_words import FILLERS, PageFamily, PageModel, PageWords
+from converters.page_words import FILLERS, PageFamily, PageModel, PageWords, read_part
 from converters.qwen3 import qwen_windows
 from converters.qwen_vision import (
     SECOND,
@@ -141,18 +141,9 @@ def _image_rules(
 
 
 def _part(source: Path, vlm: Mapping[str, Any], key: str, kind: str) -> dict[str, Any]:
-    """The config of one part; that of texts may lie around it, in old files. Raises
-    UnsupportedModel for another kind of part."""
+    """The config of one part; that of texts may lie around it, in old files."""
     fields = vlm if key == "text_config" and vlm.get(key) is None else vlm.get(key) or {}
-    given = {name: value for name, value in fields.items() if value is not None}
-    check_fields(f"{source / 'config.json'}, {key}", given, CONFIG_FIELDS)
-    known = kind, f"{kind}_{key.removesuffix('_config')}"
-    if given.get("model_type", kind) not in known:
-        raise UnsupportedModel(
-            f"{key} of model_type {given['model_type']!r} is not supported; known: "
-            f"{', '.join(known)}"
-        )
-    return given
+    return read_part(source, key, fields, [kind, f"{kind}_{key.removesuffix('_config')}"])
 
 
 def _text_config(given: dict[str, Any]) -> dict[str, Any]:

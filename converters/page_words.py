@@ -1,6 +1,6 @@
 """What the converters of models that read pages share: their spec, and the words around inputs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,10 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from converters.field_types import CONFIG_FIELDS, check_fields
 from converters.heads import Layout, dense_rules, read_optional_json
 from converters.weights import Rule
-from jaxembed.errors import CheckpointError
+from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.outputs import OutputName
 from jaxembed.spec import DenseLayer, Head, ImageRules, ModelSpec, NormalizeLayer, PerToken
 
@@ -82,6 +83,21 @@ class PageModel:
             content_hash="",
         )
         return Layout(tower="", heads=heads, prompts=spec.prompts), spec
+
+
+def read_part(
+    source: Path, key: str, fields: Mapping[str, Any], known: Sequence[str]
+) -> dict[str, Any]:
+    """The fields of one part of config.json that are not null. Raises UnsupportedModel for a part
+    whose model_type is none of those known, the first of which is the default."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    check_fields(f"{source / 'config.json'}, {key}", given, CONFIG_FIELDS)
+    if given.get("model_type", known[0]) not in known:
+        raise UnsupportedModel(
+            f"{key} of model_type {given['model_type']!r} is not supported; known: "
+            f"{', '.join(known)}"
+        )
+    return given
 
 
 class PageWords:

@@ -109,3 +109,9 @@ def test_an_image_that_comes_as_a_text_is_refused(colpali, clip):
         answer = post(model, {"input": ["w1", URIS[0]]} | more, status=400)
         assert "is a data URI of an image; send it as an image" in str(answer)
         assert answer["error"]["param"] == "input[1]"
+
+
+def test_similarity_takes_no_text_for_a_page(colpali):
+    inputs = {"source_sentence": "w1", "sentences": ["w1 w2"]}
+    answer = post(colpali, {"inputs": inputs}, "/similarity", 422)
+    assert "are images, and its texts are queries" in str(answer)
