@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from jaxembed.inputs import Priority
@@ -60,8 +61,7 @@ class ScoreOptions:
     priority: Priority | None = None  # None: interactive where the request is small
 
 
-@dataclass(frozen=True)
-class Embeddings:
+class Embeddings(msgspec.Struct, frozen=True, eq=False):
     """The answer to a request, in input order."""
 
     values: WorkResult  # of each output asked for, cut, normalised and encoded as asked

@@ -23,7 +23,7 @@ from jaxembed.processors.text import Row, TextProcessor, Tokenized, characters
 from jaxembed.processors.tokenizer import SHORT_CHARACTERS, chunks
 from jaxembed.processors.windows import join_windows
 from jaxembed.request import Answer, Request, Run, mean
-from jaxembed.spec import ModelSpec, Task
+from jaxembed.spec import ModelSpec
 from jaxembed.telemetry import ANSWER_STAGES, Telemetry
 from jaxembed.tracing import TicketTrace, Trace, current_trace
 from jaxembed.work import Work, empty_result, join_results, join_work, work_of
@@ -44,7 +44,7 @@ class RequestRunner(ABC):
     def __init__(self, processor: Processor, telemetry: Telemetry, spec: ModelSpec):
         self._processor = processor
         self._telemetry = telemetry
-        self._series = _series(telemetry, spec.task)
+        self._inputs = telemetry.inputs["embed" if spec.task == "embed" else "predict"]
         self._stages = [telemetry.stage.labels(name) for name in ANSWER_STAGES]
         self._spec = spec
         self._closed = False
@@ -144,15 +144,7 @@ class RequestRunner(ABC):
         if tokenized.truncated:
             self._telemetry.truncated_inputs.inc(tokenized.truncated)
         self._telemetry.input_length.observe_many(tokenized.work.lengths.tolist())
-        done, succeeded, tokenization, queue, inference, duration = self._series
-        done.inc(count)
-        succeeded.inc(count)
-        each_s = run.tokenization_s / count
-        tokenization.observe_many([each_s] * count)
-        queue.observe_many(run.queue_s)
-        inference.observe_many(run.inference_s)
-        both = zip(run.queue_s, run.inference_s, strict=True)
-        duration.observe_many([each_s + queue_s + inference_s for queue_s, inference_s in both])
+        self._inputs.observe_many(run.tokenization_s / count, run.queue_s, run.inference_s)
         tokenized_stage, queue_stage, inference_stage = self._stages
         tokenized_stage.observe(run.tokenization_s)
         queue_stage.observe(mean(run.queue_s))
@@ -293,27 +285,6 @@ def runner_of(
         return HostRunner(processor, engine, telemetry, spec)
     assert isinstance(engine, EngineClient)
     return QueueRunner(processor, engine, telemetry, spec)
-
-
-def _series(telemetry: Telemetry, task: Task) -> tuple:
-    """The metrics of a task: two counters and four durations, as TEI names them."""
-    if task == "embed":
-        return (
-            telemetry.embed_count,
-            telemetry.embed_success,
-            telemetry.embed_tokenization,
-            telemetry.embed_queue,
-            telemetry.embed_inference,
-            telemetry.embed_duration,
-        )
-    return (
-        telemetry.predict_count,
-        telemetry.predict_success,
-        telemetry.predict_tokenization,
-        telemetry.predict_queue,
-        telemetry.predict_inference,
-        telemetry.predict_duration,
-    )
 
 
 def _is_one_job(items: Sequence) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from math import inf
 from typing import Literal, get_args
 
@@ -57,6 +58,16 @@ IMAGE_URI = "data:image/"  # how the data URI of an image begins
 NO_RANGES: Mapping[VectorKind, KeptRanges] = {}
 
 
+class _Form(msgspec.Struct, frozen=True):
+    """What all requests for embeddings with the same options have in common."""
+
+    options: EncodeOptions  # with the prompt of their adapter
+    rules: Rules
+    outputs: frozenset[OutputName]  # of the engine
+    route: str
+    adapter: int
+
+
 class Tasks:
     """Makes the requests to one model.
 
@@ -82,6 +93,8 @@ class Tasks:
         self._processor = processor
         self._text = text
         self._ranges = ranges
+        # Options come again and again; a prompt of a client could be long, so it is not kept.
+        self._usual_forms = lru_cache(maxsize=64)(self._form)
 
     def embed(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
         """The request for a vector of each input, and for the other outputs of the options.
@@ -89,35 +102,42 @@ class Tasks:
         Images are refused with a prompt, which is for texts.
         """
         check_task(self._name, self._spec, "embed")
-        self._check_outputs(options)
         if Image in map(type, inputs):
+            self._check_outputs(options)
             return self._embed_images(inputs, options)
         if self._takes_images:
             _check_texts(inputs)
-        options, adapter = self._with_prompt_of_adapter(options)
-        prompt = self._processor.prompt(options.prompt, options.prompt_name)
-        route, role = self._route(options), self._role(options)
-        if inputs and role == "document" and self._spec.image is not None:
+        form = (self._form if options.prompt else self._usual_forms)(options)
+        if inputs and form.rules.role == "document" and self._spec.image is not None:
             raise InvalidInput(
                 f"the documents of {self._name} are images, and its texts are queries; send images"
             )
+        return EncodeRequest(
+            inputs,
+            form.rules,
+            form.outputs,
+            options.priority,
+            form.options,
+            route=form.route,
+            adapter=form.adapter,
+            ranges=self.ranges(form.options, embedding_dtype(options.output_dtype)),
+        )
+
+    def _form(self, options: EncodeOptions) -> _Form:
+        """The form of requests with these options. Raises WrongTask and InvalidInput."""
+        self._check_outputs(options)
+        options, adapter = self._with_prompt_of_adapter(options)
+        prompt = self._processor.prompt(options.prompt, options.prompt_name)
+        route = self._route(options)
         rules = Rules(
             prompt,
             self._truncate(options),
             options.truncation_side,
             bare_ids=options.bare_ids,
-            role=role,
+            role=self._role(options),
         )
-        return EncodeRequest(
-            inputs,
-            rules,
-            self._computed(options.outputs, route),
-            options.priority,
-            options,
-            route=route,
-            adapter=adapter,
-            ranges=self.ranges(options, embedding_dtype(options.output_dtype)),
-        )
+        outputs = self._computed(options.outputs, route)
+        return _Form(options, rules, outputs, route, adapter)
 
     def check_images(self) -> None:
         """Raise WrongTask unless the model embeds images."""

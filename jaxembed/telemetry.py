@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -42,6 +43,9 @@ OF_THE_PROCESS = {
     "jaxembed_compile_cache_hits",
     "jaxembed_compile_seconds",
 }
+
+
+Observed = TypeVar("Observed")
 
 
 class Counter(Collector):
@@ -112,11 +116,16 @@ class BulkHistogram(Collector):
         """Count the values kept and some more, and return how many values each bucket has, and
         their sum."""
         with self._lock:
-            values = [*(self._kept.popleft() for _ in range(len(self._kept))), *more]
+            values = [*_taken(self._kept), *more]
             places = np.searchsorted(self._bounds, values, side="left")
             self._counts += np.bincount(places, minlength=len(self._counts))
             self._sum += sum(values)
             return self._counts.copy(), self._sum
+
+
+def _taken(kept: deque[Observed]) -> list[Observed]:
+    """What is in a deque, taken out of it; other threads may add to it."""
+    return [kept.popleft() for _ in range(len(kept))]
 
 
 Series = TypeVar("Series", Counter, BulkHistogram)
@@ -141,6 +150,59 @@ class Labelled(Collector, Generic[Series]):
         return families.values()
 
 
+class InputSeries(Collector):
+    """The answered inputs of one kind of task, as TEI counts them: their number, and four
+    histograms of the seconds that each took."""
+
+    def __init__(self, prefix: str, verb: str, participle: str):
+        """`prefix` is that of the names; the others are for the help texts."""
+        self._counters = (
+            Counter(f"{prefix}_count", f"Inputs to {verb}"),
+            Counter(f"{prefix}_success", f"Inputs {participle}"),
+        )
+        for counter in self._counters:
+            counter.set_function(lambda: self.count)
+        self._stages = [
+            BulkHistogram(f"{prefix}{name}_duration", text, DURATION_BUCKETS)
+            for name, text in (
+                ("_tokenization", "Seconds of tokenizing, by input"),
+                ("_queue", "Seconds in the queue, by input"),
+                ("_inference", "Seconds on the device, by input"),
+            )
+        ]
+        text = f"Seconds for an input to {verb}"
+        self._total = BulkHistogram(f"{prefix}_duration", text, DURATION_BUCKETS)
+        self._kept: deque[tuple[float, float, float]] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def count(self) -> int:
+        """The number of answered inputs."""
+        self._count_kept()
+        return self._total.totals()[0]
+
+    def observe_many(
+        self, tokenization_s: float, queue_s: Sequence[float], inference_s: Sequence[float]
+    ) -> None:
+        """Add answered inputs, which took the same time to tokenize."""
+        self._kept.extend(zip(repeat(tokenization_s), queue_s, inference_s, strict=False))
+        if len(self._kept) >= MOST_KEPT:
+            self._count_kept()
+
+    def _count_kept(self) -> None:
+        with self._lock:
+            rows = _taken(self._kept)
+        for stage, seconds in zip(self._stages, zip(*rows, strict=True), strict=False):
+            stage.observe_many(seconds)
+        self._total.observe_many([sum(row) for row in rows])
+
+    def collect(self) -> Iterable[Metric]:
+        """All series with the inputs observed until now."""
+        self._count_kept()
+        for series in (*self._counters, self._total, *self._stages):
+            yield from series.collect()
+
+
 class LengthCounts(Collector):
     """Counts inputs of each length exactly, and shows them as two histograms.
 
@@ -162,7 +224,7 @@ class LengthCounts(Collector):
     def _count_kept(self, more: Sequence[int] = ()) -> np.ndarray:
         """Count the lengths kept and some more, and return how many inputs each length has."""
         with self._lock:
-            lengths = [*(self._kept.popleft() for _ in range(len(self._kept))), *more]
+            lengths = [*_taken(self._kept), *more]
             np.add.at(self._counts, np.minimum(lengths, len(self._counts) - 1).astype(np.int64), 1)
             return self._counts.copy()
 
@@ -227,11 +289,12 @@ class Telemetry:
         self.request_failure = self._counters(
             "te_request_failure", "Requests refused or failed", "err", FAILURES
         )
-        self.embed_count = self._counter("te_embed_count", "Inputs to embed")
-        self.embed_success = self._counter("te_embed_success", "Inputs embedded")
-        self.predict_count = self._counter("te_predict_count", "Inputs to classify or score")
-        self.predict_success = self._counter("te_predict_success", "Inputs classified or scored")
-
+        self.inputs = {
+            "embed": InputSeries("te_embed", "embed", "embedded"),
+            "predict": InputSeries("te_predict", "classify or score", "classified or scored"),
+        }
+        for series in self.inputs.values():
+            self.registry.register(series)
         self.request_duration = self._duration("te_request_duration", "Seconds for a request")
         self.request_tokenization = self._duration(
             "te_request_tokenization_duration", "Seconds of tokenizing, mean over the inputs"
@@ -241,28 +304,6 @@ class Telemetry:
         )
         self.request_inference = self._duration(
             "te_request_inference_duration", "Seconds on the device, mean over the inputs"
-        )
-        self.embed_duration = self._duration("te_embed_duration", "Seconds for an input")
-        self.embed_tokenization = self._duration(
-            "te_embed_tokenization_duration", "Seconds of tokenizing, by input"
-        )
-        self.embed_queue = self._duration(
-            "te_embed_queue_duration", "Seconds in the queue, by input"
-        )
-        self.embed_inference = self._duration(
-            "te_embed_inference_duration", "Seconds on the device, by input"
-        )
-        self.predict_duration = self._duration(
-            "te_predict_duration", "Seconds for an input to classify or score"
-        )
-        self.predict_tokenization = self._duration(
-            "te_predict_tokenization_duration", "Seconds of tokenizing, by input"
-        )
-        self.predict_queue = self._duration(
-            "te_predict_queue_duration", "Seconds in the queue, by input"
-        )
-        self.predict_inference = self._duration(
-            "te_predict_inference_duration", "Seconds on the device, by input"
         )
         self.input_length = LengthCounts(max_input_tokens)
         self.registry.register(self.input_length)

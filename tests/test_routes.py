@@ -230,7 +230,7 @@ def test_openai_can_have_it_as_base64(routed, wanted):
 def test_the_headers_are_those_of_the_route(routed, monkeypatch):
     query = routed.engines["query"]
     other = replace(query, plan=replace(query.plan, dtype="bfloat16"))
-    monkeypatch.setitem(routed.engines, "query", other)
+    monkeypatch.setitem(routed.run_by, "query", other)
     for route, dtype in (("query", "bfloat16"), ("document", "float32")):
         body = {"inputs": TEXTS, "prompt_name": route}
         response, _ = ask(body, path="/embed", models=Models([routed]))
@@ -358,10 +358,10 @@ def test_the_doctor_examines_each_route(routed):
 
 
 def test_the_metrics_are_of_all_routes(routed):
-    done = count_of(routed.telemetry.embed_success)
+    done = routed.telemetry.inputs["embed"].count
     routed.encode_query(TEXTS)
     routed.encode_document(TEXTS)
-    assert count_of(routed.telemetry.embed_success) == done + 6
+    assert routed.telemetry.inputs["embed"].count == done + 6
     _, text = fetch("/metrics", models=Models([routed]))
     assert text.count(b"\nte_queue_size 0.0\n") == 1
 

@@ -41,7 +41,7 @@ def test_every_series_is_present_from_the_start():
 
 def test_counters_are_typed_counters_under_the_names_of_tei():
     telemetry = Telemetry()
-    telemetry.embed_count.inc(3)
+    telemetry.inputs["embed"].observe_many(0.5, [1.0] * 3, [2.0] * 3)
     text = telemetry.exposition().decode()
     assert "# TYPE te_embed_count counter" in text
     assert "\nte_embed_count 3.0\n" in text
@@ -105,7 +105,7 @@ def test_row_lengths_grow_by_an_eighth_at_most_or_by_eight_and_end_at_the_limit(
 
 def test_two_servers_count_apart():
     one, other = Telemetry(), Telemetry()
-    one.embed_count.inc()
+    one.inputs["embed"].observe_many(0.5, [1.0], [2.0])
     assert families(other)["te_embed_count"].samples[0].value == 0
 
 
@@ -170,6 +170,19 @@ def test_a_histogram_is_written_as_prometheus_client_writes_its_own(bounds, monk
         for histogram in (theirs, ours):
             histogram.labels("queue").observe(value)
     assert text_of(ours) == text_of(theirs)
+
+
+@pytest.mark.parametrize("count", [3, MOST_KEPT + 3])
+def test_inputs_have_a_time_in_each_stage_and_their_sum(count):
+    telemetry = Telemetry()
+    telemetry.inputs["predict"].observe_many(0.5, [1.0] * count, [2.0] * count)
+    found = families(telemetry)
+    for name, seconds in {"_tokenization": 0.5, "_queue": 1.0, "_inference": 2.0, "": 3.5}.items():
+        name = f"te_predict{name}_duration"
+        sums = {sample.name: sample.value for sample in found[name].samples if not sample.labels}
+        assert (sums[f"{name}_count"], sums[f"{name}_sum"]) == (count, count * seconds)
+    assert found["te_predict_success"].samples[0].value == count
+    assert telemetry.inputs["embed"].count == 0
 
 
 def text_of(collector) -> str:

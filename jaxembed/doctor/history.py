@@ -129,7 +129,7 @@ def _counts(telemetry: Telemetry) -> Counts:
     """Read the few metrics that findings need: reading all of them takes milliseconds."""
     counts = {
         "requests": _value(telemetry.request_count),
-        "inputs": _value(telemetry.embed_success) + _value(telemetry.predict_success),
+        "inputs": sum(float(series.count) for series in telemetry.inputs.values()),
         "refused": _value(telemetry.request_failure.labels("overloaded")),
         "truncated": _value(telemetry.truncated_inputs),
         "failed_batches": _value(telemetry.failed_batches),

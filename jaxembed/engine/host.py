@@ -17,7 +17,7 @@ from jaxembed.errors import BackendError, NotFinite
 from jaxembed.inputs import Priority
 from jaxembed.models.static import StaticModel
 from jaxembed.telemetry import Telemetry
-from jaxembed.work import SparseRows, Work, WorkResult
+from jaxembed.work import Ragged, SparseRows, Work, WorkResult
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +131,11 @@ class HostEngine:
 def _check_finite(values: WorkResult) -> None:
     """Raise NotFinite if an output holds NaN or infinity: the checkpoint is damaged."""
     for value in values.values():
-        arrays = (
-            value.values if isinstance(value, SparseRows) else [getattr(value, "values", value)]
-        )
-        # all() of an array takes twice as long
-        if any(np.count_nonzero(np.isfinite(array)) < array.size for array in arrays):
-            raise NotFinite("the result is not finite: verify the checkpoint")
+        if isinstance(value, SparseRows):
+            arrays = value.values
+        else:
+            arrays = (value.values,) if isinstance(value, Ragged) else (value,)
+        for array in arrays:
+            # all() of an array takes twice as long
+            if np.count_nonzero(np.isfinite(array)) < array.size:
+                raise NotFinite("the result is not finite: verify the checkpoint")
