@@ -327,6 +327,8 @@ def _join(parts: Sequence[Tokenized], request: Request) -> Tokenized:
     work = join_work([part.work for part in parts], request.outputs, request.adapter)
     if len(parts) == 1:
         (part,) = parts
+        if work is part.work:
+            return part
         return Tokenized(work, part.truncated, part.windows, part.chunked)
     truncated = sum([part.truncated for part in parts])
     windows = join_windows([part.windows for part in parts])

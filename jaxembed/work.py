@@ -129,6 +129,8 @@ def join_work(parts: Sequence[Work], outputs: frozenset[OutputName], adapter: in
     """The sequences of all parts, in order, as one request for these outputs with this adapter."""
     if len(parts) == 1:
         (part,) = parts
+        if part.outputs == outputs and part.adapter == adapter:
+            return part
         columns = part.planes, part.lengths, part.bounds, part.slots
         return Work(*columns, outputs, adapter, part.fillers)
     fillers = None
