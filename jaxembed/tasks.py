@@ -149,8 +149,10 @@ class Tasks:
         self.check_images()
         for name in ("prompt", "prompt_name", "route"):
             if getattr(options, name):
+                chosen = ", and an `input_type` or `task` that chose it" if name != "route" else ""
                 raise InvalidInput(
-                    f"`{name}` is for texts, and the request has images; leave it out", field=name
+                    f"`{name}` is for texts, and the request has images; leave it out{chosen}",
+                    field=name,
                 )
         images = [k for k, item in enumerate(inputs) if isinstance(item, Image)]
         others = [k for k, item in enumerate(inputs) if not isinstance(item, Image)]

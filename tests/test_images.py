@@ -108,6 +108,12 @@ def test_sixteen_bits_are_rounded_to_eight(form):
     np.testing.assert_array_equal(got[:, :, 0], [[0, 0, 1, 255], [1, 1, 128, 254]])
 
 
+def test_a_value_of_sixteen_bits_that_is_transparent_is_put_on_white():
+    wide = np.array([[1000, 1001, 2000, 1000]], np.uint16)
+    got = decode_image(saved(Image.fromarray(wide), "PNG", transparency=1000))
+    np.testing.assert_array_equal(got[:, :, 0], [[255, 4, 8, 255]])
+
+
 @pytest.mark.parametrize("form", ["GIF", "WEBP", "TIFF", "PNG"])
 def test_of_several_frames_the_first_is_taken(form):
     frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]

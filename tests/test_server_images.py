@@ -116,7 +116,7 @@ def test_a_message_of_texts(clip):
     ("body", "words"),
     [
         ({}, "`input` (or `messages`)"),
-        ({"input": ["w1"], "messages": [{"role": "user", "content": "w1"}]}, "(or `messages`)"),
+        ({"input": ["w1"], "messages": [{"role": "user", "content": "w1"}]}, "are both given"),
         ({"messages": [{"role": "system", "content": "w1"}]}, "one message of the role `user`"),
         ({"messages": [{"role": "user", "content": "w1"}] * 2}, "one message"),
         ({"messages": [{"role": "user", "content": ""}]}, "cannot be empty"),
@@ -167,6 +167,13 @@ def test_what_is_wrong_is_named(clip, body, words):
 )
 def test_typed_inputs_that_are_wrong(clip, one):
     post(clip, {"inputs": [one]}, "/embed", status=422)
+
+
+def test_the_image_at_fault_is_named_by_its_place(clip):
+    urls = URIS[0], "data:image/png;base64,AA"
+    typed = [{"type": "image", "url": url} for url in urls]
+    answer = post(clip, {"inputs": typed}, "/embed", status=422)
+    assert "`inputs[1]`: " in answer["error"]
 
 
 def test_a_model_of_texts_refuses_images_by_name_and_fetches_nothing(embedder, monkeypatch):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -133,6 +134,19 @@ def test_names_stand_for_files_in_order(tmp_path):
     ):
         with pytest.raises(ConfigError, match=words):
             names(given)
+
+
+def test_what_cannot_be_read_as_a_file_is_refused_and_not_passed_over(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(ConfigError, match=r"pipe\.txt is no regular file"):
+        input_files([str(tmp_path / "pipe.txt")])
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write(folder / "a.txt", ["a"])
+    (folder / "b.txt").symlink_to(tmp_path / "gone.txt")
+    for name in (str(folder), f"{folder}/*.txt"):
+        with pytest.raises(ConfigError, match=r"cannot read .*b\.txt: No such file"):
+            input_files([name])
 
 
 def test_types_are_those_of_the_file_or_of_the_first_rows(tmp_path):

@@ -9,6 +9,7 @@ import glob
 import gzip
 import io
 import json
+import stat
 import sys
 import zlib
 from collections import Counter
@@ -285,11 +286,11 @@ def _files(name: str, suffixes: Sequence[str]) -> list[InputFile]:
 def _paths(name: str, suffixes: Sequence[str]) -> list[Path]:
     path = Path(name).expanduser()
     if path.is_dir():
-        inside = [one for one in path.rglob("*") if one.is_file()]
+        inside = [one for one in path.rglob("*") if not one.is_dir()]
         return sorted(one for one in inside if _is_data(str(one.relative_to(path)), suffixes))
     if not path.exists() and WILD.intersection(name):
         matches = [Path(one) for one in glob.glob(str(path), recursive=True)]
-        return sorted(one for one in matches if one.is_file() and _is_data(one.name, suffixes))
+        return sorted(one for one in matches if not one.is_dir() and _is_data(one.name, suffixes))
     return [path]
 
 
@@ -313,6 +314,8 @@ def _local(path: Path, suffixes: Sequence[str]) -> InputFile:
         status = path.stat()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+        raise ConfigError(f"{path} is no regular file; what a program writes is read as -")
     return InputFile(str(path), status.st_size, str(status.st_mtime_ns))
 
 

@@ -20,6 +20,7 @@ READABLE = "a file of JPEG, PNG, WebP, GIF, BMP or TIFF"
 WIDE = ("I;16", "I;16L", "I;16B", "I;16N")  # modes of 16 bits
 UNBOUNDED = ("I", "F")  # modes whose values have no known range
 SHOWN_BYTES = 16
+WHITE_16 = 65_535
 PER_LEVEL = 257  # 16-bit values for each 8-bit one: 65,535 / 255
 
 
@@ -76,6 +77,8 @@ def colours_of(image: Any) -> np.ndarray:
     image = ImageOps.exif_transpose(image)
     if image.mode in WIDE:
         wide = np.asarray(image).astype(np.uint32)
+        if (transparent := image.info.get("transparency")) is not None:  # a value of a PNG
+            wide[wide == transparent] = WHITE_16
         image = Image.fromarray(((wide + PER_LEVEL // 2) // PER_LEVEL).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")

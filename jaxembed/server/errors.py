@@ -166,7 +166,9 @@ async def refuse(error: Exception) -> Response:
         current_meter().telemetry.request_failure.labels(rule.err).inc()
     dialect = dialect_of(request.path)
     field, place = _places(error)
-    message = _message(error, rule, field if dialect == "tei" else place)
+    # TEI's messages have no index, and it takes no images
+    is_as_tei = dialect == "tei" and not isinstance(error, InvalidImage | MediaUrlError)
+    message = _message(error, rule, field if is_as_tei else place)
     match dialect:
         case "openai":
             response = _openai(rule.openai_status, message, rule.openai_type, place, rule.code)

@@ -113,7 +113,9 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
                 f"`modality` of {self.modality!r} is not supported; known: text, image",
                 field="modality",
             )
-        if (self.input is msgspec.UNSET) == (not self.messages):
+        if self.input is not msgspec.UNSET and self.messages:
+            raise BadField("`input` and `messages` are both given; send one of them", field="input")
+        if self.input is msgspec.UNSET and not self.messages:
             raise BadField("Object missing required field `input` (or `messages`)", field="input")
         for field in ("embedding_type", "encoding_type"):
             if getattr(self, field) in BASE64:
