@@ -1,13 +1,15 @@
 """Turns images into encodings: their patches, decoded and resized in threads."""
 
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from jaxembed.errors import InvalidInput
+from jaxembed.errors import BackendError, InvalidInput
 from jaxembed.images.decode import MOST_PIXELS, decode_image, image_size, require_pillow
 from jaxembed.images.prepare import image_places, prepare_image, resized_size
 from jaxembed.inputs import Image, Input
@@ -18,28 +20,35 @@ from jaxembed.work import Encoding, work_of
 # Bytes that a pixel takes while it is decoded: its three colours, with transparency before and
 # after it is put on white, and a copy of its colours.
 DECODING_BYTES = 14
+# An image that holds at most so many pixels while it is decoded and resized waits for no larger;
+# one of 1920 by 1080 holds fewer.
+SMALL_PIXELS = 2_500_000
 WORD = np.dtype("<i4")  # as PackedTokens has the bytes of a patch
 
 
 class ImageProcessor:
     """Turns the images of a model into encodings. All threads share it.
 
-    Together they decode at most MOST_PIXELS at any time; others wait.
+    Images that hold more than SMALL_PIXELS have threads of their own, in which at most MOST_PIXELS
+    are held at any time, and others wait. A small image waits for small ones alone.
     """
 
     def __init__(self, spec: ModelSpec, workers: int):
-        """`workers` is the number of threads of `executor`. Raises ConfigError without Pillow."""
+        """`workers` is the number of threads for small images, and of those for others. Raises
+        ConfigError without Pillow."""
         require_pillow()
         assert spec.image is not None
         self._rules = spec.image
         self.limit = spec.max_input_tokens
         self._workers = workers
         self._room = _Room(MOST_PIXELS)
-        self.executor: Executor = ThreadPoolExecutor(workers, thread_name_prefix="decode")
+        self.executor: Executor = _DecodeThreads(workers)
 
     def encode(self, inputs: Sequence[Input], rules: Rules) -> Tokenized:
         """Decode and resize images in the calling thread. Raises InvalidImage for the first at
         fault, and InvalidInput for an input that is none."""
+        if _thread.is_for_small and any(map(self._is_large, inputs)):
+            raise _LargeError
         encodings: list[Encoding] = []
         try:
             for item in inputs:
@@ -57,15 +66,27 @@ class ImageProcessor:
 
     @property
     def job_bytes(self) -> int:
-        """The memory that a thread needs while it runs `encode`, in bytes: its share of that of
-        all."""
-        return DECODING_BYTES * MOST_PIXELS // self._workers
+        """The memory that a thread for small images needs while it runs `encode`, and one for
+        others: its share of that of all of them."""
+        return DECODING_BYTES * (SMALL_PIXELS + MOST_PIXELS // self._workers)
 
-    def _encode(self, item: Image) -> Encoding:
+    def _pixels(self, item: Image) -> int:
+        """The pixels that are held while an image is decoded and resized. Raises InvalidImage."""
         data = item.data
         height, width = image_size(data) if isinstance(data, bytes) else data.shape[:2]
         resized = resized_size(height, width, self._rules)
-        with self._room.taken(height * width + resized[0] * resized[1]):
+        return height * width + resized[0] * resized[1]
+
+    def _is_large(self, item: Input) -> bool:
+        """Whether an input is an image for the threads of large ones. One at fault is not."""
+        try:
+            return isinstance(item, Image) and self._pixels(item) > SMALL_PIXELS
+        except InvalidInput:
+            return False
+
+    def _encode(self, item: Image) -> Encoding:
+        data, pixels = item.data, self._pixels(item)
+        with self._room.taken(pixels if pixels > SMALL_PIXELS else 0):
             colours = decode_image(data) if isinstance(data, bytes) else data
             patches = prepare_image(colours, self._rules)
         before, after = self._rules.before, self._rules.after
@@ -82,6 +103,66 @@ class ImageProcessor:
 
 Processor = TextProcessor | ImageProcessor
 """What makes encodings of the inputs of a route: of texts, or of images."""
+
+
+class _Thread(threading.local):
+    """What the current thread is for."""
+
+    is_for_small = False
+
+
+_thread = _Thread()
+
+
+class _LargeError(Exception):
+    """A job with a large image is in a thread for small ones."""
+
+
+class _DecodeThreads(Executor):
+    """Threads for small images, and as many for large ones. A job begins among the small ones,
+    where its images are looked at, and goes on among the large ones if it has one of these."""
+
+    def __init__(self, workers: int):
+        is_for_small = partial(setattr, _thread, "is_for_small", True)
+        self._small = ThreadPoolExecutor(workers, "decode", is_for_small)
+        self._large = ThreadPoolExecutor(workers, "decode-large")
+
+    def submit(self, call: Callable, /, *arguments: Any, **named: Any) -> Future:
+        """Run a job in a thread. Raises RuntimeError after `shutdown`."""
+        answer: Future = Future()
+        self._small.submit(self._run_small, answer, partial(call, *arguments, **named))
+        return answer
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no further jobs, and no longer move those that began. With `wait` all are done
+        when it returns."""
+        for threads in (self._small, self._large):
+            threads.shutdown(wait, cancel_futures=cancel_futures)
+
+    def _run_small(self, answer: Future, job: Callable[[], Any]) -> None:
+        if answer.cancelled():
+            return
+        done: Future = Future()
+        try:
+            done.set_result(job())
+        except _LargeError:
+            try:
+                self._large.submit(_run, answer, job)
+                return
+            except RuntimeError:  # they were shut down
+                done.set_exception(BackendError("this Embedder is closed"))
+        except BaseException as error:
+            done.set_exception(error)
+        _run(answer, done.result)
+
+
+def _run(answer: Future, job: Callable[[], Any]) -> None:
+    """Answer with what a job returns or raises, unless the answer was cancelled."""
+    if answer.set_running_or_notify_cancel():
+        try:
+            answer.set_result(job())
+        except BaseException as error:
+            answer.set_exception(error)
 
 
 class _Room:

@@ -1,0 +1,126 @@
+"""The threads that decode images: what waits for what."""
+
+import threading
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+from conftest import TOWERS, tiny_spec
+from dual_sources import picture, png
+from fakes import WAIT_S
+
+from jaxembed.errors import BackendError, InvalidImage
+from jaxembed.inputs import Image
+from jaxembed.processors import images
+from jaxembed.processors.images import ImageProcessor
+from jaxembed.processors.text import Rules
+
+pytest.importorskip("PIL")
+
+SMALL, LARGE = png(picture(1, 20, 20)), png(picture(2, 60, 60))
+RULES = Rules("", truncate=True, side="right")
+
+
+class Gate:
+    """Decodes an image, a large one only after `open` is set. Counts those that are held."""
+
+    def __init__(self, decode):
+        self.open = threading.Event()
+        self.arrived = threading.Semaphore(0)
+        self.held = self.most_held = 0
+        self._decode = decode
+
+    def __call__(self, data: bytes) -> np.ndarray:
+        if data == LARGE:
+            self.held += 1
+            self.most_held = max(self.most_held, self.held)
+            self.arrived.release()
+            assert self.open.wait(WAIT_S)
+            self.held -= 1
+        return self._decode(data)
+
+
+@pytest.fixture(name="gate")
+def _gate(monkeypatch):
+    gate = Gate(images.decode_image)
+    monkeypatch.setattr(images, "decode_image", gate)
+    monkeypatch.setattr(images, "SMALL_PIXELS", 1000)
+    yield gate
+    gate.open.set()
+
+
+@pytest.fixture(name="make")
+def _make():
+    made: list[ImageProcessor] = []
+
+    def make(workers: int) -> ImageProcessor:
+        made.append(ImageProcessor(tiny_spec(**TOWERS["pages"]), workers))
+        return made[-1]
+
+    yield make
+    for processor in made:
+        processor.executor.shutdown(wait=False, cancel_futures=True)
+
+
+def job(processor: ImageProcessor, *files: bytes):
+    return processor.executor.submit(processor.encode, [Image(data) for data in files], RULES)
+
+
+def test_a_small_image_does_not_wait_for_large_ones(gate, make):
+    processor = make(2)
+    large = [job(processor, SMALL, LARGE) for _ in range(6)]
+    assert gate.arrived.acquire(timeout=WAIT_S)
+    assert len(job(processor, SMALL).result(WAIT_S).work) == 1
+    assert not any(one.done() for one in large)
+    gate.open.set()
+    wanted = processor.encode([Image(SMALL), Image(LARGE)], RULES).work
+    for one in large:
+        work = one.result(WAIT_S).work
+        np.testing.assert_array_equal(work.lengths, wanted.lengths)
+        np.testing.assert_array_equal(work.planes["pixels"], wanted.planes["pixels"])
+
+
+def test_large_images_share_their_room(gate, make, monkeypatch):
+    monkeypatch.setattr(images, "MOST_PIXELS", 2 * 60 * 60 + 1000)  # of two, with resized ones
+    processor = make(4)
+    large = [job(processor, LARGE) for _ in range(4)]
+    for _ in range(2):
+        assert gate.arrived.acquire(timeout=WAIT_S)
+    assert not gate.arrived.acquire(timeout=0.2)
+    gate.open.set()
+    for one in large:
+        one.result(WAIT_S)
+    assert gate.most_held == 2
+
+
+def test_the_first_image_at_fault_is_named_whatever_its_size(gate, make):
+    gate.open.set()
+    with pytest.raises(InvalidImage) as caught:
+        job(make(1), SMALL, LARGE, LARGE[:100], SMALL[:50]).result(WAIT_S)
+    assert caught.value.index == 2
+
+
+def test_a_large_image_that_waits_may_be_cancelled(gate, make):
+    processor = make(1)
+    first, second = job(processor, LARGE), job(processor, LARGE)
+    assert gate.arrived.acquire(timeout=WAIT_S)
+    assert second.cancel()
+    gate.open.set()
+    first.result(WAIT_S)
+    with pytest.raises(CancelledError):
+        second.result(WAIT_S)
+    assert len(job(processor, LARGE).result(WAIT_S).work) == 1
+
+
+def test_after_its_end_no_job_begins_and_none_is_left_without_an_answer(gate, make):
+    processor = make(1)
+    held = threading.Event()
+    blocking = processor.executor.submit(held.wait, WAIT_S)
+    large = job(processor, LARGE)
+    processor.executor.shutdown(wait=False)
+    with pytest.raises(RuntimeError):
+        job(processor, SMALL)
+    held.set()
+    assert blocking.result(WAIT_S)
+    with pytest.raises(BackendError, match="closed"):
+        large.result(WAIT_S)
