@@ -21,7 +21,7 @@ from jaxembed.inputs import Text
 from jaxembed.options import EncodeOptions
 from jaxembed.outputs import OutputName
 
-SMALL = EngineConfig(max_batch_tokens=64)
+SMALL = EngineConfig(devices=1, max_batch_tokens=64)
 TEXTS = ["hello world unhappy ab a", "world", "a hello", "a a a"]
 NAMES = {"cls_token": "[CLS]", "eos_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
 

@@ -40,7 +40,7 @@ def _embedder(files, tmp_path_factory):
         patch.setattr(weights, "torch_file", weights.safetensors_of)
         convert(files, folder / "model")
     (folder / "grid.json").write_text('{"buckets": [[2, 24]]}')
-    config = EngineConfig(buckets=folder / "grid.json", max_batch_tokens=48)
+    config = EngineConfig(devices=1, buckets=folder / "grid.json", max_batch_tokens=48)
     with Embedder(str(folder / "model"), cache_dir=folder / "cache", config=config) as embedder:
         yield embedder
 

@@ -32,8 +32,8 @@ HEADS = {
     "three independent labels": make.Head(THREE, "multi_label_classification"),
 }
 SCORING = [name for name, family in FAMILIES.items() if family.classifier]
-REAL = [("bert", "384x6"), ("xlm_roberta", "768x12")]
-LARGE = [("mpnet", "768x12"), ("gte", "768x12")]
+REAL = [("bert", "384x6"), ("xlm_roberta", "1024x2")]
+LARGE = [("xlm_roberta", "768x12"), ("mpnet", "768x12"), ("gte", "768x12")]
 # What families share, as how labels are read, is compared with one of them.
 CASES = {
     **{f"bert-{name}": ("bert", "tiny", head) for name, head in HEADS.items()},

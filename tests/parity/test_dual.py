@@ -220,7 +220,7 @@ def test_vectors_are_those_of_transformers(tmp_path, kind, size):
     images = [
         Image.fromarray(draw.integers(0, 256, (*sides, 3), dtype=np.uint8)) for sides in sizes
     ]
-    config = EngineConfig(dtype="float32", max_batch_tokens=1024)
+    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=1024)
     with Embedder(str(tmp_path / "model"), cache_dir=tmp_path / "cache", config=config) as ours:
         got_images, got_texts = ours.encode(images=images), ours.encode(TEXTS)
     for got, wanted in (

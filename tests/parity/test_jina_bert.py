@@ -3,6 +3,7 @@
 import gc
 
 import numpy as np
+import pytest
 from golden import make
 from golden.families import FAMILIES, class_of
 
@@ -39,15 +40,16 @@ def encodings(lengths: list[int]) -> list[Encoding]:
     ]
 
 
-def test_hidden_states_and_vectors_agree_to_8192_tokens(tmp_path, make_embedder, note):
-    family, inputs = FAMILIES["jina_bert"], encodings([*SHORT, LIMIT])
-    make.save_tower(family, tmp_path, **SIZES | EMBEDDER)
+@pytest.mark.parametrize("limit", [2304, pytest.param(LIMIT, marks=pytest.mark.slow)])
+def test_hidden_states_and_vectors_agree_to_the_limit(limit, tmp_path, make_embedder, note):
+    family, inputs = FAMILIES["jina_bert"], encodings([*SHORT, limit])
+    make.save_tower(family, tmp_path, **SIZES | EMBEDDER | {"max_position_embeddings": limit})
     tower = class_of(family.tower).from_pretrained(tmp_path).eval()
     wanted = [make.hidden_states(tower, one.ids, one.types) for one in inputs]
     del tower
     gc.collect()
     make.publish(family, tmp_path)
-    embedder = make_embedder(tmp_path, [(1, LIMIT)])
+    embedder = make_embedder(tmp_path, [(1, limit)])
     got = embedder.engine.submit(work_of(inputs, OUTPUTS)).result()
     apart = max(relative(*pair) for pair in zip(got["tokens"], wanted, strict=True))
     far = relative(got["dense"], np.stack([one.mean(axis=0) for one in wanted]))
@@ -66,7 +68,7 @@ def test_logits_of_the_rerankers_width_agree(tmp_path, make_embedder, note):
     scorer = make.load_scorer(tmp_path).model.eval()
     wanted = np.stack([make.logits(scorer, one.ids, one.types) for one in inputs])
     make.publish(FAMILIES[case.family], tmp_path)
-    embedder = make_embedder(tmp_path, [(2, limit)])
+    embedder = make_embedder(tmp_path, [(1, limit)])
     got = embedder.engine.submit(work_of(inputs, LOGITS)).result()["logits"]
     embedder.close()
     apart = float(np.abs(got - wanted).max() / np.abs(wanted).max())

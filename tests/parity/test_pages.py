@@ -82,7 +82,7 @@ def test_vectors_are_those_of_transformers(saved, tmp_path):
     images = [
         Image.fromarray(draw.integers(0, 256, (*sides, 3), dtype=np.uint8)) for sides in SIZES
     ]
-    config = EngineConfig(dtype="float32", max_batch_tokens=512)
+    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=512)
     with Embedder(str(folder), cache_dir=tmp_path, config=config) as ours:
         got = list(ours.encode_multi([*QUERIES, *images]))
     asked = [processor.process_queries([text], return_tensors="pt") for text in QUERIES]

@@ -280,6 +280,8 @@ SLOW = {
     ("xlm_roberta", "768x12"),
     ("gemma2", "3584x2"),
     ("jina_bert", "768x12"),
+    ("mistral", "4096x1"),
+    ("ministral3", "3072x1"),
     ("modernbert", "768x22"),  # whose first four layers test_modernbert has
     *DEEP,
 }
