@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import structs
 
 from jaxembed.engine.admission import Cost
 from jaxembed.engine.bucket import Bucket
@@ -228,7 +227,7 @@ class MixedRequest(EncodeRequest):
         if ids is not None:
             ids = Ragged(ids, first.multi_vector.offsets).ordered(order).values
         num_tokens = first.num_tokens[order]
-        return structs.replace(first, values=values, num_tokens=num_tokens, vector_ids=ids)
+        return msgspec.structs.replace(first, values=values, num_tokens=num_tokens, vector_ids=ids)
 
 
 @dataclass(frozen=True)
@@ -243,7 +242,7 @@ class ComparedRequest(EncodeRequest):
 
     def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
         """The outputs of each document, or of each of its windows."""
-        return structs.replace(super().finish(spec, run), windows=run.tokenized.windows)
+        return msgspec.structs.replace(super().finish(spec, run), windows=run.tokenized.windows)
 
 
 @dataclass(frozen=True)
@@ -263,7 +262,7 @@ class LateRequest(EncodeRequest):
         if len(dense):
             dense = pool_slots(dense, run.tokenized.work.bounds, chunked)
         answer = super().finish(spec, msgspec.structs.replace(run, values={"dense": dense}))
-        return structs.replace(answer, num_tokens=chunked.tokens, chunked=chunked)
+        return msgspec.structs.replace(answer, num_tokens=chunked.tokens, chunked=chunked)
 
     def inputs(self) -> Sequence[Input]:
         """The texts without their chunks."""

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import json
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -381,7 +380,7 @@ def test_weights_of_more_terms_than_texts_have_are_counted_once_they_are_known(e
     answer = embedder.run(request)
     assert request.excess_bytes(answer) == 0
     row = [np.arange(1000, dtype=np.int32)], [np.ones(1000, np.float32)]
-    many = replace(answer, values={"sparse": SparseRows(1000, *row)})
+    many = msgspec.structs.replace(answer, values={"sparse": SparseRows(1000, *row)})
     usual = TERMS_A_TOKEN * int(answer.num_tokens.sum())
     assert request.excess_bytes(many) == TERM_BYTES * (1000 - usual)
 
