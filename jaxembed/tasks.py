@@ -61,7 +61,6 @@ NO_RANGES: Mapping[VectorKind, KeptRanges] = {}
 class _Form(msgspec.Struct, frozen=True):
     """What all requests for embeddings with the same options have in common."""
 
-    options: EncodeOptions  # with the prompt of their adapter
     rules: Rules
     outputs: frozenset[OutputName]  # of the engine
     route: str
@@ -107,6 +106,7 @@ class Tasks:
             return self._embed_images(inputs, options)
         if self._takes_images:
             _check_texts(inputs)
+        dtype = embedding_dtype(options.output_dtype)
         form = (self._form if options.prompt else self._usual_forms)(options)
         if inputs and form.rules.role == "document" and self._spec.image is not None:
             raise InvalidInput(
@@ -117,10 +117,10 @@ class Tasks:
             form.rules,
             form.outputs,
             options.priority,
-            form.options,
+            options,
             route=form.route,
             adapter=form.adapter,
-            ranges=self.ranges(form.options, embedding_dtype(options.output_dtype)),
+            ranges=self.ranges(options, dtype),
         )
 
     def _form(self, options: EncodeOptions) -> _Form:
@@ -137,7 +137,7 @@ class Tasks:
             role=self._role(options),
         )
         outputs = self._computed(options.outputs, route)
-        return _Form(options, rules, outputs, route, adapter)
+        return _Form(rules, outputs, route, adapter)
 
     def check_images(self) -> None:
         """Raise WrongTask unless the model embeds images."""

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -185,16 +184,24 @@ class InputSeries(Collector):
         self, tokenization_s: float, queue_s: Sequence[float], inference_s: Sequence[float]
     ) -> None:
         """Add answered inputs, which took the same time to tokenize."""
-        self._kept.extend(zip(repeat(tokenization_s), queue_s, inference_s, strict=False))
+        count = len(queue_s)
+        if count >= MOST_KEPT:
+            self._count([tokenization_s] * count, queue_s, inference_s)
+            return
+        self._kept.extend(zip([tokenization_s] * count, queue_s, inference_s, strict=True))
         if len(self._kept) >= MOST_KEPT:
             self._count_kept()
 
     def _count_kept(self) -> None:
         with self._lock:
             rows = _taken(self._kept)
-        for stage, seconds in zip(self._stages, zip(*rows, strict=True), strict=False):
-            stage.observe_many(seconds)
-        self._total.observe_many([sum(row) for row in rows])
+        if rows:
+            self._count(*zip(*rows, strict=True))
+
+    def _count(self, *seconds: Sequence[float]) -> None:
+        for stage, some in zip(self._stages, seconds, strict=True):
+            stage.observe_many(some)
+        self._total.observe_many(list(map(sum, zip(*seconds, strict=True))))
 
     def collect(self) -> Iterable[Metric]:
         """All series with the inputs observed until now."""

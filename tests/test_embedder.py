@@ -143,6 +143,12 @@ def test_no_texts_give_no_vectors(embedder):
     assert asyncio.run(embedder.encode_async([])).shape == (0, 32)
 
 
+def test_options_that_are_equal_and_of_other_types_are_not_mixed_up(embedder):
+    with pytest.raises(TypeError):
+        embedder.encode("the cat", dimensions=8.0)
+    assert embedder.encode("the cat", dimensions=8).shape == (8,)
+
+
 def test_queries_and_documents_get_their_prompts(embedder):
     """The tiny checkpoint has prompts for `query` and `passage`."""
     query, document, plain = (

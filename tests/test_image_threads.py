@@ -1,13 +1,15 @@
 """The threads that decode images: what waits for what."""
 
+import gc
 import threading
+import weakref
 from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
 from conftest import TOWERS, tiny_spec
 from dual_sources import picture, png
-from fakes import WAIT_S
+from fakes import WAIT_S, until
 
 from jaxembed.errors import BackendError, InvalidImage
 from jaxembed.inputs import Image
@@ -59,7 +61,7 @@ def _make():
 
     yield make
     for processor in made:
-        processor.executor.shutdown(wait=False, cancel_futures=True)
+        processor.executor.shutdown(wait=False)
 
 
 def job(processor: ImageProcessor, *files: bytes):
@@ -110,6 +112,33 @@ def test_a_large_image_that_waits_may_be_cancelled(gate, make):
     with pytest.raises(CancelledError):
         second.result(WAIT_S)
     assert len(job(processor, LARGE).result(WAIT_S).work) == 1
+
+
+@pytest.mark.parametrize("file", [SMALL[:50], LARGE])
+def test_a_job_that_fails_leaves_nothing_in_memory(gate, make, file):
+    gate.open.set()
+    processor = make(1)
+
+    class Arguments:
+        def __init__(self, data: bytes):
+            self.inputs = [Image(data)]
+
+    def run(arguments: Arguments) -> None:
+        processor.encode(arguments.inputs, RULES)
+        raise InvalidImage("it is refused later")
+
+    arguments = Arguments(file)
+    seen = weakref.ref(arguments)
+    gc.disable()
+    try:
+        answer = processor.executor.submit(run, arguments)
+        del arguments
+        assert "it is refused later" in str(answer.exception(WAIT_S)) or file != LARGE
+        del answer
+        processor.executor.submit(int).result(WAIT_S)  # the thread has let go of the job before
+        until(lambda: seen() is None)
+    finally:
+        gc.enable()
 
 
 def test_after_its_end_no_job_begins_and_none_is_left_without_an_answer(gate, make):

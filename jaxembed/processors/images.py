@@ -29,8 +29,8 @@ WORD = np.dtype("<i4")  # as PackedTokens has the bytes of a patch
 class ImageProcessor:
     """Turns the images of a model into encodings. All threads share it.
 
-    Images that hold more than SMALL_PIXELS have threads of their own, in which at most MOST_PIXELS
-    are held at any time, and others wait. A small image waits for small ones alone.
+    Jobs with an image that holds more than SMALL_PIXELS have threads of their own, in which at most
+    MOST_PIXELS are held at any time, and others wait. A job of small images waits for none of them.
     """
 
     def __init__(self, spec: ModelSpec, workers: int):
@@ -47,14 +47,15 @@ class ImageProcessor:
     def encode(self, inputs: Sequence[Input], rules: Rules) -> Tokenized:
         """Decode and resize images in the calling thread. Raises InvalidImage for the first at
         fault, and InvalidInput for an input that is none."""
-        if _thread.is_for_small and any(map(self._is_large, inputs)):
+        held = [self._held_pixels(item) for item in inputs]
+        if _thread.is_for_small and any(one is not None and one > SMALL_PIXELS for one in held):
             raise _LargeError
         encodings: list[Encoding] = []
         try:
-            for item in inputs:
+            for item, pixels in zip(inputs, held, strict=True):
                 if not isinstance(item, Image):
                     raise InvalidInput("the input is no image, and this is the tower of images")
-                encodings.append(self._encode(item))
+                encodings.append(self._encode(item, pixels or self._pixels(item)))
         except InvalidInput as error:
             error.index = len(encodings)
             raise
@@ -77,16 +78,16 @@ class ImageProcessor:
         resized = resized_size(height, width, self._rules)
         return height * width + resized[0] * resized[1]
 
-    def _is_large(self, item: Input) -> bool:
-        """Whether an input is an image for the threads of large ones. One at fault is not."""
+    def _held_pixels(self, item: Input) -> int | None:
+        """As `_pixels`; None for an input at fault, whose turn comes after those before it."""
         try:
-            return isinstance(item, Image) and self._pixels(item) > SMALL_PIXELS
+            return self._pixels(item) if isinstance(item, Image) else None
         except InvalidInput:
-            return False
+            return None
 
-    def _encode(self, item: Image) -> Encoding:
-        data, pixels = item.data, self._pixels(item)
-        with self._room.taken(pixels if pixels > SMALL_PIXELS else 0):
+    def _encode(self, item: Image, held: int) -> Encoding:
+        data = item.data
+        with self._room.taken(0 if _thread.is_for_small else held):
             colours = decode_image(data) if isinstance(data, bytes) else data
             patches = prepare_image(colours, self._rules)
         before, after = self._rules.before, self._rules.after
@@ -130,39 +131,68 @@ class _DecodeThreads(Executor):
     def submit(self, call: Callable, /, *arguments: Any, **named: Any) -> Future:
         """Run a job in a thread. Raises RuntimeError after `shutdown`."""
         answer: Future = Future()
-        self._small.submit(self._run_small, answer, partial(call, *arguments, **named))
+        self._small.submit(self._run_small, [answer, partial(call, *arguments, **named)])
         return answer
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no further jobs, and no longer move those that began. With `wait` all are done
-        when it returns."""
-        for threads in (self._small, self._large):
-            threads.shutdown(wait, cancel_futures=cancel_futures)
+        """Take no further jobs. With `wait` all are done when it returns; without, those that are
+        not among the large ones yet and belong there fail. `cancel_futures` is not served: whoever
+        was given an answer may cancel it."""
+        self._small.shutdown(wait)
+        self._large.shutdown(wait)
 
-    def _run_small(self, answer: Future, job: Callable[[], Any]) -> None:
+    def _run_small(self, task: list[Any]) -> None:
+        """Run the job of a task, whose answer comes before it."""
+        answer, job = _taken(task)
         if answer.cancelled():
+            answer.set_running_or_notify_cancel()
             return
-        done: Future = Future()
         try:
-            done.set_result(job())
+            result = job()
         except _LargeError:
-            try:
-                self._large.submit(_run, answer, job)
-                return
-            except RuntimeError:  # they were shut down
-                done.set_exception(BackendError("this Embedder is closed"))
+            self._move(answer, job)
         except BaseException as error:
-            done.set_exception(error)
-        _run(answer, done.result)
+            _settle(answer, error=error)
+        else:
+            _settle(answer, result)
+        finally:
+            del answer, job
 
-
-def _run(answer: Future, job: Callable[[], Any]) -> None:
-    """Answer with what a job returns or raises, unless the answer was cancelled."""
-    if answer.set_running_or_notify_cancel():
+    def _move(self, answer: Future, job: Callable[[], Any]) -> None:
         try:
-            answer.set_result(job())
-        except BaseException as error:
-            answer.set_exception(error)
+            self._large.submit(_run_large, [answer, job])
+        except RuntimeError:  # they were shut down
+            _settle(answer, error=BackendError("this Embedder is closed"))
+
+
+def _run_large(task: list[Any]) -> None:
+    answer, job = _taken(task)
+    if not answer.set_running_or_notify_cancel():
+        return
+    try:
+        answer.set_result(job())
+    except BaseException as error:
+        answer.set_exception(error)
+    finally:
+        del answer, job
+
+
+def _taken(task: list[Any]) -> tuple[Future, Callable[[], Any]]:
+    """An answer and its job, taken out of a task: an error keeps the frames that it went through
+    and those below, and the answer keeps the error."""
+    answer, job = task
+    task.clear()
+    return answer, job
+
+
+def _settle(answer: Future, result: Any = None, *, error: BaseException | None = None) -> None:
+    """Answer with a result or an error, unless the answer was cancelled."""
+    if not answer.set_running_or_notify_cancel():
+        return
+    if error is None:
+        answer.set_result(result)
+    else:
+        answer.set_exception(error)
 
 
 class _Room:
