@@ -149,9 +149,9 @@ class Tasks:
         self.check_images()
         for name in ("prompt", "prompt_name", "route"):
             if getattr(options, name):
-                chosen = ", and an `input_type` or `task` that chose it" if name != "route" else ""
                 raise InvalidInput(
-                    f"`{name}` is for texts, and the request has images; leave it out{chosen}",
+                    f"`{name}` is for texts, and the request has images; leave it out, with "
+                    "any `input_type` or `task` that chose it",
                     field=name,
                 )
         images = [k for k, item in enumerate(inputs) if isinstance(item, Image)]

@@ -45,7 +45,7 @@ def wrong(query, key, value, segments, sight, slots):
 
 
 def failing(query, key, value, segments, sight, slots):
-    raise NotImplementedError("no such instruction\nand a long story")
+    raise RuntimeError("no such instruction\nand a long story")
 
 
 def kernel(attend, name="mine", refuses=lambda call, length: None):
@@ -149,7 +149,7 @@ def test_a_kernel_that_fails_or_is_not_installed_is_named_with_its_reason():
     assert not choice.taken
     assert choice.refused == {
         "absent": "ImportError: No module named 'dew_flash_attn'",
-        "broken": "rows of 128: NotImplementedError: no such instruction",
+        "broken": "rows of 128: RuntimeError: no such instruction",
         "picky": "rows of 128: 128 tokens are too few",
     }
 

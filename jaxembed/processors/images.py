@@ -20,8 +20,8 @@ from jaxembed.work import Encoding, work_of
 # Bytes that a pixel takes while it is decoded: its three colours, with transparency before and
 # after it is put on white, and a copy of its colours.
 DECODING_BYTES = 14
-# An image that holds at most so many pixels while it is decoded and resized waits for no larger;
-# one of 1920 by 1080 holds fewer.
+# A job whose images each hold at most so many pixels while they are decoded and resized waits for
+# no larger image. One of 1920 by 1080 holds fewer.
 SMALL_PIXELS = 2_500_000
 WORD = np.dtype("<i4")  # as PackedTokens has the bytes of a patch
 
@@ -131,7 +131,7 @@ class _DecodeThreads(Executor):
     def submit(self, call: Callable, /, *arguments: Any, **named: Any) -> Future:
         """Run a job in a thread. Raises RuntimeError after `shutdown`."""
         answer: Future = Future()
-        self._small.submit(self._run_small, [answer, partial(call, *arguments, **named)])
+        self._small.submit(self._run, [answer, partial(call, *arguments, **named)])
         return answer
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -141,45 +141,28 @@ class _DecodeThreads(Executor):
         self._small.shutdown(wait)
         self._large.shutdown(wait)
 
-    def _run_small(self, task: list[Any]) -> None:
-        """Run the job of a task, whose answer comes before it."""
+    def _run(self, task: list[Any]) -> None:
+        """Run the job of a task, unless its answer was cancelled."""
         answer, job = _taken(task)
-        if answer.cancelled():
-            answer.set_running_or_notify_cancel()
-            return
         try:
-            result = job()
+            _settle(answer, None if answer.cancelled() else job())
         except _LargeError:
             self._move(answer, job)
         except BaseException as error:
             _settle(answer, error=error)
-        else:
-            _settle(answer, result)
         finally:
-            del answer, job
+            del answer, job  # the frames that an error keeps must not lead back to the answer
 
     def _move(self, answer: Future, job: Callable[[], Any]) -> None:
         try:
-            self._large.submit(_run_large, [answer, job])
+            self._large.submit(self._run, [answer, job])
         except RuntimeError:  # they were shut down
             _settle(answer, error=BackendError("this Embedder is closed"))
 
 
-def _run_large(task: list[Any]) -> None:
-    answer, job = _taken(task)
-    if not answer.set_running_or_notify_cancel():
-        return
-    try:
-        answer.set_result(job())
-    except BaseException as error:
-        answer.set_exception(error)
-    finally:
-        del answer, job
-
-
 def _taken(task: list[Any]) -> tuple[Future, Callable[[], Any]]:
-    """An answer and its job, taken out of a task: an error keeps the frames that it went through
-    and those below, and the answer keeps the error."""
+    """The answer and the job of a task, which holds them no longer: an answer keeps its error, and
+    that keeps the frames it went through and the thread's below them, in which the task is."""
     answer, job = task
     task.clear()
     return answer, job

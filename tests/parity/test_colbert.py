@@ -1,7 +1,7 @@
 """Models that compare texts token by token against sentence-transformers' MultiVectorEncoder."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from golden.colbert import STANFORD_MARKERS, Saved, save
 from jaxembed import Embedder
 from jaxembed.inputs import Text
 from jaxembed.options import EncodeOptions
+from jaxembed.processors.prompts import Role
 from jaxembed.spec import PerToken
 from jaxembed.work import Encoding
 from parity import sentences
@@ -20,6 +21,7 @@ from parity.reference import relative
 TOLERANCE = 1e-5  # of vectors: float32, sums in another order
 HIDDEN_TOLERANCE = 1e-4  # of hidden states, which no norm of vectors evens out
 BUCKETS = [(4, 32), (1, 64)]
+ROLES: tuple[Role, ...] = ("query", "document")
 TEXTS = [
     *make.TEXTS,
     "the cat, the dog. what? is: it!",
@@ -63,7 +65,7 @@ MODELS = {
 
 
 def computed(
-    embedder: Embedder, texts: Sequence[str], role: Literal["query", "document"]
+    embedder: Embedder, texts: Sequence[str], role: Role
 ) -> tuple[list[Encoding], dict[str, Any]]:
     """The encodings of some texts of a role, and what the engine makes of them."""
     tasks, inputs = embedder.tasks, [Text(text) for text in texts]
@@ -87,17 +89,14 @@ def test_texts_have_the_vectors_of_sentence_transformers(name, tmp_path, make_em
     """Its ids, hidden states and vectors, of all texts in one batch and of each alone."""
     reference = save(MODELS[name], tmp_path / "model")
     embedder = make_embedder(tmp_path / "model", BUCKETS)
-    roles: tuple[Literal["query", "document"], ...] = ("query", "document")
-    for role in roles:
+    for role in ROLES:
         apart, hidden_apart = distances(reference, embedder, role)
         note(f"{role}: vectors within {apart:.1e}, hidden states {hidden_apart:.1e}")
         assert apart < TOLERANCE
         assert hidden_apart < HIDDEN_TOLERANCE
 
 
-def distances(
-    reference: Any, embedder: Embedder, role: Literal["query", "document"]
-) -> tuple[float, float]:
+def distances(reference: Any, embedder: Embedder, role: Role) -> tuple[float, float]:
     """The largest relative distances of vectors and of hidden states."""
     encode = {"query": reference.encode_query, "document": reference.encode_document}[role]
     wanted = encode(TEXTS, show_progress_bar=False, convert_to_numpy=True, batch_size=4)

@@ -274,7 +274,7 @@ def ragged(config: Any, limit: int) -> list[Encoding]:
     ]
 
 
-# Each takes a minute or more, and differs from a smaller one of its family by size alone.
+# Each takes about a minute or more, and differs from a smaller one of its family by size alone.
 SLOW = {
     ("bert", "768x12"),
     ("xlm_roberta", "768x12"),
