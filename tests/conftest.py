@@ -294,13 +294,21 @@ _WIDER = {
     "num_key_heads": 1,
     "head_width": 32,
     "intermediate_size": 96,
+    "out_size": 64,
+    "rope_sections": [4, 8, 4],
 }
-WIDER_TOWERS: dict[str, dict[str, Any]] = {
-    name: {
-        "architecture": tower["architecture"],
-        "config": {key: _WIDER.get(key, value) for key, value in tower["config"].items()},
-        "hidden_size": 64,
+
+
+def _widened(config: dict[str, Any]) -> dict[str, Any]:
+    """A tower's config, and that of its tower of images, with other sizes."""
+    return {
+        key: _widened(value) if key == "image" else _WIDER.get(key, value)
+        for key, value in config.items()
     }
+
+
+WIDER_TOWERS: dict[str, dict[str, Any]] = {
+    name: tower | {"config": _widened(tower["config"]), "hidden_size": 64}
     for name, tower in TOWERS.items()
 }
 
