@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import json
+import random
 import tracemalloc
 from array import array
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -174,6 +176,40 @@ def test_slices_refuse_what_one_call_refuses(tiny, kind, data):
         st.sampled_from([b"", b",", b'"', b"\\", b"]", b"}", b"[", b"\xff", b" ", b"0"])
     )
     assert_same_outcome(body[:i] + part + body[i + 1 :], kind)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"inputs": ["", "", 13927222515924992]',
+        b'{"inputs": [4294967296], "inputs": "a"}',
+        b'{"inputs": [1, 4294967296], "inputs": [2]}',
+        b'{"inputs": [4294967296], "x": "\xff"}',
+        b'{"inputs": [4294967296], "x": ' + b"[" * 5000,
+    ],
+)
+def test_a_number_out_of_range_before_another_fault_is_refused(data):
+    with pytest.raises((BadField, BadJson)):
+        run(data, EmbedRequest, at_once=AT_ONCE)
+
+
+def test_bodies_that_are_cut_are_refused():
+    """By the errors that have an answer: any other would be a 500."""
+    draw = random.Random(5)
+    numbers = (7, -1, 2**32, 2**70, 1.5)
+    values = ("", "a", True, None, *numbers, {"text": "a"}, ["a"], [1, 2], [2**32], [["a", 1]])
+    for _ in range(10_000):
+        kind = draw.choice(KINDS)
+        names = [*(field.name for field in msgspec.structs.fields(kind)), "other"]
+        body = {
+            name: draw.choices(values, k=draw.randrange(4)) if draw.random() < 0.6 else value
+            for name, value in ((name, draw.choice(values)) for name in names)
+            if draw.random() < 0.7
+        }
+        data = json.dumps(body).encode()
+        data = data[: draw.randrange(len(data) + 1)]
+        with suppress(BadField, BadJson):
+            run(data, kind, at_once=draw.choice((0, AT_ONCE)))
 
 
 def test_token_ids_come_as_arrays_if_they_are_many():

@@ -12,7 +12,7 @@ import gc
 import re
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
@@ -40,6 +40,8 @@ _Kind = TypeVar("_Kind")
 _COMMA, _QUOTE = b',"'
 _STRUCTURAL = bytes(byte in b'"[]{},' for byte in range(256))
 _STEPS = np.array([(byte in b"[{") - (byte in b"]}") for byte in range(256)], np.int8)
+# Raised where a path leads nowhere: the body is not JSON after all, or another value is there.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IndexError)
 _OPENER = re.compile(rb"[ \t\r\n]*+(.?)", re.DOTALL)
 
 
@@ -327,7 +329,8 @@ def _bad_field(
     if found := re.search(r" - at `\$([^`]*)`$", message):
         words, path = message[: found.start()], found[1]
     if words.startswith(("Expected `int` <=", "Expected `int` >=")):
-        words += f", got {_shown_at(path, data)}"
+        with suppress(*_UNREADABLE):
+            words += f", got {_shown_at(path, data)}"
     if first:
         path = re.sub(r"^\[(\d+)\]", lambda index: f"[{first + int(index[1])}]", path)
     place += path
@@ -340,7 +343,11 @@ def _bad_field(
 
 def _shown_at(path: str, data: bytes | bytearray | memoryview | msgspec.Raw) -> str:
     """The JSON of the value at a path such as `.inputs[3][0]`, cut if it is long. Only what leads
-    there is decoded."""
+    there is decoded.
+
+    Raises one of _UNREADABLE if what follows the value is not JSON, or if another value has the
+    same path.
+    """
     for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         if key:
             one = msgspec.defstruct("One", [(key, msgspec.Raw)])
