@@ -400,7 +400,10 @@ def listed_modules(source: Path) -> Listed | None:
     if not path.is_file():
         return None
     try:
-        return [(plain_type(entry["type"]), entry.get("path", "")) for entry in _json(path)]
+        listed = [(plain_type(entry["type"]), entry.get("path", "")) for entry in _json(path)]
+        for _, folder in listed:
+            _check_within(path, folder)
+        return listed
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: wanted a list of type and path") from error
 
@@ -415,12 +418,17 @@ def _module(path: Path, kind: str, folder: str) -> ModuleEntry:
     if kind not in MODULES:
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in MODULES}))
         raise UnsupportedModel(f"{path}: module {kind!r} is not supported; known: {known}")
-    if Path(folder).is_absolute() or ".." in Path(folder).parts:
-        raise CheckpointError(f"{path}: path {folder!r} leads outside the model")
+    _check_within(path, folder)
     name, folder = MODULES[kind], "" if folder == "." else folder
     if name == "transformer" and is_masked_lm(path.parent / folder):
         name = "masked_lm"
     return ModuleEntry(name, folder)
+
+
+def _check_within(path: Path, folder: str) -> None:
+    """Raise CheckpointError for a module, named in the file `path`, outside the model's folder."""
+    if Path(folder).is_absolute() or ".." in Path(folder).parts:
+        raise CheckpointError(f"{path}: path {folder!r} leads outside the model")
 
 
 def _with_dense_path(

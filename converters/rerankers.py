@@ -6,11 +6,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from tokenizers import Tokenizer
-
 from converters import chat, heads, scores
 from converters.heads import Layout, read_optional_json
 from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.processors.tokenizer import parse_tokenizer
 from jaxembed.spec import PairTemplate
 
 logger = logging.getLogger(__name__)
@@ -116,10 +115,7 @@ def _id(tower: Path, token: str) -> int:
     path = tower / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"no tokenizer.json in {tower}, which a language model needs")
-    try:
-        found = Tokenizer.from_file(str(path)).token_to_id(token)
-    except Exception as error:  # tokenizers raises bare Exception
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+    found = parse_tokenizer(path.read_bytes(), path).token_to_id(token)
     if found is None:
         raise CheckpointError(f"{path} has no token {token!r}")
     return found

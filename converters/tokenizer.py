@@ -5,12 +5,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from converters.heads import read_optional_json
 from converters.sentencepiece_families import FAMILIES, class_name
 from converters.sentencepiece_model import build_from_sentencepiece
 from jaxembed.errors import CheckpointError
+from jaxembed.processors.tokenizer import parse_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
     path = folder / "tokenizer.json"
     stored = path.read_bytes() if path.is_file() else _build(folder)
     if lowercase:
-        stored = _lowercased(stored)
+        stored = _lowercased(folder, stored)
     stored = _ended(folder, stored)
     _check(folder, stored, vocab_size)
     return stored
@@ -95,8 +94,10 @@ def _build(folder: Path) -> bytes:
         ) from error
 
 
-def _lowercased(stored: bytes) -> bytes:
-    """Add a first step that lowers the text (sentence-transformers' do_lower_case), if needed."""
+def _lowercased(folder: Path, stored: bytes) -> bytes:
+    """Add a first step that lowers the text (sentence-transformers' do_lower_case), if needed.
+    Raises CheckpointError for a damaged tokenizer."""
+    parse_tokenizer(stored, f"the tokenizer in {folder}")
     tokenizer = json.loads(stored)
     normalizer = tokenizer.get("normalizer")
     steps = _steps(normalizer)
@@ -130,7 +131,7 @@ def _ended(folder: Path, stored: bytes) -> bytes:
         return stored
     token = config.get("eos_token")
     token = str(token["content"] if isinstance(token, dict) else token)
-    tokenizer = _load(folder, stored)
+    tokenizer = parse_tokenizer(stored, f"the tokenizer in {folder}")
     number = tokenizer.token_to_id(token)
     if number is None:
         raise CheckpointError(f"add_eos_token is set in {folder}, and there is no token {token!r}")
@@ -142,7 +143,7 @@ def _ended(folder: Path, stored: bytes) -> bytes:
     steps.append(_ending(token, number))
     content["post_processor"] = {"type": "Sequence", "processors": steps}
     ended = json.dumps(content, ensure_ascii=False).encode()
-    if _load(folder, ended).encode("a").ids != [*ids, number]:
+    if parse_tokenizer(ended, f"the tokenizer in {folder}").encode("a").ids != [*ids, number]:
         raise CheckpointError(
             f"add_eos_token is set in {folder}, and {token} cannot follow what tokenizer.json "
             "puts around a text; save it with a post-processor that does both"
@@ -166,7 +167,7 @@ def _ending(token: str, number: int) -> dict[str, Any]:
 
 def _check(folder: Path, stored: bytes, vocab_size: int) -> None:
     """Raise CheckpointError if the tokenizer has ids that the embedding table lacks."""
-    tokenizer = _load(folder, stored)
+    tokenizer = parse_tokenizer(stored, f"the tokenizer in {folder}")
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= vocab_size:  # JAX would clamp the id, and use another token's vector
         raise CheckpointError(
@@ -174,14 +175,6 @@ def _check(folder: Path, stored: bytes, vocab_size: int) -> None:
             "embeddings; remove the added tokens that the model never learnt"
         )
     _compare(folder, json.loads(stored))
-
-
-def _load(folder: Path, stored: bytes) -> Tokenizer:
-    """Parse a tokenizer.json. Raises CheckpointError if it is damaged."""
-    try:
-        return Tokenizer.from_str(stored.decode())
-    except Exception as error:  # tokenizers raises bare Exception
-        raise CheckpointError(f"the tokenizer in {folder} is damaged: {error}") from error
 
 
 def _compare(folder: Path, tokenizer: dict[str, Any]) -> None:

@@ -399,7 +399,7 @@ def _files(folder: Path, name: str) -> list[Path]:
         return []
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is damaged: no readable weight_map") from error
     missing_shards = [shard for shard in names if not (folder / Path(shard).name).is_file()]
     if missing_shards:
@@ -422,7 +422,7 @@ def safetensors_of(path: Path) -> dict[str, Tensor]:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             return {name: _entry(path, name, 8 + length, header[name]) for name in header}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} has a damaged header: {error}") from error
 
 

@@ -38,6 +38,10 @@ JaxembedError
 
 from collections.abc import Sequence
 
+# What ends a thread or the process. Any other BaseException that a call into an extension raises,
+# such as a panic of Rust, is an error like an Exception.
+INTERRUPTS = (GeneratorExit, KeyboardInterrupt, SystemExit)
+
 
 class JaxembedError(Exception):
     """The base of all exceptions of this package."""

@@ -477,6 +477,14 @@ def test_an_adapter_is_refused(source):
         converted(source)
 
 
+# A tokenizer that the tokenizers library panics on, which is no Exception.
+PANICS = (
+    b'{"version": "1.0", "added_tokens": [], "pre_tokenizer": null, "post_processor": null, '
+    b'"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "decoder": null, '
+    b'"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+)
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
@@ -484,11 +492,16 @@ def test_an_adapter_is_refused(source):
         ("config.json", b"[]", "wanted a JSON object"),
         ("modules.json", b"[1]", "wanted a list of type and path"),
         ("tokenizer.json", b"{}", "tokenizer in .* is damaged"),
+        ("tokenizer.json", PANICS, "tokenizer in .* is damaged: Precompiled"),
         ("model.safetensors", b"", "not a safetensors file"),
         ("model.safetensors", b"\x04\0\0\0\0\0\0\0[[]]", "damaged header"),
+        ("model.safetensors", (90_000).to_bytes(8, "little") + b"[" * 90_000, "damaged header"),
+        ("model.safetensors.index.json", b"[" * 90_000, "no readable weight_map"),
     ],
 )
 def test_damaged_files_are_named(source, file, content, message):
+    if file == "model.safetensors.index.json":
+        (source / "model.safetensors").unlink()
     (source / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         converted(source)

@@ -239,6 +239,17 @@ def test_a_module_outside_the_model_is_refused(source):
     assert "leads outside the model" in refused(source)
 
 
+def test_a_router_outside_the_model_is_not_read(source):
+    outside = source.parent / "outside"
+    outside.mkdir()
+    (outside / "router_config.json").write_text("{")  # damaged: reading it has another message
+    (source / "router_config.json").unlink()
+    listed = json.loads((source / "modules.json").read_text())
+    listed[0]["path"] = "../outside"
+    sources.write_json(source / "modules.json", listed)
+    assert "leads outside the model" in refused(source)
+
+
 def test_a_router_without_its_file_is_refused(source):
     (source / "router_config.json").unlink()
     assert "has no router_config.json" in refused(source)

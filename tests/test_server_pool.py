@@ -44,7 +44,7 @@ class Shelf:
         self.ids = list(ids)
         self.size = size
         self.loaded: list[FakeEmbedder] = []
-        self.errors: dict[str, Exception] = {}
+        self.errors: dict[str, BaseException] = {}
         self.gate = threading.Event()
         self.gate.set()
 
@@ -303,6 +303,25 @@ def test_a_model_that_cannot_be_loaded_leaves_all_as_it_was_and_is_not_tried_at_
         assert (await use(pool, "b")).name == "b"
 
     run(scenario)
+
+
+class Panic(BaseException):
+    """As an extension in Rust raises it."""
+
+
+def test_a_load_that_panics_is_answered_and_not_tried_at_once():
+    shelf = Shelf()
+    shelf.errors["b"] = Panic("unwrapped an error")
+
+    async def calls(client, pool) -> None:
+        asked = {"model": "b", "input": "x"}
+        for _ in range(2):
+            status, answer = await post(client, "/v1/embeddings", asked)
+            assert status == 503
+            assert "b cannot be loaded: unwrapped an error" in answer["error"]["message"]
+            shelf.errors["b"] = CheckpointError("it was tried again")
+
+    serve(shelf, calls)
 
 
 def test_without_memory_after_all_another_model_goes_and_it_is_tried_once_more():

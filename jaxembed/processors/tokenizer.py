@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import tokenizers
 
-from jaxembed.errors import CheckpointError, InvalidInput, TokenizerError
+from jaxembed.errors import INTERRUPTS, CheckpointError, InvalidInput, TokenizerError
 from jaxembed.memory import KIB
 
 Side = Literal["left", "right"]
@@ -58,7 +58,9 @@ class Tokenizer:
             if len(texts) == 1 and len(texts[0]) <= SHORT_CHARACTERS:
                 return [self.file.encode(texts[0], add_special_tokens=special)]
             return encode(list(texts), add_special_tokens=special)
-        except Exception as error:  # tokenizers raises bare Exception
+        except INTERRUPTS:
+            raise
+        except BaseException as error:  # a bare Exception, or a panic
             raise TokenizerError(_reason(texts, error)) from error
 
     def encode_enough(
@@ -116,12 +118,23 @@ class Tokenizer:
         return encoding, cut >= len(text)
 
 
+def parse_tokenizer(stored: bytes, name: object) -> tokenizers.Tokenizer:
+    """The tokenizer of the content of a tokenizer.json. Raises CheckpointError if the content is
+    damaged; the message names it as `name`."""
+    try:
+        return tokenizers.Tokenizer.from_str(stored.decode())
+    except INTERRUPTS:
+        raise
+    except BaseException as error:  # a bare Exception, or a panic
+        raise CheckpointError(f"{name} is damaged: {error}") from error
+
+
 def _read(path: Path) -> tokenizers.Tokenizer:
     """Read a tokenizer.json. Raises CheckpointError if that fails."""
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no other class
-        raise CheckpointError(f"{path} is damaged ({error}); convert the model again") from error
+        return parse_tokenizer(path.read_bytes(), path)
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{error}; convert the model again") from error
 
 
 def most_read(most: int) -> int:
@@ -175,7 +188,7 @@ def _is_enough(encoding: tokenizers.Encoding, most: int, side: Side) -> bool:
     return words[0] + CUT_WORDS <= words[-min(most, len(words))]
 
 
-def _reason(texts: Sequence[str], error: Exception) -> str:
+def _reason(texts: Sequence[str], error: BaseException) -> str:
     """The reason why the tokenizer refused one of these texts, for people."""
     for text in texts:
         try:

@@ -24,6 +24,7 @@ import jax
 from jaxembed import memory
 from jaxembed.config import PoolLimits
 from jaxembed.errors import (
+    INTERRUPTS,
     BackendError,
     JaxembedError,
     ModelUnavailable,
@@ -339,7 +340,8 @@ async def _in_thread(call: Callable[..., Returned], *arguments: object) -> Retur
         try:
             result = call(*arguments)
         except BaseException as error:
-            failure = error
+            is_usual = isinstance(error, (Exception, asyncio.CancelledError, *INTERRUPTS))
+            failure = error if is_usual else BackendError(_reason(error))
             if not isinstance(error, JaxembedError):
                 logger.exception("a model could not be loaded or freed")
             _forget_frames(error)
@@ -357,7 +359,7 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """The first line of an error."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
