@@ -11,6 +11,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
+from jaxembed.bulk import sources
 from jaxembed.bulk.sources import (
     Place,
     column_types,
@@ -108,6 +109,79 @@ def test_rows_of_csv_with_too_few_fields_or_no_utf8_are_bad_and_empty_lines_none
     ((_, block),) = read_rows(input_files([str(path)]), ["text"])
     assert block.count == 4
     assert block.bad == {1: "has 1 fields, and the header has 2", 2: "is not UTF-8"}
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz"])
+def test_a_line_over_the_limit_is_a_bad_row_and_the_others_are_read(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sources, "LINE_BYTES", 100)
+    lines = ["a", "b" * 101, "c" * 350, "d" * 99, "e" * 101]
+    if "jsonl" in name:
+        lines = [f'"{line[:-2]}"' if len(line) > 2 else f'"{line}"' for line in lines]
+    for end in ("\n", ""):
+        data = ("\n".join(lines) + end).encode()
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+        ((_, block),) = read_rows(input_files([str(path)]), ["text"])
+        assert block.count == 5
+        too_long = "has over 100 bytes, which is the limit; divide it"
+        assert block.bad == dict.fromkeys((1, 2, 4), too_long)
+        assert [text for text in block.columns["text"] if text] == [
+            line.strip('"') for line in (lines[0], lines[3])
+        ]
+
+
+def test_a_row_of_csv_over_the_limit_ends_the_job_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "LINE_BYTES", 100)
+    path = tmp_path / "a.csv"
+    for long in ("x" * 101, '"' + "x\n" * 60, '"' + '","'.join(["x\n" * 10] * 20) + '"'):
+        path.write_text(f"text\na\n{long}\nb\n")
+        with pytest.raises(ConfigError, match=r"a\.csv: row 3 has over 100 bytes"):
+            list(read_rows(input_files([str(path)]), ["text"]))
+
+
+def test_blocks_of_long_lines_are_shorter(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)
+    for name in ("a.txt", "a.csv", "a.jsonl"):
+        path = write(tmp_path / name, ["x" * 400, "y" * 400, "z" * 400, "a", "b" * 1200, "c"])
+        blocks = [block for _, block in read_rows(input_files([path]), ["text"])]
+        assert [block.count for block in blocks] == [3, 2, 1]
+
+
+def test_long_lines_of_json_are_read_without_what_nobody_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "AT_ONCE", 50)
+    lists = "[" + ",".join(["[]"] * 100) + "]"
+    rows = [
+        f'{{"id": 123456789012345678901234567890, "text": "{"x" * 60}", "other": {lists}}}',
+        f'{{"text": {lists}}}',
+        f'"{"y" * 60}"',
+        lists,
+        f'{{"text": "a", "other": {lists}',
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(rows))
+    ((_, block),) = read_rows(input_files([str(path)]), ["text", "id"])
+    assert block.columns["text"] == ["x" * 60, None, "y" * 60, None, None]
+    assert block.columns["id"][0] == 123456789012345678901234567890
+    assert block.bad == {
+        1: "has `text` of 301 bytes of JSON; only a string may be so long",
+        3: "is a long line that is no JSON object, or not valid JSON",
+        4: "is a long line that is no JSON object, or not valid JSON",
+    }
+
+
+def test_lines_of_a_file_that_reads_lines_of_any_length_only_are_bounded(monkeypatch):
+    """As the files of object stores do."""
+    fsspec = pytest.importorskip("fsspec.spec")
+    content = b"a\n" + b"b" * 500 + b"\nc\n"
+
+    class Stored(fsspec.AbstractBufferedFile):
+        def _fetch_range(self, start: int, end: int) -> bytes:
+            return content[start:end]
+
+    monkeypatch.setattr(sources, "LINE_BYTES", 100)
+    stored = Stored(None, "a.txt", size=len(content), cache_type="none")
+    (block,) = sources._read_txt(stored, "a.txt", ["text"], 0, 10)
+    assert (block.columns["text"], list(block.bad)) == (["a", None, "c"], [1])
 
 
 def test_names_stand_for_files_in_order(tmp_path):

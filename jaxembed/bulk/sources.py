@@ -26,8 +26,12 @@ import orjson
 
 from jaxembed import object_store
 from jaxembed.errors import ConfigError, InvalidInput
+from jaxembed.memory import MIB
 
 ROWS_A_BLOCK = 1024
+BLOCK_BYTES = 8 * MIB  # of lines: a block that has more ends
+LINE_BYTES = 28_000_000  # of a line, or a row of CSV: an image of 20 MB as base64 fits
+AT_ONCE = MIB  # a longer line of JSON is not decoded whole
 BEYOND_INT64 = 2**63  # from which on orjson reads integers as floats
 ROWS_LOOKED_AT = 1000  # of .jsonl, for the types of its columns
 ROWS_A_LOOK = 50  # of these at a time: lines may hold images
@@ -353,11 +357,37 @@ def _reading(name: str) -> Iterator[None]:
 
 
 def _lines(file: ByteStream, name: str) -> Iterator[bytes]:
-    """The lines of a file, without a byte order mark."""
+    """The lines of a file, without a byte order mark. Of a line that is longer than LINE_BYTES only
+    so many bytes and one more are given."""
     is_compressed = name.lower().endswith(COMPRESSED)
     with _reading(name), gzip.open(file) if is_compressed else nullcontext(file) as lines:
-        for number, line in enumerate(lines):
-            yield line.removeprefix(b"\xef\xbb\xbf") if not number else line
+        if not isinstance(
+            lines, io.BufferedIOBase
+        ):  # of an object store: reads lines of any length
+            lines = io.BufferedReader(lines)
+        first = True
+        while line := lines.readline(LINE_BYTES + 1):
+            rest = line
+            while len(rest) > LINE_BYTES and not rest.endswith(b"\n"):
+                rest = lines.readline(LINE_BYTES + 1)
+            yield line.removeprefix(b"\xef\xbb\xbf") if first else line
+            first = False
+
+
+def _check_length(size: int) -> None:
+    if size > LINE_BYTES:
+        raise BadRow(f"has over {LINE_BYTES} bytes, which is the limit; divide it")
+
+
+def _some(rows: Iterator[Any], many: int) -> list[Any]:
+    """The next `many` rows, or fewer if they are long. A row is a line, or a list of fields."""
+    some, size = [], 0
+    for row in rows:
+        some.append(row)
+        size += len(row) if isinstance(row, bytes) else sum(map(len, row))
+        if len(some) == many or size > BLOCK_BYTES:
+            break
+    return some
 
 
 def _blocks(
@@ -370,7 +400,7 @@ def _blocks(
     """Blocks of rows, each parsed to the values of the columns. A BadRow that `parse` raises is
     noted."""
     size = _size(file)
-    while some := list(islice(rows, many)):
+    while some := _some(rows, many):
         values: list[Sequence[Any]] = []
         bad: dict[int, str] = {}
         for index, row in enumerate(some):
@@ -404,8 +434,9 @@ def _read_txt(
 
 
 def _decoded(line: bytes) -> str:
+    _check_length(len(line))
     try:
-        return line.decode().rstrip("\r\n")
+        return line.rstrip(b"\r\n").decode()
     except UnicodeDecodeError as error:
         raise BadRow(f"is not UTF-8: {error.reason} at byte {error.start + 1}") from None
 
@@ -416,11 +447,10 @@ def _read_jsonl(
     """Each line is an object with the columns, or a string, which is the first of them."""
 
     def parse(line: bytes) -> Sequence[Any]:
-        try:
-            value = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            problem = "not UTF-8" if "utf-8" in str(error).lower() else f"not JSON: {error}"
-            raise BadRow(f"is {problem}") from None
+        _check_length(len(line))
+        if len(line) > AT_ONCE:
+            line = _shortened(line, columns)
+        value = _json(line)
         if isinstance(value, dict):
             values = [value.get(column) for column in columns]
             if any(isinstance(one, float) and abs(one) >= BEYOND_INT64 for one in values):
@@ -432,6 +462,34 @@ def _read_jsonl(
         raise BadRow(f"is no string, and no object with a string `{columns[0]}`")
 
     return _blocks(islice(_lines(file, name), skip, None), parse, columns, file, many)
+
+
+def _shortened(line: bytes, columns: Columns) -> bytes:
+    """A long line of JSON with these columns of its object alone, or as it is if it is a string.
+
+    Lists and objects may take thirty times their JSON, so a column is a string or short.
+    """
+    if line.lstrip().startswith(b'"'):
+        return line
+    try:
+        found = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise BadRow("is a long line that is no JSON object, or not valid JSON") from None
+    kept = {column: found[column] for column in columns if column in found}
+    for column, value in kept.items():
+        size = len(value)
+        if size > AT_ONCE and memoryview(value)[:1] != b'"':
+            raise BadRow(f"has `{column}` of {size} bytes of JSON; only a string may be so long")
+    return msgspec.json.encode(kept)
+
+
+def _json(line: bytes) -> Any:
+    """The value of a line of JSON. Raises BadRow."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        problem = "not UTF-8" if "utf-8" in str(error).lower() else f"not JSON: {error}"
+        raise BadRow(f"is {problem}") from None
 
 
 def _read_csv(
@@ -454,11 +512,25 @@ def _read_csv(
 
 
 def _csv_rows(file: ByteStream, name: str) -> Iterator[list[str]]:
-    csv.field_size_limit(sys.maxsize)  # else texts of over 128 kB are errors
-    lines = (line.decode(errors="surrogateescape") for line in _lines(file, name))
-    tabs = _suffix(name) == ".tsv"
+    csv.field_size_limit(LINE_BYTES)  # else texts of over 128 kB are errors
+    rows = 0
+    size = 0  # bytes of the lines since the last row
+
+    def lines() -> Iterator[str]:
+        nonlocal size
+        for line in _lines(file, name):
+            size += len(line)
+            if size > LINE_BYTES:  # such as after a quote that nothing ends
+                raise ValueError(f"row {rows + 1} has over {LINE_BYTES} bytes, which is the limit")
+            yield line.decode(errors="surrogateescape")
+
+    delimiter = "\t" if _suffix(name) == ".tsv" else ","
     with _reading(name):
-        yield from filter(None, csv.reader(lines, delimiter="\t" if tabs else ","))
+        for row in csv.reader(lines(), delimiter=delimiter):
+            size = 0
+            rows += 1
+            if row:
+                yield row
 
 
 def _place_of(column: str, header: Sequence[str], name: str) -> int:
