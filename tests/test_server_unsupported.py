@@ -125,6 +125,11 @@ def test_a_field_that_nobody_knows_is_ignored(path):
         ("instruction", "Find cats"),
         ("prompt", "Find cats: "),
         ("truncate_prompt_tokens", 8),
+        ("pool_factor", 2),
+        ("precision", "int8"),
+        ("chat_template", "{{ messages }}"),
+        ("add_generation_prompt", True),
+        ("mm_processor_kwargs", {"max_pixels": 10_000}),
     ],
 )
 def test_a_vector_other_than_the_one_asked_for_is_refused(field, value):

@@ -5,7 +5,7 @@ model may also have a `priority`.
 """
 
 import asyncio
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import orjson
@@ -36,7 +36,7 @@ from jaxembed.server.encoding import (
     wants_octets,
 )
 from jaxembed.server.meter import Meter, current_meter
-from jaxembed.server.unsupported import ModelRequest
+from jaxembed.server.unsupported import ModelRequest, Unserved
 from jaxembed.server.vectors import VectorsRequest, add_dtype, asked_dtype
 
 blueprint = Blueprint("tei", __name__)
@@ -72,9 +72,10 @@ class EmbedRequest(VectorsRequest, kw_only=True):
 
 
 class EmbedAllRequest(VectorsRequest, kw_only=True):
-    """The fields of /embed without `normalize` and `dimensions`: vectors are not normalised."""
+    """The fields of /embed without `dimensions`: vectors are whole and not normalised."""
 
     inputs: InputUnion
+    normalize: Annotated[Any, Unserved("vectors of tokens are not normalised", (False,))] = None
     truncate: bool | None = None
     truncation_direction: Direction | None = None
     prompt_name: str | None = None
