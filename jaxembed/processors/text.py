@@ -49,6 +49,10 @@ from jaxembed.work import Encoding, Work, whole_work, work_of
 # byte-level BPE, 1005 for Chinese with WordPiece, and 1000 for many texts while their tokens become
 # JSON. Only a ligature that XLM-R decomposes (U+FDFA) needed more, 3628.
 PIECE_BYTES = 1800
+# Of the room for both texts of a pair, what a first text may take that leaves none for the second:
+# as in mixedbread's mxbai_rerank_v2.py and FlagEmbedding's rerankers. Without it every document gets
+# the same score.
+QUERY_SHARE = 0.75
 # Bytes of memory per token id for /decode, measured for the longest token of a vocabulary: 512
 # characters, in that of ModernBERT. Ordinary ids needed 5 to 70.
 DECODED_BYTES = 1600
@@ -502,7 +506,8 @@ class TextProcessor:
     def _pair(self, first_row: Row, second_row: Row, rules: Rules) -> tuple[Encoding, bool]:
         """Join two texts. Returns the encoding of the pair, and whether a text was cut.
 
-        The second text is cut first. The first text is cut only if it alone exceeds the limit.
+        The second text is cut first. The first text is cut only to QUERY_SHARE of the room for
+        both, so that something of the second is left.
         """
         frame, side = self._frame, rules.side
         (first, first_whole), (second, second_whole) = first_row, second_row
@@ -514,7 +519,8 @@ class TextProcessor:
         if length > room and (not rules.truncate or room < 0):
             second_exact = second_whole or len(short_second) < len(second)
             raise self._too_long(length + frame.length, first_whole and second_exact)
-        short_first = cut_tokens(first, room, side)
+        most = max(room - len(short_second), int(QUERY_SHARE * room))
+        short_first = cut_tokens(first, most, side)
         ids, types = frame.join(
             short_first, cut_tokens(short_second, room - len(short_first), side)
         )
