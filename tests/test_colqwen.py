@@ -26,6 +26,7 @@ from converters.image_rules import read_rules
 from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoint import load_routes, verify, verify_values
 from jaxembed.errors import CheckpointError, InvalidImage, UnsupportedModel
+from jaxembed.images.decode import picture_of
 from jaxembed.images.places import page_places
 from jaxembed.images.prepare import prepare_image, resized_size
 from jaxembed.models.qwen_vision import windows_of
@@ -257,9 +258,9 @@ def test_a_processor_that_does_something_else_is_refused(change, error, message)
 
 def test_an_image_too_long_and_narrow_is_refused():
     rules = read_rules(IMAGES, 14)
-    assert prepare_image(picture(0, 1, 200), rules).shape[1] == rules.token_bytes
+    assert prepare_image(picture_of(picture(0, 1, 200)), rules).shape[1] == rules.token_bytes
     with pytest.raises(InvalidImage, match="over 200 times"):
-        prepare_image(picture(0, 1, 201), rules)
+        prepare_image(picture_of(picture(0, 1, 201)), rules)
 
 
 @pytest.mark.parametrize(("least", "most"), [(784, 784), (784, 3 * 784), (20 * 784, 40 * 784)])

@@ -33,7 +33,7 @@ class Gate:
         self._lock = threading.Lock()
         self._decode = decode
 
-    def __call__(self, data: bytes) -> np.ndarray:
+    def __call__(self, data: bytes):
         if data == LARGE:
             with self._lock:
                 self.held += 1
@@ -49,7 +49,7 @@ class Gate:
 def _gate(monkeypatch):
     gate = Gate(images.decode_image)
     monkeypatch.setattr(images, "decode_image", gate)
-    monkeypatch.setattr(images, "SMALL_PIXELS", 1000)
+    monkeypatch.setattr(images, "SMALL_BYTES", 15_000)
     yield gate
     gate.open.set()
 
@@ -86,7 +86,9 @@ def test_a_small_image_does_not_wait_for_large_ones(gate, make):
 
 
 def test_large_images_share_their_room(gate, make, monkeypatch):
-    monkeypatch.setattr(images, "MOST_PIXELS", 2 * 60 * 60 + 1000)  # of two, with resized ones
+    one = make(1)._bytes(Image(LARGE))
+    assert one > images.SMALL_BYTES > make(1)._bytes(Image(SMALL))
+    monkeypatch.setattr(images, "MOST_BYTES", 2 * one + 1000)
     processor = make(4)
     large = [job(processor, LARGE) for _ in range(4)]
     for _ in range(2):

@@ -2,8 +2,12 @@
 
 import random
 import struct
+import subprocess
+import sys
+import tracemalloc
 import zlib
 from io import BytesIO
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -11,7 +15,14 @@ import pytest
 
 from jaxembed.errors import InvalidImage
 from jaxembed.images import decode
-from jaxembed.images.decode import decode_image, image_facts, image_size
+from jaxembed.images.decode import (
+    colours_of,
+    decode_image,
+    image_facts,
+    image_size,
+    picture_of,
+)
+from jaxembed.images.parts import tile_pixels
 from jaxembed.images.prepare import image_places, patches, prepare_image, resized_size
 from jaxembed.spec import ImageRules
 
@@ -54,7 +65,8 @@ def test_other_files_are_decoded_as_pillow_does(form, options):
     data = saved(plain(), form, **options)
     wanted = np.asarray(Image.open(BytesIO(data)).convert("RGB"))
     np.testing.assert_array_equal(decode_image(data), wanted)
-    assert image_size(data) == (6, 5)
+    facts = image_facts(data)
+    assert (facts.height, facts.width) == (6, 5)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr", "LAB"])
@@ -78,7 +90,7 @@ def test_a_colour_that_stands_for_transparency_is_white(mode):
     image = Image.new(mode, (2, 2), 0)
     image.putpixel((0, 0), 7 if mode != "RGB" else (7, 7, 7))
     data = saved(image, transparency=0 if mode != "RGB" else (0, 0, 0))
-    got = decode_image(data)
+    got = np.asarray(decode_image(data))
     assert (got[1, 1] == 255).all()
     assert not (got[0, 0] == 255).all()
 
@@ -97,20 +109,20 @@ def test_an_image_is_turned_as_its_tag_says(orientation):
         7: COLOURS[::-1, ::-1].transpose(1, 0, 2),
         8: COLOURS[:, ::-1].transpose(1, 0, 2),
     }
-    got = decode_image(saved(plain(), exif=exif))
+    got = np.asarray(decode_image(saved(plain(), exif=exif)))
     np.testing.assert_array_equal(got, turned[orientation])
 
 
 @pytest.mark.parametrize("form", ["PNG", "TIFF"])
 def test_sixteen_bits_are_rounded_to_eight(form):
     wide = np.array([[0, 128, 129, 65535], [256, 257, 32768, 65406]], np.uint16)
-    got = decode_image(saved(Image.fromarray(wide), form))
+    got = np.asarray(decode_image(saved(Image.fromarray(wide), form)))
     np.testing.assert_array_equal(got[:, :, 0], [[0, 0, 1, 255], [1, 1, 128, 254]])
 
 
 def test_a_value_of_sixteen_bits_that_is_transparent_is_put_on_white():
     wide = np.array([[1000, 1001, 2000, 1000]], np.uint16)
-    got = decode_image(saved(Image.fromarray(wide), "PNG", transparency=1000))
+    got = np.asarray(decode_image(saved(Image.fromarray(wide), "PNG", transparency=1000)))
     np.testing.assert_array_equal(got[:, :, 0], [[255, 4, 8, 255]])
 
 
@@ -118,7 +130,7 @@ def test_a_value_of_sixteen_bits_that_is_transparent_is_put_on_white():
 def test_of_several_frames_the_first_is_taken(form):
     frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
     data = saved(frames[0], form, save_all=True, append_images=frames[1:])
-    assert decode_image(data)[0, 0].tolist() == pytest.approx([255, 0, 0], abs=3)
+    assert list(decode_image(data).getpixel((0, 0))) == pytest.approx([255, 0, 0], abs=3)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +149,7 @@ def test_of_several_frames_the_first_is_taken(form):
     ],
 )
 def test_what_is_no_image_of_a_known_form_is_refused(data):
-    for read in (decode_image, image_size, image_facts):
+    for read in (decode_image, image_facts, image_size):
         with pytest.raises(InvalidImage, match="wanted a file of JPEG, PNG"):
             read(data)
 
@@ -186,10 +198,10 @@ def test_damaged_bytes_give_an_image_or_the_one_error(form):
         for _ in range(draw.randint(1, 8)):
             damaged[draw.randrange(len(damaged))] = draw.randrange(256)
         try:
-            outcomes.add(decode_image(bytes(damaged)).dtype.name)
+            outcomes.add(decode_image(bytes(damaged)).mode)
         except InvalidImage:
             outcomes.add("refused")
-    assert outcomes <= {"uint8", "refused"}
+    assert outcomes <= {"RGB", "refused"}
     assert outcomes
 
 
@@ -233,8 +245,8 @@ def test_a_place_is_row_and_column_among_so_many_rows_and_columns():
     colours = np.zeros((4, 6, 3), np.uint8)
     wanted = [[row, column, 2, 3] for row in range(2) for column in range(3)]
     around = [0, 0, 0, 0]
-    assert image_places(colours, rules).tolist() == [around, *wanted, around, around]
-    assert prepare_image(colours, rules).shape == (6, 12)
+    assert image_places(4, 6, rules).tolist() == [around, *wanted, around, around]
+    assert prepare_image(picture_of(colours), rules).shape == (6, 12)
 
 
 def test_patches_come_row_by_row_with_the_colours_of_a_pixel_together():
@@ -248,13 +260,13 @@ def test_patches_come_row_by_row_with_the_colours_of_a_pixel_together():
 def test_the_middle_is_cut_out():
     wide = np.zeros((32, 64, 3), np.uint8)
     wide[:, 16:48] = 200
-    assert (prepare_image(wide, CLIP) == 200).all()
-    assert prepare_image(wide, SQUARE).shape == (12, 192)
+    assert (prepare_image(picture_of(wide), CLIP) == 200).all()
+    assert prepare_image(picture_of(wide), SQUARE).shape == (12, 192)
 
 
 def test_an_image_that_would_be_resized_to_too_much_is_refused():
     with pytest.raises(InvalidImage, match="2000000 by 1 pixels, and would be resized to 64000000"):
-        prepare_image(np.zeros((1, 2_000_000, 3), np.uint8), CLIP)
+        prepare_image(picture_of(np.zeros((1, 2_000_000, 3), np.uint8)), CLIP)
 
 
 def test_files_of_very_many_parts_are_refused_before_they_are_read():
@@ -264,32 +276,158 @@ def test_files_of_very_many_parts_are_refused_before_they_are_read():
     jpeg = file.getvalue()
     segment = b"\xff\xe1\x00\x0aExif\x00\x00\x00\x00"
     with pytest.raises(InvalidImage, match="over 10000 parts"):
-        image_size(jpeg[:2] + segment * 10_001 + jpeg[2:])
-    assert image_size(jpeg[:2] + b"\xff\xfe\x00\x04ab" * 100 + jpeg[2:]) == (16, 16)
+        image_facts(jpeg[:2] + segment * 10_001 + jpeg[2:])
+    assert image_facts(jpeg[:2] + b"\xff\xfe\x00\x04ab" * 100 + jpeg[2:]).height == 16
     at = jpeg.index(b"\xff\xda")
     with pytest.raises(InvalidImage, match="over 100 scans"):
-        image_size(jpeg[:-2] + jpeg[at:-2] * 101 + jpeg[-2:])
-    assert image_size(jpeg + b"\xff\xda" * 101) == (16, 16)  # of what follows it, as a video
+        image_facts(jpeg[:-2] + jpeg[at:-2] * 101 + jpeg[-2:])
+    assert image_facts(jpeg + b"\xff\xda" * 101).height == 16  # of what follows it, as a video
     file = BytesIO()
     Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(file, "PNG")
     png = file.getvalue()
     chunk = b"\x00\x00\x00\x00tEXt" + zlib.crc32(b"tEXt").to_bytes(4)
     with pytest.raises(InvalidImage, match="over 10000 parts"):
-        image_size(png[:33] + chunk * 10_001 + png[33:])
-    assert image_size(png[:33] + chunk * 10 + png[33:] + bytes(200_000)) == (16, 16)
+        image_facts(png[:33] + chunk * 10_001 + png[33:])
+    assert image_facts(png[:33] + chunk * 10 + png[33:] + bytes(200_000)).height == 16
 
 
 def test_an_image_over_the_longest_side_is_refused():
     file = BytesIO()
     Image.new("L", (1, 65_536)).save(file, "PNG")
     with pytest.raises(InvalidImage, match="1 by 65536 pixels, of at most 65535 on a side"):
-        image_size(file.getvalue())
+        image_facts(file.getvalue())
 
 
-def test_what_is_transparent_is_put_on_white_in_bands():
+def test_what_is_transparent_is_put_on_white_in_bands(monkeypatch):
+    monkeypatch.setattr(decode, "BAND", 600)
     colours = np.random.default_rng(0).integers(0, 256, (700, 3, 4), dtype=np.uint8)
     file = BytesIO()
     Image.fromarray(colours, "RGBA").save(file, "PNG")
     white = Image.new("RGBA", (3, 700), (255, 255, 255, 255))
     wanted = Image.alpha_composite(white, Image.fromarray(colours, "RGBA"))
     np.testing.assert_array_equal(decode_image(file.getvalue()), np.array(wanted.convert("RGB")))
+
+
+def tiff(tags: dict[int, tuple[int, ...]], order: str = "<", is_big: bool = False) -> bytes:
+    """A TIFF of 10 by 10 grey pixels, compressed, in one tile or strip, as these tags say in
+    addition: a tag may have several entries, of a value each."""
+    data = zlib.compress(bytes(10_000))
+    places = {324: (0,), 325: (len(data),)} if 322 in tags else {273: (0,), 279: (len(data),)}
+    own = {256: (10,), 257: (10,), 258: (8,), 259: (8,), 262: (1,), 277: (1,), **places}
+    entries = [(tag, value) for tag, values in sorted((own | tags).items()) for value in values]
+    head, entry, count = (16, "HHQQ", "Q") if is_big else (8, "HHII", "H")
+    end = head + struct.calcsize(f"={count}") + len(entries) * struct.calcsize(f"={entry}") + 8
+    file = b"II" if order == "<" else b"MM"
+    file += (
+        struct.pack(f"{order}HHHQ", 43, 8, 0, 16) if is_big else struct.pack(f"{order}HI", 42, 8)
+    )
+    file += struct.pack(f"{order}{count}", len(entries))
+    for tag, value in entries:
+        value = end if tag in (273, 324) else value
+        file += struct.pack(f"{order}{entry}", tag, 16 if is_big else 4, 1, value)
+    return file.ljust(end, b"\0") + data
+
+
+@pytest.mark.parametrize(("order", "is_big"), [("<", False), (">", False), ("<", True)])
+def test_tiles_far_larger_than_their_image_are_refused_before_memory_is_taken(order, is_big):
+    assert decode_image(tiff({}, order, is_big)).size == (10, 10)
+    assert decode_image(tiff({278: (10_000_000,)}, order, is_big)).size == (10, 10)
+    assert decode_image(tiff({322: (16,), 323: (16,)}, order, is_big)).size == (10, 10)
+    for sides in ({322: (20_000,), 323: (20_000,)}, {322: (20_000, 16), 323: (16, 20_000)}):
+        tracemalloc.start()
+        try:
+            with pytest.raises(InvalidImage, match=r"has 100 pixels, and its tiles have 400000000"):
+                image_facts(tiff(sides, order, is_big))
+        finally:
+            assert tracemalloc.get_traced_memory()[1] < 1_000_000
+            tracemalloc.stop()
+    *_, held = image_size(tiff({322: (1024,), 323: (1024,)}, order, is_big))
+    assert held >= 1024 * 1024
+
+
+def test_what_is_no_directory_of_a_tiff_has_no_tiles():
+    whole = tiff({322: (4096,), 323: (4096,)})
+    assert tile_pixels(whole) == 4096 * 4096
+    for end in (3, 7, 9, 30):
+        assert tile_pixels(whole[:end]) == 0
+    assert tile_pixels(whole[:8] + b"\xff\xff" + whole[10:]) == 4096 * 4096
+    assert tile_pixels(saved(plain())) == 0
+    big = tiff({322: (16, 4096), 323: (4096,)}, ">", is_big=True)  # which Pillow cannot read
+    assert tile_pixels(big) == 4096 * 4096
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+import PIL.Image
+PIL.Image.init()
+from jaxembed import memory
+from jaxembed.images.decode import decode_image, image_size
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+for name in sys.argv[1:]:
+    data = Path(name).read_bytes()
+    *_, held = image_size(data)
+    memory.trim()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
+    before = status("VmRSS")
+    decode_image(data)
+    print(held, status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak")
+def test_decoding_takes_no_more_memory_than_is_counted(tmp_path):
+    side = 2000
+    image = plain().resize((side, side), Image.Resampling.BILINEAR)
+    clear = image.copy()
+    clear.putalpha(100)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    wide = Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257)
+    progressive = {"progressive": True, "subsampling": 0}
+    files = [
+        saved(image, "JPEG", exif=turned),
+        saved(image, "JPEG", **progressive),
+        saved(image.convert("CMYK"), "JPEG", **progressive),
+        saved(clear, "PNG", compress_level=1),
+        saved(clear.convert("LA"), "PNG", compress_level=1),
+        saved(clear.resize((side * 8, side // 8)), "PNG", compress_level=1),
+        saved(wide, "PNG", compress_level=1),
+        saved(image, "WEBP", method=0),
+        saved(clear, "WEBP", method=0, lossless=True, quality=0),
+        saved(image, "GIF", transparency=3),
+        saved(image, "BMP"),
+        saved(clear, "TIFF", compression="tiff_lzw"),
+        saved(wide, "TIFF", compression="tiff_lzw"),
+    ]
+    names = [str(tmp_path / str(number)) for number in range(len(files))]
+    for name, data in zip(names, files, strict=True):
+        Path(name).write_bytes(data)
+    done = subprocess.run([sys.executable, "-c", MEASURED, *names], capture_output=True, text=True)
+    assert done.stderr == ""
+    measured = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(measured) == len(files)
+    for held, taken in measured:
+        assert taken > 4 * side**2 / 2
+        assert taken < held + 5_000_000
+
+
+def test_a_damaged_tiff_writes_nothing_to_standard_error(capfd):
+    for data in (tiff({322: (48,), 323: (4096,)})[:-20], tiff({279: (4_000_000_000,)})):
+        with pytest.raises(InvalidImage, match="damaged"):
+            decode_image(data)
+    assert capfd.readouterr().err == ""
+
+
+def test_an_image_of_pillow_stays_as_it_was():
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    image = Image.open(BytesIO(saved(plain(), "PNG", exif=turned)))
+    before = np.asarray(image).copy()
+    assert colours_of(image).shape == (5, 6, 3)
+    np.testing.assert_array_equal(np.asarray(image), before)
+    assert image.getexif()[0x0112] == 6

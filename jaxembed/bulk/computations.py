@@ -13,7 +13,7 @@ from jaxembed.bulk.image_rows import RowImage
 from jaxembed.bulk.sources import arrow
 from jaxembed.embedder import Embedder
 from jaxembed.errors import InvalidImage
-from jaxembed.images.decode import image_size
+from jaxembed.images.decode import image_facts
 from jaxembed.options import EncodeOptions, Label, ScoreOptions
 from jaxembed.outputs import OutputName
 from jaxembed.work import Ragged, SparseRows
@@ -221,7 +221,7 @@ def _check_header(image: RowImage, index: int) -> None:
     """Raise InvalidImage, by its index, for a file that does not begin as an image does."""
     try:
         if isinstance(image, bytes):
-            image_size(image)
+            image_facts(image)
     except InvalidImage as error:
         error.index = index
         raise

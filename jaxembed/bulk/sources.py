@@ -14,7 +14,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -360,11 +360,7 @@ def _lines(file: ByteStream, name: str) -> Iterator[bytes]:
     """The lines of a file, without a byte order mark. Of a line that is longer than LINE_BYTES only
     so many bytes and one more are given."""
     is_compressed = name.lower().endswith(COMPRESSED)
-    with _reading(name), gzip.open(file) if is_compressed else nullcontext(file) as lines:
-        if not isinstance(
-            lines, io.BufferedIOBase
-        ):  # of an object store: reads lines of any length
-            lines = io.BufferedReader(lines)
+    with _reading(name), gzip.open(file) if is_compressed else _with_limited_lines(file) as lines:
         first = True
         while line := lines.readline(LINE_BYTES + 1):
             rest = line
@@ -372,6 +368,19 @@ def _lines(file: ByteStream, name: str) -> Iterator[bytes]:
                 rest = lines.readline(LINE_BYTES + 1)
             yield line.removeprefix(b"\xef\xbb\xbf") if first else line
             first = False
+
+
+@contextmanager
+def _with_limited_lines(file: ByteStream) -> Iterator[ByteStream]:
+    """A file whose `readline` takes a limit: the files of object stores read whole lines."""
+    if isinstance(file, io.BufferedIOBase):
+        yield file
+        return
+    reader = io.BufferedReader(file)
+    try:
+        yield reader
+    finally:
+        reader.detach()  # or it closes the file
 
 
 def _check_length(size: int) -> None:

@@ -1,7 +1,11 @@
 """Counts the parts of an image's file before a decoder reads it: some decoders take long for each
 part, however small the image is."""
 
+import math
 import re
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
 
 from jaxembed.errors import InvalidImage
 
@@ -10,7 +14,34 @@ MOST_SCANS = 100  # of a JPEG; a progressive one has about ten, and each goes ov
 JPEG, PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
 SCAN, END = 0xDA, 0xD9  # the markers with which a scan begins and an image ends
 ALONE = (0x01, 0xD8)  # markers without a length; those within a scan are none here
+TILE_SIDES = (322, 323)  # the tags TileWidth and TileLength of a TIFF
+TIFF_INTEGERS = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i", 16: "Q", 17: "q"}  # by their type
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+
+
+@dataclass(frozen=True)
+class _TiffForm:
+    """Where the entries of a TIFF's directory are, in bytes and as formats of struct."""
+
+    first: int  # where the offset of the directory is
+    offset: str
+    count: str  # of the entries, before the first of them
+    entry: int  # the size of one
+    tag: str  # of an entry, and the type of its value
+    value: int  # where in an entry its value is, or the offset of a value that is larger than one
+
+
+TIFF_FORMS = {
+    order + version.to_bytes(2, "little" if sign == "<" else "big"): _TiffForm(
+        first, sign + offset, sign + count, entry, f"{sign}HH", value
+    )
+    for order, sign in ((b"II", "<"), (b"MM", ">"))
+    for version, first, offset, count, entry, value in (
+        (42, 4, "I", "H", 12, 8),
+        (43, 8, "Q", "Q", 20, 12),  # BigTIFF
+    )
+}
+"""By the bytes that a file begins with."""
 
 
 def check_parts(data: bytes) -> None:
@@ -19,6 +50,32 @@ def check_parts(data: bytes) -> None:
         _check_jpeg(data)
     elif data.startswith(PNG):
         _check_png(data)
+
+
+def tile_pixels(data: bytes) -> int:
+    """The pixels of a tile of a TIFF; 0 for other files. A decoder takes memory for a whole tile,
+    however small the image is; strips it cuts to the image.
+
+    Of a tag that comes several times the largest value counts: libtiff reads the first, Pillow the
+    last.
+    """
+    form = TIFF_FORMS.get(data[:4])
+    if form is None:
+        return 0
+    sides = {tag: 0 for tag in TILE_SIDES}
+    with suppress(struct.error):  # of a file that ends early, which the decoder refuses
+        (start,) = struct.unpack_from(form.offset, data, form.first)
+        (entries,) = struct.unpack_from(form.count, data, start)
+        start += struct.calcsize(form.count)
+        for at in range(start, start + entries * form.entry, form.entry):
+            tag, kind = struct.unpack_from(form.tag, data, at)
+            if tag in sides and kind in TIFF_INTEGERS:
+                integer = form.tag[0] + TIFF_INTEGERS[kind]
+                at += form.value
+                if struct.calcsize(integer) > struct.calcsize(form.offset):
+                    (at,) = struct.unpack_from(form.offset, data, at)
+                sides[tag] = max(sides[tag], *struct.unpack_from(integer, data, at))
+    return math.prod(sides.values())
 
 
 def _check_jpeg(data: bytes) -> None:

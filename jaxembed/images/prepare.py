@@ -1,7 +1,10 @@
 """From the colours of an image to the patches of a tower, bit for bit as transformers' processors
 on Pillow make them, and the places of the tokens. Needs Pillow."""
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,25 +13,27 @@ from jaxembed.images.decode import MOST_PIXELS
 from jaxembed.images.places import page_places
 from jaxembed.spec import ImageRules
 
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
 SCALES = 1e-6, 100.0  # the bounds of how much an image is scaled that keeps its shape
 SCALE_STEP = 1e-5  # of the search between them, which ends when the bounds are closer
 MOST_ASPECT = 200  # of the longer side to the shorter one, where the rules have an area
 
 
-def prepare_image(colours: np.ndarray, rules: ImageRules) -> np.ndarray:
-    """The patches of an image, uint8 `[tokens, token_bytes]`, row by row. `colours` is uint8
-    `[height, width, 3]`. The patches of a token follow each other row by row, too, as do the pixels
-    of a patch, and the three colours of a pixel.
+def prepare_image(image: Picture, rules: ImageRules) -> np.ndarray:
+    """The patches of an image, uint8 `[tokens, token_bytes]`, row by row. The patches of a token
+    follow each other row by row, too, as do the pixels of a patch, and the three colours of a
+    pixel. `image` is one of Pillow in mode RGB.
 
     Raises InvalidImage for one that is so long and narrow that resizing would take too much memory,
     or that the model does not take.
     """
     from PIL import Image  # only models of images need it
 
-    rows, columns, _ = colours.shape
-    height, width = resized_size(rows, columns, rules)
+    height, width = resized_size(image.height, image.width, rules)
     resample = Image.Resampling[rules.resample.upper()]
-    resized = np.asarray(Image.fromarray(colours).resize((width, height), resample))
+    resized = np.asarray(image.resize((width, height), resample))
     if rules.crop is not None:
         high, wide = rules.crop
         top, left = (height - high) // 2, (width - wide) // 2
@@ -86,11 +91,11 @@ def patches(colours: np.ndarray, size: int, merge: int = 1) -> np.ndarray:
     return grid.transpose(0, 3, 1, 4, 2, 5, 6).reshape(-1, block * block * colour)
 
 
-def image_places(colours: np.ndarray, rules: ImageRules) -> np.ndarray:
+def image_places(height: int, width: int, rules: ImageRules) -> np.ndarray:
     """Where the tokens of an image lie, int32 `[tokens, place_numbers]`, by rules that have such
-    numbers. `colours` is uint8 `[height, width, 3]`. Tokens around the patches have zeros, unless
-    the rules have an `area`."""
-    height, width = resized_size(len(colours), colours.shape[1], rules)
+    numbers. `height` and `width` count the image's pixels. Tokens around the patches have zeros,
+    unless the rules have an `area`."""
+    height, width = resized_size(height, width, rules)
     rows, columns = height // rules.token_side, width // rules.token_side
     around = len(rules.before), len(rules.after)
     if rules.area is not None:

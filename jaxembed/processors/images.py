@@ -10,27 +10,27 @@ from typing import Any
 import numpy as np
 
 from jaxembed.errors import BackendError, InvalidInput
-from jaxembed.images.decode import MOST_PIXELS, decode_image, image_size, require_pillow
+from jaxembed.images.decode import MOST_BYTES, decode_image, image_size, picture_of, require_pillow
 from jaxembed.images.prepare import image_places, prepare_image, resized_size
 from jaxembed.inputs import Image, Input
 from jaxembed.processors.text import Rules, TextProcessor, Tokenized
 from jaxembed.spec import ModelSpec
 from jaxembed.work import Encoding, work_of
 
-# Bytes that a pixel takes while it is decoded: its three colours, with transparency before and
-# after it is put on white, and a copy of its colours.
-DECODING_BYTES = 14
-# A job whose images each hold at most so many pixels while they are decoded and resized waits for
-# no larger image. One of 1920 by 1080 holds fewer.
-SMALL_PIXELS = 2_500_000
+PICTURE_BYTES = 4  # a pixel, of an image of Pillow
+RESIZED_BYTES = 14  # a pixel: an image of Pillow, three copies of its colours, and some to spare
+# A job whose images each take at most so many bytes while they are decoded and resized waits for
+# no larger image. One of 1920 by 1080 pixels takes fewer.
+SMALL_BYTES = 50_000_000
 WORD = np.dtype("<i4")  # as PackedTokens has the bytes of a patch
 
 
 class ImageProcessor:
     """Turns the images of a model into encodings. All threads share it.
 
-    Jobs with an image that holds more than SMALL_PIXELS have threads of their own, in which at most
-    MOST_PIXELS are held at any time, and others wait. A job of small images waits for none of them.
+    Jobs with an image that takes more than SMALL_BYTES have threads of their own, in which images
+    take at most MOST_BYTES at any time, and others wait. A job of small images waits for none of
+    them.
     """
 
     def __init__(self, spec: ModelSpec, workers: int):
@@ -41,21 +41,21 @@ class ImageProcessor:
         self._rules = spec.image
         self.limit = spec.max_input_tokens
         self._workers = workers
-        self._room = _Room(MOST_PIXELS)
+        self._room = _Room(MOST_BYTES)
         self.executor: Executor = _DecodeThreads(workers)
 
     def encode(self, inputs: Sequence[Input], rules: Rules) -> Tokenized:
         """Decode and resize images in the calling thread. Raises InvalidImage for the first at
         fault, and InvalidInput for an input that is none."""
-        held = [self._held_pixels(item) for item in inputs]
-        if _thread.is_for_small and any(one is not None and one > SMALL_PIXELS for one in held):
+        held = [self._bytes_or_none(item) for item in inputs]
+        if _thread.is_for_small and any(one is not None and one > SMALL_BYTES for one in held):
             raise _LargeError
         encodings: list[Encoding] = []
         try:
-            for item, pixels in zip(inputs, held, strict=True):
+            for item, size in zip(inputs, held, strict=True):
                 if not isinstance(item, Image):
                     raise InvalidInput("the input is no image, and this is the tower of images")
-                encodings.append(self._encode(item, pixels or self._pixels(item)))
+                encodings.append(self._encode(item, size or self._bytes(item)))
         except InvalidInput as error:
             error.index = len(encodings)
             raise
@@ -69,34 +69,38 @@ class ImageProcessor:
     def job_bytes(self) -> int:
         """The memory that a thread for small images needs while it runs `encode`, and one for
         others: its share of that of all of them."""
-        return DECODING_BYTES * (SMALL_PIXELS + MOST_PIXELS // self._workers)
+        return SMALL_BYTES + MOST_BYTES // self._workers
 
-    def _pixels(self, item: Image) -> int:
-        """The pixels that are held while an image is decoded and resized. Raises InvalidImage."""
-        data = item.data
-        height, width = image_size(data) if isinstance(data, bytes) else data.shape[:2]
-        resized = resized_size(height, width, self._rules)
-        return height * width + resized[0] * resized[1]
+    def _bytes(self, item: Image) -> int:
+        """The memory that an image takes while it is decoded and resized. Raises InvalidImage."""
+        if isinstance(item.data, bytes):
+            height, width, decoding = image_size(item.data)
+        else:
+            height, width = item.data.shape[:2]
+            decoding = PICTURE_BYTES * height * width
+        high, wide = resized_size(height, width, self._rules)
+        between = PICTURE_BYTES * height * wide  # Pillow resizes the width first
+        return decoding + between + RESIZED_BYTES * high * wide
 
-    def _held_pixels(self, item: Input) -> int | None:
-        """As `_pixels`; None for an input at fault, whose turn comes after those before it."""
+    def _bytes_or_none(self, item: Input) -> int | None:
+        """As `_bytes`; None for an input at fault, whose turn comes after those before it."""
         try:
-            return self._pixels(item) if isinstance(item, Image) else None
+            return self._bytes(item) if isinstance(item, Image) else None
         except InvalidInput:
             return None
 
     def _encode(self, item: Image, held: int) -> Encoding:
         data = item.data
         with self._room.taken(0 if _thread.is_for_small else held):
-            colours = decode_image(data) if isinstance(data, bytes) else data
-            patches = prepare_image(colours, self._rules)
+            image = decode_image(data) if isinstance(data, bytes) else picture_of(data)
+            patches = prepare_image(image, self._rules)
         before, after = self._rules.before, self._rules.after
         own = [self._rules.token_id] * len(patches)
         ids = np.array([*before, *own, *after], np.int32)
         numbers = self._rules.place_numbers
         pixels = np.zeros((len(ids), numbers + patches.shape[1] // WORD.itemsize), np.int32)
         if numbers:
-            pixels[:, :numbers] = image_places(colours, self._rules)
+            pixels[:, :numbers] = image_places(image.height, image.width, self._rules)
         at = slice(len(before), len(before) + len(patches))
         pixels[at, numbers:] = np.ascontiguousarray(patches).view(WORD)
         return Encoding(ids, pixels=pixels)
@@ -179,23 +183,23 @@ def _settle(answer: Future, result: Any = None, *, error: BaseException | None =
 
 
 class _Room:
-    """So many pixels, of which threads take some and give them back."""
+    """So many bytes, of which threads take some and give them back."""
 
     def __init__(self, most: int):
         self._most = self._left = most
         self._freed = threading.Condition()
 
     @contextmanager
-    def taken(self, pixels: int) -> Iterator[None]:
+    def taken(self, size: int) -> Iterator[None]:
         """Wait until so many are left, or all of them if there are fewer, and keep them in the
         context."""
-        pixels = min(pixels, self._most)
+        size = min(size, self._most)
         with self._freed:
-            self._freed.wait_for(lambda: self._left >= pixels)
-            self._left -= pixels
+            self._freed.wait_for(lambda: self._left >= size)
+            self._left -= size
         try:
             yield
         finally:
             with self._freed:
-                self._left += pixels
+                self._left += size
                 self._freed.notify_all()

@@ -49,9 +49,9 @@ from jaxembed.work import Encoding, Work, whole_work, work_of
 # byte-level BPE, 1005 for Chinese with WordPiece, and 1000 for many texts while their tokens become
 # JSON. Only a ligature that XLM-R decomposes (U+FDFA) needed more, 3628.
 PIECE_BYTES = 1800
-# Of the room for both texts of a pair, what a first text may take that leaves none for the second:
-# as in mixedbread's mxbai_rerank_v2.py and FlagEmbedding's rerankers. Without it every document gets
-# the same score.
+# The share of the room for both texts of a pair that the first may take where nothing would be left
+# for the second, so that documents do not all get the same score: that of mixedbread's
+# mxbai_rerank_v2.py and of FlagEmbedding's rerankers.
 QUERY_SHARE = 0.75
 # Bytes of memory per token id for /decode, measured for the longest token of a vocabulary: 512
 # characters, in that of ModernBERT. Ordinary ids needed 5 to 70.

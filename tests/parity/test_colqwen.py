@@ -35,6 +35,7 @@ from converters.qwen_vision import (
 )
 from converters.weights import Tensor, plan_steps
 from jaxembed.errors import InvalidImage
+from jaxembed.images.decode import picture_of
 from jaxembed.images.places import page_places
 from jaxembed.images.prepare import prepare_image
 from jaxembed.models import normalised
@@ -80,7 +81,7 @@ def test_pixels_are_those_of_the_processor(changes):
                 return_tensors="np",
             )
             wanted = as_ours(np.asarray(made["pixel_values"]).astype(np.uint8))
-            np.testing.assert_array_equal(prepare_image(colours, rules), wanted)
+            np.testing.assert_array_equal(prepare_image(picture_of(colours), rules), wanted)
 
 
 def test_an_image_that_the_processor_refuses_is_refused():
@@ -89,7 +90,7 @@ def test_an_image_that_the_processor_refuses_is_refused():
     with pytest.raises(ValueError, match="aspect ratio"):
         Qwen2VLImageProcessorPil()(Image.fromarray(colours))
     with pytest.raises(InvalidImage, match="over 200 times"):
-        prepare_image(colours, rules)
+        prepare_image(picture_of(colours), rules)
 
 
 SMALL_TOWER = {"depth": 3, "num_heads": 2, "initializer_range": 0.1}
@@ -167,7 +168,7 @@ def test_the_tower_of_images_is_that_of_transformers(kind):
     for number, (image, (high, wide), count) in enumerate(zip(colours, sides, counts, strict=True)):
         row, start = number // 2, 3 if number % 2 == 0 else counts[number - 1] + 9
         at = slice(start, start + count)
-        pixels[row, at], segments[row, at] = prepare_image(image, rules), number % 2 + 1
+        pixels[row, at], segments[row, at] = prepare_image(picture_of(image), rules), number % 2 + 1
         places[row, start - 3 : start + count + 2] = page_places(high // 28, wide // 28, 3, 2)
         spots.append((row, at))
     tokens = PackedTokens(
