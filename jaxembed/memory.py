@@ -5,6 +5,7 @@ maps and unmaps such a block each time, and the page faults take a tenth to a th
 """
 
 import ctypes
+import gc
 import mmap
 import os
 import sys
@@ -17,11 +18,16 @@ from typing import Any
 KIB = 1024
 MIB = 1024 * 1024
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
-MMAP_THRESHOLD = 32 * MIB  # the limit to which glibc adapts it (DEFAULT_MMAP_THRESHOLD_MAX)
+# Larger blocks of other heaps get mappings of their own, which go back to the system when they are
+# freed: the end of such a heap, of up to 64 MB, never does.
+MMAP_THRESHOLD = 4 * MIB
+ADAPTED_THRESHOLD = 32 * MIB  # the limit to which glibc adapts it (DEFAULT_MMAP_THRESHOLD_MAX)
 MMAP_MAX = 65536  # glibc's default
 HEAPS_A_CORE, MOST_HEAPS = 8, 64  # glibc's default, and a limit, as `in_kept_heap` may try them all
 SPARE_BYTES = 64 * MIB  # of the heap, left to other threads while `trim` holds the rest
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+GROWTH_BYTES = 128 * MIB  # what a server may grow by before it returns freed memory
+STATM = Path("/proc/self/statm")
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 CGROUP_FILES = "memory.max", "memory.current"
 PROBE = 4 * MIB  # larger than any free block below the kept heap; its pages are not touched
@@ -61,7 +67,8 @@ def keep() -> bool:
     _advise(libc, start, size, mmap.MADV_HUGEPAGE)
     libc.free(start)
     if not _is_kept(libc, range(start, start + size)):  # the block got a mapping of its own
-        libc.mallopt(M_TRIM_THRESHOLD, 2 * MMAP_THRESHOLD)
+        libc.mallopt(M_MMAP_THRESHOLD, ADAPTED_THRESHOLD)
+        libc.mallopt(M_TRIM_THRESHOLD, 2 * ADAPTED_THRESHOLD)
         return False
     kept = range(start, start + size)
     return True
@@ -146,6 +153,34 @@ def trim() -> None:
         if top in kept:
             _advise(libc, top, size, mmap.MADV_DONTNEED)
         libc.free(top)
+
+
+class Trimmer:
+    """Returns freed memory to the system when the process has grown by GROWTH_BYTES since it last
+    did, such as by a burst of large images."""
+
+    def __init__(self) -> None:
+        self._least = resident_bytes()
+
+    def run(self) -> None:
+        """Look at the memory of the process. Call it while nothing runs: a thread that allocates
+        waits meanwhile, for some 0.1 s at most."""
+        now = resident_bytes()
+        if now is None or self._least is None:
+            return
+        if now > self._least + GROWTH_BYTES:
+            gc.collect()  # what refused requests held may be in cycles
+            trim()
+            self._least = resident_bytes()
+        else:
+            self._least = min(now, self._least)
+
+
+def resident_bytes() -> int | None:
+    """The memory of the process that is in use now. None if the system does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(STATM.read_text().split()[1]) * mmap.PAGESIZE
+    return None
 
 
 def available_bytes() -> int | None:

@@ -79,6 +79,63 @@ def test_a_thread_that_frees_and_takes_memory_again_faults_nothing_in():
     assert kept["heap"]  # to be taken from the same heap again
 
 
+BURST = f"""
+import ctypes, threading
+from jaxembed import memory
+
+assert memory.keep()
+libc = memory._glibc()
+trimmer = memory.Trimmer()
+before = memory.resident_bytes()
+freed, blocks = threading.Barrier(5), []
+
+def burst():
+    pieces = [libc.malloc({PIECE} // 8) for _ in range(3)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, {PIECE} // 8)
+    for piece in pieces:
+        libc.free(piece)
+    freed.wait()
+    freed.wait()
+
+threads = [threading.Thread(target=burst) for _ in range(4)]
+for thread in threads:
+    thread.start()
+freed.wait()
+after_threads = memory.resident_bytes() - before
+freed.wait()
+for _ in range(4):  # of the main thread: between them are blocks that stay
+    blocks.append(libc.malloc({PIECE}))
+    ctypes.memset(blocks[-1], 1, {PIECE})
+    libc.malloc(1000)
+for block in blocks:
+    libc.free(block)
+burst_bytes = memory.resident_bytes() - before
+trimmer.run()
+trimmed = memory.resident_bytes() - before
+print([after_threads, burst_bytes, trimmed])
+"""
+
+
+@glibc
+def test_what_a_burst_took_goes_back_to_the_system():
+    done = subprocess.run([sys.executable, "-c", BURST], capture_output=True, text=True, check=True)
+    after_threads, burst, trimmed = eval(done.stdout)
+    assert after_threads < PIECE // 8  # each of four threads took three times that
+    assert burst > 3 * PIECE
+    assert trimmed < PIECE + memory.SPARE_BYTES
+
+
+def test_a_process_that_has_not_grown_is_not_trimmed(monkeypatch):
+    sizes, trims = iter([100, 90, 90 + memory.GROWTH_BYTES, 91 + memory.GROWTH_BYTES, 95, 96]), []
+    monkeypatch.setattr(memory, "resident_bytes", lambda: next(sizes))
+    monkeypatch.setattr(memory, "trim", lambda: trims.append(1))
+    trimmer = memory.Trimmer()
+    for expected in (0, 0, 1, 1):
+        trimmer.run()
+        assert len(trims) == expected
+
+
 @glibc
 def test_a_process_that_did_not_ask_keeps_glibcs_ways():
     left = run()

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from hypercorn.asyncio import serve as hypercorn_serve
 from hypercorn.config import Config
 
+from jaxembed import memory
 from jaxembed.config import PoolLimits, ServerConfig
 from jaxembed.doctor.history import SAMPLE_S
 from jaxembed.errors import BackendError, ConfigError
@@ -114,15 +115,19 @@ async def serve(
 
 
 async def _sample(service: Service) -> None:
-    """Record every SAMPLE_S seconds what the models have done and the delay of the event loop.
+    """Record every SAMPLE_S seconds what the models have done and the delay of the event loop, and
+    return freed memory to the system while there are no requests.
 
     It runs until it is cancelled. An error is logged and does not end it.
     """
     delay_s = 0.0
+    trimmer = memory.Trimmer()
     while True:
         try:
             service.history.note(service.models.by_name(), delay_s)
             service.pool.sweep()
+            if not service.models.capacity.bytes:
+                await asyncio.to_thread(trimmer.run)
         except Exception:
             logger.exception("what was done of late could not be noted. This is a bug in jaxembed")
         wanted_at = time.monotonic() + SAMPLE_S
