@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_builds import AMX, AVX512_BF16, for_this_cpu
 
 from jaxembed.models import native
 from jaxembed.models.adapters import owners_of
@@ -30,25 +31,21 @@ from jaxembed.models.rope import Rotation
 ROUNDED = 2.0**-8  # twice what rounding to bfloat16 changes: a sum may round to either side
 
 
-@pytest.fixture(name="way", scope="module", params=["usual", "without tiles"])
+@pytest.fixture(name="way", scope="module", params=[AVX512_BF16, AMX], ids=lambda one: one.name)
 def _way(request, native_kernels, tmp_path_factory):
-    """Both ways through product.h. The one without AMX has calls of its own names."""
-    if request.param == "usual":
-        yield request.param
+    """Both ways through product.h. The one that is not loaded has calls of its own names."""
+    build = for_this_cpu(request.param)
+    if native.library._build == build:
+        yield build.name
         return
-    amx, without_tiles = native.compiler.INSTRUCTION_SETS
-    if native.library._build is not amx:
-        pytest.skip("without AMX the usual way is this one")
-    library = native.library._opened(without_tiles, tmp_path_factory.mktemp("native"))
+    library = native.library._opened(build, tmp_path_factory.mktemp("native"))
     for name in native.library.CALLS:
         entry = jax.ffi.pycapsule(getattr(library, f"jaxembed_{name}"))
-        jax.ffi.register_ffi_target(f"jaxembed_{name}_without_tiles", entry, platform="cpu")
+        jax.ffi.register_ffi_target(f"jaxembed_{name}_other", entry, platform="cpu")
     with pytest.MonkeyPatch.context() as patch:
         usual = jax.ffi.ffi_call
-        patch.setattr(
-            jax.ffi, "ffi_call", lambda name, shape: usual(f"{name}_without_tiles", shape)
-        )
-        yield request.param
+        patch.setattr(jax.ffi, "ffi_call", lambda name, shape: usual(f"{name}_other", shape))
+        yield build.name
 
 
 def drawn(*shape: int, seed: int = 0) -> np.ndarray:
