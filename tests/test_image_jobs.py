@@ -3,6 +3,7 @@
 import base64
 import json
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import sources
 from click.testing import CliRunner
 from dual_sources import picture, png, write_dual
 from fake_computation import WIDTH, DigestRows
-from pdf_sources import pdf
+from pdf_sources import doubled, pdf
 
 from jaxembed import Embedder, object_store
 from jaxembed.bulk import image_rows, parts, stream
@@ -30,6 +31,7 @@ from jaxembed.bulk.sources import IMAGE_FILES, input_files
 from jaxembed.cli import cli, loading
 from jaxembed.config import EngineConfig
 from jaxembed.errors import ConfigError, InvalidImage, InvalidInput, StoreUnreachable, WrongTask
+from jaxembed.images import pdf as pdf_module
 
 pytest.importorskip("PIL")
 pytest.importorskip("pypdfium2")
@@ -204,6 +206,36 @@ def test_a_bad_file_stops_the_job_by_its_name_or_is_left_out(
     assert words in told["reason"]
     paths = table(tmp_path / "out")["path"].to_pylist()
     assert paths == [str(photos / one) for one in ORDER]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux alone")
+def test_a_page_that_crashes_its_process_is_left_out_and_the_others_are_rendered(
+    tmp_path, photos, monkeypatch
+):
+    run(photos, tmp_path / "whole")
+    monkeypatch.setattr(pdf_module, "_idle", deque(maxlen=1))
+    monkeypatch.setattr(pdf_module, "MOST_MEMORY", 100_000_000)
+    (photos / "4a.pdf").write_bytes(doubled([RED, BLUE]))
+    summary = run(photos, tmp_path / "out", on_error="skip")
+    assert (summary.rows, summary.skipped) == (14, 1)
+    (told,) = skipped(tmp_path / "out")
+    assert told["where"] == str(photos / "4a.pdf page 1")
+    assert told["reason"].startswith("is wrong: rendering the page crashed (SIGABRT): ")
+    rows = table(tmp_path / "out").drop_columns("row").to_pylist()
+    assert (rows[5]["path"], rows[5]["page"]) == (str(photos / "4a.pdf"), 2)
+    assert rows[:5] + rows[6:] == table(tmp_path / "whole").drop_columns("row").to_pylist()
+
+
+def test_another_time_limit_goes_on_with_the_same_job(tmp_path, photos):
+    run(photos, tmp_path / "out")
+    limited = ImageRows(pdf_timeout_s=60.0)
+    assert run(photos, tmp_path / "out", images=limited).parts_found == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="this file is Linux's")
+def test_a_pdf_file_that_stops_being_readable_is_told_by_its_name():
+    with pytest.raises(ConfigError, match="cannot read /proc/self/mem: Input/output error"):
+        image_rows._opened_pdf("/proc/self/mem", 30.0)
 
 
 def test_an_image_file_that_cannot_be_read_is_told_by_its_name(tmp_path, photos):
@@ -488,6 +520,7 @@ def test_files_that_no_decoder_reads_are_left_out_whichever_they_are(dual, tmp_p
         (["photos/*.png", "--text-column", "b"], "leave --text-column out"),
         (["photos", "--image-column", "b"], "photos: there is no file of rows; they end in .txt"),
         (["rows.csv", "--pdf-dpi", "72"], "--pdf-dpi is for PDF files"),
+        (["rows.csv", "--pdf-timeout", "9"], "--pdf-timeout is for PDF files"),
         (["photos", "--id-column", "id"], "--id-column is for files of rows"),
         (["photos", "--keep", "id"], "--keep is for files of rows"),
         (["photos", "--prompt-name", "query"], "--prompt-name is for texts"),

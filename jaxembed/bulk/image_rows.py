@@ -34,13 +34,12 @@ from jaxembed.bulk.sources import (
 )
 from jaxembed.errors import CheckpointError, ConfigError, EmptyInput, InvalidImage, StoreUnreachable
 from jaxembed.images.media import excerpt, is_data_uri, read_data_uri
-from jaxembed.images.pdf import PDF_DPI, PdfFile, require_pdfium
+from jaxembed.images.pdf import PDF_DPI, PDF_TIMEOUT_S, PdfFile, require_pdfium
 
 PATH_COLUMN, PAGE_COLUMN = "path", "page"  # the columns of image files; images have no page
 IMAGES_A_BLOCK = 16  # of a column of images
 FILES_AHEAD = 8  # read while those before are computed, for stores take long to answer
 MOST_FILE_BYTES = 200 * 10**6  # of an image's file
-MOST_PDF_BYTES = 10**9
 
 RowImage = bytes | np.ndarray  # an image's file, or the colours of a page
 
@@ -51,6 +50,7 @@ class ImageRows:
 
     column: str | None = None  # of files of rows; None: the inputs are image and PDF files
     pdf_dpi: int = PDF_DPI
+    pdf_timeout_s: float = PDF_TIMEOUT_S  # for each page, and for opening a PDF file
 
     def files(self, names: Sequence[str]) -> list[InputFile]:
         """The files that these names stand for. Raises ConfigError as `input_files`, and for a PDF
@@ -81,7 +81,7 @@ class ImageRows:
         Raises ConfigError if a file cannot be read.
         """
         if self.column is None:
-            return _read_files(files, self.pdf_dpi, start)
+            return _read_files(files, self, start)
         return _read_column(files, columns, self.column, start)
 
 
@@ -99,14 +99,14 @@ def _is_of_images(kind: Any) -> bool:
 
 
 def _read_files(
-    files: Sequence[InputFile], dpi: int, start: Place
+    files: Sequence[InputFile], images: ImageRows, start: Place
 ) -> Iterator[tuple[Place, Block]]:
     left = files[start.file :]
     read = partial(_image_in, _WholeFiles())
     for number, image in enumerate(ahead(read, left, FILES_AHEAD), start.file):
         skip = start.row if number == start.file else 0
         file = files[number]
-        rows = _pages(file, dpi, skip) if image is None else _one(image, skip)
+        rows = _pages(file, images, skip) if image is None else _one(image, skip)
         for row, (page, found, share) in enumerate(rows, skip):
             columns = {PATH_COLUMN: [file.name], PAGE_COLUMN: [page]}
             yield Place(number, row), _block(columns, found, share)
@@ -132,25 +132,34 @@ def _image_in(files: "_WholeFiles", file: InputFile) -> RowImage | BadRow | None
 
 
 def _pages(
-    file: InputFile, dpi: int, skip: int
+    file: InputFile, images: ImageRows, skip: int
 ) -> Iterator[tuple[int | None, RowImage | BadRow, float]]:
     """The pages of a PDF file, each with its number from 1 and the share of the file up to it. A
     file that cannot be opened is one row, without a number."""
     try:
-        pdf = PdfFile(_WholeFiles().read(file.name, MOST_PDF_BYTES))
-    except (InvalidImage, BadRow) as error:
-        problem = error if isinstance(error, BadRow) else BadRow(f"cannot be read: {error}")
-        yield from _one(problem, skip)
+        pdf = _opened_pdf(file.name, images.pdf_timeout_s)
+    except InvalidImage as error:
+        yield from _one(BadRow(f"cannot be read: {error}"), skip)
         return
     try:
         for page in range(skip, pdf.pages):
             try:
-                image: RowImage | BadRow = pdf.render(page, dpi)
+                image: RowImage | BadRow = pdf.render(page, images.pdf_dpi)
             except InvalidImage as error:
                 image = BadRow(f"is wrong: {error}")
             yield page + 1, image, (page + 1) / pdf.pages
     finally:
         pdf.close()
+
+
+def _opened_pdf(name: str, timeout_s: float) -> PdfFile:
+    """A PDF file here or in a store. Raises as `PdfFile`, and as `opened` for one that cannot be
+    read."""
+    try:
+        with opened(name) as file:
+            return PdfFile(file, timeout_s)
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror or error}") from error
 
 
 def _read_column(

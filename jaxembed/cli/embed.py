@@ -47,6 +47,13 @@ logger = logging.getLogger("jaxembed")
     show_default=True,
     help="Pixels an inch at which the pages of PDF files are rendered.",
 )
+@click.option(
+    "--pdf-timeout",
+    type=click.FloatRange(0, 86_400, min_open=True),
+    default=30.0,
+    show_default=True,
+    help="Seconds that rendering a page of a PDF file may take, and opening the file.",
+)
 @JOB_OPTIONS
 @click.option("--prompt-name", help="Prompt of the model to put before every text.")
 @click.option("--adapter-name", help="The adapter of the model to embed with.")
@@ -79,6 +86,7 @@ def embed_command(
     text_column: str,
     image_column: str | None,
     pdf_dpi: int,
+    pdf_timeout: float,
     prompt_name: str | None,
     adapter_name: str | None,
     dimensions: int | None,
@@ -100,7 +108,7 @@ def embed_command(
     outputs = tuple(dict.fromkeys(outputs))
     if role is not None and outputs == ("dense",):
         raise ConfigError("--role is for other outputs than dense; name a prompt by --prompt-name")
-    images = images_of(inputs, image_column, pdf_dpi)
+    images = images_of(inputs, image_column, pdf_dpi, pdf_timeout)
     if images is not None:
         refuse_flags_of_texts({"prompt_name": prompt_name, "role": role, **flags})
     options = {

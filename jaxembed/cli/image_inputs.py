@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 OF_TEXTS = ("prompt_name", "role", "default_prompt", "default_prompt_name")  # flags
 
 
-def images_of(inputs: Sequence[str], image_column: str | None, pdf_dpi: int) -> "ImageRows | None":
+def images_of(
+    inputs: Sequence[str], image_column: str | None, pdf_dpi: int, pdf_timeout_s: float
+) -> "ImageRows | None":
     """Which images are the rows of the inputs, None if these are texts.
 
     Raises ConfigError for an input that is missing, for inputs of texts and of images, and for
@@ -35,13 +37,15 @@ def images_of(inputs: Sequence[str], image_column: str | None, pdf_dpi: int) -> 
                 "--image-column which column of the rows to embed"
             )
         if images:
-            return ImageRows(pdf_dpi=pdf_dpi)
+            return ImageRows(pdf_dpi=pdf_dpi, pdf_timeout_s=pdf_timeout_s)
     else:
         if named := next(filter(is_of_images, inputs), None):
             raise ConfigError(f"{named}: image and PDF files have no columns; leave {column} out")
         input_files(inputs)
-    if _is_given("pdf_dpi"):
-        raise ConfigError("--pdf-dpi is for PDF files, and the inputs are files of rows")
+    for name in ("pdf_dpi", "pdf_timeout"):
+        if _is_given(name):
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} is for PDF files, and the inputs are files of rows")
     return None if image_column is None else ImageRows(image_column)
 
 

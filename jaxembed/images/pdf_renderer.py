@@ -1,0 +1,163 @@
+"""Renders pages of PDF files in a process of its own, which `images/pdf.py` starts and may kill.
+
+Imports neither numpy nor JAX: the process starts in about 0.1 s and takes 25 MB.
+
+Requests arrive as lines of JSON on standard input, and each is answered by a line on standard
+output. Standard error is the file that both processes share, because every system passes it on to a
+child: the PDF file is at its start, and the colours of the last page are behind that.
+"""
+
+import ctypes
+import json
+import math
+import mmap
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+import pypdfium2
+
+from jaxembed.errors import InvalidImage
+
+POINTS_AN_INCH = 72  # what a PDF file counts lengths in
+COLOURS = 3  # bytes of a pixel
+_PASSWORD = 4  # FPDF_ERR_PASSWORD
+
+
+def main() -> None:
+    """Answer requests until standard input closes. The argument is the most bytes of memory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+    shared, replies = os.dup(sys.stderr.fileno()), os.dup(sys.stdout.fileno())
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):  # whatever a library prints is no colour and no reply
+        os.dup2(nowhere, stream.fileno())
+    _limit_memory(int(sys.argv[1]))
+    requests: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_receive, args=(requests,), daemon=True).start()
+    renderer = _Renderer(shared)
+    os.write(replies, b"{}\n")  # ready
+    while True:
+        os.write(replies, json.dumps(renderer.answer(json.loads(requests.get()))).encode() + b"\n")
+
+
+def _receive(requests: "SimpleQueue[bytes]") -> None:
+    """Queue the requests, and end the process when no more can come, also amid a page."""
+    for line in sys.stdin.buffer:
+        requests.put(line)
+    os._exit(0)
+
+
+def _limit_memory(most: int) -> None:
+    """Limit the memory of this process to so many bytes, on Linux. The shared file is apart: the
+    system can write its pages to disk."""
+    if sys.platform == "linux":
+        import resource  # Windows has none
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        least = min(one for one in (most, soft, hard) if one != resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_DATA, (least, hard))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # or each crash could write that much
+
+
+class _Renderer:
+    """A PDF file and the colours of its last page, both in the shared file."""
+
+    def __init__(self, shared: int):
+        self._shared = shared
+        self._document: Any = None
+        self._at = 0  # where colours begin in the shared file
+        self._pixels: Any = None  # kept for pages of the same size, which saves page faults
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What a request is answered with. An answer with `refused` is about the PDF file, one with
+        `failed` about this machine."""
+        try:
+            return getattr(self, f"_{request.pop('do')}")(**request)
+        except InvalidImage as error:
+            return {"refused": str(error)}
+        except OSError as error:
+            return {"failed": error.strerror or str(error)}
+        except Exception as error:  # also MemoryError; the file is to blame before this machine
+            return {"refused": f"it cannot be rendered: {type(error).__name__}: {error}"}
+
+    def _open(self, size: int, colours_at: int) -> dict[str, int]:
+        """Open the PDF file of `size` bytes, and count its pages."""
+        self._at = colours_at
+        # a failure of its own kind, for a failure without a code has that of the last one
+        pypdfium2.raw.FPDF_LoadMemDocument(b"", 0, None)
+        data = self._mapped(0, size) if size else b""
+        try:
+            self._document = pypdfium2.PdfDocument(data)
+            self._document.init_forms()  # before the pages: shows what forms are filled with
+        except pypdfium2.PdfiumError as error:
+            if error.err_code == _PASSWORD:
+                raise InvalidImage(
+                    "the PDF file is encrypted, and its password is not known; save it without"
+                ) from error
+            raise InvalidImage(
+                f"a file of {size} bytes is no PDF file, or a damaged one: {error}"
+            ) from error
+        return {"pages": len(self._document)}
+
+    def _close(self) -> dict[str, int]:
+        """Let go of the PDF file, and of the shared one."""
+        if self._document is not None:
+            self._document.close()
+        self._document = self._pixels = None
+        return {}
+
+    def _render(self, page: int, dpi: int, most_pixels: int, longest_side: int) -> dict[str, int]:
+        """Write the colours of a page into the shared file."""
+        with self._opened(page) as opened:
+            scale = dpi / POINTS_AN_INCH
+            width, height = (math.ceil(side * scale) for side in opened.get_size())
+            if width < 1 or height < 1:
+                raise InvalidImage(f"the page has {height} rows and {width} columns of pixels")
+            if width * height > most_pixels:
+                raise InvalidImage(
+                    f"the page has {width * height} pixels ({width} by {height}) at {dpi} dpi, of "
+                    f"at most {most_pixels}; choose a lower --pdf-dpi"
+                )
+            if max(width, height) > longest_side:
+                raise InvalidImage(
+                    f"the page is {width} by {height} pixels at {dpi} dpi, of at most "
+                    f"{longest_side} on a side; choose a lower --pdf-dpi"
+                )
+            opened.render(scale=scale, rev_byteorder=True, bitmap_maker=self._bitmap).close()
+        return {"height": height, "width": width}
+
+    @contextmanager
+    def _opened(self, page: int) -> Iterator[Any]:
+        try:
+            with closing(self._document[page]) as opened:
+                yield opened
+        except pypdfium2.PdfiumError as error:
+            raise InvalidImage(f"the page is damaged: {error}") from error
+
+    def _bitmap(self, width: int, height: int, format: int, rev_byteorder: bool) -> Any:
+        """A bitmap of PDFium in the shared file."""
+        size = width * height * COLOURS
+        if self._pixels is None or len(self._pixels) != size:
+            self._make_room(size)
+            self._pixels = self._mapped(self._at, size)
+        return pypdfium2.PdfBitmap.new_native(width, height, format, rev_byteorder, self._pixels)
+
+    def _make_room(self, size: int) -> None:
+        """Have so many bytes behind the PDF file. Raises OSError if the disk is full."""
+        if hasattr(os, "posix_fallocate"):  # or writing to a full disk would be a crash
+            os.posix_fallocate(self._shared, self._at, size)
+        elif os.fstat(self._shared).st_size < self._at + size:  # never less: it is mapped
+            os.ftruncate(self._shared, self._at + size)
+
+    def _mapped(self, at: int, size: int) -> Any:
+        """So many bytes of the shared file, as an array of ctypes."""
+        return (ctypes.c_ubyte * size).from_buffer(mmap.mmap(self._shared, size, offset=at))
+
+
+if __name__ == "__main__":
+    main()
