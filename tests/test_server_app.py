@@ -4,6 +4,8 @@ import asyncio
 import json
 import re
 import time
+from base64 import b64encode
+from hashlib import sha256
 
 import pytest
 from fake_embedder import FakeEmbedder
@@ -301,6 +303,29 @@ def test_metrics_parse():
     response, body = fetch("/metrics")
     assert response.content_type == "text/plain; version=0.0.4; charset=utf-8"
     assert len(list(text_string_to_metric_families(body.decode()))) > 20
+
+
+@pytest.mark.parametrize("path", ["/docs", "/playground"])
+def test_pages_run_only_what_is_this_servers_and_are_shown_in_no_other(path):
+    response, _ = fetch(path)
+    assert response.content_type == "text/html; charset=utf-8"
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["referrer-policy"] == "no-referrer"
+    policy = response.headers["content-security-policy"].split("; ")
+    assert "default-src 'none'" in policy
+    for name in ("base-uri", "form-action", "frame-ancestors"):
+        assert f"{name} 'none'" in policy
+    assert "connect-src 'self'" in policy
+    assert not [one for one in policy if "unsafe" in one or "*" in one or "http" in one]
+
+
+def test_the_script_in_the_docs_is_the_one_that_may_run():
+    response, page = fetch("/docs")
+    (script,) = re.findall(rb"<script>(.*?)</script>", page, re.DOTALL)
+    digest = b64encode(sha256(script).digest()).decode()
+    policy = response.headers["content-security-policy"].split("; ")
+    assert f"script-src 'self' 'sha256-{digest}'" in policy
+    assert "style-src 'self'" in policy
 
 
 def test_the_docs_need_nothing_from_elsewhere():

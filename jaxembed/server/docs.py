@@ -8,6 +8,7 @@ from quart import Blueprint, Response, current_app
 from werkzeug.exceptions import NotFound
 
 from jaxembed.server.encoding import json_response
+from jaxembed.server.html import make_page, page_response
 from jaxembed.server.openapi import document
 
 blueprint = Blueprint("docs", __name__)
@@ -17,7 +18,7 @@ ASSETS = {
     "swagger-ui-bundle.js": "text/javascript",
     "favicon-32x32.png": "image/png",
 }
-PAGE = """<!doctype html>
+PAGE = b"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -32,12 +33,13 @@ PAGE = """<!doctype html>
 </body>
 </html>
 """
+SWAGGER_UI = make_page(PAGE, files=True)
 
 
 @blueprint.get("/docs")
 async def page() -> Response:
     """The page; its links are relative so that it works behind a path prefix."""
-    return Response(PAGE, content_type="text/html; charset=utf-8")
+    return page_response(SWAGGER_UI)
 
 
 @blueprint.get("/docs/<name>")

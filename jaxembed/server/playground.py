@@ -4,10 +4,7 @@ The page is one file, which needs nothing else: the browser is told to run only 
 style that are in it, and to connect to this server alone.
 """
 
-import re
-from base64 import b64encode
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 
 from quart import Blueprint, Response, request
@@ -15,13 +12,12 @@ from quart import Blueprint, Response, request
 from jaxembed.config import ServerConfig
 from jaxembed.server.access import is_loopback
 from jaxembed.server.errors import PlaygroundOff
+from jaxembed.server.html import HTML, Page, make_page, page_response
 from jaxembed.server.service import current_service
 
 blueprint = Blueprint("playground", __name__)
 
 FILE = Path(__file__).with_name("playground.html")
-HTML = "text/html"
-_INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 @blueprint.get("/playground")
@@ -30,14 +26,7 @@ async def playground() -> Response:
     PlaygroundOff."""
     if not is_on(current_service().config):
         raise PlaygroundOff("there is no page here; start the server with --playground to have it")
-    body, policy = _page()
-    headers = {
-        "Content-Security-Policy": policy,
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-        "Cache-Control": "no-cache",
-    }
-    return Response(body, content_type=f"{HTML}; charset=utf-8", headers=headers)
+    return page_response(_page())
 
 
 def is_on(config: ServerConfig) -> bool:
@@ -58,23 +47,7 @@ def lead_browsers() -> Response | None:
 
 
 @cache
-def _page() -> tuple[bytes, str]:
-    """The page and its Content-Security-Policy, read once."""
+def _page() -> Page:
+    """The page, read once. It makes no markup of texts."""
     body = FILE.read_bytes()
-    hashes = {"script": "", "style": ""}
-    for kind, text in _INLINE.findall(body):
-        digest = b64encode(sha256(text).digest()).decode()
-        hashes[kind.decode()] += f" 'sha256-{digest}'"
-    policy = (
-        "default-src 'none'",
-        f"script-src{hashes['script']}",
-        f"style-src{hashes['style']}",
-        "connect-src 'self'",
-        "img-src data:",  # its icon, and the small copies that it makes of images
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    )
-    return body, "; ".join(policy)
+    return make_page(body, "require-trusted-types-for 'script'", "trusted-types 'none'")

@@ -31,6 +31,7 @@ PANELS = ("similarity", "search", "classify", "terms", "alignments", "tokens", "
 TERMS = {"terms-query": "hello a", "terms-document": "hello world"}  # of a small vocabulary
 DASH = "\N{EN DASH}"
 WAIT_MS = 90_000  # of a machine that does other things too
+BEGUN = "[role=tab]:visible, #error:not(:empty)"
 NARROW = {"width": 400, "height": 800}
 STATES = {  # what axe looks at
     "light": {"color_scheme": "light"},
@@ -62,7 +63,7 @@ def _opened(browser, url) -> Iterator[Opened]:
     complaints: list[str] = []
     contexts = []
 
-    def opened(panel: str = "", at: str = url, path: str = "/playground", **options):
+    def opened(panel: str = "", at: str = url, path: str = "/playground", begun=BEGUN, **options):
         permissions = ["clipboard-read", "clipboard-write"]
         context = browser.new_context(permissions=permissions, **options)
         context.on("request", lambda request: asked.append(request.url))
@@ -72,7 +73,7 @@ def _opened(browser, url) -> Iterator[Opened]:
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda message: complaints.append(message.text))
         page.goto(f"{at}{path}{panel and '#' + panel}")
-        page.wait_for_selector("[role=tab]:visible, #error:not(:empty)")
+        page.wait_for_selector(begun)
         return page
 
     yield opened
@@ -728,6 +729,22 @@ def test_a_server_with_a_key_is_given_it_and_nothing_else_holds_it(opened, tmp_p
         page.click("#key-forget")
         page.wait_for_selector("#error:not(:empty)")
         page.context.close()
+
+
+# Swagger UI
+
+
+def test_swagger_ui_shows_the_routes_and_sends_a_request(opened):
+    """Nothing of it is refused by its policy, which Chromium would say."""
+    page = opened(path="/docs", begun=".opblock")
+    route = page.locator(".opblock", has_text="livez")
+    route.locator(".opblock-summary").click()
+    route.locator(".try-out__btn").click()
+    route.locator("button.execute").click()
+    answered = route.locator(".live-responses-table tbody .response-col_status")
+    answered.filter(has_text="200").wait_for()
+    page.locator("button.authorize").click()
+    page.wait_for_selector("text=Available authorizations")
 
 
 # For everybody
