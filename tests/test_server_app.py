@@ -51,7 +51,8 @@ def fetch(path, method="GET", *, embedder=None, models=None, config=None, **opti
     async def go():
         served = models or Models([embedder or FakeEmbedder()])
         app = create_app(served, config or ServerConfig())
-        response = await app.test_client().open(path, method=method, **options)
+        client = app.test_client(use_cookies=False)  # which would look at the host
+        response = await client.open(path, method=method, **options)
         return response, await response.get_data()
 
     return asyncio.run(go())
@@ -303,6 +304,49 @@ def test_metrics_parse():
     response, body = fetch("/metrics")
     assert response.content_type == "text/plain; version=0.0.4; charset=utf-8"
     assert len(list(text_string_to_metric_families(body.decode()))) > 20
+
+
+LABEL = "a" * 63
+
+
+@pytest.mark.parametrize("path", ["/livez", "/embed", "/v1/models/test/fake", "/nowhere"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        f"{LABEL}a",
+        f"x.{LABEL}a.de:80",
+        f"{'a.' * 100}{'a' * 1000}@",
+        "a..b",
+        "..",
+        "x:y",
+        "x y",
+        "user@x",
+        "http://x",
+        "[::1",
+        "x/",
+        "\xff\xfe",
+    ],
+)
+def test_a_host_that_cannot_be_one_is_refused(path, host):
+    response, body = fetch_json(path, headers={"host": host})
+    assert response.status_code == 400
+    assert is_error(path, body)
+    assert "`Host`" in str(body)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", "x", "X.y.", f"{LABEL}.{LABEL}", "x:", "x:0", "my_service:8080", "[::1]:80", "127.0.0.1"],
+)
+def test_every_host_has_the_same_routes(host):
+    assert fetch("/livez", headers={"host": host})[0].status_code == 200
+
+
+def test_no_route_leads_to_another_by_the_name_of_the_host():
+    """It is not looked at, so the address would be wrong."""
+    app = create_app(Models([FakeEmbedder()]), ServerConfig())
+    assert not [rule for rule in app.url_map.iter_rules() if rule.redirect_to or rule.alias]
+    assert {rule.rule for rule in app.url_map.iter_rules() if rule.rule.endswith("/")} == {"/"}
 
 
 @pytest.mark.parametrize("path", ["/docs", "/playground"])

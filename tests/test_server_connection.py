@@ -2,29 +2,41 @@
 
 import asyncio
 import contextlib
+import re
 import socket
+from types import SimpleNamespace
 
 import h2.config
 import h2.connection
+import h2.errors
 import h2.events
+import h2.settings
 import pytest
 from fake_embedder import FakeEmbedder
+from hypercorn.asyncio.worker_context import WorkerContext
+from hypercorn.config import Config
+from hypercorn.events import RawData
 from hypercorn.protocol.h2 import H2Protocol
+from hypercorn.typing import ConnectionState
 
 from jaxembed.config import ServerConfig
 from jaxembed.memory import KIB
 from jaxembed.server import run
 from jaxembed.server.app import create_app
-from jaxembed.server.connection import MOST_FRAMES, MOST_HELD, Connection
+from jaxembed.server.connection import MOST_HELD, Connection
 from jaxembed.server.models import Models
+from jaxembed.server.protocols import MOST_FRAMES, Http2
 
 PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @contextlib.asynccontextmanager
-async def serving(embedder=None):
-    """A server on a free port, and its host and port."""
+async def serving(embedder=None, *, send_buffer: int | None = None):
+    """A server on a free port, and its host and port. `send_buffer` is how many bytes the system
+    keeps for a client that does not read."""
     listener = run.listen("127.0.0.1", 0)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     listener.listen()
     host, port = listener.getsockname()
     shutdown = asyncio.Event()
@@ -161,13 +173,92 @@ def bare_connection() -> tuple[Connection, Writer]:
     return connection, writer
 
 
-def test_a_target_that_is_a_query_alone_is_the_root():
+async def status(reader) -> int:
+    """The status of the next answer of HTTP/1.1, whose body is read, too."""
+    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).lower()
+    (length,) = re.findall(rb"\r\ncontent-length: (\d+)", head)
+    await reader.readexactly(int(length))
+    return int(head.split()[1])
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("?x", 200),
+        ("http://x/livez", 200),
+        ("HTTPS://x:8080?x", 200),
+        ("http://[/v1/models/test%2Ffake", 200),
+        ("http://[::1", 200),
+        ("http://a]b/%00", 404),
+        ("*", 404),
+        ("urn:[", 404),
+        ("%ff", 404),
+    ],
+)
+def test_a_target_may_be_more_or_less_than_a_path(target, expected, caplog):
     async def go():
         async with serving() as address, connected(address) as (reader, writer):
-            writer.write(b"GET ?x HTTP/1.1\r\nHost: x\r\n\r\n")
-            return await reader.readline()
+            writer.write(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode() + PING)
+            assert await status(reader) == expected
+            assert await status(reader) == 200
 
-    assert asyncio.run(go()).startswith(b"HTTP/1.1 200")
+    asyncio.run(go())
+    assert not caplog.records
+
+
+def test_there_are_no_tunnels(caplog):
+    async def go():
+        async with serving() as address, connected(address) as (reader, writer):
+            writer.write(b"CONNECT x:443 HTTP/1.1\r\nHost: x\r\n\r\n" + PING)
+            assert await status(reader) == 404
+            assert await status(reader) == 200
+
+    asyncio.run(go())
+    assert not caplog.records
+
+
+WEBSOCKET = "Upgrade: websocket\r\nConnection: Upgrade\r\n"
+VERSION, KEY = "Sec-WebSocket-Version: 13\r\n", "Sec-WebSocket-Key: eHh4eHh4eHh4eHh4eHh4eA==\r\n"
+H2C = "Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: "
+
+
+@pytest.mark.parametrize(
+    "upgrade",
+    [
+        WEBSOCKET,
+        WEBSOCKET + VERSION,
+        WEBSOCKET + VERSION + KEY,
+        H2C + "AAMAAABkAAQAAP__\r\n",
+        H2C + "AAAAA\r\n",
+        "Upgrade: h2c\r\n",
+        "Upgrade: TLS/1.0, websocket, h2c\r\nConnection: Upgrade\r\n",
+    ],
+)
+def test_an_upgrade_is_ignored_and_the_connection_goes_on(upgrade, caplog):
+    request = f"GET /livez HTTP/1.1\r\nHost: x\r\n{upgrade}\r\n".encode()
+
+    async def go():
+        async with serving() as address, connected(address) as (reader, writer):
+            writer.write(request)
+            assert await status(reader) == 200
+            writer.write(request + PING)
+            assert await status(reader) == 200
+            assert await status(reader) == 200
+
+    asyncio.run(go())
+    assert not caplog.records
+
+
+def test_a_connection_ends_after_an_upgrade(monkeypatch):
+    monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.05)
+
+    async def go():
+        async with serving() as address, connected(address) as (reader, writer):
+            writer.write(f"GET /livez HTTP/1.1\r\nHost: x\r\n{WEBSOCKET}\r\n".encode())
+            assert await status(reader) == 200
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+
+    asyncio.run(go())
 
 
 def test_an_empty_piece_does_not_keep_the_next_answer_back():
@@ -215,30 +306,101 @@ def test_a_connection_ends_though_more_of_a_body_comes_than_is_discarded(monkeyp
     asyncio.run(go())
 
 
-def h2_client() -> h2.connection.H2Connection:
-    client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+def h2_client(*, validates: bool = True) -> h2.connection.H2Connection:
+    """A client of HTTP/2. Without validation it also sends what is not well-formed."""
+    settings = h2.config.H2Configuration(
+        client_side=True,
+        validate_outbound_headers=validates,
+        normalize_outbound_headers=validates,
+        header_encoding=None,
+    )
+    client = h2.connection.H2Connection(settings)
     client.initiate_connection()
     return client
 
 
-def test_a_body_that_goes_on_after_its_answer_ends_the_connection_quietly(caplog):
-    head = [(":method", "GET"), (":path", "/health"), (":scheme", "http"), (":authority", "x")]
+HEAD = {":method": "GET", ":path": "/livez", ":scheme": "http", ":authority": "x"}
 
+
+async def h2_events(streams, client, stream_id: int, last: type) -> list:
+    """The events of a stream until one of the type `last`."""
+    reader, writer = streams
+    events = []
+    while not any(isinstance(event, last) for event in events):
+        writer.write(client.data_to_send())
+        data = await asyncio.wait_for(reader.read(65536), 10)
+        assert data, "the connection was closed"
+        found = client.receive_data(data)
+        events += [event for event in found if getattr(event, "stream_id", None) == stream_id]
+    return events
+
+
+async def h2_status(streams, client, stream_id: int, head: dict, *, ends: bool = True) -> int:
+    """Send a request with this head; the status of its answer."""
+    client.send_headers(stream_id, list(head.items()), end_stream=ends)
+    for event in await h2_events(streams, client, stream_id, h2.events.StreamEnded):
+        if isinstance(event, h2.events.ResponseReceived):
+            return int(dict(event.headers)[b":status"])
+    raise AssertionError("an answer without a head")
+
+
+def test_a_body_that_goes_on_after_its_answer_is_stopped_and_the_connection_goes_on(caplog):
     async def go():
-        async with serving() as address, connected(address) as (reader, writer):
-            client, ended = h2_client(), False
-            client.send_headers(1, head)  # and no end: a body is to come
-            writer.write(client.data_to_send())
-            while not ended:
-                events = client.receive_data(await asyncio.wait_for(reader.read(65536), 5))
-                ended = any(isinstance(event, h2.events.StreamEnded) for event in events)
-            client.send_data(1, b"late")
-            writer.write(client.data_to_send())
-            while await asyncio.wait_for(reader.read(65536), 5):
-                pass
+        async with serving() as address, connected(address) as streams:
+            client = h2_client()
+            assert await h2_status(streams, client, 1, HEAD, ends=False) == 200
+            client.send_data(1, b"late" * 1000)
+            client.send_data(1, b"late" * 1000)
+            events = await h2_events(streams, client, 1, h2.events.StreamReset)
+            assert events[-1].error_code == h2.errors.ErrorCodes.NO_ERROR
+            assert await h2_status(streams, client, 3, HEAD) == 200
 
     asyncio.run(go())
-    assert not [record for record in caplog.records if record.exc_info]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {":path": b"/\xff"},
+        {":path": "/livez?\N{LATIN SMALL LETTER U WITH DIAERESIS}"},
+        {":path": "/ /"},
+        {":method": b"G\xff"},
+        {":method": "G T"},
+        {":method": ""},
+        {":method": "connect"},
+        {":method": "CONNECT", ":protocol": "websocket"},
+        {":method": "CONNECT", ":path": None, ":scheme": None},
+    ],
+)
+def test_a_head_that_is_not_well_formed_is_refused_and_the_connection_goes_on(change, ends, caplog):
+    head = {name: value for name, value in (HEAD | change).items() if value is not None}
+    pseudo = {":protocol": head.pop(":protocol")} if ":protocol" in head else {}
+
+    async def go():
+        async with serving() as address, connected(address) as streams:
+            client = h2_client(validates=False)
+            assert await h2_status(streams, client, 1, pseudo | head, ends=ends) == 400
+            if not ends:
+                client.send_data(1, b"body", end_stream=True)
+            assert await h2_status(streams, client, 3, HEAD) == 200
+            assert not client.remote_settings.enable_connect_protocol
+
+    asyncio.run(go())
+    assert not caplog.records
+
+
+def test_priorities_of_any_number_of_streams_are_taken(caplog):
+    async def go():
+        async with serving() as address, connected(address) as streams:
+            client = h2_client()
+            for stream in range(1, 4001, 2):
+                client.prioritize(stream, weight=16, depends_on=stream + 2)
+            assert await h2_status(streams, client, 4001, HEAD) == 200
+
+    asyncio.run(go())
+    assert not caplog.records
 
 
 def test_a_frame_longer_than_allowed_ends_its_connection_before_it_has_come():
@@ -256,7 +418,7 @@ def test_a_frame_longer_than_allowed_ends_its_connection_before_it_has_come():
 
 def test_the_longest_frames_that_are_allowed_may_come_in_any_pieces(monkeypatch):
     """Between two pieces all of a frame but its last byte may be there, with the frame's head."""
-    monkeypatch.setattr("jaxembed.server.connection.MOST_FRAMES", 5)
+    monkeypatch.setattr("jaxembed.server.protocols.MOST_FRAMES", 5)
     head = {":method": "POST", ":path": "/embed", ":scheme": "http", ":authority": "x"}
 
     async def go():
@@ -350,4 +512,139 @@ def test_floods_of_small_http2_frames_are_read_by_and_by(monkeypatch):
                 assert await asyncio.wait_for(reader.read(65536), 10)
 
     asyncio.run(go())
-    assert max(handled[1:]) <= MOST_FRAMES
+    assert max(handled) <= MOST_FRAMES
+
+
+@pytest.fixture(name="running")
+def running_fixture(monkeypatch):
+    """The connections that have begun and not ended."""
+    running = []
+    run_connection = Connection.run
+
+    async def watched(connection):
+        running.append(connection)
+        await run_connection(connection)
+        running.remove(connection)
+
+    monkeypatch.setattr(Connection, "run", watched)
+    return running
+
+
+@contextlib.asynccontextmanager
+async def deaf(address):
+    """A socket that is connected and takes hardly anything."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(client, address)
+        yield client
+    finally:
+        client.close()
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def waiting(connection: Connection) -> int:
+    return connection.writer.transport.get_write_buffer_size()
+
+
+async def until_it_waits(running) -> None:
+    """Until a connection has bytes that its client does not take."""
+    await until(lambda: any(map(waiting, running)))
+
+
+SMALL = 4096  # bytes that the system keeps of what is sent
+FILE = HEAD | {":path": "/docs/swagger-ui-bundle.js"}  # an answer of a megabyte
+
+
+def h2_requests(head: dict, count: int, *, resets: bool) -> bytes:
+    """What a client sends that has room for answers of any size."""
+    client = h2_client()
+    client.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 2**31 - 1})
+    client.increment_flow_control_window(2**30)
+    for stream in range(1, 2 * count, 2):
+        client.send_headers(stream, list(head.items()), end_stream=True)
+        if resets and stream > 1:
+            client.reset_stream(stream)
+    return client.data_to_send()
+
+
+def test_a_client_that_resets_many_streams_and_reads_nothing_is_disconnected(
+    monkeypatch, running, caplog
+):
+    monkeypatch.setattr("jaxembed.server.connection.SEND_S", 0.5)
+    monkeypatch.setattr("jaxembed.server.connection.CLOSE_TIMEOUT_S", 0.1)
+
+    async def go():
+        async with serving(send_buffer=SMALL) as address, deaf(address) as client:
+            sent = h2_requests(FILE, 3000, resets=True)
+            with contextlib.suppress(ConnectionError):
+                await asyncio.get_running_loop().sock_sendall(client, sent)
+            await until_it_waits(running)
+            await until(lambda: not running)
+
+    asyncio.run(go())
+    assert not caplog.records
+
+
+def test_an_unforeseen_error_ends_its_connection_in_one_line(monkeypatch, running, caplog):
+    """Also while a request of it waits, which is given up."""
+    receive_data = h2.connection.H2Connection.receive_data
+
+    def failing(connection, data):
+        if data.endswith(b"unforeseen"):
+            raise LookupError("a bug")
+        return receive_data(connection, data)
+
+    monkeypatch.setattr(h2.connection.H2Connection, "receive_data", failing)
+
+    async def go():
+        embedder = FakeEmbedder()
+        embedder.gate = asyncio.Event()
+        async with serving(embedder) as address, connected(address) as (reader, writer):
+            client = h2_client()
+            head = HEAD | {":method": "POST", ":path": "/embed", "content-type": "application/json"}
+            client.send_headers(1, list(head.items()))
+            client.send_data(1, b'{"inputs": "a"}', end_stream=True)
+            writer.write(client.data_to_send())
+            await embedder.entered.wait()
+            writer.write(b"unforeseen")
+            while await asyncio.wait_for(reader.read(65536), 10):
+                pass
+            await until(lambda: not running)
+
+    asyncio.run(go())
+    (record,) = caplog.records
+    assert "LookupError('a bug')" in record.getMessage()
+    assert record.exc_info is None
+
+
+def test_a_request_to_a_server_that_closes_may_be_sent_to_another():
+    """Also if the client has given it up."""
+    sent = []
+
+    async def send(event):
+        sent.append(getattr(event, "data", b""))
+
+    async def go():
+        context = WorkerContext(None)
+        tasks = SimpleNamespace(spawn=lambda action: None)
+        state = ConnectionState({})
+        protocol = Http2(None, Config(), context, tasks, state, False, None, None, send)
+        await protocol.initiate()
+        await context.terminated.set()
+        client = h2_client()
+        client.send_headers(1, list(HEAD.items()), end_stream=True)
+        client.send_headers(3, list(HEAD.items()), end_stream=True)
+        client.reset_stream(3)
+        await protocol.handle(RawData(client.data_to_send()))
+        return client.receive_data(b"".join(sent))
+
+    resets = [one for one in asyncio.run(go()) if isinstance(one, h2.events.StreamReset)]
+    refused = h2.errors.ErrorCodes.REFUSED_STREAM
+    assert [(one.stream_id, one.error_code) for one in resets] == [(1, refused)]

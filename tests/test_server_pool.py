@@ -599,12 +599,13 @@ def test_no_page_in_a_browser_may_use_an_admin_port_without_a_key():
         pool = pool_of(Shelf())
         client = create_admin_app(
             Service(pool.models, ServerConfig(admin_port=1), pool)
-        ).test_client()
+        ).test_client(use_cookies=False)
         for headers, wanted in (
             ({"host": "localhost:81"}, 200),
             ({"host": "[::1]:81"}, 200),
             ({"host": "127.0.0.1"}, 200),
             ({"host": "evil.example:81"}, 401),
+            ({"host": "[1:2:]"}, 401),
             ({"host": "127.0.0.1", "origin": "http://evil.example"}, 401),
         ):
             status, body = await post(client, "/v2/repository/index", headers=headers)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import cast
-from urllib.parse import urlsplit
 
 from quart import Response, current_app, g, request
 from werkzeug.exceptions import BadRequest
@@ -37,6 +36,11 @@ OPEN_ROUTES = {
 KEY_FLAG, ADMIN_FLAG = "--api-key", "--admin-key"  # stand for the name of a key in the audit log
 GONE_STATUS = 499  # in the audit log, for a client that did not wait for its answer
 LONGEST_PATH, LONGEST_METHOD = 200, 20  # characters, in the audit log
+LONGEST_HOST = 255  # characters, in a message
+HOST = re.compile(  # a name whose parts DNS could hold, or an address of IPv4 or IPv6; and a port
+    r"(?P<name>[\w!$%&'()*+,;=~-]{0,63}(?:\.[\w!$%&'()*+,;=~-]{1,63})*\.?|\[[\da-f:.]+\])(?::\d*)?",
+    re.ASCII | re.IGNORECASE,
+)
 REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 
 
@@ -46,9 +50,16 @@ async def name_request() -> None:
     g.request_id = given if REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
 
 
-async def check_length() -> None:
-    """Refuse a body with two lengths: proxies disagree about which counts, so that a part of it may
-    pass for another client's request. RFC 9112, section 6.3."""
+async def check_head() -> None:
+    """Refuse what RFC 9112 forbids and the libraries let pass: a host that cannot be one (section
+    3.2), and a body with two lengths (section 6.3): proxies disagree about which counts, so that a
+    part of it may pass for another client's request. Raises BadRequest."""
+    host = request.headers.get("host", "")
+    if HOST.fullmatch(host) is None:
+        raise BadRequest(
+            f"`Host` must be a name or an address, and may have a port after a colon; got "
+            f"`{host[:LONGEST_HOST]}`"
+        )
     if "content-length" in request.headers and "transfer-encoding" in request.headers:
         g.closes = True
         raise BadRequest("send `Content-Length` or `Transfer-Encoding`, not both")
@@ -120,7 +131,8 @@ def is_loopback(host: str) -> bool:
 def _host() -> str:
     """The host that the client asked for, without its port. A page that was sent here by a name of
     its own (DNS rebinding) names that."""
-    return urlsplit(f"//{request.host}").hostname or ""
+    host = HOST.fullmatch(request.headers.get("host", ""))
+    return "" if host is None else host["name"].strip("[]").lower()
 
 
 def _carries_one_of(keys: Sequence[str]) -> bool:

@@ -2,10 +2,11 @@
 
 import asyncio
 
-from quart import Quart, Request, Response, Websocket
+from quart import Quart, Request
 from quart.typing import ResponseTypes
+from quart.wrappers.base import BaseRequestWebsocket
 from werkzeug.exceptions import HTTPException
-from werkzeug.routing import BaseConverter
+from werkzeug.routing import BaseConverter, MapAdapter
 
 from jaxembed.config import ServerConfig
 from jaxembed.errors import ShuttingDown
@@ -84,6 +85,15 @@ class Server(Quart):
         self.unanswered: set[asyncio.Task] = set()
         self.expired = False
 
+    def create_url_adapter(self, request: BaseRequestWebsocket | None) -> MapAdapter | None:
+        """Find routes by path alone. Quart's own also encodes the name of the host, and fails on
+        one that no name server could hold."""
+        if request is None:
+            return None
+        return self.url_map.bind(
+            "", url_scheme=request.scheme, default_method=request.method, path_info=request.path
+        )
+
     async def handle_request(self, request: Request) -> ResponseTypes:
         """As Quart's, in a task that ends when the answer is sent."""
         task = asyncio.current_task()
@@ -97,10 +107,6 @@ class Server(Quart):
                 raise  # the client is gone
             task.uncancel()
             return await self._refuse_late(request)
-
-    async def handle_websocket(self, websocket: Websocket) -> ResponseTypes:
-        """There are none. Quart's own refusal would run our handlers without a request."""
-        return Response(b"", 404)
 
     async def answered(self, timeout_s: float) -> int:
         """Wait for the requests unanswered now, not for later ones; how many remain after all."""
@@ -157,7 +163,7 @@ def create_app(
     _audit(app)
     for step in (
         access.name_request,
-        access.check_length,
+        access.check_head,
         access.answer_preflight,
         access.check_key,
     ):
@@ -180,7 +186,7 @@ def create_admin_app(service: Service) -> Server:
     app.register_blueprint(repository.blueprint)
     _audit(app)
     app.before_request(access.name_request)
-    app.before_request(access.check_length)
+    app.before_request(access.check_head)
     app.after_request(access.finish)
     return app
 

@@ -12,25 +12,26 @@ and one piece. What of this could go, and after which change of theirs:
 - `IdleTimer`, `_idle_timeout`, `_task_group`: Hypercorn's idle timer is one of the loop (8 %), and
   runs before the first request of HTTP/2 too.
 - `_read_data`, `_lose`: Hypercorn closes what its client has closed, also while it waits for an
-  answer to be read, and expects data after an answer.
+  answer to be read, and ends a connection, and all that waits for it, when its data leads to an
+  error.
 - `_close`: Hypercorn limits how long a client may take to read the last bytes.
-- `_read_next` and the `_data` of h2: h2 refuses a frame that is too long when its head has come,
-  and Hypercorn takes a setting for how many bytes it reads at once.
+- `_read_next` and the `_data` of h2: h2 refuses a frame that is too long when its head has come.
 - `Exchange`: Quart handles a request in the task that Hypercorn started for it (two tasks save
   7 %), has a public name for `_create_request_from_scope`, and lets the sender of a body wait.
 """
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 import hypercorn.asyncio.run
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.events import Closed, Event, RawData
-from hypercorn.protocol.h2 import H2Protocol
 from quart import Request, Response
 from quart.asgi import ASGIHTTPConnection
 from quart.utils import encode_headers
@@ -39,13 +40,15 @@ from quart.wrappers.response import DataBody
 from jaxembed.errors import InvalidInput, Overloaded
 from jaxembed.memory import KIB, MIB
 from jaxembed.server.bounded_body import BoundedBody
+from jaxembed.server.protocols import Http2, use_protocols
 from jaxembed.tracing import as_current, current_trace
+
+logger = logging.getLogger(__name__)
 
 # Memory of an open connection beside what its requests are charged for, at most: the buffers of
 # asyncio, h11 and Hypercorn, and with HTTP/2 those of a hundred streams, with small answers.
 CONNECTION_BYTES = 4 * MIB
 SMALL_ANSWER = 8 * KIB  # bytes that need no room: probes and refusals are answered by a full server
-MOST_FRAMES = 2 * KIB  # bytes of HTTP/2 that are read at once: 140 small frames take h2 10 ms
 FRAME_HEAD = 9  # bytes in front of each frame of HTTP/2
 MOST_SENT = 256 * KIB  # bytes of an answer that are sent at once
 SEND_S = 60  # that a client has to take MOST_SENT bytes
@@ -59,6 +62,7 @@ _connection: ContextVar["Connection | None"] = ContextVar("connection", default=
 
 def use_connections() -> None:
     """Make Hypercorn serve each of its clients with a `Connection`."""
+    use_protocols()
     hypercorn.asyncio.run.TCPServer = Connection  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -146,30 +150,29 @@ class Connection(TCPServer):
         )
         try:
             await super()._read_data()
-        except KeyError:  # Hypercorn's HTTP/2, of a body that goes on after its answer was sent
-            await self.protocol.handle(Closed())
         except asyncio.CancelledError:
             if not self._is_lost or self._reading is None:
                 raise
             self._reading.uncancel()
+        except Exception as error:  # else Hypercorn would stop what sends, and wait for it for ever
+            logger.error("a connection was closed, because its data led to %.200r", error)
+            await self.protocol.handle(Closed())
         self._reading = None
         self.idle.end()
 
     async def _read_next(self, read: Callable[[int], Awaitable[bytes]], count: int) -> bytes:
-        """The next bytes of the client; of HTTP/2 only a few, because h2 spends time on each frame
-        however small. Raises ConnectionError for a frame that is too long: h2 checks the length
-        only when all of it has come. Also starts the idle timer before the first request, where
-        Hypercorn takes a connection of HTTP/2 for busy."""
+        """The next bytes of the client. Raises ConnectionError for a frame of HTTP/2 that is too
+        long: h2 checks the length only when all of it has come. Also starts the idle timer before
+        the first request, where Hypercorn takes a connection of HTTP/2 for busy."""
         protocol = self.protocol.protocol
-        if not isinstance(protocol, H2Protocol):
+        if not isinstance(protocol, Http2):
             return await read(count)
         longest = FRAME_HEAD + self.config.h2_max_inbound_frame_size
         if len(protocol.connection.incoming_buffer._data) > longest:
             raise ConnectionError("an HTTP/2 frame is longer than allowed")
         if not protocol.streams and not self.idle.running:
             await self.idle.restart(self._task_group, self._idle_timeout)
-        await asyncio.sleep(0)  # reading what has come already would let no other task run
-        return await read(min(count, MOST_FRAMES))
+        return await read(count)
 
     async def _idle_timeout(self) -> None:
         if self.idle.running:  # no request has come in the turn in which the time was up
@@ -224,8 +227,8 @@ class Exchange(ASGIHTTPConnection):
         task = asyncio.current_task()
         assert task is not None
         with self.app.capacity.request() as held:  # pyright: ignore[reportAttributeAccessIssue]
-            # the target may be a query alone, without a path, which Quart fails on
-            self.scope["path"] = self.scope["path"] or "/"
+            if not self.scope["path"].startswith("/"):
+                self.scope["path"] = _path_of(self.scope["raw_path"].decode("ascii"))
             request = self._create_request_from_scope(send)
             self._body = BoundedBody(held)
             request.body = self._body  # pyright: ignore[reportAttributeAccessIssue]
@@ -311,6 +314,13 @@ class Exchange(ASGIHTTPConnection):
             first += MOST_SENT
         self._body.end_answer()
         await _send_part(send, whole[first:], more=False)
+
+
+def _path_of(target: str) -> str:
+    """The path of a request target that begins with something else: it may be a whole URL, or a
+    query alone. That of `*` and of nonsense has no route."""
+    _, is_url, rest = target.partition("://")
+    return "/" + unquote(rest.partition("/")[2] if is_url else target)
 
 
 async def _send_part(send: Any, part: bytes, *, more: bool = True) -> None:
