@@ -574,6 +574,21 @@ def h2_requests(head: dict, count: int, *, resets: bool) -> bytes:
     return client.data_to_send()
 
 
+def test_what_waits_for_a_client_that_is_done_and_does_not_read_is_dropped(monkeypatch, running):
+    monkeypatch.setattr("jaxembed.server.connection.SEND_S", 0.5)
+    monkeypatch.setattr("jaxembed.server.connection.CLOSE_TIMEOUT_S", 0.1)
+
+    async def go():
+        async with serving(send_buffer=SMALL) as address, deaf(address) as client:
+            sent = h2_requests(FILE, 1, resets=False)
+            await asyncio.get_running_loop().sock_sendall(client, sent)
+            await until_it_waits(running)
+            client.shutdown(socket.SHUT_WR)
+            await until(lambda: not running)
+
+    asyncio.run(go())
+
+
 def test_a_client_that_resets_many_streams_and_reads_nothing_is_disconnected(
     monkeypatch, running, caplog
 ):
@@ -590,6 +605,33 @@ def test_a_client_that_resets_many_streams_and_reads_nothing_is_disconnected(
 
     asyncio.run(go())
     assert not caplog.records
+
+
+def test_a_client_that_sends_ahead_and_does_not_read_is_disconnected(monkeypatch, running):
+    monkeypatch.setattr("jaxembed.server.connection.SEND_S", 0.2)
+    monkeypatch.setattr("jaxembed.server.connection.CLOSE_TIMEOUT_S", 0.1)
+    request = b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    async def go():
+        async with serving(send_buffer=SMALL) as address, deaf(address) as client:
+            await asyncio.get_running_loop().sock_sendall(client, 3 * request)
+            await until_it_waits(running)
+            await until(lambda: not running)
+
+    asyncio.run(go())
+
+
+def test_an_idle_client_that_has_not_read_its_answer_is_disconnected(monkeypatch, running):
+    monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr("jaxembed.server.connection.CLOSE_TIMEOUT_S", 0.1)
+
+    async def go():
+        async with serving(send_buffer=SMALL) as address, deaf(address) as client:
+            await asyncio.get_running_loop().sock_sendall(client, 300 * PING)
+            await until_it_waits(running)
+            await until(lambda: not running)
+
+    asyncio.run(go())
 
 
 def test_an_unforeseen_error_ends_its_connection_in_one_line(monkeypatch, running, caplog):

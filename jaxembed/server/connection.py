@@ -11,10 +11,10 @@ and one piece. What of this could go, and after which change of theirs:
   one piece (saves 5 % of the processor time of a `/ping`, give or take 5 %).
 - `IdleTimer`, `_idle_timeout`, `_task_group`: Hypercorn's idle timer is one of the loop (8 %), and
   runs before the first request of HTTP/2 too.
-- `_read_data`, `_lose`: Hypercorn closes what its client has closed, also while it waits for an
-  answer to be read, and ends a connection, and all that waits for it, when its data leads to an
-  error.
-- `_close`: Hypercorn limits how long a client may take to read the last bytes.
+- `_read_data`: Hypercorn closes what its client has closed, also while it waits for an answer to be
+  read, and ends a connection, and all that waits for it, when its data leads to an error.
+- `_close`, `_initiate_server_close`: Hypercorn limits how long a client may take to read the last
+  bytes.
 - `_read_next` and the `_data` of h2: h2 refuses a frame that is too long when its head has come.
 - `Exchange`: Quart handles a request in the task that Hypercorn started for it (two tasks save
   7 %), has a public name for `_create_request_from_scope`, and lets the sender of a body wait.
@@ -97,9 +97,9 @@ class Connection(TCPServer):
             return
         try:
             self._send(event.data)
-            await self.writer.drain()
+            await self._drain()
         except (ConnectionError, RuntimeError):
-            await self._lose()
+            self.abort()
 
     def _send(self, data: bytes) -> None:
         """Write the data: a small piece together with others before the loop's next turn."""
@@ -112,15 +112,16 @@ class Connection(TCPServer):
         if self._bytes_held >= MOST_HELD:
             self._write_held()
 
-    async def _lose(self) -> None:
-        """End the connection of a client that is gone. Where requests were sent ahead, Hypercorn
-        waits for an answer to be read before it looks at the next request: it would wait for
-        ever."""
-        await self.protocol.handle(Closed())
-        reading = None if self._is_lost else self._reading
-        if reading is not None and reading is not asyncio.current_task():
-            self._is_lost = True
-            reading.cancel()
+    async def _drain(self) -> None:
+        """Wait until there is room for more; end the connection of a client that does not read."""
+        if not self.writer.transport.get_write_buffer_size():
+            await self.writer.drain()  # raises ConnectionError if the client is gone
+            return
+        try:
+            async with asyncio.timeout(SEND_S):
+                await self.writer.drain()
+        except TimeoutError:
+            self.abort()
 
     def _write_held(self) -> None:
         held, self._held, self._bytes_held = b"".join(self._held), [], 0
@@ -131,6 +132,7 @@ class Connection(TCPServer):
     async def _initiate_server_close(self) -> None:
         self._write_held()
         await super()._initiate_server_close()
+        await self._close()
 
     async def _close(self) -> None:
         self._write_held()
@@ -140,8 +142,14 @@ class Connection(TCPServer):
         self.abort()  # or a client that does not read would keep it open for ever
 
     def abort(self) -> None:
-        """Close the connection now, and drop what waits to be sent."""
+        """Close the connection now, and drop what waits to be sent. Where requests were sent ahead,
+        Hypercorn waits for an answer to be read before it looks at the next request: it would wait
+        for ever."""
         self.writer.transport.abort()
+        reading = None if self._is_lost else self._reading
+        if reading is not None and reading is not asyncio.current_task():
+            self._is_lost = True
+            reading.cancel()
 
     async def _read_data(self) -> None:
         self._reading = asyncio.current_task()
@@ -154,6 +162,7 @@ class Connection(TCPServer):
             if not self._is_lost or self._reading is None:
                 raise
             self._reading.uncancel()
+            await self.protocol.handle(Closed())
         except Exception as error:  # else Hypercorn would stop what sends, and wait for it for ever
             logger.error("a connection was closed, because its data led to %.200r", error)
             await self.protocol.handle(Closed())
