@@ -31,6 +31,7 @@ USES_OF_PRIVATE_NAMES = {
         "_read_data",
         "_task_group",
     },
+    "jaxembed.images.pdf_renderer": {"_exit"},  # as below
     "jaxembed.signals": {"_exit"},  # of os: documented, in spite of its name
     "jaxembed.telemetry": {"_replace"},  # of a NamedTuple: documented, in spite of its name
     "benchmarks.probe_device": {"_src"},  # of jax: it finds out what would be there to use
@@ -215,3 +216,12 @@ def test_private_names_of_others_are_found(source, names):
 def test_private_names_of_bases_are_found():
     assert private_of_bases(Connection) >= {"_close", "_task_group"}
     assert private_of_bases(RuntimeError) == set()
+
+
+@pytest.mark.parametrize("words", ["Input validation error", "--auto-truncate"])
+def test_what_clients_read_is_worded_in_the_server_alone(words):
+    """A user of the library reads the library's words; commands and their jobs name flags."""
+    files = (ROOT / "jaxembed").rglob("*.py")
+    outside = [path for path in files if not {"server", "cli", "bulk"} & set(path.parts)]
+    found = [str(path) for path in outside if words in path.read_text()]
+    assert not found
