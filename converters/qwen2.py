@@ -39,6 +39,7 @@ RERANKER = Reranker(
         "between them, then provide your binary relevance judgment (0 for not relevant, 1 for "
         "relevant).\nRelevance:<|im_end|>\n<|im_start|>assistant\n",
         instruction="",
+        query_share=0.75,
     ),
     answers=("1", "0"),
 )

@@ -229,6 +229,7 @@ class PairTemplate(msgspec.Struct, frozen=True):
     second: str
     suffix: str
     instruction: str  # where the request gives none
+    query_share: float = 1.0  # of the limit: what `first` may take of a pair that is cut
 
     @property
     def takes_instruction(self) -> bool:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from conftest import WORDS, tiny_spec, word_tokenizer
@@ -241,13 +242,23 @@ def test_prefix_and_suffix_stay_when_a_template_is_cut(scorer):
     first = words("the red what dog mat")
     assert ids == [*around[0], *first, *words("is" + " cat" * 11), *around[1]]
     assert tokenized.truncated == 1
-    long_query = beside(scorer, "dog " * 40, ["cat " * 9, "sat"], rules())
+    long_query = beside(scorer, "dog " * 40, ["cat", "dog"], rules())
     assert long_query.truncated == 2
-    ids = [one.ids.tolist() for one in long_query.work.encodings]
-    three_quarters = [*around[0], *words("the red what" + " dog" * 9)]
-    assert ids[0] == [*three_quarters, *words("is cat cat cat cat"), *around[1]]
-    rest = [*around[0], *words("the red what" + " dog" * 12)]
-    assert ids[1] == [*rest, *words("is sat"), *around[1]]
+    ids = long_query.work.encodings[0].ids.tolist()
+    assert ids == [*around[0], *words("the red what" + " dog" * 14), *around[1]]
+
+
+def test_a_template_may_leave_documents_a_share_of_the_limit(make):
+    """Of 24 tokens the first part gets 12: else a long query leaves nothing of any document."""
+    template = msgspec.structs.replace(TEMPLATE, query_share=0.5)
+    processor = make(limit=24, post_processor=bare, labels=("yes",), template=template)
+    tokenized = beside(processor, "dog " * 40, ["cat " * 9, "sat"], rules())
+    parts = [one.ids.tolist()[4:-3] for one in tokenized.work.encodings]
+    first = words("the red what" + " dog" * 9)
+    assert parts == [[*first, *words("is cat cat cat cat")], [*first, *words("is sat")]]
+    assert tokenized.truncated == 2
+    fitting = beside(processor, "dog " * 11, ["cat"], rules(truncate=False))
+    assert fitting.truncated == 0
 
 
 @pytest.mark.parametrize(("side", "kept"), [("right", "the dog sat"), ("left", "on the mat")])
@@ -291,7 +302,7 @@ def test_long_pairs_cut_before_tokenizing_give_the_tokens_of_the_whole(kinds, fi
     tokenized = processor.encode([Pair(first, second)], rules(side=side))
     one, two = (tokenizer.encode(text, add_special_tokens=False) for text in (first, second))
     cut = len(one) + len(two) > 61
-    one.truncate(max(61 - len(two), 45), direction=side)  # three quarters
+    one.truncate(61, direction=side)
     two.truncate(61 - len(one), direction=side)
     assert tokenized.work.encodings[0].ids.tolist() == [CLS, *one.ids, SEP, *two.ids, SEP]
     assert tokenized.truncated == cut

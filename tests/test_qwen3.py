@@ -414,6 +414,7 @@ def test_mxbai_rerank_is_told_by_its_name_and_answers_with_a_digit(tmp_path):
     source = write(tmp_path / "mxbai-rerank-base-v2", QWEN2)
     spec, params = converted(source)
     assert spec.template == qwen2.RERANKER.template
+    assert spec.template.query_share == 0.75
     table = tensors(QWEN2)["model.embed_tokens.weight"]
     np.testing.assert_array_equal(
         params["heads.logits.modules.0.kernel"][:, 0],
@@ -486,6 +487,7 @@ def test_logit_score_and_a_chat_template_say_how_a_pair_is_asked(tmp_path, caplo
         "second": " {document}",
         "suffix": "<|im_end|>",  # jinja2 drops a last newline
         "instruction": "search",
+        "query_share": 1.0,
     }
 
 

@@ -49,10 +49,6 @@ from jaxembed.work import Encoding, Work, whole_work, work_of
 # byte-level BPE, 1005 for Chinese with WordPiece, and 1000 for many texts while their tokens become
 # JSON. Only a ligature that XLM-R decomposes (U+FDFA) needed more, 3628.
 PIECE_BYTES = 1800
-# The share of the room for both texts of a pair that the first may take where nothing would be left
-# for the second, so that documents do not all get the same score: that of mixedbread's
-# mxbai_rerank_v2.py and of FlagEmbedding's rerankers.
-QUERY_SHARE = 0.75
 # Bytes of memory per token id for /decode, measured for the longest token of a vocabulary: 512
 # characters, in that of ModernBERT. Ordinary ids needed 5 to 70.
 DECODED_BYTES = 1600
@@ -506,8 +502,8 @@ class TextProcessor:
     def _pair(self, first_row: Row, second_row: Row, rules: Rules) -> tuple[Encoding, bool]:
         """Join two texts. Returns the encoding of the pair, and whether a text was cut.
 
-        The second text is cut first. The first text is cut only to QUERY_SHARE of the room for
-        both, so that something of the second is left.
+        The second text is cut first. The first text is cut only if it alone exceeds the limit, or
+        its share of that by the template.
         """
         frame, side = self._frame, rules.side
         (first, first_whole), (second, second_whole) = first_row, second_row
@@ -519,8 +515,8 @@ class TextProcessor:
         if length > room and (not rules.truncate or room < 0):
             second_exact = second_whole or len(short_second) < len(second)
             raise self._too_long(length + frame.length, first_whole and second_exact)
-        most = max(room - len(short_second), int(QUERY_SHARE * room))
-        short_first = cut_tokens(first, most, side)
+        most = room if frame.template is None else int(frame.template.query_share * self.limit)
+        short_first = first if length <= room else cut_tokens(first, min(room, most), side)
         ids, types = frame.join(
             short_first, cut_tokens(short_second, room - len(short_first), side)
         )
