@@ -177,7 +177,6 @@ class Recovery:
             if _finite(answers).all():
                 return [answers]
             if twin is not None:
-                self._on_call(bucket)
                 answers = self._in_float32(place(twin, [entry]))
                 if _finite(answers).all():
                     return [answers]
@@ -187,6 +186,8 @@ class Recovery:
         return [Answers([entry], error=NotFinite(f"the result is not finite, run {attempts}"))]
 
     def _in_float32(self, batch: Batch) -> Answers:
+        """Run a batch once with the float32 program. Raises what the runner raises."""
+        self._on_call(batch.bucket)
         outputs, planes = _outputs(batch.entries), pack(batch, self._runner.planes)
         return _gather(batch, self._runner.run_in_float32(batch.bucket, planes, outputs))
 
