@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from fake_embedder import FakeEmbedder
 
+from jaxembed import cores
 from jaxembed.cli import cli
 from jaxembed.config import ServerConfig
 from jaxembed.doctor import history, machine
@@ -484,17 +485,15 @@ intr 1 2 3
 @pytest.fixture(name="system")
 def _system(tmp_path, monkeypatch):
     """A /proc and a control group of our own: `write(name, text)`."""
-    monkeypatch.setattr(machine, "PROC", tmp_path)
-    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(machine, "usable_cores", lambda: {1})
-    machine._cgroup.cache_clear()
+    monkeypatch.setattr(cores, "PROC", tmp_path)
+    monkeypatch.setattr(cores, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(cores, "usable_cores", lambda: {1})
 
     def write(name: str, text: str) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
-    yield write
-    machine._cgroup.cache_clear()
+    return write
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no /proc on Windows")
@@ -511,7 +510,6 @@ def test_programs_of_lower_priority_do_not_keep_a_core_busy(
 def test_the_quota_is_that_of_the_control_group(system):
     assert machine.machine_facts().quota_cores is None
     assert "throttled" not in machine.machine_counts()
-    machine._cgroup.cache_clear()
     system("self/cgroup", "0::/kubepods/pod7\n")
     system("cgroup/kubepods/pod7/cpu.max", "150000 100000\n")
     system("cgroup/kubepods/pod7/cpu.stat", "usage_usec 9\nthrottled_usec 2500000\n")

@@ -1,7 +1,6 @@
 """A device's turn: never more holders than permits, and the most urgent first."""
 
 import math
-import os
 import threading
 import time
 
@@ -46,9 +45,9 @@ class Waiters:
 
 
 def test_two_programs_are_in_flight_but_on_a_single_core(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("jaxembed.engine.turn.usable_cores", lambda: {0, 1})
     assert DeviceTurn.for_platform("cpu").permits == 2
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr("jaxembed.engine.turn.usable_cores", lambda: {1})  # of two, perhaps
     assert DeviceTurn.for_platform("cpu").permits == 1
     assert DeviceTurn.for_platform("gpu").permits == 2
     assert DeviceTurn.for_platform("tpu").permits == 2

@@ -1,4 +1,4 @@
-"""Reads from the operating system which cores and memory the process has, and how busy they are."""
+"""Reads which cores and memory settings the process has, and how busy its cores are."""
 
 import os
 import sys
@@ -6,11 +6,9 @@ import time
 from functools import cache
 from pathlib import Path
 
-from jaxembed import memory
+from jaxembed import cores, memory
 from jaxembed.doctor.facts import MachineFacts
 
-PROC = Path("/proc")
-CGROUPS = Path("/sys/fs/cgroup")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 # Fields of a core's line in /proc/stat, in ticks. The first two include the time of guests.
@@ -20,9 +18,9 @@ _USER, _NICE, _SYSTEM, _IRQ, _SOFTIRQ, _STEAL = 1, 2, 3, 6, 7, 8
 def machine_facts() -> MachineFacts:
     """Read the cores and memory settings of this process."""
     return MachineFacts(
-        cores=len(usable_cores()),
+        cores=len(cores.usable_cores()),
         machine_cores=os.cpu_count() or 1,
-        quota_cores=_quota_cores(),
+        quota_cores=cores.quota_cores(),
         kept_bytes=len(memory.kept),
         not_kept=memory.reason_not_kept(),
         huge_pages=_huge_pages(),
@@ -39,22 +37,15 @@ def machine_counts() -> dict[str, float]:
     counts = {"cpu": time.process_time(), "loop": time.thread_time()}
     if (busy_s := _busy_s()) is not None:
         counts["busy"] = busy_s
-    if "throttled_usec" in (stat := _keyed(_cgroup() / "cpu.stat")):
-        counts["throttled"] = float(stat["throttled_usec"]) / 1e6
+    if (throttled_s := cores.throttled_s()) is not None:
+        counts["throttled"] = throttled_s
     return counts
-
-
-def usable_cores() -> set[int]:
-    """The cores that the process may run on."""
-    if sys.platform == "linux":
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 @cache
 def has_avx512_bf16() -> bool:
     """Whether the CPU has the AVX-512 instructions that multiply bfloat16."""
-    return "avx512_bf16" in _text(PROC / "cpuinfo")
+    return "avx512_bf16" in cores.text_of(cores.PROC / "cpuinfo")
 
 
 def _busy_s() -> float | None:
@@ -68,49 +59,19 @@ def _busy_s() -> float | None:
     fields = [_USER, _SYSTEM, _IRQ, _SOFTIRQ, _STEAL]
     if os.getpriority(os.PRIO_PROCESS, 0) > 0:
         fields.append(_NICE)
-    cores = {f"cpu{core}" for core in usable_cores()}
+    names = {f"cpu{core}" for core in cores.usable_cores()}
     try:
-        with (PROC / "stat").open() as lines:
-            ours = [line.split() for line in lines if line.split(" ", 1)[0] in cores]
+        with (cores.PROC / "stat").open() as lines:
+            ours = [line.split() for line in lines if line.split(" ", 1)[0] in names]
     except OSError:
         return None
     ticks = sum(int(line[field]) for line in ours for field in fields)
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _quota_cores() -> float | None:
-    """The number of cores that the control group's quota allows; None without a quota."""
-    quota, _, period = _text(_cgroup() / "cpu.max").strip().partition(" ")
-    return float(quota) / float(period) if quota.isdigit() and period.isdigit() else None
-
-
-@cache
-def _cgroup() -> Path:
-    """The directory of the process's control group (version 2)."""
-    for line in _text(PROC / "self" / "cgroup").splitlines():
-        if line.startswith("0::/"):
-            folder = CGROUPS / line.removeprefix("0::/")
-            return folder if folder.is_dir() else CGROUPS
-    return CGROUPS
-
-
 def _huge_pages() -> str | None:
     """The setting of transparent huge pages; None if the system has none."""
-    if _keyed(PROC / "self" / "status").get("THP_enabled:") == "0":
+    if cores.keyed(cores.PROC / "self" / "status").get("THP_enabled:") == "0":
         return "off for this process"
-    marked_words = [word for word in _text(HUGE_PAGES).split() if word.startswith("[")]
+    marked_words = [word for word in cores.text_of(HUGE_PAGES).split() if word.startswith("[")]
     return marked_words[0].strip("[]") if marked_words else None
-
-
-def _keyed(path: Path) -> dict[str, str]:
-    """Parse a file of the kernel: the first word of each line is the key, the second the value."""
-    words = (line.split() for line in _text(path).splitlines())
-    return {line[0]: line[1] for line in words if len(line) > 1}
-
-
-def _text(path: Path) -> str:
-    """The content of a file of the kernel; empty if the file cannot be read."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

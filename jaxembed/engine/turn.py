@@ -4,12 +4,13 @@ Knows nothing of the programs.
 """
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from jaxembed.cores import usable_cores
 
 
 @dataclass(eq=False)
@@ -68,8 +69,8 @@ class DeviceTurn:
 
     @classmethod
     def for_platform(cls, platform: str) -> "DeviceTurn":
-        """A turn with two permits, or with one on a CPU with a single core."""
-        return cls(permits=1 if platform == "cpu" and os.cpu_count() == 1 else 2)
+        """A turn with two permits, or with one on a CPU with a single usable core."""
+        return cls(permits=1 if platform == "cpu" and len(usable_cores()) == 1 else 2)
 
     @contextmanager
     def hold(

@@ -1,0 +1,88 @@
+"""Cores that the process may use."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from jaxembed import cores
+from jaxembed.cores import core_count, quota_cores, throttled_s
+
+Write = Callable[[str, str], None]
+
+
+@pytest.fixture(name="system")
+def _system(tmp_path, monkeypatch) -> Write:
+    """A /proc and control groups of the test's own: `write(name, text)`."""
+    monkeypatch.setattr(cores, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(cores, "CGROUPS", tmp_path / "cgroup")
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    return write
+
+
+VERSION_1 = "9:memory:/pod\n4:cpu,cpuacct:/pod/a\n0::/\n"
+VERSION_2 = "0::/pod/a\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "wanted"),
+    [
+        ("", {}, None),
+        (VERSION_2, {}, None),
+        (VERSION_2, {"pod/a/cpu.max": "max 100000"}, None),
+        (VERSION_2, {"pod/a/cpu.max": "150000 100000"}, 1.5),
+        (VERSION_2, {"pod/a/cpu.max": "max 100000", "pod/cpu.max": "50000 100000"}, 0.5),
+        (VERSION_2, {"pod/a/cpu.max": "150000 100000", "pod/cpu.max": "400000 100000"}, 1.5),
+        (VERSION_2, {"cpu.max": "300000 100000"}, 3.0),  # in a container, where it is the root
+        (VERSION_2, {"pod/a/cpu.max": "nonsense"}, None),
+        (VERSION_1, {"cpu/pod/a/cpu.cfs_quota_us": "-1"}, None),
+        (VERSION_1, {"cpu/pod/a/cpu.cfs_quota_us": "250000"}, 2.5),
+        (VERSION_1, {"cpu/cpu.cfs_quota_us": "250000"}, 2.5),
+        (VERSION_1, {"pod/a/cpu.max": "150000 100000"}, None),
+    ],
+)
+def test_the_quota_is_the_least_of_the_groups_of_either_version(system, groups, files, wanted):
+    system("proc/self/cgroup", groups)
+    for name, text in files.items():
+        system(f"cgroup/{name}", text + "\n")
+        if name.endswith("cpu.cfs_quota_us"):
+            system(f"cgroup/{name.replace('quota', 'period')}", "100000\n")
+    assert quota_cores() == wanted
+
+
+def test_a_quota_limits_the_cores_and_gives_none(system, monkeypatch):
+    monkeypatch.setattr(cores, "usable_cores", lambda: {0, 3})
+    assert core_count() == 2
+    system("proc/self/cgroup", "0::/\n")
+    system("cgroup/cpu.max", "150000 100000\n")
+    assert core_count() == 1.5
+    system("cgroup/cpu.max", "800000 100000\n")
+    assert core_count() == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot be pinned here")
+def test_cores_that_the_process_may_not_run_on_do_not_count(system):
+    usual = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(usual)})
+        assert core_count() == 1
+    finally:
+        os.sched_setaffinity(0, usual)
+
+
+@pytest.mark.parametrize(
+    ("groups", "name", "text"),
+    [
+        (VERSION_2, "cgroup/pod/a/cpu.stat", "usage_usec 9\nthrottled_usec 2500000\n"),
+        (VERSION_1, "cgroup/cpu/pod/a/cpu.stat", "nr_periods 9\nthrottled_time 2500000000\n"),
+    ],
+)
+def test_the_time_that_a_quota_stopped_the_process_is_of_either_version(system, groups, name, text):
+    system("proc/self/cgroup", groups)
+    assert throttled_s() is None
+    system(name, text)
+    assert throttled_s() == 2.5
