@@ -20,7 +20,7 @@ from benchmarks.bench_model import add_arguments as add_model_arguments
 from benchmarks.bench_model import budget_of, full_planes, seconds_of
 from benchmarks.subject import Subject, load, useful_flops
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.calibrate import native_dtype
+from jaxembed.engine.calibrate import Calibration
 from jaxembed.engine.replica import Replica
 from jaxembed.models import attention
 from jaxembed.spec import DType
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     report.configure_jax()
     model = load(args)
-    dtype: DType = args.dtype or native_dtype(jax.local_devices()[0])
+    dtype: DType = args.dtype or Calibration(jax.local_devices()[0]).native_dtype()
     blocks = [WHOLE, *map(int, args.blocks.split(","))]
     print(f"{model.name}, {dtype}, {report.device_name()}")
     rows: list[dict[str, Any]] = []

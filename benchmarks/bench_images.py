@@ -43,7 +43,7 @@ from benchmarks.peer import Peer
 from benchmarks.subject import Subject
 from jaxembed import checkpoint, hub
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.calibrate import native_dtype
+from jaxembed.engine.calibrate import Calibration
 from jaxembed.models import program, random_parameters
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import IMAGE_ROUTE, NormalizeLayer, Pooled
@@ -234,7 +234,7 @@ def of_products(folder: Path, args: Namespace) -> list[dict[str, Any]]:
     # without the projection, whose product is of one token of an image
     spec = msgspec.structs.replace(spec, heads={"dense": Pooled(("cls",), (NormalizeLayer(),))})
     model = Subject(spec.source, spec, program(spec), random_parameters(spec), None)
-    dtype = native_dtype(jax.local_devices()[0])
+    dtype = Calibration(jax.local_devices()[0]).native_dtype()
     pairs = [text.split("x") for text in args.buckets.split(",")]
     grid = BucketGrid(tuple(Bucket(int(rows), int(length)) for rows, length in pairs))
     replica = subject.replica(model, args, [grid], dtype)

@@ -31,7 +31,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from benchmarks import report, subject
 from benchmarks.subject import Subject
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
-from jaxembed.engine.calibrate import batch_tokens, native_dtype
+from jaxembed.engine.calibrate import Calibration
 from jaxembed.engine.replica import Replica
 from jaxembed.models import native, position_limit
 from jaxembed.models.tokens import PackedTokens
@@ -95,7 +95,7 @@ def usual_grid(args: Namespace, model: Subject, limit: int, budget: int) -> Buck
 
 def dtype_of(args: Namespace) -> DType:
     """The dtype that the arguments name, or the device's own."""
-    return args.dtype or native_dtype(jax.local_devices()[0])
+    return args.dtype or Calibration(jax.local_devices()[0]).native_dtype()
 
 
 def limit_of(args: Namespace, model: Subject) -> int:
@@ -109,8 +109,7 @@ def budget_of(args: Namespace, model: Subject) -> int:
         return args.max_batch_tokens
     device, dtype = jax.local_devices()[0], dtype_of(args)
     native_choice = subject.native_choice_of(model, args, dtype)
-    with tempfile.TemporaryDirectory() as rates:
-        return batch_tokens(model.program, device, dtype, Path(rates), native_choice.joins)
+    return Calibration(device).batch_tokens(model.program, dtype, native_choice.joins)
 
 
 def measure(

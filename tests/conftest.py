@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ import converters
 from jaxembed import Embedder, EngineConfig, checkpoint
 from jaxembed.config import TextConfig
 from jaxembed.engine import calibrate, costs, timing
+from jaxembed.engine.calibrate import Rate
 from jaxembed.models import native, random_parameters
 from jaxembed.processors.text import TextProcessor
-from jaxembed.spec import ImageRules, ModelSpec, NormalizeLayer, Pooled, scoring_heads
+from jaxembed.spec import DType, ImageRules, ModelSpec, NormalizeLayer, Pooled, scoring_heads
 
 jax.config.update("jax_num_cpu_devices", 8)  # used by tests of parallelism; the others take one
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -39,9 +41,9 @@ measure_product = calibrate._measure
 
 
 @cache
-def _measured_once(dtype: str) -> tuple[float, float]:
+def _measured_once(dtype: DType) -> Rate:
     """This machine's rate, as that of a quiet one: each cache directory would be given its own."""
-    return measure_product(dtype)[0], 1.0
+    return replace(measure_product(dtype), sure=True)
 
 
 calibrate._measure = _measured_once

@@ -9,9 +9,10 @@ from conftest import TOWERS, tiny_spec
 
 from jaxembed.config import EngineConfig
 from jaxembed.engine import build as build_module
+from jaxembed.engine import calibrate
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.build import build, make_plan
-from jaxembed.engine.calibrate import ACCELERATOR_TOKENS
+from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, Calibration, Rate
 from jaxembed.engine.kernels import Choice
 from jaxembed.engine.null_replica import NullReplica
 from jaxembed.engine.replica import Replica
@@ -25,7 +26,7 @@ from jaxembed.telemetry import Telemetry
 def _planned(tmp_path, monkeypatch):
     """Plan the tiny model on a machine whose measured budget is 512 tokens."""
     monkeypatch.setattr(
-        build_module, "batch_tokens", lambda *arguments: 1024 if arguments[-1] else 512
+        Calibration, "batch_tokens", lambda *arguments: 1024 if arguments[-1] else 512
     )
 
     def planned(spec=None, **fields):
@@ -64,6 +65,22 @@ def test_by_default_the_checkpoint_and_the_machine_decide(planned):
     assert (made.shards, made.full_warmup, made.dtype) == (1, False, "float32")
     assert made.platform == "cpu"
     assert made.device_name == "cpu"
+
+
+def test_a_plan_says_whether_the_speed_of_the_cpu_is_an_estimate(planned, monkeypatch):
+    rate = Rate(1e11, sure=True)
+    monkeypatch.setattr(calibrate, "_measure", lambda dtype: rate)
+    assert not planned(dtype="bfloat16").estimated
+    rate = Rate(1e11, sure=False)
+    assert planned().estimated
+    assert not planned(dtype="bfloat16").estimated  # of which the rate was kept
+    assert not planned(null_model=True).estimated
+
+
+def test_costs_are_those_of_the_cores_and_the_quota_that_the_process_has(planned, monkeypatch):
+    usual = planned().cost_file.identity
+    monkeypatch.setattr(build_module, "core_count", lambda: 0.5)
+    assert planned().cost_file.identity == usual | {"cores": 0.5}
 
 
 def test_all_local_devices_are_used_unless_told(planned):
@@ -156,7 +173,7 @@ def test_sharded_buckets_have_rows_for_every_device(planned, tmp_path):
 
 
 def test_the_dtype_is_the_native_one_unless_told(planned, monkeypatch):
-    monkeypatch.setattr(build_module, "native_dtype", lambda device, cache_dir: "bfloat16")
+    monkeypatch.setattr(Calibration, "native_dtype", lambda self: "bfloat16")
     assert planned(dtype=None).dtype == "bfloat16"
     assert planned(dtype="float16").dtype == "float16"
 

@@ -1,12 +1,13 @@
-"""Cores that the process may use."""
+"""Cores that the process may use, and the share of them that it got while it was measured."""
 
 import os
+import time
 from collections.abc import Callable
 
 import pytest
 
 from jaxembed import cores
-from jaxembed.cores import core_count, quota_cores, throttled_s
+from jaxembed.cores import CpuTimes, core_count, quota_cores, throttled_s, timed
 
 Write = Callable[[str, str], None]
 
@@ -86,3 +87,55 @@ def test_the_time_that_a_quota_stopped_the_process_is_of_either_version(system, 
     assert throttled_s() is None
     system(name, text)
     assert throttled_s() == 2.5
+
+
+def test_what_the_threads_of_the_process_waited_for_cores_is_counted(system, monkeypatch):
+    clock, cpu = iter([10.0, 10.5]), iter([3.0, 3.25])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(time, "process_time", lambda: next(cpu))
+    system("proc/self/task/7/schedstat", "90 1000000000 4\n")
+    system("proc/self/task/8/schedstat", "90 5000000000 4\n")
+    system("proc/self/task/9/schedstat", "")  # of a thread that ends meanwhile
+
+    def work() -> str:
+        system("proc/self/task/7/schedstat", "90 1250000000 5\n")
+        system("proc/self/task/8/schedstat", "")
+        system("proc/self/task/10/schedstat", "90 125000000 1\n")
+        return "done"
+
+    assert timed(work) == ("done", CpuTimes(wall=0.5, cpu=0.25, waited=0.375))
+
+
+def test_where_nobody_counts_it_nothing_was_waited(system):
+    assert timed(lambda: None)[1].waited == 0.0
+
+
+@pytest.mark.skipif(not cores._waited_ns(), reason="this system does not count it")
+def test_threads_of_this_process_are_counted_for_real():
+    assert str(os.getpid()) in cores._waited_ns()
+    assert timed(lambda: sum(range(1000)))[0] == 499500
+
+
+@pytest.mark.parametrize(
+    ("times", "waited", "lost"),
+    [
+        # a program on two cores: alone, beside one that loops, beside six
+        (CpuTimes(0.012, 0.0235, 0.0001), 0.0, 0.0),
+        (CpuTimes(0.041, 0.0246, 0.059), 0.7, 0.7),
+        (CpuTimes(0.2, 0.026, 0.328), 0.93, 0.93),
+        # two programs at once that wait for each other
+        (CpuTimes(0.005, 0.0095, 0.006), 0.39, 0.05),
+        # stopped by a quota of two cores: the process has all of what it may use
+        (CpuTimes(0.1, 0.2, 0.3), 0.6, 0.0),
+        # on another device, where the host has little to do
+        (CpuTimes(0.1, 0.002, 0.002), 0.02, 0.02),
+        (CpuTimes(0.0, 0.0, 0.0), 0.0, 0.0),
+    ],
+)
+def test_the_share_of_the_cores_that_others_had(times, waited, lost):
+    assert times.waited_share == pytest.approx(waited, abs=0.01)
+    assert times.lost_share(2.0) == pytest.approx(lost, abs=0.01)
+
+
+def test_times_add_up():
+    assert CpuTimes(0.25, 0.5, 0.0) + CpuTimes(0.5, 0.25, 1.5) == CpuTimes(0.75, 0.75, 1.5)

@@ -437,6 +437,14 @@ def test_a_page_answers_ten_questions_and_shows_every_finding(facts):
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_a_page_says_of_a_speed_that_it_is_estimated():
+    """Which is no finding: the speed is about right."""
+    facts = changed(idle, "device", estimated=True)
+    text = " ".join(model_page("http://here", examined(facts)).split())
+    assert "its speed is estimated, because other programs used it when it was measured" in text
+    assert "Nothing is wrong with this server." in text
+
+
 # where facts come from
 
 

@@ -23,7 +23,7 @@ from jaxembed.doctor.machine import has_avx512_bf16, machine_facts
 from jaxembed.engine.admission import Limit
 from jaxembed.engine.bucket import SHORTEST_ROW, TPU_TILE
 from jaxembed.engine.build import Plan
-from jaxembed.engine.calibrate import BATCH_S, native_dtype
+from jaxembed.engine.calibrate import BATCH_S, Calibration
 from jaxembed.engine.state import BucketUse, EngineState
 from jaxembed.loaded_model import LoadedModel, LoadedRoute
 from jaxembed.models import position_limit
@@ -86,6 +86,7 @@ def device_facts(plan: Plan, config: EngineConfig) -> DeviceFacts:
         dtype_reason=reason,
         dtype_asked=config.dtype is not None,
         multiplies_bfloat16=_multiplies_bfloat16(plan),
+        estimated=plan.estimated,
     )
 
 
@@ -106,7 +107,7 @@ def _device(loaded: LoadedModel, served: LoadedRoute, state: EngineState) -> Dev
 def _multiplies_bfloat16(plan: Plan) -> bool:
     if plan.platform == "cpu":
         return has_avx512_bf16()
-    return bool(plan.devices) and native_dtype(plan.devices[0]) == "bfloat16"
+    return bool(plan.devices) and Calibration(plan.devices[0]).native_dtype() == "bfloat16"
 
 
 def _programs(name: str, served: LoadedRoute, state: EngineState, window: Window) -> ProgramFacts:

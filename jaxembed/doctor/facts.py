@@ -23,6 +23,7 @@ class DeviceFacts(msgspec.Struct):
     dtype_reason: str  # a clause for people
     dtype_asked: bool  # whether --dtype was given
     multiplies_bfloat16: bool
+    estimated: bool = False  # whether others used the CPU while its speed was measured
     failing: int = 0  # devices whose last batches failed
     stuck: int = 0  # devices that do not return from a call
     longest_call_s: float = 0.0  # age of the oldest device call in progress

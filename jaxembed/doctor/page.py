@@ -115,7 +115,10 @@ def _runs_on(examination: Examination) -> Iterator[str]:
 
 
 def _device_line(device: DeviceFacts) -> str:
-    return f"{device.count} x {device.name}, {device.dtype}: {device.dtype_reason}"
+    line = f"{device.count} x {device.name}, {device.dtype}: {device.dtype_reason}"
+    if device.estimated:
+        line += "; its speed is estimated, because other programs used it when it was measured"
+    return line
 
 
 def _memory_line(machine: MachineFacts) -> str:

@@ -1,8 +1,6 @@
 """Builds an engine from a spec and the settings: devices, limits, grid, replicas."""
 
 import logging
-import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxembed.config import EngineConfig
+from jaxembed.cores import core_count
 from jaxembed.engine.bucket import (
     LONGEST_DEFAULT_ROW,
     SHORTEST_ROW,
@@ -25,13 +24,7 @@ from jaxembed.engine.bucket import (
     one_length_grid,
     read_grid,
 )
-from jaxembed.engine.calibrate import (
-    ACCELERATOR_TOKENS,
-    batch_tokens,
-    device_id,
-    native_dtype,
-    token_ms,
-)
+from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, Calibration, device_id
 from jaxembed.engine.cost_file import CostFile, KeptFile
 from jaxembed.engine.costs import BucketCosts, Timings, often_enough
 from jaxembed.engine.engine import Engine, Seat
@@ -67,6 +60,7 @@ class Plan:
     cost_file: CostFile | None  # None without devices
     timings: Timings  # of buckets, from an earlier run
     without_device: Literal["null", "host"] = "null"  # what computes where there is no device
+    estimated: bool = False  # whether others used the CPU while its speed was measured
 
     @property
     def platform(self) -> str:
@@ -94,7 +88,8 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
             "--dtype float16: hidden states of this model leave the range of float16; use bfloat16 "
             "or float32"
         )
-    dtype: DType = config.dtype or (native_dtype(devices[0], cache_dir) if devices else "float32")
+    calibration = Calibration(devices[0], cache_dir) if devices else None
+    dtype: DType = config.dtype or (calibration.native_dtype() if calibration else "float32")
     grid_file = read_grid(config.buckets) if config.buckets is not None else None
     shards = len(devices) if config.parallel == "sharded" and devices else 1
     native_choice = Choice()
@@ -107,8 +102,8 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     budget = config.max_batch_tokens
     if budget is None and grid_file is not None:
         budget = grid_file.max_batch_tokens
-    if budget is None and devices:
-        budget = batch_tokens(program, devices[0], dtype, cache_dir, native_choice.joins)
+    if budget is None and calibration is not None:
+        budget = calibration.batch_tokens(program, dtype, native_choice.joins)
     limit = _limit(spec, config)
     if budget is None:
         budget = ACCELERATOR_TOKENS
@@ -127,17 +122,19 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     full = config.warmup == "full" or (
         config.warmup is None and bool(devices) and devices[0].platform == "gpu"
     )
-    if not devices:
+    if not devices or calibration is None:
         without_device = (Choice(), NULL_TOKEN_MS, None, {})
         return Plan(devices, dtype, limit, budget, grid, shards, full, *without_device)
     kernels = choose_kernels(
         program, devices[0], dtype, grid, config.kernels, native_choice=native_choice
     )
-    per_token = token_ms(program, devices[0], dtype, cache_dir, native_choice.joins)
+    per_token = calibration.token_ms(program, dtype, native_choice.joins)
     file = CostFile(cache_dir, identity, lambda bucket: kernels.name_of(bucket.length))
     timings = file.load() | (_tuned_timings(grid_file, file) if grid_file is not None else {})
+    costs = (per_token, file, timings)
+    estimated = not calibration.sure
     return Plan(
-        devices, dtype, limit, budget, grid, shards, full, kernels, per_token, file, timings
+        devices, dtype, limit, budget, grid, shards, full, kernels, *costs, estimated=estimated
     )
 
 
@@ -267,12 +264,11 @@ def cost_identity(
     spec: ModelSpec, devices: Sequence[Device], dtype: DType, shards: int
 ) -> dict[str, Any]:
     """Everything that the costs of buckets depend on, except the kernel of each bucket."""
-    threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     return {
         **tuned_for(spec, devices, dtype),
         "devices": len(devices),
         "shards": shards,
-        "threads": threads,
+        "cores": core_count(),
         "native": native.source_digest(),
         "versions": package_versions(),
     }

@@ -1,15 +1,12 @@
-"""Chooses the dtype and the default token budget of a batch; on a CPU it measures its speed once.
-
-The measured rates are kept in the cache directory.
-"""
+"""Chooses the dtype and the default token budget of a batch; a CPU is measured once."""
 
 import hashlib
 import json
 import logging
 import math
-import os
 import platform
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -17,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxembed.cache_folder import make_private
+from jaxembed.cores import MOST_WAITED, CpuTimes, core_count, timed, usable_cores
 from jaxembed.engine.compiles import compile_lowered
 from jaxembed.engine.placement import Device
 from jaxembed.files import replacing
@@ -36,58 +34,100 @@ NATIVE_SHARE = 0.7
 NATIVE_TOKENS = 1024  # largest token budget that the native kernels' share may give
 SHAPE = (1024, 768, 3072)  # m, k, n of the measured product
 PRODUCT_RUNS = 30  # the fastest counts, because the machine may be busy
-MEASURE_S = 0.2  # a slow product runs for so long, at least three times
+MEASURE_S = 0.2  # a slow product runs for so much CPU time of each core, at least three times
+WAIT_S = 2.0  # where it gets little CPU time, it runs for so long
 # bfloat16 costs accuracy, so it must be this much faster than float32. It is 2.0 times as fast with
 # AVX512_BF16; a CPU that cannot multiply it is slower, because XLA converts to float32 first.
 CLEARLY_FASTER = 1.2
-BUSY_PRODUCT_SPREAD = 1.5  # spread of the runs on a busy machine; a quiet one has 1.02 to 1.2
 
 
-def batch_tokens(
-    program: Program, device: Device, dtype: DType, cache_dir: Path, native_layers: bool = False
-) -> int:
-    """The default token budget of a batch.
+@dataclass(frozen=True)
+class Rate:
+    """How fast this CPU multiplies."""
 
-    It is 16,384 on an accelerator. On a CPU it is the power of two that takes about 150 ms, at
-    least 256. `native_layers` says whether native kernels compute whole layers.
+    flops: float  # floating-point operations per second
+    sure: bool  # False for an estimate, because other programs used the cores
+
+
+class Calibration:
+    """Chooses the dtype and the default token budget for a device; a CPU by its speed.
+
+    A CPU is measured once for each dtype, by a product. The rates are kept in `cache_dir`, if
+    given, because rates that vary from start to start would give other buckets, which would have to
+    be compiled again. Estimates are not kept.
     """
-    if device.platform != "cpu":
-        return ACCELERATOR_TOKENS
-    most = max(BATCH_S * _rate(dtype, cache_dir) / _flops_per_token(program), 1.0)
-    tokens = 2 ** np.floor(np.log2(SHARE_REACHED * most))
-    if native_layers:
-        tokens = max(tokens, min(2 ** np.round(np.log2(NATIVE_SHARE * most)), NATIVE_TOKENS))
-    return int(np.clip(tokens, LEAST_TOKENS, ACCELERATOR_TOKENS))
 
+    def __init__(self, device: Device, cache_dir: Path | None = None):
+        self._device = device
+        self._file = cache_dir / "cpu-rates.json" if cache_dir is not None else None
+        self._rates: dict[DType, Rate] = {}
 
-def token_ms(
-    program: Program, device: Device, dtype: DType, cache_dir: Path, native_layers: bool = False
-) -> float:
-    """Estimate the milliseconds per token of a full bucket, for use until buckets are timed.
+    @property
+    def sure(self) -> bool:
+        """Whether no choice so far was made from an estimate."""
+        return all(rate.sure for rate in self._rates.values())
 
-    `native_layers` says whether native kernels compute whole layers.
-    """
-    if device.platform != "cpu":
-        return ACCELERATOR_TOKEN_MS
-    share = NATIVE_SHARE if native_layers else SHARE_REACHED
-    return float(1000 * _flops_per_token(program) / (share * _rate(dtype, cache_dir)))
+    def native_dtype(self) -> DType:
+        """The fastest dtype of the device: bfloat16 if it multiplies that natively, else float32.
 
+        On a CPU the dtypes are measured by a product each.
+        """
+        device = self._device
+        if device.platform == "cpu":
+            bfloat16, float32 = (self._flops(dtype) for dtype in ("bfloat16", "float32"))
+            native = bfloat16 > CLEARLY_FASTER * float32
+        elif device.platform == "gpu":
+            # NVIDIA's Ampere is 8.0; AMD reports names such as gfx942
+            capability = str(getattr(device, "compute_capability", ""))
+            native = not capability.replace(".", "").isdigit() or float(capability) >= 8.0
+        else:
+            native = device.platform == "tpu"
+        return "bfloat16" if native else "float32"
 
-def native_dtype(device: Device, cache_dir: Path | None = None) -> DType:
-    """The fastest dtype of the device: bfloat16 if it multiplies that natively, else float32.
+    def batch_tokens(self, program: Program, dtype: DType, native_layers: bool = False) -> int:
+        """The default token budget of a batch.
 
-    On a CPU the dtypes are measured by a product each; the rates are kept in `cache_dir`, if given.
-    """
-    if device.platform == "cpu":
-        bfloat16, float32 = (_rate(dtype, cache_dir) for dtype in ("bfloat16", "float32"))
-        native = bfloat16 > CLEARLY_FASTER * float32
-    elif device.platform == "gpu":
-        # NVIDIA's Ampere is 8.0; AMD reports names such as gfx942
-        capability = str(getattr(device, "compute_capability", ""))
-        native = not capability.replace(".", "").isdigit() or float(capability) >= 8.0
-    else:
-        native = device.platform == "tpu"
-    return "bfloat16" if native else "float32"
+        It is 16,384 on an accelerator. On a CPU it is the power of two that takes about 150 ms, at
+        least 256. `native_layers` says whether native kernels compute whole layers.
+        """
+        if self._device.platform != "cpu":
+            return ACCELERATOR_TOKENS
+        most = max(BATCH_S * self._flops(dtype) / _flops_per_token(program), 1.0)
+        tokens = 2 ** np.floor(np.log2(SHARE_REACHED * most))
+        if native_layers:
+            tokens = max(tokens, min(2 ** np.round(np.log2(NATIVE_SHARE * most)), NATIVE_TOKENS))
+        return int(np.clip(tokens, LEAST_TOKENS, ACCELERATOR_TOKENS))
+
+    def token_ms(self, program: Program, dtype: DType, native_layers: bool = False) -> float:
+        """Estimate the milliseconds per token of a full bucket, for use until buckets are timed.
+
+        `native_layers` says whether native kernels compute whole layers.
+        """
+        if self._device.platform != "cpu":
+            return ACCELERATOR_TOKEN_MS
+        share = NATIVE_SHARE if native_layers else SHARE_REACHED
+        return float(1000 * _flops_per_token(program) / (share * self._flops(dtype)))
+
+    def _flops(self, dtype: DType) -> float:
+        """The rate of a product on this CPU in FLOP/s: kept by an earlier run, or measured now."""
+        if dtype not in self._rates:
+            key = f"{device_id(self._device)}/{dtype}"
+            kept = _kept(self._file).get(key)
+            self._rates[dtype] = Rate(kept, sure=True) if kept else self._measured(dtype, key)
+        return self._rates[dtype].flops
+
+    def _measured(self, dtype: DType, key: str) -> Rate:
+        """Measure the rate now, and keep it under the key unless it is an estimate."""
+        rate = _measure(dtype)
+        logger.info("this CPU multiplies %s at %.0f GFLOP/s", dtype, rate.flops / 1e9)
+        if not rate.sure:
+            logger.warning(
+                "that is an estimate from its CPU time, because it waited for a core: something "
+                "else uses this machine. It is not kept, and is measured anew at the next start"
+            )
+        elif self._file is not None:
+            _keep(_kept(self._file) | {key: rate.flops}, self._file)
+        return rate
 
 
 def host_id() -> str:
@@ -106,10 +146,15 @@ def host_id() -> str:
 
 
 def device_id(device: Device) -> str:
-    """A name for this kind of device: devices with the same name run a program equally fast."""
+    """A name for this kind of device: devices with the same name run a program equally fast.
+
+    On a CPU it has the cores that the process may use, of which a quota may allow a part.
+    """
     if device.platform != "cpu":
         return device.device_kind
-    return f"cpu-{host_id()}-{os.cpu_count()}-cores"
+    threads, cores = len(usable_cores()), core_count()
+    part = "" if cores == threads else f"{cores:g}-of-"
+    return f"cpu-{host_id()}-{part}{threads}-cores"
 
 
 def _flops_per_token(program: Program) -> float:
@@ -118,36 +163,10 @@ def _flops_per_token(program: Program) -> float:
     return 2.0 * sum(np.prod(s.shape) for name, s in shapes if name.endswith(".kernel"))
 
 
-def _rate(dtype: DType, cache_dir: Path | None) -> float:
-    """The rate of a product on this machine, in FLOP/s, from the cache or measured now.
-
-    It is kept in a file because a rate that varies from start to start would give other buckets,
-    which would have to be compiled again.
-    """
-    if cache_dir is None:
-        return _measure(dtype)[0]
-    key = f"{host_id()}/{os.cpu_count()}/{dtype}"
-    file = cache_dir / "cpu-rates.json"
-    rates = _kept(file)
-    if key in rates:
-        return rates[key]
-    rate, spread = _measure(dtype)
-    logger.info("this CPU multiplies %s at %.0f GFLOP/s", dtype, rate / 1e9)
-    if spread > BUSY_PRODUCT_SPREAD:
-        logger.warning(
-            "its products differ by a factor of %.2f: something else uses this machine. The rate "
-            "is not kept, and is measured anew at the next start",
-            spread,
-        )
-    else:
-        _keep(rates | {key: rate}, file)
-    return rate
-
-
-def _kept(file: Path) -> dict[str, float]:
+def _kept(file: Path | None) -> dict[str, float]:
     """Read the rates in the file; values that are not rates are left out."""
     try:
-        rates = json.loads(file.read_text())
+        rates = json.loads(file.read_text()) if file is not None else {}
     except (OSError, RecursionError, ValueError):
         return {}
     if not isinstance(rates, dict):
@@ -169,17 +188,39 @@ def _keep(rates: dict, file: Path) -> None:
         logger.warning("cannot keep this CPU's rate in %s: %s", file, error.strerror)
 
 
-def _measure(dtype: DType) -> tuple[float, float]:
-    """Measure a product. Returns the FLOP/s of its fastest run, and the runs' quartile ratio."""
+def _measure(dtype: DType) -> Rate:
+    """Measure a product on this CPU."""
     m, k, n = SHAPE
     a, b = (jax.device_put(np.ones(shape, jnp.dtype(dtype))) for shape in ((m, k), (k, n)))
     product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
     product = compile_lowered(product.lower(a, b), {})
-    product(a, b).block_until_ready()
-    times: list[float] = []
-    while len(times) < 3 or (len(times) < PRODUCT_RUNS and sum(times) < MEASURE_S):
-        start = time.perf_counter()
+
+    def run() -> None:
         product(a, b).block_until_ready()
-        times.append(time.perf_counter() - start)
-    first, third = np.percentile(times, [25, 75])
-    return 2.0 * m * k * n / min(times), float(third / first)
+
+    run()
+    runs: list[CpuTimes] = []
+    cores, cpu_s, stop_at = core_count(), 0.0, time.monotonic() + WAIT_S
+    while len(runs) < 3 or (
+        len(runs) < PRODUCT_RUNS and cpu_s < MEASURE_S * cores and time.monotonic() < stop_at
+    ):
+        runs.append(timed(run)[1])
+        cpu_s += runs[-1].cpu
+    return _rate_of(runs, 2.0 * m * k * n, cores, threads=len(usable_cores()))
+
+
+def _rate_of(runs: list[CpuTimes], flops: float, cores: float, threads: int) -> Rate:
+    """Compute the rate from runs of `flops` operations each, of so many `threads`.
+
+    It is the rate of the fastest run. If that waited for cores, it is estimated from the run with
+    the least CPU time, as if that had had all the `cores` that the process may use. The estimate
+    also limits the rate, because a quota lets a short run have more cores than it grants for long.
+    """
+    fastest = min(runs, key=lambda run: run.wall)
+    by_cpu_time = cores * flops / max(min(run.cpu for run in runs), 1e-9)
+    has_quota = cores < threads  # it lets threads wait although nothing else runs
+    waited_share = fastest.lost_share(cores) if has_quota else fastest.waited_share
+    if waited_share > MOST_WAITED:
+        return Rate(by_cpu_time, sure=False)
+    by_clock = flops / (fastest.wall * (1 - fastest.waited_share))
+    return Rate(min(by_clock, by_cpu_time), sure=True)
