@@ -11,9 +11,10 @@ from jaxembed.config import EngineConfig
 from jaxembed.engine import build as build_module
 from jaxembed.engine import calibrate
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.build import build, make_plan
+from jaxembed.engine.build import build, kept_verdicts, make_plan
 from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, Calibration, Rate
 from jaxembed.engine.kernels import Choice
+from jaxembed.engine.native_trial import LATE, Verdict
 from jaxembed.engine.null_replica import NullReplica
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import ConfigError
@@ -81,6 +82,31 @@ def test_costs_are_those_of_the_cores_and_the_quota_that_the_process_has(planned
     usual = planned().cost_file.identity
     monkeypatch.setattr(build_module, "core_count", lambda: 0.5)
     assert planned().cost_file.identity == usual | {"cores": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("first", "kept"),
+    [
+        (Verdict(0.001, 0.5), True),
+        (Verdict(0.001, 1.5), True),
+        (Verdict(0.001, 1.5, busy=True), False),
+        (Verdict(0.001, 0.5, busy=True), False),
+        (Verdict(failed=LATE), False),
+    ],
+)
+def test_native_kernels_are_tried_again_unless_the_machine_was_quiet(
+    tmp_path, monkeypatch, caplog, first, kept
+):
+    def verdicts_of_a_start(verdict):
+        verdicts = {"linear": Verdict(0.001, 0.5), "mlp": verdict}
+        monkeypatch.setattr(build_module, "try_native", lambda *arguments: verdicts)
+        device = jax.local_devices()[0]
+        return kept_verdicts(program(tiny_spec()), device, "bfloat16", tmp_path, {})["mlp"]
+
+    assert verdicts_of_a_start(first) == first
+    assert ("something else uses this machine" in caplog.text) == first.busy
+    second = Verdict(0.001, 0.75)
+    assert verdicts_of_a_start(second) == (first if kept else second)
 
 
 def test_all_local_devices_are_used_unless_told(planned):

@@ -11,6 +11,7 @@ from conftest import TOWERS, WIDER_TOWERS, WORDS, save_tiny, tiny_spec
 from test_adapters import adapted_spec
 
 from jaxembed import Embedder, EngineConfig
+from jaxembed.cores import CpuTimes
 from jaxembed.engine import build, native_trial
 from jaxembed.engine.kernels import choose_native
 from jaxembed.engine.native_trial import Verdict, noted_calls, try_native
@@ -172,6 +173,25 @@ def test_a_slower_call_is_not_used_unless_it_is_asked_for(monkeypatch, tmp_path)
     choice = chosen("qwen3", tmp_path, "native", verdicts=lambda: verdicts)
     assert choice.native == ByNative()
     assert choice.joins
+
+
+@pytest.mark.parametrize(("waited_s", "busy"), [(0.0, False), (30.0, True)])
+def test_a_call_that_is_timed_beside_other_programs_is_refused_for_this_start(
+    monkeypatch, waited_s, busy
+):
+    def timed(work):
+        assert work() > 0
+        return 1.5, CpuTimes(wall=30.0, cpu=0.3, waited=waited_s)
+
+    monkeypatch.setattr(native_trial, "CLEARLY_SLOWER", 1.1)
+    monkeypatch.setattr(native_trial, "MOST_WAITED", 1 / 3)
+    monkeypatch.setattr(native_trial, "timed", timed)
+    verdicts = try_native(tower("qwen3"), jax.local_devices()[0], "bfloat16")
+    assert {verdict.busy for verdict in verdicts.values()} == {busy}
+    refusal = "takes 1.50 times as long as XLA"
+    refusal += ", beside other programs: the next start tries again" if busy else ""
+    assert verdicts["linear"].refusal(faster=True) == refusal
+    assert verdicts["linear"].refusal(faster=False) is None
 
 
 def test_numbers_that_are_none_are_wrong():

@@ -241,15 +241,20 @@ def kept_verdicts(
 ) -> Verdicts:
     """The results of trying the native kernels of a model: those of an earlier run, or new ones.
 
-    New results are saved in `cache_dir` unless a trial failed. `identity` holds everything that the
-    results depend on.
+    New results are saved in `cache_dir` unless a trial failed, or other programs used the cores
+    meanwhile. `identity` holds everything that the results depend on.
     """
     file = KeptFile(cache_dir, identity, "verdicts", "-native")
     kept = file.load(lambda fields: {name: Verdict(**one) for name, one in fields.items()})
     if kept is not None:
         return kept
     verdicts = try_native(program, device, dtype)
-    if not any(one.failed for one in verdicts.values()):  # on a busy machine some are too late
+    if any(one.busy for one in verdicts.values()):
+        logger.warning(
+            "something else uses this machine: how fast the native kernels are is not kept, and is "
+            "measured anew at the next start"
+        )
+    elif not any(one.failed for one in verdicts.values()):  # some may have been too late
         file.save({name: asdict(one) for name, one in verdicts.items()})
     return verdicts
 

@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
+from jaxembed.cores import MOST_WAITED, core_count, timed
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.compiles import WORKERS, compile_lowered, compiler_options
 from jaxembed.engine.drawn import packed_segments
@@ -57,6 +58,7 @@ class Verdict:
     off: float = 0.0  # largest difference to XLA, relative to one plus XLA's number
     times_xla: float = 0.0  # ratio of its time to XLA's; the geometric mean over shapes
     failed: str = ""  # why it could not be tried
+    busy: bool = False  # whether other programs used the cores while it was timed
 
     def refusal(self, faster: bool) -> str | None:
         """The reason not to use the call, or None.
@@ -68,7 +70,8 @@ class Verdict:
         if not self.off <= MOST_OFF:  # also refuses NaN
             return f"off by {self.off:.2g}, {MOST_OFF:.2g} are allowed"
         if faster and self.times_xla > CLEARLY_SLOWER:
-            return f"takes {self.times_xla:.2f} times as long as XLA"
+            beside = ", beside other programs: the next start tries again" if self.busy else ""
+            return f"takes {self.times_xla:.2f} times as long as XLA{beside}"
         return None
 
 
@@ -120,7 +123,8 @@ def _over_all(verdicts: list[Verdict]) -> Verdict:
         return failure
     off = [verdict.off for verdict in verdicts]
     most = math.nan if any(map(math.isnan, off)) else max(off)
-    return Verdict(most, geometric_mean(verdict.times_xla for verdict in verdicts))
+    times_xla = geometric_mean(verdict.times_xla for verdict in verdicts)
+    return Verdict(most, times_xla, busy=any(verdict.busy for verdict in verdicts))
 
 
 class CallTrial:
@@ -167,12 +171,9 @@ class CallTrial:
         ours, xla = (np.asarray(result()).astype(np.float32) for result in (run, run_xla))
         real = plain["segments"] != 0 if "segments" in plain else ...
         off = np.abs(ours - xla)[real] / (1 + np.abs(xla[real]))
-        times_xla = math.inf
-        for _ in range(BELIEVED):
-            if times_xla > CLEARLY_SLOWER:
-                ms, xla_ms = _fastest_ms(run, run_xla)
-                times_xla = min(times_xla, ms / xla_ms)
-        return Verdict(float(off.max()), times_xla)
+        times_xla, spent = timed(lambda: _times_xla(run, run_xla))
+        busy = spent.lost_share(core_count()) > MOST_WAITED
+        return Verdict(float(off.max()), times_xla, busy=busy)
 
     def _compiled(
         self, function: Callable[[Operands], Array], is_packed: bool
@@ -238,6 +239,16 @@ def _line(error: Exception) -> str:
     """The class of an error and the first line of its message."""
     first = (str(error).strip().splitlines() or [""])[0][:200]
     return f"{type(error).__name__}: {first}"
+
+
+def _times_xla(run: Callable[[], Any], run_xla: Callable[[], Any]) -> float:
+    """The ratio of the two times. It is measured again if the call is clearly slower than XLA."""
+    times_xla = math.inf
+    for _ in range(BELIEVED):
+        if times_xla > CLEARLY_SLOWER:
+            ms, xla_ms = _fastest_ms(run, run_xla)
+            times_xla = min(times_xla, ms / xla_ms)
+    return times_xla
 
 
 def _fastest_ms(*runs: Callable[[], Any]) -> list[float]:
