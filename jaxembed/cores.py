@@ -62,9 +62,9 @@ class CpuTimes:
     `cpu` and `waited` are sums over all threads of the process.
     """
 
-    wall: float  # by the clock
-    cpu: float  # in which a thread ran on a core
-    waited: float  # in which a thread could have run but had no core; 0 if nobody counts it
+    wall: float = 0.0  # by the clock
+    cpu: float = 0.0  # in which a thread ran on a core
+    waited: float = 0.0  # in which a thread could have run but had no core; 0 if nobody counts it
 
     @property
     def waited_share(self) -> float:

@@ -10,9 +10,11 @@ from conftest import TOWERS, tiny_spec
 from jaxembed.config import EngineConfig
 from jaxembed.engine import build as build_module
 from jaxembed.engine import calibrate
+from jaxembed.engine import costs as costs_module
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.build import build, kept_verdicts, make_plan
 from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, Calibration, Rate
+from jaxembed.engine.costs import BucketCosts
 from jaxembed.engine.kernels import Choice
 from jaxembed.engine.native_trial import LATE, Verdict
 from jaxembed.engine.null_replica import NullReplica
@@ -107,6 +109,20 @@ def test_native_kernels_are_tried_again_unless_the_machine_was_quiet(
     assert ("something else uses this machine" in caplog.text) == first.busy
     second = Verdict(0.001, 0.75)
     assert verdicts_of_a_start(second) == (first if kept else second)
+
+
+def test_the_log_says_that_buckets_were_timed_beside_other_programs(planned, monkeypatch, caplog):
+    monkeypatch.setattr(costs_module, "MOST_WAITED", 1 / 3)
+    file, bucket = planned().cost_file, Bucket(1, 16)
+    costs = BucketCosts(1.0)
+    costs.record(bucket, 2.0, lost_share=0.1)
+    build_module._keep(file, costs)
+    assert "something else" not in caplog.text
+    for _ in range(2):
+        costs.record(bucket, 20.0, lost_share=0.9)
+    build_module._keep(file, costs)
+    assert "threads waited for a core 90 % of the time" in caplog.text
+    assert file.load() == {bucket: [2.0]}
 
 
 def test_all_local_devices_are_used_unless_told(planned):

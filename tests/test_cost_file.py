@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.cost_file import BUSY_SPREAD, CostFile
+from jaxembed.engine.cost_file import CostFile
 
 SHORT, LONG = Bucket(1, 16), Bucket(1, 64)
 TIMINGS = {SHORT: [1.25, 1.5], LONG: [4.0]}
@@ -18,29 +18,23 @@ def file_in(folder, kernel: str = "xla", **changes) -> CostFile:
 
 
 def test_what_was_saved_is_loaded(tmp_path):
-    file_in(tmp_path).save(TIMINGS, spread=1.1)
+    file_in(tmp_path).save(TIMINGS)
     assert file_in(tmp_path).load() == TIMINGS
     (path,) = (tmp_path / "costs").iterdir()
     assert json.loads(path.read_text())["identity"] == IDENTITY
 
 
 def test_another_model_or_version_or_kernel_has_other_costs(tmp_path):
-    file_in(tmp_path).save(TIMINGS, spread=1.1)
+    file_in(tmp_path).save(TIMINGS)
     assert file_in(tmp_path, content_hash="b").load() == {}
     assert file_in(tmp_path, versions={"jax": "2"}).load() == {}
     assert file_in(tmp_path, kernel="native").load() == {}
 
 
 def test_a_kernel_is_looked_up_for_each_bucket(tmp_path):
-    file_in(tmp_path).save(TIMINGS, spread=1.1)
+    file_in(tmp_path).save(TIMINGS)
     mixed = CostFile(tmp_path, IDENTITY, lambda b: "xla" if b == SHORT else "triton")
     assert mixed.load() == {SHORT: TIMINGS[SHORT]}
-
-
-def test_timings_of_a_busy_machine_are_noticed_and_not_kept(tmp_path, caplog):
-    file_in(tmp_path).save(TIMINGS, spread=BUSY_SPREAD + 0.5)
-    assert file_in(tmp_path).load() == {}
-    assert "something else uses this machine" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -61,7 +55,7 @@ def test_timings_of_a_busy_machine_are_noticed_and_not_kept(tmp_path, caplog):
     ],
 )
 def test_a_damaged_file_is_ignored_and_told_of(tmp_path, caplog, text):
-    file_in(tmp_path).save(TIMINGS, spread=1.1)
+    file_in(tmp_path).save(TIMINGS)
     (path,) = (tmp_path / "costs").iterdir()
     path.write_text(text)
     assert file_in(tmp_path).load() == {}
@@ -76,5 +70,5 @@ def test_no_file_is_no_news(tmp_path, caplog):
 
 def test_where_nothing_can_be_written_the_log_says_so(tmp_path, caplog):
     (tmp_path / "costs").write_text("in the way")
-    file_in(tmp_path).save(TIMINGS, spread=1.1)
+    file_in(tmp_path).save(TIMINGS)
     assert "cannot keep the timings" in caplog.text

@@ -2,9 +2,11 @@
 
 import pytest
 
+from jaxembed.engine import costs as costs_module
 from jaxembed.engine.batch import HOST_MS
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.costs import (
+    LATEST,
     LONG_RUN_MS,
     MOST_DRIFT,
     MOST_FAILURES,
@@ -133,12 +135,35 @@ def test_only_some_buckets_may_be_used():
     assert set(before) == {SHORT, WIDE, LONG}  # whoever looks at it is not disturbed
 
 
-def test_the_spread_is_that_of_the_usual_bucket():
-    assert costs_of(SHORT).spread == 1.0
-    calm, busy = [1.0, 1.0, 1.1, 1.1], [1.0, 1.0, 2.0, 2.0]
-    timings = {SHORT: calm, WIDE: busy, LONG: busy, HUGE: [1.0]}
-    assert costs_of(timings=timings).spread == pytest.approx(2.0)
-    assert costs_of(timings={SHORT: calm}).spread == pytest.approx(1.1)
+def test_timings_that_other_programs_disturbed_count_in_this_run_only(monkeypatch):
+    monkeypatch.setattr(costs_module, "MOST_WAITED", 1 / 3)
+    costs = costs_of(SHORT, LONG, timings={SHORT: [2.0]})
+    costs.record(SHORT, 20.0, lost_share=0.9)
+    costs.record(SHORT, 3.0, lost_share=0.1)
+    costs.record(LONG, 80.0, lost_share=0.9)
+    assert costs.usable == {SHORT: 3.0, LONG: 80.0}
+    assert costs.source_of(LONG) == "timed"
+    assert costs.timings == {SHORT: [2.0, 3.0]}
+
+
+def test_disturbed_timings_take_no_place_of_those_that_are_kept(monkeypatch):
+    monkeypatch.setattr(costs_module, "MOST_WAITED", 1 / 3)
+    costs = costs_of(SHORT, timings={SHORT: often_enough([2.0])})
+    for _ in range(TIMINGS):
+        costs.record(SHORT, 20.0, lost_share=0.9)
+    assert costs.usable == {SHORT: 20.0}
+    assert costs.timings == {SHORT: [2.0] * TIMINGS}
+
+
+def test_the_share_that_others_had_is_that_of_the_latest_timings():
+    costs = costs_of(SHORT)
+    assert costs.lost_share == 0.0
+    for lost_share in (0.1, 0.9, 0.2):
+        costs.record(SHORT, 1.0, lost_share)
+    assert costs.lost_share == 0.2
+    for _ in range(LATEST):
+        costs.record(SHORT, 1.0, 0.5)
+    assert costs.lost_share == 0.5
 
 
 def test_a_cost_says_where_it_is_from():

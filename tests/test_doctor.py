@@ -63,7 +63,7 @@ def idle() -> Facts:
         ),
         kernels=KernelFacts("auto", {"16": "native", "256": "native"}, {}),
         machine=MachineFacts(4, 4, None, 2**33, None, "madvise"),
-        programs=ProgramFacts(True, True, 4, 4, True, 1.0, 1.05, 0, 4),
+        programs=ProgramFacts(True, True, 4, 4, True, 1.0, 0.05, 0, 4),
         buckets=[BucketFacts(r, n, True, r * n / 25, "kept") for r, n in buckets],
         lanes={"interactive": LaneFacts(0, 0, 0.0), "bulk": LaneFacts(0, 0, 0.0)},
         admission=AdmissionFacts(
@@ -221,7 +221,7 @@ SICK = [
         "nice",
         lambda: changed(idle, "window", other_cores=2.0),
     ),
-    ("something else uses the machine", "nice", lambda: changed(idle, "programs", spread=1.6)),
+    ("something else uses the machine", "nice", lambda: changed(idle, "programs", lost_share=0.6)),
     ("the process may use one core only", "taskset", lambda: changed(asked, "machine", cores=1)),
     (
         "the native kernels are not used",

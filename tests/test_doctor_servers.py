@@ -20,11 +20,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from jaxembed.cores import MOST_WAITED
 from jaxembed.doctor.facts import Examination
 from jaxembed.doctor.findings import OTHERS_SHARE
 from jaxembed.doctor.machine import has_avx512_bf16, machine_counts
 from jaxembed.doctor.probe import ask
-from jaxembed.engine.cost_file import BUSY_SPREAD
 from jaxembed.models import native
 
 ROOT = Path(__file__).parents[1]
@@ -211,7 +211,7 @@ def test_a_healthy_idle_server_has_no_finding(serve):
     if BUSY in causes:  # is it? Timings may have been taken while it was
         seconds = (time.monotonic() - started_at) * len(os.sched_getaffinity(0))
         is_busy = others_s / seconds > OTHERS_SHARE / 2
-        assert is_busy or examination.facts.programs.spread > BUSY_SPREAD
+        assert is_busy or examination.facts.programs.lost_share > MOST_WAITED
         causes.remove(BUSY)
     else:
         assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,6 @@
 """Embedder: the library's face, and what the server asks of it."""
 
 import asyncio
-import math
 import re
 import subprocess
 import sys
@@ -922,7 +921,6 @@ def test_a_second_start_finds_what_buckets_cost_and_times_nothing(
     tiny_checkpoint, grid_file, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("jaxembed.engine.costs.TIMINGS", 2)
-    monkeypatch.setattr("jaxembed.engine.cost_file.BUSY_SPREAD", math.inf)
     config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
     counts = []
     for _ in range(2):

@@ -748,4 +748,4 @@ def test_a_snapshot_has_what_ran_and_what_waits(start, runner):
     assert sum(use.useful_tokens for use in state.ran.values()) == 4
     assert min(use.device_s for use in state.ran.values()) > 0
     assert set(state.cost_sources.values()) == {"kept"}
-    assert state.spread == 1.0
+    assert state.lost_share == 0.0

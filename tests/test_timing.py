@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fakes import WAIT_S, SumRunner, encoding, sums, ticket_of, timed_costs, until
 
+from jaxembed.cores import CpuTimes
 from jaxembed.engine import costs as costs_module
 from jaxembed.engine import timing as timing_module
 from jaxembed.engine.batch import pack, place
@@ -77,6 +78,21 @@ def test_every_bucket_is_timed_as_often_as_wanted_and_then_no_more(permits):
         assert runner.timed.count(SMALL) == runner.timed.count(LARGE) == 2 * 2 * permits
         assert runner.timed[: 2 * permits] == [SMALL] * 2 * permits
         assert runner.most_inside <= permits
+
+
+@pytest.mark.parametrize(("waited_s", "kept"), [(0.1, {SMALL, LARGE}), (1.5, set())])
+def test_timings_of_a_time_when_others_had_the_cores_are_not_kept(monkeypatch, waited_s, kept):
+    def timed(run):
+        return run(), CpuTimes(wall=1.0, cpu=0.5, waited=waited_s)
+
+    monkeypatch.setattr(costs_module, "MOST_WAITED", 1 / 3)
+    monkeypatch.setattr(timing_module, "core_count", lambda: 2.0)
+    monkeypatch.setattr(timing_module, "timed", timed)
+    with Bench(SumRunner()) as bench:
+        assert bench.timer.timed.wait(WAIT_S)
+        assert set(bench.costs.timings) == kept
+        assert [bench.costs.source_of(bucket) for bucket in (SMALL, LARGE)] == ["timed"] * 2
+        assert bench.costs.lost_share == pytest.approx(waited_s / max(waited_s + 0.5, 1.0))
 
 
 def test_a_bucket_that_was_timed_is_timed_again_now_and_then(monkeypatch):

@@ -118,7 +118,7 @@ def _programs(name: str, served: LoadedRoute, state: EngineState, window: Window
         compiled=len(state.compiled),
         timed=state.timed,
         drift=state.drift,
-        spread=state.spread,
+        lost_share=state.lost_share,
         compiles=int(window.total(name, "compiles")),
         cache_hits=int(window.total(name, "cache_hits")),
     )

@@ -58,7 +58,7 @@ class ProgramFacts(msgspec.Struct):
     compiled: int  # buckets
     timed: bool  # whether every bucket was timed often enough
     drift: float  # time of real batches relative to the timings
-    spread: float  # of the timings of one bucket: third quartile over first
+    lost_share: float  # of the timings' time, in which other programs had the cores
     compiles: int  # programs compiled since the start of the process
     cache_hits: int  # programs taken from the compile cache since then
 

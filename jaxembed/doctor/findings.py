@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+from jaxembed.cores import MOST_WAITED
 from jaxembed.doctor.facts import (
     Bound,
     BucketFacts,
@@ -17,7 +18,6 @@ from jaxembed.doctor.facts import (
     KernelFacts,
     MachineFacts,
 )
-from jaxembed.engine.cost_file import BUSY_SPREAD
 from jaxembed.engine.kernels import NATIVE, UNSUITED
 from jaxembed.telemetry import ANSWER_STAGES
 
@@ -27,6 +27,7 @@ IDLE = 0.02
 LOADED = 0.3  # of the devices: enough work for what slows down batches to be felt
 OTHERS_SHARE = 0.3  # of the usable cores that other programs take
 THROTTLED_SHARE = 0.1
+SLOWER = 1.3  # ratio of the time of batches to their timings that is mentioned
 
 FEWEST = 10  # batches, requests or inputs; fewer do not make a reliable share
 MISFIT = 2.0  # ratio of the tokens run to the tokens needed from which a grid misfits
@@ -179,7 +180,7 @@ def _quota_is_used_up(facts: Facts) -> Finding | None:
 
 
 def _machine_is_shared(facts: Facts) -> Finding | None:
-    machine, window, spread = facts.machine, facts.window, facts.programs.spread
+    machine, window, programs = facts.machine, facts.window, facts.programs
     others = window.other_cores or 0.0
     evidence = []
     if others >= OTHERS_SHARE * machine.cores:
@@ -187,12 +188,13 @@ def _machine_is_shared(facts: Facts) -> Finding | None:
             f"other programs kept {others:.1f} of the {machine.cores} cores busy that this process "
             f"may use, over {window.seconds:.0f} s"
         )
-    if spread > BUSY_SPREAD:
-        evidence.append(f"timings of one bucket differ by a factor of {spread:.2f}")
+    if programs.lost_share > MOST_WAITED:
+        lost = f"{programs.lost_share:.0%}"
+        evidence.append(f"while buckets were timed, threads waited for a core {lost} of the time")
     if not evidence:
         return None
-    if facts.programs.drift > BUSY_SPREAD:
-        evidence.append(f"batches take {facts.programs.drift:.1f} times as long as was timed")
+    if programs.drift > SLOWER:
+        evidence.append(f"batches take {programs.drift:.1f} times as long as was timed")
     return Finding(
         "something else uses the machine",
         "; ".join(evidence),

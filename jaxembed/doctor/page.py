@@ -153,7 +153,8 @@ def _is_compiled(examination: Examination) -> Iterator[str]:
     yield f"{programs.compiled} of {programs.buckets} buckets compiled; costs: {', '.join(counts)}"
     yield (
         f"programs since the start: {programs.compiles} compiled, {programs.cache_hits} from the "
-        f"cache; spread of timings {programs.spread:.2f}, drift since then {programs.drift:.2f}"
+        f"cache; timings lost {programs.lost_share:.0%} to other programs, drift since then "
+        f"{programs.drift:.2f}"
     )
 
 

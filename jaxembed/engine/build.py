@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxembed.config import EngineConfig
-from jaxembed.cores import core_count
+from jaxembed.cores import MOST_WAITED, core_count
 from jaxembed.engine.bucket import (
     LONGEST_DEFAULT_ROW,
     SHORTEST_ROW,
@@ -261,8 +261,16 @@ def kept_verdicts(
 
 def _keep(file: CostFile | None, costs: BucketCosts) -> None:
     """Save the timings of the buckets, if there are any and the model has a cost file."""
-    if file is not None and costs.timings:
-        file.save(costs.timings, costs.spread)
+    if file is None:
+        return
+    if costs.lost_share > MOST_WAITED:
+        logger.warning(
+            "something else uses this machine: while buckets were timed, threads waited for a core "
+            "%.0f %% of the time. Such timings are not kept, but taken anew after the next start",
+            100 * costs.lost_share,
+        )
+    if costs.timings:
+        file.save(costs.timings)
 
 
 def cost_identity(

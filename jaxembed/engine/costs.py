@@ -3,15 +3,17 @@
 It starts no threads and reads no clock. Threads that share it must hold a lock.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Literal
 
+from jaxembed.cores import MOST_WAITED
 from jaxembed.engine.batch import HOST_MS
 from jaxembed.engine.bucket import Bucket
 
 TIMINGS = 25  # timings of a bucket; their median counts, so that a busy moment has little effect
+LATEST = 100  # timings of all buckets that say whether the machine is busy
 TIMED_MS = 1000.0  # or total time after which a bucket counts as timed: long runs differ less
 MOST_FAILURES = 3  # failures after which a bucket is not timed any more
 LONG_RUN_MS = 1000.0  # a bucket that would run longer is not timed, because requests would wait
@@ -50,6 +52,8 @@ class BucketCosts:
         self.drift = 1.0
         self._default_ms = default_ms
         self._timings: Timings = {b: [*ms][-TIMINGS:] for b, ms in (timings or {}).items()}
+        self._undisturbed: Timings = {b: list(ms) for b, ms in self._timings.items()}
+        self._lost: deque[float] = deque(maxlen=LATEST)  # shares of the latest timings
         self._recorded: set[Bucket] = set()
         self._failures: Counter[Bucket] = Counter()
         self._buckets: list[Bucket] = []
@@ -65,12 +69,17 @@ class BucketCosts:
         self._buckets = list(buckets)
         self._update()
 
-    def record(self, bucket: Bucket, ms: float) -> None:
-        """Add a timing of a bucket in milliseconds. The last TIMINGS of them are kept."""
-        timings = self._timings.setdefault(bucket, [])
-        timings.append(ms)
+    def record(self, bucket: Bucket, ms: float, lost_share: float = 0.0) -> None:
+        """Add a timing of a bucket in milliseconds. The last TIMINGS of them count.
+
+        `lost_share` is the share of the time that its threads wanted to run in which other programs
+        had the cores. A timing that was disturbed so counts in this process only.
+        """
+        _append(self._timings, bucket, ms)
+        if lost_share <= MOST_WAITED:
+            _append(self._undisturbed, bucket, ms)
+        self._lost.append(lost_share)
         self._recorded.add(bucket)
-        del timings[:-TIMINGS]
         self._update()
 
     def fail(self, bucket: Bucket) -> None:
@@ -114,17 +123,16 @@ class BucketCosts:
 
     @property
     def timings(self) -> Timings:
-        """A copy of the timings of each bucket, to keep for the next run. Needs no lock."""
-        return {bucket: list(ms) for bucket, ms in list(self._timings.items())}
+        """A copy of the timings of each bucket, to keep for the next run. Needs no lock.
+
+        Those that other programs disturbed are not among them.
+        """
+        return {bucket: list(ms) for bucket, ms in list(self._undisturbed.items())}
 
     @property
-    def spread(self) -> float:
-        """How much timings of the same bucket differ; 1 if they are equal.
-
-        It is the ratio of the third quartile to the first one, in the median bucket.
-        """
-        ratios = [_quartile_ratio(ms) for ms in self.timings.values() if len(ms) >= 4]
-        return median(ratios) if ratios else 1.0
+    def lost_share(self) -> float:
+        """The median share of the latest timings that was lost to other programs; 0 without any."""
+        return median(list(self._lost) or [0.0])
 
     def _place_in_line(self, bucket: Bucket) -> tuple[int, int, int]:
         """The sort key of a bucket that is to be timed."""
@@ -160,8 +168,6 @@ class BucketCosts:
         return LONG_RUN_FACTOR * ms if LONG_RUN_FACTOR * ms > LONG_RUN_MS else ms
 
 
-def _quartile_ratio(timings: list[float]) -> float:
-    """The third quartile over the first one."""
-    ordered = sorted(timings)
-    quarter = len(ordered) // 4
-    return ordered[-1 - quarter] / max(ordered[quarter], 1e-9)
+def _append(timings: Timings, bucket: Bucket, ms: float) -> None:
+    """Add a timing of a bucket to the last TIMINGS of it."""
+    timings[bucket] = [*timings.get(bucket, ()), ms][-TIMINGS:]

@@ -202,7 +202,6 @@ class Engine:
 
     def snapshot(self) -> EngineState:
         """The state of the engine at this moment."""
-        spread = self._costs.spread  # without the lock, because it sorts all timings
         calls = self._watchdog.calls
         with self._lock:
             return EngineState(
@@ -215,7 +214,7 @@ class Engine:
                 costs=self._costs.usable,
                 cost_sources={b: self._costs.source_of(b) for b in self._costs.usable},
                 drift=self._costs.drift,
-                spread=spread,
+                lost_share=self._costs.lost_share,
                 timed=self._timer.timed.is_set(),
                 compiled=tuple(self.warmup.compiled),
                 covered=self.warmup.ready,

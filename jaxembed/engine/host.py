@@ -100,7 +100,7 @@ class HostEngine:
             costs={},
             cost_sources={},
             drift=1.0,
-            spread=1.0,
+            lost_share=0.0,
             timed=True,
             compiled=(),
             covered=True,

@@ -52,7 +52,7 @@ class EngineState:
     costs: dict[Bucket, float]  # milliseconds of a run of each usable bucket
     cost_sources: dict[Bucket, CostSource]
     drift: float  # factor of all costs, see BucketCosts
-    spread: float  # how much timings of one bucket differ, see BucketCosts
+    lost_share: float  # of the timings' time, in which other programs had the cores
     timed: bool  # whether every bucket was timed often enough
     compiled: tuple[Bucket, ...]
     covered: bool  # whether every request has a compiled bucket

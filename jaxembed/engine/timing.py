@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from threading import Barrier, Thread
 
 import numpy as np
 
 from jaxembed import memory
+from jaxembed.cores import CpuTimes, core_count, timed
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.costs import BucketCosts
 from jaxembed.engine.replica import Runner
@@ -65,6 +67,7 @@ class BucketTimer:
         self._is_bulk_alone = is_bulk_alone
         self._on_timed = on_timed
         self._watch = watch
+        self._cores = core_count()
         self._beside_bulk_at = 0.0  # time.monotonic() from which the next run beside bulk may start
         self._stop = threading.Event()
         self.timed = threading.Event()
@@ -121,7 +124,9 @@ class BucketTimer:
         what the runner raises.
         """
         planes = full_planes(bucket, SEGMENT, self._runner.planes)
+        run = partial(pair.run, self._runner, bucket, planes)
         runs: list[float] = []
+        spent: list[CpuTimes] = []
         while not runs or (sum(runs) < TIMING_S and len(runs) < MOST_RUNS):
             urgency = self._urgency(bucket)
             if urgency is None:
@@ -131,17 +136,20 @@ class BucketTimer:
                 if self._stop.is_set():
                     return
                 with self._watch(claim, bucket):
-                    runs.append(pair.run(self._runner, bucket, planes))
+                    seconds, times = timed(run)
+                runs.append(seconds)
+                spent.append(times)
             if claim.overdue:  # the time of a hung run says nothing about the bucket
                 raise TimeoutError("the run was overdue")
             if urgency == BESIDE_BULK:
-                runs = runs[-1:]
+                runs, spent = runs[-1:], spent[-1:]
                 self._beside_bulk_at = time.monotonic() + runs[0] * self._turn.permits / BULK_SHARE
                 break
         counted_runs = runs[1:] or runs
+        lost_share = sum(spent[1:] or spent, CpuTimes()).lost_share(self._cores)
         with self._lock:
             was_lacking = self._costs.untimed() is not None
-            self._costs.record(bucket, 1000 * sum(counted_runs) / len(counted_runs))
+            self._costs.record(bucket, 1000 * sum(counted_runs) / len(counted_runs), lost_share)
             is_timed = was_lacking and self._costs.untimed() is None
         self._telemetry.bucket_timings.inc()
         if is_timed:
