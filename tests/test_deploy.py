@@ -36,8 +36,8 @@ CUSTOM = ("PodMonitor", "ScaledObject", "Kustomization")  # kinds that these sch
 CHIPS = {"1x1": 1, "2x2": 4, "2x4": 8}  # of the topologies of one host
 DOCKERFILES = {
     "Dockerfile.cpu": "",
-    "Dockerfile.gpu": ", *project['optional-dependencies']['cuda']",
-    "Dockerfile.tpu": ", *project['optional-dependencies']['tpu']",
+    "Dockerfile.gpu": " --extra cuda",
+    "Dockerfile.tpu": " --extra tpu",
 }
 NOT_OURS = {  # read by Python, JAX, NVIDIA's toolkit, the hub's library and s3fs
     "AWS_DEFAULT_REGION",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,26 @@ elif processes := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     import torch
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(processes)))
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--only", default="", help="names of families, or of files without test_")
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    """Leave out what is not in one of the files, nor of one of the families: the first word of a
+    test's parameters."""
+    names = {*config.getoption("--only").split()}
+    if not names:
+        return
+    family = re.compile(rf"\[({'|'.join(names)})(?=[-_ ,\]])")
+    kept = [
+        item
+        for item in items
+        if item.path.stem.removeprefix("test_") in names or family.search(item.name)
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -1,0 +1,195 @@
+"""Which suites a change needs beside `make check`, `make docs` and `make test`, which always run.
+
+`python .ci/suites.py` prints the targets of make that files differing from the base need, one a
+line; the base is the commit in .ci/base, at which every suite has passed. `--all` prints all of
+them, and `--check` fails for a file of the product that no line of the table covers.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BASE = ROOT / ".ci" / "base"
+PRODUCT = ("jaxembed/**", "converters/**", "deploy/**", "examples/**")
+TARGETS = ("slow", "wheel", "parity", "eval", "deploy", "stores", "ray", "page")
+# one model of each backbone, for what all of them share
+BACKBONES = "minilm distilbert modernbert deberta qwen3 t5 clip static"
+
+# Paths, in which ** also stands for slashes, and the targets that they need. For parity the names
+# of families or files in tests/parity follow. An empty list: `make test` covers it.
+TABLE: dict[str, list[str]] = {
+    # versions, and how the suites run
+    "pyproject.toml": list(TARGETS),
+    "constraints/tested.txt": list(TARGETS),
+    ".ci/**": list(TARGETS),
+    ".ci/base": [],
+    "Makefile": list(TARGETS),
+    "hatch_build.py": ["wheel"],
+    "Dockerfile*": ["deploy"],
+    "deploy/**": ["deploy"],
+    "tests/conftest.py": ["slow"],
+    "tests/live_server.py": ["slow"],
+    "tests/native/**": ["slow"],
+    "tests/page/**": ["page"],
+    "tests/chaos/**": ["slow"],
+    "benchmarks/**": ["slow"],
+    # numerics
+    "jaxembed/engine/**": ["slow", "eval", f"parity {BACKBONES}"],
+    "jaxembed/models/**": ["slow", "eval", f"parity {BACKBONES}"],
+    "jaxembed/models/native/**": ["slow", "wheel", "eval"],
+    "jaxembed/models/clip.py": ["parity dual"],
+    "jaxembed/models/deberta.py": ["parity deberta"],
+    "jaxembed/models/disentangled.py": ["parity deberta"],
+    "jaxembed/models/modernbert.py": ["parity modernbert"],
+    "jaxembed/models/pages.py": ["parity pages colqwen"],
+    "jaxembed/models/qwen_vision.py": ["parity colqwen"],
+    "jaxembed/models/rope.py": ["parity rope rotary_encoders jina_v3"],
+    "jaxembed/models/t5.py": ["parity t5"],
+    "jaxembed/models/static.py": ["parity static router"],
+    "jaxembed/models/adapters.py": ["parity adapters jina_v3"],
+    "jaxembed/images/**": ["parity dual colqwen pages"],
+    "jaxembed/processors/**": [f"parity {BACKBONES} late cross_encoders colbert"],
+    "jaxembed/processors/images.py": ["parity dual colqwen pages"],
+    "jaxembed/postprocess.py": ["parity minilm quantise"],
+    "jaxembed/quantise.py": ["parity quantise"],
+    "jaxembed/maxsim.py": ["parity colbert"],
+    "jaxembed/interaction.py": ["parity colbert m3"],
+    "jaxembed/terms.py": ["parity splade m3"],
+    "jaxembed/verify/**": ["slow", "parity verify"],
+    # converters
+    "converters/**": [f"parity {BACKBONES}"],
+    **{
+        f"converters/{name}.py": [f"parity {name}"]
+        for name in (
+            *(
+                "adapters",
+                "albert",
+                "bert",
+                "deberta",
+                "distilbert",
+                "electra",
+                "eurobert",
+                "gemma2",
+            ),
+            *("gemma3", "gte", "jina_bert", "llama", "m3", "ministral3", "mistral", "modernbert"),
+            *("mpnet", "nomic_bert", "qwen2", "qwen3", "rope", "router", "static", "t5"),
+        )
+    },
+    "converters/chat.py": ["parity qwen3 cross_encoders"],
+    "converters/colpali.py": ["parity pages"],
+    "converters/colqwen.py": ["parity colqwen"],
+    "converters/decoders.py": ["parity qwen2 qwen3 llama mistral ministral3 gemma2 gemma3"],
+    "converters/distances.py": ["parity mpnet t5"],
+    "converters/dual.py": ["parity dual"],
+    "converters/image_rules.py": ["parity dual pages colqwen"],
+    "converters/jina.py": ["parity jina_v3"],
+    "converters/late_interaction.py": ["parity colbert"],
+    "converters/page_words.py": ["parity pages colqwen"],
+    "converters/pages.py": ["parity pages colqwen"],
+    "converters/qwen_vision.py": ["parity colqwen"],
+    "converters/rerankers.py": ["parity qwen3 cross_encoders"],
+    "converters/roberta.py": ["parity roberta xlm_roberta camembert"],
+    "converters/scores.py": ["parity cross_encoders"],
+    "converters/sentencepiece_*": ["parity sentencepiece xlm_roberta"],
+    "converters/static_terms.py": ["parity splade static"],
+    "converters/terms.py": ["parity splade"],
+    "tests/golden/**": ["parity goldens"],
+    "tests/parity/requirements.txt": ["parity"],
+    # the rest of the library
+    "jaxembed/*.py": [],
+    "jaxembed/py.typed": ["wheel"],
+    "jaxembed/hub.py": ["wheel"],
+    "jaxembed/object_store.py": ["deploy"],
+    "jaxembed/stored_checkpoint.py": ["deploy"],
+    "jaxembed/telemetry.py": ["deploy"],
+    "jaxembed/memory.py": ["slow"],
+    "jaxembed/loaded_model.py": ["slow"],
+    "jaxembed/bulk/**": ["slow", "stores", "ray"],
+    "jaxembed/cli/**": ["slow", "deploy"],
+    "jaxembed/doctor/**": ["slow"],
+    "jaxembed/tune/**": ["slow"],
+    "jaxembed/integrations/**": ["ray"],
+    "examples/**": [],
+    "examples/fill_*": ["stores"],
+    "examples/hybrid_search.py": ["stores"],
+    "examples/ray_*": ["ray"],
+    # the server
+    "jaxembed/server/**": [],
+    "jaxembed/server/access_metrics.py": ["deploy"],
+    "jaxembed/server/connection.py": ["slow"],
+    "jaxembed/server/protocols.py": ["slow"],
+    "jaxembed/server/run.py": ["slow"],
+    "jaxembed/server/supervisor.py": ["slow"],
+    "jaxembed/server/html.py": ["page"],
+    "jaxembed/server/playground.*": ["page"],
+    "jaxembed/server/openai.py": ["page"],
+    "jaxembed/server/docs.py": ["page"],
+}
+
+
+def needed(files: Iterable[str]) -> list[str]:
+    """The targets that changes of these files need. Of paths in the table that fit a file the
+    longest counts."""
+    found: dict[str, set[str]] = {}
+    for file in files:
+        for target in _targets_of(file) or []:
+            name, *which = target.split()
+            found.setdefault(name, set()).update(which or {""})
+    return [
+        target if "" in found[target] else f"{target} {' '.join(sorted(found[target]))}"
+        for target in TARGETS
+        if target in found
+    ]
+
+
+def uncovered(files: Iterable[str]) -> list[str]:
+    """The files of the product that no path in the table fits."""
+    of_product = (file for file in files if any(_fits(file, one) for one in PRODUCT))
+    return [file for file in of_product if _targets_of(file) is None]
+
+
+def changed() -> list[str] | None:
+    """The files that differ from the base, committed or not; None without a base that is known."""
+    try:
+        base = BASE.read_text().strip()
+        _git("merge-base", "--is-ancestor", base, "HEAD")
+        return [
+            *_git("diff", "--name-only", base),
+            *_git("ls-files", "--others", "--exclude-standard"),
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _targets_of(file: str) -> list[str] | None:
+    if file.startswith("tests/parity/test_"):
+        return [f"parity {Path(file).stem.removeprefix('test_')}"]
+    fitting = [one for one in TABLE if _fits(file, one)]
+    return TABLE[max(fitting, key=len)] if fitting else None
+
+
+def _fits(file: str, path: str) -> bool:
+    pattern = re.escape(path).replace(r"\*\*", ".*").replace(r"\*", "[^/]*")
+    return re.fullmatch(pattern, file) is not None
+
+
+def _git(*arguments: str) -> list[str]:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def main() -> None:
+    if "--check" in sys.argv:
+        if missing := uncovered(_git("ls-files")):
+            sys.exit(f"no line of the table in .ci/suites.py covers {', '.join(missing)}")
+        return
+    files = None if "--all" in sys.argv else changed()
+    for target in TARGETS if files is None else needed(files):
+        print(target)
+
+
+if __name__ == "__main__":
+    main()
