@@ -423,6 +423,17 @@ def test_a_damaged_tiff_writes_nothing_to_standard_error(capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_what_pillow_warns_of_is_neither_written_nor_remembered(capfd):
+    decode._silence.cache_clear()  # each test has filters of its own
+    for width in range(10):
+        bomb = saved(Image.new("1", (1, 1)), "BMP")
+        bomb = bomb[:18] + struct.pack("<ii", 95_000 + width, 1000) + bomb[26:]
+        with pytest.raises(InvalidImage, match="at most 50000000"):
+            decode_image(bomb)
+    assert not getattr(Image, "__warningregistry__", {}).keys() - {"version"}
+    assert capfd.readouterr().err == ""
+
+
 def test_an_image_of_pillow_stays_as_it_was():
     turned = Image.Exif()
     turned[0x0112] = 6

@@ -7,8 +7,8 @@ import pytest
 from conftest import TOWERS, tiny_spec
 
 from jaxembed.config import EngineConfig
-from jaxembed.engine import build as build_module
 from jaxembed.engine.build import make_plan
+from jaxembed.engine.calibrate import Calibration
 from jaxembed.engine.replica import Replica
 from jaxembed.models import program, random_parameters
 from jaxembed.spec import DenseLayer, PairTemplate
@@ -55,7 +55,7 @@ def test_a_reranker_is_told_by_its_label_and_template():
 
 
 def test_the_limit_is_what_a_server_takes_by_default(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "batch_tokens", lambda *arguments: 512)
+    monkeypatch.setattr(Calibration, "batch_tokens", lambda *arguments: 512)
     for positions, limit in (64, 64), (64, 512), (100_000, 32_768):
         config = tiny_spec().config | {"max_positions": positions}
         spec = tiny_spec(config=config, max_input_tokens=limit)

@@ -99,14 +99,13 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
         native_choice = choose_native(
             program, devices[0], dtype, config.kernels, cache_dir, verdicts
         )
-    budget = config.max_batch_tokens
-    if budget is None and grid_file is not None:
-        budget = grid_file.max_batch_tokens
-    if budget is None and calibration is not None:
-        budget = calibration.batch_tokens(program, dtype, native_choice.joins)
+    budget = (
+        config.max_batch_tokens
+        or (grid_file and grid_file.max_batch_tokens)
+        or (calibration and calibration.batch_tokens(program, dtype, native_choice.joins))
+        or ACCELERATOR_TOKENS
+    )
     limit = _limit(spec, config)
-    if budget is None:
-        budget = ACCELERATOR_TOKENS
     if config.max_batch_tokens is None and grid_file is not None:
         budget = max(budget, limit)  # the user's grid must hold the longest input
     limit = _clamped(limit, budget, config)
@@ -132,10 +131,8 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     file = CostFile(cache_dir, identity, lambda bucket: kernels.name_of(bucket.length))
     timings = file.load() | (_tuned_timings(grid_file, file) if grid_file is not None else {})
     costs = (per_token, file, timings)
-    estimated = not calibration.sure
-    return Plan(
-        devices, dtype, limit, budget, grid, shards, full, kernels, *costs, estimated=estimated
-    )
+    fixed = (devices, dtype, limit, budget, grid, shards, full)
+    return Plan(*fixed, kernels, *costs, estimated=not calibration.sure)
 
 
 def _usual_grid(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -146,7 +147,7 @@ def _opened(data: bytes, most_pixels: int) -> Iterator[Any]:
     from PIL import Image  # only models of images need it
 
     check_parts(data)
-    _silence_libtiff()
+    _silence()
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             _check_size(image.height, image.width, most_pixels)
@@ -184,11 +185,12 @@ def _check_tile(tile: int, pixels: int) -> None:
 
 
 @cache
-def _silence_libtiff() -> None:
-    """Keep libtiff from writing to standard error what is wrong with a file. Pillow raises errors
-    for the same."""
+def _silence() -> None:
+    """Keep Pillow and libtiff from writing to standard error what is wrong with a file, and Python
+    from remembering each such warning. What matters is raised as well."""
     from PIL import Image
 
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     with suppress(OSError, AttributeError):  # a Pillow without libtiff
         library = ctypes.CDLL(Image.core.__file__)
         library.TIFFSetErrorHandler(None)
