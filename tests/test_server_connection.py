@@ -25,7 +25,7 @@ from jaxembed.server import run
 from jaxembed.server.app import create_app
 from jaxembed.server.connection import MOST_HELD, Connection
 from jaxembed.server.models import Models
-from jaxembed.server.protocols import MOST_FRAMES, Http2
+from jaxembed.server.protocols import MOST_FRAMES, MOST_TABLE, Http2
 
 PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -401,6 +401,19 @@ def test_priorities_of_any_number_of_streams_are_taken(caplog):
 
     asyncio.run(go())
     assert not caplog.records
+
+
+def test_a_client_cannot_make_a_server_keep_its_own_headers():
+    async def go():
+        async with serving() as address, connected(address) as streams:
+            client = h2_client()
+            client.update_settings({h2.settings.SettingCodes.HEADER_TABLE_SIZE: 2**30})
+            assert [await h2_status(streams, client, stream, HEAD) for stream in (1, 3)] == [
+                200
+            ] * 2
+            assert client.decoder.header_table_size == MOST_TABLE
+
+    asyncio.run(go())
 
 
 def test_a_frame_longer_than_allowed_ends_its_connection_before_it_has_come():

@@ -9,7 +9,13 @@ from typing import Any
 import h11
 import hypercorn.protocol
 from h2.errors import ErrorCodes
-from h2.events import DataReceived, Event, PriorityUpdated, RequestReceived
+from h2.events import (
+    DataReceived,
+    Event,
+    PriorityUpdated,
+    RemoteSettingsChanged,
+    RequestReceived,
+)
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes
 from hypercorn.events import Event as IoEvent
@@ -23,6 +29,9 @@ MOST_FRAMES = 2 * KIB  # bytes of HTTP/2 that are handled at once: 140 small fra
 # Streams of a connection with something to send. A client that resets streams and reads nothing can
 # have more of them than it may open at a time; Hypercorn fails when there are a thousand.
 MOST_STREAMS = 200
+# Bytes of response headers that are kept to be named by number: the default of RFC 9113, whatever a
+# client allows. All of them are looked through for each response.
+MOST_TABLE = 4 * KIB
 _METHOD = re.compile(rb"[\w!#$%&'*+.^`|~-]+")
 _TARGET = re.compile(rb"[!-~]+")
 
@@ -87,6 +96,8 @@ class Http2(H2Protocol):
         match event:
             case PriorityUpdated():
                 return False
+            case RemoteSettingsChanged() if self.connection.encoder.header_table_size > MOST_TABLE:
+                self.connection.encoder.header_table_size = MOST_TABLE
             case RequestReceived() if self._is_full():
                 self._reset(event.stream_id, ErrorCodes.REFUSED_STREAM)
                 return False
