@@ -18,7 +18,8 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 import converters
 from jaxembed import Embedder, EngineConfig, checkpoint
 from jaxembed.config import TextConfig
-from jaxembed.engine import calibrate, costs, native_trial, timing
+from jaxembed.engine import build, calibrate, costs, native_trial, timing
+from jaxembed.engine.bucket import BucketGrid, default_grid
 from jaxembed.engine.calibrate import Rate
 from jaxembed.models import native, random_parameters
 from jaxembed.processors.text import TextProcessor
@@ -29,13 +30,32 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 # LLVM's optimisations are half of the time that a program takes to compile. XLA's own are made all
-# the same. `optimized` is for tests of what only the code that is served can show, which all are
-# that compare with native kernels, where this CPU runs them.
-UNOPTIMIZED = not RUNNABLE
-jax.config.update("jax_disable_most_optimizations", UNOPTIMIZED)
+# the same. `optimized` is for tests of what only the code that is served can show.
+jax.config.update("jax_disable_most_optimizations", True)
 
 # Nothing runs beside other tests: beartype draws random numbers, which Hypothesis notices.
 timing.AGAIN_S = 3600.0
+costs.TIMINGS = 1
+timing.TIMING_S = 0.0
+
+
+def _small_grid(*sizes: int, **options: Any) -> BucketGrid:
+    """The shortest and the longest rows of the default grid: compiling all of it takes long."""
+    buckets = default_grid(*sizes, **options).buckets
+    return BucketGrid(tuple(dict.fromkeys((buckets[0], buckets[-1]))))
+
+
+build.default_grid = _small_grid
+
+load_native = native.load_library
+
+
+def _leave_out_native(cache_dir: Path) -> None:
+    """Trying native kernels takes as long as compiling all else: few tests are about them."""
+    raise native.Unavailable("this test leaves them out")
+
+
+native.load_library = _leave_out_native
 
 measure_product = calibrate._measure
 
@@ -377,7 +397,7 @@ def _optimized() -> Iterator[None]:
     """Programs are compiled as they are for users, with LLVM's optimisations."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", UNOPTIMIZED)
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(name="native_kernels", scope="session")
@@ -388,7 +408,19 @@ def _native_kernels(tmp_path_factory) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if not RUNNABLE:
             patch.setattr(native.compiler, "INSTRUCTION_SETS", (for_this_cpu(AVX512_BF16),))
-        native.load_library(tmp_path_factory.mktemp("native"))
+        load_native(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(name="engines_try_native")
+def _engines_try_native(monkeypatch) -> None:
+    """Engines try the native kernels, as those of users do."""
+    monkeypatch.setattr(native, "load_library", load_native)
+
+
+@pytest.fixture(name="whole_grids")
+def _whole_grids(monkeypatch) -> None:
+    """Default grids have all their buckets, as those of users do."""
+    monkeypatch.setattr(build, "default_grid", default_grid)
 
 
 @pytest.fixture(name="conversions")
@@ -443,10 +475,8 @@ def _embedder(tiny_checkpoint, grid_file, tmp_path_factory) -> Iterator[Embedder
         dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128, warmup="full"
     )
     cache = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(costs, "TIMINGS", 1)
-        embedder = Embedder(str(tiny_checkpoint), cache_dir=cache, config=config)
-        embedder.engine.wait_timed(60.0)
+    embedder = Embedder(str(tiny_checkpoint), cache_dir=cache, config=config)
+    embedder.engine.wait_timed(60.0)
     yield embedder
     embedder.close()
 

@@ -164,6 +164,7 @@ def test_a_limit_over_the_token_budget_is_clamped_unless_the_user_asked_for_it(p
         planned(long_spec(), max_batch_tokens=1024, max_input_tokens=2048)
 
 
+@pytest.mark.usefixtures("whole_grids")
 def test_inputs_over_the_measured_budget_have_rows_of_their_own(planned):
     made = planned(long_spec(limit=2048))
     assert (made.max_input_tokens, made.max_batch_tokens) == (2048, 512)
@@ -250,6 +251,7 @@ def test_a_replica_for_each_device_or_one_over_all(planned, parallel, groups):
     assert len({id(seat.turn) for seat in engine.seats}) == len(groups)
 
 
+@pytest.mark.usefixtures("whole_grids")
 def test_only_float16_keeps_a_float32_program_of_the_longest_bucket(planned):
     made = planned(dtype="float16")
     assert build_module._float32_twin(made) == Bucket(1, 64)

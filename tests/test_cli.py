@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import sources
 from click.testing import CliRunner
+from commands import run
 from conftest import save_tiny
 from test_keys import table
 
@@ -51,15 +52,10 @@ def _parsed(monkeypatch):
     return parse
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "jaxembed.cli", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PATH": "", "JAX_PLATFORMS": "cpu", **environment},
-        timeout=120,
-    )
+@pytest.fixture(name="cache_dir", scope="module")
+def _cache_dir(tmp_path_factory) -> str:
+    """Where this CPU's speed is measured once."""
+    return str(tmp_path_factory.mktemp("cache"))
 
 
 def test_help_imports_neither_jax_nor_the_server():
@@ -217,8 +213,8 @@ def test_two_models_of_one_name_are_refused_before_either_is_loaded():
     assert "./nowhere and b would both be served as b" in done.stderr
 
 
-def test_a_model_that_cannot_be_loaded_is_named_and_ends_the_others(tiny_checkpoint, tmp_path):
-    flags = ["--port", "0", "--cache-dir", str(tmp_path)]
+def test_a_model_that_cannot_be_loaded_is_named_and_ends_the_others(tiny_checkpoint, cache_dir):
+    flags = ["--port", "0", "--cache-dir", cache_dir]
     done = run("serve", str(tiny_checkpoint), "./nowhere", *flags)
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith("jaxembed: ./nowhere cannot be served: ")
@@ -387,10 +383,10 @@ def test_a_flag_of_one_model_is_refused_where_others_may_be_loaded():
     assert "--revision is for one model, and others may be loaded" in " ".join(done.stderr.split())
 
 
-def test_models_of_the_command_line_that_take_more_than_all_may_are_refused(tmp_path):
+def test_models_of_the_command_line_that_take_more_than_all_may_are_refused(tmp_path, cache_dir):
     path = save_tiny(tmp_path / "tiny")
     flags = ("--loadable", "./b", "--model-memory", "1048576", "--port", "0")
-    done = run("serve", str(path), *flags, "--cache-dir", str(tmp_path / "cache"))
+    done = run("serve", str(path), *flags, "--cache-dir", cache_dir)
     assert done.returncode == 2
     assert "--model-memory 1048576: the models of the command line take" in done.stderr
 
@@ -450,10 +446,10 @@ def test_a_cache_directory_that_others_can_write_is_refused_in_one_line(tmp_path
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_status_2(
-    arguments, message, tiny_checkpoint, tmp_path
+    arguments, message, tiny_checkpoint, cache_dir
 ):
     given = [str(tiny_checkpoint) if a == "CHECKPOINT" else a for a in arguments]
-    done = run("serve", *given, "--port", "0", "--cache-dir", str(tmp_path))
+    done = run("serve", *given, "--port", "0", "--cache-dir", cache_dir)
     assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("jaxembed: ")
@@ -551,23 +547,23 @@ def test_what_cannot_be_written_ends_a_conversion_in_one_line(tmp_path, command)
     assert not [path for path in folder.rglob("*") if "out" in path.name or "partial" in path.name]
 
 
-def test_embed_writes_one_vector_a_line(tiny_checkpoint, grid_file, embedder, tmp_path):
+def test_embed_writes_one_vector_a_line(tiny_checkpoint, grid_file, embedder, tmp_path, cache_dir):
     texts = ["the cat sat", "a dog runs"]
     (tmp_path / "in.txt").write_text("\n".join(texts) + "\n")
     out = tmp_path / "out.npy"
     flags = ["--buckets", str(grid_file), "--max-batch-tokens", "128", "--dtype", "float32"]
-    flags += ["--model", str(tiny_checkpoint), "--cache-dir", str(tmp_path / "cache")]
+    flags += ["--model", str(tiny_checkpoint), "--cache-dir", cache_dir]
     done = run("embed", str(tmp_path / "in.txt"), "-o", str(out), *flags)
     assert done.returncode == 0, done.stderr
     np.testing.assert_allclose(np.load(out), embedder.encode(texts), atol=1e-5)
 
 
-def test_ranges_that_are_calibrated_are_what_bytes_are_by(grid_file, tmp_path):
+def test_ranges_that_are_calibrated_are_what_bytes_are_by(grid_file, tmp_path, cache_dir):
     texts = tmp_path / "in.txt"
     texts.write_text("the cat sat\na dog runs\nblue sky\n")
     path = save_tiny(tmp_path / "model")
     flags = ["--buckets", str(grid_file), "--max-batch-tokens", "128", "--dtype", "float32"]
-    flags += ["--devices", "1", "--cache-dir", str(tmp_path / "cache")]
+    flags += ["--devices", "1", "--cache-dir", cache_dir]
     done = run("calibrate", str(path), str(texts), str(texts), "--dimensions", "8", *flags)
     assert done.returncode == 0, done.stderr
     file = path / "ranges.json"
@@ -589,7 +585,7 @@ def test_ranges_that_are_calibrated_are_what_bytes_are_by(grid_file, tmp_path):
     assert f"{file} is damaged" in refused.stderr
 
 
-def test_embed_refuses_a_model_that_gives_no_vectors(tmp_path):
+def test_embed_refuses_a_model_that_gives_no_vectors(tmp_path, cache_dir):
     reranker = save_tiny(
         tmp_path / "reranker",
         pooling=("cls",),
@@ -598,7 +594,7 @@ def test_embed_refuses_a_model_that_gives_no_vectors(tmp_path):
         score_function="sigmoid",
     )
     (tmp_path / "in.txt").write_text("the cat\n")
-    flags = ["--model", str(reranker), "--cache-dir", str(tmp_path / "cache")]
+    flags = ["--model", str(reranker), "--cache-dir", cache_dir]
     done = run("embed", str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.npy"), *flags)
     assert done.returncode == 2
     assert "is a reranker" in done.stderr.splitlines()[-1]
@@ -658,12 +654,11 @@ def test_every_option_says_what_it_is_for():
         assert [p.name for p in options if not p.help] == []
 
 
-def test_a_device_that_cannot_be_started_is_one_line(tmp_path):
+def test_a_device_that_cannot_be_started_is_one_line(tmp_path, cache_dir):
     texts = tmp_path / "texts.txt"
     texts.write_text("a cat\n")
-    cache = str(tmp_path / "cache")
     done = run(
-        "embed", str(texts), "-o", str(tmp_path / "out.npy"), "--cache-dir", cache,
+        "embed", str(texts), "-o", str(tmp_path / "out.npy"), "--cache-dir", cache_dir,
         JAX_PLATFORMS="no_such_platform",
     )  # fmt: skip
     assert done.returncode == 2

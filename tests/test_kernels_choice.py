@@ -26,6 +26,9 @@ from jaxembed.models import native, program
 from jaxembed.models.attention import EVERYTHING, Sight, by_native, by_xla
 from jaxembed.models.kernels import Call, Kernel, triton
 
+pytestmark = pytest.mark.usefixtures("engines_try_native")
+
+
 GRID = BucketGrid((Bucket(1, 16), Bucket(1, 128), Bucket(2, 128)))
 
 

@@ -28,6 +28,8 @@ from jaxembed.models.layers import ACTIVATIONS, gelu
 from jaxembed.models.relative import alibi
 from jaxembed.models.rope import Rotation
 
+pytestmark = pytest.mark.usefixtures("engines_try_native")
+
 ROUNDED = 2.0**-8  # twice what rounding to bfloat16 changes: a sum may round to either side
 
 

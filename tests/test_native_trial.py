@@ -18,7 +18,7 @@ from jaxembed.engine.native_trial import Verdict, noted_calls, try_native
 from jaxembed.models import native, program
 from jaxembed.models.attention import ByNative
 
-pytestmark = pytest.mark.usefixtures("native_kernels")
+pytestmark = pytest.mark.usefixtures("native_kernels", "engines_try_native")
 
 # What is left out of a call, or taken for another, is in one operand.
 PLANTED = {
@@ -225,17 +225,17 @@ def test_verdicts_are_kept_with_the_costs_and_the_next_start_tries_nothing(
         with Embedder(str(checkpoint), cache_dir=tmp_path / "cache", config=config) as embedder:
             return embedder.describe()["kernels"]
 
-    plant(monkeypatch, "attention", "segments")
-    first = kernels()
-    assert "off by" in first["not_used"]["native attention"]
+    with monkeypatch.context() as planted:
+        plant(planted, "attention", "segments")
+        first = kernels()
+        assert "off by" in first["not_used"]["native attention"]
+        planted.setattr(build, "try_native", None)
+        with caplog.at_level(logging.WARNING):
+            assert kernels() == first
     usual = build.try_native
-    monkeypatch.setattr(build, "try_native", None)
-    with caplog.at_level(logging.WARNING):
-        assert kernels() == first
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert not any("native" in record.getMessage() for record in warnings)
     (file,) = (tmp_path / "cache" / "costs").glob("*-native.json")
-    monkeypatch.undo()
     file.write_text("{}")
     monkeypatch.setattr(native_trial, "CLEARLY_SLOWER", float("inf"))
     late = Verdict(failed=native_trial.LATE)

@@ -610,6 +610,7 @@ def test_the_command_writes_a_grid_and_says_what_it_is_worth(
     assert json.loads(out.read_text())["tuned"]["lengths"]["inputs"] == 2
 
 
+@pytest.mark.usefixtures("whole_grids")
 @pytest.mark.slow
 def test_the_benchmark_runs(tiny_checkpoint, few_texts, capsys):
     flags = ["--dtype", "float32", "--max-batch-tokens", "64", "--seconds", "1", "--rounds", "1"]
