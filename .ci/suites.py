@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BASE = ROOT / ".ci" / "base"
 PRODUCT = ("jaxembed/**", "converters/**", "deploy/**", "examples/**")
-TARGETS = ("slow", "wheel", "parity", "eval", "deploy", "stores", "ray", "page")
+TARGETS = ("numerics", "slow", "wheel", "parity", "eval", "deploy", "stores", "ray", "page")
 # one model of each backbone, for what all of them share
 BACKBONES = "minilm distilbert modernbert deberta qwen3 t5 clip static"
 
@@ -30,26 +30,26 @@ TABLE: dict[str, list[str]] = {
     "hatch_build.py": ["wheel"],
     "Dockerfile*": ["deploy"],
     "deploy/**": ["deploy"],
-    "tests/conftest.py": ["slow"],
+    "tests/conftest.py": ["numerics", "slow"],
     "tests/live_server.py": ["slow"],
-    "tests/native/**": ["slow"],
+    "tests/native/**": ["numerics"],
     "tests/page/**": ["page"],
     "tests/chaos/**": ["slow"],
     "benchmarks/**": ["slow"],
     # numerics
-    "jaxembed/engine/**": ["slow", "eval", f"parity {BACKBONES}"],
-    "jaxembed/models/**": ["slow", "eval", f"parity {BACKBONES}"],
-    "jaxembed/models/native/**": ["slow", "wheel", "eval"],
-    "jaxembed/models/clip.py": ["parity dual"],
-    "jaxembed/models/deberta.py": ["parity deberta"],
-    "jaxembed/models/disentangled.py": ["parity deberta"],
-    "jaxembed/models/modernbert.py": ["parity modernbert"],
-    "jaxembed/models/pages.py": ["parity pages colqwen"],
-    "jaxembed/models/qwen_vision.py": ["parity colqwen"],
-    "jaxembed/models/rope.py": ["parity rope rotary_encoders jina_v3"],
-    "jaxembed/models/t5.py": ["parity t5"],
+    "jaxembed/engine/**": ["numerics", "slow", "eval", f"parity {BACKBONES}"],
+    "jaxembed/models/**": ["numerics", "slow", "eval", f"parity {BACKBONES}"],
+    "jaxembed/models/native/**": ["numerics", "slow", "wheel", "eval"],
+    "jaxembed/models/clip.py": ["numerics", "parity dual"],
+    "jaxembed/models/deberta.py": ["numerics", "parity deberta"],
+    "jaxembed/models/disentangled.py": ["numerics", "parity deberta"],
+    "jaxembed/models/modernbert.py": ["numerics", "parity modernbert"],
+    "jaxembed/models/pages.py": ["numerics", "parity pages colqwen"],
+    "jaxembed/models/qwen_vision.py": ["numerics", "parity colqwen"],
+    "jaxembed/models/rope.py": ["numerics", "parity rope rotary_encoders jina_v3"],
+    "jaxembed/models/t5.py": ["numerics", "parity t5"],
     "jaxembed/models/static.py": ["parity static router"],
-    "jaxembed/models/adapters.py": ["parity adapters jina_v3"],
+    "jaxembed/models/adapters.py": ["numerics", "parity adapters jina_v3"],
     "jaxembed/images/**": ["parity dual colqwen pages"],
     "jaxembed/processors/**": [f"parity {BACKBONES} late cross_encoders colbert"],
     "jaxembed/processors/images.py": ["parity dual colqwen pages"],
