@@ -1,18 +1,17 @@
 """Turns images into encodings: their patches, decoded and resized in threads."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import numpy as np
 
-from jaxembed.errors import BackendError, InvalidInput
+from jaxembed.errors import InvalidInput
 from jaxembed.images.decode import MOST_BYTES, decode_image, image_size, picture_of, require_pillow
 from jaxembed.images.prepare import image_places, prepare_image, resized_size
 from jaxembed.inputs import Image, Input
+from jaxembed.processors.job_threads import JobThreads, go_on_among_large, is_for_small
 from jaxembed.processors.text import Rules, TextProcessor, Tokenized
 from jaxembed.spec import ModelSpec
 from jaxembed.work import Encoding, work_of
@@ -42,14 +41,14 @@ class ImageProcessor:
         self.limit = spec.max_input_tokens
         self._workers = workers
         self._room = _Room(MOST_BYTES)
-        self.executor: Executor = _DecodeThreads(workers)
+        self.executor: Executor = JobThreads(workers, "decode")
 
     def encode(self, inputs: Sequence[Input], rules: Rules) -> Tokenized:
         """Decode and resize images in the calling thread. Raises InvalidImage for the first at
         fault, and InvalidInput for an input that is none."""
         held = [self._bytes_or_none(item) for item in inputs]
-        if _thread.is_for_small and any(one is not None and one > SMALL_BYTES for one in held):
-            raise _LargeError
+        if any(one is not None and one > SMALL_BYTES for one in held):
+            go_on_among_large()
         encodings: list[Encoding] = []
         try:
             for item, size in zip(inputs, held, strict=True):
@@ -91,7 +90,7 @@ class ImageProcessor:
 
     def _encode(self, item: Image, held: int) -> Encoding:
         data = item.data
-        with self._room.taken(0 if _thread.is_for_small else held):
+        with self._room.taken(0 if is_for_small() else held):
             image = decode_image(data) if isinstance(data, bytes) else picture_of(data)
             patches = prepare_image(image, self._rules)
         before, after = self._rules.before, self._rules.after
@@ -108,78 +107,6 @@ class ImageProcessor:
 
 Processor = TextProcessor | ImageProcessor
 """What makes encodings of the inputs of a route: of texts, or of images."""
-
-
-class _Thread(threading.local):
-    """What the current thread is for."""
-
-    is_for_small = False
-
-
-_thread = _Thread()
-
-
-class _LargeError(Exception):
-    """A job with a large image is in a thread for small ones."""
-
-
-class _DecodeThreads(Executor):
-    """Threads for small images, and as many for large ones. A job begins among the small ones,
-    where its images are looked at, and goes on among the large ones if it has one of these."""
-
-    def __init__(self, workers: int):
-        is_for_small = partial(setattr, _thread, "is_for_small", True)
-        self._small = ThreadPoolExecutor(workers, "decode", is_for_small)
-        self._large = ThreadPoolExecutor(workers, "decode-large")
-
-    def submit(self, call: Callable, /, *arguments: Any, **named: Any) -> Future:
-        """Run a job in a thread. Raises RuntimeError after `shutdown`."""
-        answer: Future = Future()
-        self._small.submit(self._run, [answer, partial(call, *arguments, **named)])
-        return answer
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no further jobs. With `wait` all are done when it returns; without, those that are
-        not among the large ones yet and belong there fail. `cancel_futures` is not served: whoever
-        was given an answer may cancel it."""
-        self._small.shutdown(wait)
-        self._large.shutdown(wait)
-
-    def _run(self, task: list[Any]) -> None:
-        """Run the job of a task, unless its answer was cancelled."""
-        answer, job = _taken(task)
-        try:
-            _settle(answer, None if answer.cancelled() else job())
-        except _LargeError:
-            self._move(answer, job)
-        except BaseException as error:
-            _settle(answer, error=error)
-        finally:
-            del answer, job  # the frames that an error keeps must not lead back to the answer
-
-    def _move(self, answer: Future, job: Callable[[], Any]) -> None:
-        try:
-            self._large.submit(self._run, [answer, job])
-        except RuntimeError:  # they were shut down
-            _settle(answer, error=BackendError("this Embedder is closed"))
-
-
-def _taken(task: list[Any]) -> tuple[Future, Callable[[], Any]]:
-    """The answer and the job of a task, which holds them no longer: an answer keeps its error, and
-    that keeps the frames it went through and the thread's below them, in which the task is."""
-    answer, job = task
-    task.clear()
-    return answer, job
-
-
-def _settle(answer: Future, result: Any = None, *, error: BaseException | None = None) -> None:
-    """Answer with a result or an error, unless the answer was cancelled."""
-    if not answer.set_running_or_notify_cancel():
-        return
-    if error is None:
-        answer.set_result(result)
-    else:
-        answer.set_exception(error)
 
 
 class _Room:

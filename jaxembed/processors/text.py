@@ -6,7 +6,7 @@ Knows no HTTP and no batches.
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -25,6 +25,7 @@ from jaxembed.errors import (
 )
 from jaxembed.inputs import ChunkedText, Image, Input, Pair, Text, Tokens
 from jaxembed.models import is_static
+from jaxembed.processors.job_threads import JobThreads
 from jaxembed.processors.late import Chunked, Late, encode_chunked, is_linear
 from jaxembed.processors.pairs import Frame, find_frame
 from jaxembed.processors.pieces import TokenPiece, token_pieces
@@ -34,6 +35,7 @@ from jaxembed.processors.tokenizer import (
     CHARACTER_BYTES,
     CUT_MARGIN,
     FIRST_CUT,
+    JOB_CHARACTERS,
     MOST_READ,
     Side,
     Tokenizer,
@@ -95,10 +97,10 @@ class TextProcessor:
         """Read the tokenizer at `path`.
 
         `limit` is the largest number of tokens of an encoding. `workers` is the number of threads
-        of `executor`. Raises CheckpointError if the file or the template for pairs is damaged,
-        UnsupportedModel if a reranker's tokenizer joins pairs in an unknown way, and ConfigError
-        if the limit leaves no room for text, or for queries that are filled up, or the default
-        prompt does not exist.
+        of `executor` for small texts, and of those for others. Raises CheckpointError if the file
+        or the template for pairs is damaged, UnsupportedModel if a reranker's tokenizer joins pairs
+        in an unknown way, and ConfigError if the limit leaves no room for text, or for queries that
+        are filled up, or the default prompt does not exist.
         """
         self.limit = limit
         self.vocab_size = int(spec.config["vocab_size"])
@@ -126,7 +128,7 @@ class TextProcessor:
         self.default_prompt_name = default_prompt_name(config, spec)
         # these threads share the work: others within each job would only disturb them
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self.executor: Executor = ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
+        self.executor: Executor = JobThreads(workers, "tokenize")
         self._prompt_length = lru_cache(maxsize=64)(self._count_prompt)
 
     def prompt(self, prompt: str | None, prompt_name: str | None) -> str:
@@ -237,8 +239,10 @@ class TextProcessor:
 
     @property
     def job_bytes(self) -> int:
-        """The largest memory that a thread needs while it runs `encode`, in bytes."""
-        return CHARACTER_BYTES * (MOST_READ if self._reads_whole else most_read(self.limit))
+        """The largest memory in bytes that a thread for small texts needs while it runs `encode`,
+        and one for large texts."""
+        large = MOST_READ if self._reads_whole else most_read(self.limit)
+        return CHARACTER_BYTES * (JOB_CHARACTERS + large)
 
     @property
     def _reads_whole(self) -> bool:

@@ -10,6 +10,7 @@ import tokenizers
 
 from jaxembed.errors import INTERRUPTS, CheckpointError, InvalidInput, TokenizerError
 from jaxembed.memory import KIB
+from jaxembed.processors.job_threads import go_on_among_large
 
 Side = Literal["left", "right"]
 
@@ -23,6 +24,8 @@ CUT_WORDS = 8
 SHORT_CHARACTERS = 512  # characters of a text that is tokenized with the lock held: 0.2 ms at most
 INPUTS_A_JOB = 128  # inputs in one job of a tokenizer thread: 2 ms for short sentences
 JOB_CHARACTERS = 32 * KIB  # total characters of a job: 10 to 20 ms of prose, at worst 60 ms
+# A text of which more characters are read at a time is among the large ones: at worst, 10 ms.
+SMALL_TEXT = 8 * KIB
 MOST_READ = 512 * KIB  # characters of a text that are read at most to find enough tokens
 # Bytes of memory per character while a text is tokenized with its words. Measured maxima: 648 with
 # WordPiece, 758 with byte-level BPE (emojis), 369 with Unigram. A ligature that XLM-R decomposes
@@ -52,6 +55,8 @@ class Tokenizer:
         that spells a special token becomes that token, as in transformers. Raises TokenizerError if
         the tokenizer refuses a text.
         """
+        if max(map(len, texts), default=0) > SMALL_TEXT:
+            go_on_among_large()
         encode = self.file.encode_batch_fast if fast else self.file.encode_batch
         try:
             # encode_batch() releases the interpreter lock and then waits for it
