@@ -6,10 +6,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast, get_args
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, get_args
 
 import msgspec
 
@@ -47,7 +48,7 @@ from converters.weights import Rule, Step
 from jaxembed import checkpoint
 from jaxembed.adapter_folders import adapter_folders
 from jaxembed.checkpoint import Contents
-from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.errors import INTERRUPTS, CheckpointError, JaxembedError, UnsupportedModel
 from jaxembed.models import parameter_shapes, position_limit, tower_class
 from jaxembed.spec import IMAGE_ROUTE, TEXT_ROUTE, DType, ModelSpec
 
@@ -93,6 +94,8 @@ CONVERTERS: dict[str, str] = {
 LOG_EVERY_S = 5.0  # between two log lines of a conversion
 
 ConversionProgress = Callable[[Sequence[Step]], Iterable[Step]]
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 
 STORED_DTYPES = get_args(DType)
 
@@ -177,6 +180,28 @@ def _contents(model: Outline, progress: ConversionProgress) -> Contents:
     return Contents(spec, params, model.tokenizer)
 
 
+def _naming_damage(
+    call: Callable[Concatenate[Path, Arguments], Returned],
+) -> Callable[Concatenate[Path, Arguments], Returned]:
+    """The function, with CheckpointError for what nothing foresaw in the model in its first
+    argument."""
+
+    @wraps(call)
+    def named(source: Path, *arguments: Arguments.args, **named: Arguments.kwargs) -> Returned:
+        try:
+            return call(source, *arguments, **named)
+        except (*INTERRUPTS, JaxembedError, MemoryError):
+            raise
+        except BaseException as error:  # also a panic of a library
+            raise CheckpointError(
+                f"{source} is damaged, or has a form that is not foreseen: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    return named
+
+
+@_naming_damage
 def outline_routes(
     source: Path,
     *,

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tokenizers import Tokenizer
 
 from converters.heads import (
     MODEL_CONFIG,
@@ -16,6 +15,7 @@ from converters.heads import (
 )
 from converters.weights import Rule
 from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.processors.tokenizer import parse_tokenizer
 from jaxembed.spec import PairTemplate, Pooled, ScoreFunction, scoring_heads
 
 SCORE_FUNCTIONS: dict[str, ScoreFunction | None] = {
@@ -92,7 +92,7 @@ def _refuse_padding_at_the_end(tower: Path, hf: dict[str, Any]) -> None:
     path, padding = tower / "tokenizer.json", hf.get("pad_token_id")
     if padding is None or not path.is_file():
         return
-    if Tokenizer.from_file(str(path)).encode("a").ids[-1:] == [padding]:
+    if parse_tokenizer(path.read_bytes(), path).encode("a").ids[-1:] == [padding]:
         raise UnsupportedModel(
             f"{tower}: the tokenizer ends texts with pad_token_id {padding}, so that the token "
             "before it is scored; this is not supported"

@@ -16,6 +16,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from jaxembed.errors import CheckpointError, ConversionError
@@ -399,9 +400,9 @@ def _files(folder: Path, name: str) -> list[Path]:
         return []
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        missing_shards = [shard for shard in names if not (folder / Path(shard).name).is_file()]
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OSError) as error:
         raise CheckpointError(f"{index} is damaged: no readable weight_map") from error
-    missing_shards = [shard for shard in names if not (folder / Path(shard).name).is_file()]
     if missing_shards:
         raise CheckpointError(
             f"{index} names files that are not there: {', '.join(missing_shards)}"
@@ -421,19 +422,27 @@ def safetensors_of(path: Path) -> dict[str, Tensor]:
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            return {name: _entry(path, name, 8 + length, header[name]) for name in header}
+            entries = msgspec.convert(header, dict[str, _Entry])
+            return {name: _tensor(path, name, 8 + length, entries[name]) for name in entries}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} has a damaged header: {error}") from error
 
 
-def _entry(path: Path, name: str, base: int, entry: dict[str, Any]) -> Tensor:
+class _Entry(msgspec.Struct):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _tensor(path: Path, name: str, base: int, entry: _Entry) -> Tensor:
     """Make a tensor of an entry of the header; its data start at `base` in the file.
 
     Raises ValueError if the entry does not fit the file.
     """
-    shape = tuple(int(axis) for axis in entry["shape"])
-    begin, end = (int(offset) for offset in entry["data_offsets"])
-    dtype = SAFETENSORS_DTYPES.get(entry["dtype"], str(entry["dtype"]))
+    shape, (begin, end) = entry.shape, entry.data_offsets
+    dtype = SAFETENSORS_DTYPES.get(entry.dtype, entry.dtype)
     if not 0 <= begin <= end <= path.stat().st_size - base:
         raise ValueError(f"{name} lies outside the file, which may have been cut short")
     if dtype in READ_DTYPES:

@@ -32,6 +32,10 @@ Part = TypeVar("Part")  # what a job makes of some items of a request
 Job = Callable[[Row | None, Sequence], Part]  # of what the chunks share, and a chunk
 OnSize = Callable[[int, int], object]  # with the numbers of sequences and tokens
 
+# Jobs of a request on an event loop that may wait for each thread at a time; those of others come
+# between them.
+JOBS_A_THREAD = 2
+
 
 class RequestRunner(ABC):
     """Runs the requests of one model and counts what is answered, until it is closed.
@@ -113,10 +117,14 @@ class RequestRunner(ABC):
         if _is_one_job(request.items):
             return await self.off_loop(self._whole, request, job)
         shared = await self.off_loop(request.share, self._processor)
-        parts: list[asyncio.Future] = []
+        turns = asyncio.Semaphore(self._processor.executor.workers * JOBS_A_THREAD)
+
+        async def run(first: int, chunk: Sequence) -> Part:
+            async with turns:
+                return await self.off_loop(_run_job, job, shared, chunk, first)
+
+        parts = [asyncio.ensure_future(run(*chunk)) for chunk in _chunks(request.items)]
         try:
-            for first, chunk in _chunks(request.items):
-                parts.append(self.off_loop(_run_job, job, shared, chunk, first))
             return await asyncio.gather(*parts)
         except BaseException:
             _cancel(parts)

@@ -495,6 +495,12 @@ PANICS = (
         ("tokenizer.json", PANICS, "tokenizer in .* is damaged: Precompiled"),
         ("model.safetensors", b"", "not a safetensors file"),
         ("model.safetensors", b"\x04\0\0\0\0\0\0\0[[]]", "damaged header"),
+        (
+            "model.safetensors",
+            (67).to_bytes(8, "little")
+            + b'{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0,0]}}',
+            "damaged header",
+        ),
         ("model.safetensors", (90_000).to_bytes(8, "little") + b"[" * 90_000, "damaged header"),
         ("model.safetensors.index.json", b"[" * 90_000, "no readable weight_map"),
     ],

@@ -1,4 +1,4 @@
-"""Small texts do not wait for large ones to be tokenized."""
+"""Small texts do not wait for large ones to be tokenized. For images, see test_image_threads."""
 
 import threading
 

@@ -22,6 +22,7 @@ from test_embedder import save_scorer
 
 from jaxembed import Embedder
 from jaxembed.bulk import parts
+from jaxembed.bulk import run as bulk_run
 from jaxembed.bulk.computations import ClassifyRows, EmbedRows, ScoreRows, as_arrow
 from jaxembed.bulk.run import JobProgress, Rows, run_job
 from jaxembed.config import EngineConfig
@@ -389,6 +390,15 @@ def test_bad_rows_are_left_out_and_reported(tmp_path, rows_file):
         assert words in one["reason"]
     counts = [pq.read_metadata(one).num_rows for one in sorted((tmp_path / "out").glob("part*"))]
     assert counts == [297, 297, 297, 109]  # of equal numbers of rows of the input
+
+
+def test_many_bad_rows_of_one_kind_do_not_hide_the_others(tmp_path, rows_file, monkeypatch):
+    monkeypatch.setattr(bulk_run, "MOST_OF_A_REASON", 3)
+    lines = [*['{"id": "a", "text": ""}'] * 5, "[1]", *rows_file.read_text().splitlines()]
+    rows_file.write_text("\n".join(lines) + "\n")
+    assert run(rows_file, tmp_path / "out", on_error="skip").skipped == 6
+    report = (tmp_path / "out" / "_skipped.jsonl").read_text().splitlines()
+    assert [json.loads(line)["row"] for line in report] == [0, 1, 2, 5]
 
 
 def test_columns_that_are_not_there_or_differ_are_refused_before_anything(tmp_path):

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,10 +10,11 @@ from fakes import WAIT_S
 
 from jaxembed.errors import InputTooLong
 from jaxembed.inputs import Text
+from jaxembed.processors.job_threads import JobThreads
 from jaxembed.processors.text import Rules, TextProcessor, Tokenized
 from jaxembed.processors.tokenizer import JOB_CHARACTERS
 from jaxembed.request import Request
-from jaxembed.runner import QueueRunner
+from jaxembed.runner import JOBS_A_THREAD, QueueRunner
 from jaxembed.work import Encoding, work_of
 
 LONG = Text("x" * JOB_CHARACTERS)  # a job by itself
@@ -44,7 +44,7 @@ class OneWorker:
     """A runner with one tokenizer thread, in which `tokenize` says what is done."""
 
     def __init__(self, embedder):
-        self.executor = ThreadPoolExecutor(1)
+        self.executor = JobThreads(1, "tokenize")
         processor = WorkersProcessor(self)
         self.runner = QueueRunner(processor, embedder.engine, embedder.telemetry, embedder.spec)
         self.begun: list[int] = []  # inputs of each job
@@ -124,3 +124,16 @@ def test_a_job_that_fails_takes_along_those_that_have_not_begun(monkeypatch, wor
     with pytest.raises(InputTooLong):
         answer(worker, way, worker.request([LONG] * 9))
     assert len(worker.finish()) <= 2  # the second may have begun by then
+
+
+def test_jobs_of_others_come_between_those_of_a_large_request(worker):
+    async def scenario() -> None:
+        large = asyncio.create_task(worker.runner.run_async(worker.request([LONG] * 9)))
+        assert await asyncio.to_thread(worker.entered.wait, WAIT_S)
+        other = asyncio.create_task(worker.runner.run_async(worker.request([Text("x")] * 2)))
+        await asyncio.sleep(0)  # its job is queued
+        worker.gate.set()
+        await asyncio.gather(large, other)
+
+    asyncio.run(scenario())
+    assert worker.begun.index(2) <= JOBS_A_THREAD

@@ -11,6 +11,7 @@ from test_server_openai import ask
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.config import ServerConfig
+from jaxembed.server import media
 from jaxembed.server.models import Models
 
 pytest.importorskip("PIL")
@@ -45,6 +46,12 @@ def post(clip, body, path="/v1/embeddings", status=200, **config: Any) -> Any:
 
 def openai_vectors(answer):
     return [item["embedding"] for item in answer["data"]]
+
+
+def test_too_many_pixels_in_one_request_are_refused(clip, monkeypatch):
+    monkeypatch.setattr(media, "MOST_PIXELS_A_REQUEST", 3000)
+    refused = post(clip, {"input": URIS, "modality": "image"}, status=400)
+    assert "the 2 images have 3424 pixels together, of at most 3000" in str(refused)
 
 
 @pytest.mark.parametrize(

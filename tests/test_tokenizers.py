@@ -13,16 +13,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import tiny_spec
+from conftest import tiny_spec, word_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxembed.config import TextConfig
-from jaxembed.errors import EmptyInput
+from jaxembed.errors import CheckpointError, EmptyInput
 from jaxembed.hub import DEFAULT_MODEL_PACKAGE
 from jaxembed.inputs import Pair, Text
 from jaxembed.processors.text import Rules, TextProcessor, Tokenized
-from jaxembed.processors.tokenizer import cut_tokens
+from jaxembed.processors.tokenizer import cut_tokens, parse_tokenizer
 from jaxembed.spec import PairTemplate
 
 FOLDER = Path(__file__).parents[2] / "shared" / "tokenizers"
@@ -225,3 +225,11 @@ def test_qwen3_reranker_gets_the_ids_of_its_model_card(open_processor, query, do
     )
     if encoding.length < LIMIT:
         assert encoding.ids.tolist() == tokenizer.encode(whole, add_special_tokens=False).ids
+
+
+def test_a_normalizer_that_makes_texts_longer_and_longer_is_refused():
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    stored = json.loads(word_tokenizer().to_str())
+    stored["normalizer"] = {"type": "Sequence", "normalizers": [step] * 33}
+    with pytest.raises(CheckpointError, match="x is damaged: its normalizer makes a character 858"):
+        parse_tokenizer(json.dumps(stored).encode(), "x")

@@ -18,6 +18,7 @@ PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
 FOOTER = b"jaxembed"  # the key in the metadata of a file
 ROW_GROUP_BYTES = 32 * 2**20  # about, before compression
 MOST_SKIPPED_NAMED = 1000  # of a part
+MOST_OF_A_REASON = 100  # of those: a bad file must not hide the others
 
 
 class Skipped(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ from these by a rounding, where a text was in another batch.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -23,6 +24,7 @@ from jaxembed.bulk.computations import Computation, RowInputs
 from jaxembed.bulk.destination import Destination, destination
 from jaxembed.bulk.image_rows import ImageRows
 from jaxembed.bulk.parts import (
+    MOST_OF_A_REASON,
     MOST_SKIPPED_NAMED,
     PART,
     Footer,
@@ -284,8 +286,8 @@ class _Run:
             chunk.part,
             part.rows,
             chunk.end,
-            len(part.skipped),
-            part.skipped[:MOST_SKIPPED_NAMED],
+            part.skipped,
+            part.named,
         )
         self._footers[chunk.part] = footer
         return footer
@@ -457,7 +459,9 @@ class _OpenPart:
         self._stack = ExitStack()
         path = self._stack.enter_context(folder.writing(PART.format(part)))
         self._writer = PartWriter(path, schema, results)
-        self.skipped: list[Skipped] = []
+        self.skipped = 0
+        self.named: list[Skipped] = []
+        self._reasons: Counter[str] = Counter()
 
     @property
     def rows(self) -> int:
@@ -466,7 +470,12 @@ class _OpenPart:
     def add(self, batch: Any, skipped: Sequence[Skipped]) -> None:
         """Append rows, and note those that were left out."""
         self._writer.write(batch)
-        self.skipped += skipped
+        self.skipped += len(skipped)
+        for one in skipped:
+            few = self._reasons[one.reason] < MOST_OF_A_REASON
+            if few and len(self.named) < MOST_SKIPPED_NAMED:
+                self._reasons[one.reason] += 1
+                self.named.append(one)
 
     def finish(self, footer: Footer) -> None:
         """Complete the file and give it its name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -191,6 +192,7 @@ def _silence() -> None:
     from PIL import Image
 
     warnings.filterwarnings("ignore", module=r"PIL\.")
+    logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)
     with suppress(OSError, AttributeError):  # a Pillow without libtiff
         library = ctypes.CDLL(Image.core.__file__)
         library.TIFFSetErrorHandler(None)

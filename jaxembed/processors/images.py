@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import contextmanager
 
 import numpy as np
@@ -41,7 +40,7 @@ class ImageProcessor:
         self.limit = spec.max_input_tokens
         self._workers = workers
         self._room = _Room(MOST_BYTES)
-        self.executor: Executor = JobThreads(workers, "decode")
+        self.executor = JobThreads(workers, "decode")
 
     def encode(self, inputs: Sequence[Input], rules: Rules) -> Tokenized:
         """Decode and resize images in the calling thread. Raises InvalidImage for the first at

@@ -39,6 +39,7 @@ class JobThreads(Executor):
     where its inputs are looked at, and goes on among the large ones if it has one of these."""
 
     def __init__(self, workers: int, name: str):
+        self.workers = workers
         is_for_small = partial(setattr, _thread, "is_for_small", True)
         self._small = ThreadPoolExecutor(workers, name, is_for_small)
         self._large = ThreadPoolExecutor(workers, f"{name}-large")

@@ -6,7 +6,6 @@ Knows no HTTP and no batches.
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -128,7 +127,7 @@ class TextProcessor:
         self.default_prompt_name = default_prompt_name(config, spec)
         # these threads share the work: others within each job would only disturb them
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self.executor: Executor = JobThreads(workers, "tokenize")
+        self.executor = JobThreads(workers, "tokenize")
         self._prompt_length = lru_cache(maxsize=64)(self._count_prompt)
 
     def prompt(self, prompt: str | None, prompt_name: str | None) -> str:
@@ -625,16 +624,17 @@ def _filled(ids: np.ndarray, expansion: Expansion) -> tuple[np.ndarray, int]:
 
 
 def characters(item: Input | ChunkedText | str) -> int:
-    """The number of characters of a text or an input; a token id counts as four."""
+    """The number of characters of a text or an input; a token id counts as four, an image as a
+    whole job: of a small file, too, it may take a second."""
     return len(item) if isinstance(item, str) else _size(item)
 
 
 def _size(item: Input | ChunkedText) -> int:
-    """The number of characters of an input; a token id counts as four."""
+    """The number of characters of an input; a token id counts as four, an image as a whole job."""
     if isinstance(item, Text | ChunkedText):
         return len(item.text)
-    if isinstance(item, Image):  # bytes of a file or of colours: about what it costs to prepare
-        return len(item.data) if isinstance(item.data, bytes) else item.data.nbytes
+    if isinstance(item, Image):
+        return JOB_CHARACTERS
     return len(item.first) + len(item.second) if isinstance(item, Pair) else 4 * len(item.ids)
 
 

@@ -1,10 +1,12 @@
 """Tokenizes texts in batches, without holding the interpreter lock. Knows no prompts or pairs."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 import tokenizers
 
@@ -26,6 +28,7 @@ INPUTS_A_JOB = 128  # inputs in one job of a tokenizer thread: 2 ms for short se
 JOB_CHARACTERS = 32 * KIB  # total characters of a job: 10 to 20 ms of prose, at worst 60 ms
 # A text of which more characters are read at a time is among the large ones: at worst, 10 ms.
 SMALL_TEXT = 8 * KIB
+MOST_GROWTH = 1000  # characters that a normalizer may make of one: three are known
 MOST_READ = 512 * KIB  # characters of a text that are read at most to find enough tokens
 # Bytes of memory per character while a text is tokenized with its words. Measured maxima: 648 with
 # WordPiece, 758 with byte-level BPE (emojis), 369 with Unigram. A ligature that XLM-R decomposes
@@ -125,13 +128,34 @@ class Tokenizer:
 
 def parse_tokenizer(stored: bytes, name: object) -> tokenizers.Tokenizer:
     """The tokenizer of the content of a tokenizer.json. Raises CheckpointError if the content is
-    damaged; the message names it as `name`."""
+    damaged, or makes texts longer and longer; the message names it as `name`."""
     try:
+        growth = _growth(msgspec.json.decode(stored, type=_Stored).normalizer)
+        if growth > MOST_GROWTH:
+            raise ValueError(f"its normalizer makes a character {growth} at least")
         return tokenizers.Tokenizer.from_str(stored.decode())
     except INTERRUPTS:
         raise
     except BaseException as error:  # a bare Exception, or a panic
         raise CheckpointError(f"{name} is damaged: {error}") from error
+
+
+class _Stored(msgspec.Struct):
+    """What is looked at in a tokenizer.json."""
+
+    normalizer: Any = None
+
+
+def _growth(normalizer: Any) -> int:
+    """How many characters the replacements of a normalizer can make of one, as each replaces what
+    the one before has made."""
+    if not isinstance(normalizer, dict):
+        return 1
+    steps = normalizer.get("normalizers")
+    if isinstance(steps, list):
+        return math.prod(map(_growth, steps))
+    content = normalizer.get("content")
+    return max(len(content), 1) if isinstance(content, str) else 1
 
 
 def _read(path: Path) -> tokenizers.Tokenizer:

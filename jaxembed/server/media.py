@@ -8,13 +8,16 @@ import msgspec
 
 from jaxembed.engine.admission import Held
 from jaxembed.errors import InvalidInput, MediaUrlError
-from jaxembed.images.decode import ImageFacts, image_facts
+from jaxembed.images.decode import MOST_PIXELS, ImageFacts, image_facts
 from jaxembed.images.media import excerpt, is_data_uri, read_base64, read_data_uri
 from jaxembed.inputs import Image, Input, Text
 from jaxembed.server.service import current_service
 
 MOST_IMAGE_BYTES = 20_000_000  # of one image
 AT_A_TIME = 4  # images of one request
+# Pixels of all images of a request: 25 seconds of the slowest files. So many images of a file each
+# need no look at their headers.
+MOST_PIXELS_A_REQUEST = 20 * MOST_PIXELS
 DECODED_AT_ONCE = 16 * 1024  # characters of base64 that are decoded on the event loop: some 20 us
 MEDIA_FLAG = "--allow-media-urls"
 
@@ -105,7 +108,7 @@ def only_part(parts: Sequence[ContentItem], place: str) -> str | ImageSource:
 
 async def read_images(items: Sequence[Input | ImageSource], held: Held) -> list[Input]:
     """The inputs with the bytes of their images, which count for the request. Raises InvalidInput
-    for an image that cannot be had, RequestTooLarge and Overloaded."""
+    for an image that cannot be had and for too many pixels, RequestTooLarge and Overloaded."""
     own = [item for item in items if not isinstance(item, ImageSource)]
     if len(own) == len(items):
         return own
@@ -126,7 +129,31 @@ async def read_images(items: Sequence[Input | ImageSource], held: Held) -> list[
             tasks = [group.create_task(read(k, item)) for k, item in enumerate(items)]
     except BaseExceptionGroup as errors:  # the first cancels the others
         raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+    inputs = [task.result() for task in tasks]
+    images = (one.data for one in inputs if isinstance(one, Image))
+    await _check_pixels([data for data in images if isinstance(data, bytes)])
+    return inputs
+
+
+async def _check_pixels(images: Sequence[bytes]) -> None:
+    """Raises InvalidInput for images with too many pixels together."""
+    if len(images) * MOST_PIXELS <= MOST_PIXELS_A_REQUEST:
+        return
+    total = await asyncio.to_thread(lambda: sum(map(_pixels, images)))
+    if total > MOST_PIXELS_A_REQUEST:
+        raise InvalidInput(
+            f"the {len(images)} images have {total} pixels together, of at most "
+            f"{MOST_PIXELS_A_REQUEST} in a request; send them in several"
+        )
+
+
+def _pixels(image: bytes) -> int:
+    """The pixels of an image; none of a damaged one, which is refused in its turn."""
+    try:
+        facts = image_facts(image)
+    except InvalidInput:
+        return 0
+    return facts.height * facts.width
 
 
 async def _read(item: ImageSource, held: Held) -> Image:
