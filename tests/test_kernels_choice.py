@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TOWERS, WIDER_TOWERS, WORDS, save_tiny, tiny_spec
+from representatives import each
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.engine import kernels, native_trial
@@ -126,7 +127,7 @@ def test_the_fastest_of_several_is_taken(times):
     assert "off by" in choice.refused["wrong"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", each(["float32", "bfloat16", "float16"], "bfloat16"))
 def test_a_kernel_with_wrong_numbers_is_never_taken(dtype):
     choice = chosen(kernel(wrong), dtype=dtype)
     assert not choice.taken
@@ -281,8 +282,8 @@ def test_rows_are_not_long_for_a_tower_with_attention_of_its_own(tmp_path):
 
 
 @pytest.mark.usefixtures("native_kernels")
-@pytest.mark.parametrize("bucket", [[2, 64], [1, 256]])  # the model takes 64 tokens
-@pytest.mark.parametrize("cached", [2**19, 64 * 32])  # elements of a row, for attention in one call
+@pytest.mark.parametrize("bucket", each([[2, 64], [1, 256]], [1, 256]))  # the model takes 64 tokens
+@pytest.mark.parametrize("cached", each([2**19, 64 * 32], 2**19))
 def test_an_embedder_with_the_native_kernels_gives_what_one_without_gives(
     tmp_path, monkeypatch, bucket, cached
 ):
