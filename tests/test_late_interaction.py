@@ -1,14 +1,13 @@
 """Models that compare texts token by token: how queries and documents are tokenized, and that what
 queries are filled up with changes nothing else."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import LIMIT, TOWERS, WORDS, save_tiny, tiny_spec, word_tokenizer
+from conftest import TOWERS, WORDS, save_tiny, tiny_spec, word_tokenizer
 from fakes import ticket_of
 from representatives import each
 
@@ -30,7 +29,6 @@ from jaxembed.spec import (
     DenseLayer,
     Expansion,
     LateInteraction,
-    ModelSpec,
     NormalizeLayer,
     PerToken,
 )
@@ -348,14 +346,6 @@ def test_the_role_is_that_of_the_options_or_the_prompts_name(options, role, embe
     tasks = embedder_of().tasks
     request = tasks.compute([Text("cat")], ["multi_vector"], EncodeOptions(**options))
     assert request.rules.role == role
-
-
-def test_the_manifest_holds_the_interaction(embedder_of):
-    embedder = embedder_of(attended=True)
-    spec: ModelSpec = embedder.spec
-    assert spec.interaction == interaction(attended=True)
-    assert Path(embedder.path).is_dir()
-    assert spec.max_input_tokens < LIMIT
 
 
 @pytest.mark.parametrize("width", [8, 5])

@@ -834,11 +834,6 @@ const char jaxembed_source[] = JAXEMBED_SOURCE;
 """
 
 
-def test_no_compiler(fresh, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert_unavailable(fresh, "there is no C compiler: install gcc or clang")
-
-
 FAILING_COMPILERS = {
     "prints an error": (
         "echo note >&2; echo 'native.c:3:1: error: no such thing' >&2; echo end >&2; exit 3",
@@ -857,6 +852,13 @@ def test_nothing_is_kept_of_a_compiler_that_fails(fresh, compiler, script, reaso
     assert not list(fresh.iterdir())
 
 
+def test_no_compiler_and_no_sources(fresh, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "")
+    assert_unavailable(fresh, "there is no C compiler: install gcc or clang")
+    monkeypatch.setattr(native.compiler, "SOURCES", tmp_path)
+    assert_unavailable(fresh, "cannot read .*native.c: No such file")
+
+
 def test_a_compiler_that_cannot_be_run(fresh, compiler, tmp_path):
     compiler("")
     (tmp_path / "compiler").write_text("#!/no/such/shell\n")
@@ -869,6 +871,7 @@ def test_a_compiler_that_does_not_end(fresh, compiler, monkeypatch):
     assert_unavailable(fresh, "compiler took more than 0 s")
 
 
+REFUSED_AMX = GOOD.replace("prepare(void) { return 0", "prepare(void) { return 1")
 FAULTY = {
     "crashes": ("int jaxembed_check(void) { __builtin_trap(); }", "does not run .* status -"),
     "computes wrongly": ("int jaxembed_check(void) { return 4; }", "wrong numbers"),
@@ -883,6 +886,11 @@ def test_a_library_that_fails_its_check_is_not_kept(fresh, instead, source, reas
     instead(source)
     assert_unavailable(fresh, reason)
     assert not list(fresh.iterdir())
+
+
+def test_a_library_that_may_not_use_amx_in_this_process_alone(fresh, instead):
+    instead(REFUSED_AMX)
+    assert_unavailable(fresh, "does not let this process use AMX")
 
 
 def test_a_library_whose_check_does_not_end(fresh, instead, monkeypatch):
@@ -907,18 +915,13 @@ def test_a_relative_cache_is_of_the_working_directory_nothing_of_which_is_run(
     assert [path.name for path in elsewhere.iterdir() if path.suffix != ".py"] == ["cache"]
 
 
-def test_amx_refused_to_this_process_only(fresh, instead):
-    instead(GOOD.replace("prepare(void) { return 0", "prepare(void) { return 1"))
-    assert_unavailable(fresh, "does not let this process use AMX")
-
-
 @pytest.mark.usefixtures("with_amx", "no_calls")
 @pytest.mark.parametrize(
     "amx",
     [
         "int jaxembed_check(void) { return 2; }",
         "int jaxembed_check(void) { __builtin_trap(); }",
-        GOOD.replace("prepare(void) { return 0", "prepare(void) { return 1"),
+        REFUSED_AMX,
     ],
     ids=["refused", "crashes", "refused to this process only"],
 )
@@ -978,11 +981,6 @@ def test_a_cpu_without_all_that_the_compiler_may_use(fresh):
         assert_unavailable(fresh, "no AVX512_BF16")
     native.library.CPU.unlink()
     assert_unavailable(fresh, "no AVX512_BF16, or the system does not say so")
-
-
-def test_a_source_that_is_not_there(fresh, monkeypatch, tmp_path):
-    monkeypatch.setattr(native.compiler, "SOURCES", tmp_path)
-    assert_unavailable(fresh, "cannot read .*native.c: No such file")
 
 
 @pytest.mark.usefixtures("no_calls")
