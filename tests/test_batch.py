@@ -141,6 +141,12 @@ def test_short_sequences_fill_the_gaps_of_longer_ones():
     assert batch.fill == 1.0
 
 
+def test_most_limits_the_sequences_of_a_batch():
+    for most in (1, 3, 1000):
+        batch = place(Bucket(16, 16), entries_of([4] * 64), most=most)
+        assert len(batch.entries) == min(most, 64), most
+
+
 def packed_slowly(batch: Batch) -> np.ndarray:
     """The planes, token by token."""
     bucket = batch.bucket
