@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import LIMIT, TOWERS, WIDER_TOWERS, tiny_spec
 from fakes import ticket_of
+from representatives import each
 
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket
@@ -96,7 +97,7 @@ def vectors(replica: Replica, texts=TEXTS, numbers=NUMBERS) -> np.ndarray:
     return np.array([by_entry[id(ticket.entries[0])] for ticket in tickets])
 
 
-@pytest.fixture(name="adapted", scope="module", params=ADAPTED)
+@pytest.fixture(name="adapted", scope="module", params=each(ADAPTED, "bert", "qwen3"))
 def _adapted(request) -> tuple[ModelSpec, dict[str, np.ndarray], Replica]:
     """A tower with two adapters, its parameters, and both on a device."""
     spec = adapted_spec(TOWERS[request.param])
@@ -105,28 +106,21 @@ def _adapted(request) -> tuple[ModelSpec, dict[str, np.ndarray], Replica]:
 
 
 def test_a_text_has_the_vector_of_the_merged_model_of_its_adapter(adapted):
+    """Exactly that of the plain model without an adapter."""
     spec, parameters, replica = adapted
     got = vectors(replica)
     plain = tiny_spec(architecture=spec.architecture, config=spec.config)
     for number in (0, 1, 2):
         alone = replica_of(plain, merged(parameters, spec, number))
+        wanted = vectors(alone, TEXTS, [0] * len(TEXTS))
         of_it = [k for k, one in enumerate(NUMBERS) if one == number]
-        wanted = vectors(alone, [TEXTS[k] for k in of_it], [0] * len(of_it))
         # float32, sums of at most 64 terms in another order; hidden states are of size 1
-        np.testing.assert_allclose(got[of_it], wanted, rtol=1e-5, atol=1e-5)
+        close = {"rtol": 1e-5, "atol": 1e-5}
+        if number == 0:  # XLA computes norms of Qwen3 in another order beside the sums
+            close = {"rtol": 0, "atol": 1e-6 if spec.architecture == "qwen3" else 0}
+        np.testing.assert_allclose(got[of_it], wanted[of_it], **close)
     assert np.abs(got[0] - got[1]).max() > 0.01
     assert np.abs(got[1] - got[2]).max() > 0.01
-
-
-def test_a_text_without_an_adapter_has_exactly_the_vector_of_the_plain_model(adapted):
-    spec, parameters, replica = adapted
-    got = vectors(replica)
-    plain = tiny_spec(architecture=spec.architecture, config=spec.config)
-    wanted = vectors(replica_of(plain, merged(parameters, spec, 0)), TEXTS, [0] * len(TEXTS))
-    if spec.architecture == "qwen3":  # XLA computes its norms in another order beside the sums
-        np.testing.assert_allclose(got[[0, 4]], wanted[[0, 4]], rtol=0, atol=1e-6)
-    else:
-        np.testing.assert_array_equal(got[[0, 4]], wanted[[0, 4]])
 
 
 def test_a_text_has_the_same_vector_whatever_adapters_share_its_batch(adapted):
@@ -137,7 +131,7 @@ def test_a_text_has_the_same_vector_whatever_adapters_share_its_batch(adapted):
         np.testing.assert_allclose(got, together[k], rtol=1e-5, atol=1e-5)  # another row
 
 
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("name", each(ADAPTED, "bert"))
 def test_native_kernels_give_the_adapters_too(name, native_kernels):
     spec = adapted_spec(WIDER_TOWERS[name])
     parameters = random_parameters(spec)
@@ -148,7 +142,7 @@ def test_native_kernels_give_the_adapters_too(name, native_kernels):
         assert cosine >= 0.999
 
 
-@pytest.mark.parametrize("name", ["bert", "nomic_bert", "qwen3"])
+@pytest.mark.parametrize("name", each(["bert", "nomic_bert", "qwen3"], "nomic_bert"))
 def test_native_kernels_compute_a_text_as_if_it_were_alone(name, native_kernels):
     """To the bit: without an adapter as the plain model does, and whatever its batch takes."""
     spec = adapted_spec(WIDER_TOWERS[name])

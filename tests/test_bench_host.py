@@ -22,6 +22,7 @@ def flags_fixture(grid_file, tmp_path):
     return [*flags, "--cache-dir", str(tmp_path), "--max-queue-tokens", "1000000"]
 
 
+@pytest.mark.slow
 def test_bench_host_says_what_a_request_and_a_text_cost(tiny_checkpoint, flags, capsys):
     arguments = [str(tiny_checkpoint), "--data", "none", "--texts", "256", "--seconds", "0.3"]
     bench_host.main([*arguments, "--", *flags])
@@ -52,6 +53,7 @@ def test_what_was_measured_while_a_bucket_was_timed_is_measured_again():
         bench_host.undisturbed(never, dict, tries=3)
 
 
+@pytest.mark.slow
 def test_soak_says_what_is_resident_as_requests_go_by(tiny_checkpoint, flags, capsys):
     arguments = [str(tiny_checkpoint), "--data", "none", "--texts", "64", "--requests", "50"]
     soak.main([*arguments, "--", "--null-model", *flags])

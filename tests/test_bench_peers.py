@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import orjson
 import pytest
 
 from benchmarks import (
@@ -82,14 +81,6 @@ def test_a_connection_reads_answers_one_after_the_other(answer):
     assert asyncio.run(_served(whole, ask)) == [b"abcde"] * 3
 
 
-def test_a_request_is_what_openai_clients_send():
-    request = Target("http://host:8080/v1/embeddings", "m").request(["a", "ü"], "float")
-    head, body = request.split(b"\r\n\r\n", 1)
-    assert head.startswith(b"POST /v1/embeddings HTTP/1.1\r\nHost: host:8080\r\n")
-    assert f"Content-Length: {len(body)}".encode() in head
-    assert orjson.loads(body) == {"model": "m", "input": ["a", "ü"], "encoding_format": "float"}
-
-
 def test_a_refused_request_ends_the_run_and_says_why():
     async def refuse(body):
         return b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nbusy"
@@ -103,13 +94,15 @@ def test_a_refused_request_ends_the_run_and_says_why():
 
 
 def test_a_closed_loop_keeps_as_many_requests_waiting_as_it_has_connections():
-    waiting, most = 0, 0
+    waiting, most, all_wait = 0, 0, asyncio.Event()
 
     async def slow(body):
         nonlocal waiting, most
         waiting += 1
         most = max(most, waiting)
-        await asyncio.sleep(0.01)
+        if waiting == 3:
+            all_wait.set()
+        await asyncio.wait_for(all_wait.wait(), 60)
         waiting -= 1
         return await _short(body)
 
@@ -119,7 +112,6 @@ def test_a_closed_loop_keeps_as_many_requests_waiting_as_it_has_connections():
 
     (sample,) = asyncio.run(_served(slow, ask))
     assert most == 3
-    assert min(sample.latencies_s) >= 0.01
     assert sample.elapsed_s >= 0.1
 
 
@@ -261,17 +253,6 @@ def test_a_library_is_run_with_the_batch_size_that_was_fastest(tmp_path, monkeyp
     row = bench_libraries.row_of(worker, times, {"x": vectors}, 100)
     assert row["times"] == 2
     assert row["tokens_per_s"] == 100 * worker.batch
-
-
-def test_a_library_that_ends_is_named(tmp_path, monkeypatch):
-    (tmp_path / "worker.py").write_text("import sys; sys.exit(3)")
-    monkeypatch.setattr(bench_libraries, "WORKER", tmp_path / "worker.py")
-    one = bench_libraries.Contestant("torch", Path(sys.executable), "onnxruntime", tmp_path, "int8")
-    with (
-        pytest.raises(RuntimeError, match="torch has ended"),
-        bench_libraries.working(one, ["a"]),
-    ):
-        pass
 
 
 # -- each program, tiny

@@ -1,7 +1,6 @@
 """The benchmarks run, at a tiny size, and their arithmetic is right."""
 
 import json
-import mmap
 import sys
 from functools import partial
 from itertools import pairwise
@@ -32,9 +31,7 @@ from benchmarks import (
     workloads,
 )
 from jaxembed.config import EngineConfig
-from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.calibrate import _flops_per_token
-from jaxembed.models import attention
 
 TINY = ["--architecture-size", "tiny", "--limit", "32", "--max-batch-tokens", "64"]
 
@@ -66,24 +63,6 @@ def test_the_same_seed_gives_the_same_workload(name):
     assert first.lengths.max() <= 64
     assert first.source == "synthetic lengths"
     assert all(e.ids.min() >= workloads.FIRST_ID and e.ids.max() < 100 for e in first.encodings)
-
-
-def test_bimodal_is_mostly_short_with_some_long():
-    lengths = workloads.synthetic_lengths("bimodal", 5000, 256)
-    assert np.mean(lengths <= 16) == pytest.approx(0.8, abs=0.02)  # 4 standard deviations
-    assert set(lengths[lengths > 16] >= 200) == {True}
-
-
-def test_an_unknown_mix_names_those_there_are():
-    with pytest.raises(ValueError, match="queries, sts, abstracts"):
-        workloads.synthetic_lengths("novels", 1, 64)
-
-
-def test_texts_come_from_the_data_where_there_is_some(tmp_path):
-    (tmp_path / "msmarco").mkdir()
-    (tmp_path / "msmarco" / "5k-eval.queries.tsv").write_text("1\twhat is a\n2\twhere is b\n")
-    assert sorted(workloads.texts("queries", 2, data=tmp_path)) == ["what is a", "where is b"]
-    assert len(workloads.texts("queries", 3, data=tmp_path / "absent")) == 3
 
 
 def test_real_texts_are_tokenized_and_cut(tmp_path, tiny_checkpoint):
@@ -119,11 +98,6 @@ def test_useful_flops_are_products_and_attention():
     assert 2 * matrices == _flops_per_token(model.program)
 
 
-@pytest.mark.parametrize("size", list(subject.SIZES))
-def test_every_size_is_a_model(size):
-    assert subject.program(subject.spec_of(size)).shapes
-
-
 def test_the_ceiling_computes_every_product_whole():
     model = subject.random_subject("tiny")
     product = bench_model.products(model, "float32", 16, jax.local_devices()[0])
@@ -144,23 +118,10 @@ def test_the_grids_hold_the_longest_sequence_within_the_budget():
         assert max(bucket.tokens for bucket in buckets) <= 2048, name
 
 
-def test_busy_time_counts_what_overlaps_once():
-    recorder = bench_engine.Recorder(runner=None)
-    recorder.runs = [(Bucket(1, 1), 0.0, 2.0), (Bucket(1, 1), 1.0, 3.0), (Bucket(1, 1), 5.0, 6.0)]
-    assert recorder.busy_s() == 4.0
-
-
 def test_overlaps_are_programs_that_began_while_the_other_model_ran():
     runs = [(0.0, 2.0, "a"), (2.0, 3.0, "b"), (2.5, 4.0, "a"), (2.6, 2.7, "a"), (5.0, 6.0, "b")]
     assert bench_pair.Watch(runs[:2]).overlaps() == 0
     assert bench_pair.Watch(runs).overlaps() == 2
-
-
-def test_attention_constants_are_put_back():
-    before = attention.WHOLE_SCORES, attention.QUERY_BLOCK
-    with bench_attention.query_block(16, 64):
-        assert (attention.WHOLE_SCORES, attention.QUERY_BLOCK) == (0, 16)
-    assert before == (attention.WHOLE_SCORES, attention.QUERY_BLOCK)
 
 
 def test_segments_and_offsets_of_a_probe_agree():
@@ -201,6 +162,7 @@ def test_bench_model_runs(capsys):
     assert jax.config.jax_compilation_cache_dir == before
 
 
+@pytest.mark.slow
 def test_bench_model_compares_a_model_with_adapters_with_the_plain_one(capsys):
     bench_model.main([*TINY, "--repeat", "1", "--buckets", "4x32", "--adapters", "2x4"])
     found = last_line(capsys)
@@ -216,6 +178,7 @@ def test_an_adapter_changes_each_weight_of_a_joined_product_by_columns_of_its_ow
     assert np.argwhere(up[15:18]).min(axis=0).tolist() == [0, 64]
 
 
+@pytest.mark.slow
 def test_bench_families_compares_with_bert(capsys):
     arguments = ["--families", "mpnet-base", "--buckets", "1x16", "--layers", "1", "--repeat", "1"]
     bench_families.main([*arguments, "--kernels", "xla"])
@@ -243,6 +206,7 @@ def test_bench_engine_runs(capsys):
     ]
 
 
+@pytest.mark.slow
 def test_bench_attention_runs(capsys):
     bench_attention.main([*TINY, "--repeat", "1", "--lengths", "32", "--blocks", "16"])
     assert [row["queries"] for row in last_line(capsys)["results"]] == ["all", 16]
@@ -317,15 +281,6 @@ def test_bench_memory_measures_each_stage_in_a_process_of_its_own(tmp_path, caps
     assert facts["limit_bytes"] == pytest.approx(limit, rel=1e-5)  # printed with six digits
 
 
-def test_bench_memory_sees_what_is_touched():
-    before = bench_memory.resident()["VmRSS"]
-    # malloc may have touched pages left
-    held = np.frombuffer(mmap.mmap(-1, 64 * 1024**2), np.uint8)
-    held[:] = 1
-    grown = bench_memory.resident()["VmRSS"] - before
-    assert held.nbytes * 0.9 < grown < held.nbytes * 1.5
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("only", ["about", "attention:attend", "attention:cudnn", "model:float32"])
 def test_probe_device_runs(only, capsys):
@@ -355,14 +310,6 @@ def test_eval_sts_fails_outside_its_tolerance(tmp_path, tiny_checkpoint, one_buc
     arguments += ["--cache-dir", str(tmp_path)]
     assert eval_sts.main([*arguments, "--tolerance", "200"]) == 0
     assert eval_sts.main([*arguments, "--expected", "300"]) == 1
-
-
-def test_bench_outputs_compares_heads_on_one_tower(capsys):
-    bench_outputs.main(
-        ["--architecture-size", "tiny", "--buckets", "1x16", "--repeat", "1", "--dtype", "float32"]
-    )
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in ("dense", "SPLADE", "BGE-M3", "over_flops"))
 
 
 @pytest.mark.slow
@@ -406,6 +353,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_bench_outputs_asks_peers_for_the_same_in_every_round(tmp_path, monkeypatch, capsys):
     (tmp_path / "outputs.py").write_text(PEER)
     monkeypatch.setattr(bench_outputs, "WORKER", tmp_path / "outputs.py")
@@ -449,6 +397,7 @@ IMAGES = ["--tower", "tiny", "--images", "6", "--rounds", "1", "--repeat", "1"]
 IMAGES += ["--buckets", "1x10,2x6"]
 
 
+@pytest.mark.slow
 def test_bench_images_gives_each_peer_the_batch_that_is_fastest_for_it(
     tmp_path, monkeypatch, capsys
 ):

@@ -16,60 +16,52 @@ from jaxembed.errors import ConfigError
 
 LIMITS = [1, 7, 31, 32, 33, 64, 100, 128, 256, 384, 512, 514, 1000, 2048, 4096, 8191, 8192, 32768]
 BUDGETS = [64, 100, 512, 1000, 4096, 8192, 16384, 65536]
-SIZES = list(itertools.product(LIMITS, BUDGETS))
 
 
-@pytest.mark.parametrize("shards", [1, 3, 8])
-@pytest.mark.parametrize(("limit", "budget"), SIZES)
-def test_a_default_grid_is_small_and_holds_every_length(limit, budget, shards):
-    grid = default_grid(limit, budget, shards)
-    assert 1 <= len(grid.buckets) <= MOST_DEFAULT_BUCKETS
-    assert len(set(grid.buckets)) == len(grid.buckets)
-    assert grid.max_length == min(limit, 8192)  # so every length up to it has a bucket
-    for bucket in grid.buckets:
-        assert bucket.rows % shards == 0
-        assert bucket.tokens <= budget * shards or bucket.rows == shards
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_default_grid_is_small_and_holds_every_length_and_a_full_batch_of_each(limit):
+    for budget, shards in itertools.product(BUDGETS, (1, 3, 8)):
+        grid, case = default_grid(limit, budget, shards), f"{budget} tokens, {shards} shards"
+        assert 1 <= len(set(grid.buckets)) == len(grid.buckets) <= MOST_DEFAULT_BUCKETS, case
+        assert grid.max_length == min(limit, 8192), case  # so every length up to it has a bucket
+        for bucket in grid.buckets:
+            assert bucket.rows % shards == 0, case
+            assert bucket.tokens <= budget * shards or bucket.rows == shards, case
+        for length in {bucket.length for bucket in grid.buckets}:
+            rows = [bucket.rows for bucket in grid.buckets if bucket.length == length]
+            if shards == 1:
+                assert min(rows) == 1, case
+                assert max(rows) * 2 * length > budget, case  # the next power of two does not fit
 
 
-@pytest.mark.parametrize(("limit", "budget"), SIZES)
-def test_a_default_grid_has_one_row_and_a_full_batch_of_every_length(limit, budget):
-    grid = default_grid(limit, budget)
-    for length in {bucket.length for bucket in grid.buckets}:
-        rows = [bucket.rows for bucket in grid.buckets if bucket.length == length]
-        assert min(rows) == 1
-        assert max(rows) * 2 * length > budget  # the next power of two would not fit
+@pytest.mark.parametrize("limit", LIMITS)
+def test_the_covering_buckets_come_first_and_hold_every_length_and_the_largest_batch(limit):
+    for budget in BUDGETS:
+        grid = default_grid(limit, budget)
+        covering, by_use = grid.covering, grid.by_use
+        assert set(covering) <= set(grid.buckets), budget
+        lengths = [bucket.length for bucket in covering]
+        assert set(lengths) == {bucket.length for bucket in grid.buckets}, budget
+        assert lengths[:-1] == sorted(lengths[:-1]), budget  # the largest bucket may be last
+        most = max(bucket.tokens for bucket in covering)
+        assert most == max(bucket.tokens for bucket in grid.buckets), budget
+        assert sorted(by_use) == sorted(grid.buckets), budget
+        assert by_use[: len(covering)] == covering, budget
+        rest = [bucket.tokens for bucket in by_use[len(covering) :]]
+        assert rest == sorted(rest, reverse=True), budget
 
 
-@pytest.mark.parametrize(("limit", "budget"), SIZES)
-def test_the_covering_buckets_hold_every_length_and_the_largest_batch(limit, budget):
-    grid = default_grid(limit, budget)
-    covering = grid.covering
-    assert set(covering) <= set(grid.buckets)
-    assert {b.length for b in covering} == {b.length for b in grid.buckets}
-    assert max(b.tokens for b in covering) == max(b.tokens for b in grid.buckets)
-    lengths = [b.length for b in covering]
-    assert lengths[:-1] == sorted(lengths[:-1])  # shortest first; the largest bucket may be last
-
-
-@pytest.mark.parametrize(("limit", "budget"), SIZES)
-def test_by_use_names_every_bucket_once_and_the_covering_ones_first(limit, budget):
-    grid = default_grid(limit, budget)
-    assert sorted(grid.by_use) == sorted(grid.buckets)
-    covering = len(grid.covering)
-    assert grid.by_use[:covering] == grid.covering
-    rest = [bucket.tokens for bucket in grid.by_use[covering:]]
-    assert rest == sorted(rest, reverse=True)
-
-
-@pytest.mark.parametrize(("limit", "budget"), SIZES)
-def test_a_joined_grid_has_one_row_of_the_whole_budget_besides(limit, budget):
-    joined = default_grid(limit, budget, shards=2, join=True)
-    longer = [bucket for bucket in joined.buckets if bucket.length > limit]
-    whole = min(budget, 8192) // 16 * 16
-    assert longer == ([Bucket(2, whole)] if whole >= 1.5 * limit else [])
-    assert len(joined.buckets) <= MOST_DEFAULT_BUCKETS
-    rest = {bucket.length for bucket in joined.buckets} - {whole}
-    assert rest == {bucket.length for bucket in default_grid(limit, budget).buckets} - {whole}
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_joined_grid_has_one_row_of_the_whole_budget_besides(limit):
+    for budget in BUDGETS:
+        joined = default_grid(limit, budget, shards=2, join=True)
+        longer = [bucket for bucket in joined.buckets if bucket.length > limit]
+        whole = min(budget, 8192) // 16 * 16
+        assert longer == ([Bucket(2, whole)] if whole >= 1.5 * limit else []), budget
+        assert len(joined.buckets) <= MOST_DEFAULT_BUCKETS, budget
+        rest = {bucket.length for bucket in joined.buckets} - {whole}
+        usual = {bucket.length for bucket in default_grid(limit, budget).buckets}
+        assert rest == usual - {whole}, budget
 
 
 def test_a_joined_row_takes_the_place_of_the_largest_batch_in_the_covering_ones():

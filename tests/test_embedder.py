@@ -39,7 +39,7 @@ from jaxembed.runner import RequestRunner
 from jaxembed.spec import DenseLayer, PairTemplate, Pooled
 
 TEXTS = ["the cat sat on the mat", "a dog", "how is the sky", "where is the red train " * 6]
-WAIT_S = 30.0  # for what must happen
+WAIT_S = 60.0  # for what must happen
 
 
 async def embed(embedder: Embedder, inputs: Sequence[Input], options=None) -> Embeddings:
@@ -117,13 +117,6 @@ def queue_of(embedder) -> tuple[int, int]:
 
 
 # -- the library -----------------------------------------------------------------------------------
-
-
-def test_one_text_gives_one_vector(embedder):
-    vector = embedder.encode("the cat")
-    assert vector.shape == (32,)
-    assert vector.dtype == np.float32
-    np.testing.assert_allclose(np.linalg.norm(vector), 1, rtol=1e-6)
 
 
 def test_many_texts_keep_their_order(embedder):
@@ -227,29 +220,14 @@ def test_a_long_text_is_cut_or_refused(embedder):
     np.testing.assert_allclose(ends, embedder.encode("cat " * 62), atol=1e-5)
 
 
-def test_the_prompt_may_be_left_out_of_pooling(open_embedder, tmp_path):
-    pooled = open_embedder(save_tiny(tmp_path / "in"), max_input_tokens=16)
-    left_out = open_embedder(save_tiny(tmp_path / "out", include_prompt=False), max_input_tokens=16)
-    np.testing.assert_allclose(pooled.encode("cat"), left_out.encode("cat"), atol=1e-5)
-    difference = pooled.encode_query("cat") - left_out.encode_query("cat")
+def test_the_prompt_may_be_left_out_of_pooling(embedder, open_embedder, tmp_path):
+    left_out = open_embedder(save_tiny(tmp_path / "out", include_prompt=False))
+    np.testing.assert_allclose(embedder.encode("cat"), left_out.encode("cat"), atol=1e-5)
+    difference = embedder.encode_query("cat") - left_out.encode_query("cat")
     assert np.abs(difference).max() > 1e-3
 
 
-def test_another_pooling_can_be_asked_for(tiny_checkpoint, grid_file, tmp_path, embedder):
-    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
-    cls = Embedder(str(tiny_checkpoint), pooling="cls", cache_dir=tmp_path, config=config)
-    assert cls.spec.head.pooling == ("cls",)
-    assert np.abs(cls.encode("a cat") - embedder.encode("a cat")).max() > 1e-3
-    cls.close()
-    both = save_tiny(tmp_path / "both", pooling=("cls", "mean"))
-    with pytest.raises(ConfigError, match="--pooling mean: this checkpoint concatenates"):
-        Embedder(str(both), pooling="mean", cache_dir=tmp_path, config=config)
-    scorer = save_scorer(tmp_path / "scorer")
-    with pytest.raises(ConfigError, match="--pooling mean is for embedding models; this is a rera"):
-        Embedder(str(scorer), pooling="mean", cache_dir=tmp_path, config=config)
-
-
-def test_another_pooling_leaves_the_other_heads(tmp_path, grid_file):
+def test_another_pooling_can_be_asked_for_and_leaves_the_other_heads(tmp_path, grid_file):
     head = Pooled(("mean",))
     path = save_tiny(tmp_path / "tiny", heads={"dense": head, "logits": head})
     config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
@@ -257,6 +235,16 @@ def test_another_pooling_leaves_the_other_heads(tmp_path, grid_file):
         assert embedder.spec.heads == {"dense": Pooled(("cls",)), "logits": head}
         both = embedder.compute(["a cat"], ["dense", "logits"])
         assert np.abs(both["dense"] - both["logits"]).max() > 1e-3
+
+
+def test_another_pooling_is_refused_where_it_has_no_place(tmp_path):
+    config = EngineConfig(null_model=True)
+    both = save_tiny(tmp_path / "both", pooling=("cls", "mean"))
+    with pytest.raises(ConfigError, match="--pooling mean: this checkpoint concatenates"):
+        Embedder(str(both), pooling="mean", cache_dir=tmp_path, config=config)
+    scorer = save_scorer(tmp_path / "scorer")
+    with pytest.raises(ConfigError, match="--pooling mean is for embedding models; this is a rera"):
+        Embedder(str(scorer), pooling="mean", cache_dir=tmp_path, config=config)
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path):
@@ -289,18 +277,6 @@ def test_answer_gives_token_vectors_where_asked(embedder):
 def test_answering_nothing_is_refused(embedder):
     with pytest.raises(EmptyInput):
         asyncio.run(embed(embedder, []))
-
-
-def test_many_async_calls_at_once_get_their_own_answers(embedder):
-    async def all_at_once():
-        calls = [embed(embedder, [Text(TEXTS[k % 4])] * (k % 5 + 1)) for k in range(200)]
-        return await asyncio.gather(*calls)
-
-    wanted = embedder.encode(TEXTS)
-    for k, answer in enumerate(asyncio.run(all_at_once())):
-        np.testing.assert_allclose(
-            answer.dense, wanted[k % 4][None].repeat(k % 5 + 1, 0), atol=1e-5
-        )
 
 
 def test_threads_and_event_loops_share_one_embedder(embedder):
@@ -539,10 +515,6 @@ def test_reranking_gives_the_best_documents_first(reranker):
     assert [one.index for one in raw] == [one.index for one in ranked][:2]
 
 
-def test_equal_documents_keep_their_order(reranker):
-    assert [one.index for one in reranker.rerank(QUERY, ["a dog"] * 6)] == list(range(6))
-
-
 def test_reranking_nothing_gives_nothing_and_top_n_is_at_least_one(reranker):
     assert reranker.rerank(QUERY, []) == []
     assert asyncio.run(reranker.rerank_async(QUERY, [])) == []
@@ -747,25 +719,6 @@ def test_an_instruction_is_refused_where_the_template_has_no_place_for_it(open_s
     assert asked.describe()["instruction"] is None
 
 
-def test_cancelling_a_rerank_takes_its_queued_work_along(reranker, held):
-    async def scenario():
-        first = asyncio.create_task(reranker.rerank_async(QUERY, ["cat"]))
-        await held.wait_entered()
-        task = asyncio.create_task(rerank(reranker, QUERY, ["dog"] * 300))
-        while queue_of(reranker)[0] != 300:
-            await asyncio.sleep(0.001)
-        assert reranker.admission.inputs == 300
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert queue_of(reranker) == (0, 0)
-        assert reranker.admission.inputs == 0
-        held.gate.set()
-        return await first
-
-    assert len(asyncio.run(scenario())) == 1
-
-
 def test_scored_inputs_are_counted_as_predicted(reranker):
     before = series(reranker)
     reranker.rerank(QUERY, DOCUMENTS)
@@ -785,27 +738,21 @@ def test_scored_inputs_are_counted_as_predicted(reranker):
         assert after[name] - before[name] == added, name
 
 
-def test_describe_tells_what_a_scorer_does(reranker, classifier):
-    described = classifier.describe()
-    assert described["task"] == "classify"
-    assert described["labels"] == ["bad", "fair", "good"]
-    assert described["score_function"] == "softmax"
-    assert described["template"] is False
-    assert described["instruction"] is None
-    assert "dimensions" not in described
-    assert reranker.describe()["score_function"] == "sigmoid"
-
-
 # -- settings and state ----------------------------------------------------------------------------
 
 
-def test_describe_tells_what_serves(embedder):
+def test_describe_tells_what_serves(embedder, reranker, classifier):
     described = embedder.describe()
     assert described["buckets"] == ["1x16", "2x64", "4x32"]
     assert sorted(described["compiled_buckets"]) == described["buckets"]
     assert described["task"] == "embed"
     assert described["dimensions"] == 32
     assert described["prompts"] == ["passage", "query"]
+    assert reranker.describe()["score_function"] == "sigmoid"
+    scorer = classifier.describe()
+    told = {"task": "classify", "labels": ["bad", "fair", "good"], "score_function": "softmax"}
+    assert scorer | told | {"template": False, "instruction": None} == scorer
+    assert "dimensions" not in scorer
     assert embedder.ready
     assert embedder.healthy
     assert embedder.waiting == 0
@@ -819,21 +766,6 @@ def test_text_settings_are_the_defaults_of_a_request(open_embedder, embedder):
     with pytest.raises(InputTooLong):
         strict.encode("cat " * 100)
     assert strict.encode("cat " * 100, truncate=True).shape == (32,)
-
-
-def test_a_limit_the_model_has_no_positions_for_is_refused(open_embedder):
-    with pytest.raises(ConfigError, match="--max-input-length 65 is more than the 64 positions"):
-        open_embedder(max_input_tokens=65)
-
-
-def test_a_limit_over_the_token_budget_is_clamped_unless_it_was_asked_for(open_embedder, caplog):
-    clamped = open_embedder(buckets=None, max_batch_tokens=32)
-    assert clamped.max_input_tokens == 32
-    assert "longer inputs are cut" in caplog.text
-    answer = asyncio.run(embed(clamped, [Text("cat " * 100)]))
-    assert answer.num_tokens.tolist() == [32]
-    with pytest.raises(ConfigError, match="--max-input-length 64 does not fit"):
-        open_embedder(buckets=None, max_batch_tokens=32, max_input_tokens=64)
 
 
 def test_what_is_asked_while_buckets_compile_waits(
@@ -873,43 +805,23 @@ def test_what_is_asked_while_buckets_compile_waits(
     embedder.close()
 
 
-def test_the_null_model_answers_ones_without_a_device(tiny_checkpoint, tmp_path):
-    config = EngineConfig(null_model=True)
-    embedder = Embedder(str(tiny_checkpoint), cache_dir=tmp_path, config=config)
-    vectors = embedder.encode(TEXTS, normalize=False)
-    np.testing.assert_array_equal(vectors, np.ones((4, 32)))
-    assert embedder.device == "null"
-    embedder.close()
-
-
-IMPORT_CHECK = """
-import sys
-import {module}
-if "jax" in sys.modules:
-    from jax._src import xla_bridge
-    assert not xla_bridge.backends_are_initialized(), "a device was started"
-heavy = {{"torch", "transformers"}} & set(sys.modules)
-assert not heavy, heavy
-import logging
-assert not logging.getLogger().handlers and not logging.getLogger("jaxembed").handlers
-"""
-
-
-@pytest.mark.parametrize("module", ["jaxembed", "jaxembed.embedder"])
-def test_importing_starts_no_device_and_loads_neither_torch_nor_transformers(module):
-    code = IMPORT_CHECK.format(module=module)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_null_model_starts_no_device(tiny_checkpoint, tmp_path):
+def test_the_library_loads_neither_torch_nor_transformers_and_the_null_model_starts_no_device(
+    tiny_checkpoint, tmp_path
+):
     code = f"""
-from jax._src import xla_bridge
+import logging, sys
 from pathlib import Path
+from jax._src import xla_bridge
+import jaxembed.embedder
+assert not xla_bridge.backends_are_initialized(), "a device was started"
 from jaxembed import Embedder, EngineConfig
+assert not {{"torch", "transformers"}} & set(sys.modules)
+assert not logging.getLogger().handlers and not logging.getLogger("jaxembed").handlers
 config = EngineConfig(null_model=True)
 embedder = Embedder({str(tiny_checkpoint)!r}, cache_dir=Path({str(tmp_path)!r}), config=config)
-assert embedder.encode(["cat", "dog"]).shape == (2, 32)
+vectors = embedder.encode(["cat", "dog"], normalize=False)
+assert vectors.shape == (2, 32) and (vectors == 1).all()
+assert embedder.device == "null"
 embedder.close()
 assert not xla_bridge.backends_are_initialized(), "a device was started"
 """

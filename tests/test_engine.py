@@ -177,20 +177,6 @@ def test_cancelling_an_answered_request_changes_nothing(start, runner):
     assert count_of(engine.telemetry.cancelled_requests) == 0
 
 
-def test_what_is_alike_runs_once_and_everybody_gets_the_answer(start, runner):
-    engine = start(runner)
-    first = blocked(engine, runner)
-    one = engine.ask([encoding(20), encoding(21), encoding(20)])
-    two, gone = engine.ask([encoding(21)]), engine.ask([encoding(20), encoding(22)])
-    assert engine.waiting == (6, 6)
-    engine.cancel(gone)
-    assert engine.waiting == (4, 4)
-    runner.gate.set()
-    assert [sums(ticket) for ticket in (first, one, two)] == [[10.0], [20.0, 21.0, 20.0], [21.0]]
-    assert sorted(runner.seen) == [10, 20, 21]
-    assert engine.waiting == (0, 0)
-
-
 def test_all_who_asked_for_what_fails_are_told_and_each_by_its_own_place(start, runner):
     engine = start(runner)
     first = blocked(engine, runner)
@@ -221,21 +207,6 @@ def test_token_vectors_are_given_to_those_who_asked_for_them_and_to_each_its_own
     assert not any(np.shares_memory(a, b) for a, b in pairwise(arrays))
     assert plain.result(WAIT_S).keys() == {"dense"}
     engine.close(WAIT_S)
-
-
-def test_a_query_behind_ten_thousand_texts_is_in_the_next_batch(start, runner):
-    engine = start(runner, full_warmup=True)
-    first = blocked(engine, runner)
-    bulk = engine.ask([encoding(20 + k) for k in range(10_000)])
-    query = engine.ask([encoding(19)], priority="interactive")
-    text = engine.telemetry.exposition().decode()
-    assert 'jaxembed_lane_size{lane="interactive"} 1.0' in text
-    assert 'jaxembed_lane_size{lane="bulk"} 10000.0' in text
-    runner.gate.set()
-    assert sums(query) == [19.0]
-    assert 19 in runner.seen[:5]  # the first one, then a row of four
-    engine.cancel(bulk)
-    assert sums(first) == [10.0]
 
 
 def test_a_long_sequence_waits_for_its_bucket_while_short_ones_run(start, runner):
@@ -270,13 +241,6 @@ def test_one_ticket_of_short_and_long_sequences_is_answered_whole(start, runner)
     entered(runner)  # the short ones run first
     runner.slow_to_compile[LONG].set()
     assert sums(ticket) == [5.0, 60.0, 6.0]
-
-
-def test_a_sequence_that_no_bucket_will_hold_is_refused_at_once(start, runner):
-    engine = start(runner)
-    with pytest.raises(InputTooLong, match="65 tokens, the limit is 64"):
-        engine.ask([encoding(1), encoding(*[1] * 65)])
-    assert engine.waiting == (0, 0)
 
 
 def test_a_needed_bucket_that_does_not_compile_fails_those_who_wait_and_who_come(start, runner):
@@ -367,16 +331,6 @@ def test_an_engine_that_never_started_can_be_closed(runner):
     EngineUnderTest([runner], GRID).close(WAIT_S)
 
 
-def test_the_null_runner_answers_ones():
-    engine = EngineUnderTest([NullReplica("dense", NULL)], GRID, widths=NULL)
-    engine.start()
-    outputs = frozenset({"dense", "tokens"})
-    result = engine.ask([encoding(5, 6), encoding(7)], outputs).result(WAIT_S)
-    np.testing.assert_array_equal(result["dense"], np.ones((2, 3)))
-    assert [hidden.shape for hidden in result["tokens"]] == [(2, 5), (1, 5)]
-    engine.close(WAIT_S)
-
-
 def test_two_engines_on_one_device_never_overlap_and_both_progress(start):
     turn, lock = DeviceTurn(), threading.Lock()
     inside, most = 0, 0
@@ -415,22 +369,6 @@ def noting(order: list[int]) -> SumRunner:
     runner = SumRunner()
     runner.on_run = lambda bucket, planes: order.append(int(planes[0].max()))
     return runner
-
-
-def test_a_flood_on_one_model_holds_the_other_up_for_one_batch(start):
-    turn = DeviceTurn()
-    order: list[int] = []
-    flooded, calm = noting(order), noting(order)
-    busy, other = (compiled(start(runner, turns=[turn])) for runner in (flooded, calm))
-    flooded.gate.clear()
-    tickets = [busy.ask([encoding(*[12] * n) for n in range(17, 60)])]
-    entered(flooded)
-    tickets.append(other.ask([encoding(11)]))
-    until(lambda: turn.waiting == 2)  # a thread of each engine
-    flooded.gate.set()
-    for ticket in tickets:
-        ticket.result(WAIT_S)
-    assert order[:3] == [12, 11, 12]
 
 
 def test_a_query_waits_for_one_batch_also_where_its_model_has_bulk_and_another_one_too(start):
@@ -713,10 +651,12 @@ def test_a_waiter_that_cannot_be_woken_holds_up_no_other_of_its_batch(start, run
     assert [sums(ticket) for ticket in (first, one, two)] == [[10.0], [5.0], [6.0]]
 
 
-def test_a_sequence_of_no_tokens_is_refused_where_it_comes_in(start, runner):
+def test_a_sequence_of_no_tokens_or_too_many_is_refused_where_it_comes_in(start, runner):
     engine = start(runner)
     with pytest.raises(EmptyInput):
         engine.ask([encoding(5), encoding()])
+    with pytest.raises(InputTooLong, match="65 tokens, the limit is 64"):
+        engine.ask([encoding(1), encoding(*[1] * 65)])
     assert engine.waiting == (0, 0)
 
 
@@ -741,6 +681,9 @@ def test_a_snapshot_has_what_ran_and_what_waits(start, runner):
     lanes = engine.snapshot().lanes
     assert (lanes["bulk"].inputs, lanes["bulk"].tokens, lanes["interactive"].inputs) == (2, 3, 0)
     assert lanes["bulk"].oldest_s > 0
+    text = engine.telemetry.exposition().decode()
+    assert 'jaxembed_lane_size{lane="interactive"} 0.0' in text
+    assert 'jaxembed_lane_size{lane="bulk"} 2.0' in text
     runner.gate.set()
     sums(waiting)
     until(lambda: sum(use.runs for use in engine.snapshot().ran.values()) == 2)

@@ -18,6 +18,7 @@ import pytest
 import test_attention
 from conftest import TOWERS, tiny_spec
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from representatives import each
 from test_attention import SIGHTS, draw, last_hidden, ragged, reference
 from test_invariance import HUGE, assert_same, placed, poisoned_parameters, run
 
@@ -84,9 +85,9 @@ def poisoned(operands, of_token) -> list[jax.Array]:
 # -- numbers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS)
+@pytest.mark.parametrize("sight", each(SIGHTS, "causal window"))
 def test_packed_segments_attend_to_themselves_beside_nan(kernel, sight):
-    operands = draw(SEGMENTS, per_group=2)
+    operands, sight = draw(SEGMENTS, per_group=2), SIGHTS[sight]
     mixed = mixed_by(kernel, poisoned(operands, SEGMENTS), SEGMENTS, sight)
     real = SEGMENTS != 0
     wanted = reference(*operands, SEGMENTS, sight)
@@ -96,7 +97,7 @@ def test_packed_segments_attend_to_themselves_beside_nan(kernel, sight):
 
 
 @pytest.mark.parametrize("module", [splash, triton], ids=lambda module: module.KERNEL.name)
-@pytest.mark.parametrize("sight", [EVERYTHING, Sight(reach=40)], ids=str)
+@pytest.mark.parametrize("sight", each([EVERYTHING, Sight(reach=40)], Sight(reach=40)), ids=str)
 def test_no_query_sees_a_key_that_is_hidden(module, sight):
     operands, key_segments = draw(SEGMENTS), last_hidden(SEGMENTS)
     attend = interpreted(module).attend
@@ -114,6 +115,7 @@ def test_flash_refuses_calls_that_hide_keys(flash):
     assert flash.refuses(replace(call, hides_keys=True), 128) == "it hides no keys"
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("width", [32, 64, 96, 128])
 def test_heads_of_any_width_are_filled_up(kernel, width, monkeypatch):
     monkeypatch.setattr(test_attention, "WIDTH", width)
@@ -125,6 +127,7 @@ def test_heads_of_any_width_are_filled_up(kernel, width, monkeypatch):
     np.testing.assert_allclose(mixed[real], wanted[real], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     ("length", "sight"),
     [(512, Sight(reach=64)), (512, Sight(causal=True)), (514, EVERYTHING)],
@@ -142,6 +145,7 @@ def test_longer_rows_of_several_blocks(kernel, length, sight):
     np.testing.assert_allclose(mixed[real], wanted[real], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.numerics
 def test_huge_neighbours_in_the_row_change_nothing(kernel):
     operands = draw(SEGMENTS)
     first = (SEGMENTS == 1)[..., None, None]
@@ -155,6 +159,7 @@ def test_huge_neighbours_in_the_row_change_nothing(kernel):
     )
 
 
+@pytest.mark.numerics
 def test_bfloat16_stays_near_the_same_operands_in_float64(kernel):
     rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16)).astype(np.float32) for x in draw(SEGMENTS)]
     narrow = [jnp.asarray(x, jnp.bfloat16) for x in rounded]
@@ -166,6 +171,7 @@ def test_bfloat16_stays_near_the_same_operands_in_float64(kernel):
     np.testing.assert_allclose(mixed[real], wanted[real], atol=0.03)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("tower", ["modernbert", "qwen3"])  # BERT is as ModernBERT's global layers
 def test_a_text_has_one_vector_wherever_it_lies_and_the_one_of_xla(kernel, tower):
     spec = tiny_spec(**TOWERS[tower])
@@ -237,7 +243,7 @@ def lowered(kernel: Kernel, platform: str, length: int, sight: Sight, dtype="bfl
     return call.trace(*heads, of_token).lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize("limit", [100, 128, 300, 512, 514, 2048, 8192])
+@pytest.mark.parametrize("limit", [100, 128, 514, 8192])
 def test_splash_takes_every_row_of_a_default_grid_for_tpu(limit):
     grid = default_grid(limit, 16_384, tile=TPU_TILE)
     assert grid.max_length >= limit
@@ -273,14 +279,14 @@ def test_no_kernel_takes_a_bias_or_a_soft_cap(kernel):
 
 
 @pytest.mark.parametrize("sight", [EVERYTHING, Sight(causal=True), Sight(reach=64)], ids=str)
-@pytest.mark.parametrize("length", [128, 640, 8192])
+@pytest.mark.parametrize("length", each([128, 640, 8192], 640))
 def test_splash_lowers_to_mosaic(length, sight):
     assert "tpu_custom_call" in lowered(splash.KERNEL, "tpu", length, sight)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")  # jax 0.11
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("length", [128, 514])
+@pytest.mark.parametrize("length", each([128, 514], 514))
 def test_our_kernel_lowers_to_triton(length, dtype):
     figures = {"device_kind": "NVIDIA H100 80GB HBM3", "num_cores": 132, "platform": "gpu"}
     taken = signature(AbstractDevice).parameters  # jax 0.10.0 has no platform

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TOWERS, WIDER_TOWERS, WORDS, save_tiny, tiny_spec
+from representatives import each
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.engine import kernels, native_trial
@@ -45,6 +46,11 @@ def right(query, key, value, segments, sight, slots):
 def wrong(query, key, value, segments, sight, slots):
     """Forgets where segments end."""
     return by_xla(query, key, value, (segments != 0).astype(jnp.int32), sight)
+
+
+def broken(*operands, **slots):
+    """NaN in a real token."""
+    return right(*operands, **slots).at[0, 0, 0, 0].set(jnp.nan)
 
 
 def failing(query, key, value, segments, sight, slots):
@@ -115,31 +121,26 @@ def test_a_kernel_that_is_slower_is_not_taken_unless_it_is_asked_for(times):
 
 
 def test_the_fastest_of_several_is_taken(times):
-    times |= {right: 1.5, wrong: 0.1}
+    times |= {right: 1.5, wrong: 0.1, broken: 0.1}
 
     def another(*operands, **slots):
         return right(*operands, **slots)
 
     times[another] = 1.0
-    choice = chosen(kernel(right, "slow") | kernel(another, "fast") | kernel(wrong, "wrong"))
+    known = kernel(right, "slow") | kernel(another, "fast")
+    choice = chosen(known | kernel(wrong, "wrong") | kernel(broken, "broken"))
     assert choice.describe()["used"] == {"16": "xla", "128": "fast"}
     assert "off by" in choice.refused["wrong"]
+    assert "off by inf" in choice.refused["broken"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", each(["float32", "bfloat16", "float16"], "bfloat16"))
 def test_a_kernel_with_wrong_numbers_is_never_taken(dtype):
     choice = chosen(kernel(wrong), dtype=dtype)
     assert not choice.taken
     assert "4/4 heads of 8" in choice.refused["mine"]
     with pytest.raises(ConfigError, match=r"--kernels mine can be used nowhere: .* off by"):
         chosen(kernel(wrong), "mine", dtype=dtype)
-
-
-def test_nan_in_a_real_token_is_wrong():
-    def broken(*operands, **slots):
-        return right(*operands, **slots).at[0, 0, 0, 0].set(jnp.nan)
-
-    assert "off by inf" in chosen(kernel(broken)).refused["mine"]
 
 
 def test_a_kernel_that_fails_or_is_not_installed_is_named_with_its_reason():
@@ -264,10 +265,13 @@ def test_without_native_kernels_xla_does_it_and_says_why(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("never_slower")
 def test_rows_may_be_long_where_all_attention_is_native(tmp_path):
     device = jax.local_devices()[0]
+    verdicts = dict.fromkeys(("linear", "attention"), native_trial.Verdict(times_xla=0.5))
     for tower in ("bert", "modernbert", "qwen3"):
         for sizes, joins in ((WIDER_TOWERS, True), (TOWERS, False)):  # heads of 32, and narrower
             model = program(tiny_spec(**sizes[tower]))
-            native_choice = choose_native(model, device, "bfloat16", "auto", tmp_path)
+            native_choice = choose_native(
+                model, device, "bfloat16", "auto", tmp_path, lambda: verdicts
+            )
             assert native_choice.native == by_native
             assert native_choice.joins == joins, tower
 
@@ -280,9 +284,10 @@ def test_rows_are_not_long_for_a_tower_with_attention_of_its_own(tmp_path):
     assert not choice.joins
 
 
+@pytest.mark.numerics
 @pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize("bucket", [[2, 64], [1, 256]])  # the model takes 64 tokens
-@pytest.mark.parametrize("cached", [2**19, 64 * 32])  # elements of a row, for attention in one call
+@pytest.mark.parametrize("cached", [2**19, 64 * 32])
 def test_an_embedder_with_the_native_kernels_gives_what_one_without_gives(
     tmp_path, monkeypatch, bucket, cached
 ):

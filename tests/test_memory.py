@@ -8,7 +8,7 @@ import pytest
 from jaxembed import memory
 
 PIECE = 96 * memory.MIB  # more than glibc's heaps of single threads hold
-WAVES = 20
+WAVES = 5
 
 # A process of its own: what is arranged holds for a process as a whole, and for good.
 PROGRAM = f"""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from representatives import each
 
 from jaxembed.models import native
 
@@ -185,7 +186,7 @@ CALLS |= {
 }
 
 
-@pytest.fixture(name="made", params=CALLS)
+@pytest.fixture(name="made", params=each(CALLS, "linear", "attention"))
 def _made(request) -> Made:
     return CALLS[request.param]
 

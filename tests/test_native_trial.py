@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TOWERS, WIDER_TOWERS, WORDS, save_tiny, tiny_spec
+from representatives import each
 from test_adapters import adapted_spec
 
 from jaxembed import Embedder, EngineConfig
@@ -67,6 +68,11 @@ def chosen(name: str, tmp_path, wanted="auto", **options):
     )
 
 
+def model_with(name: str) -> str:
+    """The first model that has a call of this name."""
+    return next(model for model in CALLS if name in CALLS[model])
+
+
 def plant(monkeypatch, name: str, operand: str) -> None:
     """Let calls of this name take an operand for zeros, and all segments for one."""
     usual = native.NativeCall.run
@@ -80,7 +86,7 @@ def plant(monkeypatch, name: str, operand: str) -> None:
     monkeypatch.setattr(native.NativeCall, "run", run)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", each(CALLS, "bert", "qwen3"))
 def test_all_calls_of_a_model_are_right(name, tmp_path):
     verdicts = try_native(tower(name), jax.local_devices()[0], "bfloat16")
     assert set(verdicts) == CALLS[name]
@@ -88,10 +94,10 @@ def test_all_calls_of_a_model_are_right(name, tmp_path):
         assert verdict.failed == ""
         assert 0 <= verdict.off < native_trial.MOST_OFF / 2
         assert verdict.times_xla > 0
-    assert chosen(name, tmp_path).native == ByNative()
+    assert chosen(name, tmp_path, verdicts=lambda: verdicts).native == ByNative()
 
 
-@pytest.mark.parametrize("name", ["bert", "nomic_bert", "qwen3"])
+@pytest.mark.parametrize("name", each(["bert", "nomic_bert", "qwen3"], "nomic_bert"))
 def test_calls_with_adapters_are_right_too(name):
     model = program(adapted_spec(WIDER_TOWERS[name]))
     adapted = {call.name for call in noted_calls(model, "bfloat16") if call.mode & native.ADAPTED}
@@ -114,13 +120,10 @@ def test_calls_are_tried_in_few_tokens_and_in_many():
     assert {int(np.prod(call.shape[:2])) for call in noted} == {few, many}
 
 
-@pytest.mark.parametrize(
-    ("name", "model"),
-    [(name, next(model for model in CALLS if name in CALLS[model])) for name in PLANTED],
-)
-def test_a_planted_error_is_found_and_only_its_call_is_not_used(name, model, monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", each(PLANTED, "linear", "attention"))
+def test_a_planted_error_is_found_and_only_its_call_is_not_used(name, monkeypatch, tmp_path):
     plant(monkeypatch, name, PLANTED[name])
-    choice = chosen(model, tmp_path)
+    choice = chosen(model_with(name), tmp_path)
     assert set(choice.refused) == {f"native {name}"}
     assert "off by" in choice.refused[f"native {name}"]
     assert choice.native == ByNative(frozenset({name}))
@@ -128,11 +131,11 @@ def test_a_planted_error_is_found_and_only_its_call_is_not_used(name, model, mon
     assert choice.name_of(64) == f"native_without_{name}"
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_model_without_one_of_the_calls_gives_the_same_vectors(name, monkeypatch, tmp_path):
     """With the error planted: a call that is not used is in no program."""
-    model = next(model for model in CALLS if name in CALLS[model])
-    checkpoint = save_tiny(tmp_path / "tiny", **WIDER_TOWERS[model])
+    checkpoint = save_tiny(tmp_path / "tiny", **WIDER_TOWERS[model_with(name)])
     grid = tmp_path / "buckets.json"
     grid.write_text(json.dumps({"buckets": [[1, 32], [2, 64]]}))
     texts = ["the cat sat on the mat", *(" ".join(WORDS[n:]) for n in range(9))]

@@ -29,6 +29,7 @@ SMALL, LARGE = Bucket(1, 16), Bucket(8, 16)
 def _quick(monkeypatch):
     """Two timings of a bucket, of two runs each, and looks all the time."""
     monkeypatch.setattr(costs_module, "TIMINGS", 2)
+    monkeypatch.setattr(timing_module, "TIMING_S", 60.0)
     monkeypatch.setattr(timing_module, "MOST_RUNS", 2)
     monkeypatch.setattr(timing_module, "SHORTEST_LULL_S", 0.0)
     monkeypatch.setattr(timing_module, "LOOK_S", 0.0005)
@@ -135,12 +136,14 @@ def test_what_comes_waits_for_one_run_at_most():
 
 def test_nothing_is_timed_while_something_runs_or_has_just_run(monkeypatch):
     monkeypatch.setattr(timing_module, "SHORTEST_LULL_S", math.inf)
-    runner = SumRunner()
-    with Bench(runner) as bench:
+    runner, looks = SumRunner(), threading.Semaphore(0)
+    with Bench(runner, is_bulk_alone=looks.release) as bench:  # asked at each look, and never so
         with bench.turn.hold(lambda: 0.0, Share()) as claim:
             bench.turn.charge(claim, 1.0)
             assert bench.turn.idle_s == 0.0
-        time.sleep(0.05)  # some dozen looks
+            assert looks.acquire(timeout=WAIT_S)
+        for _ in range(12):
+            assert looks.acquire(timeout=WAIT_S)
         assert runner.timed == []
         monkeypatch.setattr(timing_module, "SHORTEST_LULL_S", 0.0)
         assert bench.timer.timed.wait(WAIT_S)
@@ -196,14 +199,6 @@ def test_a_device_error_while_a_bucket_is_timed_does_not_end_the_model(start):
     assert sums(engine.ask([encoding(5, 6)])) == [11.0]
 
 
-def test_an_engine_that_closes_times_nothing_more(start):
-    runner = SumRunner()
-    engine = start(runner, costs=BucketCosts(1e-6))
-    engine.wait_timed(WAIT_S)
-    engine.close(WAIT_S)
-    assert engine.snapshot().threads == 0
-
-
 def test_costs_are_kept_when_all_are_timed_and_when_the_engine_closes(start):
     kept = []
     engine = start(
@@ -253,7 +248,7 @@ def batch_of(*ids: list[int], bucket: Bucket = BUCKET):
 
 
 def test_two_runs_at_once_are_timed_as_two(monkeypatch):
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=60)
 
     class Meeting(NullReplica):
         def run(self, bucket, planes, outputs):

@@ -29,7 +29,7 @@ class Compiler:
     def __call__(self, bucket: Bucket) -> None:
         self.reached[bucket].set()
         if bucket in self.gates:
-            assert self.gates[bucket].wait(30)
+            assert self.gates[bucket].wait(60)
         self.order.append(bucket)
         if bucket in self.broken:
             raise RuntimeError(f"no {bucket}")
@@ -74,7 +74,7 @@ def test_one_thread_compiles_in_the_order_of_the_plan_and_tells_each_step():
     warmup = warmup_of(compiler, on_progress=on_progress)
     assert not warmup.ready
     warmup.start()
-    assert reached.wait(30)
+    assert reached.wait(60)
     assert compiler.order == COVERING + REST
     assert warmup.compiled == compiler.order
     assert steps == [(k, 6) for k in range(1, 7)]
@@ -84,12 +84,12 @@ def test_minimal_is_ready_when_the_covering_buckets_are_compiled():
     compiler = Compiler(gates=[COVERING[-1], REST[0]])
     warmup = warmup_of(compiler)
     warmup.start()
-    assert compiler.reached[COVERING[-1]].wait(30)
+    assert compiler.reached[COVERING[-1]].wait(60)
     assert not warmup.ready
     with pytest.raises(TimeoutError):
         warmup.wait(0.0)
     compiler.gates[COVERING[-1]].set()
-    warmup.wait(30.0)
+    warmup.wait(60.0)
     assert warmup.ready
     assert warmup.compiled == COVERING
     compiler.gates[REST[0]].set()
@@ -99,10 +99,10 @@ def test_full_is_ready_when_every_bucket_is_compiled():
     compiler = Compiler(gates=[REST[-1]])
     warmup = warmup_of(compiler, full=True)
     warmup.start()
-    assert compiler.reached[REST[-1]].wait(30)
+    assert compiler.reached[REST[-1]].wait(60)
     assert not warmup.ready
     compiler.gates[REST[-1]].set()
-    warmup.wait(30.0)
+    warmup.wait(60.0)
     assert sorted(warmup.compiled) == sorted(GRID.buckets)
 
 
@@ -112,10 +112,10 @@ def test_a_waiting_sequence_gets_its_bucket_next():
     _, reached, on_progress = progress_to(6)
     warmup = warmup_of(compiler, needed=lambda: needs[0], on_progress=on_progress)
     warmup.start()
-    assert compiler.reached[COVERING[0]].wait(30)
+    assert compiler.reached[COVERING[0]].wait(60)
     needs[0] = 64
     compiler.gates[COVERING[0]].set()
-    assert reached.wait(30)
+    assert reached.wait(60)
     assert compiler.order[:4] == [Bucket(1, 16), Bucket(1, 64), Bucket(2, 64), Bucket(8, 64)]
 
 
@@ -123,7 +123,7 @@ def test_several_workers_compile_every_bucket_once():
     compiler = Compiler()
     warmup = warmup_of(compiler, full=True, workers=4)
     warmup.start()
-    warmup.wait(30.0)
+    warmup.wait(60.0)
     assert sorted(compiler.order) == sorted(GRID.buckets)
 
 
@@ -132,41 +132,36 @@ def test_workers_compile_side_by_side():
     compiler = Compiler(gates=COVERING[:2])
     warmup = warmup_of(compiler, workers=2)
     warmup.start()
-    assert compiler.reached[COVERING[0]].wait(30)
-    assert compiler.reached[COVERING[1]].wait(30)
+    assert compiler.reached[COVERING[0]].wait(60)
+    assert compiler.reached[COVERING[1]].wait(60)
     for gate in compiler.gates.values():
         gate.set()
-    warmup.wait(30.0)
+    warmup.wait(60.0)
 
 
-def test_a_needed_bucket_that_does_not_compile_is_raised_and_told_once(caplog):
+def test_a_needed_bucket_that_does_not_compile_is_raised_and_told(caplog):
     compiler = Compiler(broken=[COVERING[1]])
-    failures: list[Exception] = []
-    warmup = warmup_of(compiler, on_failure=failures.append)
+    told = threading.Event()
+    warmup = warmup_of(compiler, on_failure=lambda error: told.set())
     with caplog.at_level(logging.ERROR):
         warmup.start()
         with pytest.raises(RuntimeError, match="no 1x64"):
-            warmup.wait(30.0)
-        compiler.reached[COVERING[1]].wait(30)
+            warmup.wait(60.0)
+        assert told.wait(60)
     assert not warmup.ready
     assert "bucket 1x64 does not compile" in caplog.text
     assert compiler.order == COVERING[:2]  # no further one is tried
 
 
-def test_the_engine_is_told_of_a_needed_bucket_that_fails():
-    told = threading.Event()
-    warmup = warmup_of(Compiler(broken=[COVERING[0]]), on_failure=lambda error: told.set())
-    warmup.start()
-    assert told.wait(30)
-
-
 def test_an_optional_bucket_that_does_not_compile_is_left_out_with_a_warning(caplog):
     compiler = Compiler(broken=[REST[0]])
     _, reached, on_progress = progress_to(len(GRID.buckets))
-    warmup = warmup_of(compiler, on_progress=on_progress)
+    finished = threading.Event()
+    warmup = warmup_of(compiler, on_progress=on_progress, on_finish=finished.set)
     with caplog.at_level(logging.WARNING):
         warmup.start()
-        assert reached.wait(30)
+        assert reached.wait(60)
+        assert finished.wait(60)
     assert warmup.ready
     warmup.wait(0.0)
     assert sorted(warmup.compiled) == sorted(set(GRID.buckets) - {REST[0]})
@@ -178,13 +173,13 @@ def test_stop_compiles_no_further_bucket():
     _, reached, on_progress = progress_to(2)
     warmup = warmup_of(compiler, on_progress=on_progress)
     warmup.start()
-    assert compiler.reached[COVERING[1]].wait(30)
+    assert compiler.reached[COVERING[1]].wait(60)
     warmup.stop()
     compiler.gates[COVERING[1]].set()
-    assert reached.wait(30)
+    assert reached.wait(60)
     for thread in threading.enumerate():
         if thread.name == "compile-0":
-            thread.join(30)
+            thread.join(60)
     assert compiler.order == COVERING[:2]
 
 
@@ -195,17 +190,9 @@ def test_a_progress_callback_that_raises_stops_nothing(caplog):
     finished = threading.Event()
     warmup = warmup_of(Compiler(), on_progress=on_progress, on_finish=finished.set)
     warmup.start()
-    warmup.wait(30.0)
-    assert finished.wait(30)
+    warmup.wait(60.0)
+    assert finished.wait(60)
     assert "progress could not be shown" in caplog.text
-
-
-def test_the_end_comes_when_a_bucket_is_left_out_too():
-    finished = threading.Event()
-    warmup = warmup_of(Compiler(broken=[Bucket(4, 16)]), on_finish=finished.set)
-    warmup.start()
-    assert finished.wait(30)
-    assert len(warmup.compiled) == len(GRID.buckets) - 1
 
 
 def test_stopping_before_ready_tells_those_who_wait():
@@ -214,7 +201,7 @@ def test_stopping_before_ready_tells_those_who_wait():
     warmup.start()
     warmup.stop()
     with pytest.raises(BackendError, match="closed before"):
-        warmup.wait(30.0)
+        warmup.wait(60.0)
     for gate in compiler.gates.values():
         gate.set()
 
@@ -243,9 +230,9 @@ def test_once_ready_and_in_use_one_thread_goes_on_with_pauses(monkeypatch):
 
     warmup = warmup_of(compile_bucket, workers=2, idle_s=device.idle_s)
     warmup.start()
-    warmup.wait(30.0)
+    warmup.wait(60.0)
     for thread in warmup.threads:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
     assert set(warmup.compiled) == set(GRID.buckets)
     late = names[-(len(GRID.buckets) - len(COVERING) - 1) :]  # one may be begun before it is ready
@@ -254,7 +241,7 @@ def test_once_ready_and_in_use_one_thread_goes_on_with_pauses(monkeypatch):
 
 
 def test_once_ready_and_not_in_use_all_threads_go_on():
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=60)
     compiler = Compiler()
 
     def compile_bucket(bucket):
@@ -265,7 +252,7 @@ def test_once_ready_and_not_in_use_all_threads_go_on():
     warmup = warmup_of(compile_bucket, workers=2, idle_s=lambda: 1e9)
     warmup.start()
     for thread in warmup.threads:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
     assert set(warmup.compiled) == set(GRID.buckets)
 
@@ -274,8 +261,8 @@ def test_a_pause_ends_when_the_warm_up_stops(monkeypatch):
     monkeypatch.setattr(warmup_module, "LONGEST_WAIT_S", 3600.0)
     warmup = warmup_of(Compiler(), workers=2, idle_s=lambda: 0.0)
     warmup.start()
-    warmup.wait(30.0)
+    warmup.wait(60.0)
     warmup.stop()
     for thread in warmup.threads:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
