@@ -3,8 +3,9 @@
 import json
 from contextlib import suppress
 from io import BytesIO
+from itertools import product
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from conftest import tiny_spec
@@ -19,7 +20,6 @@ from dual_sources import (
     SIGLIP2_IMAGES,
     SIGLIP_CONFIG,
     SPACE,
-    WORDS,
     dual_tensors,
     expected_image,
     expected_text,
@@ -37,7 +37,7 @@ from converters.image_rules import read_rules
 from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoint import load_params, load_routes, route_path, verify, verify_values
 from jaxembed.engine.batch import pack, place
-from jaxembed.engine.bucket import Bucket, one_length_grid
+from jaxembed.engine.bucket import Bucket, BucketGrid, one_length_grid
 from jaxembed.engine.build import make_plan
 from jaxembed.engine.native_trial import noted_calls
 from jaxembed.engine.ticket import Ticket
@@ -69,21 +69,31 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def _packing(length, budget, shards, unit):
-    return one_length_grid(length, budget, shards)
+    """One bucket, whose rows hold several."""
+    return BucketGrid(one_length_grid(length, budget, shards).buckets[-1:])
+
+
+@pytest.fixture(name="converted", scope="module")
+def _converted(tmp_path_factory):
+    """A checkpoint of each kind."""
+    made = {}
+    for kind in KINDS:
+        folder = tmp_path_factory.mktemp(kind)
+        made[kind] = folder / "out"
+        convert(write_dual(folder / "source", kind), made[kind])
+    return made
 
 
 @pytest.fixture(name="duals", scope="module")
-def _duals(tmp_path_factory):
+def _duals(converted, tmp_path_factory):
     """An Embedder of each kind, in float32, with several images in a row as on native kernels."""
     made = {}
-    for kind in KINDS:
-        folder = write_dual(tmp_path_factory.mktemp(kind), kind)
-        config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
+    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
+    cache = tmp_path_factory.mktemp("cache")
+    for kind, folder in converted.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("jaxembed.engine.build.one_length_grid", _packing)
-            made[kind] = Embedder(
-                str(folder), cache_dir=tmp_path_factory.mktemp("cache"), config=config
-            )
+            made[kind] = Embedder(str(folder), cache_dir=cache, config=config)
     yield made
     for embedder in made.values():
         embedder.close()
@@ -96,22 +106,25 @@ def ids_of(kind, text):
 
 
 @each_kind
-def test_vectors_are_those_of_the_formulas(duals, kind):
+def test_vectors_are_those_of_the_formulas_when_rows_are_packed(duals, kind):
     tensors = dual_tensors(kind)
-    images = [picture(seed) for seed in range(5)]
-    got = duals[kind].encode(images=images)
+    images = [picture(seed) for seed in range(30)]
     wanted = [expected_image(kind, tensors, image) for image in images]
-    np.testing.assert_allclose(got, wanted, atol=2e-6)
-    wanted = [expected_text(kind, tensors, ids_of(kind, text)) for text in TEXTS]
-    np.testing.assert_allclose(duals[kind].encode(TEXTS), wanted, atol=2e-6)
+    np.testing.assert_allclose(duals[kind].encode(images=images), wanted, atol=2e-6)
+    np.testing.assert_allclose(duals[kind].encode(images=images[:1]), wanted[:1], atol=2e-6)
+    texts = TEXTS + [f"w{k} w{(k + 7) % 20}" for k in range(20)]
+    wanted = [expected_text(kind, tensors, ids_of(kind, text)) for text in texts]
+    np.testing.assert_allclose(duals[kind].encode(texts), wanted, atol=2e-6)
+    np.testing.assert_allclose(duals[kind].encode(texts[0]), wanted[0], atol=2e-6)
 
 
 @each_kind
-def test_what_the_checkpoint_says(tmp_path, kind):
-    spec = convert(write_dual(tmp_path / "source", kind), tmp_path / "out")
-    routes = load_routes(tmp_path / "out")
+def test_what_the_checkpoint_says(converted, kind):
+    out = converted[kind]
+    routes = load_routes(out)
+    spec = routes.specs[TEXT_ROUTE]
     assert (routes.default, set(routes.specs)) == (TEXT_ROUTE, {TEXT_ROUTE, IMAGE_ROUTE})
-    assert spec == routes.specs[TEXT_ROUTE] == routes.of_texts.main
+    assert spec == routes.of_texts.main
     image = routes.image
     assert image is routes.specs[IMAGE_ROUTE]
     assert image is not None
@@ -126,19 +139,8 @@ def test_what_the_checkpoint_says(tmp_path, kind):
     assert spec.heads["dense"].normalize
     assert isinstance(image.heads["dense"], Pooled if kind == "clip" else Probed)
     assert spec.filled == (None if kind == "clip" else Expansion(0, POSITIONS, attended=True))
-    verify(tmp_path / "out")
-    verify_values(tmp_path / "out")
-
-
-@each_kind
-def test_packed_images_and_texts_equal_each_alone(duals, kind):
-    images = [picture(seed) for seed in range(30)]
-    together = duals[kind].encode(images=images)
-    alone = np.concatenate([duals[kind].encode(images=[image]) for image in images])
-    np.testing.assert_allclose(together, alone, atol=2e-6)
-    texts = [f"w{k} w{(k + 7) % 20}" for k in range(20)]
-    alone = np.stack([duals[kind].encode(text) for text in texts])
-    np.testing.assert_allclose(duals[kind].encode(texts), alone, atol=2e-6)
+    verify(out)
+    verify_values(out)
 
 
 # Rows and columns of patches, which images of these sides keep when at most PATCHES are allowed.
@@ -160,10 +162,8 @@ def test_images_in_their_own_shapes_have_the_vectors_of_the_formulas(duals):
     assert counts == [rows * columns for rows, columns in SHAPES]
 
 
-def test_images_of_several_shapes_in_one_row_equal_each_alone(tmp_path):
-    folder = write_dual(tmp_path / "source", "siglip2")
-    convert(folder, tmp_path / "out")
-    spec = load_routes(tmp_path / "out").image
+def test_images_of_several_shapes_in_one_row_equal_each_alone(converted):
+    spec = load_routes(converted["siglip2"]).image
     assert spec is not None
     processor = ImageProcessor(spec, 1)
     rules = Rules("", truncate=True, side="right")
@@ -173,13 +173,13 @@ def test_images_of_several_shapes_in_one_row_equal_each_alone(tmp_path):
     assert len(batch.entries) == len(images)
     assert max(batch.segments) > 3
     model = program(spec)
-    parameters = load_params(route_path(tmp_path / "out", IMAGE_ROUTE), spec)
+    parameters = load_params(route_path(converted["siglip2"], IMAGE_ROUTE), spec)
     planes = pack(batch, model.planes)
     padding = planes[2] == 0
     assert padding.any()
     planes[PackedTokens.PLANES :, padding] = np.iinfo(np.int32).max
-    arrays = [jnp.asarray(one) for one in (*model.order(parameters), planes)]
-    found = model.forward(arrays[:-1], arrays[-1], batch.bucket.slots, {"dense"})["dense"]
+    forward = jax.jit(model.forward, static_argnums=(2, 3))
+    found = forward(model.order(parameters), planes, batch.bucket.slots, ("dense",))["dense"]
     vectors = np.asarray(found)[batch.rows, batch.slots]
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     tensors = dual_tensors("siglip2")
@@ -268,17 +268,18 @@ def test_what_a_model_of_texts_and_images_refuses(duals, embedder):
         clip.encode_chunks([["w1", "w2"]])
 
 
-def test_a_limit_of_texts_that_are_filled_up_is_refused(tmp_path):
-    folder = write_dual(tmp_path / "source", "siglip")
+def test_a_limit_of_texts_that_are_filled_up_is_refused(converted, tmp_path):
     config = EngineConfig(devices=1, max_input_tokens=8)
     with pytest.raises(ConfigError, match="filled up to 12 tokens"):
-        Embedder(str(folder), cache_dir=tmp_path / "cache", config=config)
+        Embedder(str(converted["siglip"]), cache_dir=tmp_path, config=config)
 
 
-def test_without_pillow_the_extra_is_named_before_anything_is_served(tmp_path, monkeypatch):
+def test_without_pillow_the_extra_is_named_before_anything_is_served(
+    converted, tmp_path, monkeypatch
+):
     monkeypatch.setattr(decode, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxembed\[images\]'"):
-        Embedder(str(write_dual(tmp_path / "source")), cache_dir=tmp_path / "cache")
+        Embedder(str(converted["clip"]), cache_dir=tmp_path)
 
 
 def test_modules_json_says_whether_vectors_are_normalised(tmp_path):
@@ -287,6 +288,8 @@ def test_modules_json_says_whether_vectors_are_normalised(tmp_path):
     write_modules(folder, ("sentence_transformers.models.CLIPModel", "0_CLIPModel"))
     routes, default = outline_routes(folder)
     assert default == TEXT_ROUTE
+    assert {model.spec.dim for model in routes.values()} == {SPACE}
+    assert routes[IMAGE_ROUTE].tokenizer == b""
     assert weight_folders(folder) == ["0_CLIPModel"]
     assert folders_read(folder) == []
     assert not routes[IMAGE_ROUTE].spec.heads["dense"].normalize
@@ -441,28 +444,24 @@ def test_preparation_of_images_in_their_own_shapes_that_is_not_done_is_refused(c
         read_rules(SIGLIP2_IMAGES | changes, PATCH)
 
 
-def test_rows_hold_one_image_in_its_own_shape(tmp_path):
-    convert(write_dual(tmp_path / "source", "siglip2"), tmp_path / "out")
-    spec = load_routes(tmp_path / "out").image
+def test_rows_hold_one_image_in_its_own_shape(converted, tmp_path):
+    spec = load_routes(converted["siglip2"]).image
     assert spec is not None
     config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=1024, kernels="xla")
     grid = make_plan(spec, program(spec), config, tmp_path).grid
     assert {bucket.length for bucket in grid.buckets} == {PATCHES}
 
 
-@pytest.mark.parametrize("length", [16, 50, 64, 197, 257, 729])
-@pytest.mark.parametrize("budget", [16, 256, 2048, 16384])
-def test_a_grid_for_one_length_holds_it_and_wastes_little(length, budget):
-    grid = one_length_grid(length, budget)
-    assert len(set(grid.buckets)) == len(grid.buckets) <= 20
-    for bucket in grid.buckets:
-        assert bucket.length % 16 == 0
-        count = bucket.length // length
-        assert 1 <= count <= bucket.slots
-        assert bucket.tokens <= max(budget, bucket.length)
-    fill = max(b.length // length * length / b.length for b in grid.buckets)
-    if budget >= 6 * length:
-        assert fill > 0.94
+def test_a_grid_for_one_length_holds_it_and_wastes_little():
+    for length, budget in product((16, 50, 64, 197, 257, 729), (16, 256, 2048, 16384)):
+        grid, case = one_length_grid(length, budget), (length, budget)
+        assert len(set(grid.buckets)) == len(grid.buckets) <= 20, case
+        for bucket in grid.buckets:
+            assert bucket.length % 16 == 0, case
+            assert 1 <= bucket.length // length <= bucket.slots, case
+            assert bucket.tokens <= max(budget, bucket.length), case
+        fill = max(b.length // length * length / b.length for b in grid.buckets)
+        assert fill > 0.94 or budget < 6 * length, case
 
 
 BASE = {"hidden_size": 768, "num_layers": 1, "num_heads": 12, "intermediate_size": 3072}
@@ -528,13 +527,6 @@ def test_a_config_is_described_or_refused_whatever_it_holds(tmp_path, kind):
                 outline_routes(folder)
         write_json(folder / file, given)
     outline_routes(folder)
-
-
-def test_the_space_of_both_has_one_width(tmp_path):
-    routes, _ = outline_routes(write_dual(tmp_path))
-    assert {model.spec.dim for model in routes.values()} == {SPACE}
-    assert routes[IMAGE_ROUTE].tokenizer == b""
-    assert len(WORDS) == routes[TEXT_ROUTE].spec.config["vocab_size"]
 
 
 def test_many_images_are_run_in_parts_and_keep_their_places(duals, monkeypatch):
