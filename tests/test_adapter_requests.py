@@ -26,11 +26,7 @@ PROMPTS = {"retrieval.query": "what is ", "retrieval.passage": "the ", "text-mat
 def _model(tmp_path_factory, grid_file) -> Iterator[Embedder]:
     """Three adapters for tasks, as those of Jina v3, and one for none."""
     folder = tmp_path_factory.mktemp("adapted")
-    path = save_tiny(
-        folder / "tiny",
-        prompts=PROMPTS,
-        adapters=ADAPTERS,
-    )
+    path = save_tiny(folder / "tiny", prompts=PROMPTS, adapters=ADAPTERS)
     config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
     model = Embedder(str(path), config=config, cache_dir=folder)
     yield model

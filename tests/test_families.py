@@ -259,12 +259,7 @@ GEMMA3 = GEMMA | {
     "rope_local_base_freq": 10_000.0,
     "rope_scaling": None,
 }
-GEMMA3_OLD_KEYS = (
-    "rope_theta",
-    "rope_local_base_freq",
-    "rope_scaling",
-    "_sliding_window_pattern",
-)
+GEMMA3_OLD_KEYS = ("rope_theta", "rope_local_base_freq", "rope_scaling", "_sliding_window_pattern")
 GEMMA3_FIELDS = GEMMA_FIELDS | {
     "vocab_size": 262144,
     "hidden_size": 768,
@@ -450,12 +445,7 @@ FAMILIES: dict[str, Family] = {
         albert,
         ALBERT,
         BERT_FIELDS
-        | {
-            "num_layers": 1,
-            "activation": "gelu_tanh",
-            "embedding_size": 6,
-            "layer_order": [0] * 6,
-        },
+        | {"num_layers": 1, "activation": "gelu_tanh", "embedding_size": 6, "layer_order": [0] * 6},
         least=albert.bert.REQUIRED,
         absent={"embedding_size": 128},
         odd=(

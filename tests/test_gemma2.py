@@ -35,10 +35,7 @@ def test_every_layer_caps_its_scores():
     """So attention is the native kernels' or XLA's: those of accelerators take no cap."""
     seen = calls(program(tiny_spec(**WIDER_TOWERS["gemma2"])), "bfloat16")
     sights = Counter({call.sight: count for call, count in seen.items()})
-    assert sights == {
-        Sight(causal=True, reach=3, cap=0.5): 1,
-        Sight(causal=True, cap=0.5): 1,
-    }
+    assert sights == {Sight(causal=True, reach=3, cap=0.5): 1, Sight(causal=True, cap=0.5): 1}
 
 
 def test_norms_are_one_more_than_their_weights(tmp_path):

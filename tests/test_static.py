@@ -256,11 +256,7 @@ def test_what_is_said_of_a_model_before_its_conversion(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "modules",
-    [
-        (),
-        (DenseLayer(WIDTH, 5), NormalizeLayer(), DenseLayer(5, 6, activation="gelu")),
-    ],
+    "modules", [(), (DenseLayer(WIDTH, 5), NormalizeLayer(), DenseLayer(5, 6, activation="gelu"))]
 )
 @pytest.mark.parametrize("in_c", [True, False])
 def test_a_sequence_has_the_same_vector_alone_and_in_any_batch(modules, in_c, native_means):
