@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from functools import cache
 from io import BytesIO
 from itertools import product
 
@@ -28,6 +29,7 @@ from dual_sources import (
     words,
     write_dual,
 )
+from fake_embedder import FakeEmbedder
 from sources import change_json, write_json, write_modules
 from test_field_types import changes
 from tokenizers import Tokenizer, processors
@@ -65,7 +67,9 @@ pytest.importorskip("PIL")
 KINDS = ["clip", "siglip", "siglip2"]
 TEXTS = ["w1 w2 w3", "w5", "w1 w2 w3 w4", " ".join(f"w{k}" for k in range(20))]
 
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = pytest.mark.parametrize(
+    "kind", ["clip", pytest.param("siglip", marks=pytest.mark.numerics), "siglip2"]
+)
 
 
 def _packing(length, budget, shards, unit):
@@ -84,18 +88,22 @@ def _converted(tmp_path_factory):
     return made
 
 
-@pytest.fixture(name="duals", scope="module")
-def _duals(converted, tmp_path_factory):
-    """An Embedder of each kind, in float32, with several images in a row as on native kernels."""
-    made = {}
+@pytest.fixture(name="dual", scope="module")
+def _dual(converted, tmp_path_factory):
+    """The Embedder of a kind, in float32, with several images in a row as on native kernels."""
     config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
-    cache = tmp_path_factory.mktemp("cache")
-    for kind, folder in converted.items():
+    folder = tmp_path_factory.mktemp("cache")
+
+    @cache
+    def dual(kind: str) -> Embedder:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("jaxembed.engine.build.one_length_grid", _packing)
-            made[kind] = Embedder(str(folder), cache_dir=cache, config=config)
-    yield made
-    for embedder in made.values():
+            made.append(Embedder(str(converted[kind]), cache_dir=folder, config=config))
+        return made[-1]
+
+    made: list[Embedder] = []
+    yield dual
+    for embedder in made:
         embedder.close()
 
 
@@ -106,16 +114,16 @@ def ids_of(kind, text):
 
 
 @each_kind
-def test_vectors_are_those_of_the_formulas_when_rows_are_packed(duals, kind):
+def test_vectors_are_those_of_the_formulas_when_rows_are_packed(dual, kind):
     tensors = dual_tensors(kind)
     images = [picture(seed) for seed in range(30)]
     wanted = [expected_image(kind, tensors, image) for image in images]
-    np.testing.assert_allclose(duals[kind].encode(images=images), wanted, atol=2e-6)
-    np.testing.assert_allclose(duals[kind].encode(images=images[:1]), wanted[:1], atol=2e-6)
+    np.testing.assert_allclose(dual(kind).encode(images=images), wanted, atol=2e-6)
+    np.testing.assert_allclose(dual(kind).encode(images=images[:1]), wanted[:1], atol=2e-6)
     texts = TEXTS + [f"w{k} w{(k + 7) % 20}" for k in range(20)]
     wanted = [expected_text(kind, tensors, ids_of(kind, text)) for text in texts]
-    np.testing.assert_allclose(duals[kind].encode(texts), wanted, atol=2e-6)
-    np.testing.assert_allclose(duals[kind].encode(texts[0]), wanted[0], atol=2e-6)
+    np.testing.assert_allclose(dual(kind).encode(texts), wanted, atol=2e-6)
+    np.testing.assert_allclose(dual(kind).encode(texts[0]), wanted[0], atol=2e-6)
 
 
 @each_kind
@@ -152,13 +160,13 @@ def shaped_pictures():
             enumerate(SHAPES)]  # fmt: skip
 
 
-def test_images_in_their_own_shapes_have_the_vectors_of_the_formulas(duals):
+def test_images_in_their_own_shapes_have_the_vectors_of_the_formulas(dual):
     tensors = dual_tensors("siglip2")
     images = shaped_pictures()
     wanted = [expected_image("siglip2", tensors, image) for image in images]
-    np.testing.assert_allclose(duals["siglip2"].encode(images=images), wanted, atol=2e-6)
-    request = duals["siglip2"].tasks.embed([Image(image) for image in images], EncodeOptions())
-    counts = duals["siglip2"].run(request).num_tokens.tolist()
+    np.testing.assert_allclose(dual("siglip2").encode(images=images), wanted, atol=2e-6)
+    request = dual("siglip2").tasks.embed([Image(image) for image in images], EncodeOptions())
+    counts = dual("siglip2").run(request).num_tokens.tolist()
     assert counts == [rows * columns for rows, columns in SHAPES]
 
 
@@ -189,7 +197,7 @@ def test_images_of_several_shapes_in_one_row_equal_each_alone(converted):
         np.testing.assert_allclose(vector, wanted, atol=2e-6)
 
 
-def test_an_image_is_placed_as_it_lies_after_it_is_turned(duals):
+def test_an_image_is_placed_as_it_lies_after_it_is_turned(dual):
     from PIL import Image as Pillow
 
     colours = picture(1, 3 * PATCH, 5 * PATCH)
@@ -198,51 +206,51 @@ def test_an_image_is_placed_as_it_lies_after_it_is_turned(duals):
     file = BytesIO()
     Pillow.fromarray(colours).save(file, "PNG", exif=exif)
     turned = np.ascontiguousarray(colours[::-1].transpose(1, 0, 2))
-    first, second = duals["siglip2"].encode(images=[file.getvalue(), turned])
+    first, second = dual("siglip2").encode(images=[file.getvalue(), turned])
     np.testing.assert_allclose(first, second, atol=2e-6)
 
 
 @each_kind
-def test_equal_images_are_computed_once_and_different_ones_never_confused(duals, kind):
+def test_equal_images_are_computed_once_and_different_ones_never_confused(dual, kind):
     image = picture(1)
     other = image.copy()
     other[-1, -1, -1] ^= 0x80
-    route = duals[kind].engines[IMAGE_ROUTE]
+    route = dual(kind).engines[IMAGE_ROUTE]
     given = [Image(image), Image(other), Image(image)]
     work = route.processor.encode(given, Rules("", truncate=True, side="right")).work
     entries = Ticket(work, route.spec.widths).entries
     assert [list(entry.claims.values()) for entry in entries] == [[[0, 2]], [[1]]]
-    first, second, third = duals[kind].encode(given)
+    first, second, third = dual(kind).encode(given)
     np.testing.assert_array_equal(first, third)
     assert np.abs(first - second).max() > 1e-4
 
 
 @each_kind
-def test_inputs_of_both_kinds_keep_their_order(duals, kind):
+def test_inputs_of_both_kinds_keep_their_order(dual, kind):
     images = [picture(3), picture(4)]
     mixed = ["w1", images[0], "w2 w3", images[1], "w4"]
-    got = duals[kind].encode(mixed)
-    texts, pictures = duals[kind].encode(["w1", "w2 w3", "w4"]), duals[kind].encode(images=images)
+    got = dual(kind).encode(mixed)
+    texts, pictures = dual(kind).encode(["w1", "w2 w3", "w4"]), dual(kind).encode(images=images)
     wanted = [texts[0], pictures[0], texts[1], pictures[1], texts[2]]
     np.testing.assert_allclose(got, wanted, atol=2e-6)
-    np.testing.assert_allclose(duals[kind].encode(["w1"], images=images)[1:], pictures, atol=2e-6)
+    np.testing.assert_allclose(dual(kind).encode(["w1"], images=images)[1:], pictures, atol=2e-6)
 
 
-def test_an_image_comes_as_a_file_bytes_an_array_or_one_of_pillow(duals, tmp_path):
+def test_an_image_comes_as_a_file_bytes_an_array_or_one_of_pillow(dual, tmp_path):
     from PIL import Image as Pillow
 
     colours = picture(5, 40, 50)
     path = tmp_path / "image.png"
     path.write_bytes(png(colours))
     given = [path, str(path), path.read_bytes(), colours, Pillow.fromarray(colours)]
-    vectors = duals["clip"].encode(images=given)
+    vectors = dual("clip").encode(images=given)
     np.testing.assert_allclose(vectors, np.tile(vectors[:1], (5, 1)), atol=2e-6)
     with pytest.raises(InvalidImage, match="float64"):
-        duals["clip"].encode(images=[colours / 255])
+        dual("clip").encode(images=[colours / 255])
     with pytest.raises(InvalidImage, match="an image is a int"):
-        duals["clip"].encode(images=[7])
+        dual("clip").encode(images=[7])
     with pytest.raises(InvalidImage, match=r"begins with b'no'.*wanted a file of JPEG") as caught:
-        duals["clip"].encode(["w1", path, Image(b"no")])
+        dual("clip").encode(["w1", path, Image(b"no")])
     assert caught.value.index == 2
 
 
@@ -251,15 +259,15 @@ def test_arrays_are_divided_among_the_threads_as_files_are():
     assert list(chunks(images, characters)) == [[one] for one in images]
 
 
-def test_texts_are_filled_up_and_only_their_own_tokens_count(duals):
-    request = duals["siglip"].tasks.embed([Text("w1 w2"), Image(picture(1))], EncodeOptions())
-    assert duals["siglip"].run(request).num_tokens.tolist() == [3, 16]
+def test_texts_are_filled_up_and_only_their_own_tokens_count(dual):
+    request = dual("siglip2").tasks.embed([Text("w1 w2"), Image(picture(1))], EncodeOptions())
+    assert dual("siglip2").run(request).num_tokens.tolist() == [3, 16]
 
 
-def test_what_a_model_of_texts_and_images_refuses(duals, embedder):
-    clip, image = duals["clip"], Image(picture(1))
+def test_what_a_model_of_texts_and_images_refuses(dual):
+    clip, image = dual("clip"), Image(picture(1))
     with pytest.raises(WrongTask, match="takes texts and no images"):
-        embedder.encode(images=[picture(1)])
+        FakeEmbedder().tasks.embed([image], EncodeOptions())
     with pytest.raises(InvalidInput, match=r"`prompt` is for texts.*`input_type`"):
         clip.encode([image], prompt="a")
     with pytest.raises(UnknownRoute):
@@ -529,14 +537,14 @@ def test_a_config_is_described_or_refused_whatever_it_holds(tmp_path, kind):
     outline_routes(folder)
 
 
-def test_many_images_are_run_in_parts_and_keep_their_places(duals, monkeypatch):
+def test_many_images_are_run_in_parts_and_keep_their_places(dual, monkeypatch):
     monkeypatch.setattr("jaxembed.loaded_model.IMAGES_A_PART", 2)
     images = [Image(picture(k)) for k in range(5)]
     inputs = [images[0], "w1 w2", *images[1:3], "w3", *images[3:]]
-    found = duals["clip"].encode(inputs)
+    found = dual("clip").encode(inputs)
     for vector, item in zip(found, inputs, strict=True):
-        alone = duals["clip"].encode([item])[0]
+        alone = dual("clip").encode([item])[0]
         np.testing.assert_allclose(vector, alone, atol=2e-6)
     with pytest.raises(InvalidImage) as caught:
-        duals["clip"].encode([*inputs, Image(b"no image")])
+        dual("clip").encode([*inputs, Image(b"no image")])
     assert caught.value.index == len(inputs)

@@ -42,6 +42,11 @@ BGE_LARGE = {
 SLOTS = 4
 
 
+def shallow(*given, **changes) -> ModelSpec:
+    """`tiny_spec` with one layer."""
+    return tiny_spec(*given, config=tiny_spec().config | {"num_layers": 1}, **changes)
+
+
 def planes_of(ids: list[int], length: int = 16) -> np.ndarray:
     """One sequence in one row."""
     planes = np.zeros((PackedTokens.PLANES, 1, length), np.int32)
@@ -144,7 +149,7 @@ def test_the_order_of_the_parameters_is_their_own_not_the_given_one():
 
 def test_normalize_before_dense_is_not_dense_before_normalize():
     dense = DenseLayer(32, 8, activation="identity")
-    parameters = random_parameters(tiny_spec(modules=(dense,)))
+    parameters = random_parameters(shallow(modules=(dense,)))
     kernel, bias = (parameters[f"heads.dense.modules.0.{name}"] for name in ("kernel", "bias"))
 
     def unit(x):
@@ -156,17 +161,17 @@ def test_normalize_before_dense_is_not_dense_before_normalize():
     first = {"heads.dense.modules.1.kernel": kernel, "heads.dense.modules.1.bias": bias}
     tower = {name: leaf for name, leaf in parameters.items() if not name.startswith("heads")}
     before, tokens = forward(
-        tiny_spec(modules=(NormalizeLayer(), dense, *last)), tower | first | same
+        shallow(modules=(NormalizeLayer(), dense, *last)), tower | first | same
     )
     pooled = tokens[:5].mean(axis=0)
-    after, _ = forward(tiny_spec(modules=(dense, NormalizeLayer(), *last)), parameters | same)
+    after, _ = forward(shallow(modules=(dense, NormalizeLayer(), *last)), parameters | same)
     np.testing.assert_allclose(before, unit(pooled) @ kernel + bias, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(after, unit(pooled @ kernel + bias), rtol=1e-4, atol=1e-5)
     assert np.abs(before - after).max() > 1e-2
 
 
 def test_a_last_normalize_is_left_to_the_host():
-    spec = tiny_spec(modules=(DenseLayer(32, 8), NormalizeLayer()))
+    spec = shallow(modules=(DenseLayer(32, 8), NormalizeLayer()))
     assert spec.head.normalize
     dense, _ = forward(spec)
     assert abs(np.linalg.norm(dense) - 1) > 1e-2
@@ -174,7 +179,7 @@ def test_a_last_normalize_is_left_to_the_host():
 
 def test_a_model_pools_its_own_hidden_states_and_concatenates_poolings_in_order():
     names = tuple(reversed(POOLINGS))
-    spec = tiny_spec(pooling=names, modules=())
+    spec = shallow(pooling=names, modules=())
     dense, tokens = forward(spec)
     assert spec.dim == len(dense)
     parts = dict(zip(names, np.split(dense, len(names)), strict=True))
@@ -213,7 +218,7 @@ def test_random_parameters_are_the_same_for_the_same_seed():
 
 
 def test_token_types_and_positions_change_the_result():
-    spec = tiny_spec()
+    spec = shallow()
     model = program(spec)
     leaves = [jnp.asarray(leaf) for leaf in model.order(random_parameters(spec))]
     run = jax.jit(partial(model.forward, slots=4, outputs=("dense",)))
@@ -233,7 +238,7 @@ CLASSIFIER_LAYERS = (DenseLayer(32, 32), DenseLayer(32, 3, activation="identity"
 
 @pytest.fixture(name="classifier", scope="module")
 def _classifier() -> ModelSpec:
-    return tiny_spec(("mean",), CLASSIFIER_LAYERS, labels=("bad", "fair", "good"))
+    return shallow(("mean",), CLASSIFIER_LAYERS, labels=("bad", "fair", "good"))
 
 
 def test_a_classifier_has_a_head_for_its_logits_and_one_for_the_vector_under_them(classifier):

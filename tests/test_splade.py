@@ -398,7 +398,7 @@ def test_a_masked_lm_is_a_sparse_encoder_where_that_is_asked_for(make, tmp_path)
     got = asked.compute(TEXTS, ["sparse"])["sparse"]
     np.testing.assert_array_equal(as_dense(got), as_dense(wanted))
     assert list(asked.spec.heads) == ["sparse"]
-    assert list(make(source).spec.heads) == ["dense"]
+    assert list(outline(source).spec.heads) == ["dense"]
 
 
 def test_what_is_converted_as_a_sparse_encoder_stays_one(make, tmp_path):
