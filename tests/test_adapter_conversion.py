@@ -35,27 +35,24 @@ from jaxembed.spec import ModelSpec
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "bias": "none"}
 QUERY = "encoder.layer.0.attention.self.query"
+# Goldens beside whose weights adapters are put; `make test` takes those that differ most.
+QUICK = ("bert_mean", "albert_odd_cls", "jina_bert_code_odd_mean", "qwen3_lasttoken", "t5_odd_mean")
 FAMILIES = (
-    "bert_mean",
     "xlm_roberta_mean",
     "distilbert_mean",
     "electra_mean",
     "albert_mean",
-    "albert_odd_cls",
     "modernbert_mean",
-    "qwen3_lasttoken",
     "mpnet_mean",
     "nomic_bert_mean",
     "gte_cls",
     "gte_odd_mean",
     "jina_bert_mean",
-    "jina_bert_code_odd_mean",
     "gemma2_lasttoken",
     "gemma3_mean",
     "llama_odd_mean",
     "eurobert_mean",
     "t5_mean",
-    "t5_odd_mean",
 )
 
 
@@ -76,6 +73,31 @@ def write_adapter(
     save_file(tensors, folder / "adapter_model.safetensors")
     write_json(folder / "adapter_config.json", CONFIG | config)
     return folder
+
+
+@pytest.fixture(name="source", scope="module")
+def _source(tmp_path_factory) -> Path:
+    """A tiny BERT. Shared: do not change it."""
+    return write_bert(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(name="adapter")
+def _adapter(tmp_path) -> Path:
+    return write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
+
+
+@pytest.fixture(name="refused")
+def _refused(source, tmp_path):
+    """Assert that an adapter of `source` is refused, and that nothing is left."""
+
+    def refused(adapter: Path, error: type[Exception], message: str) -> None:
+        # what does not fit is named by its tensor
+        named = message if error is ConversionError else f"adapter one: .*{message}"
+        with pytest.raises(error, match=named):
+            converted(source, tmp_path / "out", one=adapter)
+        assert not (tmp_path / "out").exists()
+
+    return refused
 
 
 def converted(source: Path, out: Path, **adapters: Path) -> tuple[ModelSpec, dict[str, np.ndarray]]:
@@ -102,7 +124,9 @@ def is_adapted(name: str, array: np.ndarray) -> bool:
     return name.endswith(".weight") and array.ndim == 2 and not left_out
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(one, marks=pytest.mark.numerics) for one in FAMILIES)]
+)
 def test_adapters_beside_a_weight_are_those_merged_into_it(name, tmp_path):
     (file,) = (file for file in FILES if file.stem == name)
     source = write_source(read(file), tmp_path / "source")
@@ -137,11 +161,9 @@ def test_adapters_beside_a_weight_are_those_merged_into_it(name, tmp_path):
         save_file(base, weights)
 
 
-def test_a_model_without_adapters_converts_as_before(tmp_path):
-    source = write_bert(tmp_path / "source")
+def test_a_model_without_adapters_converts_as_before(source, adapter, tmp_path):
     plain, parameters = converted(source, tmp_path / "plain")
     assert plain.adapters == ()
-    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
     spec, adapted = converted(source, tmp_path / "adapted", one=adapter)
     assert spec.content_hash != plain.content_hash
     for name, array in parameters.items():
@@ -157,8 +179,7 @@ def test_a_model_without_adapters_converts_as_before(tmp_path):
         ({"alpha_pattern": {"layer.1.attention.self.query": 12}}, 2.0),
     ],
 )
-def test_the_scale_is_that_of_peft(config, scale, tmp_path):
-    source = write_bert(tmp_path / "source")
+def test_the_scale_is_that_of_peft(config, scale, source, tmp_path):
     adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)}, **config)
     _, parameters = converted(source, tmp_path / "out", one=adapter)
     up = load_file(adapter / "adapter_model.safetensors")[f"base_model.model.{QUERY}.lora_B.weight"]
@@ -169,23 +190,34 @@ def test_the_scale_is_that_of_peft(config, scale, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "error", "message"),
     [
-        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported; known: LORA"),
-        ({"bias": "lora_only"}, "bias 'lora_only' is not supported"),
-        ({"use_dora": True}, "use_dora of True is not supported"),
-        ({"modules_to_save": ["classifier"]}, "modules_to_save of"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the weights"),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices of"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out of True"),
-        ({"something_new": {"a": 1}}, "something_new of"),
+        ({"peft_type": "IA3"}, UnsupportedModel, "peft_type 'IA3' is not supported; known: LORA"),
+        ({"bias": "lora_only"}, UnsupportedModel, "bias 'lora_only' is not supported"),
+        ({"use_dora": True}, UnsupportedModel, "use_dora of True is not supported"),
+        ({"modules_to_save": ["classifier"]}, UnsupportedModel, "modules_to_save of"),
+        ({"init_lora_weights": "pissa"}, UnsupportedModel, "'pissa' changes the weights"),
+        ({"trainable_token_indices": [1]}, UnsupportedModel, "trainable_token_indices of"),
+        ({"fan_in_fan_out": True}, UnsupportedModel, "fan_in_fan_out of True"),
+        ({"something_new": {"a": 1}}, UnsupportedModel, "something_new of"),
+        ({"lora_alpha": "x"}, CheckpointError, 'lora_alpha is "x", wanted a finite number'),
+        ({"lora_alpha": None}, CheckpointError, "lora_alpha is null, wanted a finite number"),
+        ({"lora_alpha": np.nan}, CheckpointError, "lora_alpha is NaN, wanted a finite number"),
+        ({"lora_alpha": 1e300}, CheckpointError, r"lora_alpha is 1e\+300, wanted a finite number"),
+        ({"lora_alpha": 10**400}, CheckpointError, "lora_alpha is 1000.*, wanted a finite number"),
+        ({"lora_alpha": 1e9}, CheckpointError, r"lora_B\.weight has values .* its scale of"),
+        ({"alpha_pattern": [1]}, CheckpointError, r"is \[1\], wanted an object of numbers"),
+        ({"alpha_pattern": {"query": "x"}}, CheckpointError, "object of numbers by pattern"),
+        ({"alpha_pattern": {"query": np.nan}}, CheckpointError, "object of numbers by pattern"),
+        ({"alpha_pattern": {"(": 1}}, CheckpointError, "alpha_pattern.* is no regular expression"),
+        ({"use_rslora": "false"}, CheckpointError, 'use_rslora is "false", wanted true or false'),
+        ({"peft_type": ["LORA"]}, CheckpointError, r'peft_type is \["LORA"\], wanted a string'),
     ],
+    ids=str,
 )
-def test_what_an_adapter_asks_for_and_is_not_run_is_named(config, message, tmp_path):
-    source = write_bert(tmp_path / "source")
+def test_what_a_config_asks_for_and_is_not_run_is_named(config, error, message, refused, tmp_path):
     adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)}, **config)
-    with pytest.raises(UnsupportedModel, match=f"adapter one: {message}"):
-        converted(source, tmp_path / "out", one=adapter)
+    refused(adapter, error, message)
 
 
 @pytest.mark.parametrize(
@@ -196,12 +228,8 @@ def test_what_an_adapter_asks_for_and_is_not_run_is_named(config, message, tmp_p
         ({"embeddings.LayerNorm": (HIDDEN, HIDDEN)}, "LayerNorm.weight takes no adapter"),
     ],
 )
-def test_an_adapter_of_another_model_is_refused(weights, message, tmp_path):
-    source = write_bert(tmp_path / "source")
-    adapter = write_adapter(tmp_path / "a", weights)
-    with pytest.raises(ConversionError, match=message):
-        converted(source, tmp_path / "out", one=adapter)
-    assert not (tmp_path / "out").exists()
+def test_an_adapter_of_another_model_is_refused(weights, message, refused, tmp_path):
+    refused(write_adapter(tmp_path / "a", weights), ConversionError, message)
 
 
 def test_an_adapter_of_what_relative_keys_are_made_of_is_refused(tmp_path):
@@ -234,35 +262,22 @@ def test_the_layers_of_an_adapter_must_be_joined_as_those_of_its_base(tmp_path):
         converted(source, tmp_path / "out", one=adapter)
 
 
-def test_a_model_with_routes_takes_no_adapter(tmp_path):
+def test_a_model_with_routes_takes_no_adapter(adapter, tmp_path):
     source = write_router(tmp_path / "router")
-    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
     with pytest.raises(UnsupportedModel, match=r"adapter one: .* has the routes query, document"):
         converted(source, tmp_path / "out", one=adapter)
     with pytest.raises(UnsupportedModel, match="leave --adapter out"):
         hub.resolve(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter})
 
 
-def test_static_embeddings_take_no_adapter(tmp_path):
+def test_static_embeddings_take_no_adapter(adapter, tmp_path):
     table = np.zeros((len(WORDS), HIDDEN), np.float32)
     source = write_static(tmp_path / "source", {"embedding.weight": table})
-    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
     with pytest.raises(UnsupportedModel, match=r"adapter one: .* holds static embeddings"):
         converted(source, tmp_path / "out", one=adapter)
 
 
-def test_tensors_that_are_no_adapter_are_refused(tmp_path):
-    source = write_bert(tmp_path / "source")
-    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
-    file = adapter / "adapter_model.safetensors"
-    name = f"base_model.model.{QUERY}.lora_B.bias"
-    save_file(load_file(file) | {name: np.ones(HIDDEN, np.float32)}, file)
-    with pytest.raises(ConversionError, match=r"lora_B\.bias has no partner"):
-        converted(source, tmp_path / "out", one=adapter)
-
-
-def test_a_weight_that_was_saved_with_an_adapter_must_be_the_base_models(tmp_path):
-    source = write_bert(tmp_path / "source")
+def test_a_weight_that_was_saved_with_an_adapter_must_be_the_base_models(source, tmp_path):
     table = load_file(source / "model.safetensors")["embeddings.word_embeddings.weight"]
     adapter = write_adapter(tmp_path / "a", {"embeddings.word_embeddings": table.shape})
     file = adapter / "adapter_model.safetensors"
@@ -275,8 +290,7 @@ def test_a_weight_that_was_saved_with_an_adapter_must_be_the_base_models(tmp_pat
         converted(source, tmp_path / "other", one=adapter)
 
 
-def test_an_adapter_of_the_pooler_is_left_out_where_the_pooler_is(tmp_path):
-    source = write_bert(tmp_path / "source")
+def test_an_adapter_of_the_pooler_is_left_out_where_the_pooler_is(source, tmp_path):
     weights = {QUERY: (HIDDEN, HIDDEN), "pooler.dense": (HIDDEN, HIDDEN)}
     spec, _ = converted(source, tmp_path / "out", one=write_adapter(tmp_path / "a", weights))
     assert list(spec.adapters[0].ranks) == ["tower.layers.0.attention.qkv"]
@@ -285,9 +299,8 @@ def test_an_adapter_of_the_pooler_is_left_out_where_the_pooler_is(tmp_path):
         converted(source, tmp_path / "none", one=only)
 
 
-def test_a_folder_of_sentence_transformers_is_an_adapter_if_it_pools_alike(tmp_path):
+def test_a_folder_of_sentence_transformers_is_an_adapter_if_it_pools_alike(adapter, tmp_path):
     source = write_sentence_bert(tmp_path / "source")
-    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
     write_modules(adapter, (TRANSFORMER, ""), (POOLING, "1_Pooling"), (NORMALIZE, "2_Normalize"))
     pooling = adapter / "1_Pooling" / "config.json"
     write_json(pooling, {"word_embedding_dimension": HIDDEN, "pooling_mode_mean_tokens": True})
@@ -305,8 +318,7 @@ def test_an_adapter_given_as_a_model_is_told_how_it_is_served(tmp_path):
         convert(adapter, tmp_path / "out")
 
 
-def test_a_folder_without_an_adapter_is_refused(tmp_path):
-    source = write_bert(tmp_path / "source")
+def test_a_folder_without_an_adapter_is_refused(source, tmp_path):
     with pytest.raises(CheckpointError, match=r"adapter one: .* has no adapter_config.json"):
         converted(source, tmp_path / "out", one=tmp_path)
     write_json(tmp_path / "adapter_config.json", CONFIG)
@@ -314,9 +326,8 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path):
         converted(source, tmp_path / "out", one=tmp_path)
 
 
-def test_the_cache_has_an_entry_for_each_set_of_adapters(tmp_path, conversions):
+def test_the_cache_has_an_entry_for_each_set_of_adapters(adapter, tmp_path, conversions):
     source = write_sentence_bert(tmp_path / "source")
-    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
     plain = hub.resolve(str(source), cache_dir=tmp_path / "cache")
     hub.resolve(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter})
     adapted = hub.resolve(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter})
@@ -333,83 +344,53 @@ def test_the_cache_has_an_entry_for_each_set_of_adapters(tmp_path, conversions):
         hub.resolve(str(plain), cache_dir=tmp_path / "cache", adapters={"one": adapter})
 
 
-def test_the_manifest_names_the_adapters(tmp_path):
-    source = write_bert(tmp_path / "source")
-    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
+def test_the_manifest_names_the_adapters(source, adapter, tmp_path):
     converted(source, tmp_path / "out", one=adapter)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
     ranks = {"tower.layers.0.attention.qkv": 3}
     assert manifest["adapters"] == [{"name": "one", "ranks": ranks}]
 
 
-def refused(tmp_path: Path, adapter: Path, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        converted(write_bert(tmp_path / "source"), tmp_path / "out", one=adapter)
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("text", ["[]", "null", "[" * 100_000])
+def test_a_config_that_is_no_object_is_refused(text, adapter, refused):
+    (adapter / "adapter_config.json").write_text(text)
+    refused(adapter, CheckpointError, r"adapter_config\.json is damaged")
+
+
+DOWN, UP = (f"base_model.model.{QUERY}.lora_{factor}.weight" for factor in "AB")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e5])
+@pytest.mark.parametrize("factor", [DOWN, UP])
+def test_values_that_would_reach_other_sequences_are_refused_by_their_tensor(
+    factor, value, adapter, refused
+):
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors[factor][0, 0] = value
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    refused(adapter, CheckpointError, f"{factor.removeprefix('base_model.model.')} has values up")
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "wanted"),
+    ("changed", "message"),
     [
-        ("lora_alpha", "x", 'is "x", wanted a finite number'),
-        ("lora_alpha", None, "is null, wanted a finite number"),
-        ("lora_alpha", float("nan"), "is NaN, wanted a finite number"),
-        ("lora_alpha", 1e300, r"is 1e\+300, wanted a finite number"),
-        ("lora_alpha", 10**400, "is 1000.*, wanted a finite number"),
-        ("alpha_pattern", [1], r"is \[1\], wanted an object of numbers by pattern"),
-        ("alpha_pattern", {"query": "x"}, "wanted an object of numbers by pattern"),
-        ("alpha_pattern", {"query": float("nan")}, "wanted an object of numbers by pattern"),
-        ("alpha_pattern", {"(": 1}, "is no regular expression"),
-        ("use_rslora", "false", 'is "false", wanted true or false'),
-        ("peft_type", ["LORA"], r'is \["LORA"\], wanted a string'),
+        (lambda one: one | {UP.replace("weight", "bias"): one[UP][0]}, "bias has no partner"),
+        # rank 0
+        (
+            lambda one: {DOWN: one[DOWN][:0].copy(), UP: one[UP][:, :0].copy()},
+            "is no part of a low-rank adapter",
+        ),
+        # as PEFT names them in memory
+        (
+            lambda one: {key.replace(".weight", ".default.weight"): one[key] for key in one},
+            r"default\.weight has a name .* save_pretrained",
+        ),
     ],
-    ids=str,
 )
-def test_a_field_of_another_type_is_refused_by_its_name(field, value, wanted, tmp_path):
-    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)}, **{field: value})
-    refused(tmp_path, adapter, CheckpointError, rf"adapter one: .*{field}.* {wanted}")
-
-
-@pytest.mark.parametrize("text", ["[]", "null", "[" * 100_000])
-def test_a_config_that_is_no_object_is_refused(text, tmp_path):
-    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
-    (adapter / "adapter_config.json").write_text(text)
-    refused(tmp_path, adapter, CheckpointError, r"adapter one: .*adapter_config\.json is damaged")
-
-
-@pytest.mark.parametrize("factor", ["A", "B"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e5])
-def test_values_that_would_reach_other_sequences_are_refused_by_their_tensor(
-    factor, value, tmp_path
-):
-    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    tensors[f"base_model.model.{QUERY}.lora_{factor}.weight"][0, 0] = value
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    named = rf"adapter one: .*query\.lora_{factor}\.weight has values up to"
-    refused(tmp_path, adapter, CheckpointError, named)
-
-
-def test_a_scale_that_would_overflow_is_refused(tmp_path):
-    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)}, lora_alpha=1e9)
-    refused(tmp_path, adapter, CheckpointError, r"lora_B\.weight has values up to .* its scale of")
-
-
-def test_an_adapter_of_rank_0_is_refused(tmp_path):
-    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    down, up = sorted(tensors)
-    tensors = {down: tensors[down][:0].copy(), up: tensors[up][:, :0].copy()}
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    refused(tmp_path, adapter, ConversionError, "is no part of a low-rank adapter")
-
-
-def test_names_that_peft_gives_in_memory_are_refused_with_what_to_do(tmp_path):
-    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    renamed = {key.replace(".weight", ".default.weight"): one for key, one in tensors.items()}
-    save_file(renamed, adapter / "adapter_model.safetensors")
-    refused(tmp_path, adapter, ConversionError, r"default\.weight has a name .* save_pretrained")
+def test_tensors_that_are_no_adapter_are_refused(changed, message, adapter, refused):
+    file = adapter / "adapter_model.safetensors"
+    save_file(changed(load_file(file)), file)
+    refused(adapter, ConversionError, message)
 
 
 @pytest.mark.parametrize(
@@ -430,9 +411,7 @@ def test_adapters_without_names_or_folders_are_refused(given, message):
         adapter_folders(given)
 
 
-def test_the_folder_of_an_adapter_may_be_a_string(tmp_path):
-    source = write_bert(tmp_path / "source")
-    adapter = write_adapter(tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)})
+def test_the_folder_of_an_adapter_may_be_a_string(source, adapter, tmp_path):
     spec = convert(source, tmp_path / "out", adapters={"one": str(adapter)})
     assert spec.adapter_names == ("one",)
     with pytest.raises(CheckpointError, match="the name 'a:b', wanted letters"):

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from conftest import save_tiny, tiny_spec
+from fake_embedder import FakeEmbedder
 from test_server_app import fetch_json
 from test_server_openai import ask
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.config import TextConfig
 from jaxembed.errors import InvalidInput
+from jaxembed.inputs import Text
 from jaxembed.options import EncodeOptions
 from jaxembed.server.models import Models
 from jaxembed.spec import Adapter, Routes
@@ -23,15 +25,14 @@ PROMPTS = {"retrieval.query": "what is ", "retrieval.passage": "the ", "text-mat
 
 
 @pytest.fixture(name="model", scope="module")
-def _model(tmp_path_factory, grid_file) -> Iterator[Embedder]:
+def _model(tmp_path_factory) -> Iterator[Embedder]:
     """Three adapters for tasks, as those of Jina v3, and one for none."""
     folder = tmp_path_factory.mktemp("adapted")
-    path = save_tiny(
-        folder / "tiny",
-        prompts=PROMPTS,
-        adapters=ADAPTERS,
+    (folder / "buckets.json").write_text('{"buckets": [[2, 64]]}')
+    path = save_tiny(folder / "tiny", prompts=PROMPTS, adapters=ADAPTERS)
+    config = EngineConfig(
+        dtype="float32", devices=1, buckets=folder / "buckets.json", max_batch_tokens=128
     )
-    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
     model = Embedder(str(path), config=config, cache_dir=folder)
     yield model
     model.close()
@@ -73,12 +74,12 @@ def test_an_adapter_with_the_prompt_of_another_is_refused(model):
         model.encode("cat", adapter="sql", prompt_name="retrieval.query")
 
 
-def test_an_unknown_adapter_is_told_those_there_are(model, embedder):
+def test_an_unknown_adapter_is_told_those_there_are(model):
     with pytest.raises(InvalidInput, match=f"no adapter `x`; it has {', '.join(NAMES)}") as raised:
         model.encode("cat", adapter="x")
     assert raised.value.field == "adapter"
     with pytest.raises(InvalidInput, match="no adapter `x`; it has none"):
-        embedder.encode("cat", adapter="x")
+        FakeEmbedder().tasks.embed([Text("cat")], EncodeOptions(adapter="x"))
 
 
 def test_compute_takes_an_adapter_too(model):
@@ -86,10 +87,9 @@ def test_compute_takes_an_adapter_too(model):
     assert same(got / np.linalg.norm(got), model.encode("cat", adapter="sql"))
 
 
-def test_the_default_prompt_brings_its_adapter(model, grid_file, tmp_path):
+def test_the_default_prompt_brings_its_adapter(model, tmp_path):
     text = TextConfig(default_prompt_name="retrieval.passage")
-    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
-    other = Embedder(model.name, config=config, text=text, cache_dir=tmp_path)
+    other = Embedder(model.name, config=model.config, text=text, cache_dir=tmp_path)
     try:
         assert same(other.encode("cat"), model.encode("cat", adapter="retrieval.passage"))
         assert same(other.encode("cat", prompt=""), model.encode("cat"))

@@ -368,64 +368,49 @@ def test_the_filler_of_a_tokenizer_without_a_mask_is_its_end(source):
 # -- refused -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({"similarity": "l2"}, "similarity 'l2' is not supported"),
-        ({"interaction": "flipr"}, "interaction 'flipr' is not supported"),
-        ({"query_maxlen": 3}, "a length is 3, wanted at least 4"),
-        ({"query_maxlen": 25}, "filled up to 25 tokens, and there are 24 positions"),
-        ({"query_maxlen": "32"}, 'query_maxlen is "32", wanted a whole number'),
-        ({"attend_to_mask_tokens": "no"}, 'attend_to_mask_tokens is "no", wanted true or false'),
-    ],
-)
-def test_metadata_that_is_not_served_is_refused(source, metadata, message):
-    write_stanford(source, {"query_maxlen": 9, "dim": WIDTH} | metadata)
-    with pytest.raises((UnsupportedModel, CheckpointError), match=message):
-        spec_of(source)
+def stanford(folder: Path, **metadata: Any) -> None:
+    write_stanford(folder, {"query_maxlen": 9, "dim": WIDTH} | metadata)
+
+
+def pylate(folder: Path, **settings: Any) -> None:
+    write_pylate(folder, {"model_type": "ColBERT"} | settings)
+
+
+def expanded(**expansion: Any) -> dict[str, Any]:
+    return {"query_expansion": {"strategy": "min", "length": 9} | expansion}
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("write", "said", "message"),
     [
-        ({"similarity_fn_name": "euclidean"}, "similarity 'euclidean' is not supported"),
-        ({"truncate_dim": 3}, "truncate_dim=3 is not supported"),
-        ({"default_prompt_name": "other"}, "default prompt 'other' is not among the prompts"),
-        ({"skiplist_words": "."}, 'skiplist_words is ".", wanted a list of strings'),
-        ({"document_length": 0}, "document_length is 0, wanted a whole number"),
-    ],
-)
-def test_settings_that_are_not_served_are_refused(source, settings, message):
-    write_pylate(source, {"model_type": "ColBERT"} | settings)
-    with pytest.raises((UnsupportedModel, CheckpointError), match=message):
-        spec_of(source)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mask": {"keep_only_token_ids": [1]}}, "keep_only_token_ids is not supported"),
+        (stanford, {"similarity": "l2"}, "similarity 'l2' is not supported"),
+        (stanford, {"interaction": "flipr"}, "interaction 'flipr' is not supported"),
+        (stanford, {"query_maxlen": 3}, "a length is 3, wanted at least 4"),
+        (stanford, {"query_maxlen": 25}, "filled up to 25 tokens, and there are 24 positions"),
+        (stanford, {"query_maxlen": "32"}, 'query_maxlen is "32", wanted a whole number'),
+        (stanford, {"attend_to_mask_tokens": "no"}, 'mask_tokens is "no", wanted true or false'),
+        (pylate, {"similarity_fn_name": "euclidean"}, "similarity 'euclidean' is not supported"),
+        (pylate, {"truncate_dim": 3}, "truncate_dim=3 is not supported"),
+        (pylate, {"default_prompt_name": "other"}, "prompt 'other' is not among the prompts"),
+        (pylate, {"skiplist_words": "."}, 'skiplist_words is ".", wanted a list of strings'),
+        (pylate, {"document_length": 0}, "document_length is 0, wanted a whole number"),
+        (write_native, {"mask": {"keep_only_token_ids": [1]}}, "keep_only_token_ids is not supp"),
         (
+            write_native,
             {"mask": {"skiplist_words": ["."], "skiplist_tasks": ["query"]}},
             r"skiplist_tasks \['query'\] is not supported",
         ),
-        ({"modality_config": {"message": {}}}, "modality_config has message"),
-        ({"query_expansion": {"strategy": "max", "length": 9}}, "strategy 'max' is not supported"),
-        ({"query_expansion": {"strategy": "min", "length": 9, "x": 1}}, "query_expansion.x is not"),
-        ({"query_expansion": {"strategy": "min"}}, "query_expansion lacks length"),
-        ({"query_expansion": {"strategy": "min", "length": 0}}, "query_expansion.length is 0"),
-        (
-            {"query_expansion": {"strategy": "min", "length": 9}, "query_length": 8},
-            "query_length 8 is less than the 9 tokens",
-        ),
-        (
-            {"query_expansion": {"strategy": "min", "length": 9, "token": "lacking"}},
-            "filled up with 'lacking', which is no token",
-        ),
+        (write_native, {"modality_config": {"message": {}}}, "modality_config has message"),
+        (write_native, expanded(strategy="max"), "strategy 'max' is not supported"),
+        (write_native, expanded(x=1), "query_expansion.x is not"),
+        (write_native, {"query_expansion": {"strategy": "min"}}, "query_expansion lacks length"),
+        (write_native, expanded(length=0), "query_expansion.length is 0"),
+        (write_native, expanded() | {"query_length": 8}, "query_length 8 is less than the 9 token"),
+        (write_native, expanded(token="lacking"), "filled up with 'lacking', which is no token"),
     ],
 )
-def test_modules_that_are_not_served_are_refused(source, options, message):
-    write_native(source, **options)
+def test_what_is_not_served_is_refused_by_name(source, write, said, message):
+    write(source, **said)
     with pytest.raises((UnsupportedModel, CheckpointError), match=message):
         spec_of(source)
 

@@ -37,15 +37,26 @@ SCORERS = [file for file in FILES if "logits" in arrays_of(file)]
 EMBEDDERS = [file for file in FILES if "vectors/0" in arrays_of(file)]
 OF_OUTPUTS = [file for file in FILES if arrays_of(file) & {"sparse/0", "multi_vector/0"}]
 TOWERS = [file for file in FILES if "hidden" in arrays_of(file)]
-of_towers = pytest.mark.parametrize("golden", TOWERS, ids=lambda file: file.stem, indirect=True)
-of_scorers = pytest.mark.parametrize("golden", SCORERS, ids=lambda file: file.stem, indirect=True)
-of_embedders = pytest.mark.parametrize(
-    "golden", EMBEDDERS, ids=lambda file: file.stem, indirect=True
-)
 
-of_outputs = pytest.mark.parametrize(
-    "golden", OF_OUTPUTS, ids=lambda file: file.stem, indirect=True
-)
+# One of each kind of output, and decoders beside BERT: `make numerics` runs the others.
+QUICK = {
+    "bert_concatenated",
+    "bert_cross_encoder",
+    "qwen3_odd_lasttoken",
+    "qwen3_reranker",
+    "static_xlm_roberta",
+    "xlm_roberta_m3",
+}
+
+
+def of_each(files: list[Path]) -> pytest.MarkDecorator:
+    """The golden is each of these files, one after the other."""
+    params = [
+        pytest.param(file, id=file.stem, marks=[] if file.stem in QUICK else [pytest.mark.numerics])
+        for file in files
+    ]
+    return pytest.mark.parametrize("golden", params, indirect=True)
+
 
 # Float32 sums in another order; 6e-7 was the most.
 TOLERANCE = 1e-5
@@ -88,7 +99,7 @@ def write_source(arrays: dict[str, np.ndarray], folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(name="golden", scope="module", params=FILES, ids=lambda file: file.stem)
+@pytest.fixture(name="golden", scope="module")
 def _golden(request, tmp_path_factory) -> Golden:
     folder = tmp_path_factory.mktemp(request.param.stem)
     arrays = read(request.param)
@@ -157,7 +168,7 @@ def _computed(golden, golden_embedder) -> Computed:
     return Computed(np.concatenate(hidden), np.stack(pooled), np.stack(primary))
 
 
-@of_towers
+@of_each(TOWERS)
 def test_hidden_states_and_every_pooling_agree_with_torch_when_rows_are_packed(golden, computed):
     # every pooling of sentence-transformers, whichever the model has, and nothing after it
     width = golden.arrays["pooled"].shape[1]
@@ -166,7 +177,7 @@ def test_hidden_states_and_every_pooling_agree_with_torch_when_rows_are_packed(g
     assert_agrees(computed.pooled, golden.arrays["pooled"])
 
 
-@of_embedders
+@of_each(EMBEDDERS)
 def test_vectors_of_texts_agree_with_sentence_transformers(golden, golden_embedder):
     calls = json.loads(golden.arrays["calls"].item())
     assert calls
@@ -175,7 +186,7 @@ def test_vectors_of_texts_agree_with_sentence_transformers(golden, golden_embedd
         assert_agrees(vectors, golden.arrays[f"vectors/{number}"])
 
 
-@of_outputs
+@of_each(OF_OUTPUTS)
 def test_other_outputs_agree_with_their_references(golden, golden_embedder):
     """Sentence-transformers, and the formulas of FlagEmbedding for BGE-M3."""
     calls = json.loads(golden.arrays["calls"].item())
@@ -191,12 +202,12 @@ def test_other_outputs_agree_with_their_references(golden, golden_embedder):
             assert_agrees(as_dense(values) if name == "sparse" else values, wanted)
 
 
-@of_scorers
+@of_each(SCORERS)
 def test_logits_agree_with_torch_when_rows_are_packed(golden, computed):
     assert_agrees(computed.primary, golden.arrays["logits"])
 
 
-@of_scorers
+@of_each(SCORERS)
 def test_scores_of_texts_agree_with_sentence_transformers(golden, golden_embedder):
     calls = json.loads(golden.arrays["calls"].item())
     assert calls
@@ -232,6 +243,7 @@ def test_every_pooling_has_a_model_of_its_own(tmp_path):
 
 
 def test_goldens_stay_small():
+    assert {file.stem for file in FILES} > QUICK
     sizes = [file.stat().st_size for file in FILES]
     assert max(sizes) < 150_000
     assert sum(sizes) < 5_000_000

@@ -144,12 +144,13 @@ def test_an_empty_query_or_text_to_embed_is_still_refused(opened):
         embedder.encode_multi(["cat", ""])
 
 
-@pytest.mark.parametrize("name", ["colbert", "m3"])
-@pytest.mark.parametrize(("path", "field"), ROUTES.items())
-def test_every_route_that_reranks_takes_and_names_chunks(opened, name, path, field):
-    embedder = opened(name)
-    body = {"query": QUERY, field: ["a cat", prose(300, 1), ""]}
-    wanted = {one.index: one for one in embedder.rerank(QUERY, body[field], max_chunks=64)}
+@pytest.mark.parametrize(
+    ("name", "path"), [("m3", "/v1/rerank"), *(("colbert", path) for path in ROUTES)]
+)
+def test_every_route_that_reranks_takes_and_names_chunks(opened, name, path):
+    embedder, documents = opened(name), ["a cat", prose(300, 1), ""]
+    body = {"query": QUERY, ROUTES[path]: documents}
+    wanted = {one.index: one for one in embedder.rerank(QUERY, documents, max_chunks=64)}
     for asked in ({"max_chunks_per_doc": 64}, {"long_documents": "chunk", "overlap_tokens": 24}):
         response, answer = ask(body | asked, path=path, embedder=embedder)
         assert response.status_code == 200, answer

@@ -26,7 +26,7 @@ from sources import (
 )
 from test_adapters import merged
 
-from converters import convert, jina
+from converters import convert, jina, outline
 from jaxembed import checkpoint
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
 from jaxembed.spec import ModelSpec
@@ -140,7 +140,7 @@ def test_a_route_with_adapters_of_its_own_is_refused(tmp_path):
 
 def test_each_task_has_its_prompt(tmp_path):
     published, _ = with_adapters(flash_tensors())
-    spec, _ = converted(write_jina(tmp_path / "jina", published), tmp_path / "out")
+    spec = outline(write_jina(tmp_path / "jina", published)).spec
     assert spec.prompts == dict.fromkeys(TASKS, "") | {"retrieval.query": QUERY}
     assert spec.default_prompt_name is None
 

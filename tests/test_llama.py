@@ -4,11 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sources
-from test_golden import FILES, read, write_source
+from test_families import converted, golden
 
-from converters import convert, eurobert, llama, ministral3, mistral, qwen2, qwen3
-from jaxembed import checkpoint
+from converters import eurobert, llama, ministral3, mistral, qwen2, qwen3
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
 LLAMA: dict[str, Any] = {
@@ -131,34 +129,17 @@ def test_eurobert_sees_both_ways_and_pools_before_its_head():
         eurobert.config(published | {"is_causal": True})
 
 
-def golden_source(name: str, folder, **fields: Any):
-    """The directory of a golden, with other fields in its config.json."""
-    folder.mkdir()
-    (file,) = [file for file in FILES if file.stem == name]
-    write_source(read(file), folder)
-    sources.change_json(folder / "config.json", **fields)
-    return folder
-
-
-def converted(source):
-    out = source.parent / f"{source.name}-out"
-    spec = convert(source, out, progress=lambda steps: steps)
-    return spec, checkpoint.load_params(out, spec)
-
-
 def test_nvidias_embedder_is_a_llama_that_sees_both_ways(tmp_path):
     """Its own code is named and not run."""
     fields = {key: BIDIRECTIONAL[key] for key in ("architectures", "auto_map", "model_type")}
-    spec, params = converted(
-        golden_source("llama_odd_mean", tmp_path / "nvidia", is_causal=None, **fields)
-    )
-    wanted, tensors = converted(golden_source("llama_odd_mean", tmp_path / "llama"))
+    arrays = golden("llama_odd_mean")
+    spec, params = converted(arrays, tmp_path / "nvidia", is_causal=None, **fields)
+    wanted, tensors = converted(arrays, tmp_path / "llama")
     assert spec.config == wanted.config
     assert not spec.config["causal"]
     assert params.keys() == tensors.keys()
-    other = golden_source("llama_odd_mean", tmp_path / "other", auto_map={"AutoModel": "x.Y"})
     with pytest.raises(UnsupportedModel, match=r"its own code .*x\.Y"):
-        converted(other)
+        converted(arrays, tmp_path / "other", auto_map={"AutoModel": "x.Y"})
 
 
 SCORER = {
@@ -170,11 +151,10 @@ SCORER = {
 
 
 def test_nvidias_reranker_takes_the_mean_and_divides_by_its_temperature(tmp_path):
-    name = "llama_cross_encoder"
-    spec, params = converted(
-        golden_source(name, tmp_path / "llama-nemotron-rerank-1b-v2", **SCORER)
-    )
-    _, plain = converted(golden_source(name, tmp_path / "plain"))
+    arrays = golden("llama_cross_encoder")
+    name = "llama-nemotron-rerank-1b-v2"
+    spec, params = converted(arrays, tmp_path / "nvidia", name=name, **SCORER)
+    _, plain = converted(arrays, tmp_path / "plain")
     assert spec.head.pooling == ("mean",)
     assert spec.template == llama.RERANKER.template
     kernel = "heads.logits.modules.0.kernel"

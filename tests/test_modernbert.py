@@ -12,136 +12,18 @@ import numpy as np
 import pytest
 from conftest import tiny_spec
 from sources import WORDS, change_json, wordpiece, write_json, write_weights
+from test_families import MODERNBERT, MODERNBERT_FIELDS, SCORES, without
 
 from converters import convert, modernbert
-from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
+from jaxembed.errors import ConversionError
 from jaxembed.models import ModelSpec, parameter_shapes, position_limit, program, random_parameters
 from jaxembed.spec import DenseLayer, LayerNormLayer
-
-# As published, by transformers 4.
-PUBLISHED: dict[str, Any] = {
-    "architectures": ["ModernBertForMaskedLM"],
-    "model_type": "modernbert",
-    "vocab_size": len(WORDS),
-    "hidden_size": 8,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 2,
-    "intermediate_size": 6,
-    "max_position_embeddings": 24,
-    "hidden_activation": "gelu",
-    "attention_bias": False,
-    "classifier_activation": "gelu",
-    "classifier_bias": False,
-    "classifier_pooling": "mean",
-    "global_attn_every_n_layers": 3,
-    "global_rope_theta": 160000.0,
-    "layer_norm_eps": 1e-05,
-    "local_attention": 9,
-    "local_rope_theta": 10000.0,
-    "mlp_bias": False,
-    "norm_bias": False,
-    "norm_eps": 1e-05,
-    "position_embedding_type": "absolute",
-    "torch_dtype": "float32",
-}
-OLD_KEYS = {"global_attn_every_n_layers", "global_rope_theta", "local_rope_theta", "torch_dtype"}
-GLOBAL, LOCAL = "full_attention", "sliding_attention"
-RESAVED = {key: value for key, value in PUBLISHED.items() if key not in OLD_KEYS} | {
-    "dtype": "float32",
-    "layer_types": [GLOBAL, LOCAL, LOCAL, GLOBAL, LOCAL],
-    "rope_parameters": {
-        GLOBAL: {"rope_theta": 160000.0, "rope_type": "default"},
-        LOCAL: {"rope_theta": 10000.0, "rope_type": "default"},
-    },
-}
-
-CONFIG = {
-    "vocab_size": len(WORDS),
-    "hidden_size": 8,
-    "num_layers": 5,
-    "num_heads": 2,
-    "intermediate_size": 6,
-    "max_positions": 24,
-    "global_layers": [0, 3],
-    "local_reach": 4,
-    "global_theta": 160000.0,
-    "local_theta": 10000.0,
-    "norm_eps": 1e-5,
-    "activation": "gelu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "norm_bias": False,
-}
 
 
 def model(**changes) -> ModelSpec:
     """A ModernBERT with mean pooling; `changes` are of its config."""
-    config = CONFIG | changes
+    config = MODERNBERT_FIELDS | changes
     return tiny_spec(architecture="modernbert", config=config, hidden_size=8, modules=())
-
-
-@pytest.mark.parametrize("hf", [PUBLISHED, RESAVED], ids=["transformers 4", "transformers 5"])
-def test_both_spellings_of_a_config_are_read(hf):
-    assert modernbert.config(hf) == CONFIG
-
-
-def test_what_a_config_leaves_out_has_the_default_of_transformers():
-    least = {key: PUBLISHED[key] for key in modernbert.REQUIRED}
-    assert modernbert.config(least) == CONFIG | {"local_reach": 64}
-
-
-@pytest.mark.parametrize(
-    ("said", "read"),
-    [
-        ({"local_rope_theta": None}, {"local_theta": 160000.0}),  # transformers 4: as the global
-        ({"local_rope_theta": 160000}, {"local_theta": 160000.0}),
-        ({"global_attn_every_n_layers": 2}, {"global_layers": [0, 2, 4]}),
-        ({"layer_types": [LOCAL, GLOBAL, *[LOCAL] * 3]}, {"global_layers": [1]}),
-        ({"rope_parameters": {GLOBAL: {"rope_theta": 5000.0}}}, {"global_theta": 5000.0}),
-        ({"rope_parameters": {LOCAL: None, GLOBAL: None}, "rope_scaling": None}, {}),
-        ({"attention_bias": True, "mlp_bias": True}, {"attention_bias": True, "mlp_bias": True}),
-        ({"norm_bias": True, "norm_eps": 1e-3}, {"norm_bias": True, "norm_eps": 1e-3}),
-    ],
-)
-def test_odd_configs_are_read(said, read):
-    assert modernbert.config(PUBLISHED | said) == CONFIG | read
-
-
-@pytest.mark.parametrize(
-    ("said", "error", "message"),
-    [
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, UnsupportedModel, "rope_scaling"),
-        (
-            {"rope_parameters": {GLOBAL: {"rope_type": "yarn", "factor": 4.0}}},
-            UnsupportedModel,
-            "full_attention with rope_type 'yarn' and factor",
-        ),
-        ({"rope_parameters": {"rope_theta": 2.0}}, UnsupportedModel, "of rope_theta"),
-        ({"layer_types": ["chunked_attention"] * 5}, UnsupportedModel, "chunked_attention"),
-        ({"layer_types": [GLOBAL] * 4}, CheckpointError, "4 layer_types for num_hidden_layers 5"),
-        ({"hidden_activation": "gelu_10"}, UnsupportedModel, "hidden_activation 'gelu_10'"),
-        ({"classifier_pooling": "max"}, UnsupportedModel, "classifier_pooling 'max'"),
-        ({"classifier_activation": "mish"}, UnsupportedModel, "classifier_activation 'mish'"),
-        ({"is_decoder": True}, UnsupportedModel, "is_decoder=True"),
-        ({"num_attention_heads": 3}, CheckpointError, "num_attention_heads 3 of even width"),
-        ({"hidden_size": 6, "num_attention_heads": 2}, CheckpointError, "of even width"),
-        ({"local_attention": -1}, CheckpointError, "local_attention is -1"),
-        ({"global_attn_every_n_layers": 0}, CheckpointError, "global_attn_every_n_layers is 0"),
-        ({"global_rope_theta": None}, CheckpointError, "global_rope_theta is None"),
-        ({"vocab_size": None}, CheckpointError, "lacks vocab_size"),
-        (
-            {"architectures": ["ModernBertForTokenClassification"]},
-            UnsupportedModel,
-            "ModernBertForTokenClassification",
-        ),
-    ],
-    ids=str,
-)
-def test_what_is_not_run_is_refused_by_name_before_weights_are_read(said, error, message, tmp_path):
-    scores = {"architectures": ["ModernBertForSequenceClassification"]}
-    write_json(tmp_path / "source" / "config.json", PUBLISHED | scores | said)
-    with pytest.raises(error, match=message):
-        convert(tmp_path / "source", tmp_path / "out")
 
 
 def tensors(**changes) -> dict[str, np.ndarray]:
@@ -165,8 +47,7 @@ def tensors(**changes) -> dict[str, np.ndarray]:
 def _source(tmp_path):
     folder = tmp_path / "source"
     labels = {"0": "good", "1": "bad", "2": "ugly"}
-    scores = {"architectures": ["ModernBertForSequenceClassification"], "id2label": labels}
-    write_json(folder / "config.json", PUBLISHED | scores)
+    write_json(folder / "config.json", MODERNBERT | SCORES | {"id2label": labels})
     wordpiece().save(str(folder / "tokenizer.json"))
     write_weights(folder, tensors())
     return folder
@@ -186,9 +67,8 @@ def test_a_classifier_is_a_pooling_and_three_modules(source, tmp_path):
 
 
 def test_a_classifier_that_says_nothing_pools_the_first_token(source, tmp_path):
-    config = PUBLISHED | {"architectures": ["ModernBertForSequenceClassification"]}
-    absent = {"classifier_pooling", "classifier_activation", "classifier_bias"}
-    write_json(source / "config.json", {k: v for k, v in config.items() if k not in absent})
+    absent = ("classifier_pooling", "classifier_activation", "classifier_bias")
+    write_json(source / "config.json", without(MODERNBERT, *absent) | SCORES)
     weights = tensors() | {
         "classifier.weight": np.zeros((2, 8), np.float32),
         "classifier.bias": np.zeros(2, np.float32),
@@ -254,8 +134,9 @@ def planes(length: int, **changed: int) -> np.ndarray:
 
 def hidden_states(spec: ModelSpec, tokens: np.ndarray) -> np.ndarray:
     made = program(spec)
+    forward = jax.jit(made.forward, static_argnums=(2, 3))
     parameters = made.order(random_parameters(spec))
-    return np.asarray(made.forward(parameters, jnp.asarray(tokens), 1, ("tokens",))["tokens"])[0]
+    return np.asarray(forward(parameters, tokens, 1, ("tokens",))["tokens"])[0]
 
 
 @pytest.mark.parametrize("length", [24, 200])  # scores of a row at once, and block by block
@@ -317,7 +198,7 @@ def test_the_cost_of_local_attention_grows_with_the_length_and_not_its_square():
     local, whole = model(**layers, global_layers=[]), model(**layers, global_layers=[0, 1])
     short, long = (products(traced(local, length)) for length in (4096, 8192))
     assert long == 2 * short
-    scores_of_a_row = 2 * 8192**2 * CONFIG["hidden_size"]
+    scores_of_a_row = 2 * 8192**2 * MODERNBERT_FIELDS["hidden_size"]
     assert products(traced(whole, 8192)) > 2 * 2 * scores_of_a_row  # and the same for the values
     assert long < products(traced(whole, 8192)) / 20
     assert products(traced(whole, 8192)) > 3.5 * products(traced(whole, 4096))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from dual_sources import picture, png
 from page_sources import CONFIG, IMAGE_ID, PAGE, SPACE, words, write_pages
-from sources import change_json
+from sources import change_json, write_json
 
 from converters import convert, outline_routes
 from jaxembed import Embedder, EngineConfig
@@ -26,8 +26,11 @@ def _source(tmp_path_factory):
 
 @pytest.fixture(name="embedder", scope="module")
 def _embedder(source, tmp_path_factory):
-    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
     cache = tmp_path_factory.mktemp("cache")
+    write_json(cache / "buckets.json", {"buckets": [[2, 64]]})
+    config = EngineConfig(
+        dtype="float32", devices=1, buckets=cache / "buckets.json", max_batch_tokens=128
+    )
     with Embedder(str(source), cache_dir=cache, config=config) as embedder:
         yield embedder
 

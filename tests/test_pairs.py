@@ -115,7 +115,7 @@ def _kinds(make):
 
 @pytest.mark.parametrize("kind", POST_PROCESSORS)
 @given(first=texts, second=texts)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_pair_has_the_ids_and_types_that_the_tokenizer_gives_it(kinds, kind, first, second):
     processor, tokenizer = kinds[kind]
     if not (first + second).strip():
@@ -180,7 +180,7 @@ def test_a_template_that_reorders_or_repeats_is_refused_where_pairs_are_needed(m
 
 
 @given(query=texts, document=texts, instruction=st.none() | texts)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_filled_in_template_has_the_ids_of_the_whole(scorer, query, document, instruction):
     tokenizer = word_tokenizer()
     tokenizer.no_padding()
@@ -294,7 +294,7 @@ def test_a_limit_on_documents_may_bring_them_under_the_limit(make):
     second=st.tuples(texts, st.integers(1, 80)).map(lambda run: run[0] * run[1]),
     side=st.sampled_from(["left", "right"]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_long_pairs_cut_before_tokenizing_give_the_tokens_of_the_whole(kinds, first, second, side):
     processor, tokenizer = kinds["bert"]
     if not (first + second).strip():

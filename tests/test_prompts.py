@@ -19,9 +19,8 @@ JINA = {"retrieval.query": "Query: ", "retrieval.passage": "Passage: ", "text-ma
 QWEN = {"query": "Instruct: ", "document": ""}
 
 
-@pytest.mark.parametrize(
-    ("purpose", "prompts", "name"),
-    [
+def test_the_prompt_of_a_purpose():
+    for purpose, prompts, name in (
         ("query", E5, "query"),
         ("search_query", E5, "query"),
         ("retrieval.query", E5, "query"),
@@ -43,17 +42,15 @@ QWEN = {"query": "Instruct: ", "document": ""}
         ("query", {}, None),
         ("document", {"query": "q"}, None),
         ("text-matching", E5, None),
-    ],
-)
-def test_the_prompt_of_a_purpose(purpose, prompts, name):
-    assert prompt_for(purpose, prompts) == name
+    ):
+        assert prompt_for(purpose, prompts) == name, (purpose, prompts)
 
 
-@pytest.mark.parametrize("purpose", ["image", "Query", "queries", "none"])
-def test_an_unknown_purpose_is_told_the_known_ones(purpose):
-    with pytest.raises(UnknownPurpose, match=r"wanted one of query, search_query.*\*\.passage"):
-        prompt_for(purpose, E5)
-    assert role_of(purpose) is None
+def test_an_unknown_purpose_is_told_the_known_ones():
+    for purpose in ("image", "Query", "queries", "none"):
+        with pytest.raises(UnknownPurpose, match=r"wanted one of query, search_query.*\*\.passage"):
+            prompt_for(purpose, E5)
+        assert role_of(purpose) is None
 
 
 def test_the_library_takes_the_names_of_sentence_transformers_alone():
@@ -93,12 +90,11 @@ def test_a_header_names_the_prompt_that_was_asked_for_by_name():
 
 
 @pytest.mark.parametrize("field", ["input_type", "task"])
-@pytest.mark.parametrize("purpose", ["image", "question"])
-def test_a_purpose_that_is_unknown_is_refused(field, purpose):
-    response, answer, asked = embed(E5, **{field: purpose})
+def test_a_purpose_that_is_unknown_is_refused(field):
+    response, answer, asked = embed(E5, **{field: "question"})
     assert response.status_code == 400
     assert answer["error"]["param"] == field
-    assert answer["detail"].startswith(f"`{field}` of '{purpose}' is unknown; wanted one of query,")
+    assert answer["detail"].startswith(f"`{field}` of 'question' is unknown; wanted one of query,")
     assert not asked
 
 
@@ -111,9 +107,8 @@ def test_a_purpose_that_is_unknown_is_refused(field, purpose):
         {"input_type": "query", "task": "retrieval.passage"},
     ],
 )
-@pytest.mark.parametrize("prompts", [E5, E5 | {"other": "o"}])
-def test_fields_that_ask_for_different_prompts_are_refused(fields, prompts):
-    response, answer, asked = embed(prompts, **fields)
+def test_fields_that_ask_for_different_prompts_are_refused(fields):
+    response, answer, asked = embed(E5 | {"other": "o"}, **fields)
     assert response.status_code == 400
     assert all(f"`{field}`" in answer["detail"] for field in fields)
     assert "ask for different prompts" in answer["detail"]

@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 import sources
+from test_families import damaged, unsupported
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from converters import convert, heads, qwen2, qwen3
+from converters import convert, heads, outline, qwen2, qwen3
 from jaxembed import checkpoint
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import parameter_shapes, program
@@ -232,36 +233,29 @@ def test_what_qwen2_and_qwen3_differ_in():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("config", "said", "error", "message"),
     [
-        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope_type 'ntk'"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types chunked_attention"),
-        ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
-        ({"architectures": ["Qwen3ForTokenClassification"]}, "Qwen3ForTokenClassification"),
-        ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe' is not supported"),
-        ({"auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}, "modeling_qwen.Qwen2Model"),
+        (QWEN3, *unsupported("rope_type 'ntk'", rope_scaling={"rope_type": "ntk", "factor": 4.0})),
+        (QWEN3, *unsupported("tial_rotary_fa", rope_parameters={"partial_rotary_factor": 0.5})),
+        (QWEN3, *unsupported("layer_types chunked", layer_types=["chunked_attention"] * 2)),
+        (QWEN3, *unsupported("ForTokenClass", architectures=["Qwen3ForTokenClassification"])),
+        (QWEN3, *unsupported(hidden_act="mish")),
+        (QWEN3, *unsupported(model_type="qwen3_moe")),
+        (QWEN3, *unsupported("modeling_qwen.Qwen2Model", **OWN_CODE)),
+        (QWEN2, *unsupported("its own code .*oth", auto_map={"AutoModel": "other.Qwen2Model"})),
+        (QWEN3, *damaged("attention_heads 4 is not a multiple of", num_key_value_heads=3)),
+        (QWEN2, *damaged("lacks num_key_value_heads", num_key_value_heads=None)),
+        (QWEN2, *damaged("hidden_size 16 is not a multiple", num_attention_heads=6)),
+        (QWEN3, *damaged("heads are 7 wide; wanted an even number", head_dim=7)),
     ],
+    ids=str,
 )
-def test_what_the_tower_does_not_run_is_refused_by_name_before_weights_are_read(
-    tmp_path, fields, message
+def test_what_is_not_run_is_refused_by_name_before_weights_are_read(
+    config, said, error, message, tmp_path
 ):
-    source = write_embedder(tmp_path / "source")
-    (source / "model.safetensors").unlink()
-    sources.change_json(source / "config.json", **fields)
-    with pytest.raises(UnsupportedModel, match=message):
-        converted(source)
-
-
-def test_heads_that_do_not_share_keys_evenly_are_refused():
-    with pytest.raises(CheckpointError, match="num_attention_heads 4 is not a multiple of"):
-        qwen3.config(QWEN3 | {"num_key_value_heads": 3})
-    with pytest.raises(CheckpointError, match="lacks num_key_value_heads"):
-        qwen2.config(QWEN2 | {"num_key_value_heads": None})
-    with pytest.raises(CheckpointError, match="hidden_size 16 is not a multiple"):
-        qwen2.config(QWEN2 | {"num_attention_heads": 6})
-    with pytest.raises(CheckpointError, match="heads are 7 wide; wanted an even number"):
-        qwen3.config(QWEN3 | {"head_dim": 7})
+    sources.write_json(tmp_path / "config.json", config | said)
+    with pytest.raises(error, match=message):
+        outline(tmp_path)
 
 
 def hidden_states(spec: ModelSpec, params: dict[str, np.ndarray], ids: list[int]) -> np.ndarray:
@@ -270,8 +264,8 @@ def hidden_states(spec: ModelSpec, params: dict[str, np.ndarray], ids: list[int]
     tokens = PackedTokens(row, jax.numpy.arange(len(ids))[None], zero + 1, zero, zero + 1)
     planes = jax.numpy.stack([tokens.ids, tokens.positions, *(zero + 1, zero, zero + 1)])
     model = program(spec)
-    hidden = model.forward(model.order(params), planes, 1, ("tokens",))["tokens"]
-    return np.asarray(hidden[0])
+    forward = jax.jit(model.forward, static_argnums=(2, 3))
+    return np.asarray(forward(model.order(params), planes, 1, ("tokens",))["tokens"][0])
 
 
 @pytest.mark.parametrize(
@@ -286,17 +280,22 @@ def hidden_states(spec: ModelSpec, params: dict[str, np.ndarray], ids: list[int]
         (QWEN2, OWN_CODE | {"is_causal": False}, False),  # gte-Qwen2
     ],
 )
-def test_a_token_sees_those_after_it_only_where_the_model_is_bidirectional(
-    tmp_path, config, fields, causal
-):
-    spec, params = converted(write_embedder(tmp_path / "source", config, **fields))
+def test_the_config_says_whether_a_model_is_bidirectional(tmp_path, config, fields, causal):
+    spec = outline(write_embedder(tmp_path / "source", config, **fields)).spec
+    assert spec.config["causal"] == causal
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_token_sees_those_after_it_only_where_the_model_is_bidirectional(tmp_path, causal):
+    spec, params = converted(write_embedder(tmp_path / "source", QWEN2, is_causal=causal))
     first, second = (hidden_states(spec, params, [5, 6, 7, last]) for last in (8, 9))
     assert np.array_equal(first[:3], second[:3]) == causal
     assert not np.allclose(first[3], second[3])
 
 
-@pytest.mark.parametrize("use", ["SequenceClassification", "CausalLM"])
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("use", "whole"), [("SequenceClassification", True), ("CausalLM", True), ("CausalLM", False)]
+)
 def test_own_code_is_known_for_embedders_only(tmp_path, use, whole):
     """As gte-Qwen2's, which names every class of its file."""
     entry = {f"AutoModelFor{use}": f"modeling_qwen.Qwen2For{use}"}
@@ -305,15 +304,9 @@ def test_own_code_is_known_for_embedders_only(tmp_path, use, whole):
     if use == "CausalLM":
         write_logit_score(source)
     with pytest.raises(UnsupportedModel, match=r"own code .*modeling_qwen\.Qwen2"):
-        converted(source)
+        outline(source)
     source = write_embedder(tmp_path / "embedder", QWEN2, **code)
-    assert converted(source)[0].config["causal"] != whole
-
-
-def test_code_of_that_class_from_elsewhere_is_not_known(tmp_path):
-    source = write_embedder(tmp_path / "c", QWEN2, auto_map={"AutoModel": "other.Qwen2Model"})
-    with pytest.raises(UnsupportedModel, match=r"brings its own code .*other\.Qwen2Model"):
-        converted(source)
+    assert outline(source).spec.config["causal"] != whole
 
 
 def test_dense_path_chooses_the_width_of_stella(tmp_path):
@@ -427,7 +420,7 @@ def test_mxbai_reranks_as_its_authors_ask_also_where_a_chat_template_cannot_be_c
     source = write(tmp_path / "mxbai-rerank-large-v2", QWEN2)
     uncut = CHAT.replace("<|im_end|>", "\nIs it?<|im_end|>", 2)
     (source / "chat_template.jinja").write_text(uncut)
-    spec, _ = converted(source)
+    spec = outline(source).spec
     assert spec.template is not None
     tokenizer = byte_tokenizer()
     frame = template_frame(spec.template, lambda text: tokenizer.encode(text).ids)
@@ -491,6 +484,7 @@ def test_logit_score_and_a_chat_template_say_how_a_pair_is_asked(tmp_path, caplo
     }
 
 
+@pytest.mark.slow
 def test_templates_and_readmes_are_utf_8_in_any_locale(tmp_path):
     source = write(tmp_path / "source")
     (source / "README.md").write_text(f"é {qwen3.RERANKER.quote}", encoding="utf-8")
@@ -516,7 +510,7 @@ def test_the_default_prompt_is_the_instruction(tmp_path):
     sources.change_json(source / "tokenizer_config.json", chat_template=CHAT)
     prompts = {"prompts": {"law": "find the law"}, "default_prompt_name": "law"}
     sources.write_json(source / "config_sentence_transformers.json", prompts)
-    spec, _ = converted(source)
+    spec = outline(source).spec
     assert spec.template is not None
     assert spec.template.instruction == "find the law"
 
@@ -542,7 +536,7 @@ def test_a_chat_template_that_cannot_be_cut_at_tokens_is_refused(tmp_path, old, 
 def test_qwen3_rerankers_may_have_a_chat_template_for_talk(tmp_path):
     source = write(tmp_path / "Qwen3-Reranker-0.6B")
     sources.change_json(source / "tokenizer_config.json", chat_template=TALK)
-    assert converted(source)[0].template == QUESTION
+    assert outline(source).spec.template == QUESTION
 
 
 @pytest.mark.parametrize("template", [None, CHAT])
@@ -553,7 +547,7 @@ def test_logit_score_without_messages_takes_pairs_as_they_are(tmp_path, template
         sources.change_json(source / "tokenizer_config.json", chat_template=template)
         modality = {"modality_config": {"text": {"method": "forward"}}}
         sources.write_json(source / "sentence_bert_config.json", modality)
-    spec, _ = converted(source)
+    spec = outline(source).spec
     assert (spec.task, spec.template) == ("rerank", None)
 
 

@@ -3,6 +3,7 @@
 Its numbers are compared with torch's by the goldens.
 """
 
+from itertools import product
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import sources
 
-from converters import convert, roberta
+from converters import convert, outline, roberta
 from jaxembed import checkpoint
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import position_limit
@@ -53,14 +54,14 @@ def test_positions_are_those_of_transformers_wherever_a_segment_lies(pad):
     np.testing.assert_array_equal(got[segments > 0], wanted[segments > 0])
 
 
-@pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta", "Camembert"])
-@pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
-def test_each_class_of_the_family_is_read(kind, head, tmp_path):
+def test_each_class_of_the_family_is_read(tmp_path):
     names = {"Roberta": "roberta", "XLMRoberta": "xlm-roberta", "Camembert": "camembert"}
-    spec, _ = converted(tmp_path, model_type=names[kind], architectures=[kind + head])
-    assert spec.architecture == "bert"
-    assert spec.config["pad_id"] == 1
-    assert position_limit(spec) == sources.POSITIONS - 2
+    for kind, head in product(names, ("Model", "ForMaskedLM")):
+        named = {"model_type": names[kind], "architectures": [kind + head]}
+        fields = sources.ROBERTA_CONFIG | named
+        spec = outline(sources.write_sentence_bert(tmp_path, **fields)).spec
+        assert (spec.architecture, spec.config["pad_id"]) == ("bert", 1), named
+        assert position_limit(spec) == sources.POSITIONS - 2, named
 
 
 def test_prefixes_and_what_was_only_trained_with_are_dropped(tmp_path):
@@ -75,10 +76,8 @@ def test_prefixes_and_what_was_only_trained_with_are_dropped(tmp_path):
 
 
 def test_the_limit_leaves_out_the_positions_before_the_first(tmp_path):
-    folder = sources.write_bert(tmp_path / "plain", **sources.ROBERTA_CONFIG)
-    sources.write_weights(folder, sources.bert_tensors(config=sources.ROBERTA_CONFIG))
-    spec = convert(folder, tmp_path / "out", progress=lambda steps: steps)
-    assert spec.max_input_tokens == sources.POSITIONS - 2
+    source = sources.write_bert(tmp_path, **sources.ROBERTA_CONFIG)
+    assert outline(source).spec.max_input_tokens == sources.POSITIONS - 2
 
 
 def test_the_pad_is_1_where_the_config_says_nothing():

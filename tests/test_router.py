@@ -38,6 +38,11 @@ def change_router(source: Path, **fields: Any) -> None:
 
 def test_each_route_becomes_a_checkpoint_of_its_own(source):
     routes = converted(source)
+    facts = summary_of_routes(routes)
+    assert facts["default_route"] == "query"
+    assert [one["config"]["num_layers"] for one in facts["routes"].values()] == [1, 2]
+    with pytest.raises(CheckpointError, match=r"router-out/routes/NAME, of query, document"):
+        checkpoint.load_spec(source.parent / "router-out")
     assert list(routes.specs) == ["query", "document"]
     assert routes.default == "query"  # the first, as nothing else is said
     assert [spec.config["num_layers"] for spec in routes.specs.values()] == [1, 2]
@@ -73,12 +78,6 @@ def test_nothing_is_left_of_a_conversion_that_fails(source):
     assert [path.name for path in source.parent.iterdir()] == ["router"]
 
 
-def test_who_wants_one_route_is_told_their_names(source):
-    converted(source)
-    with pytest.raises(CheckpointError, match=r"router-out/routes/NAME, of query, document"):
-        checkpoint.load_spec(source.parent / "router-out")
-
-
 def test_a_router_goes_through_the_cache(source, tmp_path):
     before = hub.describe_model(str(source), cache_dir=tmp_path / "cache")
     path = hub.resolve(str(source), cache_dir=tmp_path / "cache")
@@ -99,12 +98,6 @@ def test_static_embeddings_are_fetched_to_describe_them(tmp_path):
     assert weight_folders(source) == ["query_0_StaticEmbedding", "document_0_Transformer"]
     routes = converted(source)
     assert [spec.architecture for spec in routes.specs.values()] == ["static", "bert"]
-
-
-def test_a_summary_has_every_route(source):
-    facts = summary_of_routes(converted(source))
-    assert facts["default_route"] == "query"
-    assert [one["config"]["num_layers"] for one in facts["routes"].values()] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -255,22 +248,20 @@ def test_a_router_without_its_file_is_refused(source):
     assert "has no router_config.json" in refused(source)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_a_damaged_manifest_of_routes_is_refused(source):
+    converted(source)
+    out = source.parent / "router-out"
+    manifest = json.loads((out / "manifest.json").read_text())
+    for fields, message in (
         ({"routes": ["../../other"]}, "is damaged"),
         ({"routes": []}, "is damaged"),
         ({"routes": ["query"], "default_route": "other"}, "no route 'other'"),
         ({"routes": ["missing"], "default_route": None}, "is not a checkpoint"),
         ({"format_version": 99}, "format 99"),
-    ],
-)
-def test_a_damaged_manifest_of_routes_is_refused(source, fields, message):
-    converted(source)
-    out = source.parent / "router-out"
-    sources.change_json(out / "manifest.json", **fields)
-    with pytest.raises(CheckpointError, match=message):
-        checkpoint.load_routes(out)
+    ):
+        sources.write_json(out / "manifest.json", manifest | fields)
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.load_routes(out)
 
 
 def test_what_needs_no_route_is_refused_by_its_name(source):

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import sources
+from test_families import damaged, unsupported
 
-from converters import convert
+from converters import convert, outline
 from jaxembed import checkpoint
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
 from jaxembed.spec import DenseLayer, ModelSpec
@@ -64,7 +65,7 @@ def test_a_cross_encoder_is_a_tower_with_a_head_of_two_layers(kind, tmp_path):
 
 def test_several_labels_are_in_the_order_of_their_ids(tmp_path):
     id2label = {"2": "no", "0": "yes", "1": "perhaps"}
-    spec, _ = converted(write_scorer(tmp_path / "source", labels=3, id2label=id2label))
+    spec = outline(write_scorer(tmp_path / "source", labels=3, id2label=id2label)).spec
     assert (spec.task, spec.labels, spec.dim) == ("classify", ("yes", "perhaps", "no"), 3)
     assert spec.score_function == "softmax"
 
@@ -78,7 +79,7 @@ def test_several_labels_are_in_the_order_of_their_ids(tmp_path):
     ],
 )
 def test_independent_labels_are_scored_each_by_itself(tmp_path, fields):
-    spec, _ = converted(write_scorer(tmp_path / "source", labels=3, **fields))
+    spec = outline(write_scorer(tmp_path / "source", labels=3, **fields)).spec
     assert spec.score_function == "sigmoid"
 
 
@@ -86,7 +87,7 @@ def test_an_old_cross_encoder_that_gives_logits_is_scored_by_its_labels(tmp_path
     identity = {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}
     for labels, wanted in ((1, "sigmoid"), (3, "softmax")):
         source = write_scorer(tmp_path / f"{labels}", labels=labels, **identity)
-        assert converted(source)[0].score_function == wanted
+        assert outline(source).spec.score_function == wanted
 
 
 def test_a_saved_cross_encoder_is_read(tmp_path):
@@ -97,7 +98,7 @@ def test_a_saved_cross_encoder_is_read(tmp_path):
     saved = {"model_type": "CrossEncoder", "prompts": {}, "default_prompt_name": None}
     saved |= {"activation_fn": "torch.nn.modules.activation.Softmax"}
     sources.write_json(source / "config_sentence_transformers.json", saved)
-    spec, _ = converted(source)
+    spec = outline(source).spec
     assert (spec.task, spec.max_input_tokens, spec.score_function) == ("classify", 20, "softmax")
 
 
@@ -116,45 +117,44 @@ def test_what_a_cross_encoder_wants_and_we_do_not_run_is_refused(tmp_path, saved
         converted(source)
 
 
-def test_several_values_of_a_regression_are_refused(tmp_path):
-    source = write_scorer(tmp_path / "several", labels=3, problem_type="regression")
-    with pytest.raises(UnsupportedModel, match="'regression' with 3 labels is not supported"):
-        converted(source)
-    spec, _ = converted(write_scorer(tmp_path / "one", problem_type="regression"))
+MINE = "modeling_x.Mine"
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "message"),
+    [
+        unsupported("'regression' with 3 labels is not", labels=3, problem_type="regression"),
+        unsupported(f"own code .*AutoModel: {MINE}", kind=ROBERTA, auto_map={"AutoModel": MINE}),
+        unsupported(
+            f"own code .*AutoModelForSequenceClassification: {MINE}",
+            auto_map={"AutoModelForSequenceClassification": MINE},
+        ),
+        unsupported("nothing says whether .* embeds or scores", architectures=None),
+        unsupported("nothing says whether .* embeds or", kind=ROBERTA, architectures=None),
+        damaged("id2label", labels=2, id2label={"0": "a", "2": "b"}),
+        damaged("id2label", labels=2, id2label={"a": "0"}),
+        damaged("id2label", labels=2, id2label=["a", "b"]),
+    ],
+    ids=str,
+)
+def test_what_is_not_scored_is_refused_by_name(said, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        outline(write_scorer(tmp_path, **said))
+
+
+def test_one_value_of_a_regression_is_scored_as_a_label(tmp_path):
+    spec = outline(write_scorer(tmp_path, problem_type="regression")).spec
     assert spec.score_function == "sigmoid"
-
-
-@pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("key", ["AutoModel", "AutoModelForSequenceClassification"])
-def test_a_classifier_with_code_of_its_own_is_refused(tmp_path, kind, key):
-    source = write_scorer(tmp_path / "source", kind, auto_map={key: "modeling_x.Mine"})
-    with pytest.raises(UnsupportedModel, match=rf"own code .*{key}: modeling_x\.Mine"):
-        converted(source)
 
 
 def test_code_for_another_use_does_not_concern_a_classifier(tmp_path):
     code = {"AutoConfig": "x.Config", "AutoModelForMaskedLM": "x.Masked"}
-    assert converted(write_scorer(tmp_path / "source", auto_map=code))[0].task == "rerank"
+    assert outline(write_scorer(tmp_path, auto_map=code)).spec.task == "rerank"
 
 
 def test_a_dense_path_of_a_model_that_scores_is_refused(tmp_path):
-    source = write_scorer(tmp_path / "source")
     with pytest.raises(CheckpointError, match="dense path '2_Dense' takes the place of a Dense"):
-        convert(source, tmp_path / "out", dense_path="2_Dense")
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_classifier_that_does_not_say_so_is_not_taken_for_an_embedder(tmp_path, kind):
-    source = write_scorer(tmp_path / "source", kind, architectures=None)
-    with pytest.raises(UnsupportedModel, match=r"nothing says whether .* embeds or scores"):
-        converted(source)
-
-
-@pytest.mark.parametrize("ids", [{"0": "a", "2": "b"}, {"a": "0"}, ["a", "b"]])
-def test_labels_without_ids_in_order_are_refused(tmp_path, ids):
-    source = write_scorer(tmp_path / "source", labels=2, id2label=ids)
-    with pytest.raises(CheckpointError, match="id2label"):
-        converted(source)
+        outline(write_scorer(tmp_path), dense_path="2_Dense")
 
 
 @pytest.mark.parametrize("kind", HEADS)

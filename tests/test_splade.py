@@ -80,50 +80,42 @@ def refused(source: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("pooling", "fold"),
+    ("head", "pooling", "fold"),
     [
-        ({}, lambda z: np.log1p(np.maximum(z, 0)).max(axis=0)),
-        ({"pooling_strategy": "sum"}, lambda z: np.log1p(np.maximum(z, 0)).sum(axis=0)),
+        (sources.masked_lm_tensors, {}, lambda z: np.log1p(np.maximum(z, 0)).max(axis=0)),
         (
-            {"activation_function": "log1p_relu"},
-            lambda z: np.log1p(np.log1p(np.maximum(z, 0))).max(axis=0),
+            untied,
+            {"pooling_strategy": "sum", "activation_function": "log1p_relu"},
+            lambda z: np.log1p(np.log1p(np.maximum(z, 0))).sum(axis=0),
         ),
     ],
+    ids=["tied", "untied"],
 )
-@pytest.mark.parametrize("head", [sources.masked_lm_tensors, untied], ids=["tied", "untied"])
 def test_the_weights_are_those_of_the_formula(make, tmp_path, head, pooling, fold):
     """Of the tokens of the text alone, its special tokens among them, and of all terms."""
     source = sources.write_splade(tmp_path / "source", head(), **pooling)
-    answer = make(source).compute(TEXTS, ["sparse", "tokens"])
+    embedder = make(source)
+    answer = embedder.compute(TEXTS, ["sparse", "tokens"])
     tensors = load_file(source / "model.safetensors")
     got = as_dense(answer["sparse"])
     for weights, hidden in zip(got, answer["tokens"], strict=True):
         wanted = fold(logits(tensors, hidden.astype(np.float64)))
         np.testing.assert_allclose(weights, wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_a_text_has_the_same_weights_alone_and_in_a_batch(make, tmp_path):
-    embedder = make(sources.write_splade(tmp_path / "source"))
-    together = as_dense(embedder.compute(TEXTS, ["sparse"])["sparse"])
     alone = [as_dense(embedder.compute([text], ["sparse"])["sparse"])[0] for text in TEXTS]
-    np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_a_small_logit_keeps_its_weight(make, tmp_path):
+def test_small_logits_and_special_tokens_keep_their_weights(make, tmp_path):
     """log(1 + 1e-9) is 0 in float32, log1p(1e-9) is not."""
     head = {name: np.zeros_like(one) for name, one in sources.masked_lm_tensors().items()}
-    head["cls.predictions.bias"] += np.float32(1e-9)
-    embedder = make(sources.write_splade(tmp_path / "source", head))
-    got = as_dense(embedder.compute(TEXTS, ["sparse"])["sparse"])
-    np.testing.assert_allclose(got, np.full_like(got, 1e-9), rtol=1e-6)
-
-
-def test_the_special_tokens_keep_their_weights(make, tmp_path):
-    head = {name: np.zeros_like(one) for name, one in sources.masked_lm_tensors().items()}
-    head["cls.predictions.bias"][:4] = 1
-    embedder = make(sources.write_splade(tmp_path / "source", head))
-    (indices,) = embedder.compute(["hello"], ["sparse"])["sparse"].indices
-    assert indices.tolist() == [0, 1, 2, 3]
+    bias = np.array([1, 1, 1, 1, 0, *[1e-9] * (TERMS - 5)], np.float32)
+    head["cls.predictions.bias"][:] = bias
+    (got,) = as_dense(
+        make(sources.write_splade(tmp_path / "source", head)).compute(["hello"], ["sparse"])[
+            "sparse"
+        ]
+    )
+    np.testing.assert_allclose(got, np.log1p(bias.astype(np.float64)), rtol=1e-6)
 
 
 def test_the_table_of_terms_is_padded_with_zeros(tmp_path):
@@ -194,18 +186,24 @@ def test_another_width_is_refused(tmp_path, key):
         outline(source)
 
 
+AUTO_ENCODER = "sentence_transformers.sparse_encoder.models.SparseAutoEncoder"
+
+
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("kinds", "message"),
     [
-        ("sparse_encoder.modules.sparse_auto_encoder.SparseAutoEncoder", "SparseAutoEncoder"),
-        ("sparse_encoder.models.SparseAutoEncoder", "SparseAutoEncoder"),
-        ("models.Pooling", "modules masked_lm, pooling are not supported"),
+        ((AUTO_ENCODER,), "SparseAutoEncoder"),
+        ((sources.POOLING,), "modules masked_lm, pooling are not supported"),
+        (
+            (sources.SPLADE, sources.NORMALIZE),
+            "modules masked_lm, splade, normalize are not supported",
+        ),
     ],
 )
-def test_other_modules_after_a_masked_lm_are_refused(tmp_path, kind, message):
+def test_other_modules_after_a_masked_lm_are_refused(tmp_path, kinds, message):
     source = sources.write_splade(tmp_path / "source")
-    kinds = (sources.TRANSFORMER, ""), (f"sentence_transformers.{kind}", "1_SpladePooling")
-    sources.write_modules(source, *kinds)
+    later = [(kind, "1_SpladePooling") for kind in kinds]
+    sources.write_modules(source, (sources.TRANSFORMER, ""), *later)
     assert message in refused(source)
 
 
@@ -213,13 +211,6 @@ def test_hidden_states_are_no_logits(tmp_path):
     source = sources.write_splade(tmp_path / "source")
     sources.write_json(source / "sentence_bert_config.json", {"max_seq_length": 16})
     assert "modules transformer, splade are not supported" in refused(source)
-
-
-def test_modules_after_the_pooling_are_refused(tmp_path):
-    source = sources.write_splade(tmp_path / "source")
-    first, second = (sources.TRANSFORMER, ""), (sources.SPLADE, "1_SpladePooling")
-    sources.write_modules(source, first, second, (sources.NORMALIZE, "2_Normalize"))
-    assert "modules masked_lm, splade, normalize are not supported" in refused(source)
 
 
 def test_a_model_of_another_class_is_refused(tmp_path):
@@ -407,7 +398,7 @@ def test_a_masked_lm_is_a_sparse_encoder_where_that_is_asked_for(make, tmp_path)
     got = asked.compute(TEXTS, ["sparse"])["sparse"]
     np.testing.assert_array_equal(as_dense(got), as_dense(wanted))
     assert list(asked.spec.heads) == ["sparse"]
-    assert list(make(source).spec.heads) == ["dense"]
+    assert list(outline(source).spec.heads) == ["dense"]
 
 
 def test_what_is_converted_as_a_sparse_encoder_stays_one(make, tmp_path):

@@ -15,14 +15,20 @@ from jaxembed.spec import DenseLayer, PairTemplate
 from jaxembed.summary import summary
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("tower", TOWERS.values(), ids=TOWERS)
-def test_the_bytes_are_those_that_a_replica_places(tower, dtype):
-    spec = tiny_spec(**tower, modules=(DenseLayer(32, 7), DenseLayer(7, 3)))
-    replica = Replica(program(spec), random_parameters(spec), jax.local_devices()[:1], dtype)
-    facts = summary(spec)
-    assert facts["parameter_bytes"][dtype] == sum(leaf.nbytes for leaf in replica._parameters)
-    assert facts["parameters"] == sum(leaf.size for leaf in replica._parameters)
+@pytest.mark.parametrize(
+    "tower",
+    [
+        pytest.param(tower, marks=[] if tower in ("bert", "deberta") else [pytest.mark.numerics])
+        for tower in TOWERS
+    ],
+)
+def test_the_bytes_are_those_that_a_replica_places(tower):
+    spec = tiny_spec(**TOWERS[tower], modules=(DenseLayer(32, 7), DenseLayer(7, 3)))
+    made, parameters, facts = program(spec), random_parameters(spec), summary(spec)
+    for dtype in ("float32", "bfloat16", "float16"):
+        placed = Replica(made, parameters, jax.local_devices()[:1], dtype)._parameters
+        assert facts["parameter_bytes"][dtype] == sum(leaf.nbytes for leaf in placed)
+        assert facts["parameters"] == sum(leaf.size for leaf in placed)
 
 
 def test_an_embedder_is_told_by_its_outputs_and_prompts():
@@ -68,6 +74,6 @@ def test_the_limit_is_what_a_server_takes_by_default(tmp_path, monkeypatch):
 
 
 def test_everything_said_is_json():
-    for tower in TOWERS.values():
-        facts = summary(tiny_spec(**tower))
+    for tower in ("bert", "pages, qwen", "mistral"):  # with rules of images, and nested settings
+        facts = summary(tiny_spec(**TOWERS[tower]))
         assert json.loads(json.dumps(facts)) == facts
