@@ -60,9 +60,9 @@ TABLE: dict[str, list[str]] = {
     "jaxembed/terms.py": ["parity splade m3"],
     "jaxembed/verify/**": ["slow", "parity verify"],
     # converters
-    "converters/**": [f"parity {BACKBONES}"],
+    "converters/**": ["numerics", f"parity {BACKBONES}"],
     **{
-        f"converters/{name}.py": [f"parity {name}"]
+        f"converters/{name}.py": ["numerics", f"parity {name}"]
         for name in (
             *(
                 "adapters",
@@ -78,24 +78,27 @@ TABLE: dict[str, list[str]] = {
             *("mpnet", "nomic_bert", "qwen2", "qwen3", "rope", "router", "static", "t5"),
         )
     },
-    "converters/chat.py": ["parity qwen3 cross_encoders"],
-    "converters/colpali.py": ["parity pages"],
-    "converters/colqwen.py": ["parity colqwen"],
-    "converters/decoders.py": ["parity qwen2 qwen3 llama mistral ministral3 gemma2 gemma3"],
-    "converters/distances.py": ["parity mpnet t5"],
-    "converters/dual.py": ["parity dual"],
-    "converters/image_rules.py": ["parity dual pages colqwen"],
-    "converters/jina.py": ["parity jina_v3"],
-    "converters/late_interaction.py": ["parity colbert"],
-    "converters/page_words.py": ["parity pages colqwen"],
-    "converters/pages.py": ["parity pages colqwen"],
-    "converters/qwen_vision.py": ["parity colqwen"],
-    "converters/rerankers.py": ["parity qwen3 cross_encoders"],
-    "converters/roberta.py": ["parity roberta xlm_roberta camembert"],
-    "converters/scores.py": ["parity cross_encoders"],
-    "converters/sentencepiece_*": ["parity sentencepiece xlm_roberta"],
-    "converters/static_terms.py": ["parity splade static"],
-    "converters/terms.py": ["parity splade"],
+    "converters/chat.py": ["numerics", "parity qwen3 cross_encoders"],
+    "converters/colpali.py": ["numerics", "parity pages"],
+    "converters/colqwen.py": ["numerics", "parity colqwen"],
+    "converters/decoders.py": [
+        "numerics",
+        "parity qwen2 qwen3 llama mistral ministral3 gemma2 gemma3",
+    ],
+    "converters/distances.py": ["numerics", "parity mpnet t5"],
+    "converters/dual.py": ["numerics", "parity dual"],
+    "converters/image_rules.py": ["numerics", "parity dual pages colqwen"],
+    "converters/jina.py": ["numerics", "parity jina_v3"],
+    "converters/late_interaction.py": ["numerics", "parity colbert"],
+    "converters/page_words.py": ["numerics", "parity pages colqwen"],
+    "converters/pages.py": ["numerics", "parity pages colqwen"],
+    "converters/qwen_vision.py": ["numerics", "parity colqwen"],
+    "converters/rerankers.py": ["numerics", "parity qwen3 cross_encoders"],
+    "converters/roberta.py": ["numerics", "parity roberta xlm_roberta camembert"],
+    "converters/scores.py": ["numerics", "parity cross_encoders"],
+    "converters/sentencepiece_*": ["numerics", "parity sentencepiece xlm_roberta"],
+    "converters/static_terms.py": ["numerics", "parity splade static"],
+    "converters/terms.py": ["numerics", "parity splade"],
     "tests/golden/**": ["parity goldens"],
     "tests/parity/requirements.txt": ["parity"],
     # the rest of the library

@@ -20,11 +20,14 @@ def _suites():
 
 
 def test_a_family_needs_its_own_parity_and_documents_need_nothing(suites):
-    assert suites.needed(["converters/nomic_bert.py"]) == ["parity nomic_bert"]
+    assert suites.needed(["converters/nomic_bert.py"]) == ["numerics", "parity nomic_bert"]
     assert suites.needed(["docs/library.md", "tests/test_text.py"]) == []
     both = suites.needed(["converters/t5.py", "jaxembed/bulk/run.py", "tests/parity/test_m3.py"])
-    assert both == ["slow", "parity m3 t5", "stores", "ray"]
-    assert suites.needed(["tests/parity/requirements.txt", "converters/t5.py"]) == ["parity"]
+    assert both == ["numerics", "slow", "parity m3 t5", "stores", "ray"]
+    assert suites.needed(["tests/parity/requirements.txt", "converters/t5.py"]) == [
+        "numerics",
+        "parity",
+    ]
     assert suites.needed(["pyproject.toml"]) == list(suites.TARGETS)
 
 
