@@ -1,5 +1,7 @@
 """Fixtures that most tests share: a tiny random BERT as a checkpoint, and an Embedder on it."""
 
+import asyncio
+import inspect
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ import tokenizers
 from fakes import SMALL_GRID, WAIT_S, EngineUnderTest
 from native_builds import AVX512_BF16, RUNNABLE, for_this_cpu
 from tokenizers import models, normalizers, pre_tokenizers, processors
+from werkzeug.routing import Rule
 
 import converters
 from jaxembed import Embedder, EngineConfig, checkpoint
@@ -23,6 +26,7 @@ from jaxembed.engine.bucket import BucketGrid, default_grid
 from jaxembed.engine.calibrate import Rate
 from jaxembed.models import native, random_parameters
 from jaxembed.processors.text import TextProcessor
+from jaxembed.server import pool
 from jaxembed.spec import DType, ImageRules, ModelSpec, NormalizeLayer, Pooled, scoring_heads
 
 jax.config.update("jax_num_cpu_devices", 8)  # used by tests of parallelism; the others take one
@@ -57,6 +61,23 @@ def _leave_out_native(cache_dir: Path) -> None:
 
 native.load_library = _leave_out_native
 
+collect = pool._collect
+pool._collect = lambda: None  # it searches all that other tests left; fake models leave nothing
+
+compile_builder = Rule._compile_builder
+_builders: dict[tuple[str, bool], Callable[..., Any]] = {}
+
+
+def _builder_once(rule: Rule, append_unknown: bool = True) -> Callable[..., Any]:
+    """Compile what makes URLs of a route once for all servers: it is most of making a server."""
+    key = rule.rule, append_unknown
+    if key not in _builders:
+        _builders[key] = compile_builder(rule, append_unknown)
+    return _builders[key]
+
+
+Rule._compile_builder = _builder_once
+
 measure_product = calibrate._measure
 
 
@@ -70,6 +91,7 @@ calibrate._measure = _measured_once
 native_trial.MOST_WAITED = costs.MOST_WAITED = 1.0  # other tests use the cores, too
 
 LIMIT = 64  # tokens
+LOOP_S = 120.0  # of a test that is a coroutine: reached only by what hangs
 _SENTENCE = "the a of cat dog sat on mat runs red blue sky how what is where train tiny"
 WORDS = _SENTENCE.split()
 
@@ -372,6 +394,22 @@ def word_tokenizer() -> tokenizers.Tokenizer:
     tokenizer.enable_padding(length=16)
     tokenizer.enable_truncation(16)
     return tokenizer
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+
+    async def within_limit() -> None:
+        names = inspect.signature(pyfuncitem.obj).parameters
+        async with asyncio.timeout(LOOP_S):
+            await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+
+    with asyncio.Runner(loop_factory=pyfuncitem.funcargs.get("loop_factory")) as runner:
+        runner.run(within_limit())
+    return True
 
 
 def save_tiny(path: Path, **changes) -> Path:

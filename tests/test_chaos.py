@@ -1,6 +1,5 @@
 """A short storm on a real server, and that its oracle sees what must not be."""
 
-import asyncio
 import os
 import sys
 from random import Random
@@ -26,7 +25,7 @@ LIVES = (
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="faults of the disk, and /proc, are Linux's")
-def test_in_a_storm_each_request_has_its_one_outcome_and_after_it_nothing_is_held(tmp_path):
+async def test_in_a_storm_each_request_has_its_one_outcome_and_after_it_nothing_is_held(tmp_path):
     reranker = save_tiny(
         tmp_path / "reranker",
         pooling=("cls",),
@@ -43,12 +42,8 @@ def test_in_a_storm_each_request_has_its_one_outcome_and_after_it_nothing_is_hel
     save_tiny(repository / "second", pooling=("cls",))
     weather = Weather(SEED, str(embedder), cache, str(reranker), flags=flags, repository=repository)
     storm = Storm(weather)
-
-    async def blow() -> None:
-        for life in LIVES:
-            await storm.live(life)
-
-    asyncio.run(blow())
+    for life in LIVES:
+        await storm.live(life)
     sums = storm.sums()
     repeat = f"repeat it with CHAOS_SEED={SEED}"
     assert not sums["violations"], "\n".join([repeat, *sums["violations"], *storm.wrong_logs])

@@ -16,6 +16,8 @@ import httpx
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CONNECTIONS = 2000
 ANSWER_S = 60  # far more than any answer takes; a hang fails the test instead of blocking it
 
@@ -111,7 +113,6 @@ async def wave(port: int, count: int = CONNECTIONS) -> Counter:
     return Counter(status for status, _ in answers)
 
 
-@pytest.mark.slow
 def test_each_of_2000_requests_is_answered_and_memory_stays_flat(start_server):
     server = start_server("--max-queue-tokens", "2000", "--max-concurrent-requests", "200")
     process = psutil.Process(server.process.pid)
@@ -157,19 +158,15 @@ def test_a_client_that_goes_away_takes_its_queued_work_along(start_server):
     assert asyncio.run(post(server.port, ["the cat"]))[0] == 200
 
 
-def test_sigterm_under_load_loses_no_admitted_request(start_server):
+async def test_sigterm_under_load_loses_no_admitted_request(start_server):
     server = start_server("--max-queue-tokens", "1000000")
-
-    async def load() -> list:
-        texts = different(2_000, words=40)
-        requests = [
-            asyncio.create_task(post(server.port, texts[k : k + 50])) for k in range(0, 2_000, 50)
-        ]
-        await asyncio.to_thread(server.wait_until, lambda: server.metric("te_queue_size") > 0)
-        server.process.send_signal(signal.SIGTERM)
-        return await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), ANSWER_S)
-
-    answers = asyncio.run(load())
+    texts = different(2_000, words=40)
+    requests = [
+        asyncio.create_task(post(server.port, texts[k : k + 50])) for k in range(0, 2_000, 50)
+    ]
+    await asyncio.to_thread(server.wait_until, lambda: server.metric("te_queue_size") > 0)
+    server.process.send_signal(signal.SIGTERM)
+    answers = await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), ANSWER_S)
     assert server.process.wait(ANSWER_S) == 0
     # refused with 503 or at the door is an answer; a 200 that never came is a loss
     statuses = Counter(a[0] if isinstance(a, tuple) else type(a).__name__ for a in answers)

@@ -264,13 +264,10 @@ def test_an_unknown_model_is_a_404(path):
 @pytest.mark.parametrize(("method", "path", "status"), [
     ("POST", "/v2/nothing", 404), ("GET", "/v2/rerank", 405),
 ])  # fmt: skip
-def test_what_is_not_there_is_said_in_words_of_cohere_under_v2(method, path, status):
-    async def go():
-        client = create_app(Models([FakeEmbedder()]), ServerConfig()).test_client()
-        response = await client.open(path, method=method)
-        return response.status_code, await response.get_json()
-
-    found, body = asyncio.run(go())
+async def test_what_is_not_there_is_said_in_words_of_cohere_under_v2(method, path, status):
+    client = create_app(Models([FakeEmbedder()]), ServerConfig()).test_client()
+    response = await client.open(path, method=method)
+    found, body = response.status_code, await response.get_json()
     assert found == status
     assert list(body) == ["message"]
 

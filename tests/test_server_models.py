@@ -300,7 +300,7 @@ def test_models_share_their_limits(pair):
         e.admission.admit(Cost(17, 1))  # past the limit it has had its half, and is not small
 
 
-def test_two_models_together_have_no_more_programs_in_flight_than_one(pair, monkeypatch):
+async def test_two_models_together_have_no_more_programs_in_flight_than_one(pair, monkeypatch):
     inside, most, ran, lock = 0, 0, {"e": 0, "r": 0}, threading.Lock()
 
     def watched(name, run):
@@ -321,24 +321,20 @@ def test_two_models_together_have_no_more_programs_in_flight_than_one(pair, monk
     for name in ran:
         runner = pair[name].loaded.engine.seats[0].runner
         monkeypatch.setattr(runner, "run", watched(name, runner.run))
-
-    async def flood():
-        client = create_app(pair, ServerConfig()).test_client()
-        different = [[n >> bit & 1 for bit in range(30)] for n in range(400)]
-        texts = [" ".join("red" if bit else "train" for bit in bits) for bits in different[:200]]
-        asked = [
-            client.post("/v1/embeddings", json={"input": texts[k : k + 40]})
-            for k in range(0, 200, 40)
-        ]
-        sequences = [Encoding(np.array(bits, np.int32) + 7) for bits in different[200:]]
-        works = [work_of(sequences[k : k + 40], LOGITS) for k in range(0, 200, 40)]
-        tickets = [pair["r"].loaded.engine.submit(work) for work in works]
-        responses = await asyncio.gather(*asked)
-        for ticket in tickets:
-            await asyncio.to_thread(ticket.result, 30.0)
-        return [response.status_code for response in responses]
-
-    assert asyncio.run(flood()) == [200] * 5
+    client = create_app(pair, ServerConfig()).test_client()
+    different = [[n >> bit & 1 for bit in range(30)] for n in range(400)]
+    texts = [" ".join("red" if bit else "train" for bit in bits) for bits in different[:200]]
+    asked = [
+        client.post("/v1/embeddings", json={"input": texts[k : k + 40]}) for k in range(0, 200, 40)
+    ]
+    sequences = [Encoding(np.array(bits, np.int32) + 7) for bits in different[200:]]
+    works = [work_of(sequences[k : k + 40], LOGITS) for k in range(0, 200, 40)]
+    tickets = [pair["r"].loaded.engine.submit(work) for work in works]
+    responses = await asyncio.gather(*asked)
+    for ticket in tickets:
+        await asyncio.to_thread(ticket.result, 30.0)
+    found = [response.status_code for response in responses]
+    assert found == [200] * 5
     assert most <= pair["e"].loaded.engine.seats[0].turn.permits
     assert ran["e"] > 10
     assert ran["r"] > 10

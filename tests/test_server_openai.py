@@ -315,7 +315,7 @@ def test_floats_are_as_short_as_float32_allows():
     assert asyncio.run(joined(json_matrix(rows))) == b"[[0.1,0.33333334]]"
 
 
-def test_a_large_answer_leaves_as_it_is_made_and_a_small_one_as_a_whole():
+async def test_a_large_answer_leaves_as_it_is_made_and_a_small_one_as_a_whole():
     made = []
 
     async def parts(count):
@@ -323,16 +323,13 @@ def test_a_large_answer_leaves_as_it_is_made_and_a_small_one_as_a_whole():
             made.append(k)
             yield bytes(MOST_JOINED // 4)
 
-    async def go():
-        small = await json_stream(parts(3))
-        assert small.content_length == len(await small.get_data(as_text=False))
-        made.clear()
-        large = await json_stream(parts(40))
-        assert large.content_length is None
-        assert len(made) == 4  # the others wait for the client
-        assert len(await large.get_data(as_text=False)) == 10 * MOST_JOINED
-
-    asyncio.run(go())
+    small = await json_stream(parts(3))
+    assert small.content_length == len(await small.get_data(as_text=False))
+    made.clear()
+    large = await json_stream(parts(40))
+    assert large.content_length is None
+    assert len(made) == 4  # the others wait for the client
+    assert len(await large.get_data(as_text=False)) == 10 * MOST_JOINED
 
 
 def test_a_value_that_is_not_allowed_is_told_those_that_are():

@@ -1,6 +1,5 @@
 """Dense, sparse and multi-vector outputs over HTTP, of a model that gives all three."""
 
-import asyncio
 import base64
 import json
 
@@ -307,15 +306,11 @@ def test_the_terms_of_a_text_are_written_in_slices(embedder, monkeypatch, return
     assert sliced == whole
 
 
-def test_no_slice_has_more_terms_than_one_turn_writes():
+async def test_no_slice_has_more_terms_than_one_turn_writes():
     row = [np.arange(10_000, dtype=np.int32)], [np.ones(10_000, np.float32)]
     values = {"sparse": SparseRows(10_000, *row)}
     answer = Embeddings(values, np.ones(1, np.int64), 0, 0.0, 0.0, 0.0)
-
-    async def go():
-        return [part async for part in multi._terms(answer, None)]
-
-    parts = asyncio.run(go())
+    parts = [part async for part in multi._terms(answer, None)]
     assert max(part.count(b"{") for part in parts) == multi.SLICE_TERMS
     assert len(json.loads(b"".join(parts))[0]) == 10_000
 
