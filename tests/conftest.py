@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import pytest
 import tokenizers
+from dual_sources import write_dual
 from fakes import SMALL_GRID, WAIT_S, EngineUnderTest
 from native_builds import AVX512_BF16, RUNNABLE, for_this_cpu
 from tokenizers import models, normalizers, pre_tokenizers, processors
@@ -91,7 +92,7 @@ calibrate._measure = _measured_once
 native_trial.MOST_WAITED = costs.MOST_WAITED = 1.0  # other tests use the cores, too
 
 LIMIT = 64  # tokens
-LOOP_S = 120.0  # of a test that is a coroutine: reached only by what hangs
+LOOP_S = 300.0  # of a test that is a coroutine: reached only by what hangs
 _SENTENCE = "the a of cat dog sat on mat runs red blue sky how what is where train tiny"
 WORDS = _SENTENCE.split()
 
@@ -517,6 +518,16 @@ def _embedder(tiny_checkpoint, grid_file, tmp_path_factory) -> Iterator[Embedder
     embedder.engine.wait_timed(60.0)
     yield embedder
     embedder.close()
+
+
+@pytest.fixture(name="clip", scope="session")
+def _clip(tmp_path_factory) -> Iterator[Embedder]:
+    """A tiny CLIP. Shared: do not close or drain it."""
+    pytest.importorskip("PIL")
+    folder, cache = (tmp_path_factory.mktemp(name) for name in ("clip", "clip-cache"))
+    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
+    with Embedder(str(write_dual(folder)), cache_dir=cache, config=config) as embedder:
+        yield embedder
 
 
 @pytest.fixture(name="start")

@@ -269,20 +269,28 @@ class Site:
         self.app = create_app(self.models, config, ModelPool(self.models), keyring=self.keys)
         self.client = self.app.test_client()
 
-    async def get(self, path: str, key: str = "secret"):
+    async def get(self, path: str, key: str = "secret", status: int | None = None):
         response = await self.client.get(path, headers={"authorization": f"Bearer {key}"})
-        return response, await response.get_data()
+        data = await response.get_data()
+        assert status in (None, response.status_code), data
+        return response, data
 
-    async def post(self, path: str, body: dict, key: str = "secret"):
+    async def post(self, path: str, body: dict, key: str = "secret", status: int | None = None):
+        """The answer, which has the status given, if any, and is an error in its route's words."""
         headers = {"authorization": f"Bearer {key}"}
         response = await self.client.post(path, json=body, headers=headers)
-        return response, json.loads(await response.get_data())
+        answer = json.loads(await response.get_data())
+        assert status in (None, response.status_code), answer
+        assert response.status_code < 400 or is_error(path, answer)
+        return response, answer
 
-    async def embed(self, inputs="the cat", path: str = "/v1/embeddings", key="secret", **fields):
+    async def embed(
+        self, inputs="the cat", path="/v1/embeddings", key="secret", status=None, **fields
+    ):
         body = {EMBED[path]: inputs} | fields
         if path == "/v2/embed":
             body |= {"input_type": "search_query"}
-        return await self.post(path, body, key)
+        return await self.post(path, body, key, status)
 
 
 def said(body: dict) -> str:
@@ -294,33 +302,26 @@ def said(body: dict) -> str:
 async def test_a_key_of_the_file_opens_and_another_does_not(path, tmp_path):
     site = Site(tmp_path, table(), api_keys=("flag",))
     for key, status in (("secret", 200), ("flag", 200), ("wrong", 401), ("", 401)):
-        response, body = await site.embed(["x"], path, key)
-        assert response.status_code == status
-        assert status == 200 or is_error(path, body)
+        response, _ = await site.embed(["x"], path, key, status=status)
         assert not [name for name, _ in response.headers if "ratelimit" in name.lower()]
-    response, _ = await site.get("/health", "wrong")
-    assert response.status_code == 200
+    await site.get("/health", "wrong", status=200)
     assert site.keys.unknown == 2
 
 
 @pytest.mark.parametrize("path", EMBED)
 async def test_an_expired_key_is_refused_by_its_name(path, tmp_path):
     site = Site(tmp_path, table("late") + "expires = 2027-01-01T00:00:01Z")
-    assert (await site.embed(["x"], path))[0].status_code == 200
+    await site.embed(["x"], path, status=200)
     site.now += timedelta(seconds=1)
-    response, body = await site.embed(["x"], path)
-    assert response.status_code == 401
+    response, body = await site.embed(["x"], path, status=401)
     assert response.headers["www-authenticate"] == "Bearer"
-    assert is_error(path, body)
     assert said(body).startswith("the key `late` has expired: it was valid to 2027-01-01 00:0")
 
 
 @pytest.mark.parametrize("path", EMBED)
 async def test_a_route_that_the_key_may_not_use_is_forbidden(path, tmp_path):
     site = Site(tmp_path, table("narrow", routes=["/rerank", "/v9/*"]))
-    response, body = await site.embed(["x"], path)
-    assert response.status_code == 403
-    assert is_error(path, body)
+    _, body = await site.embed(["x"], path, status=403)
     assert said(body) == f"the key `narrow` may not use {path}; it may use /rerank, /v9/*"
 
 
@@ -335,15 +336,13 @@ def three() -> Models:
 @pytest.mark.parametrize("path", EMBED)
 async def test_a_model_that_the_key_may_not_use_is_forbidden_served_or_not(path, tmp_path):
     site = Site(tmp_path, table("narrow", models=["live", "r"]), models=three())
-    assert (await site.embed(["x"], path, model="live"))[0].status_code == 200
+    await site.embed(["x"], path, model="live", status=200)
     for model in ("e", "o", "nobody", "live:fr"):
-        response, body = await site.embed(["x"], path, model=model)
-        assert response.status_code == 403
-        assert is_error(path, body)
+        _, body = await site.embed(["x"], path, model=model, status=403)
         words = f"the key `narrow` may not use the model `{model}`; it may use live, r"
         assert said(body) == words
     # without a name it is the only one that the key may use
-    assert (await site.embed(["x"], path))[0].status_code == 200
+    await site.embed(["x"], path, status=200)
     assert site.keys.quota(site.keys.find(b"secret")).refused["model"] == 4
 
 
@@ -370,11 +369,9 @@ async def test_a_model_that_the_key_may_not_use_is_forbidden_served_or_not(path,
 async def test_every_route_asks_for_the_model_first(path, body, tmp_path):
     site = Site(tmp_path, table(models=["o"]), models=three())
     for model in ("e", "nobody"):
-        response, answer = await site.post(path, body | {"model": model})
-        assert response.status_code == 403, answer
-        assert is_error(path, answer)
+        await site.post(path, body | {"model": model}, status=403)
     vertex = {"instances": [{"inputs": "x", "model": "o"}, {"inputs": "x", "model": "e"}]}
-    assert (await site.post("/vertex", vertex))[0].status_code == 403
+    await site.post("/vertex", vertex, status=403)
 
 
 async def test_a_key_sees_the_models_that_it_may_use_and_no_others(tmp_path):
@@ -391,31 +388,26 @@ async def test_a_key_sees_the_models_that_it_may_use_and_no_others(tmp_path):
         ("/info?model=e", 403),
         ("/info?model=r", 200),
     ):
-        assert (await site.get(path))[0].status_code == status
+        await site.get(path, status=status)
     _, body = await site.get("/info")
     info = json.loads(body)
     assert info["served_model_name"] == "o"
     assert [one["name"] for one in info["jaxembed"]["models"]] == ["o", "r"]
-    response, body = await site.post("/v1/embeddings", {"input": "x", "model": "r"})
-    assert response.status_code == 400
+    _, body = await site.post("/v1/embeddings", {"input": "x", "model": "r"}, status=400)
     assert "`r` is a" in said(body)
 
 
 async def test_names_that_are_not_served_are_told_only_those_of_the_key(tmp_path):
     site = Site(tmp_path, table(models=["gone", "o"]), models=three())
-    response, body = await site.embed(model="gone")
-    assert response.status_code == 404
+    _, body = await site.embed(model="gone", status=404)
     assert said(body) == "the model `gone` does not exist; this server has o"
     for path in ("/v1/models/gone", "/info?model=gone"):
-        response, body = await site.get(path)
-        assert response.status_code == 404
+        _, body = await site.get(path, status=404)
         assert said(json.loads(body)) == "the model `gone` does not exist; this server has o"
     site = Site(tmp_path, table("stale", models=["gone"]), models=three())
-    response, body = await site.embed()
-    assert response.status_code == 403
+    _, body = await site.embed(status=403)
     assert "none of the models that the API key may use is served" in said(body)
-    response, body = await site.get("/info")
-    assert response.status_code == 403
+    _, body = await site.get("/info", status=403)
     assert "none of the models that the API key may use is served" in said(json.loads(body))
 
 
@@ -490,8 +482,7 @@ def rates(response) -> dict[str, str]:
 @pytest.mark.parametrize("path", EMBED)
 async def test_answers_and_refusals_tell_what_is_left(path, tmp_path):
     site = Site(tmp_path, table("batch", requests_per_minute=2, tokens_per_minute=600))
-    response, _ = await site.embed(["a b c", "d"], path)
-    assert response.status_code == 200
+    response, _ = await site.embed(["a b c", "d"], path, status=200)
     assert rates(response) == {
         "limit-requests": "2",
         "remaining-requests": "1",
@@ -500,10 +491,9 @@ async def test_answers_and_refusals_tell_what_is_left(path, tmp_path):
         "remaining-tokens": "596",
         "reset-tokens": "400ms",
     }
-    assert (await site.embed(["a"], path))[0].status_code == 200
+    await site.embed(["a"], path, status=200)
     response, body = await site.embed(["a"], path)
     assert (response.status_code, response.headers["retry-after"]) == (429, "30")
-    assert is_error(path, body)
     assert said(body) == "the key `batch` has used its 2 requests a minute; try again in 30 s"
     assert rates(response)["remaining-requests"] == "0"
     assert rates(response)["reset-requests"] == "1m0s"
@@ -511,7 +501,7 @@ async def test_answers_and_refusals_tell_what_is_left(path, tmp_path):
         assert body["error"]["code"] == "rate_limit_exceeded"
         assert body["error"]["type"] == "rate_limit_error"
     site.clock.now += 30
-    assert (await site.embed(["a"], path))[0].status_code == 200
+    await site.embed(["a"], path, status=200)
 
 
 @pytest.mark.parametrize("path", EMBED)
@@ -525,7 +515,6 @@ async def test_tokens_are_refused_before_the_model_runs_or_for_good(path, tmp_pa
     assert said(body) == "the key `batch` has used its 60 tokens a minute; try again in 30 s"
     response, body = await site.embed(["a " * 16] * 2, path)
     assert response.status_code == (422 if path == "/embed" else 400)
-    assert is_error(path, body)
     words = "the request has about 64 tokens, and the key `batch` never has room for more than"
     assert words in said(body)
     assert len(site.embedder.asked) == asked
@@ -535,8 +524,7 @@ async def test_get_requests_are_not_counted_and_all_instances_are_one(tmp_path):
     site = Site(tmp_path, table(requests_per_minute=5, tokens_per_minute=1000))
     assert rates((await site.get("/v1/models"))[0])["remaining-requests"] == "5"
     body = {"instances": [{"inputs": "a b"}, {"inputs": ["c", "d e f"]}]}
-    response, _ = await site.post("/vertex", body)
-    assert response.status_code == 200
+    response, _ = await site.post("/vertex", body, status=200)
     assert rates(response)["remaining-requests"] == "4"
     assert rates(response)["remaining-tokens"] == "994"
     response, _ = await site.post("/tokenize", {"inputs": "word " * 100})
@@ -552,8 +540,7 @@ async def test_inputs_that_wait_are_limited_and_given_back_whatever_ends_the_req
     response, body = await site.embed(["c", "d"])
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
     assert "the key `batch` has 2 inputs that wait, and may have 3" in said(body)
-    response, body = await site.embed(["a"] * 4)
-    assert response.status_code == 400
+    _, body = await site.embed(["a"] * 4, status=400)
     assert "never has room for more than 3" in said(body)
     other = asyncio.create_task(site.embed(["a"] * 9, key="other"))
     embedder.gate.set()
@@ -561,7 +548,7 @@ async def test_inputs_that_wait_are_limited_and_given_back_whatever_ends_the_req
     assert quota.waiting == 0
 
     embedder.failure = RuntimeError("broken")
-    assert (await site.embed(["a"]))[0].status_code == 500
+    await site.embed(["a"], status=500)
     assert quota.waiting == 0
     embedder.failure, embedder.gate = None, asyncio.Event()
     embedder.entered.clear()
@@ -581,8 +568,8 @@ async def test_no_message_metric_or_log_line_has_a_key_or_its_digest(tmp_path, c
             response, body = await site.embed(["x"], path, key, model="e")
             seen += [json.dumps(body).encode(), str(response.headers).encode()]
     site.keys.read_again()
-    answer = b"".join([*seen, await (await site.client.get("/metrics")).get_data()])
-    seen = answer.decode() + caplog.text
+    seen.append(await (await site.client.get("/metrics")).get_data())
+    seen = b"".join(seen).decode() + caplog.text
     assert 'jaxembed_key_refused{key="batch",reason="model"} 1.0' in seen
     assert 'jaxembed_key_refused{key="batch",reason="requests"} 2.0' in seen
     assert 'jaxembed_key_requests{key="batch"} 1.0' in seen

@@ -158,15 +158,19 @@ def test_a_client_that_goes_away_takes_its_queued_work_along(start_server):
     assert asyncio.run(post(server.port, ["the cat"]))[0] == 200
 
 
-async def test_sigterm_under_load_loses_no_admitted_request(start_server):
+def test_sigterm_under_load_loses_no_admitted_request(start_server):
     server = start_server("--max-queue-tokens", "1000000")
-    texts = different(2_000, words=40)
-    requests = [
-        asyncio.create_task(post(server.port, texts[k : k + 50])) for k in range(0, 2_000, 50)
-    ]
-    await asyncio.to_thread(server.wait_until, lambda: server.metric("te_queue_size") > 0)
-    server.process.send_signal(signal.SIGTERM)
-    answers = await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), ANSWER_S)
+
+    async def load() -> list:
+        texts = different(2_000, words=40)
+        requests = [
+            asyncio.create_task(post(server.port, texts[k : k + 50])) for k in range(0, 2_000, 50)
+        ]
+        await asyncio.to_thread(server.wait_until, lambda: server.metric("te_queue_size") > 0)
+        server.process.send_signal(signal.SIGTERM)
+        return await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), ANSWER_S)
+
+    answers = asyncio.run(load())
     assert server.process.wait(ANSWER_S) == 0
     # refused with 503 or at the door is an answer; a 200 that never came is a loss
     statuses = Counter(a[0] if isinstance(a, tuple) else type(a).__name__ for a in answers)

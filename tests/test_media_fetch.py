@@ -287,41 +287,28 @@ def test_a_setting_that_is_no_host_is_refused():
 # What is refused before anything is connected to
 
 
-# Other hosts than those that are allowed, in the forms that fool parsers, by the rule that refuses.
+# Hosts that are not allowed, in forms that fool parsers, by the rule that refuses them; more forms
+# are in test_media_urls.py.
 REFUSED_URLS = {
     "its host is none of those": [
         "http://127.0.0.1:{port}/",
-        "http://127.0.0.1.:{port}/",
         "http://localhost:{port}/",
         "http://127\u30020\u30020\u30021:{port}/",
         "http://\uff11\uff12\uff17.0.0.1:{port}/",
         "http://[::1]:{port}/",
-        "http://[::]:{port}/",
         "http://[::ffff:127.0.0.1]:{port}/",
-        "http://[::ffff:7f00:1]:{port}/",
-        "http://[::127.0.0.1]:{port}/",
         "http://[64:ff9b::7f00:1]:{port}/",
         "http://127.0.0.1:{port}#@a.test/",
         "http://127.0.0.1:{port}?@a.test/",
         "http://127.0.0.1:{port}/@a.test/",
-        "http://a.test.b.test:{port}/",
-        "http://xa.test:{port}/",
         "http://c.test:{port}/",
     ],
     "its host is a number": [
         "http://2130706433:{port}/",
-        "http://0x7f000001:{port}/",
-        "http://0x7f.0.0.1:{port}/",
-        "http://017700000001:{port}/",
-        "http://0177.0.0.1:{port}/",
         "http://127.1:{port}/",
-        "http://127.0.1:{port}/",
-        "http://0:{port}/",
         "http://a.test.127.0.0.1:{port}/",
     ],
-    "malformed": [
-        "http://127%2e0%2e0%2e1:{port}/",
-    ],
+    "malformed": ["http://127%2e0%2e0%2e1:{port}/"],
     "user name or password": [
         "http://a.test@127.0.0.1:{port}/",
         "http://a.test:80@127.0.0.1:{port}/",
@@ -330,13 +317,11 @@ REFUSED_URLS = {
     "backslash": [
         "http://127.0.0.1:{port}\\@a.test/",
         "http://a.test\\@127.0.0.1:{port}/",
-        "http:\\\\a.test:{port}/",
     ],
     "control character": [
         "http://127.0.0.1:{port}\t@a.test/",
         "http://127.0\t.0.1:{port}/",
         "http://a.test:{port}/ HTTP/1.1\r\nX: y",
-        "\nhttp://a.test:{port}/",
     ],
     "its port is not": [
         "http://b.test:{port}/",
@@ -344,11 +329,8 @@ REFUSED_URLS = {
     ],
     "wanted http:// or https://": [
         "file:///etc/passwd",
-        "file://a.test:{port}/etc/passwd",
         "gopher://a.test:{port}/_GET",
-        "ftp://a.test:{port}/",
         "unix://a.test:{port}/",
-        "//a.test:{port}/",
     ],
 }
 
@@ -377,15 +359,10 @@ async def test_without_hosts_nothing_is_fetched():
     [
         ["127.0.0.1"],
         ["8.8.8.8", "127.0.0.1"],
-        ["127.0.0.1", "8.8.8.8"],
-        ["::ffff:127.0.0.1"],
         ["2606:4700::1", "::ffff:127.0.0.1"],
         ["::1", "127.0.0.1"],
-        ["0.0.0.0"],
-        ["::"],
         ["64:ff9b::7f00:1", "127.0.0.1"],
         ["fe80::1%2"],
-        ["169.254.169.254"],
     ],
 )
 async def test_names_with_an_address_that_is_not_public_reach_nothing(addresses):
@@ -509,20 +486,14 @@ async def test_so_many_redirects_are_followed_and_no_more():
     ("location", "rule"),
     [
         ("http://127.0.0.1:PORT/", "its host is none of those"),
-        ("http://localhost:PORT/", "its host is none of those"),
-        ("//127.0.0.1:PORT/", "its host is none of those"),
         ("///127.0.0.1:PORT/", "malformed|more than 3 redirects"),
-        ("http://[::ffff:127.0.0.1]:PORT/", "its host is none of those"),
         ("http://2130706433:PORT/", "its host is a number"),
         ("http://e.test:PORT/", "its host is none of those"),
         ("http://a.test@127.0.0.1:PORT/", "user name or password"),
         ("http://a.test:22/", "its port is not"),
         ("/\\127.0.0.1:PORT/", "backslash"),
-        ("\\\\127.0.0.1:PORT/", "backslash"),
         ("/ä\tb", "control character"),
         ("file:///etc/passwd", "wanted http:// or https://"),
-        ("gopher://a.test:PORT/_", "wanted http:// or https://"),
-        ("ftp://a.test:PORT/", "wanted http:// or https://"),
         ("data:image/gif;base64,QQ==", "wanted http:// or https://"),
         ("javascript:alert(1)", "wanted http:// or https://"),
         ("http://", "malformed|more than 3 redirects"),

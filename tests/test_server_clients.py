@@ -10,11 +10,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from dual_sources import write_dual
 from fake_embedder import CLASSIFIER, M3, RERANKER, SPEC, FakeEmbedder
 from test_server_app import fetch
 
-from jaxembed import Embedder, EngineConfig
 from jaxembed.server.models import UNSPECIFIED, Models
 from jaxembed.spec import Pooled
 
@@ -100,18 +98,6 @@ def is_of_images(one):
 SERVED = list(filter(is_served, RECORDED))
 TEXTS = [one for one in SERVED if not is_of_images(one)]
 IMAGES = [one for one in SERVED if is_of_images(one)]
-
-
-@pytest.fixture(name="clip", scope="module")
-def _clip(tmp_path_factory):
-    pytest.importorskip("PIL")
-    folder, cache_dir = (
-        write_dual(tmp_path_factory.mktemp("clip")),
-        tmp_path_factory.mktemp("cache"),
-    )
-    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
-    with Embedder(str(folder), cache_dir=cache_dir, config=config) as embedder:
-        yield embedder
 
 
 @pytest.mark.parametrize("one", TEXTS, ids=by_name)

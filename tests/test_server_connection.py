@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import re
 import socket
 from types import SimpleNamespace
@@ -28,6 +29,12 @@ from jaxembed.server.models import Models
 from jaxembed.server.protocols import MOST_FRAMES, MOST_TABLE, Http2
 
 PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def _warnings_alone(caplog) -> None:
+    """Commands that other tests run leave a level that logs more."""
+    caplog.set_level(logging.WARNING, "jaxembed")
 
 
 @contextlib.asynccontextmanager
@@ -235,16 +242,14 @@ async def test_an_empty_piece_does_not_keep_the_next_answer_back():
     connection._send(b"")  # the end of an answer whose length was told
     connection._send(b"the next answer")
     await asyncio.sleep(0)
-    found = writer.written
-    assert found == [b"the next answer"]
+    assert writer.written == [b"the next answer"]
 
 
 async def test_many_small_pieces_are_not_held_until_there_are_no_more():
     connection, writer = bare_connection()
     for _ in range(40):  # as HTTP/2 sends a large answer, within one turn of the loop
         connection._send(bytes(MOST_HELD // 4))
-    found = writer.written
-    assert [len(piece) for piece in found] == [MOST_HELD] * 10
+    assert [len(piece) for piece in writer.written] == [MOST_HELD] * 10
 
 
 async def test_a_connection_ends_though_more_of_a_body_comes_than_is_discarded(monkeypatch):
@@ -373,27 +378,20 @@ async def test_a_frame_longer_than_allowed_ends_its_connection_before_it_has_com
                 pass
 
 
-def test_the_longest_frames_that_are_allowed_may_come_in_any_pieces(monkeypatch):
+async def test_the_longest_frames_that_are_allowed_may_come_in_any_pieces(monkeypatch):
     """Between two pieces all of a frame but its last byte may be there, with the frame's head."""
     monkeypatch.setattr("jaxembed.server.protocols.MOST_FRAMES", 5)
-    head = {":method": "POST", ":path": "/embed", ":scheme": "http", ":authority": "x"}
-
-    async def go():
-        client = h2_client()
-        async with serving() as address, connected(address) as (reader, writer):
-            writer.write(client.data_to_send())
-            client.receive_data(await reader.read(65536))
-            body = b'{"inputs": "a"}'.ljust(client.max_outbound_frame_size)
-            client.send_headers(1, [*head.items(), ("content-type", "application/json")])
-            client.send_data(1, body, end_stream=True)
-            writer.write(client.data_to_send())
-            while data := await reader.read(65536):
-                for event in client.receive_data(data):
-                    if isinstance(event, h2.events.ResponseReceived):
-                        return dict(event.headers)
-        return {}
-
-    assert asyncio.run(go()).get(b":status") == b"200"
+    head = HEAD | {":method": "POST", ":path": "/embed", "content-type": "application/json"}
+    client = h2_client()
+    async with serving() as address, connected(address) as (reader, writer):
+        writer.write(client.data_to_send())
+        client.receive_data(await reader.read(65536))
+        body = b'{"inputs": "a"}'.ljust(client.max_outbound_frame_size)
+        client.send_headers(1, list(head.items()))
+        client.send_data(1, body, end_stream=True)
+        events = await h2_events((reader, writer), client, 1, h2.events.ResponseReceived)
+    (answered,) = [one for one in events if isinstance(one, h2.events.ResponseReceived)]
+    assert dict(answered.headers)[b":status"] == b"200"
 
 
 async def test_a_body_with_two_lengths_is_refused_and_its_connection_closed():
@@ -425,9 +423,7 @@ async def test_a_client_that_sends_ahead_and_leaves_an_answer_unread_leaves_noth
             await loop.sock_sendall(client, request + PING)
             await asyncio.sleep(0.1)  # its answer fills what the client can take
             client.close()
-        async with asyncio.timeout(10):
-            while asyncio.all_tasks() - before:
-                await asyncio.sleep(0.01)
+        await until(lambda: not asyncio.all_tasks() - before)
     assert not [record for record in caplog.records if record.exc_info]
 
 
@@ -485,9 +481,8 @@ async def deaf(address):
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
+    while not condition():
+        await asyncio.sleep(0.001)
 
 
 def waiting(connection: Connection) -> int:

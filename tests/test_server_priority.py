@@ -1,15 +1,11 @@
 """Who waits for a request: what its body or its header says, on every route that runs a model."""
 
-import asyncio
 from typing import Any
 
 import pytest
 from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
+from test_server_openai import ask
 from werkzeug.datastructures import Headers
-
-from jaxembed.config import ServerConfig
-from jaxembed.server.app import create_app
-from jaxembed.server.models import Models
 
 QUERY = {"query": "a", "documents": ["a"]}
 ROUTES: dict[str, tuple[Any, dict]] = {
@@ -35,14 +31,10 @@ ALSO_NUMBERS = [
 def post(path: str, spec, body: dict, *header: str | None):
     """The response, its JSON and the priorities that the model was asked with."""
 
-    async def ask():
-        embedder = FakeEmbedder(spec=spec)
-        client = create_app(Models([embedder]), ServerConfig()).test_client()
-        headers = Headers([("x-priority", one) for one in header if one is not None])
-        response = await client.post(path, json=body, headers=headers)
-        return response, await response.get_json(), [one.priority for one in embedder.asked]
-
-    return asyncio.run(ask())
+    embedder = FakeEmbedder(spec=spec)
+    headers = Headers([("x-priority", one) for one in header if one is not None])
+    response, answer = ask(body, path=path, embedder=embedder, headers=headers)
+    return response, answer, [one.priority for one in embedder.asked]
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -15,6 +15,7 @@ import openai
 import pytest
 from fake_embedder import FakeEmbedder
 from fakes import count_of
+from live_server import WAIT_S
 from openai import AsyncOpenAI
 
 from jaxembed.config import ServerConfig
@@ -39,7 +40,7 @@ async def serving(embedder, config=None, tracer=None):
     app = create_app(models, config, tracer=tracer)
     task = asyncio.create_task(serve(app, models, config, shutdown, listener))
     try:
-        async with httpx.AsyncClient(base_url=address, timeout=10, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=address, timeout=WAIT_S, trust_env=False) as client:
             yield client, shutdown, task
     finally:
         shutdown.set()
@@ -234,16 +235,13 @@ def test_a_busy_port_is_a_config_error_that_names_the_flag():
             listen("127.0.0.1", port, flag="--prometheus-port")
 
 
-def test_a_busy_metrics_port_stops_the_start():
-    async def go(port):
-        models = Models([FakeEmbedder()])
-        config = ServerConfig(prometheus_port=port, port=0)
-        await serve(create_app(models, config), models, config, asyncio.Event())
-
+async def test_a_busy_metrics_port_stops_the_start():
     with listen("127.0.0.1", 0) as taken:
         taken.listen()
+        models = Models([FakeEmbedder()])
+        config = ServerConfig(prometheus_port=taken.getsockname()[1], port=0)
         with pytest.raises(ConfigError, match="--prometheus-port"):
-            asyncio.run(go(taken.getsockname()[1]))
+            await serve(create_app(models, config), models, config, asyncio.Event())
 
 
 def test_an_unknown_host_is_a_config_error():
@@ -305,33 +303,31 @@ def test_the_watchdog_ends_a_process_that_a_thread_holds_up():
             while "listening on" not in process.stdout.readline():
                 assert process.poll() is None
             process.send_signal(signal.SIGTERM)
-            assert process.wait(10) == 0
+            assert process.wait(WAIT_S) == 0
             assert "still running" in process.stdout.read()
         finally:
             process.kill()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGTERM on Windows")
-def test_sigterm_answers_what_was_admitted_and_exits_with_0():
-    process = start(PROGRAM)
+async def test_sigterm_answers_what_was_admitted_and_exits_with_0():
+    with start(PROGRAM) as process:
 
-    async def go(address):
-        async with httpx.AsyncClient(base_url=address, timeout=10, trust_env=False) as client:
-            work = asyncio.create_task(client.post("/embed", json=ASK))
-            await line_with("entered")
-            process.send_signal(signal.SIGTERM)
-            return await work
+        async def line_with(word):
+            while word not in (line := await asyncio.to_thread(process.stdout.readline)):
+                assert line, "the server ended early"
+            return line
 
-    async def line_with(word):
-        while word not in (line := await asyncio.to_thread(process.stdout.readline)):
-            assert line, "the server ended early"
-        return line
-
-    with process:
         try:
-            address = asyncio.run(line_with("listening on")).split()[-1]
-            assert asyncio.run(go(address)).status_code == 200
-            assert process.wait(10) == 0
+            address = (await line_with("listening on")).split()[-1]
+            async with httpx.AsyncClient(
+                base_url=address, timeout=WAIT_S, trust_env=False
+            ) as client:
+                work = asyncio.create_task(client.post("/embed", json=ASK))
+                await line_with("entered")
+                process.send_signal(signal.SIGTERM)
+                assert (await work).status_code == 200
+            assert process.wait(WAIT_S) == 0
             assert "stopped" in process.stdout.read()
         finally:
             process.kill()
