@@ -329,6 +329,7 @@ def test_a_route_answers_a_large_body_as_a_small_one(body, path, model):
         b'{"inputs": ["\xff"]}',
         b'{"inputs": ["\\ud800"]}',
         b'{"inputs": ["\\x"]}',
+        b'{"inputs": ["\\u12x4"]}',
         b'{"inputs": [01]}',
         b'{"inputs": ["a"], "other": [nul]}',
         b'{"inputs": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
