@@ -1,5 +1,7 @@
 """Fixtures that most tests share: a tiny random BERT as a checkpoint, and an Embedder on it."""
 
+import asyncio
+import inspect
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -11,9 +13,11 @@ from typing import Any
 import jax
 import pytest
 import tokenizers
+from dual_sources import write_dual
 from fakes import SMALL_GRID, WAIT_S, EngineUnderTest
 from native_builds import AVX512_BF16, RUNNABLE, for_this_cpu
 from tokenizers import models, normalizers, pre_tokenizers, processors
+from werkzeug.routing import Rule
 
 import converters
 from jaxembed import Embedder, EngineConfig, checkpoint
@@ -23,6 +27,7 @@ from jaxembed.engine.bucket import BucketGrid, default_grid
 from jaxembed.engine.calibrate import Rate
 from jaxembed.models import native, random_parameters
 from jaxembed.processors.text import TextProcessor
+from jaxembed.server import pool
 from jaxembed.spec import DType, ImageRules, ModelSpec, NormalizeLayer, Pooled, scoring_heads
 
 jax.config.update("jax_num_cpu_devices", 8)  # used by tests of parallelism; the others take one
@@ -57,6 +62,23 @@ def _leave_out_native(cache_dir: Path) -> None:
 
 native.load_library = _leave_out_native
 
+collect = pool._collect
+pool._collect = lambda: None  # it searches all that other tests left; fake models leave nothing
+
+compile_builder = Rule._compile_builder
+_builders: dict[tuple[str, bool], Callable[..., Any]] = {}
+
+
+def _builder_once(rule: Rule, append_unknown: bool = True) -> Callable[..., Any]:
+    """Compile what makes URLs of a route once for all servers: it is most of making a server."""
+    key = rule.rule, append_unknown
+    if key not in _builders:
+        _builders[key] = compile_builder(rule, append_unknown)
+    return _builders[key]
+
+
+Rule._compile_builder = _builder_once
+
 measure_product = calibrate._measure
 
 
@@ -70,6 +92,7 @@ calibrate._measure = _measured_once
 native_trial.MOST_WAITED = costs.MOST_WAITED = 1.0  # other tests use the cores, too
 
 LIMIT = 64  # tokens
+LOOP_S = 300.0  # of a test that is a coroutine: reached only by what hangs
 _SENTENCE = "the a of cat dog sat on mat runs red blue sky how what is where train tiny"
 WORDS = _SENTENCE.split()
 
@@ -374,6 +397,22 @@ def word_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+
+    async def within_limit() -> None:
+        names = inspect.signature(pyfuncitem.obj).parameters
+        async with asyncio.timeout(LOOP_S):
+            await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+
+    with asyncio.Runner(loop_factory=pyfuncitem.funcargs.get("loop_factory")) as runner:
+        runner.run(within_limit())
+    return True
+
+
 def save_tiny(path: Path, **changes) -> Path:
     """A checkpoint of `tiny_spec(**changes)` with random parameters."""
     spec = tiny_spec(**changes)
@@ -479,6 +518,16 @@ def _embedder(tiny_checkpoint, grid_file, tmp_path_factory) -> Iterator[Embedder
     embedder.engine.wait_timed(60.0)
     yield embedder
     embedder.close()
+
+
+@pytest.fixture(name="clip", scope="session")
+def _clip(tmp_path_factory) -> Iterator[Embedder]:
+    """A tiny CLIP. Shared: do not close or drain it."""
+    pytest.importorskip("PIL")
+    folder, cache = (tmp_path_factory.mktemp(name) for name in ("clip", "clip-cache"))
+    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
+    with Embedder(str(write_dual(folder)), cache_dir=cache, config=config) as embedder:
+        yield embedder
 
 
 @pytest.fixture(name="start")

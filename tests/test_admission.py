@@ -257,13 +257,13 @@ def test_a_flood_of_inputs_leaves_the_other_model_an_equal_part():
             door.admit(Cost(1, 1))
 
 
-@pytest.mark.parametrize("models", [1, 2, 3, 5])
+@pytest.mark.parametrize("models", [1, 2, 5])
 def test_all_models_together_hold_the_limit_and_the_shares_of_all_but_one_at_most(models):
     limit, largest, draw = 60, 4, np.random.default_rng(models)
     capacity = Capacity(limit, 10**6)
     doors = [Admission(capacity, 0, lambda: 0.0) for _ in range(models)]
     held, most = [], 0
-    for _ in range(5000):
+    for _ in range(2000):
         door = doors[draw.integers(models) if draw.random() < 0.5 else 0]  # one is asked the most
         try:
             held.append(door.admit(Cost(int(draw.integers(1, largest + 1)), 1)))

@@ -245,21 +245,17 @@ def test_instances_are_one_line(tmp_path):
     assert (line["inputs"], line["tokens"], line["model"]) == (3, 4, "test/fake")
 
 
-def test_admin_calls_are_noted_with_their_models(tmp_path):
+async def test_admin_calls_are_noted_with_their_models(tmp_path):
     log = AuditLog(tmp_path / "audit.jsonl")
-
-    async def scenario() -> None:
-        pool = pool_of(Shelf())
-        config = ServerConfig(admin_key="admin")
-        app = create_app(pool.models, config, pool, audit=log)
-        beside = create_admin_app(Service(pool.models, ServerConfig(), pool, audit=log))
-        for served in (app.test_client(), beside.test_client()):
-            await served.post("/v2/repository/models/a/load", json={}, headers=KEY)
-            body = {"model": "b"}
-            await served.put("/v2/repository/aliases/live", json=body, headers=KEY)
-            await served.post("/v2/repository/index", json={}, headers={"authorization": "x"})
-
-    asyncio.run(scenario())
+    pool = pool_of(Shelf())
+    config = ServerConfig(admin_key="admin")
+    app = create_app(pool.models, config, pool, audit=log)
+    beside = create_admin_app(Service(pool.models, ServerConfig(), pool, audit=log))
+    for served in (app.test_client(), beside.test_client()):
+        await served.post("/v2/repository/models/a/load", json={}, headers=KEY)
+        body = {"model": "b"}
+        await served.put("/v2/repository/aliases/live", json=body, headers=KEY)
+        await served.post("/v2/repository/index", json={}, headers={"authorization": "x"})
     log.close()
     found = [
         (one["key"], one["method"], one["route"], one["model"], one["status"])
@@ -276,17 +272,13 @@ def test_admin_calls_are_noted_with_their_models(tmp_path):
     ]
 
 
-def test_a_request_is_answered_whatever_becomes_of_its_line():
+async def test_a_request_is_answered_whatever_becomes_of_its_line():
     log = AuditLog(Path("/dev/full"))
-
-    async def scenario() -> None:
-        app = create_app(Models([FakeEmbedder()]), ServerConfig(), audit=log)
-        client = app.test_client()
-        for _ in range(3):
-            assert (await client.post("/embed", json={"inputs": "x"})).status_code == 200
-        metrics = (await (await client.get("/metrics")).get_data()).decode()
-        assert 'jaxembed_audit_lines{result="written"} 0.0' in metrics
-
-    asyncio.run(scenario())
+    app = create_app(Models([FakeEmbedder()]), ServerConfig(), audit=log)
+    client = app.test_client()
+    for _ in range(3):
+        assert (await client.post("/embed", json={"inputs": "x"})).status_code == 200
+    metrics = (await (await client.get("/metrics")).get_data()).decode()
+    assert 'jaxembed_audit_lines{result="written"} 0.0' in metrics
     log.close()
     assert log.lost == 3

@@ -1,6 +1,5 @@
 """Findings out of facts, what bounds the throughput, pages; and where facts come from."""
 
-import asyncio
 import json
 import os
 import threading
@@ -12,6 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from fake_embedder import FakeEmbedder
+from test_server_app import fetch_json
 
 from jaxembed import cores
 from jaxembed.cli import cli
@@ -33,14 +33,13 @@ from jaxembed.doctor.facts import (
     StageFacts,
     WindowFacts,
 )
-from jaxembed.doctor.findings import MODEL_RULES, SETUP_RULES, bound_by, findings_of, needed_tokens
+from jaxembed.doctor.findings import bound_by, findings_of, needed_tokens
 from jaxembed.doctor.history import WINDOW_S, History, ModelTotals, Moment, Window
 from jaxembed.doctor.page import QUESTIONS, model_page
 from jaxembed.doctor.probe import PROBES, ask
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.state import BucketUse
 from jaxembed.errors import ConfigError, Unanswered
-from jaxembed.server.app import create_app
 from jaxembed.server.models import Models
 
 STAGE_NAMES = ("decode", "tokenization", "queue", "inference", "encode")
@@ -169,6 +168,13 @@ def stages_of(**means) -> dict[str, StageFacts]:
     return {name: StageFacts(100, means.get(name, 0.1)) for name in STAGE_NAMES}
 
 
+def changed_workers(workers: int) -> Facts:
+    stages = stages_of(tokenization=80.0, queue=5.0, inference=20.0)
+    facts = changed(asked, "window", stages=stages)
+    facts.admission.tokenization_workers = workers
+    return facts
+
+
 def waiting(oldest_s: float) -> Facts:
     facts = flooded()
     facts.lanes["interactive"] = LaneFacts(40, 400, oldest_s)
@@ -179,199 +185,6 @@ XLA = {"16": "xla", "256": "xla"}
 NO_COMPILER = {"native": "there is no C compiler: install gcc or clang"}
 FLOAT32 = {"dtype": "float32", "dtype_reason": "--dtype float32 asks for it", "dtype_asked": True}
 
-SICK = [
-    (
-        "a device does not return from a call",
-        "end the process",
-        lambda: changed(flooded, "device", stuck=1, longest_call_s=75.0),
-    ),
-    (
-        "batches fail on the device",
-        "log",
-        lambda: changed(asked, "window", failed_batches=3),
-    ),
-    ("batches fail on the device", "log", lambda: changed(asked, "device", failing=1)),
-    (
-        "batches do not fit the device's memory",
-        "--max-batch-tokens",
-        lambda: changed(flooded, "window", split_batches=2),
-    ),
-    (
-        "results are not finite and are computed again",
-        "--dtype bfloat16",
-        lambda: with_float16(not_finite=40),
-    ),
-    (
-        "results are not finite and are computed again",
-        "jaxembed verify",
-        lambda: changed(asked, "window", not_finite=40),
-    ),
-    (
-        "not every bucket is compiled",
-        "--cache-dir",
-        lambda: changed(idle, "programs", compiled=2, ready=False),
-    ),
-    (
-        "the CPU quota stops the process",
-        "CPU limit",
-        lambda: changed(flooded, "window", throttled_share=0.4),
-    ),
-    (
-        "something else uses the machine",
-        "nice",
-        lambda: changed(idle, "window", other_cores=2.0),
-    ),
-    ("something else uses the machine", "nice", lambda: changed(idle, "programs", lost_share=0.6)),
-    ("the process may use one core only", "taskset", lambda: changed(asked, "machine", cores=1)),
-    (
-        "the native kernels are not used",
-        "leave out --kernels xla",
-        lambda: changed(idle, "kernels", asked="xla", used=XLA),
-    ),
-    (
-        "the native kernels are not used",
-        "install gcc or clang",
-        lambda: changed(idle, "kernels", used=XLA, not_used=NO_COMPILER),
-    ),
-    (
-        "bfloat16 would be faster",
-        "leave out --dtype float32",
-        lambda: changed(idle, "device", **FLOAT32),
-    ),
-    (
-        "freed memory is not kept for the next batch",
-        "GLIBC_TUNABLES",
-        lambda: changed(idle, "machine", not_kept="GLIBC_TUNABLES sets glibc.malloc"),
-    ),
-    (
-        "huge pages are off",
-        "transparent_hugepage/enabled",
-        lambda: changed(idle, "machine", huge_pages="never"),
-    ),
-    (
-        "the buckets do not fit the traffic",
-        "leave out --buckets, or run `jaxembed tune",
-        lambda: with_buckets(BucketFacts(1, 256, True, 9.0, "timed", 600, 5400, 5400.0)),
-    ),
-    (
-        "the buckets do not fit the traffic",
-        "run `jaxembed tune",
-        lambda: with_buckets(  # the short rows hold none of the texts, of 250 tokens
-            BucketFacts(64, 16, True, 40.0, "timed"),
-            BucketFacts(16, 256, True, 150.0, "timed", 100, 75_000, 15_000.0),
-            asked=False,
-        ),
-    ),
-    ("batches may hold few tokens", "leave out --max-batch-tokens", small_batches),
-    (
-        "the queue holds too few tokens",
-        "leave out --max-queue-tokens",
-        lambda: refusing("tokens", 8000, 7900),
-    ),
-    (
-        "more work comes than the server does",
-        "add servers",
-        lambda: refusing("tokens", 262_144, 262_000),
-    ),
-    (
-        "more work comes than the server does",
-        "--max-concurrent-requests",
-        lambda: refusing("inputs", 8192, 8192),
-    ),
-    (
-        "requests hold all the memory they may",
-        "--max-queue-bytes",
-        lambda: refusing("bytes", 2**20, 2**20),
-    ),
-    ("interactive requests wait", "x-priority", lambda: waiting(9.0)),
-    (
-        "tokenizing takes longer than the model",
-        "leave out --tokenization-workers 1",
-        lambda: changed_workers(1),
-    ),
-    (
-        "the event loop is busy",
-        "base64",
-        lambda: changed(asked, "window", loop_share=0.9),
-    ),
-    (
-        "texts are cut",
-        '"truncate": false',
-        lambda: changed(asked, "window", truncated=200),
-    ),
-]
-
-
-def changed_workers(workers: int) -> Facts:
-    stages = stages_of(tokenization=80.0, queue=5.0, inference=20.0)
-    facts = changed(asked, "window", stages=stages)
-    facts.admission.tokenization_workers = workers
-    return facts
-
-
-@pytest.mark.parametrize("name", HEALTHY)
-def test_on_a_healthy_server_nothing_is_found(name):
-    assert findings_of(HEALTHY[name]()) == []
-
-
-@pytest.mark.parametrize(("cause", "remedy", "sick"), SICK)
-def test_a_sick_server_has_its_one_cause_and_what_helps(cause, remedy, sick):
-    (finding,) = findings_of(sick())
-    assert finding.cause == cause
-    assert remedy in finding.remedy
-    assert finding.evidence
-
-
-def test_each_rule_is_tried():
-    found = {rule for rule in MODEL_RULES for _, _, sick in SICK if rule(sick()) is not None}
-    assert found == set(MODEL_RULES)
-    assert set(SETUP_RULES) < set(MODEL_RULES)
-
-
-WELL = {
-    "float32 where the device is not faster in bfloat16": lambda: changed(
-        idle, "device", **FLOAT32, multiplies_bfloat16=False
-    ),
-    "float32 that nobody asked for": lambda: changed(
-        idle, "device", dtype="float32", dtype_asked=False
-    ),
-    "float16 on a GPU": lambda: changed(
-        idle, "device", platform="gpu", dtype="float16", dtype_asked=True
-    ),
-    "XLA where the CPU has no bfloat16": lambda: changed_kernels(multiplies_bfloat16=False),
-    "XLA in float32": lambda: changed_kernels(dtype="float32"),
-    "XLA on a GPU": lambda: changed_kernels(platform="gpu"),
-    "one core of one": lambda: changed(idle, "machine", cores=1, machine_cores=1),
-    "a few cores of many": lambda: changed(idle, "machine", cores=4, machine_cores=64),
-    "no huge pages known": lambda: changed(idle, "machine", huge_pages=None),
-    "a neighbour that takes little": lambda: changed(idle, "window", other_cores=1.1),
-    "neighbours of whom nothing is known": lambda: changed(idle, "window", other_cores=None),
-    "long texts, which move the drift": lambda: changed(flooded, "programs", drift=3.0),
-    "few batches in a large bucket": lambda: with_buckets(
-        BucketFacts(1, 256, True, 9.0, "timed", 9, 81, 81.0)
-    ),
-    "two-token queries in the smallest bucket": lambda: with_buckets(
-        BucketFacts(1, 16, True, 2.5, "timed", 600, 1200, 1500.0)
-    ),
-    "texts a little over half a row": lambda: with_buckets(
-        BucketFacts(1, 256, True, 9.0, "timed", 600, 600 * 130, 5400.0)
-    ),
-    "a large bucket that costs no more than the small one": lambda: with_buckets(
-        BucketFacts(1, 16, True, 2.5, "timed"),
-        BucketFacts(4, 64, True, 2.4, "timed", 600, 5400, 1440.0),
-    ),
-    "small batches without work": lambda: small_batches(device_share_of_all=0.1),
-    "one text whose result is not finite": lambda: with_float16(not_finite=1),
-    "a few texts that are cut": lambda: changed(asked, "window", truncated=9),
-    "slow tokenizing, and a slower model": lambda: changed(
-        asked, "window", stages=stages_of(tokenization=80.0, inference=90.0)
-    ),
-    "quick tokenizing, and a quicker model": lambda: changed(
-        asked, "window", stages=stages_of(tokenization=3.0)
-    ),
-    "interactive work that waits for a batch": lambda: waiting(1.2),
-}
-
 
 def changed_kernels(**device) -> Facts:
     facts = changed(idle, "kernels", used=XLA)
@@ -379,9 +192,135 @@ def changed_kernels(**device) -> Facts:
     return facts
 
 
+SICK = {  # by the cause that is found: what helps, and the facts
+    "a device does not return from a call": [
+        ("end the process", changed(flooded, "device", stuck=1, longest_call_s=75.0)),
+    ],
+    "batches fail on the device": [
+        ("log", changed(asked, "window", failed_batches=3)),
+        ("log", changed(asked, "device", failing=1)),
+    ],
+    "batches do not fit the device's memory": [
+        ("--max-batch-tokens", changed(flooded, "window", split_batches=2)),
+    ],
+    "results are not finite and are computed again": [
+        ("--dtype bfloat16", with_float16(not_finite=40)),
+        ("jaxembed verify", changed(asked, "window", not_finite=40)),
+    ],
+    "not every bucket is compiled": [
+        ("--cache-dir", changed(idle, "programs", compiled=2, ready=False)),
+    ],
+    "the CPU quota stops the process": [
+        ("CPU limit", changed(flooded, "window", throttled_share=0.4)),
+    ],
+    "something else uses the machine": [
+        ("nice", changed(idle, "window", other_cores=2.0)),
+        ("nice", changed(idle, "programs", lost_share=0.6)),
+    ],
+    "the process may use one core only": [("taskset", changed(asked, "machine", cores=1))],
+    "the native kernels are not used": [
+        ("leave out --kernels xla", changed(idle, "kernels", asked="xla", used=XLA)),
+        ("install gcc or clang", changed(idle, "kernels", used=XLA, not_used=NO_COMPILER)),
+    ],
+    "bfloat16 would be faster": [("leave out --dtype float32", changed(idle, "device", **FLOAT32))],
+    "freed memory is not kept for the next batch": [
+        ("GLIBC_TUNABLES", changed(idle, "machine", not_kept="GLIBC_TUNABLES sets glibc.malloc")),
+    ],
+    "huge pages are off": [
+        ("transparent_hugepage/enabled", changed(idle, "machine", huge_pages="never")),
+    ],
+    "the buckets do not fit the traffic": [
+        (
+            "leave out --buckets, or run `jaxembed tune",
+            with_buckets(BucketFacts(1, 256, True, 9.0, "timed", 600, 5400, 5400.0)),
+        ),
+        (
+            "run `jaxembed tune",
+            with_buckets(  # the short rows hold none of the texts, of 250 tokens
+                BucketFacts(64, 16, True, 40.0, "timed"),
+                BucketFacts(16, 256, True, 150.0, "timed", 100, 75_000, 15_000.0),
+                asked=False,
+            ),
+        ),
+    ],
+    "batches may hold few tokens": [("leave out --max-batch-tokens", small_batches())],
+    "the queue holds too few tokens": [
+        ("leave out --max-queue-tokens", refusing("tokens", 8000, 7900)),
+    ],
+    "more work comes than the server does": [
+        ("add servers", refusing("tokens", 262_144, 262_000)),
+        ("--max-concurrent-requests", refusing("inputs", 8192, 8192)),
+    ],
+    "requests hold all the memory they may": [
+        ("--max-queue-bytes", refusing("bytes", 2**20, 2**20)),
+    ],
+    "interactive requests wait": [("x-priority", waiting(9.0))],
+    "tokenizing takes longer than the model": [
+        ("leave out --tokenization-workers 1", changed_workers(1)),
+    ],
+    "the event loop is busy": [("base64", changed(asked, "window", loop_share=0.9))],
+    "texts are cut": [('"truncate": false', changed(asked, "window", truncated=200))],
+}
+EACH_SICK = [(cause, *case) for cause, cases in SICK.items() for case in cases]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_on_a_healthy_server_nothing_is_found(name):
+    assert findings_of(HEALTHY[name]()) == []
+
+
+@pytest.mark.parametrize(("cause", "remedy", "sick"), EACH_SICK)
+def test_a_sick_server_has_its_one_cause_and_what_helps(cause, remedy, sick):
+    (finding,) = findings_of(sick)
+    assert finding.cause == cause
+    assert remedy in finding.remedy
+    assert finding.evidence
+
+
+WELL = {
+    "float32 where the device is not faster in bfloat16": changed(
+        idle, "device", **FLOAT32, multiplies_bfloat16=False
+    ),
+    "float32 that nobody asked for": changed(idle, "device", dtype="float32", dtype_asked=False),
+    "float16 on a GPU": changed(idle, "device", platform="gpu", dtype="float16", dtype_asked=True),
+    "XLA where the CPU has no bfloat16": changed_kernels(multiplies_bfloat16=False),
+    "XLA in float32": changed_kernels(dtype="float32"),
+    "XLA on a GPU": changed_kernels(platform="gpu"),
+    "one core of one": changed(idle, "machine", cores=1, machine_cores=1),
+    "a few cores of many": changed(idle, "machine", cores=4, machine_cores=64),
+    "no huge pages known": changed(idle, "machine", huge_pages=None),
+    "a neighbour that takes little": changed(idle, "window", other_cores=1.1),
+    "neighbours of whom nothing is known": changed(idle, "window", other_cores=None),
+    "long texts, which move the drift": changed(flooded, "programs", drift=3.0),
+    "few batches in a large bucket": with_buckets(
+        BucketFacts(1, 256, True, 9.0, "timed", 9, 81, 81.0)
+    ),
+    "two-token queries in the smallest bucket": with_buckets(
+        BucketFacts(1, 16, True, 2.5, "timed", 600, 1200, 1500.0)
+    ),
+    "texts a little over half a row": with_buckets(
+        BucketFacts(1, 256, True, 9.0, "timed", 600, 600 * 130, 5400.0)
+    ),
+    "a large bucket that costs no more than the small one": with_buckets(
+        BucketFacts(1, 16, True, 2.5, "timed"),
+        BucketFacts(4, 64, True, 2.4, "timed", 600, 5400, 1440.0),
+    ),
+    "small batches without work": small_batches(device_share_of_all=0.1),
+    "one text whose result is not finite": with_float16(not_finite=1),
+    "a few texts that are cut": changed(asked, "window", truncated=9),
+    "slow tokenizing, and a slower model": changed(
+        asked, "window", stages=stages_of(tokenization=80.0, inference=90.0)
+    ),
+    "quick tokenizing, and a quicker model": changed(
+        asked, "window", stages=stages_of(tokenization=3.0)
+    ),
+    "interactive work that waits for a batch": waiting(1.2),
+}
+
+
 @pytest.mark.parametrize("name", WELL)
 def test_what_does_no_harm_is_no_finding(name):
-    assert findings_of(WELL[name]()) == []
+    assert findings_of(WELL[name]) == []
 
 
 def test_the_worst_comes_first():
@@ -402,27 +341,29 @@ def test_a_batch_needs_the_next_power_of_two(useful, needed):
 
 
 BOUND = [
-    ("idle", idle),
-    ("clients", asked),
-    ("device", flooded),
-    ("compiling", lambda: changed(idle, "programs", compiled=2, ready=False)),
-    ("host", lambda: changed(asked, "window", loop_share=0.8)),
-    ("admission", lambda: changed(asked, "window", refused=30)),
-    ("device", lambda: changed(flooded, "window", refused=30)),
-    ("tokenizing", lambda: changed(asked, "window", stages=stages_of(tokenization=1800.0))),
+    ("idle", idle()),
+    ("clients", asked()),
+    ("device", flooded()),
+    ("compiling", changed(idle, "programs", compiled=2, ready=False)),
+    ("host", changed(asked, "window", loop_share=0.8)),
+    ("admission", changed(asked, "window", refused=30)),
+    ("device", changed(flooded, "window", refused=30)),
+    ("tokenizing", changed(asked, "window", stages=stages_of(tokenization=1800.0))),
 ]
 
 
-@pytest.mark.parametrize(("bound", "make"), BOUND)
-def test_what_bounds_the_throughput(bound, make):
-    assert bound_by(make()) == bound
+@pytest.mark.parametrize(("bound", "facts"), BOUND)
+def test_what_bounds_the_throughput(bound, facts):
+    assert bound_by(facts) == bound
 
 
 def examined(facts: Facts) -> Examination:
     return Examination(bound_by(facts), findings_of(facts), facts)
 
 
-@pytest.mark.parametrize("facts", [*[make() for make in HEALTHY.values()], *[s[2]() for s in SICK]])
+@pytest.mark.parametrize(
+    "facts", [*[make() for make in HEALTHY.values()], *[facts for _, _, facts in EACH_SICK]]
+)
 def test_a_page_answers_ten_questions_and_shows_every_finding(facts):
     examination = examined(facts)
     text = model_page("http://here", examination)
@@ -562,12 +503,8 @@ def test_a_model_that_is_served_is_examined(embedder):
 
 
 def verbose(models: Models, query: str, config: ServerConfig | None = None, **headers):
-    async def go():
-        client = create_app(models, config or ServerConfig()).test_client()
-        response = await client.get(f"/info{query}", headers=headers)
-        return response.status_code, await response.get_json()
-
-    return asyncio.run(go())
+    response, body = fetch_json(f"/info{query}", models=models, config=config, headers=headers)
+    return response.status_code, body
 
 
 @pytest.mark.parametrize("query", ["?verbose", "?verbose=1", "?verbose=&model=tiny"])
@@ -635,9 +572,9 @@ def doctor(*arguments: str):
     return CliRunner(env={"API_KEY": ""}).invoke(cli, ["doctor", *arguments])
 
 
-@pytest.mark.parametrize(("make", "status"), [(asked, 0), (SICK[-1][2], 1)])
-def test_the_status_says_whether_something_was_found(make, status):
-    with answering(told(make())) as (url, seen):
+@pytest.mark.parametrize(("facts", "status"), [(asked(), 0), (EACH_SICK[-1][2], 1)])
+def test_the_status_says_whether_something_was_found(facts, status):
+    with answering(told(facts)) as (url, seen):
         done = doctor(url, "--api-key", "secret")
     assert done.exit_code == status, done.output
     assert done.output.startswith(f"{url} serves test/model\n")

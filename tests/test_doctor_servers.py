@@ -32,6 +32,7 @@ WAIT_S = 60.0  # for what must happen: reached only when it doesn't
 POLL_S = 0.2  # asked again and again without a pause, the server would have work
 BUSY = "something else uses the machine"
 GRID = "[[1, 16], [16, 16], [1, 32], [1, 64], [16, 64]]"
+SHORT = [f"the cat sat on a {'red ' * (k % 7)}mat" for k in range(2048)]
 SERVE = "from jaxembed.cli import main; main()"
 ON_ONE_CORE = f"import os; os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}}); {SERVE}"
 PR_SET_THP_DISABLE = 41  # prctl.h
@@ -220,33 +221,59 @@ def test_a_healthy_idle_server_has_no_finding(serve):
     assert "Probe: 20 lone queries were answered" in done.stdout
 
 
-@with_native_kernels
-def test_kernels_that_are_switched_off(serve):
-    with serve("--kernels", "xla", "--dtype", "bfloat16") as served:
-        served.named("the native kernels are not used")
+@pytest.mark.parametrize(
+    ("cause", "flags", "options"),
+    [
+        pytest.param(
+            "the native kernels are not used",
+            ["--kernels", "xla", "--dtype", "bfloat16"],
+            {},
+            marks=with_native_kernels,
+        ),
+        pytest.param(
+            "bfloat16 would be faster",
+            ["--dtype", "float32"],
+            {},
+            marks=pytest.mark.skipif(not has_avx512_bf16(), reason="no bfloat16 on this CPU"),
+        ),
+        pytest.param(
+            "the process may use one core only", [], {"program": ON_ONE_CORE}, marks=on_two_cores
+        ),
+        (
+            "freed memory is not kept for the next batch",
+            [],
+            {"GLIBC_TUNABLES": "glibc.malloc.arena_max=8"},
+        ),
+        ("huge pages are off", [], {"program": WITHOUT_HUGE_PAGES}),
+    ],
+)
+def test_how_a_server_was_started(serve, cause, flags, options):
+    with serve(*flags, **options) as served:
+        served.named(cause)
 
 
-@pytest.mark.skipif(not has_avx512_bf16(), reason="this CPU does not multiply bfloat16")
-def test_float32(serve):
-    with serve("--dtype", "float32") as served:
-        served.named("bfloat16 would be faster")
+def test_a_cold_start(serve):
+    with serve(program=SERVE_COLD, compiled=False) as served:
+        served.named("not every bucket is compiled")
+        assert served.examination().bound_by == "compiling"
 
 
-def test_a_grid_of_long_rows_only(serve):
-    with serve(grid="[[1, 64], [4, 64]]") as served:
-        served.asked(20)
-        served.named("the buckets do not fit the traffic")
+@pytest.mark.parametrize(
+    ("cause", "grid", "text"),
+    [
+        ("the buckets do not fit the traffic", "[[1, 64], [4, 64]]", "the cat sat"),
+        ("texts are cut", GRID, "the cat sat on a red mat " * 30),
+    ],
+)
+def test_lone_queries(serve, cause, grid, text):
+    with serve(grid=grid) as served:
+        served.asked(20, text)
+        served.named(cause)
 
 
 def test_a_busy_core(serve):
     with serve() as served, spinning():
         served.named(BUSY)
-
-
-@on_two_cores
-def test_one_core_of_several(serve):
-    with serve(program=ON_ONE_CORE) as served:
-        served.named("the process may use one core only")
 
 
 def test_one_tokenizer_thread(serve):
@@ -260,48 +287,17 @@ def test_one_tokenizer_thread(serve):
         assert "--tokenization-workers 1" in finding.remedy
 
 
-def test_a_tiny_queue(serve):
-    with (
-        serve("--max-queue-tokens", "256") as served,
-        served.flooded(["the cat sat on a mat"] * 100, clients=8),
-    ):
-        served.named("the queue holds too few tokens")
-
-
-def test_tiny_batches(serve):
-    with (
-        serve("--max-batch-tokens", "64", grid=None) as served,
-        served.flooded(["the cat sat on a mat"] * 200, clients=16),
-    ):
-        served.named("batches may hold few tokens")
-
-
-def test_a_flood_of_bulk(serve):
-    texts = [f"the cat sat on a {'red ' * (k % 7)}mat" for k in range(2048)]
-    with serve() as served, served.flooded(texts, clients=12):
-        served.named("more work comes than the server does")
-
-
-def test_long_texts(serve):
-    with serve() as served:
-        served.asked(20, "the cat sat on a red mat " * 30)
-        served.named("texts are cut")
-
-
-def test_a_cold_start(serve):
-    with serve(program=SERVE_COLD, compiled=False) as served:
-        served.named("not every bucket is compiled")
-        assert served.examination().bound_by == "compiling"
-
-
-def test_an_allocator_that_was_arranged_otherwise(serve):
-    with serve(GLIBC_TUNABLES="glibc.malloc.arena_max=8") as served:
-        served.named("freed memory is not kept for the next batch")
-
-
-def test_huge_pages_that_are_switched_off(serve):
-    with serve(program=WITHOUT_HUGE_PAGES) as served:
-        served.named("huge pages are off")
+@pytest.mark.parametrize(
+    ("cause", "flags", "grid", "texts", "clients"),
+    [
+        ("the queue holds too few tokens", ["--max-queue-tokens", "256"], GRID, SHORT[:100], 8),
+        ("batches may hold few tokens", ["--max-batch-tokens", "64"], None, SHORT[:200], 16),
+        ("more work comes than the server does", [], GRID, SHORT, 12),
+    ],
+)
+def test_a_flood(serve, cause, flags, grid, texts, clients):
+    with serve(*flags, grid=grid) as served, served.flooded(texts, clients):
+        served.named(cause)
 
 
 def test_without_a_server_the_status_is_2(tiny_checkpoint, cache):

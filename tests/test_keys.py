@@ -269,20 +269,28 @@ class Site:
         self.app = create_app(self.models, config, ModelPool(self.models), keyring=self.keys)
         self.client = self.app.test_client()
 
-    async def get(self, path: str, key: str = "secret"):
+    async def get(self, path: str, key: str = "secret", status: int | None = None):
         response = await self.client.get(path, headers={"authorization": f"Bearer {key}"})
-        return response, await response.get_data()
+        data = await response.get_data()
+        assert status in (None, response.status_code), data
+        return response, data
 
-    async def post(self, path: str, body: dict, key: str = "secret"):
+    async def post(self, path: str, body: dict, key: str = "secret", status: int | None = None):
+        """The answer, which has the status given, if any, and is an error in its route's words."""
         headers = {"authorization": f"Bearer {key}"}
         response = await self.client.post(path, json=body, headers=headers)
-        return response, json.loads(await response.get_data())
+        answer = json.loads(await response.get_data())
+        assert status in (None, response.status_code), answer
+        assert response.status_code < 400 or is_error(path, answer)
+        return response, answer
 
-    async def embed(self, inputs="the cat", path: str = "/v1/embeddings", key="secret", **fields):
+    async def embed(
+        self, inputs="the cat", path="/v1/embeddings", key="secret", status=None, **fields
+    ):
         body = {EMBED[path]: inputs} | fields
         if path == "/v2/embed":
             body |= {"input_type": "search_query"}
-        return await self.post(path, body, key)
+        return await self.post(path, body, key, status)
 
 
 def said(body: dict) -> str:
@@ -291,46 +299,30 @@ def said(body: dict) -> str:
 
 
 @pytest.mark.parametrize("path", EMBED)
-def test_a_key_of_the_file_opens_and_another_does_not(path, tmp_path):
-    async def scenario():
-        site = Site(tmp_path, table(), api_keys=("flag",))
-        for key, status in (("secret", 200), ("flag", 200), ("wrong", 401), ("", 401)):
-            response, body = await site.embed(["x"], path, key)
-            assert response.status_code == status
-            assert status == 200 or is_error(path, body)
-            assert not [name for name, _ in response.headers if "ratelimit" in name.lower()]
-        response, _ = await site.get("/health", "wrong")
-        assert response.status_code == 200
-        assert site.keys.unknown == 2
-
-    asyncio.run(scenario())
+async def test_a_key_of_the_file_opens_and_another_does_not(path, tmp_path):
+    site = Site(tmp_path, table(), api_keys=("flag",))
+    for key, status in (("secret", 200), ("flag", 200), ("wrong", 401), ("", 401)):
+        response, _ = await site.embed(["x"], path, key, status=status)
+        assert not [name for name, _ in response.headers if "ratelimit" in name.lower()]
+    await site.get("/health", "wrong", status=200)
+    assert site.keys.unknown == 2
 
 
 @pytest.mark.parametrize("path", EMBED)
-def test_an_expired_key_is_refused_by_its_name(path, tmp_path):
-    async def scenario():
-        site = Site(tmp_path, table("late") + "expires = 2027-01-01T00:00:01Z")
-        assert (await site.embed(["x"], path))[0].status_code == 200
-        site.now += timedelta(seconds=1)
-        response, body = await site.embed(["x"], path)
-        assert response.status_code == 401
-        assert response.headers["www-authenticate"] == "Bearer"
-        assert is_error(path, body)
-        assert said(body).startswith("the key `late` has expired: it was valid to 2027-01-01 00:0")
-
-    asyncio.run(scenario())
+async def test_an_expired_key_is_refused_by_its_name(path, tmp_path):
+    site = Site(tmp_path, table("late") + "expires = 2027-01-01T00:00:01Z")
+    await site.embed(["x"], path, status=200)
+    site.now += timedelta(seconds=1)
+    response, body = await site.embed(["x"], path, status=401)
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert said(body).startswith("the key `late` has expired: it was valid to 2027-01-01 00:0")
 
 
 @pytest.mark.parametrize("path", EMBED)
-def test_a_route_that_the_key_may_not_use_is_forbidden(path, tmp_path):
-    async def scenario():
-        site = Site(tmp_path, table("narrow", routes=["/rerank", "/v9/*"]))
-        response, body = await site.embed(["x"], path)
-        assert response.status_code == 403
-        assert is_error(path, body)
-        assert said(body) == f"the key `narrow` may not use {path}; it may use /rerank, /v9/*"
-
-    asyncio.run(scenario())
+async def test_a_route_that_the_key_may_not_use_is_forbidden(path, tmp_path):
+    site = Site(tmp_path, table("narrow", routes=["/rerank", "/v9/*"]))
+    _, body = await site.embed(["x"], path, status=403)
+    assert said(body) == f"the key `narrow` may not use {path}; it may use /rerank, /v9/*"
 
 
 def three() -> Models:
@@ -342,21 +334,16 @@ def three() -> Models:
 
 
 @pytest.mark.parametrize("path", EMBED)
-def test_a_model_that_the_key_may_not_use_is_forbidden_served_or_not(path, tmp_path):
-    async def scenario():
-        site = Site(tmp_path, table("narrow", models=["live", "r"]), models=three())
-        assert (await site.embed(["x"], path, model="live"))[0].status_code == 200
-        for model in ("e", "o", "nobody", "live:fr"):
-            response, body = await site.embed(["x"], path, model=model)
-            assert response.status_code == 403
-            assert is_error(path, body)
-            words = f"the key `narrow` may not use the model `{model}`; it may use live, r"
-            assert said(body) == words
-        # without a name it is the only one that the key may use
-        assert (await site.embed(["x"], path))[0].status_code == 200
-        assert site.keys.quota(site.keys.find(b"secret")).refused["model"] == 4
-
-    asyncio.run(scenario())
+async def test_a_model_that_the_key_may_not_use_is_forbidden_served_or_not(path, tmp_path):
+    site = Site(tmp_path, table("narrow", models=["live", "r"]), models=three())
+    await site.embed(["x"], path, model="live", status=200)
+    for model in ("e", "o", "nobody", "live:fr"):
+        _, body = await site.embed(["x"], path, model=model, status=403)
+        words = f"the key `narrow` may not use the model `{model}`; it may use live, r"
+        assert said(body) == words
+    # without a name it is the only one that the key may use
+    await site.embed(["x"], path, status=200)
+    assert site.keys.quota(site.keys.find(b"secret")).refused["model"] == 4
 
 
 @pytest.mark.parametrize(
@@ -379,82 +366,63 @@ def test_a_model_that_the_key_may_not_use_is_forbidden_served_or_not(path, tmp_p
         ("/invocations", {"inputs": "x"}),
     ],
 )
-def test_every_route_asks_for_the_model_first(path, body, tmp_path):
-    async def scenario():
-        site = Site(tmp_path, table(models=["o"]), models=three())
-        for model in ("e", "nobody"):
-            response, answer = await site.post(path, body | {"model": model})
-            assert response.status_code == 403, answer
-            assert is_error(path, answer)
-        vertex = {"instances": [{"inputs": "x", "model": "o"}, {"inputs": "x", "model": "e"}]}
-        assert (await site.post("/vertex", vertex))[0].status_code == 403
-
-    asyncio.run(scenario())
+async def test_every_route_asks_for_the_model_first(path, body, tmp_path):
+    site = Site(tmp_path, table(models=["o"]), models=three())
+    for model in ("e", "nobody"):
+        await site.post(path, body | {"model": model}, status=403)
+    vertex = {"instances": [{"inputs": "x", "model": "o"}, {"inputs": "x", "model": "e"}]}
+    await site.post("/vertex", vertex, status=403)
 
 
-def test_a_key_sees_the_models_that_it_may_use_and_no_others(tmp_path):
-    async def scenario():
-        site = Site(tmp_path, table(models=["o", "r"]), table("all", "other"), models=three())
-        for path in ("/v1/models", "/models"):
-            _, body = await site.get(path)
-            assert [one["id"] for one in json.loads(body)["data"]] == ["o", "r"]
-            _, body = await site.get(path, "other")
-            assert len(json.loads(body)["data"]) == 4
-        for path, status in (
-            ("/v1/models/o", 200),
-            ("/v1/models/e", 403),
-            ("/v1/models/nobody", 403),
-            ("/info?model=e", 403),
-            ("/info?model=r", 200),
-        ):
-            assert (await site.get(path))[0].status_code == status
-        _, body = await site.get("/info")
-        info = json.loads(body)
-        assert info["served_model_name"] == "o"
-        assert [one["name"] for one in info["jaxembed"]["models"]] == ["o", "r"]
-        response, body = await site.post("/v1/embeddings", {"input": "x", "model": "r"})
-        assert response.status_code == 400
-        assert "`r` is a" in said(body)
-
-    asyncio.run(scenario())
+async def test_a_key_sees_the_models_that_it_may_use_and_no_others(tmp_path):
+    site = Site(tmp_path, table(models=["o", "r"]), table("all", "other"), models=three())
+    for path in ("/v1/models", "/models"):
+        _, body = await site.get(path)
+        assert [one["id"] for one in json.loads(body)["data"]] == ["o", "r"]
+        _, body = await site.get(path, "other")
+        assert len(json.loads(body)["data"]) == 4
+    for path, status in (
+        ("/v1/models/o", 200),
+        ("/v1/models/e", 403),
+        ("/v1/models/nobody", 403),
+        ("/info?model=e", 403),
+        ("/info?model=r", 200),
+    ):
+        await site.get(path, status=status)
+    _, body = await site.get("/info")
+    info = json.loads(body)
+    assert info["served_model_name"] == "o"
+    assert [one["name"] for one in info["jaxembed"]["models"]] == ["o", "r"]
+    _, body = await site.post("/v1/embeddings", {"input": "x", "model": "r"}, status=400)
+    assert "`r` is a" in said(body)
 
 
-def test_names_that_are_not_served_are_told_only_those_of_the_key(tmp_path):
-    async def scenario():
-        site = Site(tmp_path, table(models=["gone", "o"]), models=three())
-        response, body = await site.embed(model="gone")
-        assert response.status_code == 404
-        assert said(body) == "the model `gone` does not exist; this server has o"
-        for path in ("/v1/models/gone", "/info?model=gone"):
-            response, body = await site.get(path)
-            assert response.status_code == 404
-            assert said(json.loads(body)) == "the model `gone` does not exist; this server has o"
-        site = Site(tmp_path, table("stale", models=["gone"]), models=three())
-        response, body = await site.embed()
-        assert response.status_code == 403
-        assert "none of the models that the API key may use is served" in said(body)
-        response, body = await site.get("/info")
-        assert response.status_code == 403
-        assert "none of the models that the API key may use is served" in said(json.loads(body))
-
-    asyncio.run(scenario())
+async def test_names_that_are_not_served_are_told_only_those_of_the_key(tmp_path):
+    site = Site(tmp_path, table(models=["gone", "o"]), models=three())
+    _, body = await site.embed(model="gone", status=404)
+    assert said(body) == "the model `gone` does not exist; this server has o"
+    for path in ("/v1/models/gone", "/info?model=gone"):
+        _, body = await site.get(path, status=404)
+        assert said(json.loads(body)) == "the model `gone` does not exist; this server has o"
+    site = Site(tmp_path, table("stale", models=["gone"]), models=three())
+    _, body = await site.embed(status=403)
+    assert "none of the models that the API key may use is served" in said(body)
+    _, body = await site.get("/info", status=403)
+    assert "none of the models that the API key may use is served" in said(json.loads(body))
 
 
-def test_answers_call_a_model_by_a_name_of_the_key(tmp_path):
-    async def scenario():
-        embedder = FakeEmbedder()
-        models = Models([embedder], {embedder.name: ["own", "live"]})
-        site = Site(tmp_path, table(models=["live"]), table("all", "other"), models=models)
-        _, body = await site.post("/v1/embeddings", {"input": "x", "model": "live"})
-        assert body["model"] == "live"
-        for key, name in (("secret", "live"), ("other", "own")):
-            _, body = await site.get("/info", key)
-            assert json.loads(body)["served_model_name"] == name
-
-    asyncio.run(scenario())
+async def test_answers_call_a_model_by_a_name_of_the_key(tmp_path):
+    embedder = FakeEmbedder()
+    models = Models([embedder], {embedder.name: ["own", "live"]})
+    site = Site(tmp_path, table(models=["live"]), table("all", "other"), models=models)
+    _, body = await site.post("/v1/embeddings", {"input": "x", "model": "live"})
+    assert body["model"] == "live"
+    for key, name in (("secret", "live"), ("other", "own")):
+        _, body = await site.get("/info", key)
+        assert json.loads(body)["served_model_name"] == name
 
 
-def test_a_model_that_the_key_may_not_use_is_never_loaded(tmp_path):
+async def test_a_model_that_the_key_may_not_use_is_never_loaded(tmp_path):
     asked: list[str] = []
 
     def load(model, reserve):
@@ -463,51 +431,45 @@ def test_a_model_that_the_key_may_not_use_is_never_loaded(tmp_path):
         embedder.name = model
         return embedder
 
-    async def scenario():
-        found = {"a": "/models/a", "b": "/models/b"}
-        models = Models(capacity=FakeEmbedder().admission.capacity, loadable=lambda: found)
-        keys = ring(tmp_path, table(models=["b"]))
-        app = create_app(models, ServerConfig(), ModelPool(models, load), keyring=keys)
-        client = app.test_client()
-        headers = {"authorization": "Bearer secret"}
+    found = {"a": "/models/a", "b": "/models/b"}
+    models = Models(capacity=FakeEmbedder().admission.capacity, loadable=lambda: found)
+    keys = ring(tmp_path, table(models=["b"]))
+    app = create_app(models, ServerConfig(), ModelPool(models, load), keyring=keys)
+    client = app.test_client()
+    headers = {"authorization": "Bearer secret"}
 
-        async def status(path, body):
-            return (await client.post(path, json=body, headers=headers)).status_code
+    async def status(path, body):
+        return (await client.post(path, json=body, headers=headers)).status_code
 
-        for path, body in (
-            ("/embed", {"inputs": "x"}),
-            ("/", {"inputs": "x"}),
-            ("/vertex", {"instances": [{"inputs": "x", "model": "a"}]}),
-            ("/tokenize", {"inputs": "x"}),
-        ):
-            assert await status(path, body | {"model": "a"}) == 403
-        assert not asked
-        assert await status("/embed", {"inputs": "x", "model": "b"}) == 200
-        assert await status("/embed", {"inputs": "x"}) == 200  # the only one that it may use
-        assert asked == ["/models/b"]
-
-    asyncio.run(scenario())
+    for path, body in (
+        ("/embed", {"inputs": "x"}),
+        ("/", {"inputs": "x"}),
+        ("/vertex", {"instances": [{"inputs": "x", "model": "a"}]}),
+        ("/tokenize", {"inputs": "x"}),
+    ):
+        assert await status(path, body | {"model": "a"}) == 403
+    assert not asked
+    assert await status("/embed", {"inputs": "x", "model": "b"}) == 200
+    assert await status("/embed", {"inputs": "x"}) == 200  # the only one that it may use
+    assert asked == ["/models/b"]
 
 
-def test_a_model_that_cannot_be_loaded_is_called_by_the_name_it_was_asked_for(tmp_path):
+async def test_a_model_that_cannot_be_loaded_is_called_by_the_name_it_was_asked_for(tmp_path):
     def load(model, reserve):
         raise CheckpointError("no space left")
 
-    async def scenario():
-        found = {"own": "/models/own"}
-        models = Models(capacity=FakeEmbedder().admission.capacity, loadable=lambda: found)
-        models.name_alias("live", "own")
-        keys = ring(tmp_path, table(models=["live"]))
-        app = create_app(models, ServerConfig(), ModelPool(models, load), keyring=keys)
-        client = app.test_client()
-        headers = {"authorization": "Bearer secret"}
-        for named in ({"model": "live"}, {}):
-            response = await client.post("/embed", json={"inputs": "x"} | named, headers=headers)
-            assert response.status_code == 503
-            told = said(await response.get_json())
-            assert told == "live cannot be loaded: no space left"
-
-    asyncio.run(scenario())
+    found = {"own": "/models/own"}
+    models = Models(capacity=FakeEmbedder().admission.capacity, loadable=lambda: found)
+    models.name_alias("live", "own")
+    keys = ring(tmp_path, table(models=["live"]))
+    app = create_app(models, ServerConfig(), ModelPool(models, load), keyring=keys)
+    client = app.test_client()
+    headers = {"authorization": "Bearer secret"}
+    for named in ({"model": "live"}, {}):
+        response = await client.post("/embed", json={"inputs": "x"} | named, headers=headers)
+        assert response.status_code == 503
+        told = said(await response.get_json())
+        assert told == "live cannot be loaded: no space left"
 
 
 def rates(response) -> dict[str, str]:
@@ -518,116 +480,96 @@ def rates(response) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", EMBED)
-def test_answers_and_refusals_tell_what_is_left(path, tmp_path):
-    async def scenario():
-        site = Site(tmp_path, table("batch", requests_per_minute=2, tokens_per_minute=600))
-        response, _ = await site.embed(["a b c", "d"], path)
-        assert response.status_code == 200
-        assert rates(response) == {
-            "limit-requests": "2",
-            "remaining-requests": "1",
-            "reset-requests": "30s",
-            "limit-tokens": "600",
-            "remaining-tokens": "596",
-            "reset-tokens": "400ms",
-        }
-        assert (await site.embed(["a"], path))[0].status_code == 200
-        response, body = await site.embed(["a"], path)
-        assert (response.status_code, response.headers["retry-after"]) == (429, "30")
-        assert is_error(path, body)
-        assert said(body) == "the key `batch` has used its 2 requests a minute; try again in 30 s"
-        assert rates(response)["remaining-requests"] == "0"
-        assert rates(response)["reset-requests"] == "1m0s"
-        if path.startswith("/v1/"):
-            assert body["error"]["code"] == "rate_limit_exceeded"
-            assert body["error"]["type"] == "rate_limit_error"
-        site.clock.now += 30
-        assert (await site.embed(["a"], path))[0].status_code == 200
-
-    asyncio.run(scenario())
+async def test_answers_and_refusals_tell_what_is_left(path, tmp_path):
+    site = Site(tmp_path, table("batch", requests_per_minute=2, tokens_per_minute=600))
+    response, _ = await site.embed(["a b c", "d"], path, status=200)
+    assert rates(response) == {
+        "limit-requests": "2",
+        "remaining-requests": "1",
+        "reset-requests": "30s",
+        "limit-tokens": "600",
+        "remaining-tokens": "596",
+        "reset-tokens": "400ms",
+    }
+    await site.embed(["a"], path, status=200)
+    response, body = await site.embed(["a"], path)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "30")
+    assert said(body) == "the key `batch` has used its 2 requests a minute; try again in 30 s"
+    assert rates(response)["remaining-requests"] == "0"
+    assert rates(response)["reset-requests"] == "1m0s"
+    if path.startswith("/v1/"):
+        assert body["error"]["code"] == "rate_limit_exceeded"
+        assert body["error"]["type"] == "rate_limit_error"
+    site.clock.now += 30
+    await site.embed(["a"], path, status=200)
 
 
 @pytest.mark.parametrize("path", EMBED)
-def test_tokens_are_refused_before_the_model_runs_or_for_good(path, tmp_path):
-    async def scenario():
-        site = Site(tmp_path, table("batch", tokens_per_minute=60))
-        response, _ = await site.embed(["a " * 15] * 2, path)  # estimated at 60, really 30
-        assert rates(response)["remaining-tokens"] == "30"
-        asked = len(site.embedder.asked)
-        response, body = await site.embed(["a " * 15] * 2, path)
-        assert (response.status_code, response.headers["retry-after"]) == (429, "30")
-        assert said(body) == "the key `batch` has used its 60 tokens a minute; try again in 30 s"
-        response, body = await site.embed(["a " * 16] * 2, path)
-        assert response.status_code == (422 if path == "/embed" else 400)
-        assert is_error(path, body)
-        words = "the request has about 64 tokens, and the key `batch` never has room for more than"
-        assert words in said(body)
-        assert len(site.embedder.asked) == asked
-
-    asyncio.run(scenario())
+async def test_tokens_are_refused_before_the_model_runs_or_for_good(path, tmp_path):
+    site = Site(tmp_path, table("batch", tokens_per_minute=60))
+    response, _ = await site.embed(["a " * 15] * 2, path)  # estimated at 60, really 30
+    assert rates(response)["remaining-tokens"] == "30"
+    asked = len(site.embedder.asked)
+    response, body = await site.embed(["a " * 15] * 2, path)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "30")
+    assert said(body) == "the key `batch` has used its 60 tokens a minute; try again in 30 s"
+    response, body = await site.embed(["a " * 16] * 2, path)
+    assert response.status_code == (422 if path == "/embed" else 400)
+    words = "the request has about 64 tokens, and the key `batch` never has room for more than"
+    assert words in said(body)
+    assert len(site.embedder.asked) == asked
 
 
-def test_get_requests_are_not_counted_and_all_instances_are_one(tmp_path):
-    async def scenario():
-        site = Site(tmp_path, table(requests_per_minute=5, tokens_per_minute=1000))
-        assert rates((await site.get("/v1/models"))[0])["remaining-requests"] == "5"
-        body = {"instances": [{"inputs": "a b"}, {"inputs": ["c", "d e f"]}]}
-        response, _ = await site.post("/vertex", body)
-        assert response.status_code == 200
-        assert rates(response)["remaining-requests"] == "4"
-        assert rates(response)["remaining-tokens"] == "994"
-        response, _ = await site.post("/tokenize", {"inputs": "word " * 100})
-        assert rates(response)["remaining-tokens"] == "994"
-
-    asyncio.run(scenario())
+async def test_get_requests_are_not_counted_and_all_instances_are_one(tmp_path):
+    site = Site(tmp_path, table(requests_per_minute=5, tokens_per_minute=1000))
+    assert rates((await site.get("/v1/models"))[0])["remaining-requests"] == "5"
+    body = {"instances": [{"inputs": "a b"}, {"inputs": ["c", "d e f"]}]}
+    response, _ = await site.post("/vertex", body, status=200)
+    assert rates(response)["remaining-requests"] == "4"
+    assert rates(response)["remaining-tokens"] == "994"
+    response, _ = await site.post("/tokenize", {"inputs": "word " * 100})
+    assert rates(response)["remaining-tokens"] == "994"
 
 
-def test_inputs_that_wait_are_limited_and_given_back_whatever_ends_the_request(tmp_path):
-    async def scenario():
-        site = Site(tmp_path, table("batch", max_inputs_waiting=3), table("other", "other"))
-        quota, embedder = site.keys.quota(site.keys.find(b"secret")), site.embedder
-        embedder.gate = asyncio.Event()
-        waiting = asyncio.create_task(site.embed(["a", "b"]))
-        await embedder.entered.wait()
-        response, body = await site.embed(["c", "d"])
-        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
-        assert "the key `batch` has 2 inputs that wait, and may have 3" in said(body)
-        response, body = await site.embed(["a"] * 4)
-        assert response.status_code == 400
-        assert "never has room for more than 3" in said(body)
-        other = asyncio.create_task(site.embed(["a"] * 9, key="other"))
-        embedder.gate.set()
-        assert [(await one)[0].status_code for one in (waiting, other)] == [200, 200]
-        assert quota.waiting == 0
+async def test_inputs_that_wait_are_limited_and_given_back_whatever_ends_the_request(tmp_path):
+    site = Site(tmp_path, table("batch", max_inputs_waiting=3), table("other", "other"))
+    quota, embedder = site.keys.quota(site.keys.find(b"secret")), site.embedder
+    embedder.gate = asyncio.Event()
+    waiting = asyncio.create_task(site.embed(["a", "b"]))
+    await embedder.entered.wait()
+    response, body = await site.embed(["c", "d"])
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    assert "the key `batch` has 2 inputs that wait, and may have 3" in said(body)
+    _, body = await site.embed(["a"] * 4, status=400)
+    assert "never has room for more than 3" in said(body)
+    other = asyncio.create_task(site.embed(["a"] * 9, key="other"))
+    embedder.gate.set()
+    assert [(await one)[0].status_code for one in (waiting, other)] == [200, 200]
+    assert quota.waiting == 0
 
-        embedder.failure = RuntimeError("broken")
-        assert (await site.embed(["a"]))[0].status_code == 500
-        assert quota.waiting == 0
-        embedder.failure, embedder.gate = None, asyncio.Event()
-        embedder.entered.clear()
-        gone = asyncio.create_task(site.embed(["a", "b", "c"]))
-        await embedder.entered.wait()
-        gone.cancel()
-        await asyncio.wait({gone})
-        assert quota.waiting == embedder.admission.inputs == 0
-
-    asyncio.run(scenario())
+    embedder.failure = RuntimeError("broken")
+    await site.embed(["a"], status=500)
+    assert quota.waiting == 0
+    embedder.failure, embedder.gate = None, asyncio.Event()
+    embedder.entered.clear()
+    gone = asyncio.create_task(site.embed(["a", "b", "c"]))
+    await embedder.entered.wait()
+    gone.cancel()
+    await asyncio.wait({gone})
+    assert quota.waiting == embedder.admission.inputs == 0
 
 
-def test_no_message_metric_or_log_line_has_a_key_or_its_digest(tmp_path, caplog):
+async def test_no_message_metric_or_log_line_has_a_key_or_its_digest(tmp_path, caplog):
     caplog.set_level("DEBUG")
-
-    async def scenario() -> bytes:
-        site = Site(tmp_path, table("batch", models=["no"], requests_per_minute=1))
-        seen = [await (await site.client.get("/metrics")).get_data()]
-        for path in EMBED:
-            for key in ("secret", "wrong"):
-                response, body = await site.embed(["x"], path, key, model="e")
-                seen += [json.dumps(body).encode(), str(response.headers).encode()]
-        site.keys.read_again()
-        return b"".join([*seen, await (await site.client.get("/metrics")).get_data()])
-
-    seen = asyncio.run(scenario()).decode() + caplog.text
+    site = Site(tmp_path, table("batch", models=["no"], requests_per_minute=1))
+    seen = [await (await site.client.get("/metrics")).get_data()]
+    for path in EMBED:
+        for key in ("secret", "wrong"):
+            response, body = await site.embed(["x"], path, key, model="e")
+            seen += [json.dumps(body).encode(), str(response.headers).encode()]
+    site.keys.read_again()
+    seen.append(await (await site.client.get("/metrics")).get_data())
+    seen = b"".join(seen).decode() + caplog.text
     assert 'jaxembed_key_refused{key="batch",reason="model"} 1.0' in seen
     assert 'jaxembed_key_refused{key="batch",reason="requests"} 2.0' in seen
     assert 'jaxembed_key_requests{key="batch"} 1.0' in seen
@@ -636,38 +578,29 @@ def test_no_message_metric_or_log_line_has_a_key_or_its_digest(tmp_path, caplog)
     assert not [one for one in ("secret", "wrong`", DIGEST, DIGEST[:12]) if one in seen]
 
 
-def test_the_port_of_metrics_shows_those_of_keys_too(tmp_path):
-    async def scenario():
-        site = Site(tmp_path, table("batch"))
-        await site.embed()
-        client = create_metrics_app(site.app.service).test_client()
-        metrics = (await (await client.get("/metrics")).get_data()).decode()
-        assert 'jaxembed_key_requests{key="batch"} 1.0' in metrics
-        assert 'jaxembed_key_tokens{key="batch"} 2.0' in metrics
-
-    asyncio.run(scenario())
+async def test_the_port_of_metrics_shows_those_of_keys_too(tmp_path):
+    site = Site(tmp_path, table("batch"))
+    await site.embed()
+    client = create_metrics_app(site.app.service).test_client()
+    metrics = (await (await client.get("/metrics")).get_data()).decode()
+    assert 'jaxembed_key_requests{key="batch"} 1.0' in metrics
+    assert 'jaxembed_key_tokens{key="batch"} 2.0' in metrics
 
 
-def test_without_a_key_file_nothing_of_keys_is_shown_or_done():
-    async def scenario():
-        app = create_app(Models([FakeEmbedder()]), ServerConfig())
-        client = app.test_client()
-        response = await client.post("/embed", json={"inputs": "x"})
-        assert rates(response) == {}
-        metrics = await (await client.get("/metrics")).get_data()
-        assert b"jaxembed_key" not in metrics
-        assert b"jaxembed_audit" not in metrics
-
-    asyncio.run(scenario())
+async def test_without_a_key_file_nothing_of_keys_is_shown_or_done():
+    app = create_app(Models([FakeEmbedder()]), ServerConfig())
+    client = app.test_client()
+    response = await client.post("/embed", json={"inputs": "x"})
+    assert rates(response) == {}
+    metrics = await (await client.get("/metrics")).get_data()
+    assert b"jaxembed_key" not in metrics
+    assert b"jaxembed_audit" not in metrics
 
 
-def test_pages_may_use_a_server_with_a_key_file(tmp_path):
-    async def scenario():
-        site = Site(tmp_path, table())
-        response, _ = await site.get("/v1/models")
-        assert response.headers["access-control-allow-origin"] == "*"
-
-    asyncio.run(scenario())
+async def test_pages_may_use_a_server_with_a_key_file(tmp_path):
+    site = Site(tmp_path, table())
+    response, _ = await site.get("/v1/models")
+    assert response.headers["access-control-allow-origin"] == "*"
 
 
 @pytest.mark.parametrize(

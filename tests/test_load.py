@@ -16,6 +16,8 @@ import httpx
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CONNECTIONS = 2000
 ANSWER_S = 60  # far more than any answer takes; a hang fails the test instead of blocking it
 
@@ -111,7 +113,6 @@ async def wave(port: int, count: int = CONNECTIONS) -> Counter:
     return Counter(status for status, _ in answers)
 
 
-@pytest.mark.slow
 def test_each_of_2000_requests_is_answered_and_memory_stays_flat(start_server):
     server = start_server("--max-queue-tokens", "2000", "--max-concurrent-requests", "200")
     process = psutil.Process(server.process.pid)

@@ -39,17 +39,8 @@ Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
-
-@pytest.fixture(params=LOOPS, autouse=True, name="loop")
-def set_loop(request, monkeypatch) -> None:
-    """Runs each test on the event loop of the library's users and on that of the server."""
-    monkeypatch.setitem(LOOPS, "current", LOOPS[request.param])
-
-
-def run(main):
-    """What a coroutine returns."""
-    with asyncio.Runner(loop_factory=LOOPS["current"]) as runner:
-        return runner.run(main)
+each_loop = pytest.mark.parametrize("loop_factory", LOOPS.values(), ids=LOOPS)
+"""The event loop of the library's users, and that of the server."""
 
 
 class Server:
@@ -175,27 +166,29 @@ def fetcher(server: Server, *hosts: str, **settings) -> MediaFetcher:
     return MediaFetcher(hosts or ["a.test"], **(defaults | settings))
 
 
-def fetched(answer: Answer, path: str = "/cat.gif", **settings) -> bytes:
+async def fetched(answer: Answer, **settings) -> bytes:
     """What comes of a URL whose host is a server that answers so."""
-
-    async def go() -> bytes:
-        async with serving(answer) as server:
-            return await fetcher(server, **settings).fetch(f"http://a.test:{server.port}{path}")
-
-    return run(go())
+    async with serving(answer) as server:
+        return await fetcher(server, **settings).fetch(f"http://a.test:{server.port}/cat.gif")
 
 
-def refused(answer: Answer, rule: str, **settings) -> None:
+async def refused(answer: Answer, rule: str, **settings) -> None:
     with pytest.raises(MediaUrlError, match=rule) as caught:
-        fetched(answer, **settings)
+        await fetched(answer, **settings)
     assert "127.0.0.1" not in str(caught.value)
 
 
-async def refused_unconnected(server: Server, fetcher: MediaFetcher, url: str, rule: str) -> None:
-    with pytest.raises(MediaUrlError, match=rule) as caught:
+async def refusal(server: Server, fetcher: MediaFetcher, url: str) -> str:
+    """The message of a refusal before anything was connected to."""
+    try:
         await fetcher.fetch(url)
-    assert "127.0.0.1" not in str(caught.value).replace(repr(url), "")
-    assert await server.connections() == 0
+    except MediaUrlError as error:
+        message = str(error)
+    else:
+        pytest.fail(f"{url} was fetched")
+    assert "127.0.0.1" not in message.replace(repr(url), "")
+    assert await server.connections() == 0, url
+    return message
 
 
 # What arrives
@@ -215,19 +208,17 @@ async def refused_unconnected(server: Server, fetcher: MediaFetcher, url: str, r
         [b"HTTP/1.1 100 C\r\n\r\n" * MOST_INFORMATIONAL, ok()],
     ],
 )
-def test_a_file_arrives_however_it_is_framed(parts):
-    assert fetched(says(*parts)) == PICTURE
+@each_loop
+async def test_a_file_arrives_however_it_is_framed(parts, loop_factory):
+    assert await fetched(says(*parts)) == PICTURE
 
 
-def test_the_request_is_of_the_name_and_asks_for_no_compression():
-    async def go() -> list[str]:
-        async with serving(says(ok())) as server:
-            media = fetcher(server, "bücher.test")
-            await media.fetch(f"http://BÜCHER.test.:{server.port}/ä?q=1#fragment")
-            assert await server.connections() == 1
-            return server.requests[0].replace(str(server.port), "PORT").split("\r\n")
-
-    assert run(go()) == [
+async def test_the_request_is_of_the_name_and_asks_for_no_compression():
+    async with serving(says(ok())) as server:
+        media = fetcher(server, "bücher.test")
+        await media.fetch(f"http://BÜCHER.test.:{server.port}/ä?q=1#fragment")
+        assert await server.connections() == 1
+    assert server.requests[0].replace(str(server.port), "PORT").split("\r\n") == [
         "GET /%C3%A4?q=1 HTTP/1.1",
         "Host: xn--bcher-kva.test:PORT",
         "User-Agent: jaxembed",
@@ -239,57 +230,47 @@ def test_the_request_is_of_the_name_and_asks_for_no_compression():
     ]
 
 
-def test_proxies_of_the_environment_are_not_used(monkeypatch):
-    async def go() -> None:
-        async with serving(says(ok(b"of a proxy"))) as proxy, serving(says(ok())) as server:
-            for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy", "ALL_PROXY"):
-                monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
-            assert await fetcher(server).fetch(f"http://a.test:{server.port}/") == PICTURE
-            assert await proxy.connections() == 0
-
-    run(go())
+async def test_proxies_of_the_environment_are_not_used(monkeypatch):
+    async with serving(says(ok(b"of a proxy"))) as proxy, serving(says(ok())) as server:
+        for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
+        assert await fetcher(server).fetch(f"http://a.test:{server.port}/") == PICTURE
+        assert await proxy.connections() == 0
 
 
-def test_the_next_address_is_tried_if_one_takes_no_connection():
-    async def go() -> None:
-        async with serving(says(ok())) as server:
-            media = fetcher(
-                server,
-                resolve=lambda host, port: ["127.0.0.3", "::ffff:127.0.0.1"],
-                allowed_address=lambda address: address.is_loopback,
-            )
-            assert await media.fetch(f"http://a.test:{server.port}/") == PICTURE
-
-    run(go())
+async def test_the_next_address_is_tried_if_one_takes_no_connection():
+    async with serving(says(ok())) as server:
+        media = fetcher(
+            server,
+            resolve=lambda host, port: ["127.0.0.3", "::ffff:127.0.0.1"],
+            allowed_address=lambda address: address.is_loopback,
+        )
+        assert await media.fetch(f"http://a.test:{server.port}/") == PICTURE
 
 
-def test_no_more_than_so_many_are_fetched_at_once():
+@each_loop
+async def test_no_more_than_so_many_are_fetched_at_once(loop_factory):
     """Answers come in pairs: with fewer than two at once none would, and three would be seen."""
-    active, most = 0, 0
+    active, seen, pair = 0, [], asyncio.Barrier(2)
 
-    async def go() -> list[bytes]:
-        pair = asyncio.Barrier(2)
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        nonlocal active
+        active += 1
+        seen.append(active)
+        await pair.wait()
+        active -= 1
+        await says(ok())(writer)
 
-        async def answer(writer: asyncio.StreamWriter) -> None:
-            nonlocal active, most
-            active += 1
-            most = max(most, active)
-            await pair.wait()
-            active -= 1
-            await says(ok())(writer)
-
-        async with serving(answer) as server:
-            media = fetcher(server, concurrency=2)
-            url = f"http://a.test:{server.port}/"
-            files = await asyncio.gather(*(media.fetch(url) for _ in range(6)))
-            await media.aclose()
-            with pytest.raises(ShuttingDown):
-                await media.fetch(url)
-            await media.aclose()
-            return files
-
-    assert run(go()) == [PICTURE] * 6
-    assert most == 2
+    async with serving(answer) as server:
+        media = fetcher(server, concurrency=2)
+        url = f"http://a.test:{server.port}/"
+        files = await asyncio.gather(*(media.fetch(url) for _ in range(6)))
+        await media.aclose()
+        with pytest.raises(ShuttingDown):
+            await media.fetch(url)
+        await media.aclose()
+    assert files == [PICTURE] * 6
+    assert max(seen) == 2
 
 
 def test_the_systems_resolver_gives_addresses():
@@ -306,78 +287,71 @@ def test_a_setting_that_is_no_host_is_refused():
 # What is refused before anything is connected to
 
 
-@pytest.mark.parametrize(
-    ("url", "rule"),
-    [
-        # other hosts than those that are allowed, in the forms that fool parsers
-        ("http://127.0.0.1:{port}/", "its host is none of those"),
-        ("http://127.0.0.1.:{port}/", "its host is none of those"),
-        ("http://localhost:{port}/", "its host is none of those"),
-        ("http://2130706433:{port}/", "its host is a number"),
-        ("http://0x7f000001:{port}/", "its host is a number"),
-        ("http://0x7f.0.0.1:{port}/", "its host is a number"),
-        ("http://017700000001:{port}/", "its host is a number"),
-        ("http://0177.0.0.1:{port}/", "its host is a number"),
-        ("http://127.1:{port}/", "its host is a number"),
-        ("http://127.0.1:{port}/", "its host is a number"),
-        ("http://0:{port}/", "its host is a number"),
-        ("http://127\u30020\u30020\u30021:{port}/", "its host is none of those"),
-        ("http://\uff11\uff12\uff17.0.0.1:{port}/", "its host is none of those"),
-        ("http://127%2e0%2e0%2e1:{port}/", "malformed"),
-        ("http://[::1]:{port}/", "its host is none of those"),
-        ("http://[::]:{port}/", "its host is none of those"),
-        ("http://[::ffff:127.0.0.1]:{port}/", "its host is none of those"),
-        ("http://[::ffff:7f00:1]:{port}/", "its host is none of those"),
-        ("http://[::127.0.0.1]:{port}/", "its host is none of those"),
-        ("http://[64:ff9b::7f00:1]:{port}/", "its host is none of those"),
-        ("http://a.test@127.0.0.1:{port}/", "user name or password"),
-        ("http://a.test:80@127.0.0.1:{port}/", "user name or password"),
-        ("http://127.0.0.1:{port}#@a.test/", "its host is none of those"),
-        ("http://127.0.0.1:{port}?@a.test/", "its host is none of those"),
-        ("http://127.0.0.1:{port}/@a.test/", "its host is none of those"),
-        ("http://127.0.0.1:{port}\\@a.test/", "backslash"),
-        ("http://a.test\\@127.0.0.1:{port}/", "backslash"),
-        ("http:\\\\a.test:{port}/", "backslash"),
-        ("http://127.0.0.1:{port}\t@a.test/", "control character"),
-        ("http://127.0\t.0.1:{port}/", "control character"),
-        ("http://a.test:{port}/ HTTP/1.1\r\nX: y", "control character"),
-        ("\nhttp://a.test:{port}/", "control character"),
-        ("http://a.test.127.0.0.1:{port}/", "its host is a number"),
-        ("http://a.test.b.test:{port}/", "its host is none of those"),
-        ("http://xa.test:{port}/", "its host is none of those"),
-        ("http://a.test:{port}@b.test/", "user name or password"),
-        ("http://b.test:{port}/", "its port is not"),
-        ("http://c.test:{port}/", "its host is none of those"),
-        ("http://a.test/", "its port is not"),
-        ("file:///etc/passwd", "wanted http:// or https://"),
-        ("file://a.test:{port}/etc/passwd", "wanted http:// or https://"),
-        ("gopher://a.test:{port}/_GET", "wanted http:// or https://"),
-        ("ftp://a.test:{port}/", "wanted http:// or https://"),
-        ("unix://a.test:{port}/", "wanted http:// or https://"),
-        ("//a.test:{port}/", "wanted http:// or https://"),
+# Hosts that are not allowed, in forms that fool parsers, by the rule that refuses them; more forms
+# are in test_media_urls.py.
+REFUSED_URLS = {
+    "its host is none of those": [
+        "http://127.0.0.1:{port}/",
+        "http://localhost:{port}/",
+        "http://127\u30020\u30020\u30021:{port}/",
+        "http://\uff11\uff12\uff17.0.0.1:{port}/",
+        "http://[::1]:{port}/",
+        "http://[::ffff:127.0.0.1]:{port}/",
+        "http://[64:ff9b::7f00:1]:{port}/",
+        "http://127.0.0.1:{port}#@a.test/",
+        "http://127.0.0.1:{port}?@a.test/",
+        "http://127.0.0.1:{port}/@a.test/",
+        "http://c.test:{port}/",
     ],
-)
-def test_urls_that_are_not_allowed_reach_nothing(url, rule):
+    "its host is a number": [
+        "http://2130706433:{port}/",
+        "http://127.1:{port}/",
+        "http://a.test.127.0.0.1:{port}/",
+    ],
+    "malformed": ["http://127%2e0%2e0%2e1:{port}/"],
+    "user name or password": [
+        "http://a.test@127.0.0.1:{port}/",
+        "http://a.test:80@127.0.0.1:{port}/",
+        "http://a.test:{port}@b.test/",
+    ],
+    "backslash": [
+        "http://127.0.0.1:{port}\\@a.test/",
+        "http://a.test\\@127.0.0.1:{port}/",
+    ],
+    "control character": [
+        "http://127.0.0.1:{port}\t@a.test/",
+        "http://127.0\t.0.1:{port}/",
+        "http://a.test:{port}/ HTTP/1.1\r\nX: y",
+    ],
+    "its port is not": [
+        "http://b.test:{port}/",
+        "http://a.test/",
+    ],
+    "wanted http:// or https://": [
+        "file:///etc/passwd",
+        "gopher://a.test:{port}/_GET",
+        "unix://a.test:{port}/",
+    ],
+}
+
+
+async def test_urls_that_are_not_allowed_reach_nothing():
     """Every address is allowed and every name is that of the server: only rules of URLs refuse."""
+    async with serving(says(ok())) as server:
+        media = fetcher(
+            server, "a.test", "*.c.test", "b.test:8443", allowed_address=lambda address: True
+        )
+        for rule, urls in REFUSED_URLS.items():
+            for url in urls:
+                message = await refusal(server, media, url.format(port=server.port))
+                assert rule in message, url
 
-    async def go() -> None:
-        async with serving(says(ok())) as server:
-            media = fetcher(
-                server, "a.test", "*.c.test", "b.test:8443", allowed_address=lambda address: True
-            )
-            await refused_unconnected(server, media, url.format(port=server.port), rule)
 
-    run(go())
-
-
-def test_without_hosts_nothing_is_fetched():
-    async def go() -> None:
-        async with serving(says(ok())) as server:
-            media = MediaFetcher([], ports=[server.port], resolve=lambda *_: ["127.0.0.1"])
-            url = f"http://a.test:{server.port}/"
-            await refused_unconnected(server, media, url, "fetches no URLs; --allow-media-urls")
-
-    run(go())
+async def test_without_hosts_nothing_is_fetched():
+    async with serving(says(ok())) as server:
+        media = MediaFetcher([], ports=[server.port], resolve=lambda *_: ["127.0.0.1"])
+        url = f"http://a.test:{server.port}/"
+        assert "fetches no URLs; --allow-media-urls" in await refusal(server, media, url)
 
 
 @pytest.mark.parametrize(
@@ -385,27 +359,17 @@ def test_without_hosts_nothing_is_fetched():
     [
         ["127.0.0.1"],
         ["8.8.8.8", "127.0.0.1"],
-        ["127.0.0.1", "8.8.8.8"],
-        ["::ffff:127.0.0.1"],
         ["2606:4700::1", "::ffff:127.0.0.1"],
         ["::1", "127.0.0.1"],
-        ["0.0.0.0"],
-        ["::"],
         ["64:ff9b::7f00:1", "127.0.0.1"],
         ["fe80::1%2"],
-        ["169.254.169.254"],
     ],
 )
-def test_names_with_an_address_that_is_not_public_reach_nothing(addresses):
-    async def go() -> None:
-        async with serving(says(ok())) as server:
-            media = MediaFetcher(
-                ["a.test"], ports=[server.port], resolve=lambda host, port: addresses
-            )
-            url = f"http://a.test:{server.port}/"
-            await refused_unconnected(server, media, url, "not all addresses of its host are pub")
-
-    run(go())
+async def test_names_with_an_address_that_is_not_public_reach_nothing(addresses):
+    async with serving(says(ok())) as server:
+        media = MediaFetcher(["a.test"], ports=[server.port], resolve=lambda host, port: addresses)
+        url = f"http://a.test:{server.port}/"
+        assert "not all addresses of its host are pub" in await refusal(server, media, url)
 
 
 @pytest.mark.parametrize(
@@ -418,29 +382,23 @@ def test_names_with_an_address_that_is_not_public_reach_nothing(addresses):
         ("[::]:{port}", "http://[::]:{port}/"),
     ],
 )
-def test_addresses_that_are_named_but_not_public_reach_nothing(host, url):
-    async def go() -> None:
-        async with serving(says(ok())) as server:
-            media = MediaFetcher([host.format(port=server.port)], ports=[server.port])
-            await refused_unconnected(server, media, url.format(port=server.port), "public")
-
-    run(go())
+async def test_addresses_that_are_named_but_not_public_reach_nothing(host, url):
+    async with serving(says(ok())) as server:
+        media = MediaFetcher([host.format(port=server.port)], ports=[server.port])
+        assert "public" in await refusal(server, media, url.format(port=server.port))
 
 
-def test_an_address_that_is_named_and_allowed_is_not_looked_up():
+async def test_an_address_that_is_named_and_allowed_is_not_looked_up():
     def resolve(host: str, port: int) -> list[str]:
         raise AssertionError(host)
 
-    async def go() -> None:
-        async with serving(says(ok())) as server:
-            media = fetcher(server, "127.0.0.1", resolve=resolve)
-            assert await media.fetch(f"http://127.0.0.1:{server.port}/") == PICTURE
-
-    run(go())
+    async with serving(says(ok())) as server:
+        media = fetcher(server, "127.0.0.1", resolve=resolve)
+        assert await media.fetch(f"http://127.0.0.1:{server.port}/") == PICTURE
 
 
 @pytest.mark.parametrize("location", ["/", "http://a.test:PORT/", "//a.test.:PORT/"])
-def test_a_name_is_looked_up_once_for_each_request(location):
+async def test_a_name_is_looked_up_once_for_each_request(location):
     """A resolver that answers with another address the second time gains nothing by it."""
     asked = []
 
@@ -448,45 +406,40 @@ def test_a_name_is_looked_up_once_for_each_request(location):
         asked.append(host)
         return ["127.0.0.1"] if len(asked) == 1 else ["10.0.0.1", "127.0.0.1"]
 
-    assert fetched(says(ok()), resolve=resolve) == PICTURE
+    assert await fetched(says(ok()), resolve=resolve) == PICTURE
     assert asked == ["a.test"]
     asked.clear()
-    refused(says(redirect(location)), "^a redirect of .*: not all addresses", resolve=resolve)
+    await refused(says(redirect(location)), "^a redirect of .*: not all addresses", resolve=resolve)
     assert asked == ["a.test", "a.test"]
 
 
 @pytest.mark.parametrize(
     "answer", [[], socket.gaierror(socket.EAI_NONAME, "x"), OSError("x"), UnicodeError("x"), ["x"]]
 )
-def test_a_name_without_an_address_is_refused(answer):
+async def test_a_name_without_an_address_is_refused(answer):
     def resolve(host: str, port: int) -> list[str]:
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    refused(says(ok()), "its host has no address", resolve=resolve)
+    await refused(says(ok()), "its host has no address", resolve=resolve)
 
 
-def test_names_that_are_never_found_take_no_longer_than_a_fetch_may():
+async def test_names_that_are_never_found_take_no_longer_than_a_fetch_may():
     release = threading.Event()
 
     def resolve(host: str, port: int) -> list[str]:
         release.wait()
         return ["127.0.0.1"]
 
-    async def go() -> None:
-        async with serving(says(ok())) as server:
-            media = fetcher(server, resolve=resolve, timeout_s=SHORT_S, concurrency=2)
-            urls = [f"http://a.test:{server.port}/"] * 4  # more than there are threads
-            failures = await asyncio.gather(*map(media.fetch, urls), return_exceptions=True)
-            assert all("within 0.1 s" in str(failure) for failure in failures)
-            assert await server.connections() == 0
-            await media.aclose()
-
-    try:
-        run(go())
-    finally:
+    async with serving(says(ok())) as server:
+        media = fetcher(server, resolve=resolve, timeout_s=SHORT_S, concurrency=2)
+        urls = [f"http://a.test:{server.port}/"] * 4  # more than there are threads
+        failures = await asyncio.gather(*map(media.fetch, urls), return_exceptions=True)
         release.set()
+        assert all("within 0.1 s" in str(failure) for failure in failures)
+        assert await server.connections() == 0
+        await media.aclose()
 
 
 # Redirects
@@ -514,108 +467,99 @@ async def targets(*answers: bytes, **settings) -> list[str]:
         ("HTTP://d.c.test.:PORT/ä", "/%C3%A4"),
     ],
 )
-def test_redirects_are_followed(status, location, target):
-    assert run(targets(redirect(location, status), ok())) == ["/x/y", target]
+async def test_redirects_are_followed(status, location, target):
+    assert await targets(redirect(location, status), ok()) == ["/x/y", target]
 
 
-def test_so_many_redirects_are_followed_and_no_more():
+async def test_so_many_redirects_are_followed_and_no_more():
     hops = [redirect("/1"), redirect("/2"), redirect("/3")]
-    assert run(targets(*hops, ok())) == ["/x/y", "/1", "/2", "/3"]
+    assert await targets(*hops, ok()) == ["/x/y", "/1", "/2", "/3"]
     with pytest.raises(MediaUrlError, match="more than 3 redirects"):
-        run(targets(*hops, redirect("/4"), ok()))
+        await targets(*hops, redirect("/4"), ok())
     with pytest.raises(MediaUrlError, match="more than 0 redirects"):
-        run(targets(redirect("/1"), ok(), most_redirects=0))
+        await targets(redirect("/1"), ok(), most_redirects=0)
     with pytest.raises(MediaUrlError, match="more than 3 redirects"):
-        run(targets(redirect("/x/y")))  # a loop
+        await targets(redirect("/x/y"))  # a loop
 
 
 @pytest.mark.parametrize(
     ("location", "rule"),
     [
         ("http://127.0.0.1:PORT/", "its host is none of those"),
-        ("http://localhost:PORT/", "its host is none of those"),
-        ("//127.0.0.1:PORT/", "its host is none of those"),
         ("///127.0.0.1:PORT/", "malformed|more than 3 redirects"),
-        ("http://[::ffff:127.0.0.1]:PORT/", "its host is none of those"),
         ("http://2130706433:PORT/", "its host is a number"),
         ("http://e.test:PORT/", "its host is none of those"),
         ("http://a.test@127.0.0.1:PORT/", "user name or password"),
         ("http://a.test:22/", "its port is not"),
         ("/\\127.0.0.1:PORT/", "backslash"),
-        ("\\\\127.0.0.1:PORT/", "backslash"),
         ("/ä\tb", "control character"),
         ("file:///etc/passwd", "wanted http:// or https://"),
-        ("gopher://a.test:PORT/_", "wanted http:// or https://"),
-        ("ftp://a.test:PORT/", "wanted http:// or https://"),
         ("data:image/gif;base64,QQ==", "wanted http:// or https://"),
         ("javascript:alert(1)", "wanted http:// or https://"),
         ("http://", "malformed|more than 3 redirects"),
     ],
 )
-def test_redirects_obey_all_rules_and_messages_do_not_say_where_they_lead(location, rule):
-    async def go() -> None:
-        async with serving(says(redirect(location))) as server:
-            media = fetcher(server, allowed_address=lambda address: True)
-            with pytest.raises(MediaUrlError, match=rule) as caught:
-                await media.fetch(f"http://a.test:{server.port}/x")
-            followed = "more than" in caught.value.rule  # it led to where it was, again and again
-            assert await server.connections() == (4 if followed else 1)
-            message = str(caught.value)
-            assert followed or message.startswith(
-                f"a redirect of 'http://a.test:{server.port}/x' cannot be fetched: "
-            )
-            for secret in ("127.0.0.1", "passwd", "e.test:", "\\", "alert", "2130706433"):
-                assert secret not in message
-
-    run(go())
+async def test_redirects_obey_all_rules_and_messages_do_not_say_where_they_lead(location, rule):
+    async with serving(says(redirect(location))) as server:
+        media = fetcher(server, allowed_address=lambda address: True)
+        with pytest.raises(MediaUrlError, match=rule) as caught:
+            await media.fetch(f"http://a.test:{server.port}/x")
+        followed = "more than" in caught.value.rule  # it led to where it was, again and again
+        assert await server.connections() == (4 if followed else 1)
+        message = str(caught.value)
+        assert followed or message.startswith(
+            f"a redirect of 'http://a.test:{server.port}/x' cannot be fetched: "
+        )
+        for secret in ("127.0.0.1", "passwd", "e.test:", "\\", "alert", "2130706433"):
+            assert secret not in message
 
 
 @pytest.mark.parametrize(
     "answer",
     [b"HTTP/1.1 302 X\r\n\r\n", b"HTTP/1.1 302 X\r\nLocation: /\xff\xfe\r\n\r\n"],
 )
-def test_a_redirect_to_no_url_is_refused(answer):
-    refused(says(answer), "its redirect leads")
+async def test_a_redirect_to_no_url_is_refused(answer):
+    await refused(says(answer), "its redirect leads")
 
 
 # Answers that are refused
 
 
 @pytest.mark.parametrize("status", [201, 203, 204, 206, 300, 304, 305, 400, 404, 500, 503])
-def test_only_status_200_is_success(status):
+async def test_only_status_200_is_success(status):
     answer = f"HTTP/1.1 {status} Secret\r\nLocation: /\r\nContent-Length: 6\r\n\r\nsecret"
     with pytest.raises(MediaUrlError, match=r"status of the answer is not 200$") as caught:
-        fetched(says(answer.encode()))
+        await fetched(says(answer.encode()))
     assert "ecret" not in str(caught.value)
     assert str(status) not in str(caught.value).replace("200", "").split("cannot")[1]
 
 
 @pytest.mark.parametrize("coding", ["gzip", "br", "x-gzip, identity"])
-def test_compressed_files_are_refused(coding):
+async def test_compressed_files_are_refused(coding):
     body = gzip.compress(bytes(10**6))
-    refused(
+    await refused(
         says(ok(body, f"Content-Encoding: {coding}")),
         "wanted no Content-Encoding",
         most_bytes=10**6,
     )
 
 
-def test_the_limit_of_bytes_is_exact():
+async def test_the_limit_of_bytes_is_exact():
     chunk = b"%x\r\n%b\r\n"
     for size, fits in ((LIMIT, True), (LIMIT + 1, False)):
         body = b"x" * size
         framed = CHUNKED + chunk % (size, body) + b"0\r\n\r\n"
         for answer in (ok(body), framed, b"HTTP/1.1 200 OK\r\n\r\n" + body):
             if fits:
-                assert fetched(says(answer)) == body
+                assert await fetched(says(answer)) == body
             else:
-                refused(says(answer), f"larger than the limit of {LIMIT} bytes")
+                await refused(says(answer), f"larger than the limit of {LIMIT} bytes")
 
 
-def test_a_length_over_the_limit_is_refused_before_the_file_is_read():
+async def test_a_length_over_the_limit_is_refused_before_the_file_is_read():
     """Nothing of it ever comes."""
-    refused(stalls(ok(b"", length=LIMIT + 1)), "larger than the limit")
-    refused(stalls(ok(b"", length=10**19)), "larger than the limit")
+    await refused(stalls(ok(b"", length=LIMIT + 1)), "larger than the limit")
+    await refused(stalls(ok(b"", length=10**19)), "larger than the limit")
 
 
 @pytest.mark.parametrize(
@@ -632,15 +576,16 @@ def test_a_length_over_the_limit_is_refused_before_the_file_is_read():
         (b"", b"HTTP/1.1 100 C\r\n\r\n" * 10, "too many of status 1xx"),
     ],
 )
-def test_answers_without_an_end_are_refused(start, part, rule):
-    refused(repeats(start, part), rule)
+@each_loop
+async def test_answers_without_an_end_are_refused(start, part, rule, loop_factory):
+    await refused(repeats(start, part), rule)
 
 
-def test_a_file_in_too_small_pieces_is_refused():
+async def test_a_file_in_too_small_pieces_is_refused():
     parts = b"1\r\nx\r\n" * 6000
-    refused(says(CHUNKED, parts, b"0\r\n\r\n"), "too small pieces", most_bytes=10**6)
+    await refused(says(CHUNKED, parts, b"0\r\n\r\n"), "too small pieces", most_bytes=10**6)
     parts = (b"200\r\n" + b"x" * 512 + b"\r\n") * 6000
-    whole = fetched(says(CHUNKED, parts, b"0\r\n\r\n"), most_bytes=10**7)
+    whole = await fetched(says(CHUNKED, parts, b"0\r\n\r\n"), most_bytes=10**7)
     assert whole == b"x" * 512 * 6000
 
 
@@ -668,8 +613,9 @@ def test_a_file_in_too_small_pieces_is_refused():
         b"220 mail.test ESMTP secret\r\n",
     ],
 )
-def test_answers_that_break_off_or_are_no_http_are_refused(answer):
-    refused(says(answer), "its host broke off, or its answer is no HTTP")
+@each_loop
+async def test_answers_that_break_off_or_are_no_http_are_refused(answer, loop_factory):
+    await refused(says(answer), "its host broke off, or its answer is no HTTP")
 
 
 @pytest.mark.parametrize(
@@ -682,11 +628,13 @@ def test_answers_that_break_off_or_are_no_http_are_refused(answer):
         [CHUNKED, b"1\r\nx\r\n"],
     ],
 )
-def test_what_does_not_come_in_time_is_refused(parts):
-    refused(stalls(*parts), "did not arrive within 0.1 s", timeout_s=SHORT_S)
+@each_loop
+async def test_what_does_not_come_in_time_is_refused(parts, loop_factory):
+    await refused(stalls(*parts), "did not arrive within 0.1 s", timeout_s=SHORT_S)
 
 
-def test_a_body_that_drips_is_refused_in_time():
+@each_loop
+async def test_a_body_that_drips_is_refused_in_time(loop_factory):
     """Each byte comes, and there is no time limit between two of them."""
 
     async def answer(writer: asyncio.StreamWriter) -> None:
@@ -695,25 +643,23 @@ def test_a_body_that_drips_is_refused_in_time():
             await asyncio.sleep(SHORT_S / 10)
             await send(writer, b"1\r\nx\r\n")
 
-    refused(answer, "did not arrive within 0.1 s", timeout_s=SHORT_S)
+    await refused(answer, "did not arrive within 0.1 s", timeout_s=SHORT_S)
 
 
-def test_the_time_is_that_of_all_redirects_together():
+async def test_the_time_is_that_of_all_redirects_together():
     async def answer(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(SHORT_S / 2)
         await says(redirect("/"))(writer)
 
-    refused(answer, "did not arrive within 0.1 s", timeout_s=SHORT_S, most_redirects=1000)
+    await refused(answer, "did not arrive within 0.1 s", timeout_s=SHORT_S, most_redirects=1000)
 
 
-def test_a_port_where_nothing_listens_is_refused():
-    async def go() -> None:
-        async with serving(says(ok())) as server:
-            media = fetcher(server)
-        await media.fetch(f"http://a.test:{server.port}/")
-
+@each_loop
+async def test_a_port_where_nothing_listens_is_refused(loop_factory):
+    async with serving(says(ok())) as server:
+        media = fetcher(server)
     with pytest.raises(MediaUrlError, match=r"no connection to its host could be made$"):
-        run(go())
+        await media.fetch(f"http://a.test:{server.port}/")
 
 
 # TLS
@@ -749,44 +695,36 @@ async def serving_tls(answer: Answer, certificate: tuple[str, str]):
         yield server, names, {"tls": ssl.create_default_context(cafile=certificate[0])}
 
 
-def test_https_asks_for_the_name_and_checks_its_certificate(certificate):
-    async def go() -> None:
-        async with serving_tls(says(ok()), certificate) as (server, names, trust):
-            media = fetcher(server, "a.test", "b.test", **trust)
-            assert await media.fetch(f"https://A.test.:{server.port}/") == PICTURE
-            assert names == ["a.test"]
-            assert f"\r\nHost: a.test:{server.port}\r\n" in server.requests[0]
-            for stranger, host in ((media, "b.test"), (fetcher(server), "a.test")):
-                with pytest.raises(MediaUrlError, match="no certificate that is valid for its"):
-                    await stranger.fetch(f"https://{host}:{server.port}/")
+@each_loop
+async def test_https_asks_for_the_name_and_checks_its_certificate(certificate, loop_factory):
+    async with serving_tls(says(ok()), certificate) as (server, names, trust):
+        media = fetcher(server, "a.test", "b.test", **trust)
+        assert await media.fetch(f"https://A.test.:{server.port}/") == PICTURE
+        assert names == ["a.test"]
+        assert f"\r\nHost: a.test:{server.port}\r\n" in server.requests[0]
+        for stranger, host in ((media, "b.test"), (fetcher(server), "a.test")):
+            with pytest.raises(MediaUrlError, match="no certificate that is valid for its"):
+                await stranger.fetch(f"https://{host}:{server.port}/")
+        assert len(server.requests) == 1
+
+
+async def test_a_redirect_from_https_to_http_is_refused(certificate):
+    async with serving(says(ok())) as plain:
+        answer = says(redirect(f"http://a.test:{plain.port}/"))
+        async with serving_tls(answer, certificate) as (server, _, trust):
+            media = fetcher(server, ports=[server.port, plain.port], **trust)
+            with pytest.raises(MediaUrlError, match=r"leads from https to http$"):
+                await media.fetch(f"https://a.test:{server.port}/")
             assert len(server.requests) == 1
-
-    run(go())
-
-
-def test_a_redirect_from_https_to_http_is_refused(certificate):
-    async def go() -> None:
-        async with serving(says(ok())) as plain:
-            answer = says(redirect(f"http://a.test:{plain.port}/"))
-            async with serving_tls(answer, certificate) as (server, _, trust):
-                media = fetcher(server, ports=[server.port, plain.port], **trust)
-                with pytest.raises(MediaUrlError, match=r"leads from https to http$"):
-                    await media.fetch(f"https://a.test:{server.port}/")
-                assert len(server.requests) == 1
-                assert await plain.connections() == 0
-
-    run(go())
+            assert await plain.connections() == 0
 
 
-def test_a_redirect_from_http_to_https_is_followed(certificate):
-    async def go() -> None:
-        async with serving_tls(says(ok()), certificate) as (server, _, trust):
-            answer = says(redirect(f"https://a.test:{server.port}/"))
-            async with serving(answer) as plain:
-                media = fetcher(server, ports=[server.port, plain.port], **trust)
-                assert await media.fetch(f"http://a.test:{plain.port}/") == PICTURE
-
-    run(go())
+async def test_a_redirect_from_http_to_https_is_followed(certificate):
+    async with serving_tls(says(ok()), certificate) as (server, _, trust):
+        answer = says(redirect(f"https://a.test:{server.port}/"))
+        async with serving(answer) as plain:
+            media = fetcher(server, ports=[server.port, plain.port], **trust)
+            assert await media.fetch(f"http://a.test:{plain.port}/") == PICTURE
 
 
 @pytest.mark.parametrize(
@@ -798,16 +736,14 @@ def test_a_redirect_from_http_to_https_is_followed(certificate):
         ("http", b"", "its host broke off"),
     ],
 )
-def test_a_peer_that_does_not_listen_is_refused(scheme, greeting, rule):
+@each_loop
+async def test_a_peer_that_does_not_listen_is_refused(scheme, greeting, rule, loop_factory):
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(greeting)
         writer.close()
 
-    async def go() -> None:
-        server = Server(says(ok()))
-        async with await asyncio.start_server(greet, "127.0.0.1", 0) as listening:
-            server.port = listening.sockets[0].getsockname()[1]
+    server = Server(says(ok()))
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as listening:
+        server.port = listening.sockets[0].getsockname()[1]
+        with pytest.raises(MediaUrlError, match=rule):
             await fetcher(server).fetch(f"{scheme}://a.test:{server.port}/")
-
-    with pytest.raises(MediaUrlError, match=rule):
-        run(go())

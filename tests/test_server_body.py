@@ -87,53 +87,43 @@ async def turns(count: int = 5000) -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/metrics"), ("GET", "/info")])
-def test_a_body_that_nobody_reads_is_not_kept(app, monkeypatch, method, path):
+async def test_a_body_that_nobody_reads_is_not_kept(app, monkeypatch, method, path):
     monkeypatch.setattr(bounded_body, "MOST_DISCARDED", 8 * MIB)
-
-    async def scenario():
-        client = Client(app, method, path)
-        client.reads.clear()  # nor does the answer get away
-        async with running(client.ask()) as asking:
-            await turns()
-            assert not asking.done()
-            assert client.received <= 8 * MIB + 4 * len(PIECE)  # nor is it read for ever
-            assert client.most_held <= COPIES * (MOST_UNREAD + len(PIECE))
-            client.reads.set()
-            await asyncio.wait_for(asking, 5)
-        return client
-
-    client = asyncio.run(scenario())
+    client = Client(app, method, path)
+    client.reads.clear()  # nor does the answer get away
+    async with running(client.ask()) as asking:
+        await turns()
+        assert not asking.done()
+        assert client.received <= 8 * MIB + 4 * len(PIECE)  # nor is it read for ever
+        assert client.most_held <= COPIES * (MOST_UNREAD + len(PIECE))
+        client.reads.set()
+        await asking
     assert client.sent[0]["status"] == 200
     assert app.capacity.bytes == 0
 
 
-def test_a_refused_request_is_answered_though_its_body_never_ends(app, monkeypatch):
+async def test_a_refused_request_is_answered_though_its_body_never_ends(app, monkeypatch):
     monkeypatch.setattr(bounded_body, "MOST_DISCARDED", 8 * MIB)
     client = Client(app, "POST", "/nowhere")
-    assert asyncio.run(client.ask()) == 404
+    assert await client.ask() == 404
     assert client.received <= 8 * MIB + 4 * len(PIECE)
     assert app.capacity.bytes == 0
 
 
-def test_a_body_without_room_is_refused_and_nothing_of_it_is_kept(app):
-    async def scenario():
-        async with contextlib.AsyncExitStack() as stack:
-            for _ in range(2):
-                held = stack.enter_context(app.capacity.request())
-                held.charge(7 * MIB)
-            client = Client(app, "POST", "/embed", b'{"inputs": "%s"}' % bytes(MIB).hex().encode())
-            status = await client.ask()
-            return status, app.capacity.bytes, client.sent
-
-    status, left, sent = asyncio.run(scenario())
-    assert status == 429
-    assert b"--max-queue-bytes" in sent[1]["body"]
-    assert left == 14 * MIB
+async def test_a_body_without_room_is_refused_and_nothing_of_it_is_kept(app):
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(2):
+            held = stack.enter_context(app.capacity.request())
+            held.charge(7 * MIB)
+        client = Client(app, "POST", "/embed", b'{"inputs": "%s"}' % bytes(MIB).hex().encode())
+        assert await client.ask() == 429
+        assert b"--max-queue-bytes" in client.sent[1]["body"]
+        assert app.capacity.bytes == 14 * MIB
 
 
-def test_a_body_larger_than_a_request_may_ever_hold_is_refused_for_good(app):
+async def test_a_body_larger_than_a_request_may_ever_hold_is_refused_for_good(app):
     client = Client(app, "POST", "/embed", b'{"inputs": "%s"}' % bytes(4 * MIB).hex().encode())
-    assert asyncio.run(client.ask()) == 422
+    assert await client.ask() == 422
     assert b"--max-queue-bytes" in client.sent[1]["body"]
     assert app.capacity.bytes == 0
 
@@ -151,75 +141,67 @@ def full(capacity: Capacity):
         yield
 
 
-def test_a_large_answer_without_room_is_503_and_says_when_to_come_back(app, monkeypatch):
+async def test_a_large_answer_without_room_is_503_and_says_when_to_come_back(app, monkeypatch):
     monkeypatch.setattr(connection, "SMALL_ANSWER", 10)
-
-    async def scenario():
-        with full(app.capacity):
-            client = Client(app, "GET", "/info", b"")
-            return await client.ask(), dict(client.sent[0]["headers"])
-
-    status, headers = asyncio.run(scenario())
+    with full(app.capacity):
+        client = Client(app, "GET", "/info", b"")
+        status, headers = await client.ask(), dict(client.sent[0]["headers"])
     assert status == 503
     assert headers[b"retry-after"] == b"1"
     assert b"x-request-id" in headers
     assert app.capacity.bytes == 0
 
 
-def test_a_refused_client_may_send_its_body_slowly_but_not_pause(app, monkeypatch):
+async def test_a_refused_client_may_send_its_body_slowly_but_not_pause(app, monkeypatch):
     """Its connection would be reset, and it would not read why it was refused."""
     monkeypatch.setattr(server_body, "DISCARD_S", 1.0)
 
-    async def scenario(pieces: int):
-        client = Client(app, "POST", "/no-such-route")
-        client.pieces = [PIECE] * pieces
+    client = Client(app, "POST", "/no-such-route")
+    pieces = [PIECE] * 20
 
-        async def receive():
-            if not client.pieces:
-                await asyncio.Event().wait()  # it pauses
-            await asyncio.sleep(0.06)
-            return {"type": "http.request", "body": client.pieces.pop(), "more_body": True}
+    async def receive():
+        if not pieces:
+            await asyncio.Event().wait()  # it pauses
+        await asyncio.sleep(0.06)
+        return {"type": "http.request", "body": pieces.pop(), "more_body": True}
 
-        client._receive = receive
-        async with asyncio.timeout(10):
-            return await client.ask(), len(client.pieces)
-
-    assert asyncio.run(scenario(20)) == (404, 0)
+    client._receive = receive
+    assert await client.ask() == 404
+    assert not pieces
 
 
 @pytest.mark.parametrize(
     ("method", "path", "body", "status"),
     [("GET", "/health", b"", 200), ("POST", "/embed", b'{"inputs": "a"}', 429)],
 )
-def test_a_full_server_answers_probes_and_says_why_it_refuses(app, method, path, body, status):
-    async def scenario():
-        with full(app.capacity):
-            client = Client(app, method, path, body)
-            return await client.ask(), b"".join(message.get("body", b"") for message in client.sent)
-
-    answered, text = asyncio.run(scenario())
+async def test_a_full_server_answers_probes_and_says_why_it_refuses(
+    app, method, path, body, status
+):
+    with full(app.capacity):
+        client = Client(app, method, path, body)
+        answered, text = (
+            await client.ask(),
+            b"".join(message.get("body", b"") for message in client.sent),
+        )
     assert answered == status
     assert text
     assert app.capacity.bytes == 0
 
 
-def test_the_bytes_of_a_request_are_held_until_its_answer_is_sent(app):
-    async def scenario():
-        body = b'{"inputs": "%s"}' % bytes(50 * KIB).hex().encode()
-        client = Client(app, "POST", "/embed", body)
-        client.reads.clear()
-        async with running(client.ask()) as asking:
-            await turns()
-            held = app.capacity.bytes
-            client.reads.set()
-            await asyncio.wait_for(asking, 5)
-        return held
-
-    assert asyncio.run(scenario()) >= COPIES * 100 * KIB
+async def test_the_bytes_of_a_request_are_held_until_its_answer_is_sent(app):
+    body = b'{"inputs": "%s"}' % bytes(50 * KIB).hex().encode()
+    client = Client(app, "POST", "/embed", body)
+    client.reads.clear()
+    async with running(client.ask()) as asking:
+        await turns()
+        held = app.capacity.bytes
+        client.reads.set()
+        await asking
+    assert held >= COPIES * 100 * KIB
     assert app.capacity.bytes == 0
 
 
-def test_a_client_that_does_not_read_its_answer_loses_its_connection(app, monkeypatch):
+async def test_a_client_that_does_not_read_its_answer_loses_its_connection(app, monkeypatch):
     monkeypatch.setattr(connection, "SEND_S", 0.02)
     closed = []
 
@@ -227,49 +209,40 @@ def test_a_client_that_does_not_read_its_answer_loses_its_connection(app, monkey
         def abort(self):
             closed.append(True)
 
-    async def scenario():
-        connection._connection.set(Watched())
-        client = Client(app, "GET", "/info", b"")
+    connection._connection.set(Watched())
+    client = Client(app, "GET", "/info", b"")
 
-        async def never(message):
-            if message["type"] == "http.response.body":
-                await asyncio.Event().wait()
+    async def never(message):
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
 
-        client._send = never
-        await asyncio.wait_for(app(client.scope, client._receive, client._send), 5)
-
-    asyncio.run(scenario())
+    client._send = never
+    await app(client.scope, client._receive, client._send)
     assert closed == [True]
     assert app.capacity.bytes == 0
 
 
-def test_a_sender_waits_while_much_is_unread_and_goes_on_when_it_is_read():
-    async def scenario():
-        with Capacity(1).request() as held:
-            body = BoundedBody(held)
-            async with running(body.put(PIECE)) as putting:
-                await turns(10)
-                assert not putting.done()
-                assert await anext(body) == PIECE
-                await asyncio.wait_for(putting, 5)
-            await body.put(b"x")  # there is room
-            body.set_complete()
-            assert [part async for part in body] == [b"x"]
-
-    asyncio.run(scenario())
+async def test_a_sender_waits_while_much_is_unread_and_goes_on_when_it_is_read():
+    with Capacity(1).request() as held:
+        body = BoundedBody(held)
+        async with running(body.put(PIECE)) as putting:
+            await turns(10)
+            assert not putting.done()
+            assert await anext(body) == PIECE
+            await putting
+        await body.put(b"x")  # there is room
+        body.set_complete()
+        assert [part async for part in body] == [b"x"]
 
 
-def test_a_sender_that_waits_goes_on_when_nobody_will_read():
-    async def scenario():
-        with Capacity(1).request() as held:
-            body = BoundedBody(held)
-            async with running(body.put(PIECE)) as putting:
-                await turns(10)
-                body.discard()
-                await asyncio.wait_for(putting, 5)
-            assert held.bytes == 0
-            body.discard()  # a second time changes nothing
-            body.set_complete()
-            await asyncio.wait_for(body.end(5), 5)
-
-    asyncio.run(scenario())
+async def test_a_sender_that_waits_goes_on_when_nobody_will_read():
+    with Capacity(1).request() as held:
+        body = BoundedBody(held)
+        async with running(body.put(PIECE)) as putting:
+            await turns(10)
+            body.discard()
+            await putting
+        assert held.bytes == 0
+        body.discard()  # a second time changes nothing
+        body.set_complete()
+        await body.end(5)

@@ -12,8 +12,8 @@ from jaxembed.postprocess import scores
 PATHS = ["/classify", "/v1/classify"]
 
 
-def classify(body, spec=CLASSIFIER, path="/classify"):
-    return ask(body, path=path, embedder=FakeEmbedder(spec=spec))
+def classify(body, spec=CLASSIFIER, path="/classify", status=200):
+    return ask(body, path=path, embedder=FakeEmbedder(spec=spec), status=status)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -27,8 +27,7 @@ def classify(body, spec=CLASSIFIER, path="/classify"):
     ],
 )
 def test_each_input_gets_every_label_best_first(given, wanted, path):
-    response, body = classify({"input": given, "model": "test/fake"}, path=path)
-    assert response.status_code == 200
+    response, body = classify({"input": given, "model": "test/fake"}, path=path, status=200)
     assert body["object"] == "classify"
     assert body["model"] == "test/fake"
     tokens = sum(2 if isinstance(item, Pair) else 1 for item in wanted)
@@ -78,19 +77,13 @@ def test_a_reranker_has_one_label():
     ],
 )
 def test_errors_are_those_of_openai(body, status, param, path):
-    response, answer = classify(body, path=path)
-    assert response.status_code == status
+    _, answer = classify(body, path=path, status=status)
     assert answer["detail"] == answer["error"]["message"]
     assert answer["error"]["param"] == param
 
 
 def test_a_failed_batch_is_a_503_and_a_wrong_model_a_400():
-    response, answer = ask(
-        {"input": "a"},
-        path="/classify",
-        embedder=FakeEmbedder(BackendError("the batch failed"), CLASSIFIER),
-    )
-    assert response.status_code == 503
-    response, answer = ask({"input": "a"}, path="/classify")
-    assert response.status_code == 400
+    failing = FakeEmbedder(BackendError("the batch failed"), CLASSIFIER)
+    ask({"input": "a"}, path="/classify", embedder=failing, status=503)
+    _, answer = ask({"input": "a"}, path="/classify", status=400)
     assert "`test/fake` is an embedding model" in answer["error"]["message"]

@@ -6,13 +6,12 @@ import httpx
 import numpy as np
 import pytest
 from fake_embedder import CLASSIFIER, GENERATOR, RERANKER, FakeEmbedder
+from test_server_app import fetch_json
 from test_server_openai import ask
 from test_server_run import serving
 
 from jaxembed.config import ServerConfig
 from jaxembed.errors import BackendError, NotFinite, Overloaded, ShuttingDown
-from jaxembed.server.app import create_app
-from jaxembed.server.models import Models
 
 PATHS = ["/v1/rerank", "/v2/rerank"]
 QUERY = "a b c"
@@ -21,10 +20,10 @@ ORDER = [4, 2, 1, 3, 0]
 SCORES = 1 / (1 + np.exp(-np.array([2, 1, 0, 0, -1])))
 
 
-def rerank(path="/v1/rerank", embedder=None, config=None, **fields):
+def rerank(path="/v1/rerank", embedder=None, config=None, status=None, **fields):
     body = {"query": QUERY, "documents": DOCUMENTS, **fields}
     embedder = embedder or FakeEmbedder(spec=RERANKER)
-    return ask(body, path=path, embedder=embedder, config=config)
+    return ask(body, path=path, embedder=embedder, config=config, status=status)
 
 
 def indices(body):
@@ -33,8 +32,7 @@ def indices(body):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_documents_come_best_first_and_equals_in_their_order(path):
-    response, body = rerank(path)
-    assert response.status_code == 200
+    _, body = rerank(path, status=200)
     assert indices(body) == ORDER
     got = [item["relevance_score"] for item in body["results"]]
     np.testing.assert_allclose(got, SCORES, rtol=1e-6)
@@ -153,8 +151,7 @@ def test_options_reach_the_embedder(given, limit, path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_an_instruction_that_the_model_refuses_is_named(path):
-    response, body = rerank(path, FakeEmbedder(spec=RERANKER), instruction="x")
-    assert response.status_code == 400
+    _, body = rerank(path, FakeEmbedder(spec=RERANKER), instruction="x", status=400)
     assert "`instruction`" in str(body)
 
 
@@ -192,8 +189,7 @@ def test_fields_that_ask_for_nothing_are_taken(path):
     ],
 )
 def test_a_bad_value_is_a_400_that_names_the_field(fields, param, path):
-    response, body = rerank(path, **fields)
-    assert response.status_code == 400
+    _, body = rerank(path, **fields, status=400)
     if path == "/v1/rerank":
         assert body["error"]["param"] == param
     else:
@@ -203,8 +199,7 @@ def test_a_bad_value_is_a_400_that_names_the_field(fields, param, path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_images_for_a_reranker_of_texts_are_refused(path):
-    response, body = rerank(path, documents=["a", {"image": "data:image/png;base64,aaaa"}])
-    assert response.status_code == 400
+    _, body = rerank(path, documents=["a", {"image": "data:image/png;base64,aaaa"}], status=400)
     assert "takes texts and no images" in str(body)
 
 
@@ -216,8 +211,7 @@ def test_an_empty_document_is_scored(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_documents_count_into_the_batch(path):
-    response, body = rerank(path, config=ServerConfig(max_client_batch_size=4))
-    assert response.status_code == 400
+    _, body = rerank(path, config=ServerConfig(max_client_batch_size=4), status=400)
     assert "batch size 5 > maximum allowed batch size 4" in str(body)
 
 
@@ -232,11 +226,9 @@ def test_documents_count_into_the_batch(path):
     ],
 )
 def test_failures_in_both_dialects(failure, status, code):
-    response, body = rerank("/v1/rerank", FakeEmbedder(failure, RERANKER))
-    assert response.status_code == status
+    _, body = rerank("/v1/rerank", FakeEmbedder(failure, RERANKER), status=status)
     assert body["error"]["code"] == code
-    response, body = rerank("/v2/rerank", FakeEmbedder(failure, RERANKER))
-    assert response.status_code == status
+    response, body = rerank("/v2/rerank", FakeEmbedder(failure, RERANKER), status=status)
     assert list(body) == ["message"]
     assert body["message"].startswith("internal error" if status == 500 else str(failure))
     assert "secret" not in body["message"]
@@ -249,15 +241,13 @@ def test_failures_in_both_dialects(failure, status, code):
 )
 @pytest.mark.parametrize("path", PATHS)
 def test_a_model_of_another_kind_says_what_it_is(embedder, kind, path):
-    response, body = rerank(path, embedder)
-    assert response.status_code == 400
+    _, body = rerank(path, embedder, status=400)
     assert f"`test/fake` is {kind}" in str(body)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_an_unknown_model_is_a_404(path):
-    response, body = rerank(path, model="rerank-v3.5")
-    assert response.status_code == 404
+    _, body = rerank(path, model="rerank-v3.5", status=404)
     assert "this server has test/fake" in str(body)
 
 
@@ -265,14 +255,7 @@ def test_an_unknown_model_is_a_404(path):
     ("POST", "/v2/nothing", 404), ("GET", "/v2/rerank", 405),
 ])  # fmt: skip
 def test_what_is_not_there_is_said_in_words_of_cohere_under_v2(method, path, status):
-    async def go():
-        client = create_app(Models([FakeEmbedder()]), ServerConfig()).test_client()
-        response = await client.open(path, method=method)
-        return response.status_code, await response.get_json()
-
-    found, body = asyncio.run(go())
-    assert found == status
-    assert list(body) == ["message"]
+    assert list(fetch_json(path, method, status=status)[1]) == ["message"]
 
 
 @pytest.fixture(name="cohere")
@@ -360,7 +343,6 @@ def test_the_client_of_cohere_sees_overload(cohere):
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
 def test_the_document_that_is_too_long_is_named(path):
     documents = ["a", " ".join("x" * 20)]
-    response, body = rerank(path, documents=documents, truncate=False)
-    assert response.status_code == 400
+    _, body = rerank(path, documents=documents, truncate=False, status=400)
     message = body["message"] if path == "/v2/rerank" else body["error"]["message"]
     assert "`documents[1]` must have less than 16 tokens" in message

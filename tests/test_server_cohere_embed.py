@@ -24,9 +24,9 @@ TYPES = ["float", "base64", "ubinary", "binary"]
 each_path = pytest.mark.parametrize("path", PATHS)
 
 
-def embed(path="/v2/embed", embedder=None, config=None, **fields):
+def embed(path="/v2/embed", embedder=None, config=None, status=None, **fields):
     body = {} if "inputs" in fields else {"texts": TEXTS}
-    return ask(body | fields, path=path, embedder=embedder, config=config)
+    return ask(body | fields, path=path, embedder=embedder, config=config, status=status)
 
 
 def text_part(text):
@@ -34,8 +34,7 @@ def text_part(text):
 
 
 def test_version_2_answers_by_type_even_where_none_is_named():
-    response, body = embed()
-    assert response.status_code == 200
+    response, body = embed(status=200)
     assert body == {
         "response_type": "embeddings_by_type",
         "id": response.headers["x-request-id"],
@@ -93,8 +92,7 @@ def test_whole_numbers_are_those_of_the_calibrated_ranges(path, size):
 @pytest.mark.parametrize("name", ["int8", "uint8"])
 def test_a_type_that_needs_ranges_is_refused_without_them(path, name):
     embedder = FakeEmbedder()
-    response, body = embed(path, embedder, embedding_types=["float", name])
-    assert response.status_code == 400
+    _, body = embed(path, embedder, embedding_types=["float", name], status=400)
     assert f"`embedding_types` of {name} needs ranges" in body["message"]
     assert "jaxembed calibrate test/fake TEXTS" in body["message"]
     assert not embedder.asked
@@ -134,8 +132,7 @@ def test_inputs_that_were_cut_are_counted_and_those_that_may_not_be_are_named(pa
     texts = ["a", "b " * 20]
     response, _ = embed(path, texts=texts)
     assert response.headers["x-truncated-inputs"] == "1"
-    response, body = embed(path, texts=texts, truncate="NONE")
-    assert response.status_code == 400
+    _, body = embed(path, texts=texts, truncate="NONE", status=400)
     assert "`texts[1]` must have less than 16 tokens" in body["message"]
 
 
@@ -174,8 +171,7 @@ def test_vectors_may_keep_their_lengths(path):
 def test_null_is_as_good_as_absent(path):
     fields = ["inputs", "images", "model", "input_type", "embedding_types", "truncate"]
     fields += ["output_dimension", "max_tokens", "priority"]
-    response, body = ask({"texts": TEXTS} | dict.fromkeys(fields), path=path)
-    assert response.status_code == 200
+    _, body = ask({"texts": TEXTS} | dict.fromkeys(fields), path=path, status=200)
     assert body["texts"] == TEXTS
 
 
@@ -217,8 +213,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
 )
 def test_a_bad_value_is_a_400_in_the_words_of_cohere(path, fields, words):
     embedder = FakeEmbedder()
-    response, body = embed(path, embedder, **fields)
-    assert response.status_code == 400
+    _, body = embed(path, embedder, **fields, status=400)
     assert list(body) == ["message"]
     assert words in body["message"]
     assert not embedder.asked
@@ -233,8 +228,7 @@ def test_a_bad_value_is_a_400_in_the_words_of_cohere(path, fields, words):
     ],
 )
 def test_the_limit_on_a_batch_counts_inputs(path, fields):
-    response, body = embed(path, config=ServerConfig(max_client_batch_size=4), **fields)
-    assert response.status_code == 400
+    _, body = embed(path, config=ServerConfig(max_client_batch_size=4), **fields, status=400)
     assert "batch size 5 > maximum allowed batch size 4" in body["message"]
 
 
@@ -245,16 +239,14 @@ def test_an_input_may_have_many_parts(path, size):
     inputs = [{"content": [text_part("a" * size)] * MOST_CONTENT}]
     assert embed(path, config=config, inputs=inputs)[0].status_code == 200
     inputs[0]["content"].append(text_part("a"))
-    response, body = embed(path, config=config, inputs=inputs)
-    assert response.status_code == 400
+    _, body = embed(path, config=config, inputs=inputs, status=400)
     assert f"at most {MOST_CONTENT} parts of an input" in body["message"]
 
 
 @each_path
 def test_a_large_image_is_refused_as_a_small_one_is(path):
     image = {"type": "image_url", "image_url": {"url": "A" * 300_000}}
-    response, body = embed(path, inputs=[{"content": [text_part("a")]}, {"content": [image]}])
-    assert response.status_code == 400
+    _, body = embed(path, inputs=[{"content": [text_part("a")]}, {"content": [image]}], status=400)
     assert "takes texts and no images" in body["message"]
 
 
@@ -266,8 +258,7 @@ def test_long_texts_come_back_whole(path):
 
 @each_path
 def test_an_unknown_model_is_a_404(path):
-    response, body = embed(path, model="embed-v4.0")
-    assert response.status_code == 404
+    _, body = embed(path, model="embed-v4.0", status=404)
     assert body == {"message": "the model `embed-v4.0` does not exist; this server has test/fake"}
 
 

@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dual_sources import picture, png, write_dual
+from dual_sources import picture, png
 from test_server_app import fetch_json
 from test_server_openai import ask
 
-from jaxembed import Embedder, EngineConfig
 from jaxembed.config import ServerConfig
 from jaxembed.server import media
 from jaxembed.server.models import Models
@@ -19,17 +18,8 @@ pytest.importorskip("PIL")
 FILES = [png(picture(1)), png(picture(2, 40, 60))]
 BARE = [base64.b64encode(data).decode() for data in FILES]
 URIS = [f"data:image/png;base64,{text}" for text in BARE]
+IMAGE = {"type": "image_url", "image_url": URIS[0]}
 COHERE = pytest.mark.parametrize("path", ["/v2/embed", "/v1/embed"])
-
-
-@pytest.fixture(name="clip", scope="module")
-def _clip(tmp_path_factory):
-    folder = write_dual(tmp_path_factory.mktemp("clip"))
-    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
-    with Embedder(
-        str(folder), cache_dir=tmp_path_factory.mktemp("cache"), config=config
-    ) as embedder:
-        yield embedder
 
 
 @pytest.fixture(name="vectors", scope="module")
@@ -39,9 +29,13 @@ def _vectors(clip):
 
 def post(clip, body, path="/v1/embeddings", status=200, **config: Any) -> Any:
     """The answer to a body, as JSON."""
-    response, answer = ask(body, path=path, models=Models([clip]), config=ServerConfig(**config))
-    assert response.status_code == status, answer
-    return answer
+    config = ServerConfig(**config)
+    return ask(body, path=path, models=Models([clip]), config=config, status=status)[1]
+
+
+def message(content) -> dict:
+    """A body as chat clients send it."""
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 def openai_vectors(answer):
@@ -108,14 +102,14 @@ def test_the_modality_of_infinity(clip, vectors):
     ],
 )
 def test_messages_of_vllm(clip, vectors, content):
-    answer = post(clip, {"messages": [{"role": "user", "content": content}]})
+    answer = post(clip, message(content))
     np.testing.assert_allclose(openai_vectors(answer), vectors[:1], atol=2e-6)
 
 
 def test_a_message_of_texts(clip):
     content = [{"type": "text", "text": "w1"}, {"type": "text", "text": "w2"}]
     for one in (content, "w1\nw2"):
-        answer = post(clip, {"messages": [{"role": "user", "content": one}]})
+        answer = post(clip, message(one))
         np.testing.assert_allclose(openai_vectors(answer), [clip.encode("w1 w2")], atol=2e-6)
 
 
@@ -126,23 +120,10 @@ def test_a_message_of_texts(clip):
         ({"input": ["w1"], "messages": [{"role": "user", "content": "w1"}]}, "are both given"),
         ({"messages": [{"role": "system", "content": "w1"}]}, "one message of the role `user`"),
         ({"messages": [{"role": "user", "content": "w1"}] * 2}, "one message"),
-        ({"messages": [{"role": "user", "content": ""}]}, "cannot be empty"),
-        ({"messages": [{"role": "user", "content": []}]}, "0 parts"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "text", "text": "w1"},
-                            {"type": "image_url", "image_url": URIS[0]},
-                        ],
-                    }
-                ]
-            },
-            "a vector of its own",
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "video_url"),
+        (message(""), "cannot be empty"),
+        (message([]), "0 parts"),
+        (message([{"type": "text", "text": "w1"}, IMAGE]), "a vector of its own"),
+        (message([{"type": "video_url"}]), "video_url"),
         ({"input": [{"image": URIS[0], "text": "w1"}]}, "`text` or `image`"),
         ({"input": [{"audio": "x"}]}, "audio"),
         ({"input": [{"image": ""}]}, "cannot be empty"),

@@ -1,21 +1,14 @@
 """GET /info: TEI's keys, and what only several models have to say."""
 
-import asyncio
-
 from fake_embedder import CLASSIFIER, MAX_TOKENS, RERANKER, FakeEmbedder
+from test_server_app import fetch_json
 
-from jaxembed.config import ServerConfig
-from jaxembed.server.app import create_app
 from jaxembed.server.models import Models
 
 
 def info(models, query=""):
-    async def go():
-        client = create_app(models, ServerConfig()).test_client()
-        response = await client.get(f"/info{query}")
-        return response.status_code, await response.get_json()
-
-    return asyncio.run(go())
+    response, body = fetch_json(f"/info{query}", models=models)
+    return response.status_code, body
 
 
 def named(name, **arguments):

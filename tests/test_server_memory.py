@@ -14,6 +14,8 @@ import psutil
 import pytest
 from live_server import WAIT_S, served
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 HELD = 48 * MIB  # --max-queue-bytes
 ATTACK_S = 2.0

@@ -158,8 +158,7 @@ def test_answers_carry_the_name_of_the_model_that_answered():
     ],
 )
 def test_a_request_that_means_no_one_model_is_told_why(body, status, message):
-    response, answer = ask(body, models=models(a="embed", b="embed", r="rerank"))
-    assert response.status_code == status
+    _, answer = ask(body, models=models(a="embed", b="embed", r="rerank"), status=status)
     assert message in answer["error"]["message"]
 
 
@@ -234,8 +233,7 @@ def test_instances_are_counted_each_for_its_model():
     served = models(a="embed", b="embed", c="embed")
     served["b"].loaded.failure = BackendError("the batch failed")
     body = {"instances": [{"inputs": "x", "model": name} for name in ("a", "b", "c")]}
-    response, _ = ask(body, path="/vertex", models=served)
-    assert response.status_code == 424
+    ask(body, path="/vertex", models=served, status=424)
     assert values(served, "te_request_count", method="single") == {"a": 1, "b": 1, "c": 1}
     assert values(served, "te_request_success", method="single") == {"a": 1, "b": 0, "c": 1}
     assert values(served, "te_request_failure", err="inference") == {"a": 0, "b": 1, "c": 0}
@@ -245,7 +243,7 @@ def test_instances_are_counted_each_for_its_model():
 
 
 @pytest.fixture(name="pair", scope="module")
-def _pair(tmp_path_factory):
+def _pair(tmp_path_factory, grid_file):
     """A real embedder and a real reranker, on one device and within one capacity."""
     folder = tmp_path_factory.mktemp("pair")
     paths = {
@@ -258,10 +256,8 @@ def _pair(tmp_path_factory):
             score_function="sigmoid",
         ),
     }
-    grid = folder / "grid.json"
-    grid.write_text('{"buckets": [[1, 16], [4, 32], [2, 64]]}')
     config = EngineConfig(
-        dtype="float32", devices=1, buckets=grid, max_batch_tokens=128, warmup="full"
+        dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128, warmup="full"
     )
     capacity = Capacity(1000)
     embedders = [
@@ -282,8 +278,7 @@ def test_an_embedder_and_a_reranker_answer_over_one_server(pair):
     )
     _, body = fetch_json("/v1/models", models=pair)
     assert [(m["id"], m["task"]) for m in body["data"]] == [("e", "embed"), ("r", "rerank")]
-    response, body = ask({"input": "the cat", "model": "r"}, models=pair)
-    assert response.status_code == 400
+    _, body = ask({"input": "the cat", "model": "r"}, models=pair, status=400)
     assert "`r` is a reranker" in body["error"]["message"]
 
 
@@ -300,7 +295,7 @@ def test_models_share_their_limits(pair):
         e.admission.admit(Cost(17, 1))  # past the limit it has had its half, and is not small
 
 
-def test_two_models_together_have_no_more_programs_in_flight_than_one(pair, monkeypatch):
+async def test_two_models_together_have_no_more_programs_in_flight_than_one(pair, monkeypatch):
     inside, most, ran, lock = 0, 0, {"e": 0, "r": 0}, threading.Lock()
 
     def watched(name, run):
@@ -321,24 +316,19 @@ def test_two_models_together_have_no_more_programs_in_flight_than_one(pair, monk
     for name in ran:
         runner = pair[name].loaded.engine.seats[0].runner
         monkeypatch.setattr(runner, "run", watched(name, runner.run))
-
-    async def flood():
-        client = create_app(pair, ServerConfig()).test_client()
-        different = [[n >> bit & 1 for bit in range(30)] for n in range(400)]
-        texts = [" ".join("red" if bit else "train" for bit in bits) for bits in different[:200]]
-        asked = [
-            client.post("/v1/embeddings", json={"input": texts[k : k + 40]})
-            for k in range(0, 200, 40)
-        ]
-        sequences = [Encoding(np.array(bits, np.int32) + 7) for bits in different[200:]]
-        works = [work_of(sequences[k : k + 40], LOGITS) for k in range(0, 200, 40)]
-        tickets = [pair["r"].loaded.engine.submit(work) for work in works]
-        responses = await asyncio.gather(*asked)
-        for ticket in tickets:
-            await asyncio.to_thread(ticket.result, 30.0)
-        return [response.status_code for response in responses]
-
-    assert asyncio.run(flood()) == [200] * 5
+    client = create_app(pair, ServerConfig()).test_client()
+    different = [[n >> bit & 1 for bit in range(30)] for n in range(400)]
+    texts = [" ".join("red" if bit else "train" for bit in bits) for bits in different[:200]]
+    asked = [
+        client.post("/v1/embeddings", json={"input": texts[k : k + 40]}) for k in range(0, 200, 40)
+    ]
+    sequences = [Encoding(np.array(bits, np.int32) + 7) for bits in different[200:]]
+    works = [work_of(sequences[k : k + 40], LOGITS) for k in range(0, 200, 40)]
+    tickets = [pair["r"].loaded.engine.submit(work) for work in works]
+    responses = await asyncio.gather(*asked)
+    for ticket in tickets:
+        await asyncio.to_thread(ticket.result, 30.0)
+    assert [response.status_code for response in responses] == [200] * 5
     assert most <= pair["e"].loaded.engine.seats[0].turn.permits
     assert ran["e"] > 10
     assert ran["r"] > 10

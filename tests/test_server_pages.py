@@ -4,7 +4,7 @@ import base64
 
 import numpy as np
 import pytest
-from dual_sources import picture, png, write_dual
+from dual_sources import picture, png
 from page_sources import PAGE, SPACE, write_pages
 from test_server_images import post
 
@@ -21,14 +21,6 @@ RERANKS = pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"
 @pytest.fixture(name="colpali", scope="module")
 def _colpali(tmp_path_factory):
     folder = write_pages(tmp_path_factory.mktemp("colpali"))
-    cache = tmp_path_factory.mktemp("cache")
-    with Embedder(str(folder), cache_dir=cache, config=CONFIG) as embedder:
-        yield embedder
-
-
-@pytest.fixture(name="clip", scope="module")
-def _clip(tmp_path_factory):
-    folder = write_dual(tmp_path_factory.mktemp("clip"))
     cache = tmp_path_factory.mktemp("cache")
     with Embedder(str(folder), cache_dir=cache, config=CONFIG) as embedder:
         yield embedder

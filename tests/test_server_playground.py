@@ -23,15 +23,13 @@ def policy_of(response) -> dict[str, list[str]]:
 
 
 def test_the_page_is_the_file():
-    response, body = fetch("/playground")
-    assert response.status_code == 200
+    response, body = fetch("/playground", status=200)
     assert response.content_type == "text/html; charset=utf-8"
     assert body.decode() == HTML
 
 
 def test_a_head_request_gets_the_headers():
-    response, _ = fetch("/playground", "HEAD")
-    assert response.status_code == 200
+    response, _ = fetch("/playground", "HEAD", status=200)
     assert "content-security-policy" in response.headers
 
 
@@ -92,16 +90,14 @@ def test_there_is_a_page_where_only_this_machine_reaches_the_server_or_where_it_
 
 
 def test_a_server_without_the_page_names_the_flag():
-    response, body = fetch_json("/playground", config=OFF)
-    assert response.status_code == 404
+    _, body = fetch_json("/playground", config=OFF, status=404)
     assert body["error_type"] == "NotFound"
     assert "--playground" in body["error"]
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_a_browser_is_led_to_the_page(method):
-    response, _ = fetch("/", method, headers=BROWSER)
-    assert response.status_code == 302
+    response, _ = fetch("/", method, headers=BROWSER, status=302)
     assert response.headers["location"] == "playground"  # relative: behind a path prefix too
     assert response.headers["vary"] == "Accept"
 
@@ -122,8 +118,7 @@ def test_without_the_page_a_browser_is_answered_as_all_are():
 def test_a_probe_that_asks_for_html_sees_an_unhealthy_server():
     embedder = FakeEmbedder()
     embedder.healthy = False
-    response, _ = fetch("/", headers=BROWSER, embedder=embedder)
-    assert response.status_code == 503
+    fetch("/", headers=BROWSER, embedder=embedder, status=503)
     assert fetch("/playground", embedder=embedder)[0].status_code == 200
 
 

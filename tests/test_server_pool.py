@@ -10,7 +10,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from conftest import save_tiny
+from conftest import collect, save_tiny
 from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
 
 from jaxembed import Embedder, EngineConfig
@@ -26,6 +26,7 @@ from jaxembed.errors import (
     UnknownModel,
 )
 from jaxembed.memory import MIB
+from jaxembed.server import pool as pool_module
 from jaxembed.server.app import create_admin_app, create_app
 from jaxembed.server.catalog import Catalog
 from jaxembed.server.models import Models, Residence
@@ -75,14 +76,6 @@ def pool_of(shelf: Shelf, lasting: Sequence[FakeEmbedder] = (), **limits) -> Mod
     return ModelPool(models, shelf.load, PoolLimits(**limits))
 
 
-def run(scenario: Callable) -> None:
-    async def within() -> None:
-        async with asyncio.timeout(120):  # freeing a model searches all that other tests left
-            await scenario()
-
-    asyncio.run(within())
-
-
 def fake(residence: Residence) -> FakeEmbedder:
     assert isinstance(residence.loaded, FakeEmbedder)
     return residence.loaded
@@ -98,389 +91,313 @@ async def use(pool: ModelPool, name: str | None, task: Task | None = None) -> Fa
 
 async def until(condition: Callable[[], object]) -> None:
     while not condition():
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.001)
 
 
-def test_a_model_is_loaded_once_for_all_who_ask_at_once():
+async def test_a_model_is_loaded_once_for_all_who_ask_at_once():
     shelf = Shelf()
-
-    async def scenario() -> None:
-        pool = pool_of(shelf)
-        shelf.gate.clear()
-        asking = [asyncio.create_task(use(pool, "a")) for _ in range(20)]
-        await asyncio.sleep(0.05)
-        assert pool.state(pool.models["a"]) == ("LOADING", "")
-        shelf.gate.set()
-        assert len(set(await asyncio.gather(*asking))) == 1
-        assert pool.state(pool.models["a"]) == ("READY", "")
-
-    run(scenario)
+    pool = pool_of(shelf)
+    shelf.gate.clear()
+    asking = [asyncio.create_task(use(pool, "a")) for _ in range(20)]
+    await until(lambda: pool.state(pool.models["a"]) == ("LOADING", ""))
+    shelf.gate.set()
+    assert len(set(await asyncio.gather(*asking))) == 1
+    assert pool.state(pool.models["a"]) == ("READY", "")
     assert shelf.names == "a"
 
 
-def test_ten_models_of_which_two_fit_are_all_served():
+async def test_ten_models_of_which_two_fit_are_all_served():
     shelf = Shelf("abcdefghij")
-
-    async def scenario() -> None:
-        pool = pool_of(shelf, bytes=250)
-        for name in shelf.ids:
-            assert (await use(pool, name)).name == name
-            assert len(pool.models) <= 2
-        asking = [use(pool, name) for name in shelf.ids * 2]  # all at once
-        assert [one.name for one in await asyncio.gather(*asking)] == shelf.ids * 2
-        await until(lambda: not pool._leaving)
-
-    run(scenario)
+    pool = pool_of(shelf, bytes=250)
+    for name in shelf.ids:
+        assert (await use(pool, name)).name == name
+        assert len(pool.models) <= 2
+    asking = [use(pool, name) for name in shelf.ids * 2]  # all at once
+    assert [one.name for one in await asyncio.gather(*asking)] == shelf.ids * 2
+    await until(lambda: not pool._leaving)
     assert len(shelf.closed) == len(shelf.loaded) - 2
 
 
-def test_the_model_unused_for_longest_goes_and_not_before_its_requests_are_answered():
+async def test_the_model_unused_for_longest_goes_and_not_before_its_requests_are_answered():
     shelf = Shelf()
-
-    async def scenario() -> None:
-        pool = pool_of(shelf, bytes=200)
-        await use(pool, "a")
-        held = await pool.lease("b", None)
-        await use(pool, "a")
-        await use(pool, "c")  # b is older, but in use
-        assert shelf.closed == "a"
-        asking = asyncio.create_task(use(pool, "a"))  # c goes, b stays in use
-        await asking
-        assert shelf.closed == "ac"
-        other = await pool.lease("a", None)
-        asking = asyncio.create_task(use(pool, "r"))
-        await asyncio.sleep(0.1)
-        assert not asking.done()
-        assert not fake(held).closed
-        assert not fake(other).closed
-        other.give_back()
-        held.give_back()
-        await asking
-
-    run(scenario)
+    pool = pool_of(shelf, bytes=200)
+    await use(pool, "a")
+    held = await pool.lease("b", None)
+    await use(pool, "a")
+    await use(pool, "c")  # b is older, but in use
+    assert shelf.closed == "a"
+    asking = asyncio.create_task(use(pool, "a"))  # c goes, b stays in use
+    await asking
+    assert shelf.closed == "ac"
+    other = await pool.lease("a", None)
+    asking = asyncio.create_task(use(pool, "r"))
+    await until(lambda: "UNLOADING" in {pool.state(pool.models[name])[0] for name in "ab"})
+    assert not asking.done()
+    assert not fake(held).closed
+    assert not fake(other).closed
+    other.give_back()
+    held.give_back()
+    await asking
 
 
-def test_a_request_for_a_model_that_is_leaving_waits_until_it_is_back():
+async def test_a_request_for_a_model_that_is_leaving_waits_until_it_is_back():
     shelf = Shelf()
-
-    async def scenario() -> None:
-        pool = pool_of(shelf)
-        held = await pool.lease("a", None)
-        leaving = asyncio.create_task(pool.unload(pool.models["a"]))
-        await asyncio.sleep(0.05)
-        assert pool.state(pool.models["a"])[0] == "UNLOADING"
-        second = await use(pool, "a")
-        assert second is not held.loaded
-        assert not leaving.done()
-        held.give_back()
-        await leaving
-        assert fake(held).closed
-        assert not second.closed
-
-    run(scenario)
+    pool = pool_of(shelf)
+    held = await pool.lease("a", None)
+    leaving = asyncio.create_task(pool.unload(pool.models["a"]))
+    await until(lambda: pool.state(pool.models["a"])[0] == "UNLOADING")
+    second = await use(pool, "a")
+    assert second is not held.loaded
+    assert not leaving.done()
+    held.give_back()
+    await leaving
+    assert fake(held).closed
+    assert not second.closed
 
 
-def test_what_is_pinned_stays_and_what_cannot_fit_is_refused_with_the_numbers():
+async def test_what_is_pinned_stays_and_what_cannot_fit_is_refused_with_the_numbers():
     shelf = Shelf(size=3 * MIB)
     lasting = FakeEmbedder()
     vars(lasting).update(name="always", resident_bytes=6 * MIB)
-
-    async def scenario() -> None:
-        pool = pool_of(shelf, [lasting], bytes=10 * MIB)
-        await use(pool, "a")
-        await use(pool, "b")
-        assert shelf.closed == "a"
-        await pool.load(pool.models["b"], pinned=True)
-        no_room = r"^a cannot be loaded: it takes 3 MB, .* 10 MB, .* 9 MB are pinned"
-        with pytest.raises(ModelUnavailable, match=no_room):
-            await pool.lease("a", None)
-        with pytest.raises(NoRoom):
-            await pool.load(pool.models["a"])
-        assert not lasting.closed
-        assert len(pool.models) == 2
-        await pool.load(pool.models["b"], pinned=False)
+    pool = pool_of(shelf, [lasting], bytes=10 * MIB)
+    await use(pool, "a")
+    await use(pool, "b")
+    assert shelf.closed == "a"
+    await pool.load(pool.models["b"], pinned=True)
+    no_room = r"^a cannot be loaded: it takes 3 MB, .* 10 MB, .* 9 MB are pinned"
+    with pytest.raises(ModelUnavailable, match=no_room):
+        await pool.lease("a", None)
+    with pytest.raises(NoRoom):
         await pool.load(pool.models["a"])
+    assert not lasting.closed
+    assert len(pool.models) == 2
+    await pool.load(pool.models["b"], pinned=False)
+    await pool.load(pool.models["a"])
 
-    run(scenario)
 
-
-def test_a_pin_set_while_another_waits_for_room_refuses_that_and_blocks_nothing():
+async def test_a_pin_set_while_another_waits_for_room_refuses_that_and_blocks_nothing():
     shelf = Shelf(size=3 * MIB)
-
-    async def scenario() -> None:
-        pool = pool_of(shelf, bytes=7 * MIB)
-        first, second = await pool.lease("a", None), await pool.lease("b", None)
-        asking = asyncio.create_task(use(pool, "c"))
-        await until(lambda: pool.state(pool.models["a"])[0] == "UNLOADING")
-        shelf.size = 6 * MIB  # what is asked for next
-        await pool.load(pool.models["b"], pinned=True)
-        first.give_back()
-        second.give_back()
-        assert (await asking).name == "c"
-        with pytest.raises(ModelUnavailable, match="it takes 6 MB"):
-            await use(pool, "r")
-        await pool.load(pool.models["b"], pinned=False)
-        assert (await use(pool, "r")).name == "r"  # no failure was kept
-
-    run(scenario)
+    pool = pool_of(shelf, bytes=7 * MIB)
+    first, second = await pool.lease("a", None), await pool.lease("b", None)
+    asking = asyncio.create_task(use(pool, "c"))
+    await until(lambda: pool.state(pool.models["a"])[0] == "UNLOADING")
+    shelf.size = 6 * MIB  # what is asked for next
+    await pool.load(pool.models["b"], pinned=True)
+    first.give_back()
+    second.give_back()
+    assert (await asking).name == "c"
+    with pytest.raises(ModelUnavailable, match="it takes 6 MB"):
+        await use(pool, "r")
+    await pool.load(pool.models["b"], pinned=False)
+    assert (await use(pool, "r")).name == "r"  # no failure was kept
 
 
-def test_a_folder_that_goes_while_its_model_is_loaded_is_forgotten_only_with_it():
+async def test_a_folder_that_goes_while_its_model_is_loaded_is_forgotten_only_with_it():
     shelf = Shelf("ab")
-
-    async def scenario() -> None:
-        pool = pool_of(shelf)
-        shelf.gate.clear()
-        asking = asyncio.create_task(use(pool, "a"))
-        await asyncio.sleep(0.02)
-        shelf.ids = ["b"]
-        pool.models.discover()
-        shelf.gate.set()
-        assert (await asking).name == "a"
-        await pool.unload(pool.models["a"])
-        pool.models.discover()
-        with pytest.raises(UnknownModel):
-            await use(pool, "a")
-
-    run(scenario)
-
-
-def test_models_that_come_to_take_more_than_they_may_leave():
-    shelf = Shelf()
-
-    async def scenario() -> None:
-        pool = pool_of(shelf, bytes=250)
+    pool = pool_of(shelf)
+    shelf.gate.clear()
+    asking = asyncio.create_task(use(pool, "a"))
+    await until(lambda: pool.state(pool.models["a"])[0] == "LOADING")
+    shelf.ids = ["b"]
+    pool.models.discover()
+    shelf.gate.set()
+    assert (await asking).name == "a"
+    await pool.unload(pool.models["a"])
+    pool.models.discover()
+    with pytest.raises(UnknownModel):
         await use(pool, "a")
-        await use(pool, "b")
-        pool.sweep()
-        assert not shelf.closed
-        for one in shelf.loaded:
-            vars(one)["resident_bytes"] = 200
-        pool.sweep()
-        await until(lambda: shelf.closed == "a")
-        pool.sweep()
-        assert shelf.closed == "a"
-
-    run(scenario)
 
 
-def test_an_answer_has_the_name_that_its_model_had_when_it_was_asked():
-    async def calls(client, pool) -> None:
-        residence = await pool.lease("a", None)
-        gate = fake(residence).gate = asyncio.Event()
-        asking = asyncio.create_task(post(client, "/v1/embeddings", {"model": "a", "input": "x"}))
-        await fake(residence).entered.wait()
-        leaving = asyncio.create_task(pool.unload(pool.models["a"]))
-        await asyncio.sleep(0.01)
-        gate.set()
-        residence.give_back()
-        assert (await asking)[1]["model"] == "a"
-        await leaving
-        for model in "ab":
-            await pool.move("live", model)
-            asked = {"model": "live", "input": "x"}
-            assert (await post(client, "/v1/embeddings", asked))[1]["model"] == model
-
-    serve(Shelf(), calls)
+async def test_models_that_come_to_take_more_than_they_may_leave():
+    shelf = Shelf()
+    pool = pool_of(shelf, bytes=250)
+    await use(pool, "a")
+    await use(pool, "b")
+    pool.sweep()
+    assert not shelf.closed
+    for one in shelf.loaded:
+        vars(one)["resident_bytes"] = 200
+    pool.sweep()
+    await until(lambda: shelf.closed == "a")
+    pool.sweep()
+    assert shelf.closed == "a"
 
 
-def test_a_model_that_cannot_be_loaded_leaves_all_as_it_was_and_is_not_tried_at_once():
+async def test_an_answer_has_the_name_that_its_model_had_when_it_was_asked():
+    client, pool = served(Shelf())
+    residence = await pool.lease("a", None)
+    gate = fake(residence).gate = asyncio.Event()
+    asking = asyncio.create_task(post(client, "/v1/embeddings", {"model": "a", "input": "x"}))
+    await fake(residence).entered.wait()
+    leaving = asyncio.create_task(pool.unload(pool.models["a"]))
+    await until(lambda: pool.state(pool.models["a"])[0] == "UNLOADING")
+    gate.set()
+    residence.give_back()
+    assert (await asking)[1]["model"] == "a"
+    await leaving
+    for model in "ab":
+        await pool.move("live", model)
+        asked = {"model": "live", "input": "x"}
+        assert (await post(client, "/v1/embeddings", asked))[1]["model"] == model
+
+
+async def test_a_model_that_cannot_be_loaded_leaves_all_as_it_was_and_is_not_tried_at_once():
     shelf = Shelf()
     shelf.errors["b"] = CheckpointError("the config is damaged\nsecond line")
-
-    async def scenario() -> None:
-        pool = pool_of(shelf)
-        before = await use(pool, "a")
-        for _ in range(3):
-            with pytest.raises(ModelUnavailable, match="b cannot be loaded: the config is damaged"):
-                await pool.lease("b", None)
-        assert pool.state(pool.models["b"]) == ("UNAVAILABLE", str(shelf.errors["b"]))
-        assert await use(pool, "a") is before
-        del shelf.errors["b"]
-        with pytest.raises(ModelUnavailable):
+    pool = pool_of(shelf)
+    before = await use(pool, "a")
+    for _ in range(3):
+        with pytest.raises(ModelUnavailable, match="b cannot be loaded: the config is damaged"):
             await pool.lease("b", None)
-        await pool.load(pool.models["b"])  # whoever runs the server need not wait
-        assert (await use(pool, "b")).name == "b"
-
-    run(scenario)
+    assert pool.state(pool.models["b"]) == ("UNAVAILABLE", str(shelf.errors["b"]))
+    assert await use(pool, "a") is before
+    del shelf.errors["b"]
+    with pytest.raises(ModelUnavailable):
+        await pool.lease("b", None)
+    await pool.load(pool.models["b"])  # whoever runs the server need not wait
+    assert (await use(pool, "b")).name == "b"
 
 
 class Panic(BaseException):
     """As an extension in Rust raises it."""
 
 
-def test_a_load_that_panics_is_answered_and_not_tried_at_once():
+async def test_a_load_that_panics_is_answered_and_not_tried_at_once():
     shelf = Shelf()
     shelf.errors["b"] = Panic("unwrapped an error")
-
-    async def calls(client, pool) -> None:
-        asked = {"model": "b", "input": "x"}
-        for _ in range(2):
-            status, answer = await post(client, "/v1/embeddings", asked)
-            assert status == 503
-            assert "b cannot be loaded: unwrapped an error" in answer["error"]["message"]
-            shelf.errors["b"] = CheckpointError("it was tried again")
-
-    serve(shelf, calls)
+    client, _ = served(shelf)
+    asked = {"model": "b", "input": "x"}
+    for _ in range(2):
+        status, answer = await post(client, "/v1/embeddings", asked)
+        assert status == 503
+        assert "b cannot be loaded: unwrapped an error" in answer["error"]["message"]
+        shelf.errors["b"] = CheckpointError("it was tried again")
 
 
-def test_without_memory_after_all_another_model_goes_and_it_is_tried_once_more():
+async def test_without_memory_after_all_another_model_goes_and_it_is_tried_once_more():
     shelf = Shelf()
-
-    async def scenario() -> None:
-        pool = pool_of(shelf)
-        await use(pool, "a")
-        shelf.errors["b"] = RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        asking = asyncio.create_task(use(pool, "b"))
-        await until(lambda: shelf.closed == "a")
-        with pytest.raises(ModelUnavailable, match="b cannot be loaded: RESOURCE_EXHAUSTED"):
-            await asking
-        with pytest.raises(BackendError, match="RESOURCE_EXHAUSTED"):
-            await pool.load(pool.models["b"])
-
-    run(scenario)
+    pool = pool_of(shelf)
+    await use(pool, "a")
+    shelf.errors["b"] = RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    asking = asyncio.create_task(use(pool, "b"))
+    await until(lambda: shelf.closed == "a")
+    with pytest.raises(ModelUnavailable, match="b cannot be loaded: RESOURCE_EXHAUSTED"):
+        await asking
+    with pytest.raises(BackendError, match="RESOURCE_EXHAUSTED"):
+        await pool.load(pool.models["b"])
 
 
-def test_a_request_waits_for_its_model_so_long_and_the_load_goes_on():
+async def test_a_request_waits_for_its_model_so_long_and_the_load_goes_on():
     shelf = Shelf()
-
-    async def scenario() -> None:
-        pool = pool_of(shelf, load_timeout_s=0.05)
-        shelf.gate.clear()
-        with pytest.raises(ModelUnavailable, match=r"after 0\.05 s; .*--load-timeout"):
-            await pool.lease("a", None)
-        shelf.gate.set()
-        await until(lambda: shelf.names == "a")
-        await until(lambda: pool.models["a"].residence is not None)
-        await use(pool, "a")
-
-    run(scenario)
+    pool = pool_of(shelf, load_timeout_s=0.05)
+    shelf.gate.clear()
+    with pytest.raises(ModelUnavailable, match=r"after 0\.05 s; .*--load-timeout"):
+        await pool.lease("a", None)
+    shelf.gate.set()
+    await until(lambda: shelf.names == "a")
+    await until(lambda: pool.models["a"].residence is not None)
+    await use(pool, "a")
     assert shelf.names == "a"
 
 
-def test_a_client_that_goes_away_while_its_model_is_loaded_holds_nothing():
+async def test_a_client_that_goes_away_while_its_model_is_loaded_holds_nothing():
     shelf = Shelf()
-
-    async def scenario() -> None:
-        pool = pool_of(shelf, bytes=100)
-        shelf.gate.clear()
-        asking = asyncio.create_task(pool.lease("a", None))
-        await asyncio.sleep(0.02)
-        asking.cancel()
-        shelf.gate.set()
-        await asyncio.gather(asking, return_exceptions=True)
-        await use(pool, "b")
-
-    run(scenario)
+    pool = pool_of(shelf, bytes=100)
+    shelf.gate.clear()
+    asking = asyncio.create_task(pool.lease("a", None))
+    await until(lambda: pool.state(pool.models["a"])[0] == "LOADING")
+    asking.cancel()
+    shelf.gate.set()
+    await asyncio.gather(asking, return_exceptions=True)
+    await use(pool, "b")
     assert shelf.closed == "a"
 
 
-def test_an_alias_moves_without_a_failed_request_and_each_answer_is_of_one_model():
+async def test_an_alias_moves_without_a_failed_request_and_each_answer_is_of_one_model():
     shelf = Shelf("abd", size=100)
+    pool = pool_of(shelf, bytes=250)  # two of the three
+    await pool.move("live", "a")
+    served: set[str] = set()
+    done = asyncio.Event()
 
-    async def scenario() -> None:
-        pool = pool_of(shelf, bytes=250)  # two of the three
-        await pool.move("live", "a")
-        served: set[str] = set()
-        done = asyncio.Event()
+    async def client() -> None:
+        while not done.is_set():
+            residence = await pool.lease("live", "embed")
+            assert not fake(residence).closed
+            await asyncio.sleep(0.001)
+            assert not fake(residence).closed  # nobody who has a lease loses the model
+            served.add(residence.loaded.name)
+            residence.give_back()
 
-        async def client() -> None:
-            while not done.is_set():
-                residence = await pool.lease("live", "embed")
-                assert not fake(residence).closed
-                await asyncio.sleep(0.001)
-                assert not fake(residence).closed  # nobody who has a lease loses the model
-                served.add(residence.loaded.name)
-                residence.give_back()
-
-        clients = [asyncio.create_task(client()) for _ in range(8)]
-        for k in range(6):
-            await pool.move("live", "abd"[k % 3])
-        for k in range(200):
-            await pool.move("live", "bd"[k % 2])
-            await asyncio.sleep(0)
-        done.set()
-        await asyncio.gather(*clients)
-        assert served == {"a", "b", "d"}
-
-    run(scenario)
+    clients = [asyncio.create_task(client()) for _ in range(8)]
+    for k in range(6):
+        await pool.move("live", "abd"[k % 3])
+    for k in range(200):
+        await pool.move("live", "bd"[k % 2])
+        await asyncio.sleep(0)
+    done.set()
+    await asyncio.gather(*clients)
+    assert served == {"a", "b", "d"}
 
 
-def test_an_alias_stays_where_it_is_if_the_new_model_cannot_be_loaded():
+async def test_an_alias_stays_where_it_is_if_the_new_model_cannot_be_loaded():
     shelf = Shelf()
     shelf.errors["b"] = BackendError("not finite")
-
-    async def scenario() -> None:
-        pool = pool_of(shelf)
-        await pool.move("live", "a")
-        with pytest.raises(BackendError, match="not finite"):
-            await pool.move("live", "b")
-        assert (await use(pool, "live")).name == "a"
-        with pytest.raises(InvalidInput, match="cannot be moved"):
-            await pool.move("b", "a")  # a loadable model's own name
-        for alias in ("x:y", " ", "x\ny", "x" * 201, "default/not-specified"):
-            with pytest.raises(InvalidInput, match="without a colon"):
-                await pool.move(alias, "a")
-        with pytest.raises(UnknownModel):
-            await pool.move("live", "nothing")
-
-    run(scenario)
+    pool = pool_of(shelf)
+    await pool.move("live", "a")
+    with pytest.raises(BackendError, match="not finite"):
+        await pool.move("live", "b")
+    assert (await use(pool, "live")).name == "a"
+    with pytest.raises(InvalidInput, match="cannot be moved"):
+        await pool.move("b", "a")  # a loadable model's own name
+    for alias in ("x:y", " ", "x\ny", "x" * 201, "default/not-specified"):
+        with pytest.raises(InvalidInput, match="without a colon"):
+            await pool.move(alias, "a")
+    with pytest.raises(UnknownModel):
+        await pool.move("live", "nothing")
 
 
-def test_a_model_left_without_a_name_leaves_memory():
+async def test_a_model_left_without_a_name_leaves_memory():
     shelf = Shelf()
     lasting = FakeEmbedder()
     vars(lasting).update(name="always")
-
-    async def scenario() -> None:
-        models = Models([lasting], {"always": ["live"]}, capacity=Capacity(1000), loadable=shelf)
-        pool = ModelPool(models, shelf.load)
-        held = await pool.lease(None, "embed")
-        await pool.move("live", "a")
-        await asyncio.sleep(0.05)
-        assert not lasting.closed
-        held.give_back()
-        await until(lambda: lasting.closed)
-        assert (await use(pool, "live")).name == "a"
-        for permitted in (None, {"live"}):  # nor does a request without a name bring it back
-            with pytest.raises(InvalidInput, match="must say which: "):
-                await pool.lease(None, "embed", permitted)
-
-    run(scenario)
+    models = Models([lasting], {"always": ["live"]}, capacity=Capacity(1000), loadable=shelf)
+    pool = ModelPool(models, shelf.load)
+    held = await pool.lease(None, "embed")
+    await pool.move("live", "a")
+    await until(lambda: pool._leaving)
+    assert not lasting.closed
+    held.give_back()
+    await until(lambda: lasting.closed)
+    assert (await use(pool, "live")).name == "a"
+    for permitted in (None, {"live"}):  # nor does a request without a name bring it back
+        with pytest.raises(InvalidInput, match="must say which: "):
+            await pool.lease(None, "embed", permitted)
 
 
-def test_an_unused_model_leaves_memory_after_its_time():
+async def test_an_unused_model_leaves_memory_after_its_time():
     shelf = Shelf()
     lasting = FakeEmbedder()
-
-    async def scenario() -> None:
-        pool = pool_of(shelf, [lasting], keep_alive_s=0.05)
-        held = await pool.lease("a", None)
-        await use(pool, "b")
-        await asyncio.sleep(0.1)
-        pool.sweep()
-        await until(lambda: shelf.closed == "b")
-        held.give_back()
-        pool.sweep()
-        assert shelf.closed == "b"  # it was in use until now
-        assert not lasting.closed
-
-    run(scenario)
+    pool = pool_of(shelf, [lasting], keep_alive_s=1e-9)
+    held = await pool.lease("a", None)
+    await use(pool, "b")
+    pool.sweep()
+    await until(lambda: shelf.closed == "b")
+    held.give_back()
+    pool.sweep()
+    assert shelf.closed == "b"  # it was in use until now
+    assert not lasting.closed
 
 
-def test_a_request_without_a_name_means_a_model_of_the_command_line():
+async def test_a_request_without_a_name_means_a_model_of_the_command_line():
     shelf = Shelf("ab")
     lasting = FakeEmbedder()
-
-    async def scenario() -> None:
-        pool = pool_of(shelf, [lasting])
-        residence = await pool.lease(None, "embed")
-        assert residence.loaded is lasting
-        with pytest.raises(InvalidInput, match="`model` must say which: a, b"):
-            await pool_of(shelf).lease(None, "embed")
-        assert (await use(pool_of(Shelf("a")), None, "embed")).name == "a"
-
-    run(scenario)
+    pool = pool_of(shelf, [lasting])
+    residence = await pool.lease(None, "embed")
+    assert residence.loaded is lasting
+    with pytest.raises(InvalidInput, match="`model` must say which: a, b"):
+        await pool_of(shelf).lease(None, "embed")
+    assert (await use(pool_of(Shelf("a")), None, "embed")).name == "a"
     assert not shelf.loaded
 
 
@@ -525,15 +442,12 @@ def test_a_loadable_model_may_have_names_of_its_own():
 # over HTTP
 
 
-def serve(shelf: Shelf, calls: Callable, config: ServerConfig | None = None, **limits) -> None:
-    """Call `calls` with a client of a server with an admin key."""
-    config = config or ServerConfig(admin_key="admin")
-
-    async def scenario() -> None:
-        pool = pool_of(shelf, **limits)
-        await calls(create_app(pool.models, config, pool).test_client(), pool)
-
-    run(scenario)
+def served(shelf: Shelf, config: ServerConfig | None = None):
+    """A client of a server, with an admin key if `config` says nothing else, and its models."""
+    pool = pool_of(shelf)
+    return create_app(
+        pool.models, config or ServerConfig(admin_key="admin"), pool
+    ).test_client(), pool
 
 
 async def post(client, path: str, body=None, headers=KEY, method="POST"):
@@ -541,144 +455,114 @@ async def post(client, path: str, body=None, headers=KEY, method="POST"):
     return response.status_code, await response.get_json()
 
 
-def test_triton_clients_load_list_and_unload():
-    async def calls(client, pool) -> None:
-        status, listed = await post(client, "/v2/repository/index")
-        assert status == 200
-        assert [one["name"] for one in listed] == ["a", "b", "c", "r"]
-        assert {one["state"] for one in listed} == {"UNAVAILABLE"}
-        status, one = await post(client, "/v2/repository/models/a/load")
-        assert (status, one["state"], one["version"]) == (200, "READY", SPEC.content_hash)
-        pinned = {"parameters": {"pinned": True}}
-        _, one = await post(client, "/v2/repository/models/b/load", pinned)
-        assert one["pinned"]
-        _, listed = await post(client, "/v2/repository/index", {"ready": True})
-        assert [one["name"] for one in listed] == ["a", "b"]
-        status, one = await post(client, "/v2/repository/models/a/unload")
-        assert (status, one["state"], one["bytes"]) == (200, "UNAVAILABLE", 0)
-
-    serve(Shelf(), calls)
+async def test_triton_clients_load_list_and_unload():
+    client, _ = served(Shelf())
+    status, listed = await post(client, "/v2/repository/index")
+    assert status == 200
+    assert [one["name"] for one in listed] == ["a", "b", "c", "r"]
+    assert {one["state"] for one in listed} == {"UNAVAILABLE"}
+    status, one = await post(client, "/v2/repository/models/a/load")
+    assert (status, one["state"], one["version"]) == (200, "READY", SPEC.content_hash)
+    pinned = {"parameters": {"pinned": True}}
+    _, one = await post(client, "/v2/repository/models/b/load", pinned)
+    assert one["pinned"]
+    _, listed = await post(client, "/v2/repository/index", {"ready": True})
+    assert [one["name"] for one in listed] == ["a", "b"]
+    status, one = await post(client, "/v2/repository/models/a/unload")
+    assert (status, one["state"], one["bytes"]) == (200, "UNAVAILABLE", 0)
 
 
-def test_bodies_are_taken_as_triton_clients_send_them():
+async def test_bodies_are_taken_as_triton_clients_send_them():
     """As tritonclient 2.62 over HTTP: an empty one, and others that nothing declares as JSON."""
+    client, _ = served(Shelf())
 
-    async def calls(client, pool) -> None:
-        async def send(path: str, body: bytes):
-            response = await client.post(f"/v2/repository/{path}", data=body, headers=KEY)
-            return response.status_code, await response.get_json()
+    async def send(path: str, body: bytes):
+        response = await client.post(f"/v2/repository/{path}", data=body, headers=KEY)
+        return response.status_code, await response.get_json()
 
-        assert (await send("index", b""))[0] == 200
-        assert (await send("models/a/load", b"{}"))[1]["state"] == "READY"
-        unload = b'{"parameters": {"unload_dependents": false}}'
-        assert (await send("models/a/unload", unload))[1]["state"] == "UNAVAILABLE"
-        status, body = await send("models/a/load", b"{")
-        assert status == 400
-        assert "JSON" in body["error"]
-
-    serve(Shelf(), calls)
+    assert (await send("index", b""))[0] == 200
+    assert (await send("models/a/load", b"{}"))[1]["state"] == "READY"
+    unload = b'{"parameters": {"unload_dependents": false}}'
+    assert (await send("models/a/unload", unload))[1]["state"] == "UNAVAILABLE"
+    status, body = await send("models/a/load", b"{")
+    assert status == 400
+    assert "JSON" in body["error"]
 
 
-def test_an_alias_is_dropped_over_http_but_no_model_loses_its_last_name():
-    async def calls(client, pool) -> None:
-        await post(client, "/v2/repository/aliases/live", {"model": "a"}, method="PUT")
-        status, one = await post(client, "/v2/repository/aliases/live", method="DELETE")
-        assert (status, one["name"]) == (200, "a")
-        asked = {"model": "live", "input": "x"}
-        assert (await post(client, "/v1/embeddings", asked))[0] == 404
-        for name, wanted in (("a", 422), ("live", 404), ("nothing", 404)):
-            path = f"/v2/repository/aliases/{name}"
-            assert (await post(client, path, method="DELETE"))[0] == wanted
-        assert pool.models.names == ("a", "b", "c", "r")
-
-    serve(Shelf(), calls)
+async def test_an_alias_is_dropped_over_http_but_no_model_loses_its_last_name():
+    client, pool = served(Shelf())
+    await post(client, "/v2/repository/aliases/live", {"model": "a"}, method="PUT")
+    status, one = await post(client, "/v2/repository/aliases/live", method="DELETE")
+    assert (status, one["name"]) == (200, "a")
+    asked = {"model": "live", "input": "x"}
+    assert (await post(client, "/v1/embeddings", asked))[0] == 404
+    for name, wanted in (("a", 422), ("live", 404), ("nothing", 404)):
+        path = f"/v2/repository/aliases/{name}"
+        assert (await post(client, path, method="DELETE"))[0] == wanted
+    assert pool.models.names == ("a", "b", "c", "r")
 
 
-def test_no_page_in_a_browser_may_use_an_admin_port_without_a_key():
-    async def scenario() -> None:
-        pool = pool_of(Shelf())
-        client = create_admin_app(
-            Service(pool.models, ServerConfig(admin_port=1), pool)
-        ).test_client(use_cookies=False)
-        for headers, wanted in (
-            ({"host": "localhost:81"}, 200),
-            ({"host": "[::1]:81"}, 200),
-            ({"host": "127.0.0.1"}, 200),
-            ({"host": "evil.example:81"}, 401),
-            ({"host": "[1:2:]"}, 401),
-            ({"host": "127.0.0.1", "origin": "http://evil.example"}, 401),
-        ):
-            status, body = await post(client, "/v2/repository/index", headers=headers)
-            assert status == wanted, headers
-            assert wanted == 200 or "pages in a browser" in body["error"]
-
-    run(scenario)
+async def test_no_page_in_a_browser_may_use_an_admin_port_without_a_key():
+    pool = pool_of(Shelf())
+    client = create_admin_app(Service(pool.models, ServerConfig(admin_port=1), pool)).test_client(
+        use_cookies=False
+    )
+    for headers, wanted in (
+        ({"host": "localhost:81"}, 200),
+        ({"host": "[::1]:81"}, 200),
+        ({"host": "127.0.0.1"}, 200),
+        ({"host": "evil.example:81"}, 401),
+        ({"host": "[1:2:]"}, 401),
+        ({"host": "127.0.0.1", "origin": "http://evil.example"}, 401),
+    ):
+        status, body = await post(client, "/v2/repository/index", headers=headers)
+        assert status == wanted, headers
+        assert wanted == 200 or "pages in a browser" in body["error"]
 
 
-def test_an_alias_is_moved_over_http_and_answers_carry_it():
-    async def calls(client, pool) -> None:
-        for model in ("a", "b"):
-            path = "/v2/repository/aliases/org/live"
-            status, one = await post(client, path, {"model": model}, method="PUT")
-            assert (status, one["name"], one["state"]) == (200, "org/live", "READY")
-            asked = {"model": "org/live", "input": "x"}
-            assert (await post(client, "/v1/embeddings", asked))[0] == 200
-            assert pool.models["org/live"] is pool.models[model]
-
-    serve(Shelf(), calls)
+async def test_an_alias_is_moved_over_http_and_answers_carry_it():
+    client, pool = served(Shelf())
+    for model in ("a", "b"):
+        path = "/v2/repository/aliases/org/live"
+        status, one = await post(client, path, {"model": model}, method="PUT")
+        assert (status, one["name"], one["state"]) == (200, "org/live", "READY")
+        asked = {"model": "org/live", "input": "x"}
+        assert (await post(client, "/v1/embeddings", asked))[0] == 200
+        assert pool.models["org/live"] is pool.models[model]
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("POST", "/v2/repository/index"),
-        ("POST", "/v2/repository/models/a/load"),
-        ("POST", "/v2/repository/models/a/unload"),
-        ("PUT", "/v2/repository/aliases/x"),
-        ("DELETE", "/v2/repository/aliases/x"),
-    ],
-)
-@pytest.mark.parametrize("key", [{}, {"authorization": "Bearer api"}, {"authorization": "admin"}])
-def test_every_admin_route_is_refused_without_the_admin_key(method, path, key):
+ADMIN_ROUTES = [
+    ("POST", "/v2/repository/index"),
+    ("POST", "/v2/repository/models/a/load"),
+    ("POST", "/v2/repository/models/a/unload"),
+    ("PUT", "/v2/repository/aliases/x"),
+    ("DELETE", "/v2/repository/aliases/x"),
+]
+
+
+async def test_every_admin_route_is_refused_without_the_admin_key_which_opens_no_other():
     shelf = Shelf()
-
-    async def calls(client, pool) -> None:
-        status, body = await post(client, path, {"model": "a"}, key, method)
-        assert status == 401
-        assert "admin key" in body["error"]
-
-    serve(shelf, calls, ServerConfig(admin_key="admin", api_keys=("api",)))
+    keyed, _ = served(shelf, ServerConfig(admin_key="admin", api_keys=("api",)))
+    without, _ = served(shelf, ServerConfig())
+    for method, path in ADMIN_ROUTES:
+        for key in ({}, {"authorization": "Bearer api"}, {"authorization": "admin"}):
+            status, body = await post(keyed, path, {"model": "a"}, key, method)
+            assert status == 401, (path, key)
+            assert "admin key" in body["error"]
+        assert (await post(without, path, {"model": "a"}, KEY, method))[0] == 404, path
     assert not shelf.loaded
-
-    async def without(client, pool) -> None:
-        status, _ = await post(client, path, {"model": "a"}, KEY, method)
-        assert status == 404
-
-    serve(shelf, without, ServerConfig())
+    assert (await post(keyed, "/v1/embeddings", {"model": "a", "input": "x"}))[0] == 401
 
 
-def test_the_admin_key_opens_no_other_route():
-    async def calls(client, pool) -> None:
-        status, _ = await post(client, "/v1/embeddings", {"model": "a", "input": "x"})
-        assert status == 401
-
-    serve(Shelf(), calls, ServerConfig(admin_key="admin", api_keys=("api",)))
-
-
-def test_the_admin_port_needs_no_key_unless_there_is_one():
-    async def scenario() -> None:
-        pool = pool_of(Shelf())
-        client = create_admin_app(
-            Service(pool.models, ServerConfig(admin_port=1), pool)
-        ).test_client()
-        assert (await post(client, "/v2/repository/index", headers={}))[0] == 200
-        assert (await client.get("/v1/models")).status_code == 404
-        keyed = ServerConfig(admin_port=1, admin_key="admin")
-        client = create_admin_app(Service(pool.models, keyed, pool)).test_client()
-        assert (await post(client, "/v2/repository/index", headers={}))[0] == 401
-        assert (await post(client, "/v2/repository/index"))[0] == 200
-
-    run(scenario)
+async def test_the_admin_port_needs_no_key_unless_there_is_one():
+    pool = pool_of(Shelf())
+    client = create_admin_app(Service(pool.models, ServerConfig(admin_port=1), pool)).test_client()
+    assert (await post(client, "/v2/repository/index", headers={}))[0] == 200
+    assert (await client.get("/v1/models")).status_code == 404
+    keyed = ServerConfig(admin_port=1, admin_key="admin")
+    client = create_admin_app(Service(pool.models, keyed, pool)).test_client()
+    assert (await post(client, "/v2/repository/index", headers={}))[0] == 401
+    assert (await post(client, "/v2/repository/index"))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -699,65 +583,57 @@ def test_the_admin_port_needs_no_key_unless_there_is_one():
         ("models/b/load", {}, 400, "b cannot be loaded: no such tensor"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_by_name(path, body, status, words):
+async def test_what_cannot_be_loaded_is_refused_by_name(path, body, status, words):
     shelf = Shelf()
     shelf.errors["b"] = CheckpointError("no such tensor")
-
-    async def calls(client, pool) -> None:
-        got, answer = await post(client, f"/v2/repository/{path}", body)
-        assert got == status
-        assert words in answer["error"]
-
-    serve(shelf, calls)
+    client, _ = served(shelf)
+    got, answer = await post(client, f"/v2/repository/{path}", body)
+    assert got == status
+    assert words in answer["error"]
 
 
-def test_a_request_for_a_model_that_cannot_be_loaded_says_so_in_its_dialect():
+async def test_a_request_for_a_model_that_cannot_be_loaded_says_so_in_its_dialect():
     shelf = Shelf()
     shelf.errors["b"] = CheckpointError("no such tensor")
-
-    async def calls(client, pool) -> None:
-        for path, field in (
-            ("/v1/embeddings", "input"),
-            ("/embed", "inputs"),
-            ("/v2/embed", "texts"),
-        ):
-            body = {"model": "b", field: ["x"]}
-            if path == "/v2/embed":
-                body["input_type"] = "search_query"
-            response = await client.post(path, json=body)
-            assert response.status_code == 503
-            assert response.headers["Retry-After"]
-            assert "b cannot be loaded: no such tensor" in await response.get_data(as_text=True)
-        status, _ = await post(client, "/v1/embeddings", {"model": "a", "input": "x"})
-        assert status == 200
-        status, _ = await post(client, "/rerank", {"model": "a", "query": "q", "texts": ["t"]})
-        assert status == 424
-        status, _ = await post(client, "/rerank", {"model": "r", "query": "q", "texts": ["t"]})
-        assert status == 200
-        status, _ = await post(client, "/", {"model": "c", "inputs": "x"})
-        assert status == 200
-
-    serve(shelf, calls)
+    client, _ = served(shelf)
+    for path, field in (
+        ("/v1/embeddings", "input"),
+        ("/embed", "inputs"),
+        ("/v2/embed", "texts"),
+    ):
+        body = {"model": "b", field: ["x"]}
+        if path == "/v2/embed":
+            body["input_type"] = "search_query"
+        response = await client.post(path, json=body)
+        assert response.status_code == 503
+        assert response.headers["Retry-After"]
+        assert "b cannot be loaded: no such tensor" in await response.get_data(as_text=True)
+    status, _ = await post(client, "/v1/embeddings", {"model": "a", "input": "x"})
+    assert status == 200
+    status, _ = await post(client, "/rerank", {"model": "a", "query": "q", "texts": ["t"]})
+    assert status == 424
+    status, _ = await post(client, "/rerank", {"model": "r", "query": "q", "texts": ["t"]})
+    assert status == 200
+    status, _ = await post(client, "/", {"model": "c", "inputs": "x"})
+    assert status == 200
 
 
-def test_models_and_metrics_show_what_is_in_memory():
-    async def calls(client, pool) -> None:
-        listed = (await (await client.get("/v1/models")).get_json())["data"]
-        assert [(one["id"], one["loaded"]) for one in listed] == [(n, False) for n in "abcr"]
-        assert (await client.get("/ready")).status_code == 200
-        assert (await client.get("/info?model=a")).status_code == 503
-        assert (await client.get("/info")).status_code == 503
-        text = await (await client.get("/metrics")).get_data(as_text=True)
-        assert 'te_request_count{method="single",model=""} 0.0' in text
-        await post(client, "/v1/embeddings", {"model": "a", "input": "x"})
-        listed = (await (await client.get("/v1/models")).get_json())["data"]
-        assert [one["loaded"] for one in listed] == [True, False, False, False]
-        text = await (await client.get("/metrics")).get_data(as_text=True)
-        assert 'te_request_count{method="single",model="a"} 1.0' in text
-        assert (await client.get("/info?model=a")).status_code == 200
-        assert (await client.get("/info")).status_code == 200
-
-    serve(Shelf(), calls)
+async def test_models_and_metrics_show_what_is_in_memory():
+    client, _ = served(Shelf())
+    listed = (await (await client.get("/v1/models")).get_json())["data"]
+    assert [(one["id"], one["loaded"]) for one in listed] == [(n, False) for n in "abcr"]
+    assert (await client.get("/ready")).status_code == 200
+    assert (await client.get("/info?model=a")).status_code == 503
+    assert (await client.get("/info")).status_code == 503
+    text = await (await client.get("/metrics")).get_data(as_text=True)
+    assert 'te_request_count{method="single",model=""} 0.0' in text
+    await post(client, "/v1/embeddings", {"model": "a", "input": "x"})
+    listed = (await (await client.get("/v1/models")).get_json())["data"]
+    assert [one["loaded"] for one in listed] == [True, False, False, False]
+    text = await (await client.get("/metrics")).get_data(as_text=True)
+    assert 'te_request_count{method="single",model="a"} 1.0' in text
+    assert (await client.get("/info?model=a")).status_code == 200
+    assert (await client.get("/info")).status_code == 200
 
 
 # real models
@@ -772,7 +648,7 @@ def test_a_freed_model_leaves_no_array_and_no_thread(tmp_path):
 
     loaded().close()  # what is made once is there then
     arrays = len(jax.live_arrays())
-    for _ in range(3):
+    for _ in range(2):
         one = loaded()
         one.probe()
         before_close = one.resident_bytes
@@ -807,7 +683,8 @@ def test_room_is_asked_for_before_parameters_are_read(tmp_path):
     assert len(jax.live_arrays()) == arrays
 
 
-def test_two_real_models_in_turn_give_their_own_vectors(tmp_path):
+async def test_two_real_models_in_turn_give_their_own_vectors(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "_collect", collect)
     paths = {
         "a": save_tiny(tmp_path / "a"),
         "b": save_tiny(tmp_path / "b", pooling=("cls",)),
@@ -824,30 +701,20 @@ def test_two_real_models_in_turn_give_their_own_vectors(tmp_path):
         one.probe()
         return one
 
-    async def scenario() -> None:
-        models = Models(
-            capacity=Capacity(1000), loadable=lambda: {n: str(p) for n, p in paths.items()}
-        )
-        pool = ModelPool(models, load, PoolLimits(bytes=2**40))
-        client = create_app(models, ServerConfig(admin_key="admin"), pool).test_client()
-        for _ in range(2):
-            for name in "ab":
-                body = {"model": name, "input": "the cat sat", "encoding_format": "float"}
-                status, answer = await post(client, "/v1/embeddings", body)
-                assert status == 200
-                vector = answer["data"][0]["embedding"]
-                np.testing.assert_allclose(vector, alone[name], atol=1e-6)
-                assert (await post(client, f"/v2/repository/models/{name}/unload"))[0] == 200
-
-    run(scenario)
+    models = Models(capacity=Capacity(1000), loadable=lambda: {n: str(p) for n, p in paths.items()})
+    pool = ModelPool(models, load, PoolLimits(bytes=2**40))
+    client = create_app(models, ServerConfig(admin_key="admin"), pool).test_client()
+    for name in "aba":
+        body = {"model": name, "input": "the cat sat", "encoding_format": "float"}
+        status, answer = await post(client, "/v1/embeddings", body)
+        assert status == 200
+        np.testing.assert_allclose(answer["data"][0]["embedding"], alone[name], atol=1e-6)
+        assert (await post(client, f"/v2/repository/models/{name}/unload"))[0] == 200
 
 
-def test_a_server_without_any_model_yet_says_so(tmp_path):
-    async def scenario() -> None:
-        models = Models(capacity=Capacity(1), loadable=Catalog([], tmp_path))
-        client = create_app(models, ServerConfig(), ModelPool(models)).test_client()
-        status, body = await post(client, "/v1/embeddings", {"input": "x"})
-        assert status == 503
-        assert "there is no model yet" in body["error"]["message"]
-
-    run(scenario)
+async def test_a_server_without_any_model_yet_says_so(tmp_path):
+    models = Models(capacity=Capacity(1), loadable=Catalog([], tmp_path))
+    client = create_app(models, ServerConfig(), ModelPool(models)).test_client()
+    status, body = await post(client, "/v1/embeddings", {"input": "x"})
+    assert status == 503
+    assert "there is no model yet" in body["error"]["message"]

@@ -1,15 +1,11 @@
 """Who waits for a request: what its body or its header says, on every route that runs a model."""
 
-import asyncio
 from typing import Any
 
 import pytest
 from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
+from test_server_openai import ask
 from werkzeug.datastructures import Headers
-
-from jaxembed.config import ServerConfig
-from jaxembed.server.app import create_app
-from jaxembed.server.models import Models
 
 QUERY = {"query": "a", "documents": ["a"]}
 ROUTES: dict[str, tuple[Any, dict]] = {
@@ -35,38 +31,36 @@ ALSO_NUMBERS = [
 def post(path: str, spec, body: dict, *header: str | None):
     """The response, its JSON and the priorities that the model was asked with."""
 
-    async def ask():
-        embedder = FakeEmbedder(spec=spec)
-        client = create_app(Models([embedder]), ServerConfig()).test_client()
-        headers = Headers([("x-priority", one) for one in header if one is not None])
-        response = await client.post(path, json=body, headers=headers)
-        return response, await response.get_json(), [one.priority for one in embedder.asked]
-
-    return asyncio.run(ask())
+    embedder = FakeEmbedder(spec=spec)
+    headers = Headers([("x-priority", one) for one in header if one is not None])
+    response, answer = ask(body, path=path, embedder=embedder, headers=headers)
+    return response, answer, [one.priority for one in embedder.asked]
 
 
 @pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize(
-    ("field", "header", "meant"),
-    [
+def test_the_body_says_before_the_header_does(path):
+    spec, body = ROUTES[path]
+    for field, header, meant in (
         (None, None, None),
         ("bulk", None, "bulk"),
         (None, "interactive", "interactive"),
         ("bulk", "interactive", "bulk"),
-    ],
-)
-def test_the_body_says_before_the_header_does(path, field, header, meant):
-    spec, body = ROUTES[path]
-    response, _, asked = post(path, spec, body | {"priority": field}, header)
-    assert response.status_code == 200
-    assert asked == [meant]
+    ):
+        response, _, asked = post(path, spec, body | {"priority": field}, header)
+        assert response.status_code == 200
+        assert asked == [meant], (field, header)
 
 
-@pytest.mark.parametrize("path", ALSO_NUMBERS)
-def test_a_number_of_another_dialect_changes_nothing(path):
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_number_changes_nothing_where_another_dialect_has_one_and_is_refused_elsewhere(path):
     spec, body = ROUTES[path]
-    response, _, asked = post(path, spec, body | {"priority": 3}, "bulk")
-    assert (response.status_code, asked) == (200, ["bulk"])
+    response, found, asked = post(path, spec, body | {"priority": 3}, "bulk")
+    if path in ALSO_NUMBERS:
+        assert (response.status_code, asked) == (200, ["bulk"])
+    else:
+        wanted = "got `int` - at `$.priority`; wanted one of 'interactive', 'bulk'"
+        assert wanted in str(found)
+        assert not asked
 
 
 def test_each_instance_has_its_own_priority():
@@ -76,41 +70,32 @@ def test_each_instance_has_its_own_priority():
     assert sorted(asked) == ["bulk", "interactive"]
 
 
+WRONG = [
+    ("priority", "high", "high"),
+    ("priority", [], "`array`"),
+    ("priority", {}, "`object`"),
+    ("priority", True, "`bool`"),
+    ("priority", 1.5, "`float`"),
+    ("x-priority", ["high"], "high"),
+    ("x-priority", ["bulk", "interactive"], "bulk, interactive"),
+    ("x-priority", ["bulk", "bulk"], "bulk, bulk"),
+]
+
+
 @pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize(
-    ("place", "sent", "shown"),
-    [
-        ("priority", "high", "high"),
-        ("priority", [], "`array`"),
-        ("priority", {}, "`object`"),
-        ("priority", True, "`bool`"),
-        ("priority", 1.5, "`float`"),
-        ("x-priority", ["high"], "high"),
-        ("x-priority", ["bulk", "interactive"], "bulk, interactive"),
-        ("x-priority", ["bulk", "bulk"], "bulk, bulk"),
-    ],
-)
-def test_a_wrong_priority_is_an_error_that_says_where_and_what_is_allowed(path, place, sent, shown):
+def test_a_wrong_priority_is_an_error_that_says_where_and_what_is_allowed(path):
     spec, body = ROUTES[path]
-    if place == "priority":
-        response, found, asked = post(path, spec, body | {"priority": sent})
-    else:
-        response, found, asked = post(path, spec, body, *sent)
     openai = path.startswith("/v1/") or path in ("/embeddings", "/classify")
-    assert response.status_code == (400 if openai or path.startswith("/v2/") else 422)
-    error = found.get("error", found)
-    message = error if isinstance(error, str) else error["message"]
-    assert f"`{place}`" in message or f"`$.{place}`" in message
-    assert "'interactive', 'bulk'" in message
-    assert shown in message
-    if openai:
-        assert error["param"] == place
-    assert not asked
-
-
-@pytest.mark.parametrize("path", [path for path in ROUTES if path not in ALSO_NUMBERS])
-def test_a_number_is_refused_where_no_dialect_has_one(path):
-    spec, body = ROUTES[path]
-    _, found, asked = post(path, spec, body | {"priority": 5})
-    assert "got `int` - at `$.priority`; wanted one of 'interactive', 'bulk'" in str(found)
-    assert not asked
+    for place, sent, shown in WRONG:
+        if place == "priority":
+            response, found, asked = post(path, spec, body | {"priority": sent})
+        else:
+            response, found, asked = post(path, spec, body, *sent)
+        assert response.status_code == (400 if openai or path.startswith("/v2/") else 422), sent
+        error = found.get("error", found)
+        message = error if isinstance(error, str) else error["message"]
+        assert f"`{place}`" in message or f"`$.{place}`" in message
+        assert "'interactive', 'bulk'" in message
+        assert shown in message
+        assert not openai or error["param"] == place
+        assert not asked

@@ -15,6 +15,7 @@ import openai
 import pytest
 from fake_embedder import FakeEmbedder
 from fakes import count_of
+from live_server import WAIT_S
 from openai import AsyncOpenAI
 
 from jaxembed.config import ServerConfig
@@ -39,84 +40,69 @@ async def serving(embedder, config=None, tracer=None):
     app = create_app(models, config, tracer=tracer)
     task = asyncio.create_task(serve(app, models, config, shutdown, listener))
     try:
-        async with httpx.AsyncClient(base_url=address, timeout=10, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=address, timeout=WAIT_S, trust_env=False) as client:
             yield client, shutdown, task
     finally:
         shutdown.set()
-        await asyncio.wait_for(task, 10)
+        await task
 
 
 def failures(embedder, err):
     return count_of(embedder.telemetry.request_failure.labels(err))
 
 
-def test_a_request_comes_back_over_a_real_socket():
-    async def go():
-        async with serving(FakeEmbedder()) as (client, _, _):
-            response = await client.post("/embed", json={"inputs": ["a", "b"]})
-            assert len(response.json()) == 2
-            assert response.headers["content-length"] == str(len(response.content))
-
-    asyncio.run(go())
+async def test_a_request_comes_back_over_a_real_socket():
+    async with serving(FakeEmbedder()) as (client, _, _):
+        response = await client.post("/embed", json={"inputs": ["a", "b"]})
+        assert len(response.json()) == 2
+        assert response.headers["content-length"] == str(len(response.content))
 
 
-def test_what_was_done_of_late_is_noted_while_the_server_runs(monkeypatch):
+async def test_what_was_done_of_late_is_noted_while_the_server_runs(monkeypatch):
     monkeypatch.setattr(server_run, "SAMPLE_S", 0.001)
-
-    async def go():
-        embedder = FakeEmbedder()
-        models, shutdown = Models([embedder]), asyncio.Event()
-        app = create_app(models, ServerConfig())
-        task = asyncio.create_task(
-            serve(app, models, ServerConfig(), shutdown, listen("127.0.0.1", 0))
-        )
-        while len(app.service.history) < 2:
-            await asyncio.sleep(0.001)
-        shutdown.set()
-        await asyncio.wait_for(task, 10)
-
-    asyncio.run(go())
+    embedder = FakeEmbedder()
+    models, shutdown = Models([embedder]), asyncio.Event()
+    app = create_app(models, ServerConfig())
+    task = asyncio.create_task(serve(app, models, ServerConfig(), shutdown, listen("127.0.0.1", 0)))
+    while len(app.service.history) < 2:
+        await asyncio.sleep(0.001)
+    shutdown.set()
+    await task
 
 
-def test_work_of_a_vanished_client_is_cancelled():
-    async def go():
-        embedder = FakeEmbedder()
-        embedder.gate = asyncio.Event()
-        async with serving(embedder) as (client, _, _):
-            work = asyncio.create_task(client.post("/embed", json=ASK))
-            await embedder.entered.wait()
-            work.cancel()
-            await asyncio.wait_for(embedder.cancelled.wait(), 5)
-            assert failures(embedder, "dropped") == 1
-            embedder.gate.set()
-            assert (await client.post("/embed", json=ASK)).status_code == 200
+async def test_work_of_a_vanished_client_is_cancelled():
+    embedder = FakeEmbedder()
+    embedder.gate = asyncio.Event()
+    async with serving(embedder) as (client, _, _):
+        work = asyncio.create_task(client.post("/embed", json=ASK))
+        await embedder.entered.wait()
+        work.cancel()
+        await embedder.cancelled.wait()
         assert failures(embedder, "dropped") == 1
+        embedder.gate.set()
+        assert (await client.post("/embed", json=ASK)).status_code == 200
+    assert failures(embedder, "dropped") == 1
 
-    asyncio.run(go())
 
-
-def test_shutdown_answers_what_was_admitted_and_refuses_the_rest():
-    async def go():
-        embedder = FakeEmbedder()
-        embedder.gate = asyncio.Event()
-        async with serving(embedder) as (client, shutdown, task):
-            await client.get("/health")  # leaves a connection alive and idle
-            work = asyncio.create_task(client.post("/embed", json=ASK))
-            await embedder.entered.wait()
-            shutdown.set()
-            await wait_until_draining(client)
-            refused = await client.post("/v1/embeddings", json={"input": "a"})
-            assert refused.status_code == 503
-            assert refused.headers["retry-after"] == "5"
-            assert refused.headers["connection"] == "close"
-            assert not task.done()
-            embedder.gate.set()
-            assert (await work).status_code == 200
-            await asyncio.wait_for(task, 5)
-            with pytest.raises(httpx.ConnectError):
-                await client.get("/health")
-
-    asyncio.run(go())
+async def test_shutdown_answers_what_was_admitted_and_refuses_the_rest():
+    embedder = FakeEmbedder()
+    embedder.gate = asyncio.Event()
+    async with serving(embedder) as (client, shutdown, task):
+        await client.get("/health")  # leaves a connection alive and idle
+        work = asyncio.create_task(client.post("/embed", json=ASK))
+        await embedder.entered.wait()
+        shutdown.set()
+        await wait_until_draining(client)
+        refused = await client.post("/v1/embeddings", json={"input": "a"})
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "5"
+        assert refused.headers["connection"] == "close"
+        assert not task.done()
+        embedder.gate.set()
+        assert (await work).status_code == 200
+        await task
+        with pytest.raises(httpx.ConnectError):
+            await client.get("/health")
 
 
 async def wait_until_draining(client):
@@ -124,60 +110,51 @@ async def wait_until_draining(client):
         pass
 
 
-def test_the_drain_ends_when_its_time_is_up(caplog):
-    async def go():
-        embedder = FakeEmbedder()
-        embedder.gate = asyncio.Event()
-        async with serving(embedder, ServerConfig(drain_timeout_s=0.05)) as (
-            client,
-            shutdown,
-            task,
-        ):
-            work = asyncio.create_task(client.post("/embed", json=ASK))
-            await embedder.entered.wait()
-            shutdown.set()
-            await asyncio.wait_for(task, 10)
-            late = await work
-            assert late.status_code == 503
-            assert late.json()["error_type"] == "Unhealthy"
-            assert late.headers["connection"] == "close"
-            assert late.headers["x-request-id"] != "-"
-        assert embedder.cancelled.is_set()
-
-    asyncio.run(go())
+async def test_the_drain_ends_when_its_time_is_up(caplog):
+    embedder = FakeEmbedder()
+    embedder.gate = asyncio.Event()
+    async with serving(embedder, ServerConfig(drain_timeout_s=0.05)) as (
+        client,
+        shutdown,
+        task,
+    ):
+        work = asyncio.create_task(client.post("/embed", json=ASK))
+        await embedder.entered.wait()
+        shutdown.set()
+        await task
+        late = await work
+        assert late.status_code == 503
+        assert late.json()["error_type"] == "Unhealthy"
+        assert late.headers["connection"] == "close"
+        assert late.headers["x-request-id"] != "-"
+    assert embedder.cancelled.is_set()
     assert "1 requests not answered within 0.05 s" in caplog.text
 
 
-def test_an_idle_connection_does_not_hold_up_shutdown():
-    async def go():
-        async with serving(FakeEmbedder()) as (client, shutdown, task):
-            await client.get("/health")
-            shutdown.set()
-            await asyncio.wait_for(task, 2)
-
-    asyncio.run(go())
+async def test_an_idle_connection_does_not_hold_up_shutdown():
+    async with serving(FakeEmbedder()) as (client, shutdown, task):
+        await client.get("/health")
+        shutdown.set()
+        await task
 
 
-def test_the_client_of_openai_is_at_home():
-    async def go():
-        async with serving(FakeEmbedder()) as (client, _, _):
-            base_url = f"{str(client.base_url).rstrip('/')}/v1"
-            http = openai.DefaultAsyncHttpxClient(trust_env=False)
-            ai = AsyncOpenAI(api_key="x", base_url=base_url, http_client=http)
-            answer = await ai.embeddings.create(model="test/fake", input=["a", "b"])
-            plain = await ai.embeddings.create(
-                model="test/fake", input=["a", "b"], encoding_format="float"
-            )
-            names = [model.id async for model in ai.models.list()]
-            with pytest.raises(openai.NotFoundError, match="this server has test/fake"):
-                await ai.embeddings.create(model="other", input="a")
-            await ai.close()
-        assert answer.usage.total_tokens == 2
-        for got, wanted in zip(answer.data, plain.data, strict=True):
-            assert got.embedding == pytest.approx(wanted.embedding)
-        assert names == ["test/fake"]
-
-    asyncio.run(go())
+async def test_the_client_of_openai_is_at_home():
+    async with serving(FakeEmbedder()) as (client, _, _):
+        base_url = f"{str(client.base_url).rstrip('/')}/v1"
+        http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        ai = AsyncOpenAI(api_key="x", base_url=base_url, http_client=http)
+        answer = await ai.embeddings.create(model="test/fake", input=["a", "b"])
+        plain = await ai.embeddings.create(
+            model="test/fake", input=["a", "b"], encoding_format="float"
+        )
+        names = [model.id async for model in ai.models.list()]
+        with pytest.raises(openai.NotFoundError, match="this server has test/fake"):
+            await ai.embeddings.create(model="other", input="a")
+        await ai.close()
+    assert answer.usage.total_tokens == 2
+    for got, wanted in zip(answer.data, plain.data, strict=True):
+        assert got.embedding == pytest.approx(wanted.embedding)
+    assert names == ["test/fake"]
 
 
 @pytest.mark.parametrize(
@@ -196,18 +173,15 @@ def test_the_client_of_openai_is_at_home():
         b"\x00\x01\r\n\r\n",
     ],
 )
-def test_odd_requests_are_no_server_errors(request_bytes):
-    async def go():
-        async with serving(FakeEmbedder()) as (client, _, _):
-            reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
-            writer.write(request_bytes)
-            first_line = await asyncio.wait_for(reader.readline(), 5)
-            assert first_line.split()[1][:1] in (b"2", b"3", b"4"), first_line
-            writer.close()
-            await writer.wait_closed()
-            assert (await client.get("/health")).status_code == 200
-
-    asyncio.run(go())
+async def test_odd_requests_are_no_server_errors(request_bytes):
+    async with serving(FakeEmbedder()) as (client, _, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        writer.write(request_bytes)
+        first_line = await reader.readline()
+        assert first_line.split()[1][:1] in (b"2", b"3", b"4"), first_line
+        writer.close()
+        await writer.wait_closed()
+        assert (await client.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -218,46 +192,36 @@ def test_odd_requests_are_no_server_errors(request_bytes):
         ("/nowhere", ServerConfig(), 404),
     ],
 )
-def test_a_refusal_reaches_a_client_that_is_still_sending(path, config, status):
-    async def go():
-        async with serving(FakeEmbedder(), config) as (client, _, _):
-            response = await client.post(path, json={"inputs": "a" * 8_000_000})
-            assert response.status_code == status
-            assert set(response.json()) == {"error", "error_type"}
-            assert (await client.get("/health")).status_code == 200
-
-    asyncio.run(go())
+async def test_a_refusal_reaches_a_client_that_is_still_sending(path, config, status):
+    async with serving(FakeEmbedder(), config) as (client, _, _):
+        response = await client.post(path, json={"inputs": "a" * 8_000_000})
+        assert response.status_code == status
+        assert set(response.json()) == {"error", "error_type"}
+        assert (await client.get("/health")).status_code == 200
 
 
-def test_a_chunked_body_is_limited_too():
+async def test_a_chunked_body_is_limited_too():
     async def chunks():
         yield b'{"inputs": "'
         for _ in range(100):
             yield b"a" * 1000
         yield b'"}'
 
-    async def go():
-        async with serving(FakeEmbedder(), ServerConfig(payload_limit=1000)) as (client, _, _):
-            headers = {"content-type": "application/json"}
-            response = await client.post("/embed", content=chunks(), headers=headers)
-            assert response.status_code == 413
-
-    asyncio.run(go())
+    async with serving(FakeEmbedder(), ServerConfig(payload_limit=1000)) as (client, _, _):
+        headers = {"content-type": "application/json"}
+        response = await client.post("/embed", content=chunks(), headers=headers)
+        assert response.status_code == 413
 
 
-def test_metrics_have_a_port_of_their_own(caplog):
+async def test_metrics_have_a_port_of_their_own(caplog):
     caplog.set_level(logging.INFO)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-
-    async def go():
-        async with serving(FakeEmbedder(), ServerConfig(prometheus_port=port)) as (client, _, _):
-            response = await client.get(f"http://127.0.0.1:{port}/metrics")
-            assert "te_request_count" in response.text
-            assert (await client.get(f"http://127.0.0.1:{port}/info")).status_code == 404
-
-    asyncio.run(go())
+    async with serving(FakeEmbedder(), ServerConfig(prometheus_port=port)) as (client, _, _):
+        response = await client.get(f"http://127.0.0.1:{port}/metrics")
+        assert "te_request_count" in response.text
+        assert (await client.get(f"http://127.0.0.1:{port}/info")).status_code == 404
     assert f"listening on http://127.0.0.1:{port}/metrics" in caplog.text
 
 
@@ -271,16 +235,13 @@ def test_a_busy_port_is_a_config_error_that_names_the_flag():
             listen("127.0.0.1", port, flag="--prometheus-port")
 
 
-def test_a_busy_metrics_port_stops_the_start():
-    async def go(port):
-        models = Models([FakeEmbedder()])
-        config = ServerConfig(prometheus_port=port, port=0)
-        await serve(create_app(models, config), models, config, asyncio.Event())
-
+async def test_a_busy_metrics_port_stops_the_start():
     with listen("127.0.0.1", 0) as taken:
         taken.listen()
+        models = Models([FakeEmbedder()])
+        config = ServerConfig(prometheus_port=taken.getsockname()[1], port=0)
         with pytest.raises(ConfigError, match="--prometheus-port"):
-            asyncio.run(go(taken.getsockname()[1]))
+            await serve(create_app(models, config), models, config, asyncio.Event())
 
 
 def test_an_unknown_host_is_a_config_error():
@@ -342,33 +303,31 @@ def test_the_watchdog_ends_a_process_that_a_thread_holds_up():
             while "listening on" not in process.stdout.readline():
                 assert process.poll() is None
             process.send_signal(signal.SIGTERM)
-            assert process.wait(10) == 0
+            assert process.wait(WAIT_S) == 0
             assert "still running" in process.stdout.read()
         finally:
             process.kill()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGTERM on Windows")
-def test_sigterm_answers_what_was_admitted_and_exits_with_0():
-    process = start(PROGRAM)
+async def test_sigterm_answers_what_was_admitted_and_exits_with_0():
+    with start(PROGRAM) as process:
 
-    async def go(address):
-        async with httpx.AsyncClient(base_url=address, timeout=10, trust_env=False) as client:
-            work = asyncio.create_task(client.post("/embed", json=ASK))
-            await line_with("entered")
-            process.send_signal(signal.SIGTERM)
-            return await work
+        async def line_with(word):
+            while word not in (line := await asyncio.to_thread(process.stdout.readline)):
+                assert line, "the server ended early"
+            return line
 
-    async def line_with(word):
-        while word not in (line := await asyncio.to_thread(process.stdout.readline)):
-            assert line, "the server ended early"
-        return line
-
-    with process:
         try:
-            address = asyncio.run(line_with("listening on")).split()[-1]
-            assert asyncio.run(go(address)).status_code == 200
-            assert process.wait(10) == 0
+            address = (await line_with("listening on")).split()[-1]
+            async with httpx.AsyncClient(
+                base_url=address, timeout=WAIT_S, trust_env=False
+            ) as client:
+                work = asyncio.create_task(client.post("/embed", json=ASK))
+                await line_with("entered")
+                process.send_signal(signal.SIGTERM)
+                assert (await work).status_code == 200
+            assert process.wait(WAIT_S) == 0
             assert "stopped" in process.stdout.read()
         finally:
             process.kill()

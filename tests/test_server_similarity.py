@@ -58,8 +58,7 @@ def _colbert(opened, tmp_path_factory) -> Embedder:
 def similarities(embedder: Embedder, source: str, sentences: list[str], **parameters) -> list:
     inputs = {"source_sentence": source, "sentences": sentences}
     body = {"inputs": inputs, "parameters": parameters}
-    response, answer = ask(body, path="/similarity", embedder=embedder)
-    assert response.status_code == 200, answer
+    _, answer = ask(body, path="/similarity", embedder=embedder, status=200)
     return answer
 
 
@@ -113,8 +112,7 @@ def test_a_prompt_that_is_named_is_for_all_texts(colbert):
 )
 def test_what_is_empty_is_refused(colbert, source, sentences, place):
     body = {"inputs": {"source_sentence": source, "sentences": sentences}}
-    response, answer = ask(body, path="/similarity", embedder=colbert)
-    assert response.status_code == 400
+    _, answer = ask(body, path="/similarity", embedder=colbert, status=400)
     assert f"`{place}` cannot be empty" in answer["error"]
 
 
@@ -128,8 +126,7 @@ def test_the_answer_counts_what_was_run_and_cut(colbert):
 
 def test_a_reranker_is_refused():
     body = {"inputs": {"source_sentence": "a", "sentences": ["b"]}}
-    response, _ = ask(body, path="/similarity", embedder=FakeEmbedder(spec=RERANKER))
-    assert response.status_code == 424
+    ask(body, path="/similarity", embedder=FakeEmbedder(spec=RERANKER), status=424)
 
 
 @pytest.mark.parametrize(

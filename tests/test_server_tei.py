@@ -28,8 +28,7 @@ TIMES = (
 
 
 def test_embed_answers_a_list_of_normalised_vectors():
-    response, body = ask({"inputs": ["a", "b b"]}, path="/embed")
-    assert response.status_code == 200
+    _, body = ask({"inputs": ["a", "b b"]}, path="/embed", status=200)
     np.testing.assert_allclose(body, [unit(Text("a")), unit(Text("b b"))], rtol=1e-6)
 
 
@@ -86,11 +85,9 @@ def test_a_body_may_name_its_model_among_several(path, body):
     assert ask({**body, "model": "test/fake"}, path=path, models=models)[0].status_code == 200
     response, answer = ask({**body, "model": "second"}, path=path, models=models)
     assert (response.status_code, answer["error"]) == (422, "the second model was asked")
-    response, answer = ask({**body, "model": "third"}, path=path, models=models)
-    assert response.status_code == 404
+    _, answer = ask({**body, "model": "third"}, path=path, models=models, status=404)
     assert "this server has test/fake, second" in answer["error"]
-    response, answer = ask(body, path=path, models=models)
-    assert response.status_code == 422
+    _, answer = ask(body, path=path, models=models, status=422)
     assert "`model` must say which: test/fake, second" in answer["error"]
 
 
@@ -117,8 +114,7 @@ def test_similarity_answers_a_cosine_for_each_sentence():
 def test_similarity_counts_the_source_into_the_batch():
     inputs = {"source_sentence": "a", "sentences": ["a", "b"]}
     config = ServerConfig(max_client_batch_size=2)
-    response, body = ask({"inputs": inputs}, path="/similarity", config=config)
-    assert response.status_code == 422
+    _, body = ask({"inputs": inputs}, path="/similarity", config=config, status=422)
     assert body["error"].startswith("batch size 3 > maximum allowed batch size 2")
 
 
@@ -139,77 +135,58 @@ def test_decode_takes_one_sequence_or_several(ids, texts):
     assert body == texts
 
 
-EMPTY = "Input validation error: `inputs` cannot be empty"
+INVALID = "Input validation error: "
+EMPTY = "`inputs` cannot be empty"
+
+
+def compared(source: str, *sentences: str) -> dict:
+    return {"inputs": {"source_sentence": source, "sentences": list(sentences)}}
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "kind", "message"),
+    ("path", "body", "message"),
     [
-        ("/embed", {"inputs": []}, 400, "Empty", EMPTY),
-        ("/embed", {"inputs": ""}, 400, "Empty", EMPTY),
-        ("/embed", {"inputs": ["a", ""]}, 400, "Empty", EMPTY),
-        ("/embed_all", {"inputs": [[1], []]}, 400, "Empty", EMPTY),
-        ("/tokenize", {"inputs": []}, 400, "Empty", "`inputs` cannot be empty"),
-        ("/tokenize", {"inputs": ["a", ""]}, 400, "Empty", EMPTY),
+        ("/embed", {"inputs": []}, INVALID + EMPTY),
+        ("/embed", {"inputs": ""}, INVALID + EMPTY),
+        ("/embed", {"inputs": ["a", ""]}, INVALID + EMPTY),
+        ("/embed_all", {"inputs": [[1], []]}, INVALID + EMPTY),
+        ("/tokenize", {"inputs": []}, EMPTY),
+        ("/tokenize", {"inputs": ["a", ""]}, INVALID + EMPTY),
+        ("/similarity", compared("a"), "`inputs.sentences` cannot be empty"),
+        ("/similarity", compared("", "a"), INVALID + EMPTY),
+        ("/decode", {"ids": [[1], []]}, INVALID + "`ids` cannot be empty"),
+        ("/decode", {"ids": []}, INVALID + "`ids` cannot be empty"),
+    ],
+)
+def test_what_is_empty_is_a_400_in_the_words_of_tei(path, body, message):
+    assert ask(body, path=path, status=400)[1] == {"error": message, "error_type": "Empty"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dimensions": 0}, "`dimensions` should be positive"),
         (
-            "/similarity",
-            {"inputs": {"source_sentence": "a", "sentences": []}},
-            400,
-            "Empty",
-            "`inputs.sentences` cannot be empty",
+            {"dimensions": DIM + 1},
+            "`dimensions` should be smaller than the maximum embedding dimension. "
+            f"Wanted: {DIM} or less. Given: {DIM + 1}",
         ),
         (
-            "/similarity",
-            {"inputs": {"source_sentence": "", "sentences": ["a"]}},
-            400,
-            "Empty",
-            EMPTY,
-        ),
-        (
-            "/decode",
-            {"ids": [[1], []]},
-            400,
-            "Empty",
-            "Input validation error: `ids` cannot be empty",
-        ),
-        (
-            "/decode",
-            {"ids": []},
-            400,
-            "Empty",
-            "Input validation error: `ids` cannot be empty",
-        ),
-        (
-            "/embed",
-            {"inputs": "a", "dimensions": 0},
-            422,
-            "Validation",
-            "Input validation error: `dimensions` should be positive",
-        ),
-        (
-            "/embed",
-            {"inputs": "a", "dimensions": DIM + 1},
-            422,
-            "Validation",
-            "Input validation error: `dimensions` should be smaller than the maximum embedding "
-            f"dimension. Wanted: {DIM} or less. Given: {DIM + 1}",
-        ),
-        (
-            "/embed",
             {"inputs": " ".join("x" * 20), "truncate": False},
-            422,
-            "Validation",
-            "Input validation error: `inputs` must have less than 16 tokens. Given: 20. "
+            "`inputs` must have less than 16 tokens. Given: 20. "
             "Send `truncate: true` or start the server with --auto-truncate true",
         ),
-        ("/embed_sparse", {"inputs": "a"}, 424, "Backend",
-         "Backend error: Model is not an embedding model with SPLADE pooling"),
     ],
-)  # fmt: skip
-def test_errors_have_the_status_type_and_words_of_tei(path, body, status, kind, message):
-    response, answer = ask(body, path=path)
-    assert response.status_code == status
-    assert answer == {"error": message, "error_type": kind}
+)
+def test_what_is_not_valid_is_a_422_in_the_words_of_tei(fields, message):
+    _, answer = ask({"inputs": "a"} | fields, path="/embed", status=422)
+    assert answer == {"error": INVALID + message, "error_type": "Validation"}
+
+
+def test_a_model_without_sparse_outputs_is_a_424_in_the_words_of_tei():
+    message = "Backend error: Model is not an embedding model with SPLADE pooling"
+    _, answer = ask({"inputs": "a"}, path="/embed_sparse", status=424)
+    assert answer == {"error": message, "error_type": "Backend"}
 
 
 def test_of_an_input_that_was_not_read_to_its_end_the_count_is_a_lower_bound():
@@ -239,8 +216,7 @@ def test_of_an_input_that_was_not_read_to_its_end_the_count_is_a_lower_bound():
     ],
 )
 def test_a_wrong_shape_is_a_422_that_names_the_path(path, body, place):
-    response, answer = ask(body, path=path)
-    assert response.status_code == 422
+    _, answer = ask(body, path=path, status=422)
     assert answer["error_type"] == "Validation"
     assert answer["error"].startswith("Failed to deserialize the JSON body into the target type: ")
     assert place in answer["error"]
@@ -258,14 +234,12 @@ def test_a_wrong_shape_is_a_422_that_names_the_path(path, body, place):
 def test_null_in_an_optional_field_is_its_default(path, body):
     fields = ("truncate", "truncation_direction", "normalize", "dimensions", "prompt_name")
     nulls = dict.fromkeys((*fields, "add_special_tokens", "skip_special_tokens"))
-    response, answer = ask(body | nulls, path=path)
-    assert response.status_code == 200
+    _, answer = ask(body | nulls, path=path, status=200)
     assert answer == ask(body, path=path)[1]
 
 
 def test_broken_json_is_a_400():
-    response, answer = ask(None, path="/embed", raw=b'{"inputs":')
-    assert response.status_code == 400
+    _, answer = ask(None, path="/embed", raw=b'{"inputs":', status=400)
     assert answer["error"].startswith("Failed to parse the request body as JSON: ")
 
 
@@ -293,8 +267,7 @@ FAILING = [
 )
 @pytest.mark.parametrize(("path", "body", "spec"), FAILING)
 def test_failures_have_the_status_and_type_of_tei(failure, status, kind, start, path, body, spec):
-    response, answer = ask(body, path=path, embedder=FakeEmbedder(failure, spec))
-    assert response.status_code == status
+    _, answer = ask(body, path=path, embedder=FakeEmbedder(failure, spec), status=status)
     assert answer["error_type"] == kind
     assert answer["error"].startswith(start)
     assert "secret" not in answer["error"]
