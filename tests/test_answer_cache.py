@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import save_tiny
 from fakes import WAIT_S, SumRunner, encoding, sums, ticket_of
 from test_routes import save_routed
 
@@ -129,16 +128,13 @@ def test_without_bytes_nothing_is_kept_or_counted(start, runner):
     assert counts(engine.telemetry) == (0, 0, 0)
 
 
-def test_what_was_used_last_stays():
+def test_what_was_used_last_stays_and_what_is_larger_than_the_cache_is_not_kept():
     cache = AnswerCache(2 * ONE, telemetry := Telemetry())
     cache.keep(sums_of(interactive(5, 6)))
     assert kept(cache, 5) == [5]
     cache.keep(sums_of(interactive(7)))
     assert kept(cache, 5, 6, 7) == [5, 7]
     assert counts(telemetry)[2] == 2 * ONE
-
-
-def test_what_is_larger_than_the_cache_is_not_kept():
     cache = AnswerCache(ONE - 1, Telemetry())
     cache.keep(sums_of(interactive(5)))
     assert kept(cache, 5) == []
@@ -224,16 +220,14 @@ def test_spans_and_types_tell_sequences_apart():
 # -- models, and over HTTP -------------------------------------------------------------------------
 
 
-def test_an_answer_over_http_is_the_same_from_the_cache(tmp_path):
-    config = EngineConfig(dtype="float32", max_batch_tokens=64, devices=1)
-    path = str(save_tiny(tmp_path / "tiny"))
-    with Embedder(path, cache_dir=tmp_path / "cache", config=config) as plain:
-        wanted, without = plain.encode(["red dog"], normalize=False), plain.resident_bytes
-    cached = replace(config, cache_bytes=BIG)
+def test_an_answer_over_http_is_the_same_from_the_cache(tmp_path, tiny_checkpoint, embedder):
+    plain, path = embedder, str(tiny_checkpoint)
+    wanted = plain.encode(["red dog"], normalize=False)
+    cached = replace(plain.config, cache_bytes=BIG)
 
     async def go():
         with Embedder(path, cache_dir=tmp_path / "cache", config=cached) as embedder:
-            assert embedder.resident_bytes == without + BIG
+            assert embedder.resident_bytes == plain.resident_bytes + BIG
             client = create_app(Models([embedder]), ServerConfig()).test_client()
             headers: list[str | None] = []
             for body in ({}, {"normalize": False}, {"dimensions": 8}, {"truncate": False}):
@@ -251,9 +245,11 @@ def test_an_answer_over_http_is_the_same_from_the_cache(tmp_path):
     np.testing.assert_array_equal(np.array(vectors, np.float32), wanted)
 
 
-def test_the_towers_of_a_router_divide_the_cache(tmp_path):
+def test_the_towers_of_a_router_divide_the_cache(tmp_path, grid_file):
     path = save_routed(tmp_path / "routed", "document")
-    config = EngineConfig(dtype="float32", max_batch_tokens=64, devices=1, cache_bytes=BIG)
+    config = EngineConfig(
+        dtype="float32", buckets=grid_file, max_batch_tokens=128, devices=1, cache_bytes=BIG
+    )
     with Embedder(str(path), cache_dir=tmp_path / "cache", config=config) as embedder:
         most = [vars(one.engine)["_cache"]._most for one in embedder.routes.values()]
     assert most == [BIG // 2, BIG // 2]

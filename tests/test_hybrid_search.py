@@ -185,16 +185,6 @@ def _page(embedder, monkeypatch):
     return run
 
 
-def test_the_page_asks_a_server_for_what_the_library_gives(page, embedder):
-    names, _ = page(*blocks("With a server"))
-    names["AT_ONCE"] = 3
-    found = names["embed"]("http://127.0.0.1:8080/v1/embeddings", TEXTS, "document")
-    of = embedder.encode_outputs(TEXTS, ("dense", "sparse"))
-    for number, one in enumerate(found):
-        np.testing.assert_allclose(one["dense"], of["dense"][number], rtol=1e-6)
-        assert one["sparse"].indices == of["sparse"].indices[number].tolist()
-
-
 def test_frameworks_are_given_the_terms_of_the_server(page, embedder):
     server, (langchain, llamaindex) = (
         blocks("With a server"),
@@ -214,11 +204,6 @@ def test_frameworks_are_given_the_terms_of_the_server(page, embedder):
     assert [len(one) for one in values] == [len(one) for one in indices]
     assert store.sparse_query_fn(TEXTS[:1]) == (indices[:1], values[:1])
     assert [body["input_type"] for body in bodies] == ["document", "query"] * 2
-
-
-def test_eval_hybrid_says_skipped_without_data(tmp_path, capsys):
-    eval_hybrid.main(["--sparse", "none", "--data", str(tmp_path)])
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["skipped"] is True
 
 
 def test_eval_hybrid_scores_each_ranking_and_both(

@@ -43,7 +43,7 @@ def write(path: Path, texts: list[str]) -> str:
         lines = [f"{index}{sign}{text}" for index, text in enumerate(quoted)]
         content = "\ufeff" + "\r\n".join([f"id{sign}text", *lines, "", ""])
     elif name.endswith(".parquet"):
-        pq.write_table(table, path, row_group_size=max(2, len(texts) // 3))
+        pq.write_table(table, path, row_group_size=max(2, len(texts) // 4))
     elif "stream" in name:
         with pa.ipc.new_stream(path, table.schema) as writer:
             writer.write_table(table, max_chunksize=max(3, len(texts) // 4))
@@ -79,6 +79,16 @@ def test_rows_are_read_from_any_place_on(tmp_path, name):
         assert places[0] == (Place(0, skip) if skip < count else Place(1, 0))
         assert all(0 <= block.share <= 1 for _, block in found)
         assert places == sorted(places)
+
+
+@pytest.mark.xfail(reason="the groups that are smaller than what is skipped are left out as well")
+def test_a_small_group_of_rows_after_the_one_in_which_reading_starts_is_read(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(rows_of(list("abcdefg"))), path, row_group_size=3)
+    for skip in range(7):
+        found = list(read_rows(input_files([str(path)]), ["text"], Place(0, skip)))
+        texts = [str(text) for _, block in found for text in block.columns["text"]]
+        assert "".join(texts) == "abcdefg"[skip:], skip
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.arrow"])
