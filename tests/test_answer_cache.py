@@ -140,17 +140,12 @@ def test_what_was_used_last_stays_and_what_is_larger_than_the_cache_is_not_kept(
     assert kept(cache, 5) == []
 
 
-def test_an_answer_is_counted_once_however_often_it_comes():
+def test_an_answer_is_counted_once_and_is_no_view_of_a_batch():
     cache = AnswerCache(BIG, telemetry := Telemetry())
+    answers = sums_of(interactive(6))
     for _ in range(3):
-        cache.keep(sums_of(interactive(5)))
+        cache.keep(answers)
     assert counts(telemetry)[2] == ONE
-
-
-def test_what_is_kept_is_no_view_of_a_batch():
-    cache = AnswerCache(BIG, Telemetry())
-    answers = sums_of(interactive(5, 6))
-    cache.keep(answers)
     answers.values["dense"][:] = 0
     found = cache.take(ticket_of([encoding(6)]))
     assert found is not None

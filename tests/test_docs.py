@@ -221,19 +221,3 @@ def test_every_name_in_contributing_is_in_the_code():
             assert code in names or (ROOT / code).is_file(), f"no file {code}"
         elif re.fullmatch(r"[\w.]+(\([\w, ]*\))?", code):
             assert set(re.findall(r"[A-Za-z_]\w*", code)) <= known, f"nothing is called {code}"
-
-
-def test_every_name_that_contributing_says_is_in_a_file_is_there():
-    prose = FENCE.sub("", (ROOT / "CONTRIBUTING.md").read_text())
-    one = r"`(\w+)(?:\([^`]*)?`"
-    found = re.findall(rf"((?:{one}(?:,| and)?\s+)+)(?:in|of)\s+`([\w/.]+\.py)`", prose)
-    assert len(found) > 10
-    for group, _, file in found:
-        missing = set(re.findall(one, group)) - words_of([ROOT / file])
-        assert not missing, f"{file} has no {missing}"
-
-
-def test_the_readme_is_short():
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 150
-    assert [line for line in lines if len(line) > 100 and not line.startswith(("|", "!"))] == []

@@ -89,11 +89,13 @@ def test_a_missing_path_is_not_taken_for_a_hub_id(cache):
             hub.resolve(model, cache_dir=cache)
 
 
-def test_a_file_and_a_revision_of_a_directory_are_refused(source, cache):
+def test_a_file_a_revision_of_a_directory_and_a_file_as_cache_are_refused(source, cache):
     with pytest.raises(CheckpointError, match="is a file"):
         hub.resolve(str(source / "config.json"), cache_dir=cache)
     with pytest.raises(CheckpointError, match="revision 'main' was asked of"):
         hub.resolve(str(source), cache_dir=cache, revision="main")
+    with pytest.raises(CheckpointError, match="cannot make the cache"):
+        hub.resolve(str(source), cache_dir=source / "config.json")
 
 
 def test_a_changed_source_is_converted_again(source, cache, conversions):
@@ -248,12 +250,6 @@ def test_waiting_for_another_process_is_logged(source, cache, caplog, monkeypatc
     with caplog.at_level(logging.INFO):
         hub.resolve(str(source), cache_dir=cache)
     assert "another process converts" in caplog.text
-
-
-def test_a_cache_that_cannot_be_written_is_named(source, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot make the cache"):
-        hub.resolve(str(source), cache_dir=tmp_path / "file")
 
 
 def test_a_disk_that_is_full_at_the_last_file_leaves_no_entry(source, cache, monkeypatch):

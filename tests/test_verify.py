@@ -20,14 +20,13 @@ from jaxembed.verify.agreement import (
     COSINE_BOUNDS,
     Agreement,
     cosine_distances,
-    locate,
     same_best,
     same_order,
     shared_neighbours,
 )
 from jaxembed.verify.reference import run_reference
 from jaxembed.verify.report import HEADER, markdown_row, report_lines
-from jaxembed.verify.texts import TEXTS, InputGroup, input_groups
+from jaxembed.verify.texts import TEXTS, input_groups
 from jaxembed.verify.verification import Verification, verify_model
 
 FAKE = Path(__file__).parent / "fake_reference"
@@ -273,11 +272,6 @@ def test_texts_differ_and_none_is_empty():
         assert len(set(group.inputs)) == len(group.inputs)
         assert all(group.inputs)
     assert len(TEXTS) == len(set(TEXTS)) > 40
-
-
-def test_an_input_is_found_again_by_its_number_among_all():
-    groups = [InputGroup("a", ("x", "y")), InputGroup("b", ("z",))]
-    assert [locate(index, groups) for index in range(3)] == [(0, 0), (0, 1), (1, 0)]
 
 
 def test_distances_are_exact_where_they_are_small_and_zero_vectors_agree():
