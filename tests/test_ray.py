@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import sources
-from conftest import save_tiny
 from ray_rows import close, matrix, text_of
+from test_embedder import save_scorer
 
 from jaxembed import EngineConfig
 from jaxembed.errors import InvalidInput
-from jaxembed.spec import DenseLayer
 
 pa = pytest.importorskip("pyarrow")
 
 from jaxembed.integrations.ray import Classify, Embed, Rerank  # noqa: E402
+
+NO_PROMPTS: dict[str, Any] = {"prompts": {}, "default_prompt_name": None}
 
 
 @pytest.fixture(name="arguments", scope="module")
@@ -125,9 +126,7 @@ def test_an_unknown_argument_is_refused(opened, arguments):
 
 
 def test_rows_are_scored_with_their_own_queries(opened, arguments, tmp_path):
-    head = (DenseLayer(32, 1, activation="identity"),)
-    labels = {"labels": ("LABEL_0",), "score_function": "sigmoid"}
-    path = save_tiny(tmp_path / "model", pooling=("cls",), modules=head, prompts={}, **labels)
+    path = save_scorer(tmp_path / "model", **NO_PROMPTS)
     queries = ["the cat", "a dog", "the cat", "sky"]
     documents = ["a mat", "red", "the train", "blue"]
     of_model = arguments | {"model": str(path), "query_column": "q", "column": "d"}
@@ -144,9 +143,7 @@ def test_rows_are_scored_with_their_own_queries(opened, arguments, tmp_path):
 
 
 def test_texts_get_every_label_best_first(opened, arguments, tmp_path):
-    head = (DenseLayer(32, 3, activation="identity"),)
-    labels = {"labels": ("bad", "fair", "good"), "score_function": "softmax"}
-    path = save_tiny(tmp_path / "model", pooling=("cls",), modules=head, prompts={}, **labels)
+    path = save_scorer(tmp_path / "model", labels=("bad", "fair", "good"), **NO_PROMPTS)
     texts = ["the cat", "red sky"]
     classify = opened(Classify, **arguments | {"model": str(path)})
     table = run(classify, pa.table({"text": texts}))

@@ -127,12 +127,8 @@ def test_truncation_keeps_the_special_tokens_around_the_text(processor, side, ke
     assert tokenized.work.encodings[0].ids.tolist() == [CLS, *words(kept), SEP]
     assert tokenized.work.encodings[1].ids.tolist() == [CLS, *words("a dog"), SEP]
     assert tokenized.truncated == 1
-
-
-def test_a_text_of_exactly_the_limit_is_not_cut(processor):
-    tokenized = processor.encode([Text("cat " * 6)], rules(truncate=False))
-    assert tokenized.truncated == 0
-    assert tokenized.work.encodings[0].length == 8
+    exactly = processor.encode([Text("cat " * 6)], rules(truncate=False, side=side))
+    assert (exactly.truncated, exactly.work.encodings[0].length) == (0, 8)
 
 
 @pytest.mark.parametrize(
@@ -263,9 +259,6 @@ def test_an_unknown_prompt_name_is_refused_with_those_there_are(make, processor)
     assert raised.value.field == "prompt_name"
     with pytest.raises(InvalidInput, match="it has none"):
         make(prompts={}).prompt(None, "query")
-
-
-def test_a_default_prompt_that_is_not_there_or_given_twice_names_its_flag(make):
     with pytest.raises(ConfigError, match="--default-prompt-name title"):
         make(config=TextConfig(default_prompt_name="title"))
     with pytest.raises(ConfigError, match="--default-prompt or --default-prompt-name, not both"):
@@ -278,11 +271,12 @@ def test_a_prompt_stands_before_each_text_and_not_before_pairs_or_tokens(process
     assert ids[0] == [CLS, *words("what is cat"), SEP]
     assert ids[1] == [CLS, *words("cat"), SEP, *words("dog"), SEP]
     assert ids[2] == [7]
-
-
-def test_the_prompt_counts_against_the_limit(processor):
-    ids = ids_of(processor, Text("the cat sat on a mat"), rules("what is "))
-    assert ids == [CLS, *words("what is the cat sat on"), SEP]
+    long = Text("the cat sat on a mat")  # the prompt counts against the limit
+    assert ids_of(processor, long, rules("what is ")) == [
+        CLS,
+        *words("what is the cat sat on"),
+        SEP,
+    ]
 
 
 def test_a_prompt_that_is_not_pooled_is_counted_with_the_tokens_before_it(make):
