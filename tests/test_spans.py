@@ -135,14 +135,16 @@ def test_a_row_gives_out_no_more_slots_than_it_has():
 
 
 @pytest.fixture(name="classifier", scope="module")
-def _classifier(tmp_path_factory, grid_file):
+def _classifier(tmp_path_factory):
+    """A classifier with one bucket, in which three short texts are one batch."""
     folder = tmp_path_factory.mktemp("classifier")
+    (folder / "grid.json").write_text('{"buckets": [[4, 64]]}')
     layers = (DenseLayer(32, 32), DenseLayer(32, 3, activation="identity"))
     path = save_tiny(
         folder / "tiny", pooling=("cls",), modules=layers, labels=("no", "maybe", "yes")
     )
     config = EngineConfig(
-        dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128, warmup="full"
+        dtype="float32", devices=1, buckets=folder / "grid.json", max_batch_tokens=256
     )
     with Embedder(str(path), cache_dir=folder, config=config) as classifier:
         yield classifier
