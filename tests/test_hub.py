@@ -72,6 +72,7 @@ def test_a_directory_is_converted_once(source, cache, conversions):
     assert checkpoint.load_spec(first).source == str(source)
     assert first.parent == cache / "models"
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert hub.default_cache_dir() == Path.home() / ".cache" / "jaxembed"
     assert first.name.startswith(hub._entry(str(source), str(source), None))
 
 
