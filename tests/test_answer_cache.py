@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import save_tiny
 from fakes import WAIT_S, SumRunner, encoding, sums, ticket_of
 from test_routes import save_routed
 
@@ -129,32 +128,24 @@ def test_without_bytes_nothing_is_kept_or_counted(start, runner):
     assert counts(engine.telemetry) == (0, 0, 0)
 
 
-def test_what_was_used_last_stays():
+def test_what_was_used_last_stays_and_what_is_larger_than_the_cache_is_not_kept():
     cache = AnswerCache(2 * ONE, telemetry := Telemetry())
     cache.keep(sums_of(interactive(5, 6)))
     assert kept(cache, 5) == [5]
     cache.keep(sums_of(interactive(7)))
     assert kept(cache, 5, 6, 7) == [5, 7]
     assert counts(telemetry)[2] == 2 * ONE
-
-
-def test_what_is_larger_than_the_cache_is_not_kept():
     cache = AnswerCache(ONE - 1, Telemetry())
     cache.keep(sums_of(interactive(5)))
     assert kept(cache, 5) == []
 
 
-def test_an_answer_is_counted_once_however_often_it_comes():
+def test_an_answer_is_counted_once_and_is_no_view_of_a_batch():
     cache = AnswerCache(BIG, telemetry := Telemetry())
+    answers = sums_of(interactive(6))
     for _ in range(3):
-        cache.keep(sums_of(interactive(5)))
+        cache.keep(answers)
     assert counts(telemetry)[2] == ONE
-
-
-def test_what_is_kept_is_no_view_of_a_batch():
-    cache = AnswerCache(BIG, Telemetry())
-    answers = sums_of(interactive(5, 6))
-    cache.keep(answers)
     answers.values["dense"][:] = 0
     found = cache.take(ticket_of([encoding(6)]))
     assert found is not None
@@ -224,9 +215,10 @@ def test_spans_and_types_tell_sequences_apart():
 # -- models, and over HTTP -------------------------------------------------------------------------
 
 
-def test_an_answer_over_http_is_the_same_from_the_cache(tmp_path):
-    config = EngineConfig(dtype="float32", max_batch_tokens=64, devices=1)
-    path = str(save_tiny(tmp_path / "tiny"))
+def test_an_answer_over_http_is_the_same_from_the_cache(tmp_path, tiny_checkpoint):
+    (tmp_path / "grid.json").write_text('{"buckets": [[1, 64]]}')  # in others the last bits differ
+    grid, path = tmp_path / "grid.json", str(tiny_checkpoint)
+    config = EngineConfig(dtype="float32", buckets=grid, max_batch_tokens=64, devices=1)
     with Embedder(path, cache_dir=tmp_path / "cache", config=config) as plain:
         wanted, without = plain.encode(["red dog"], normalize=False), plain.resident_bytes
     cached = replace(config, cache_bytes=BIG)
@@ -251,9 +243,11 @@ def test_an_answer_over_http_is_the_same_from_the_cache(tmp_path):
     np.testing.assert_array_equal(np.array(vectors, np.float32), wanted)
 
 
-def test_the_towers_of_a_router_divide_the_cache(tmp_path):
+def test_the_towers_of_a_router_divide_the_cache(tmp_path, grid_file):
     path = save_routed(tmp_path / "routed", "document")
-    config = EngineConfig(dtype="float32", max_batch_tokens=64, devices=1, cache_bytes=BIG)
+    config = EngineConfig(
+        dtype="float32", buckets=grid_file, max_batch_tokens=128, devices=1, cache_bytes=BIG
+    )
     with Embedder(str(path), cache_dir=tmp_path / "cache", config=config) as embedder:
         most = [vars(one.engine)["_cache"]._most for one in embedder.routes.values()]
     assert most == [BIG // 2, BIG // 2]

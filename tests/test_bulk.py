@@ -65,11 +65,6 @@ def test_standard_input_has_a_text_in_each_line(monkeypatch):
     assert list(read_texts(["-"])) == ["the cat", "caf\u00e9"]
 
 
-def test_an_empty_file_has_no_texts(write):
-    assert list(read_texts([write("in.txt", "")])) == []
-    assert list(read_texts([write("in.jsonl", "")])) == []
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -91,24 +86,11 @@ def test_a_bad_line_is_refused_with_its_number(write, name, content, message):
     assert name in str(raised.value)
 
 
-def test_a_line_before_the_bad_one_is_given(write):
-    texts = read_texts([write("in.txt", "cat\n\n")])
-    assert next(texts) == "cat"
-    with pytest.raises(InvalidInput):
-        next(texts)
-
-
-@pytest.mark.parametrize("name", ["in.txt", "in.jsonl"])
-def test_a_file_that_is_not_utf8_is_refused(write, name):
-    path = write(name, b'"caf\xe9"\n')
-    with pytest.raises(InvalidInput, match="line 1 is not UTF-8"):
-        list(read_texts([path]))
-
-
-def test_standard_input_that_is_not_utf8_is_refused(monkeypatch):
+def test_what_is_not_utf8_is_refused_with_its_line(write, monkeypatch):
     monkeypatch.setattr("sys.stdin", Stdin(b"caf\xe9\n"))
-    with pytest.raises(InvalidInput, match="- line 1 is not UTF-8"):
-        list(read_texts(["-"]))
+    for path in ("-", write("in.txt", b"caf\xe9\n"), write("in.jsonl", b'"caf\xe9"\n')):
+        with pytest.raises(InvalidInput, match=f"{path} line 1 is not UTF-8"):
+            list(read_texts([path]))
 
 
 def test_a_file_that_is_not_there_or_of_another_kind_is_refused(write, tmp_path):
@@ -122,7 +104,7 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_refused(write, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["out.npy", "out.jsonl"])
-@pytest.mark.parametrize("count", [0, 1, 5, 250])
+@pytest.mark.parametrize("count", [0, 1, 100])
 def test_rows_are_written_in_the_order_of_the_texts(embedder, tmp_path, monkeypatch, name, count):
     monkeypatch.setattr(vector_file, "ROWS_A_CALL", 32)  # several chunks at work at once
     texts = [TEXTS[k % 4] for k in range(count)]
@@ -152,19 +134,12 @@ def test_files_hold_the_dtype_asked_for(embedder, tmp_path, dtype, count):
     np.testing.assert_allclose(rows, vectors, atol=1e-3)
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_the_npy_file_has_the_shape_numpy_reads(embedder, tmp_path, count):
-    out = tmp_path / "out.npy"
-    embed_file(embedder, iter(TEXTS[:count]), out, dimensions=5)
-    assert np.load(out).shape == (count, 5)
-    assert np.load(out, mmap_mode="r").dtype == np.dtype("<f4")
-
-
 def test_options_reach_the_embedder(embedder, tmp_path):
     out = tmp_path / "out.npy"
-    embed_file(embedder, iter(TEXTS), out, prompt_name="query", normalize=False)
-    wanted = embedder.encode_query(TEXTS, normalize=False)
-    np.testing.assert_allclose(np.load(out), wanted, atol=1e-5)
+    options = {"normalize": False, "dimensions": 5}
+    embed_file(embedder, iter(TEXTS), out, prompt_name="query", **options)
+    wanted = embedder.encode_query(TEXTS, **options)
+    np.testing.assert_allclose(np.load(out, mmap_mode="r"), wanted, atol=1e-5)
 
 
 def test_a_name_that_says_no_format_is_refused_and_leaves_nothing(embedder, tmp_path):

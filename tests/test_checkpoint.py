@@ -60,22 +60,12 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path, spec):
         assert restored[name].tobytes() == array.tobytes()
 
 
-def test_large_parameters_come_in_parts(tmp_path, spec, monkeypatch):
+def test_large_parameters_come_in_parts_and_are_read_one_at_a_time(tmp_path, spec, monkeypatch):
     monkeypatch.setattr(checkpoint, "PART_BYTES", 64)
     params = {f"p{i}": np.full(8, i, np.float32) for i in range(5)}
     saved = checkpoint.save(tmp_path / "out", spec, iter(params.items()), TOKENIZER)
     parts = sorted(path.name for path in (tmp_path / "out" / "params").iterdir())
     assert parts == ["part-000", "part-001", "part-002"]
-    restored = checkpoint.load_params(tmp_path / "out", saved)
-    assert {name: int(array[0]) for name, array in restored.items()} == {
-        f"p{i}": i for i in range(5)
-    }
-
-
-def test_parameters_are_read_one_at_a_time(tmp_path, spec, monkeypatch):
-    monkeypatch.setattr(checkpoint, "PART_BYTES", 64)
-    params = {f"p{i}": np.full(8, i, np.float32) for i in range(5)}
-    saved = checkpoint.save(tmp_path / "out", spec, params, TOKENIZER)
     read = 0
     values = StoredArray.read
 
@@ -172,17 +162,14 @@ def test_a_later_format_is_refused(tmp_path, spec):
         checkpoint.load_spec(tmp_path / "out")
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"format_version": 2}', "[]"])
-def test_a_damaged_manifest_is_refused(tmp_path, content):
-    (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        checkpoint.load_spec(tmp_path)
-
-
-def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path):
+def test_a_missing_or_damaged_manifest_is_refused(tmp_path):
     assert not checkpoint.is_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         checkpoint.load_spec(tmp_path)
+    for content in ("", "{}", '{"format_version": 2}', "[]"):
+        (tmp_path / "manifest.json").write_text(content)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            checkpoint.load_spec(tmp_path)
 
 
 @pytest.mark.parametrize("damaged", ["*", "manifest.ocdbt"])
@@ -228,7 +215,7 @@ def test_a_flipped_bit_is_found_in_whatever_file(saved):
     for file in files_of(saved):
         whole = file.read_bytes()
         for place in {0, len(whole) // 2, len(whole) - 1} if whole else ():
-            for bit in (1, 2, 16, 32, 128):
+            for bit in (1, 32, 128):
                 file.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
                 with pytest.raises(CheckpointError) as error:
                     checkpoint.verify(saved)
@@ -351,13 +338,12 @@ def test_a_checkpoint_without_heads_is_read_with_the_heads_of_today(
     assert checkpoint.load_params(tmp_path / "new", saved).keys() == loaded.keys()
 
 
-@pytest.mark.parametrize("heads", [{}, {"colour": {"type": "pooled", "pooling": ["cls"]}}, None])
-def test_a_manifest_without_a_known_head_is_refused(tmp_path, spec, heads):
-    checkpoint.save(tmp_path / "out", spec, random_params(), TOKENIZER)
-    manifest = tmp_path / "out" / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"heads": heads}))
-    with pytest.raises(CheckpointError, match=r"is damaged .*heads"):
-        checkpoint.load_spec(tmp_path / "out")
+def test_a_manifest_without_a_known_head_is_refused(saved):
+    manifest = saved / "manifest.json"
+    for heads in ({}, {"colour": {"type": "pooled", "pooling": ["cls"]}}, None):
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"heads": heads}))
+        with pytest.raises(CheckpointError, match=r"is damaged .*heads"):
+            checkpoint.load_spec(saved)
 
 
 @pytest.mark.parametrize(("field", "value"), [("hidden_size", -1), ("num_heads", 0)])

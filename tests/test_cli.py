@@ -17,7 +17,7 @@ from conftest import save_tiny
 from test_keys import table
 
 from jaxembed import hub
-from jaxembed.cli import cli
+from jaxembed.cli import cli, loading, serve
 from jaxembed.cli.logs import JsonFormatter
 from jaxembed.cli.serve import OF_ONE_MODEL, model_aliases, models_given, serve_command
 from jaxembed.cli.server_options import server_config
@@ -25,8 +25,8 @@ from jaxembed.cli.settings import engine_config
 from jaxembed.cli.tracing import spans_url
 from jaxembed.config import EngineConfig, ServerConfig
 from jaxembed.engine.quota import Limits
+from jaxembed.errors import JaxembedError
 from jaxembed.server.key_file import digest_of, parse_keys
-from jaxembed.spec import DenseLayer
 
 TEI_COMMAND_LINE = (
     "--model-id some/model --revision main --tokenization-workers 2 --dtype float32 "
@@ -56,6 +56,26 @@ def _parsed(monkeypatch):
 def _cache_dir(tmp_path_factory) -> str:
     """Where this CPU's speed is measured once."""
     return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(name="refusal")
+def _refusal(monkeypatch):
+    """What a command line is refused with, before a model is loaded. It runs in this process,
+    whose signals and JAX stay as they are."""
+
+    def refusal(*arguments: str, **environment: str) -> str:
+        result = CliRunner(env=environment).invoke(cli, arguments)
+        if isinstance(result.exception, JaxembedError):
+            return str(result.exception)
+        assert result.exit_code == 2, result.output
+        return " ".join(result.output.split())
+
+    for module in (serve, loading):
+        monkeypatch.setattr(module, "configure_jax", lambda *_: None)
+    monkeypatch.setattr(serve, "end_at_signals", lambda: None)
+    monkeypatch.setattr(serve, "load_embedder", lambda *_, **__: pytest.fail("it was not refused"))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    return refusal
 
 
 def test_help_imports_neither_jax_nor_the_server():
@@ -171,46 +191,86 @@ def test_served_names_belong_to_the_model_they_name_or_to_the_only_one(names, mo
     assert model_aliases(names, models) == aliases
 
 
-@pytest.mark.parametrize("given", ["nan", "inf", "-1"])
-def test_a_time_that_is_no_number_of_seconds_is_refused(given):
-    result = CliRunner().invoke(cli, ["serve", "--drain-timeout", given])
-    assert result.exit_code == 2
-    assert "--drain-timeout" in result.output
+def test_a_served_name_of_no_one_model_is_refused():
+    for name in ("x", "x=c", "=a", "x=", ""):
+        wanted = f"--served-model-name {name}: wanted NAME=MODEL"
+        with pytest.raises(click.UsageError, match=wanted):
+            model_aliases([name], ["a", "b"])
 
 
-@pytest.mark.parametrize("name", ["x", "x=c", "=a", "x=", ""])
-def test_a_served_name_of_no_one_model_is_refused(name):
-    with pytest.raises(click.UsageError, match=f"--served-model-name {name}: wanted NAME=MODEL"):
-        model_aliases([name], ["a", "b"])
+GRPC = ("--otlp-endpoint", "http://a:4317")
+BLANK_KEY = "--api-key is blank"
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "environment", "message"),
     [
-        ("x", "wanted NAME=DIR"),
-        ("x=", "adapter x has the folder '', wanted a path"),
-        ("a:b=folder", "an adapter has the name 'a:b', wanted letters"),
+        (("--drain-timeout", "nan"), {}, "'--drain-timeout'"),
+        (("--drain-timeout", "inf"), {}, "'--drain-timeout'"),
+        (("--drain-timeout", "-1"), {}, "'--drain-timeout'"),
+        (("--port", "99999"), {}, "'--port'"),
+        (("--adapter", "x"), {}, "wanted NAME=DIR"),
+        (("--adapter", "x="), {}, "adapter x has the folder '', wanted a path"),
+        (("--adapter", "a:b=folder"), {}, "an adapter has the name 'a:b', wanted letters"),
+        (("b", "--served-model-name", "b=./a"), {}, "./a and b would both be served as b"),
+        (("--otlp-endpoint", "x"), {}, "--otlp-endpoint x: wanted a URL such as"),
+        (("--otlp-endpoint", "localhost:4317"), {}, "localhost:4317: wanted a URL such as"),
+        (("--otlp-endpoint", "http://"), {}, "--otlp-endpoint http://: wanted a URL"),
+        (("--otlp-endpoint", "http://a:b"), {}, "--otlp-endpoint http://a:b: wanted a URL"),
+        (
+            GRPC,
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
+            "OTEL_EXPORTER_OTLP_PROTOCOL=http/json: wanted one of grpc, http/protobuf",
+        ),
+        (
+            GRPC,
+            {"OTEL_TRACES_SAMPLER": "sometimes"},
+            "OTEL_TRACES_SAMPLER=sometimes: wanted one of always_on, ",
+        ),
+        (
+            GRPC,
+            {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "2"},
+            "OTEL_TRACES_SAMPLER_ARG=2: wanted a share from 0 to 1",
+        ),
+        ((), {"API_KEY": ""}, "API_KEY is set but blank (''); "),
+        ((), {"API_KEY": " "}, "API_KEY is set but blank (' '); "),
+        (("--api-key", ""), {}, f"{BLANK_KEY} (''); "),
+        (("--api-key", "a", "--api-key", " "), {}, f"{BLANK_KEY} (' '); "),
+        (("--api-key", ""), {"API_KEY": "a"}, f"{BLANK_KEY} (''); "),
+        (("--admin-key", " "), {}, "--admin-key (ADMIN_KEY) is blank (' ')"),
+        (("--admin-port", "0"), {"ADMIN_KEY": ""}, "--admin-key (ADMIN_KEY) is blank ('')"),
+        (("--admin-key", "a", "--api-key", "a"), {}, "--admin-key is also an --api-key"),
+        ((), {"API_KEY_FILE": ""}, "API_KEY_FILE is set but blank ('')"),
+        ((), {"AUDIT_LOG": ""}, "AUDIT_LOG is set but blank ('')"),
+        (("--api-key-file", "./nowhere"), {}, "cannot read nowhere: No such file"),
+        (("--api-key-file", "BROKEN"), {}, "keys.toml: [[key]] number 1 (one): `models` is 'a'"),
+        (("--api-key-file", "KEYS", "--api-key", "one"), {}, "that of a key that --api-key has"),
+        (("--api-key-file", "KEYS", "--admin-key", "one"), {}, "a key that --admin-key has"),
+        (("--audit-log", "/nowhere/file"), {}, "/nowhere/file cannot be opened: No such"),
+        (("--model-repository", "./nowhere"), {}, "--model-repository nowhere is no directory"),
+        (("--model-repository", "s3://a/b"), {}, "an object store is named with --loadable"),
+        (
+            ("--loadable", "./b", "--revision", "main"),
+            {},
+            "--revision is for one model, and others may be loaded",
+        ),
     ],
 )
-def test_an_adapter_without_name_or_folder_is_refused(given, message):
-    done = run("embed", "texts.txt", "-o", "vectors.npy", "--adapter", given)
-    assert done.returncode == 2
-    assert message in " ".join(done.stderr.split())
+def test_what_serve_cannot_do_is_refused_before_a_model_is_loaded(
+    arguments, environment, message, refusal, tmp_path
+):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(table("one", "one", **({"models": "a"} if "BROKEN" in arguments else {})))
+    given = [str(keys) if one in ("KEYS", "BROKEN") else one for one in arguments]
+    assert message in refusal("serve", "./a", *given, **environment)
 
 
 @pytest.mark.parametrize("flag", OF_ONE_MODEL)
-def test_a_flag_of_one_model_is_refused_with_several(flag):
+def test_a_flag_of_one_model_is_refused_with_several(flag, refusal):
     option = "--" + flag.replace("_", "-")
     value = {"pooling": "cls", "adapter": "one=folder"}.get(flag, "1")
-    done = run("serve", "a", "b", option, value)
-    assert done.returncode == 2
-    assert f"{option} is for one model, and there are 2: a, b; " in " ".join(done.stderr.split())
-
-
-def test_two_models_of_one_name_are_refused_before_either_is_loaded():
-    done = run("serve", "./nowhere", "b", "--served-model-name", "b=./nowhere")
-    assert done.returncode == 2
-    assert "./nowhere and b would both be served as b" in done.stderr
+    told = refusal("serve", "a", "b", option, value)
+    assert f"{option} is for one model, and there are 2: a, b; " in told
 
 
 def test_a_model_that_cannot_be_loaded_is_named_and_ends_the_others(tiny_checkpoint, cache_dir):
@@ -219,42 +279,6 @@ def test_a_model_that_cannot_be_loaded_is_named_and_ends_the_others(tiny_checkpo
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith("jaxembed: ./nowhere cannot be served: ")
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(("flag", "value"), [("--otlp-endpoint", "x"), ("--port", "99999")])
-def test_a_flag_that_cannot_be_honoured_is_refused(flag, value):
-    done = run("serve", flag, value)
-    assert done.returncode == 2
-    assert flag in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "environment", "message"),
-    [
-        ("localhost:4317", {}, "--otlp-endpoint localhost:4317: wanted a URL such as"),
-        ("http://", {}, "--otlp-endpoint http://: wanted a URL"),
-        ("http://a:b", {}, "--otlp-endpoint http://a:b: wanted a URL"),
-        (
-            "http://a:4317",
-            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
-            "OTEL_EXPORTER_OTLP_PROTOCOL=http/json: wanted one of grpc, http/protobuf",
-        ),
-        (
-            "http://a:4317",
-            {"OTEL_TRACES_SAMPLER": "sometimes"},
-            "OTEL_TRACES_SAMPLER=sometimes: wanted one of always_on, ",
-        ),
-        (
-            "http://a:4317",
-            {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "2"},
-            "OTEL_TRACES_SAMPLER_ARG=2: wanted a share from 0 to 1",
-        ),
-    ],
-)
-def test_traces_that_could_not_be_sent_as_asked_are_refused(endpoint, environment, message):
-    done = run("serve", "--otlp-endpoint", endpoint, **environment)
-    assert done.returncode == 2
-    assert message in done.stderr
 
 
 def test_without_the_extra_the_flag_for_traces_names_it():
@@ -268,87 +292,22 @@ def test_without_the_extra_the_flag_for_traces_names_it():
     assert "install the extra otel: pip install 'jaxembed[otel]'" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "protocol", "url"),
-    [
-        ("http://a:4317", "grpc", "http://a:4317"),
-        ("http://a:4318", "http/protobuf", "http://a:4318/v1/traces"),
-        ("https://a/", "http/protobuf", "https://a/v1/traces"),
-        ("http://a/otlp/v1/traces", "http/protobuf", "http://a/otlp/v1/traces"),
-    ],
-)
-def test_an_endpoint_without_a_path_gets_the_usual_one_over_http(endpoint, protocol, url):
-    assert spans_url(endpoint, protocol) == url
+def test_an_endpoint_without_a_path_gets_the_usual_one_over_http():
+    assert spans_url("http://a:4317", "grpc") == "http://a:4317"
+    for endpoint, url in (
+        ("http://a:4318", "http://a:4318/v1/traces"),
+        ("https://a/", "https://a/v1/traces"),
+        ("http://a/otlp/v1/traces", "http://a/otlp/v1/traces"),
+    ):
+        assert spans_url(endpoint, "http/protobuf") == url
 
 
-@pytest.mark.parametrize(
-    ("flags", "environment", "message"),
-    [
-        ((), {"API_KEY": ""}, "API_KEY is set but blank (''); "),
-        ((), {"API_KEY": " "}, "API_KEY is set but blank (' '); "),
-        (("--api-key", ""), {}, "--api-key is blank (''); "),
-        (("--api-key", "a", "--api-key", " "), {}, "--api-key is blank (' '); "),
-        (("--api-key", ""), {"API_KEY": "a"}, "--api-key is blank (''); "),
-    ],
-)
-def test_a_blank_api_key_is_refused_in_one_line(flags, environment, message):
-    done = run("serve", "./nowhere", *flags, **environment)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"jaxembed: {message}")
-    assert "unset" in line
-
-
-@pytest.mark.parametrize(
-    ("flags", "environment", "message"),
-    [
-        (("--admin-key", " "), {}, "--admin-key (ADMIN_KEY) is blank (' ')"),
-        (("--admin-port", "0"), {"ADMIN_KEY": ""}, "--admin-key (ADMIN_KEY) is blank ('')"),
-        (("--admin-key", "a", "--api-key", "a"), {}, "--admin-key is also an --api-key"),
-        (("--model-repository", "./nowhere"), {}, "--model-repository nowhere is no directory"),
-        (("--model-repository", "s3://a/b"), {}, "an object store is named with --loadable"),
-    ],
-)
-def test_what_would_open_the_admin_routes_or_name_no_models_is_refused(flags, environment, message):
-    done = run("serve", *flags, **environment)
-    assert done.returncode == 2
-    assert message in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--api-key-file", "./nowhere"), "cannot read nowhere: No such file"),
-        (("--api-key-file", "BROKEN"), "keys.toml: [[key]] number 1 (one): `models` is 'a'"),
-        (("--api-key-file", "KEYS", "--api-key", "one"), "that of a key that --api-key has"),
-        (("--api-key-file", "KEYS", "--admin-key", "one"), "that of a key that --admin-key has"),
-        (("--audit-log", "/nowhere/file"), "--audit-log /nowhere/file cannot be opened: No such"),
-    ],
-)
-def test_keys_and_audit_logs_that_cannot_be_are_refused_before_a_model_is_loaded(
-    flags, message, tmp_path
-):
-    keys = tmp_path / "keys.toml"
-    keys.write_text(table("one", "one", **({"models": "a"} if "BROKEN" in flags else {})))
-    given = [str(keys) if flag in ("KEYS", "BROKEN") else flag for flag in flags]
-    done = run("serve", "./no-such-model", *given)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "no-such-model" not in done.stderr
-
-
-@pytest.mark.parametrize("variable", ["API_KEY_FILE", "AUDIT_LOG"])
-def test_a_blank_variable_does_not_open_the_server(variable):
-    done = run("serve", "./no-such-model", **{variable: ""})
-    assert done.returncode == 2
-    assert f"{variable} is set but blank ('')" in done.stderr
-
-
-def test_a_new_key_is_shown_once_and_its_table_opens_for_it(tmp_path):
+def test_a_new_key_is_shown_once_and_its_table_opens_for_it():
     fields = ["--models", "a", "--models", "b:fr", "--routes", "/v1/*", "--expires", "2027-01-31"]
     fields += ["--requests-per-minute", "5", "--tokens-per-minute", "6"]
-    done = run("key", "new", "batch", *fields, "--max-inputs-waiting", "7")
-    assert done.returncode == 0
+    fields += ["--max-inputs-waiting", "7"]
+    done = CliRunner().invoke(cli, ["key", "new", "batch", *fields])
+    assert done.exit_code == 0
     (line,) = done.stderr.splitlines()
     assert line.startswith("the key of batch, shown only now: jx-")
     key = line.split()[-1]
@@ -359,7 +318,7 @@ def test_a_new_key_is_shown_once_and_its_table_opens_for_it(tmp_path):
     assert (made.name, made.models, made.routes) == ("batch", {"a", "b:fr"}, ("/v1/*",))
     assert made.limits == Limits(5, 6, 7)
     assert str(made.expires) == "2027-01-31"
-    assert run("key", "new", "batch").stderr.split()[-1] != key
+    assert CliRunner().invoke(cli, ["key", "new", "batch"]).stderr.split()[-1] != key
 
 
 @pytest.mark.parametrize(
@@ -372,15 +331,10 @@ def test_a_new_key_is_shown_once_and_its_table_opens_for_it(tmp_path):
     ],
 )
 def test_a_key_that_no_server_would_take_is_not_made(arguments, message):
-    done = run("key", "new", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-
-
-def test_a_flag_of_one_model_is_refused_where_others_may_be_loaded():
-    done = run("serve", "./a", "--loadable", "./b", "--revision", "main")
-    assert done.returncode == 2
-    assert "--revision is for one model, and others may be loaded" in " ".join(done.stderr.split())
+    done = CliRunner().invoke(cli, ["key", "new", *arguments])
+    assert isinstance(done.exception, JaxembedError)
+    assert message in str(done.exception)
+    assert done.stdout == ""
 
 
 def test_models_of_the_command_line_that_take_more_than_all_may_are_refused(tmp_path, cache_dir):
@@ -391,23 +345,17 @@ def test_models_of_the_command_line_that_take_more_than_all_may_are_refused(tmp_
     assert "--model-memory 1048576: the models of the command line take" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("flags", "environment", "message"),
-    [
-        ((), {}, "no API key is required; set --api-key"),
-        ((), {"API_KEY": "a b"}, "requests need one of 2 API keys"),
-        (("--api-key-file", "KEYS"), {}, "requests need an API key: one of 2 in --api-key-file"),
-        (("--api-key-file", "KEYS", "--api-key", "a"), {}, "--api-key-file, or 1 of --api-key"),
-        (("--api-key", "a"), {"API_KEY": ""}, "requests need the API key"),
-    ],
-)
-def test_the_log_says_whether_a_key_is_required(flags, environment, message, tmp_path):
-    keys = tmp_path / "keys.toml"
-    keys.write_text(table("one", "one") + table("two", "two"))
-    given = [str(keys) if flag == "KEYS" else flag for flag in flags]
-    place = ("--port", "0", "--cache-dir", str(tmp_path))
-    done = run("serve", "./nowhere", *place, *given, **environment)
-    assert message in done.stderr.splitlines()[0]
+def test_the_log_says_whether_a_key_is_required(tmp_path):
+    for keys, in_file, line in (
+        ((), 0, "no API key is required; set --api-key (API_KEY) or --api-key-file to require one"),
+        (("a",), 0, "requests need the API key"),
+        (("a", "b"), 0, "requests need one of 2 API keys"),
+        ((), 2, "requests need an API key: one of 2 in --api-key-file"),
+        (("a",), 2, "requests need an API key: one of 2 in --api-key-file, or 1 of --api-key"),
+    ):
+        assert serve._access_line(keys, in_file) == line
+    done = run("serve", "./nowhere", "--port", "0", "--cache-dir", str(tmp_path), API_KEY="a b")
+    assert "requests need one of 2 API keys" in done.stderr.splitlines()[0]
 
 
 def test_a_cache_directory_that_cannot_be_is_refused_by_its_flag(tmp_path):
@@ -419,8 +367,7 @@ def test_a_cache_directory_that_cannot_be_is_refused_by_its_flag(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no modes on Windows")
-@pytest.mark.parametrize("inside", ["", "programs"])
-@pytest.mark.parametrize("command", ["serve", "embed"])
+@pytest.mark.parametrize(("command", "inside"), [("serve", ""), ("embed", "programs")])
 def test_a_cache_directory_that_others_can_write_is_refused_in_one_line(tmp_path, command, inside):
     folder = tmp_path / "cache"
     (folder / inside).mkdir(parents=True)
@@ -439,10 +386,6 @@ def test_a_cache_directory_that_others_can_write_is_refused_in_one_line(tmp_path
     [
         (("./nowhere",), "./nowhere does not exist"),
         (("CHECKPOINT", "--max-input-length", "65"), "65 is more than the 64 positions"),
-        (("CHECKPOINT", "--max-batch-tokens", "32", "--max-input-length", "64"), "--max-batch-"),
-        (("CHECKPOINT", "--default-prompt-name", "no"), "has no prompt 'no': passage, query"),
-        (("CHECKPOINT", "--default-prompt", "a", "--default-prompt-name", "b"), "not both"),
-        (("CHECKPOINT", "--buckets", "nowhere.json"), "--buckets nowhere.json"),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_status_2(
@@ -457,80 +400,100 @@ def test_what_cannot_be_served_is_one_line_and_status_2(
     assert "Traceback" not in done.stderr
 
 
-def test_info_says_what_a_checkpoint_is(tiny_checkpoint, tmp_path):
-    done = run("info", str(tiny_checkpoint), "--cache-dir", str(tmp_path))
-    facts = json.loads(done.stdout)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--max-batch-tokens", "32", "--max-input-length", "64"), "--max-batch-"),
+        (("--default-prompt-name", "no"), "has no prompt 'no': passage, query"),
+        (("--default-prompt", "a", "--default-prompt-name", "b"), "not both"),
+        (("--buckets", "nowhere.json"), "--buckets nowhere.json"),
+    ],
+)
+def test_flags_that_do_not_fit_a_model_are_refused(
+    arguments, message, tiny_checkpoint, cache_dir, refusal, tmp_path
+):
+    (tmp_path / "in.txt").write_text("the cat\n")
+    files = (str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.npy"))
+    model = ("--model", str(tiny_checkpoint), "--cache-dir", cache_dir)
+    assert message in refusal("embed", *files, *model, *arguments)
+
+
+@pytest.fixture(name="ask_info")
+def _ask_info(monkeypatch):
+    """`jaxembed info`, run in this process, which has its device."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    return lambda *arguments: CliRunner().invoke(cli, ["info", *map(str, arguments)])
+
+
+def test_info_says_what_a_checkpoint_is(tiny_checkpoint, tmp_path, ask_info):
+    facts = json.loads(ask_info(tiny_checkpoint, "--cache-dir", tmp_path).stdout)
     assert facts["architecture"] == "bert"
     assert facts["dimensions"] == 32
     assert facts["converted"] is True
     assert facts["parameter_bytes"]["float32"] == 4 * facts["parameters"]
 
 
-def test_info_verifies_the_files_of_a_converted_model(tmp_path):
+def test_info_verifies_the_files_of_a_converted_model(tmp_path, ask_info):
     source = sources.write_sentence_bert(tmp_path / "source")
-    ask = ("info", str(source), "--verify", "--cache-dir", str(tmp_path / "cache"))
-    done = run(*ask)
-    assert done.returncode == 2
-    assert "is not converted yet" in done.stderr
+    ask = (source, "--verify", "--cache-dir", tmp_path / "cache")
+    assert "is not converted yet" in str(ask_info(*ask).exception)
     entry = hub.resolve(str(source), cache_dir=tmp_path / "cache")
-    done = run(*ask)
-    assert done.returncode == 0, done.stderr
+    done = ask_info(*ask)
+    assert done.exit_code == 0
     assert re.fullmatch(r"\d+ files verified\n", done.stderr)
     assert json.loads(done.stdout)["converted"] is True
     text = (entry / "manifest.json").read_bytes()
     (entry / "manifest.json").write_bytes(b"[" + text[1:])
-    done = run(*ask)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "manifest.json: its SHA-256 is " in done.stderr.splitlines()[-1]
+    done = ask_info(*ask)
+    assert done.stdout == ""
+    assert "manifest.json: its SHA-256 is " in str(done.exception)
 
 
-def test_info_converts_nothing_and_reads_no_weights(tmp_path):
+def test_info_converts_nothing_and_reads_no_weights(tmp_path, ask_info):
     source = sources.write_sentence_bert(tmp_path / "source")
     (source / "model.safetensors").unlink()
     cache = tmp_path / "cache"
-    done = run("info", str(source), "--cache-dir", str(cache))
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
+    facts = json.loads(ask_info(source, "--cache-dir", cache).stdout)
     assert (facts["converted"], facts["content_hash"]) == (False, None)
     assert (facts["source"], facts["pooling"]) == (str(source), ["mean"])
     assert not cache.exists()
 
 
-def test_convert_says_what_came_of_it(tmp_path):
-    embedder = sources.write_sentence_bert(tmp_path / "embedder")
+@pytest.mark.parametrize("kind", ["embedder", "scorer"])
+def test_convert_says_what_came_of_it(kind, tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    if kind == "embedder":
+        said = "embed, 8 dimensions, 16"
+        sources.write_sentence_bert(source)
+    else:
+        said = "classify, labels bad, good, 24"
+        write_classifier(source)
+    done = run("convert", str(source), str(out))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{out}: bert, {said} tokens\n"
+
+
+def write_classifier(folder):
     head = sources.head_tensors({"pooler.dense": (8, 8), "classifier": (8, 2)})
-    scorer = sources.write_bert(
-        tmp_path / "scorer",
+    return sources.write_bert(
+        folder,
         tensors=sources.bert_tensors() | head,
         architectures=["BertForSequenceClassification"],
         id2label={"0": "bad", "1": "good"},
     )
-    for source, said in (
-        (embedder, "embed, 8 dimensions, 16"),
-        (scorer, "classify, labels bad, good, 24"),
-    ):
-        out = tmp_path / f"{source.name}-out"
-        done = run("convert", str(source), str(out))
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == f"{out}: bert, {said} tokens\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the space cannot be asked for")
-@pytest.mark.parametrize("command", ["convert", "serve"])
-def test_what_cannot_be_written_ends_a_conversion_in_one_line(tmp_path, command):
+def test_what_cannot_be_written_ends_a_conversion_in_one_line(tmp_path):
     """The system's own error: files may have 10 kB here."""
     source = sources.write_sentence_bert(tmp_path / "source")
     folder = tmp_path / "full"
-    arguments = {
-        "convert": ["convert", str(source), str(folder / "out")],
-        "serve": ["serve", str(source), "--port", "0", "--cache-dir", str(folder)],
-    }
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
         "from jaxembed.cli import main; main()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments[command]],
+        [sys.executable, "-c", code, "convert", str(source), str(folder / "out")],
         capture_output=True,
         text=True,
         check=False,
@@ -539,10 +502,8 @@ def test_what_cannot_be_written_ends_a_conversion_in_one_line(tmp_path, command)
         timeout=120,
     )
     assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.splitlines() if " INFO " not in line]
-    parent = folder / "models" if command == "serve" else folder
-    (line,) = lines
-    wanted = f"jaxembed: cannot write the converted checkpoint in {parent}: File too large; "
+    (line,) = done.stderr.splitlines()
+    wanted = f"jaxembed: cannot write the converted checkpoint in {folder}: File too large; "
     assert line.startswith(wanted)
     assert not [path for path in folder.rglob("*") if "out" in path.name or "partial" in path.name]
 
@@ -576,69 +537,42 @@ def test_ranges_that_are_calibrated_are_what_bytes_are_by(grid_file, tmp_path, c
     assert (vectors.dtype, vectors.shape) == (np.uint8, (3, 8))
     assert (vectors.min(axis=0) == 0).all()
     assert (vectors.max(axis=0) >= 254).all()
-    refused = run("embed", str(texts), "--dimensions", "7", *flags)
-    assert refused.returncode == 2
-    assert f"run `jaxembed calibrate {path} TEXTS --dimensions 7`" in refused.stderr
-    file.write_text("{}")
-    refused = run("embed", str(texts), *flags)
-    assert refused.returncode == 2
-    assert f"{file} is damaged" in refused.stderr
-
-
-def test_embed_refuses_a_model_that_gives_no_vectors(tmp_path, cache_dir):
-    reranker = save_tiny(
-        tmp_path / "reranker",
-        pooling=("cls",),
-        modules=(DenseLayer(32, 1, activation="identity"),),
-        labels=("LABEL_0",),
-        score_function="sigmoid",
-    )
-    (tmp_path / "in.txt").write_text("the cat\n")
-    flags = ["--model", str(reranker), "--cache-dir", cache_dir]
-    done = run("embed", str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.npy"), *flags)
-    assert done.returncode == 2
-    assert "is a reranker" in done.stderr.splitlines()[-1]
-    assert not (tmp_path / "out.npy").exists()
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "output"),
     [
-        ["embed", "in.txt", "-o", "out.npy", "--model"],
-        ["embed", "in.txt", "-o", "out.jsonl", "--outputs", "multi_vector", "--model"],
-        ["calibrate"],
+        (("embed", "in.txt", "-o", "out.npy", "--model", "MODEL"), "dense"),
+        (
+            ("embed", "in.txt", "-o", "a.jsonl", "--outputs", "multi_vector", "--model", "MODEL"),
+            "multi_vector",
+        ),
+        (("calibrate", "MODEL", "in.txt"), "dense"),
     ],
 )
-def test_an_output_that_a_model_lacks_is_refused_without_its_weights(tmp_path, arguments):
+def test_an_output_that_a_model_lacks_is_refused_without_its_weights(
+    tmp_path, arguments, output, refusal
+):
     source = sources.write_splade(tmp_path / "source")
     (source / "model.safetensors").unlink()
     (tmp_path / "in.txt").write_text("the cat\n")
-    places = [str(tmp_path / one) if "." in one else one for one in arguments]
-    after = [str(tmp_path / "in.txt")] if arguments == ["calibrate"] else []
-    cache = tmp_path / "cache"
-    done = run(*places, str(source), *after, "--cache-dir", str(cache))
-    assert done.returncode == 2
-    asked = "multi_vector" if "multi_vector" in arguments else "dense"
-    told = done.stderr.splitlines()[-1]
-    assert f"{source} gives no {asked} output, only sparse" in told
+    given = [str(tmp_path / one) if "." in one else one for one in arguments]
+    given = [str(source) if one == "MODEL" else one for one in given]
+    told = refusal(*given, "--cache-dir", str(tmp_path / "cache"))
+    assert f"{source} gives no {output} output, only sparse" in told
     assert "`jaxembed embed` writes with --outputs sparse" in told
-    assert not (cache / "models").exists()
+    assert not (tmp_path / "cache" / "models").exists()
 
 
-def test_embed_refuses_such_a_model_without_its_weights(tmp_path):
-    source = sources.write_bert(
-        tmp_path / "source",
-        tensors=sources.bert_tensors(),
-        architectures=["BertForSequenceClassification"],
-        id2label={"0": "bad", "1": "good"},
-    )
+def test_embed_refuses_a_model_that_gives_no_vectors_without_its_weights(tmp_path, refusal):
+    source = write_classifier(tmp_path / "source")
     (source / "model.safetensors").unlink()
     (tmp_path / "in.txt").write_text("the cat\n")
-    cache = tmp_path / "cache"
-    flags = ["--model", str(source), "--cache-dir", str(cache)]
-    done = run("embed", str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.npy"), *flags)
-    assert done.returncode == 2
-    assert "is a classifier, which gives no vectors" in done.stderr.splitlines()[-1]
+    out, cache = tmp_path / "out.npy", tmp_path / "cache"
+    flags = ("--model", str(source), "--cache-dir", str(cache))
+    told = refusal("embed", str(tmp_path / "in.txt"), "-o", str(out), *flags)
+    assert "is a classifier, which gives no vectors" in told
+    assert not out.exists()
     assert not (cache / "models").exists()
 
 

@@ -3,16 +3,16 @@ command and name that CONTRIBUTING.md mentions. `make docs` checks their links."
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from fake_embedder import FakeEmbedder
 from prometheus_client import CollectorRegistry
 from test_keys import ring
 from test_keys import table as key_table
 
+from jaxembed.cli import cli
 from jaxembed.config import ServerConfig
 from jaxembed.engine.quota import REFUSAL_REASONS
 from jaxembed.server.access_metrics import access_registry
@@ -52,8 +52,6 @@ CODE = re.compile(r"`([^`]+)`")
 FENCE = re.compile(r"^```.*?^```\n", re.MULTILINE | re.DOTALL)
 PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:py|md|toml|txt|json)")
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).name)
-
 
 def sections(page: Path) -> dict[str, str]:
     """The text below each heading of a page, up to the next heading of any level."""
@@ -91,12 +89,7 @@ def documented_flags(command: str) -> dict[frozenset[str], tuple[str, str | None
 
 def offered_flags(command: str) -> dict[frozenset[str], tuple[str, str | None]]:
     """The same, from what `--help` prints."""
-    program = (
-        f"import sys; from jaxembed.cli import main; sys.argv[1:] = {[*command.split(), '--help']}"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}; main()"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = CliRunner().invoke(cli, [*command.split(), "--help"])
     _, *parts = OPTION.split(done.stdout.split("Options:\n")[1])
     flags = {}
     for head, text in zip(parts[::2], parts[1::2], strict=True):
@@ -115,10 +108,7 @@ def test_the_flags_of_a_command_are_documented_with_variables_and_defaults(comma
 
 
 def test_every_command_is_documented():
-    program = "import sys; from jaxembed.cli import main; sys.argv[1:] = ['--help']; main()"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    commands = re.findall(r"^  (\w+) ", done.stdout.split("Commands:\n")[1], re.MULTILINE)
-    assert set(commands) == {command.split()[0] for command in COMMANDS}
+    assert set(cli.commands) == {command.split()[0] for command in COMMANDS}
 
 
 # Routes, errors, metrics
@@ -205,22 +195,16 @@ def targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-@each_page
-def test_every_make_target_that_a_page_names_exists(page):
-    text = page.read_text()
-    commands = "\n".join([*codes(text), *FENCE.findall(text)])
-    named = re.findall(r"(?:^|&& )make ([a-z][a-z-]*)", commands, re.MULTILINE)
-    assert set(named) <= targets()
-
-
-@each_page
-def test_every_file_of_the_code_that_a_page_names_exists(page):
+def test_every_make_target_and_file_that_a_page_names_exists():
     folders = "jaxembed|converters|benchmarks|tests|docs|deploy|examples|constraints"
-    named = [
-        code for code in codes(page.read_text()) if re.fullmatch(rf"(?:{folders})/[\w./-]+", code)
-    ]
-    built = {code for code in named if code.startswith("docs/_build")}
-    assert {code for code in named if not (ROOT / code).exists()} <= built
+    for page in PAGES:
+        text = page.read_text()
+        commands = "\n".join([*codes(text), *FENCE.findall(text)])
+        named = re.findall(r"(?:^|&& )make ([a-z][a-z-]*)", commands, re.MULTILINE)
+        assert set(named) <= targets(), page
+        files = [code for code in codes(text) if re.fullmatch(rf"(?:{folders})/[\w./-]+", code)]
+        missing = [code for code in files if not (ROOT / code).exists()]
+        assert [code for code in missing if not code.startswith("docs/_build")] == [], page
 
 
 def words_of(files: list[Path]) -> set[str]:
@@ -237,19 +221,3 @@ def test_every_name_in_contributing_is_in_the_code():
             assert code in names or (ROOT / code).is_file(), f"no file {code}"
         elif re.fullmatch(r"[\w.]+(\([\w, ]*\))?", code):
             assert set(re.findall(r"[A-Za-z_]\w*", code)) <= known, f"nothing is called {code}"
-
-
-def test_every_name_that_contributing_says_is_in_a_file_is_there():
-    prose = FENCE.sub("", (ROOT / "CONTRIBUTING.md").read_text())
-    one = r"`(\w+)(?:\([^`]*)?`"
-    found = re.findall(rf"((?:{one}(?:,| and)?\s+)+)(?:in|of)\s+`([\w/.]+\.py)`", prose)
-    assert len(found) > 10
-    for group, _, file in found:
-        missing = set(re.findall(one, group)) - words_of([ROOT / file])
-        assert not missing, f"{file} has no {missing}"
-
-
-def test_the_readme_is_short():
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 150
-    assert [line for line in lines if len(line) > 100 and not line.startswith(("|", "!"))] == []

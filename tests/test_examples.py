@@ -6,12 +6,11 @@ from functools import partial
 
 import numpy as np
 import pytest
-from conftest import save_tiny
 from dual_sources import write_dual
+from test_embedder import save_scorer
 
 from examples import retrieve_and_rerank as example
 from jaxembed import Embedder, EngineConfig
-from jaxembed.spec import DenseLayer
 
 DOCUMENTS = {
     "1": "the cat sat on the mat",
@@ -35,16 +34,7 @@ def _tiny_embedder(grid_file, tmp_path, monkeypatch):
 
 @pytest.fixture(name="reranker_checkpoint")
 def _reranker_checkpoint(tmp_path):
-    head = (DenseLayer(32, 32), DenseLayer(32, 1, activation="identity"))
-    path = tmp_path / "reranker"
-    return save_tiny(
-        path,
-        pooling=("cls",),
-        modules=head,
-        labels=("LABEL_0",),
-        score_function="sigmoid",
-        prompts={},
-    )
+    return save_scorer(tmp_path / "reranker", prompts={}, default_prompt_name=None)
 
 
 def test_the_nearest_documents_are_retrieved_in_order(embedder):
@@ -94,11 +84,8 @@ def test_ndcg_is_one_for_the_best_ranking_and_falls_with_the_rank():
     best_of_two = 1 + 1 / math.log2(3)
     first = (1 / math.log2(3) + 1 / math.log2(4)) / best_of_two
     np.testing.assert_allclose(example.ndcg(worse, QRELS), (first + 1 / math.log2(3)) / 2)
-
-
-def test_a_relevant_document_beyond_the_cutoff_counts_nothing():
-    ranking = [f"other {rank}" for rank in range(example.CUTOFF)] + ["2"]
-    assert example.ndcg({"b": ranking}, QRELS) == 0
+    beyond = [f"other {rank}" for rank in range(example.CUTOFF)] + ["2"]
+    assert example.ndcg({"b": beyond}, QRELS) == 0
 
 
 def test_a_title_goes_before_the_text(tmp_path):

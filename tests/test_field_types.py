@@ -12,7 +12,7 @@ from sources import change_json, write_bert, write_json, write_sentence_bert
 from test_golden import SCORERS, TOWERS, read
 
 from converters import CONVERTERS, field_types, outline_routes
-from converters.field_types import ADAPTER_FIELDS, CONFIG_FIELDS, MODULE_FIELDS, check_fields
+from converters.field_types import CONFIG_FIELDS, check_fields
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
 WRONG: tuple[Any, ...] = (None, "x", -1, 0, True, 10**30, math.nan, ["x"], {"x": 1})
@@ -49,6 +49,15 @@ def changes(values: Any) -> list[Any]:
     return changed
 
 
+def has_wrong_type(hf: dict[str, Any]) -> bool:
+    """Whether the config is refused before a family reads it."""
+    try:
+        check_fields("config.json", hf, CONFIG_FIELDS)
+    except CheckpointError:
+        return True
+    return False
+
+
 def test_every_family_is_tried():
     assert set(CONVERTERS) - set(FAMILIES) == ALIKE
 
@@ -67,7 +76,12 @@ def test_a_config_is_described_or_refused_whatever_it_holds(family, tmp_path):
         (tmp_path / name).write_text(text)
     hf = CONFIGS[FAMILIES[family]]
     outline_routes(tmp_path)
-    for changed in changes({key: value for key, value in hf.items() if key in CONFIG_FIELDS}):
+    read = {key: value for key, value in hf.items() if key in CONFIG_FIELDS}
+    refused: list[dict[str, Any]] = []
+    taken: list[dict[str, Any]] = []
+    for changed in changes(read):
+        (refused if has_wrong_type(hf | changed) else taken).append(changed)
+    for changed in [*taken, *refused[::25]]:
         (tmp_path / "config.json").write_text(json.dumps(hf | changed))
         with suppress(CheckpointError):  # which UnsupportedModel and ConversionError are
             outline_routes(tmp_path)
@@ -128,23 +142,16 @@ def test_a_field_of_the_other_files_is_refused_by_its_name_too(
         outline_routes(source)
 
 
-@pytest.mark.parametrize("kind", [["bert"], {}, 1, None])
-def test_a_model_type_of_another_type_is_no_known_one(kind, tmp_path):
+def test_a_model_type_of_another_type_is_no_known_one(tmp_path):
     source = write_bert(tmp_path / "source")
-    change_json(source / "config.json", model_type=kind)
-    with pytest.raises(UnsupportedModel, match=r"model_type .* is not supported; known: albert"):
-        outline_routes(source)
+    for kind in (["bert"], {}, 1, None):
+        change_json(source / "config.json", model_type=kind)
+        with pytest.raises(UnsupportedModel, match=r"model_type .* not supported; known: albert"):
+            outline_routes(source)
 
 
 def test_a_field_that_no_converter_reads_is_not_looked_at():
     check_fields("config.json", {"something": math.nan}, CONFIG_FIELDS)
-
-
-@pytest.mark.parametrize(
-    "types", [CONFIG_FIELDS, MODULE_FIELDS, ADAPTER_FIELDS], ids=["config", "module", "adapter"]
-)
-def test_fields_are_listed_in_the_order_of_the_alphabet(types):
-    assert list(types) == sorted(types, key=lambda key: key.lstrip("_"))
 
 
 def test_json_without_end_is_refused(tmp_path):

@@ -7,17 +7,18 @@ import logging
 import os
 import shutil
 import stat
-import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import huggingface_hub.constants
 import msgspec
 import pytest
 import sources
+from commands import FORKS
 from huggingface_hub import errors
 
 import converters
@@ -70,12 +71,9 @@ def test_a_directory_is_converted_once(source, cache, conversions):
     assert conversions == [source]
     assert checkpoint.load_spec(first).source == str(source)
     assert first.parent == cache / "models"
-    assert first.name.startswith(hub._entry(str(source), str(source), None))
-
-
-def test_the_cache_is_private(source, cache):
-    hub.resolve(str(source), cache_dir=cache)
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert hub.default_cache_dir() == Path.home() / ".cache" / "jaxembed"
+    assert first.name.startswith(hub._entry(str(source), str(source), None))
 
 
 def test_a_checkpoint_is_used_as_it_is(source, cache, tmp_path):
@@ -86,17 +84,19 @@ def test_a_checkpoint_is_used_as_it_is(source, cache, tmp_path):
         hub.resolve(str(tmp_path / "out"), cache_dir=cache, dense_path="2_Dense")
 
 
-@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "~/no/such/model"])
-def test_a_missing_path_is_not_taken_for_a_hub_id(cache, model):
-    with pytest.raises(CheckpointError, match="does not exist"):
-        hub.resolve(model, cache_dir=cache)
+def test_a_missing_path_is_not_taken_for_a_hub_id(cache):
+    for model in ("./nowhere", "/nowhere/at/all", "~/no/such/model"):
+        with pytest.raises(CheckpointError, match="does not exist"):
+            hub.resolve(model, cache_dir=cache)
 
 
-def test_a_file_and_a_revision_of_a_directory_are_refused(source, cache):
+def test_a_file_a_revision_of_a_directory_and_a_file_as_cache_are_refused(source, cache):
     with pytest.raises(CheckpointError, match="is a file"):
         hub.resolve(str(source / "config.json"), cache_dir=cache)
     with pytest.raises(CheckpointError, match="revision 'main' was asked of"):
         hub.resolve(str(source), cache_dir=cache, revision="main")
+    with pytest.raises(CheckpointError, match="cannot make the cache"):
+        hub.resolve(str(source), cache_dir=source / "config.json")
 
 
 def test_a_changed_source_is_converted_again(source, cache, conversions):
@@ -166,23 +166,23 @@ def test_use_keeps_an_entry(source, cache):
     assert hub.resolve(str(source), cache_dir=cache) == old
 
 
-@pytest.mark.parametrize("lost", ["source.json", "manifest.json", "tokenizer.json", "params"])
-def test_an_incomplete_entry_is_made_anew(source, cache, conversions, lost):
+def test_an_incomplete_or_truncated_entry_is_made_anew(source, cache, conversions):
     entry = hub.resolve(str(source), cache_dir=cache)
-    path = entry / lost
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (cache / "models" / f".{entry.name}.partial-dead" / "params").mkdir(parents=True)
-    assert checkpoint.load_spec(hub.resolve(str(source), cache_dir=cache)).source == str(source)
-    assert len(conversions) == 2
-    assert not list((cache / "models").glob("*partial*"))
-
-
-def test_a_truncated_entry_is_made_anew(source, cache, conversions):
-    entry = hub.resolve(str(source), cache_dir=cache)
-    largest = max((p for p in entry.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[:-1])
-    hub.resolve(str(source), cache_dir=cache)
-    assert len(conversions) == 2
+    for lost in ("source.json", "manifest.json", "tokenizer.json", "params", None):
+        path = entry / (lost or "")
+        if lost is None:
+            largest = max(
+                (p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
+            )
+            largest.write_bytes(largest.read_bytes()[:-1])
+        else:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        (cache / "models" / f".{entry.name}.partial-dead" / "params").mkdir(parents=True)
+        before = len(conversions)
+        entry = hub.resolve(str(source), cache_dir=cache)
+        assert checkpoint.load_spec(entry).source == str(source)
+        assert len(conversions) == before + 1, lost
+        assert not list((cache / "models").glob("*partial*"))
 
 
 def test_another_dense_path_is_another_entry(source, cache):
@@ -205,17 +205,31 @@ def test_a_failed_conversion_leaves_no_entry(source, cache):
     assert [path.suffix for path in (cache / "models").iterdir()] in ([".lock"], [])
 
 
+def _resolve(source: Path, cache: Path, ready: Any, converted: Any) -> None:
+    """What a process of the next test does."""
+    convert = converters.convert
+
+    def counted(*given, **options):
+        converted.put(source)
+        return convert(*given, **options)
+
+    converters.convert = counted
+    ready.wait(60)
+    hub.resolve(str(source), cache_dir=cache)
+
+
 def test_two_processes_convert_once(source, cache):
-    code = (
-        "import logging, sys; from pathlib import Path; from jaxembed import hub\n"
-        "logging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
-        "hub.resolve(sys.argv[1], cache_dir=Path(sys.argv[2]))"
-    )
-    command = [sys.executable, "-c", code, str(source), str(cache)]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    output = "".join(process.communicate(timeout=60)[0] for process in both)
-    assert [process.returncode for process in both] == [0, 0]
-    assert output.count("once") == 1
+    ready, converted = FORKS.Barrier(2), FORKS.Queue()
+    both = [
+        FORKS.Process(target=_resolve, args=(source, cache, ready, converted)) for _ in range(2)
+    ]
+    for process in both:
+        process.start()
+    assert converted.get(timeout=60) == source
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [0, 0]
+    assert converted.empty()
 
 
 def test_waiting_for_another_process_is_logged(source, cache, caplog, monkeypatch):
@@ -237,12 +251,6 @@ def test_waiting_for_another_process_is_logged(source, cache, caplog, monkeypatc
     with caplog.at_level(logging.INFO):
         hub.resolve(str(source), cache_dir=cache)
     assert "another process converts" in caplog.text
-
-
-def test_a_cache_that_cannot_be_written_is_named(source, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot make the cache"):
-        hub.resolve(str(source), cache_dir=tmp_path / "file")
 
 
 def test_a_disk_that_is_full_at_the_last_file_leaves_no_entry(source, cache, monkeypatch):
@@ -277,12 +285,10 @@ def test_torch_files_are_fetched_where_there_is_nothing_else(downloads, tmp_path
     (tmp_path / "remote" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"torch is not installed|damaged"):
         hub.resolve("me/tiny", cache_dir=cache)
-    assert (tmp_path / "hub" / COMMIT / "pytorch_model.bin").exists()
-
-
-def test_a_hub_model_without_weights_is_named(downloads, tmp_path, cache):
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        (tmp_path / "remote" / name).unlink()
+    fetched = tmp_path / "hub" / COMMIT / "pytorch_model.bin"
+    assert fetched.exists()
+    for path in (fetched, tmp_path / "remote" / "pytorch_model.bin"):
+        path.unlink()
     with pytest.raises(CheckpointError, match=r"wanted model\.safetensors or"):
         hub.resolve("me/tiny", cache_dir=cache)
 
@@ -324,10 +330,10 @@ def _package(source, tmp_path, monkeypatch) -> Path:
     return package
 
 
-@pytest.mark.parametrize("model", [None, hub.DEFAULT_MODEL])
-def test_the_default_model_comes_from_its_package_unimported(package, cache, conversions, model):
-    spec = checkpoint.load_spec(hub.resolve(model, cache_dir=cache))
-    assert spec.source == hub.DEFAULT_MODEL
+def test_the_default_model_comes_from_its_package_unimported(package, cache, conversions):
+    for model in (None, hub.DEFAULT_MODEL):
+        spec = checkpoint.load_spec(hub.resolve(model, cache_dir=cache))
+        assert spec.source == hub.DEFAULT_MODEL
     assert conversions == [package / "model"]
     assert hub.DEFAULT_MODEL_PACKAGE not in sys.modules
 
@@ -347,10 +353,6 @@ def test_a_foreign_converters_package_is_named(source, cache, monkeypatch):
     monkeypatch.delattr(converters, "CONVERTERS")
     with pytest.raises(CheckpointError, match="is not jaxembed's"):
         hub.resolve(str(source), cache_dir=cache)
-
-
-def test_the_default_cache_is_in_the_home():
-    assert hub.default_cache_dir() == Path.home() / ".cache" / "jaxembed"
 
 
 def test_convert_of_a_hub_model_brings_its_weights(downloads, tmp_path):

@@ -3,8 +3,6 @@
 import gzip
 import json
 import re
-import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,87 +136,6 @@ def test_the_program_prints_the_texts_that_rank_best(
     assert {name: text for _, name, text in shown} == DOCUMENTS
     scores = [float(score) for score, _, _ in shown]
     assert scores == sorted(scores, reverse=True)
-
-
-def blocks(heading: str) -> list[str]:
-    """The Python of a section of the page."""
-    page = (ROOT / "docs" / "how-to" / "hybrid-search.md").read_text()
-    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-
-
-@pytest.fixture(name="page")
-def _page(embedder, monkeypatch):
-    """What runs a section of the page, with a server in place of HTTP and with classes in place of
-    the frameworks. It returns the names of all that was run, and the requests."""
-    bodies = []
-
-    def post(url, json, timeout):
-        assert url == "http://127.0.0.1:8080/v1/embeddings"
-        bodies.append(json)
-        response, answer = ask({**json, "model": None}, embedder=embedder)
-        assert response.status_code == 200
-        return SimpleNamespace(raise_for_status=lambda: SimpleNamespace(json=lambda: answer))
-
-    store = SimpleNamespace(QdrantVectorStore=SimpleNamespace, RetrievalMode=None)
-    stand_ins = {
-        "httpx": SimpleNamespace(post=post),
-        "langchain_qdrant": store,
-        "langchain_qdrant.sparse_embeddings": SimpleNamespace(
-            SparseEmbeddings=object, SparseVector=SimpleNamespace
-        ),
-        "llama_index": SimpleNamespace(),
-        "llama_index.vector_stores": SimpleNamespace(),
-        "llama_index.vector_stores.qdrant": store,
-        "qdrant_client": SimpleNamespace(QdrantClient=str),
-    }
-    for module, stand_in in stand_ins.items():
-        monkeypatch.setitem(sys.modules, module, stand_in)
-    names = {"Any": Any, "Sequence": Sequence, "DENSE": "dense", "SPARSE": "sparse"}
-    names["models"] = SimpleNamespace(SparseVector=SimpleNamespace)
-
-    def run(*parts: str) -> tuple[dict[str, Any], list[dict]]:
-        for part in parts:
-            exec(part, names)
-        return names, bodies
-
-    return run
-
-
-def test_the_page_asks_a_server_for_what_the_library_gives(page, embedder):
-    names, _ = page(*blocks("With a server"))
-    names["AT_ONCE"] = 3
-    found = names["embed"]("http://127.0.0.1:8080/v1/embeddings", TEXTS, "document")
-    of = embedder.encode_outputs(TEXTS, ("dense", "sparse"))
-    for number, one in enumerate(found):
-        np.testing.assert_allclose(one["dense"], of["dense"][number], rtol=1e-6)
-        assert one["sparse"].indices == of["sparse"].indices[number].tolist()
-
-
-def test_frameworks_are_given_the_terms_of_the_server(page, embedder):
-    server, (langchain, llamaindex) = (
-        blocks("With a server"),
-        blocks("LangChain, LlamaIndex, Haystack"),
-    )
-    sparse = embedder.encode_sparse(TEXTS)
-    names, bodies = page(*server, langchain)
-    made = names["ServedSparse"]()
-    for number, one in enumerate(made.embed_documents(TEXTS)):
-        assert one.indices == sparse.indices[number].tolist()
-        np.testing.assert_allclose(one.values, sparse.values[number], rtol=1e-6)
-    assert made.embed_query(TEXTS[0]).indices == sparse.indices[0].tolist()
-    names, _ = page(llamaindex)
-    store = names["store"]()
-    indices, values = store.sparse_doc_fn(TEXTS)
-    assert indices == [one.tolist() for one in sparse.indices]
-    assert [len(one) for one in values] == [len(one) for one in indices]
-    assert store.sparse_query_fn(TEXTS[:1]) == (indices[:1], values[:1])
-    assert [body["input_type"] for body in bodies] == ["document", "query"] * 2
-
-
-def test_eval_hybrid_says_skipped_without_data(tmp_path, capsys):
-    eval_hybrid.main(["--sparse", "none", "--data", str(tmp_path)])
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["skipped"] is True
 
 
 def test_eval_hybrid_scores_each_ranking_and_both(

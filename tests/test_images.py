@@ -53,16 +53,21 @@ def plain(mode="RGB"):
     return Image.fromarray(COLOURS).convert(mode)
 
 
-@pytest.mark.parametrize("form", ["PNG", "BMP", "TIFF"])
-def test_a_lossless_file_has_its_colours(form):
-    np.testing.assert_array_equal(decode_image(saved(plain(), form)), COLOURS)
-
-
 @pytest.mark.parametrize(
-    ("form", "options"), [("JPEG", {}), ("WEBP", {"lossless": True}), ("GIF", {})]
+    ("form", "options"),
+    [
+        ("PNG", {}),
+        ("BMP", {}),
+        ("TIFF", {}),
+        ("JPEG", {}),
+        ("WEBP", {"lossless": True}),
+        ("GIF", {}),
+    ],
 )
-def test_other_files_are_decoded_as_pillow_does(form, options):
+def test_files_are_decoded_as_pillow_does(form, options):
     data = saved(plain(), form, **options)
+    if form in ("PNG", "BMP", "TIFF"):
+        np.testing.assert_array_equal(decode_image(data), COLOURS)
     wanted = np.asarray(Image.open(BytesIO(data)).convert("RGB"))
     np.testing.assert_array_equal(decode_image(data), wanted)
     facts = image_facts(data)
@@ -212,32 +217,28 @@ def test_what_a_header_says():
     assert image_facts(saved(plain("1"))).bit_depth == 1
 
 
-@pytest.mark.parametrize(
-    ("size", "wanted"),
-    [((64, 64), (32, 32)), ((333, 501), (32, 48)), ((501, 333), (48, 32)), ((1, 7), (32, 224))],
-)
-def test_the_shorter_side_is_what_the_rules_say(size, wanted):
-    height, width = size
-    assert resized_size(height, width, CLIP) == wanted
-    assert resized_size(height, width, SQUARE) == (32, 24)
+def test_the_shorter_side_is_what_the_rules_say():
+    for height, width, wanted in (
+        (64, 64, (32, 32)),
+        (333, 501, (32, 48)),
+        (501, 333, (48, 32)),
+        (1, 7, (32, 224)),
+    ):
+        assert resized_size(height, width, CLIP) == wanted
+        assert resized_size(height, width, SQUARE) == (32, 24)
 
 
-@pytest.mark.parametrize(
-    ("size", "wanted"),
-    [
-        ((333, 501), (13, 19)),
-        ((1080, 1920), (12, 21)),
-        ((5, 5), (16, 16)),
-        ((1, 1), (7, 7)),  # enlarged a hundred times, and no more
-        ((1, 50_000_000), (1, 246)),
-        ((4096, 16), (256, 1)),
-    ],
-)
-def test_an_image_keeps_its_shape_within_the_number_of_patches(size, wanted):
-    height, width = size
-    rows, columns = wanted
-    assert resized_size(height, width, SHAPED) == (16 * rows, 16 * columns)
-    assert resized_size(width, height, SHAPED) == (16 * columns, 16 * rows)
+def test_an_image_keeps_its_shape_within_the_number_of_patches():
+    for height, width, rows, columns in (
+        (333, 501, 13, 19),
+        (1080, 1920, 12, 21),
+        (5, 5, 16, 16),
+        (1, 1, 7, 7),  # enlarged a hundred times, and no more
+        (1, 50_000_000, 1, 246),
+        (4096, 16, 256, 1),
+    ):
+        assert resized_size(height, width, SHAPED) == (16 * rows, 16 * columns)
+        assert resized_size(width, height, SHAPED) == (16 * columns, 16 * rows)
 
 
 def test_a_place_is_row_and_column_among_so_many_rows_and_columns():
@@ -271,9 +272,8 @@ def test_an_image_that_would_be_resized_to_too_much_is_refused():
 
 def test_files_of_very_many_parts_are_refused_before_they_are_read():
     """Decoders take milliseconds for each scan, and copy all EXIF data for each segment of it."""
-    file = BytesIO()
-    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(file, "JPEG")
-    jpeg = file.getvalue()
+    image = Image.fromarray(np.zeros((16, 16, 3), np.uint8))
+    jpeg, png = saved(image, "JPEG"), saved(image)
     segment = b"\xff\xe1\x00\x0aExif\x00\x00\x00\x00"
     with pytest.raises(InvalidImage, match="over 10000 parts"):
         image_facts(jpeg[:2] + segment * 10_001 + jpeg[2:])
@@ -282,9 +282,6 @@ def test_files_of_very_many_parts_are_refused_before_they_are_read():
     with pytest.raises(InvalidImage, match="over 100 scans"):
         image_facts(jpeg[:-2] + jpeg[at:-2] * 101 + jpeg[-2:])
     assert image_facts(jpeg + b"\xff\xda" * 101).height == 16  # of what follows it, as a video
-    file = BytesIO()
-    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(file, "PNG")
-    png = file.getvalue()
     chunk = b"\x00\x00\x00\x00tEXt" + zlib.crc32(b"tEXt").to_bytes(4)
     with pytest.raises(InvalidImage, match="over 10000 parts"):
         image_facts(png[:33] + chunk * 10_001 + png[33:])
@@ -292,20 +289,17 @@ def test_files_of_very_many_parts_are_refused_before_they_are_read():
 
 
 def test_an_image_over_the_longest_side_is_refused():
-    file = BytesIO()
-    Image.new("L", (1, 65_536)).save(file, "PNG")
     with pytest.raises(InvalidImage, match="1 by 65536 pixels, of at most 65535 on a side"):
-        image_facts(file.getvalue())
+        image_facts(saved(Image.new("L", (1, 65_536))))
 
 
 def test_what_is_transparent_is_put_on_white_in_bands(monkeypatch):
     monkeypatch.setattr(decode, "BAND", 600)
     colours = np.random.default_rng(0).integers(0, 256, (700, 3, 4), dtype=np.uint8)
-    file = BytesIO()
-    Image.fromarray(colours, "RGBA").save(file, "PNG")
+    image = Image.fromarray(colours, "RGBA")
     white = Image.new("RGBA", (3, 700), (255, 255, 255, 255))
-    wanted = Image.alpha_composite(white, Image.fromarray(colours, "RGBA"))
-    np.testing.assert_array_equal(decode_image(file.getvalue()), np.array(wanted.convert("RGB")))
+    wanted = Image.alpha_composite(white, image).convert("RGB")
+    np.testing.assert_array_equal(decode_image(saved(image)), np.array(wanted))
 
 
 def tiff(tags: dict[int, tuple[int, ...]], order: str = "<", is_big: bool = False) -> bytes:
@@ -381,7 +375,7 @@ for name in sys.argv[1:]:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak")
 def test_decoding_takes_no_more_memory_than_is_counted(tmp_path):
-    side = 2000
+    side = 1400
     image = plain().resize((side, side), Image.Resampling.BILINEAR)
     clear = image.copy()
     clear.putalpha(100)
@@ -413,7 +407,7 @@ def test_decoding_takes_no_more_memory_than_is_counted(tmp_path):
     assert len(measured) == len(files)
     for held, taken in measured:
         assert taken > 4 * side**2 / 2
-        assert taken < held + 5_000_000
+        assert taken < held + 3_000_000
 
 
 def test_a_damaged_tiff_writes_nothing_to_standard_error(capfd):

@@ -1,6 +1,5 @@
 """Vectors in fewer bytes: the values of sentence-transformers, and what real clients decode."""
 
-import base64
 import struct
 from typing import get_args
 
@@ -70,22 +69,6 @@ def test_a_bit_says_whether_a_value_is_over_zero(vectors, dim):
     assert not np.unpackbits(packed, axis=1)[:, dim:].any()
 
 
-def test_binary_is_read_by_clients_that_add_128(vectors):
-    """As LlamaIndex and Milvus do."""
-    packed = quantise(vectors, "binary")
-    bits = [[np.uint8(int(x) + 128) for x in row] for row in packed.tolist()]
-    np.testing.assert_array_equal(bits, quantise(vectors, "ubinary"))
-
-
-@pytest.mark.parametrize("dtype", get_args(EmbeddingDtype))
-def test_bytes_in_base64_are_read_by_numpy(vectors, ranges, dtype):
-    """As Voyage's client does."""
-    numpy_names = {"float": "<f4", "float16": "<f2", "binary": "int8", "ubinary": "uint8"}
-    row = quantise(vectors, dtype, ranges)[0]
-    sent = base64.b64decode(base64.b64encode(row.tobytes()))
-    np.testing.assert_array_equal(np.frombuffer(sent, numpy_names.get(dtype, dtype)), row)
-
-
 def test_float16_is_the_nearest_half(vectors):
     for value, half in zip(vectors[0], quantise(vectors, "float16")[0], strict=True):
         assert struct.unpack("<e", struct.pack("<e", float(value)))[0] == half
@@ -105,25 +88,13 @@ def test_float16_refuses_what_it_cannot_hold():
     assert caught.value.field == "output_dtype"
 
 
-def test_the_lowest_and_highest_of_the_ranges_are_the_ends(vectors, ranges):
-    encoded = quantise(vectors, "uint8", ranges)
-    assert (encoded.min(axis=0) == 0).all()
-    assert (encoded.max(axis=0) >= 254).all()  # the float32 quotient of the highest may round down
-
-
-def test_a_dtype_goes_by_its_name():
-    assert [embedding_dtype(name) for name in get_args(EmbeddingDtype)] == [
-        *get_args(EmbeddingDtype)
-    ]
-
-
-@pytest.mark.parametrize("name", ["float32", "int4", "", None, 8, ["binary"], "x" * 1000])
-def test_an_unknown_dtype_is_refused_with_those_that_there_are(name):
+def test_an_unknown_dtype_is_refused_with_those_that_there_are():
     wanted = "`dtype` must be one of float, float16, int8, uint8, binary, ubinary. Given: "
-    with pytest.raises(InvalidInput, match=wanted) as refused:
-        embedding_dtype(name, "dtype")
-    assert refused.value.field == "dtype"
-    assert len(str(refused.value)) < 140
+    for name in ("float32", "int4", "", None, 8, ["binary"], "x" * 1000):
+        with pytest.raises(InvalidInput, match=wanted) as refused:
+            embedding_dtype(name, "dtype")
+        assert refused.value.field == "dtype"
+        assert len(str(refused.value)) < 140
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])

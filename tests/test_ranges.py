@@ -42,7 +42,9 @@ def tasks_with(spec, *ranges: KeptRanges) -> Tasks:
 
 @pytest.fixture(name="measured")
 def _measured(embedder) -> list[KeptRanges]:
-    return measure_ranges(embedder, iter(TEXTS), [8], prompt_name=None, adapter=None)
+    found = measure_ranges(embedder, iter(TEXTS), [32, 8, 8], prompt_name=None, adapter=None)
+    assert len(found) == 2  # the full width, too, is measured once
+    return found
 
 
 @pytest.fixture(name="calibrated")
@@ -59,6 +61,7 @@ def _calibrated(embedder, measured, monkeypatch) -> Embedder:
 
 
 def test_ranges_are_read_as_they_were_saved(tmp_path):
+    assert load_ranges(tmp_path) == {}
     path = save_ranges(tmp_path, [KEPT])
     assert path == tmp_path / RANGES
     assert load_ranges(tmp_path) == {KIND: KEPT}
@@ -66,21 +69,14 @@ def test_ranges_are_read_as_they_were_saved(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [RANGES]
 
 
-def test_no_file_is_no_ranges(tmp_path):
-    assert load_ranges(tmp_path) == {}
-
-
-def test_new_ranges_replace_those_of_their_kind_and_stay_beside_the_others(tmp_path):
+def test_new_ranges_replace_those_of_their_kind_and_of_earlier_content_of_their_route(tmp_path):
     save_ranges(tmp_path, [kept(), kept(dimensions=1), kept("query", "other")])
     save_ranges(tmp_path, [kept(low=-0.25)])
-    found = load_ranges(tmp_path)
-    assert list(found.values()) == [kept(low=-0.25), kept(dimensions=1), kept("query", "other")]
-
-
-def test_ranges_of_earlier_content_of_a_route_are_dropped(tmp_path):
-    save_ranges(tmp_path, [kept(dimensions=1), kept("query")])
+    found = list(load_ranges(tmp_path).values())
+    assert found == [kept(low=-0.25), kept(dimensions=1), kept("query", "other")]
     save_ranges(tmp_path, [kept(content_hash="new")])
-    assert list(load_ranges(tmp_path).values()) == [kept("query"), kept(content_hash="new")]
+    found = list(load_ranges(tmp_path).values())
+    assert found == [kept("query", "other"), kept(content_hash="new")]
 
 
 @pytest.mark.parametrize(
@@ -104,11 +100,11 @@ def test_a_damaged_file_is_refused(tmp_path, change, message):
     assert "remove it and run `jaxembed calibrate` again" in str(refused.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"ranges": [{}', b"\xff"])
-def test_what_is_no_file_of_ranges_is_refused(tmp_path, content):
-    (tmp_path / RANGES).write_bytes(content)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        load_ranges(tmp_path)
+def test_what_is_no_file_of_ranges_is_refused(tmp_path):
+    for content in (b"", b"[]", b'{"ranges": [{}', b"\xff"):
+        (tmp_path / RANGES).write_bytes(content)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            load_ranges(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
@@ -139,14 +135,10 @@ def test_ranges_are_of_vectors_cut_and_normalised(embedder, measured, dimensions
     assert one.kind == VectorKind("", ("mean",), None, dimensions or 32)
 
 
-def test_the_full_width_is_measured_once(embedder):
-    assert len(measure_ranges(embedder, iter(TEXTS), [32, 8, 8])) == 2
-
-
-@pytest.mark.parametrize("texts", [[], ["the cat"]])
-def test_fewer_than_two_texts_have_no_ranges(embedder, texts):
-    with pytest.raises(ConfigError, match=f"need 2 texts, better 100. Given: {len(texts)}"):
-        measure_ranges(embedder, iter(texts))
+def test_fewer_than_two_texts_have_no_ranges(embedder):
+    for texts in ([], ["the cat"]):
+        with pytest.raises(ConfigError, match=f"need 2 texts, better 100. Given: {len(texts)}"):
+            measure_ranges(embedder, iter(texts))
 
 
 def test_impossible_dimensions_are_refused_before_any_text_is_read(embedder):
@@ -157,8 +149,9 @@ def test_impossible_dimensions_are_refused_before_any_text_is_read(embedder):
 # The library.
 
 
-@pytest.mark.parametrize("dimensions", [None, 8, 5])
-@pytest.mark.parametrize("dtype", ["float", "float16", "binary", "ubinary"])
+@pytest.mark.parametrize(
+    ("dtype", "dimensions"), [("float", 8), ("float16", None), ("binary", 5), ("ubinary", 8)]
+)
 def test_vectors_are_cut_normalised_and_then_encoded(embedder, dtype, dimensions):
     plain = embedder.encode(TEXTS, dimensions=dimensions)
     encoded = embedder.encode(TEXTS, dimensions=dimensions, output_dtype=dtype)
@@ -168,8 +161,7 @@ def test_vectors_are_cut_normalised_and_then_encoded(embedder, dtype, dimensions
     assert embedder.encode([], dimensions=dimensions, output_dtype=dtype).dtype == encoded.dtype
 
 
-@pytest.mark.parametrize("dimensions", [None, 8])
-@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize(("dtype", "dimensions"), [("int8", None), ("uint8", 8)])
 def test_bytes_are_by_the_ranges_of_such_vectors(calibrated, measured, dtype, dimensions):
     (one,) = (one for one in measured if one.kind.dimensions == (dimensions or 32))
     plain = calibrated.encode(TEXTS, dimensions=dimensions)
@@ -183,8 +175,7 @@ def test_bytes_are_by_the_ranges_of_such_vectors(calibrated, measured, dtype, di
     [
         (
             {"dimensions": 5},
-            "needs ranges of these vectors, and there are none: run `jaxembed calibrate .* TEXTS "
-            "--dimensions 5` with the flags that load the model",
+            "there are none: run `jaxembed calibrate .* TEXTS --dimensions 5` with",
         ),
         ({"normalize": False}, "for vectors of length one; ask for them by `normalize`; for other"),
     ],

@@ -7,25 +7,32 @@ from typing import Any
 import numpy as np
 import pytest
 import sources
-from conftest import save_tiny
 from ray_rows import close, matrix, text_of
+from test_embedder import save_scorer
 
-from jaxembed import Embedder, EngineConfig
+from jaxembed import EngineConfig
 from jaxembed.errors import InvalidInput
-from jaxembed.spec import DenseLayer
-from jaxembed.work import Ragged
 
 pa = pytest.importorskip("pyarrow")
 
-from jaxembed.bulk.computations import as_arrow  # noqa: E402
 from jaxembed.integrations.ray import Classify, Embed, Rerank  # noqa: E402
 
+NO_PROMPTS: dict[str, Any] = {"prompts": {}, "default_prompt_name": None}
 
-@pytest.fixture(name="arguments")
-def _arguments(tiny_checkpoint, grid_file, tmp_path) -> dict[str, Any]:
+
+@pytest.fixture(name="arguments", scope="module")
+def _arguments(tiny_checkpoint, grid_file, tmp_path_factory) -> dict[str, Any]:
     """Those of an Embedder on one device and three buckets."""
     config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
-    return {"model": str(tiny_checkpoint), "cache_dir": tmp_path / "cache", "config": config}
+    cache = tmp_path_factory.mktemp("cache")
+    return {"model": str(tiny_checkpoint), "cache_dir": cache, "config": config}
+
+
+@pytest.fixture(name="embed", scope="module")
+def _embed(arguments) -> Iterator[Embed]:
+    embed = Embed(**arguments)
+    yield embed
+    embed._model.embedder.close()
 
 
 @pytest.fixture(name="opened")
@@ -49,32 +56,22 @@ def run(actor: Any, batch: Any) -> Any:
 # Batches
 
 
-def test_vectors_are_a_column_of_lists_of_one_size_beside_the_others(opened, arguments, embedder):
+def test_vectors_are_a_column_of_lists_of_one_size_beside_the_others(embed, embedder):
     texts = [text_of(row) for row in range(20)]
     batch = pa.table({"text": texts, "n": pa.array([None, *range(19)], pa.int16())})
-    table = run(opened(Embed, **arguments), batch)
+    table = run(embed, batch)
     assert table.drop_columns(["dense"]) == batch
     assert table.schema.field("dense").type == pa.list_(pa.float32(), 32)
     close(matrix(table["dense"]), embedder.encode(texts))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "item", "width"),
-    [("float16", pa.float16(), 32), ("binary", pa.int8(), 4), ("ubinary", pa.uint8(), 4)],
-)
-def test_vectors_have_the_dtype_asked_for(opened, dtype, item, width, arguments, embedder):
-    table = run(
-        opened(Embed, **arguments, output_dtype=dtype), pa.table({"text": ["a cat", "a dog"]})
-    )
-    assert table.schema.field("dense").type == pa.list_(item, width)
-    wanted = embedder.encode(["a cat", "a dog"], output_dtype=dtype)
-    np.testing.assert_allclose(matrix(table["dense"]), wanted, atol=1e-3)
-
-
 def test_options_of_encode_are_those_of_the_model(opened, arguments, embedder):
-    options = {"role": "query", "dimensions": 8}
-    table = run(opened(Embed, **arguments, column="q", **options), pa.table({"q": ["a cat"]}))
-    close(matrix(table["dense"]), embedder.encode_query(["a cat"], dimensions=8))
+    options = {"dimensions": 16, "output_dtype": "ubinary"}
+    actor = opened(Embed, **arguments, column="q", role="query", **options)
+    table = run(actor, pa.table({"q": ["a cat"]}))
+    assert table.schema.field("dense").type == pa.list_(pa.uint8(), 2)
+    wanted = embedder.encode_query(["a cat"], **options)
+    np.testing.assert_array_equal(matrix(table["dense"]), wanted)
 
 
 def test_weights_of_terms_are_a_column_of_indices_and_values(opened, tmp_path):
@@ -84,55 +81,42 @@ def test_weights_of_terms_are_a_column_of_indices_and_values(opened, tmp_path):
     of_model = {"model": str(sources.write_splade(tmp_path / "splade")), "config": config}
     of_model["cache_dir"] = tmp_path / "cache"
     texts = ["hello world", "a", "unhappy world a"]
-    table = run(opened(Embed, **of_model, outputs=["sparse"]), pa.table({"text": texts}))
+    actor = opened(Embed, **of_model, outputs=["sparse"])
+    table = run(actor, pa.table({"text": texts}))
     assert table.schema.field("sparse").type == pa.struct(
         {"indices": pa.list_(pa.int32()), "values": pa.list_(pa.float32())}
     )
-    with Embedder(**of_model) as embedder:
-        wanted = embedder.encode_sparse(texts)
+    wanted = actor._model.embedder.encode_sparse(texts)
     for row, terms in enumerate(table["sparse"].to_pylist()):
         assert terms["indices"] == wanted.indices[row].tolist()
         close(terms["values"], wanted.values[row])
 
 
-def test_several_vectors_of_a_text_are_a_list_of_lists_of_one_size():
-    arrays = [np.full((rows, 4), rows, np.float32) for rows in (2, 0, 3)]
-    column = as_arrow(Ragged(np.concatenate(arrays), np.array([0, 2, 2, 5])))
-    assert column.type == pa.list_(pa.list_(pa.float32(), 4))
-    assert column.to_pylist() == [array.tolist() for array in arrays]
-
-
-LONG = "cat " * 100
-
-
 @pytest.mark.parametrize(
-    ("rows", "given", "message"),
+    ("batch", "message"),
     [
-        ({"text": ["a", None]}, {}, "row 1 of a batch of 2.*column 'text': is null"),
-        ({"text": ["a", ""]}, {}, "row 1 of a batch of 2.*column 'text': is empty"),
-        ({"text": [1, 2]}, {}, "column 'text' must be of strings, and is of int64"),
-        ({"body": ["a"]}, {}, "no column 'text', only body"),
-        ({"text": ["a"], "dense": [1]}, {}, "already have a column 'dense'"),
-        (
-            {"text": ["a", "b", LONG], "id": ["x", "y", "z"]},
-            {"truncate": False, "id_column": "id"},
-            "row whose id is 'z', column 'text': the input has.*begins 'cat cat",
-        ),
+        (pa.table({"text": ["a", None]}), "row 1 of a batch of 2.*column 'text': is null"),
+        (pa.table({"text": ["a", ""]}), "row 1 of a batch of 2.*column 'text': is empty"),
+        (pa.table({"text": [1, 2]}), "column 'text' must be of strings, and is of int64"),
+        (pa.table({"body": ["a"]}), "no column 'text', only body"),
+        (pa.table({"text": ["a"], "dense": [1]}), "already have a column 'dense'"),
+        ({"text": np.array(["a"])}, "add batch_format='pyarrow' to map_batches"),
     ],
 )
-def test_a_bad_row_is_refused_by_its_name(opened, rows, given, message, arguments):
-    embed = opened(Embed, **arguments, **given)
+def test_a_bad_batch_is_refused_by_its_row_or_column(embed, batch, message):
     with pytest.raises(InvalidInput, match=message):
-        run(embed, pa.table(rows))
+        run(embed, batch)
 
 
-def test_batches_of_numpy_are_refused_with_what_helps(opened, arguments):
-    with pytest.raises(InvalidInput, match="add batch_format='pyarrow' to map_batches"):
-        run(opened(Embed, **arguments), {"text": np.array(["a"])})
+def test_a_row_that_the_model_refuses_is_named_by_its_id(opened, arguments):
+    embed = opened(Embed, **arguments, truncate=False, id_column="id")
+    named = "row whose id is 'z', column 'text': the input has.*begins 'cat cat"
+    with pytest.raises(InvalidInput, match=named):
+        run(embed, pa.table({"text": ["a", "b", "cat " * 100], "id": ["x", "y", "z"]}))
 
 
-def test_a_batch_without_rows_gets_the_columns(opened, arguments):
-    table = run(opened(Embed, **arguments), pa.table({"text": pa.array([], pa.string())}))
+def test_a_batch_without_rows_gets_the_columns(embed):
+    table = run(embed, pa.table({"text": pa.array([], pa.string())}))
     assert table.schema.field("dense").type == pa.list_(pa.float32(), 32)
 
 
@@ -142,36 +126,30 @@ def test_an_unknown_argument_is_refused(opened, arguments):
 
 
 def test_rows_are_scored_with_their_own_queries(opened, arguments, tmp_path):
-    head = (DenseLayer(32, 1, activation="identity"),)
-    labels = {"labels": ("LABEL_0",), "score_function": "sigmoid"}
-    path = save_tiny(tmp_path / "model", pooling=("cls",), modules=head, prompts={}, **labels)
-    of_model = arguments | {"model": str(path)}
+    path = save_scorer(tmp_path / "model", **NO_PROMPTS)
     queries = ["the cat", "a dog", "the cat", "sky"]
     documents = ["a mat", "red", "the train", "blue"]
-    rerank = opened(Rerank, **of_model, query_column="q", column="d")
+    of_model = arguments | {"model": str(path), "query_column": "q", "column": "d"}
+    rerank = opened(Rerank, **of_model)
     table = run(rerank, pa.table({"q": queries, "d": documents}))
     assert table.schema.field("score").type == pa.float32()
-    with Embedder(**of_model) as embedder:
-        wanted = [
-            embedder.rerank(query, [document])[0].score
-            for query, document in zip(queries, documents, strict=True)
-        ]
+    wanted = [
+        rerank._model.embedder.rerank(query, [document])[0].score
+        for query, document in zip(queries, documents, strict=True)
+    ]
     close(table["score"].to_numpy(), wanted)
     with pytest.raises(InvalidInput, match=r"row 1 of a batch of 2.*column 'q': is empty"):
         run(rerank, pa.table({"q": ["a", ""], "d": ["b", "c"]}))
 
 
 def test_texts_get_every_label_best_first(opened, arguments, tmp_path):
-    head = (DenseLayer(32, 3, activation="identity"),)
-    labels = {"labels": ("bad", "fair", "good"), "score_function": "softmax"}
-    path = save_tiny(tmp_path / "model", pooling=("cls",), modules=head, prompts={}, **labels)
-    of_model = arguments | {"model": str(path)}
+    path = save_scorer(tmp_path / "model", labels=("bad", "fair", "good"), **NO_PROMPTS)
     texts = ["the cat", "red sky"]
-    table = run(opened(Classify, **of_model), pa.table({"text": texts}))
+    classify = opened(Classify, **arguments | {"model": str(path)})
+    table = run(classify, pa.table({"text": texts}))
     label = pa.struct({"label": pa.string(), "score": pa.float32()})
     assert table.schema.field("labels").type == pa.list_(label)
-    with Embedder(**of_model) as embedder:
-        wanted = embedder.classify(texts)
+    wanted = classify._model.embedder.classify(texts)
     for found, row in zip(table["labels"].to_pylist(), wanted, strict=True):
         assert [one["label"] for one in found] == [one.label for one in row]
         close([one["score"] for one in found], [one.score for one in row])

@@ -5,7 +5,6 @@ search of all vectors finds. Each is skipped where its packages are not installe
 import re
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,6 @@ pytest.importorskip("pyarrow", reason="the extra `stores` brings pyarrow")
 import pyarrow as pa
 from vector_parts import dense_column, sparse_column, write_parts
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "how-to" / "vector-stores.md"
 TEXTS = [
     " ".join(words)
     for words in product(("hello", "world", "unhappy", "ab"), ("a", "world", "ab"), ("", "hello"))
@@ -345,8 +342,3 @@ def test_lancedb_is_given_only_what_it_can_search(table, parts, of):
         table(parts(dense=dense_column((of["dense"][:-1] * 100).astype(np.int8))))
     with pytest.raises(SystemExit, match=r"the columns dense and 'text', and has .*'sparse'"):
         table(parts(dense=None))
-
-
-@pytest.mark.parametrize("name", ["fill_qdrant", "fill_lancedb", "fill_pgvector"])
-def test_the_page_names_the_program(name):
-    assert f"examples/{name}.py" in PAGE.read_text()

@@ -8,12 +8,11 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-
-from jaxembed.server.connection import Connection
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxembed", "converters", "benchmarks")
@@ -107,26 +106,13 @@ def test_imports_are_relative_nowhere():
     assert relative == []
 
 
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        ("import jaxembed.spec", {"jaxembed.spec"}),
-        ("from jaxembed import spec", {"jaxembed.spec"}),
-        ("from jaxembed import Embedder", {"jaxembed"}),
-        ("from jaxembed.spec import Task", {"jaxembed.spec"}),
-        ("try:\n    import jaxembed.spec\nexcept ImportError:\n    import json", {"jaxembed.spec"}),
-        ("def f():\n    import jaxembed.spec", set()),
-        ("if TYPE_CHECKING:\n    import jaxembed.spec", set()),
-        ("import json", set()),
-    ],
-)
-def test_imports_are_found_where_they_run(source, names):
-    assert imported(ast.parse(source)) == names
-
-
-def test_a_circle_is_found():
+def test_imports_and_circles_are_found():
+    assert imported(
+        ast.parse("try:\n    from jaxembed import spec\nfinally:\n    import json")
+    ) == {"jaxembed.spec"}
+    later = "def f():\n    import jaxembed.spec\nif TYPE_CHECKING:\n    import jaxembed.spec"
+    assert imported(ast.parse(later)) == set()
     assert len(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == 4
-    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 PRIVATE = re.compile("_[a-z]")
@@ -165,16 +151,20 @@ def private(names: set[str]) -> set[str]:
     return {name for name in names if PRIVATE.match(name)}
 
 
+@cache
+def private_of(kind: type) -> set[str]:
+    """The private names of a class, if it is not ours."""
+    if kind.__module__.split(".")[0] in (*PACKAGES, "builtins"):
+        return set()
+    names = private(set(vars(kind)))
+    with contextlib.suppress(OSError, TypeError):  # it has no source in Python
+        names |= private(defined_in(ast.parse(textwrap.dedent(inspect.getsource(kind)))))
+    return names
+
+
 def private_of_bases(kind: type) -> set[str]:
     """The private names of a class's bases that are not ours."""
-    names: set[str] = set()
-    for base in kind.__mro__[1:]:
-        if base.__module__.split(".")[0] in (*PACKAGES, "builtins"):
-            continue
-        names |= private(set(vars(base)))
-        with contextlib.suppress(OSError, TypeError):  # it has no source in Python
-            names |= private(defined_in(ast.parse(textwrap.dedent(inspect.getsource(base)))))
-    return names
+    return set().union(*map(private_of, kind.__mro__[1:]))
 
 
 def inherited(module: str, tree: ast.Module) -> set[str]:
@@ -194,28 +184,6 @@ def test_private_names_of_others_are_used_in_one_file_alone():
         for name, tree in MODULES.items()
     }
     assert {name: uses for name, uses in found.items() if uses} == USES_OF_PRIVATE_NAMES
-
-
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        ("import jax._src.core", {"_src"}),
-        ("from jax._src import core", {"_src"}),
-        ("from quart.asgi import _convert_version", {"_convert_version"}),
-        ("def f(buffer): return buffer._data", {"_data"}),
-        ("class A:\n    def f(self): self._a = 1\n\ndef g(a): return a._a", set()),
-        ("class A:\n    _a = 1\n\n    def _b(self): return self._a + self._b()", set()),
-        ("def f(a): return type(a).__name__", set()),
-    ],
-)
-def test_private_names_of_others_are_found(source, names):
-    tree = ast.parse(source)
-    assert private(used_in(tree)) - defined_in(tree) == names
-
-
-def test_private_names_of_bases_are_found():
-    assert private_of_bases(Connection) >= {"_close", "_task_group"}
-    assert private_of_bases(RuntimeError) == set()
 
 
 @pytest.mark.parametrize("words", ["Input validation error", "--auto-truncate"])

@@ -127,12 +127,8 @@ def test_truncation_keeps_the_special_tokens_around_the_text(processor, side, ke
     assert tokenized.work.encodings[0].ids.tolist() == [CLS, *words(kept), SEP]
     assert tokenized.work.encodings[1].ids.tolist() == [CLS, *words("a dog"), SEP]
     assert tokenized.truncated == 1
-
-
-def test_a_text_of_exactly_the_limit_is_not_cut(processor):
-    tokenized = processor.encode([Text("cat " * 6)], rules(truncate=False))
-    assert tokenized.truncated == 0
-    assert tokenized.work.encodings[0].length == 8
+    exactly = processor.encode([Text("cat " * 6)], rules(truncate=False, side=side))
+    assert (exactly.truncated, exactly.work.encodings[0].length) == (0, 8)
 
 
 @pytest.mark.parametrize(
@@ -242,11 +238,6 @@ def test_a_pair_cut_from_the_left_keeps_the_ends(processor):
     assert ids == [CLS, *words("a cat"), SEP, *words("on the mat"), SEP]
 
 
-def test_a_pair_of_nothing_is_refused(processor):
-    with pytest.raises(EmptyInput):
-        processor.encode([Pair("", "")], rules())
-
-
 # -- prompts ---------------------------------------------------------------------------------------
 
 
@@ -268,9 +259,6 @@ def test_an_unknown_prompt_name_is_refused_with_those_there_are(make, processor)
     assert raised.value.field == "prompt_name"
     with pytest.raises(InvalidInput, match="it has none"):
         make(prompts={}).prompt(None, "query")
-
-
-def test_a_default_prompt_that_is_not_there_or_given_twice_names_its_flag(make):
     with pytest.raises(ConfigError, match="--default-prompt-name title"):
         make(config=TextConfig(default_prompt_name="title"))
     with pytest.raises(ConfigError, match="--default-prompt or --default-prompt-name, not both"):
@@ -283,11 +271,12 @@ def test_a_prompt_stands_before_each_text_and_not_before_pairs_or_tokens(process
     assert ids[0] == [CLS, *words("what is cat"), SEP]
     assert ids[1] == [CLS, *words("cat"), SEP, *words("dog"), SEP]
     assert ids[2] == [7]
-
-
-def test_the_prompt_counts_against_the_limit(processor):
-    ids = ids_of(processor, Text("the cat sat on a mat"), rules("what is "))
-    assert ids == [CLS, *words("what is the cat sat on"), SEP]
+    long = Text("the cat sat on a mat")  # the prompt counts against the limit
+    assert ids_of(processor, long, rules("what is ")) == [
+        CLS,
+        *words("what is the cat sat on"),
+        SEP,
+    ]
 
 
 def test_a_prompt_that_is_not_pooled_is_counted_with_the_tokens_before_it(make):
@@ -332,12 +321,12 @@ def test_the_range_of_an_array_is_found_without_a_python_int_for_each_id(process
     assert len(ids_of(processor, Tokens(Unread("I", [7] * 1000)))) == 8
 
 
-@pytest.mark.parametrize("bad", [-1, 49, 2**31, 2**40, 2**70, -(2**70)])
-def test_token_ids_out_of_range_are_refused_with_the_range(processor, bad):
-    with pytest.raises(InvalidInput, match=f"token id {bad} is out of range.*0 to 48"):
-        processor.encode([Tokens([5, bad, 6])], rules())
-    with pytest.raises(InvalidInput, match=f"token id {bad} "):
-        processor.decode([[5], [bad]], skip_special_tokens=True)
+def test_token_ids_out_of_range_are_refused_with_the_range(processor):
+    for bad in (-1, 49, 2**31, 2**40, 2**70, -(2**70)):
+        with pytest.raises(InvalidInput, match=f"token id {bad} is out of range.*0 to 48"):
+            processor.encode([Tokens([5, bad, 6])], rules())
+        with pytest.raises(InvalidInput, match=f"token id {bad} "):
+            processor.decode([[5], [bad]], skip_special_tokens=True)
 
 
 def test_decode_gives_the_text_of_ids(processor):
@@ -380,22 +369,22 @@ def test_token_ids_of_a_tokenizer_without_special_tokens_are_never_known_to_be_i
     assert ids_of(processor, Tokens([7, 8])) == [7, 8]
 
 
-@pytest.mark.parametrize("one", [Text(""), Tokens([])])
-@pytest.mark.parametrize("prompt", ["", "what is "])
-def test_an_empty_input_is_refused_even_with_a_prompt(processor, one, prompt):
-    with pytest.raises(EmptyInput, match="the input is empty"):
-        processor.encode([Text("cat"), one], rules(prompt))
+def test_an_empty_input_is_refused_even_with_a_prompt(processor):
+    for one in (Text(""), Tokens([]), Pair("", "")):
+        for prompt in ("", "what is "):
+            with pytest.raises(EmptyInput, match="the input is empty"):
+                processor.encode([Text("cat"), one], rules(prompt))
 
 
-@pytest.mark.parametrize("text", [" ", "\n\t ", "\0", "\0\0cat"])
-def test_texts_of_spaces_and_nul_are_texts(processor, text):
-    assert ids_of(processor, Text(text)) == [CLS, *words(text.strip("\0 \n\t")), SEP]
+def test_texts_of_spaces_and_nul_are_texts(processor):
+    for text in (" ", "\n\t ", "\0", "\0\0cat"):
+        assert ids_of(processor, Text(text)) == [CLS, *words(text.strip("\0 \n\t")), SEP]
 
 
-@pytest.mark.parametrize("text", ["\ud800", "cat \udfff dog", "\ud800" + "cat " * 5000])
-def test_a_lone_surrogate_is_refused(processor, text):
-    with pytest.raises(TokenizerError, match="lone surrogate"):
-        processor.encode([Text(text)], rules(truncate=False))
+def test_a_lone_surrogate_is_refused(processor):
+    for text in ("\ud800", "cat \udfff dog", "\ud800" + "cat " * 5000):
+        with pytest.raises(TokenizerError, match="lone surrogate"):
+            processor.encode([Text(text)], rules(truncate=False))
 
 
 def by_hand(tokenizer, text: str, limit: int, side: str) -> tuple[list[int], bool]:
@@ -432,7 +421,7 @@ STRADDLING = "cat " * 45 + " " * 760 + "cat" + "z" * 200  # 84 characters of a w
 )
 @example(text=STRADDLING, side="right")
 @example(text=STRADDLING[::-1].replace("tac", "cat"), side="left")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_long_text_cut_before_tokenizing_gives_the_tokens_of_the_whole(wide, plain, text, side):
     tokenized = wide.encode([Text(text)], rules(side=side))
     wanted, cut = by_hand(plain, text, LIMIT, side)
@@ -443,7 +432,7 @@ def test_a_long_text_cut_before_tokenizing_gives_the_tokens_of_the_whole(wide, p
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_word_that_straddles_the_first_cut_is_not_split(wide, plain, side):
     """Part of a word gives up to 100 pieces where the whole word is one unknown token."""
-    for inside in range(60, 110):
+    for inside in range(60, 110, 3):
         spaces = " " * (FIRST_CUT * (LIMIT + CUT_MARGIN) - 4 * 40 - inside)
         text = "cat " * 40 + spaces + "cat" + "z" * 300
         if side == "left":
@@ -452,14 +441,15 @@ def test_a_word_that_straddles_the_first_cut_is_not_split(wide, plain, side):
         assert ids_of(wide, Text(text), rules(side=side)) == wanted, inside
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("unit", ["cat ", "z", " "])
+@pytest.mark.parametrize(
+    ("unit", "side"), [("cat ", "right"), ("cat ", "left"), ("z", "left"), (" ", "right")]
+)
 def test_megabytes_of_text_are_embedded_by_their_first_or_last_tokens(
     processor, unit, side, monkeypatch
 ):
     """The tokenizer is never shown more of ordinary text than the cut; a single word or spaces
     must be read to their end."""
-    text = unit * (2_500_000 if unit == "cat " else 500_000)
+    text = unit * (1_000_000 if unit == "cat " else 200_000)
     shown = shown_lengths(processor, monkeypatch)
     tokenized = processor.encode([Text(text)], rules(side=side))
     wanted = {"cat ": words("cat") * 6, "z": [1], " ": []}[unit]
@@ -469,13 +459,13 @@ def test_megabytes_of_text_are_embedded_by_their_first_or_last_tokens(
         assert sum(shown) < 10_000
 
 
-@pytest.mark.parametrize("truncate", [True, False])
-def test_a_text_of_too_many_characters_for_few_tokens_is_refused(processor, truncate):
+def test_a_text_of_too_many_characters_for_few_tokens_is_refused(processor):
     """Not even its tokens are known before it is read to its end, and that takes 400 MB."""
-    assert ids_of(processor, Text("z" * MOST_READ), rules(truncate=truncate)) == [CLS, 1, SEP]
-    with pytest.raises(InvalidInput, match="first 524288 do not tell its first 8") as raised:
-        processor.encode([Text("cat"), Text("z" * (MOST_READ + 1))], rules(truncate=truncate))
-    assert raised.value.index == 1
+    assert ids_of(processor, Text("z" * MOST_READ)) == [CLS, 1, SEP]
+    for truncate in (True, False):
+        with pytest.raises(InvalidInput, match="first 524288 do not tell its first 8") as raised:
+            processor.encode([Text("cat"), Text("z" * (MOST_READ + 1))], rules(truncate=truncate))
+        assert raised.value.index == 1
 
 
 def model_of(kind: str) -> tokenizers.Tokenizer:
@@ -513,7 +503,7 @@ def _kinds(tmp_path_factory, plain) -> dict[str, Tokenizer]:
     most=st.sampled_from([1, 8, 64, 512]),
     side=st.sampled_from(["left", "right"]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_enough_of_a_text_has_the_ids_of_the_whole(kinds, kind, text, most, side):
     tokenizer = kinds[kind]
     wanted = np.array(tokenizer.file.encode(text, add_special_tokens=False).ids)
@@ -550,9 +540,6 @@ def test_pieces_are_uncut_and_without_special_tokens_where_not_asked_for(process
     (pieces,) = processor.pieces(["cat " * 50], special=False, prompt="")
     assert [piece.id for piece in pieces] == [ID["cat"]] * 50
     assert [(piece.start, piece.stop) for piece in pieces[:2]] == [(0, 3), (4, 7)]
-
-
-def test_pieces_of_an_empty_text_are_refused(processor):
     with pytest.raises(EmptyInput):
         processor.pieces(["cat", ""], special=True, prompt="")
 
@@ -602,16 +589,16 @@ def test_many_threads_share_one_processor(wide):
 
 
 @pytest.mark.parametrize("wrong", [Text("cat " * 9), Text(""), Pair("", ""), Tokens([10**9])])
-@pytest.mark.parametrize("place", [0, 2, 3])
-def test_an_error_says_which_input_it_is_about(processor, wrong, place):
+def test_an_error_says_which_input_it_is_about(processor, wrong):
     inputs = [Text("cat"), Tokens([5]), Pair("cat", "dog")]
-    with pytest.raises(InvalidInput) as raised:
-        processor.encode([*inputs[:place], wrong, *inputs[place:]], rules(truncate=False))
-    assert raised.value.index == place
+    for place in (0, 2, 3):
+        with pytest.raises(InvalidInput) as raised:
+            processor.encode([*inputs[:place], wrong, *inputs[place:]], rules(truncate=False))
+        assert raised.value.index == place
 
 
 @given(sizes=st.lists(st.integers(0, 2 * JOB_CHARACTERS), max_size=200))
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_chunks_are_bounded_in_number_and_characters_and_keep_all_in_order(sizes):
     parts = list(chunks(sizes, lambda size: size))
     assert [size for part in parts for size in part] == sizes

@@ -103,7 +103,7 @@ def test_answers_from_many_threads_complete_a_ticket_once():
     threads = [threading.Thread(target=fill, args=(k,)) for k in range(workers)]
     for thread in threads:
         thread.start()
-    ticket.result(timeout_s=30.0)
+    ticket.result(timeout_s=60.0)
     for thread in threads:
         thread.join()
     assert woken == [1]
@@ -113,10 +113,10 @@ def test_answers_from_many_threads_complete_a_ticket_once():
 def test_a_waiter_in_another_thread_is_released():
     ticket, _ = ticket_of([1])
     seen: list[np.ndarray] = []
-    waiter = threading.Thread(target=lambda: seen.append(ticket.result(timeout_s=30.0)["dense"]))
+    waiter = threading.Thread(target=lambda: seen.append(ticket.result(timeout_s=60.0)["dense"]))
     waiter.start()
     ticket.answer([0], {"dense": rows(3)})
-    waiter.join(30)
+    waiter.join(60)
     np.testing.assert_array_equal(seen[0], rows(3))
 
 

@@ -147,7 +147,7 @@ texts = st.lists(
 
 @pytest.mark.parametrize("name", [XLM_R, "modernbert", "bert-base-uncased"])
 @given(first=texts.filter(bool), second=texts)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_real_pairs_have_the_ids_that_the_tokenizer_gives_them(open_processor, name, first, second):
     processor = open_processor(name)
     wanted = processor._tokenizer.file.encode(first, second).ids
@@ -175,7 +175,7 @@ runs = st.tuples(
     most=st.sampled_from([8, 64, 512]),
     side=st.sampled_from(["left", "right"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @example(text="x" * 5001, most=512, side="right")
 @example(text="0" * 5001, most=512, side="left")
 def test_enough_of_a_text_has_the_ids_of_the_whole(open_processor, name, text, most, side):
@@ -211,7 +211,7 @@ def by_the_readme(tokenizer, query: str, document: str, limit: int) -> list[int]
 @given(query=texts, document=texts, repeat=st.sampled_from([1, 1, 400]))
 @example(query="", document=" ", repeat=1)
 @example(query="What is the capital of China? " * 400, document="Beijing.", repeat=1)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_qwen3_reranker_gets_the_ids_of_its_model_card(open_processor, query, document, repeat):
     processor = open_processor("qwen3-reranker")
     tokenizer = processor._tokenizer.file

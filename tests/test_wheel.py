@@ -46,6 +46,7 @@ def libraries_in(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if name.endswith(".so")}
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_the_native_kernels_where_there_is_a_compiler(source):
     if not any(map(shutil.which, native.compiler.COMPILERS)):
         pytest.skip("there is no C compiler")

@@ -32,7 +32,9 @@ def _embedder(folder: str, limit: int | None = None) -> Embedder:
         config = EngineConfig(
             dtype="float32", devices=1, buckets=grid, max_batch_tokens=256, max_input_tokens=limit
         )
-        return Embedder(folder, cache_dir=Path(temporary), config=config)
+        embedder = Embedder(folder, cache_dir=Path(temporary), config=config)
+        embedder.engine.wait_timed(60.0)  # which it notes in the folder that is removed now
+        return embedder
 
 
 class _Model:
