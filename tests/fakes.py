@@ -20,7 +20,7 @@ from jaxembed.work import Encoding, work_of
 
 SMALL_GRID = BucketGrid((Bucket(1, 16), Bucket(8, 16), Bucket(1, 64)))
 WIDTHS: dict[OutputName, int] = {"dense": 1, "tokens": 1}  # of what a SumRunner answers
-WAIT_S = 30.0  # for what must happen: reached only when it doesn't
+WAIT_S = 60.0  # for what must happen: reached only when it doesn't
 
 
 def is_work_in(planes: np.ndarray) -> bool:

@@ -81,7 +81,6 @@ def test_rows_are_read_from_any_place_on(tmp_path, name):
         assert places == sorted(places)
 
 
-@pytest.mark.xfail(reason="the groups that are smaller than what is skipped are left out as well")
 def test_a_small_group_of_rows_after_the_one_in_which_reading_starts_is_read(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist(rows_of(list("abcdefg"))), path, row_group_size=3)

@@ -576,7 +576,7 @@ def _read_parquet(
     total, before, groups = source.metadata.num_rows, 0, []
     for group in range(source.metadata.num_row_groups):
         count = source.metadata.row_group(group).num_rows
-        if before + count <= skip:
+        if not groups and before + count <= skip:
             before += count  # without reading it
         else:
             groups.append(group)
