@@ -92,7 +92,7 @@ calibrate._measure = _measured_once
 native_trial.MOST_WAITED = costs.MOST_WAITED = 1.0  # other tests use the cores, too
 
 LIMIT = 64  # tokens
-LOOP_S = 300.0  # of a test that is a coroutine: reached only by what hangs
+LOOP_S = 120.0  # of a test that is a coroutine: reached only by what hangs
 _SENTENCE = "the a of cat dog sat on mat runs red blue sky how what is where train tiny"
 WORDS = _SENTENCE.split()
 

@@ -11,12 +11,17 @@ from jaxembed.engine.costs import (
     MOST_DRIFT,
     MOST_FAILURES,
     TIMED_MS,
-    TIMINGS,
     BucketCosts,
     often_enough,
 )
 
+TIMINGS = 25
 SHORT, WIDE, LONG, HUGE = Bucket(1, 16), Bucket(8, 16), Bucket(1, 64), Bucket(8, 8192)
+
+
+@pytest.fixture(autouse=True)
+def _many_timings(monkeypatch):
+    monkeypatch.setattr(costs_module, "TIMINGS", TIMINGS)
 
 
 def costs_of(*buckets: Bucket, default_ms: float = 0.1, timings=None) -> BucketCosts:

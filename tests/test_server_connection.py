@@ -452,16 +452,22 @@ async def test_floods_of_small_http2_frames_are_read_by_and_by(monkeypatch):
     assert max(handled) <= MOST_FRAMES
 
 
+class Running(list):
+    """The connections that have begun and not ended."""
+
+    one_has_ended = False
+
+
 @pytest.fixture(name="running")
 def running_fixture(monkeypatch):
-    """The connections that have begun and not ended."""
-    running = []
+    running = Running()
     run_connection = Connection.run
 
     async def watched(connection):
         running.append(connection)
         await run_connection(connection)
         running.remove(connection)
+        running.one_has_ended = True
 
     monkeypatch.setattr(Connection, "run", watched)
     return running
@@ -489,9 +495,9 @@ def waiting(connection: Connection) -> int:
     return connection.writer.transport.get_write_buffer_size()
 
 
-async def until_it_waits(running) -> None:
-    """Until a connection has bytes that its client does not take."""
-    await until(lambda: any(map(waiting, running)))
+async def until_it_waits(running: Running) -> None:
+    """Until a connection has bytes that its client does not take, or has ended for that."""
+    await until(lambda: running.one_has_ended or any(map(waiting, running)))
 
 
 SMALL = 4096  # bytes that the system keeps of what is sent
