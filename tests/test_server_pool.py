@@ -657,8 +657,8 @@ def test_a_freed_model_leaves_no_array_and_no_thread(tmp_path):
         assert 0 < one.resident_bytes < before_close  # of a model that leaves it is asked, too
         assert len(jax.live_arrays()) == arrays
         assert not any(state.threads for state in one.snapshot().values())
-        tokenizing: set[threading.Thread] = vars(one.processor.executor)["_threads"]
-        assert not any(thread.is_alive() for thread in tokenizing)
+        pools = one.processor.executor._small, one.processor.executor._large
+        assert not any(thread.is_alive() for pool in pools for thread in pool._threads)
         weak = weakref.ref(one.engine)
         del one
         gc.unfreeze()
