@@ -21,6 +21,7 @@ NAMES = "abcd"
 ADMIN = {"authorization": "Bearer admin"}
 WARM_LOADS, LOADS = 8, 50
 SWAPS = 200
+LOAD_S = 300  # that a model may take on a busy machine
 # Of a tiny model: about 17 buckets of 10 MiB each are counted, so that two models fit.
 MODEL_MEMORY = 500 * 10**6
 
@@ -33,7 +34,8 @@ def _server(tmp_path_factory):
         save(folder / "models" / name, seed)
     flags = ["--model-repository", str(folder / "models"), "--model-memory", str(MODEL_MEMORY)]
     flags += ["--admin-key", "admin", "--cache-dir", str(folder / "cache")]
-    with served(*flags) as (url, pid), httpx.Client(base_url=url, timeout=WAIT_S) as client:
+    flags += ["--load-timeout", str(LOAD_S), "--dtype", "float32"]
+    with served(*flags) as (url, pid), httpx.Client(base_url=url, timeout=2 * LOAD_S) as client:
         yield client, pid
 
 
@@ -79,7 +81,7 @@ def test_an_alias_moves_under_load_and_no_request_fails(server):
     failures: list[Exception] = []
 
     def ask() -> None:
-        with httpx.Client(base_url=client.base_url, timeout=WAIT_S) as own:
+        with httpx.Client(base_url=client.base_url, timeout=2 * LOAD_S) as own:
             try:
                 while not done.is_set():
                     vector = embed(own, "live")
