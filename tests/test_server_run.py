@@ -333,6 +333,16 @@ async def test_sigterm_answers_what_was_admitted_and_exits_with_0():
             process.kill()
 
 
+@pytest.fixture(name="handlers_restored")
+def _handlers_restored():
+    """What a server does at signals ends with it, as its process does elsewhere."""
+    kept = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for one, handler in kept.items():
+        signal.signal(one, handler)
+
+
+@pytest.mark.usefixtures("handlers_restored")
 def test_a_model_that_does_not_compile_is_named_and_ends_the_server():
     class Broken(FakeEmbedder):
         def wait_ready(self, timeout_s=None):
