@@ -6,6 +6,7 @@ import logging
 import math
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,10 @@ SHAPE = (1024, 768, 3072)  # m, k, n of the measured product
 PRODUCT_RUNS = 30  # the fastest counts, because the machine may be busy
 MEASURE_S = 0.2  # a slow product runs for so much CPU time of each core, at least three times
 WAIT_S = 2.0  # where it gets little CPU time, it runs for so long
+# A neighbour on the same core slows a product down although nothing waits: one of five starts on a
+# quiet virtual machine measured half the rate. So there are several rounds, which must agree.
+ROUNDS = 2
+MOST_APART = 1.25  # the fastest round by the slowest
 # bfloat16 costs accuracy, so it must be this much faster than float32. It is 2.0 times as fast with
 # AVX512_BF16; a CPU that cannot multiply it is slower, because XLA converts to float32 first.
 CLEARLY_FASTER = 1.2
@@ -74,7 +79,8 @@ class Calibration:
         """
         device = self._device
         if device.platform == "cpu":
-            bfloat16, float32 = (self._flops(dtype) for dtype in ("bfloat16", "float32"))
+            self._know("bfloat16", "float32")
+            bfloat16, float32 = self._flops("bfloat16"), self._flops("float32")
             native = bfloat16 > CLEARLY_FASTER * float32
         elif device.platform == "gpu":
             # NVIDIA's Ampere is 8.0; AMD reports names such as gfx942
@@ -110,23 +116,36 @@ class Calibration:
 
     def _flops(self, dtype: DType) -> float:
         """The rate of a product on this CPU in FLOP/s: kept by an earlier run, or measured now."""
-        if dtype not in self._rates:
-            key = f"{device_id(self._device)}/{dtype}"
-            kept = _kept(self._file).get(key)
-            self._rates[dtype] = Rate(kept, sure=True) if kept else self._measured(dtype, key)
+        self._know(dtype)
         return self._rates[dtype].flops
 
-    def _measured(self, dtype: DType, key: str) -> Rate:
-        """Measure the rate now, and keep it under the key unless it is an estimate."""
-        rate = _measure(dtype)
+    def _know(self, *dtypes: DType) -> None:
+        """Have the rates of these dtypes. Those that are measured are measured in turn."""
+        unknown: list[DType] = []
+        for dtype in dtypes:
+            if dtype in self._rates:
+                continue
+            if flops := _kept(self._file).get(self._key(dtype)):
+                self._rates[dtype] = Rate(flops, sure=True)
+            else:
+                unknown.append(dtype)
+        rounds = [[_measure(dtype) for dtype in unknown] for _ in range(ROUNDS)]
+        for dtype, measured in zip(unknown, zip(*rounds, strict=True), strict=True):
+            self._rates[dtype] = self._noted(dtype, _joined(measured))
+
+    def _key(self, dtype: DType) -> str:
+        return f"{device_id(self._device)}/{dtype}"
+
+    def _noted(self, dtype: DType, rate: Rate) -> Rate:
+        """The rate, which is kept unless it is an estimate."""
         logger.info("this CPU multiplies %s at %.0f GFLOP/s", dtype, rate.flops / 1e9)
         if not rate.sure:
             logger.warning(
-                "that is an estimate from its CPU time, because it waited for a core: something "
-                "else uses this machine. It is not kept, and is measured anew at the next start"
+                "that is an estimate, because something else uses this machine. It is not kept, "
+                "and is measured anew at the next start"
             )
         elif self._file is not None:
-            _keep(_kept(self._file) | {key: rate.flops}, self._file)
+            _keep(_kept(self._file) | {self._key(dtype): rate.flops}, self._file)
         return rate
 
 
@@ -186,6 +205,14 @@ def _keep(rates: dict, file: Path) -> None:
             partial.write_text(json.dumps(rates))
     except OSError as error:
         logger.warning("cannot keep this CPU's rate in %s: %s", file, error.strerror)
+
+
+def _joined(rounds: Sequence[Rate]) -> Rate:
+    """The rate of the fastest round, as what disturbs only slows down. It is an estimate if one of
+    them is, or if they do not agree."""
+    fastest, slowest = max(one.flops for one in rounds), min(one.flops for one in rounds)
+    agree = fastest <= MOST_APART * slowest
+    return Rate(fastest, sure=agree and all(one.sure for one in rounds))
 
 
 def _measure(dtype: DType) -> Rate:
