@@ -183,13 +183,13 @@ def _contents(model: Outline, progress: ConversionProgress) -> Contents:
 def _naming_damage(
     call: Callable[Concatenate[Path, Arguments], Returned],
 ) -> Callable[Concatenate[Path, Arguments], Returned]:
-    """The function, with CheckpointError for what nothing foresaw in the model in its first
-    argument."""
+    """Make a function raise CheckpointError, which names the model in its first argument, where it
+    raises an error that no check foresaw."""
 
     @wraps(call)
-    def named(source: Path, *arguments: Arguments.args, **named: Arguments.kwargs) -> Returned:
+    def checked(source: Path, *arguments: Arguments.args, **options: Arguments.kwargs) -> Returned:
         try:
-            return call(source, *arguments, **named)
+            return call(source, *arguments, **options)
         except (*INTERRUPTS, JaxembedError, MemoryError):
             raise
         except BaseException as error:  # also a panic of a library
@@ -198,7 +198,7 @@ def _naming_damage(
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    return named
+    return checked
 
 
 @_naming_damage

@@ -402,7 +402,7 @@ def _files(folder: Path, name: str) -> list[Path]:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         missing_shards = [shard for shard in names if not (folder / Path(shard).name).is_file()]
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{index} is damaged: no readable weight_map") from error
+        raise CheckpointError(f"{index} is damaged: no readable weight_map ({error})") from error
     if missing_shards:
         raise CheckpointError(
             f"{index} names files that are not there: {', '.join(missing_shards)}"

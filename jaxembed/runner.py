@@ -32,8 +32,8 @@ Part = TypeVar("Part")  # what a job makes of some items of a request
 Job = Callable[[Row | None, Sequence], Part]  # of what the chunks share, and a chunk
 OnSize = Callable[[int, int], object]  # with the numbers of sequences and tokens
 
-# Jobs of a request on an event loop that may wait for each thread at a time; those of others come
-# between them.
+# Jobs of one asynchronous request that are submitted at a time, for each thread. Jobs of other
+# requests can run between them.
 JOBS_A_THREAD = 2
 
 

@@ -227,9 +227,22 @@ def test_qwen3_reranker_gets_the_ids_of_its_model_card(open_processor, query, do
         assert encoding.ids.tolist() == tokenizer.encode(whole, add_special_tokens=False).ids
 
 
-def test_a_normalizer_that_makes_texts_longer_and_longer_is_refused():
-    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+def stored_tokenizer(*replaced: tuple[str, str]) -> bytes:
+    """A tokenizer.json whose normalizer makes these replacements, one after another."""
     stored = json.loads(word_tokenizer().to_str())
-    stored["normalizer"] = {"type": "Sequence", "normalizers": [step] * 33}
-    with pytest.raises(CheckpointError, match="x is damaged: its normalizer makes a character 858"):
-        parse_tokenizer(json.dumps(stored).encode(), "x")
+    steps = [
+        {"type": "Replace", "pattern": {"String": text}, "content": content}
+        for text, content in replaced
+    ]
+    stored["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    return json.dumps(stored).encode()
+
+
+def test_a_normalizer_that_makes_texts_longer_and_longer_is_refused():
+    with pytest.raises(CheckpointError, match="x is damaged: its normalizer makes up to 858"):
+        parse_tokenizer(stored_tokenizer(*[("a", "aa")] * 33), "x")
+
+
+def test_a_normalizer_may_replace_many_letters_by_two():
+    letters = [(chr(code), "ae") for code in range(0x400, 0x430)]
+    assert parse_tokenizer(stored_tokenizer(*letters), "x").encode("a").ids

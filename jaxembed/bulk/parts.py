@@ -18,7 +18,7 @@ PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
 FOOTER = b"jaxembed"  # the key in the metadata of a file
 ROW_GROUP_BYTES = 32 * 2**20  # about, before compression
 MOST_SKIPPED_NAMED = 1000  # of a part
-MOST_OF_A_REASON = 100  # of those: a bad file must not hide the others
+MOST_OF_A_REASON = 100  # of these with the same reason: one bad file must not hide the others
 
 
 class Skipped(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class Footer(msgspec.Struct, frozen=True):
     rows: int  # in this file
     end: Place  # where the rows of the next part begin
     skipped: int
-    skipped_rows: list[Skipped] = []  # the first MOST_SKIPPED_NAMED
+    skipped_rows: list[Skipped] = []  # at most MOST_SKIPPED_NAMED, MOST_OF_A_REASON of a reason
 
 
 class PartWriter:
