@@ -63,13 +63,17 @@ def _opened(browser, url) -> Iterator[Opened]:
     complaints: list[str] = []
     contexts = []
 
-    def opened(panel: str = "", at: str = url, path: str = "/playground", begun=BEGUN, **options):
+    def opened(
+        panel: str = "", at: str = url, path: str = "/playground", begun=BEGUN, clock=False, **options
+    ):
         permissions = ["clipboard-read", "clipboard-write"]
         context = browser.new_context(permissions=permissions, **options)
         context.on("request", lambda request: asked.append(request.url))
         context.set_default_timeout(WAIT_MS)
         contexts.append((context, at))
         page = context.new_page()
+        if clock:  # which the test moves on
+            page.clock.install()
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda message: complaints.append(message.text))
         page.goto(f"{at}{path}{panel and '#' + panel}")
@@ -332,7 +336,7 @@ def test_the_server_is_watched_live(opened):
     titles = figures.locator("dt").all_inner_texts()
     assert titles[:2] == ["Tokens a second", "Requests a second"]
     assert {"Queue, interactive", "Queue, bulk", "Fill of batches"} <= set(titles)
-    assert figures.locator("svg path").first.get_attribute("d").startswith("M")
+    figures.locator("svg path[d^=M]").first.wait_for(state="attached")  # from the second rate on
     state = {row[0]: row[1] for row in table_of(panel_of(page))}
     assert state["minilm"] == "in memory"
 
@@ -347,17 +351,19 @@ def test_what_the_table_of_models_says_is_whole_in_a_narrow_window(opened):
         assert row.locator("td").nth(1).bounding_box()["width"] >= 40  # a whole word
         assert row.bounding_box()["height"] < 160
     region.evaluate("e => { e.scrollLeft = 30; e.dataset.seen = '1'; }")
-    page.wait_for_timeout(2500)  # two more samples
+    for _ in range(2):  # more samples
+        with page.expect_response("**/metrics"):
+            pass
     assert region.get_attribute("data-seen") == "1"
 
 
 def test_watching_can_be_paused(opened):
-    page = opened("server")
+    page = opened("server", clock=True)
     page.wait_for_selector(".figures")
     page.click("#server-pause")
     seen: list[str] = []
     page.on("request", lambda request: seen.append(request.url))
-    page.wait_for_timeout(2500)
+    page.clock.run_for(5000)
     assert seen == []
     page.click("#server-pause")
     with page.expect_response("**/metrics"):
@@ -365,13 +371,13 @@ def test_watching_can_be_paused(opened):
 
 
 def test_nothing_is_asked_while_another_panel_is_shown(opened):
-    page = opened("server")
+    page = opened("server", clock=True)
     page.wait_for_selector(".figures")
     page.click("#tab-tokens")
     page.wait_for_load_state("networkidle")
     seen: list[str] = []
     page.on("request", lambda request: seen.append(request.url))
-    page.wait_for_timeout(2500)
+    page.clock.run_for(5000)
     assert seen == []
     with page.expect_response("**/metrics"):
         page.click("#tab-server")
