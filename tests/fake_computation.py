@@ -57,7 +57,6 @@ def main() -> None:
     parser.add_argument("--wait-s", type=float, required=True)
     args = parser.parse_args()
     rows = Rows(args.inputs, id_column="id", keep=("n",), part_rows=args.part_rows)
-    print("begins", flush=True)
     run_job(DigestRows(wait_s=args.wait_s), rows, args.out)
 
 

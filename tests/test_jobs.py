@@ -1,11 +1,11 @@
 """Jobs: rows in, folders of Parquet out, whatever happens on the way."""
 
+import contextlib
 import hashlib
 import json
 import os
 import random
-import subprocess
-import sys
+import signal
 import threading
 from collections.abc import Sequence
 from io import BytesIO
@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+from commands import FORKS
 from fake_computation import DigestRows, vectors_of
 from fakes import until
 from test_embedder import save_scorer
@@ -172,28 +173,43 @@ def test_a_part_that_was_removed_is_made_anew_alone_and_one_that_is_none_is_name
             run(rows_file, out)
 
 
-@pytest.mark.slow
+class Telling(DigestRows):
+    """Tells of each call."""
+
+    told: Any = None
+
+    def compute(self, rows):
+        self.told.send(None)
+        return super().compute(rows)
+
+
+def job_that_tells(told: Any, source: Path, out: Path) -> None:
+    computation = Telling()
+    computation.told = told
+    run(source, out, computation, part_rows=500)
+
+
 def test_a_job_that_is_killed_twenty_times_gives_what_an_undisturbed_one_gives(tmp_path):
     source = write_rows(tmp_path / "in.jsonl", 6000)
     run(source, tmp_path / "whole", part_rows=500)
     out, chance = tmp_path / "out", random.Random(7)
-    command = [sys.executable, str(ROOT / "tests" / "fake_computation.py"), str(out), str(source)]
-    command += ["--part-rows", "500", "--wait-s", "0.05"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     kills, done = 0, False
     while not done or kills < KILLS:
         if done:  # it was quicker than the kills: once more from the start
             for path in out.iterdir():
                 path.unlink()
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"begins\n"
-            try:
-                done = process.wait(chance.uniform(0, 0.6)) == 0
-                assert done
-            except subprocess.TimeoutExpired:
-                process.kill()
-                kills, done = kills + 1, False
+        calls, told = FORKS.Pipe(duplex=False)
+        process = FORKS.Process(target=job_that_tells, args=(told, source, out))
+        process.start()
+        told.close()
+        with contextlib.suppress(EOFError):  # it ended
+            for _ in range(chance.randrange(20)):
+                calls.recv()
+            process.kill()
+        process.join()
+        done = process.exitcode == 0
+        assert done or process.exitcode == -signal.SIGKILL
+        kills += not done
     assert hash_of_rows(out) == hash_of_rows(tmp_path / "whole")
     assert names(out) == names(tmp_path / "whole")
 
