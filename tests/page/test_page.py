@@ -64,7 +64,12 @@ def _opened(browser, url) -> Iterator[Opened]:
     contexts = []
 
     def opened(
-        panel: str = "", at: str = url, path: str = "/playground", begun=BEGUN, clock=False, **options
+        panel: str = "",
+        at: str = url,
+        path: str = "/playground",
+        begun=BEGUN,
+        clock=False,
+        **options,
     ):
         permissions = ["clipboard-read", "clipboard-write"]
         context = browser.new_context(permissions=permissions, **options)
