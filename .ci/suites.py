@@ -104,6 +104,7 @@ TABLE: dict[str, list[str]] = {
     # the rest of the library
     "jaxembed/*.py": [],
     "jaxembed/py.typed": ["wheel"],
+    "jaxembed/known_models.json": ["wheel"],
     "jaxembed/hub.py": ["wheel"],
     "jaxembed/object_store.py": ["deploy"],
     "jaxembed/stored_checkpoint.py": ["deploy"],

@@ -35,6 +35,7 @@ VISION_TOWER_DEFAULTS: dict[str, Any] = {
     "layer_norm_eps": 1e-6,
 }
 IMAGE_TOKEN_ID = 256000
+QUERY_PREFIX = "Question: "
 
 GEMMA_RULES = [  # those of other decoders, but norms multiply by one more than their weight
     Rule(rule.sources, rule.target, one_plus) if rule.target.endswith("norm.scale") else rule
@@ -71,7 +72,7 @@ def read_colpali(
         source, read_tokenizer(source, lowercase=False, vocab_size=text["vocab_size"])
     )
     asked = read_optional_json(source / "processor_config.json")
-    prompt = asked.get("query_prefix", "Question: ")
+    prompt = asked.get("query_prefix", QUERY_PREFIX)
     before, pad = words.special("bos_token"), words.special("pad_token")
     page = before + asked.get("visual_prompt_prefix", "Describe the image.") + "\n"
     rules = msgspec.structs.replace(rules, token_id=image_id, after=tuple(words.ids(page)))

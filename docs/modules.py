@@ -1,7 +1,8 @@
-"""Writes the layers and the map of modules into docs/architecture.md.
+"""Writes the generated sections of the documents: the layers and the map of modules in
+architecture.md, and the tables of published models in known-models.md.
 
-The layers are those of pyproject.toml, and the map is the first sentence of each module's
-docstring.
+The layers are those of pyproject.toml, the map is the first sentence of each module's docstring,
+and the models are those of jaxembed/known_models.json.
 
     python docs/modules.py
 """
@@ -11,22 +12,57 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxembed.cli.models import size
+from jaxembed.known_models import VERIFIED, Kind, KnownModel, known_models
+
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "architecture.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+MODELS = ROOT / "docs" / "known-models.md"
+PAGES = (ARCHITECTURE, MODELS)
 TREES = ("jaxembed", "converters", "benchmarks")
+KINDS: dict[Kind, str] = {
+    "embedder": "Embedders",
+    "reranker": "Rerankers",
+    "sparse": "Sparse encoders",
+    "colbert": "ColBERT models",
+    "static": "Static embeddings",
+    "images": "Texts and images",
+    "pages": "Pages of documents",
+}
+HEAD = (
+    "model",
+    "`model_type`",
+    "parameters",
+    "dimensions",
+    "tokens",
+    "outputs",
+    "languages",
+    "prompts",
+    "licence",
+    "verified",
+    "sources",
+)
+MOST_LANGUAGES = 3  # that a cell names
 
 
 def main() -> None:
-    PAGE.write_text(written(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(written(page))
 
 
-def written(page: str) -> str:
-    """The page with its layers and its map as they are now."""
-    for name, lines in (("layers", _layers()), ("modules", _modules())):
+def written(page: Path) -> str:
+    """The page with its generated sections as they are now."""
+    sections = (
+        {"layers": _layers, "modules": _modules}
+        if page == ARCHITECTURE
+        else {"models": _models, "sources": _sources}
+    )
+    text = page.read_text()
+    for name, lines in sections.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-        before, rest = page.split(begin)
-        page = "\n".join([f"{before}{begin}", *lines, "", f"{end}{rest.split(end)[1]}"])
-    return page
+        before, rest = text.split(begin)
+        text = "\n".join([f"{before}{begin}", *lines(), "", f"{end}{rest.split(end)[1]}"])
+    return text
 
 
 def _layers() -> Iterator[str]:
@@ -61,6 +97,56 @@ def _docstring(module: Path) -> str:
     if text is None:
         raise ValueError(f"{module} has no docstring")
     return " ".join(text.split("\n\n")[0].split())
+
+
+def _models() -> Iterator[str]:
+    """A heading and a table for each kind of model."""
+    for kind, title in KINDS.items():
+        models = [model for model in known_models().models if model.kind == kind]
+        yield f"### {title}\n"
+        yield f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}"
+        for model in models:
+            yield f"| {' | '.join(_cells(model))} |"
+        yield ""
+
+
+def _cells(model: KnownModel) -> tuple[str, ...]:
+    prompts = ", ".join(f"{role} {_code(text)}" for role, text in model.prompts.items())
+    names = [known_models().languages[code] for code in model.languages]
+    many = len(names) > MOST_LANGUAGES
+    licence = model.licence or ""
+    return (
+        model.name + (f"<br>{model.note}" if model.note else ""),
+        f"`{model.type}`",
+        size(model.parameters),
+        str(model.dimensions or ""),
+        f"{model.max_tokens:,}" if model.max_tokens else "",
+        ", ".join(model.outputs),
+        f"{len(names)} languages" if many else ", ".join(names),
+        prompts,
+        f"[terms]({licence})" if licence.startswith("https:") else licence,
+        model.verified,
+        _sources_of(model),
+    )
+
+
+def _code(text: str) -> str:
+    escaped = text.replace("\n", r"\n").replace("|", r"\|")
+    return f"`{escaped}`"
+
+
+def _sources_of(model: KnownModel) -> str:
+    """The sources of a model's facts; the one that states the most comes first, without them."""
+    main, *others = sorted(model.sources, key=lambda source: -len(model.sources[source]))
+    return "; ".join([main, *(f"{one}: {', '.join(model.sources[one])}" for one in others)])
+
+
+def _sources() -> Iterator[str]:
+    for title, meanings in (("source", known_models().sources), ("verified", VERIFIED)):
+        yield f"| {title} | is |\n|---|---|"
+        for name, meaning in meanings.items():
+            yield f"| {name} | {meaning} |"
+        yield ""
 
 
 if __name__ == "__main__":

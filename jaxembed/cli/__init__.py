@@ -16,6 +16,7 @@ from jaxembed.cli.doctor import doctor_command
 from jaxembed.cli.embed import embed_command
 from jaxembed.cli.info import info_command
 from jaxembed.cli.key import key_command
+from jaxembed.cli.models import models_command
 from jaxembed.cli.rerank import rerank_command
 from jaxembed.cli.serve import serve_command
 from jaxembed.cli.status import EXIT_REFUSED
@@ -45,6 +46,7 @@ for _command in (
     verify_command,
     doctor_command,
     info_command,
+    models_command,
     key_command,
 ):
     cli.add_command(_command)

@@ -1,0 +1,108 @@
+"""`jaxembed models`: published models that are known to be served, searched by words."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from jaxembed.known_models import KnownModel, KnownModels
+
+HEAD = ("model", "parameters", "dimensions", "tokens", "languages", "licence")
+MOST_LANGUAGES = 2  # that a line names; of more it gives the number
+
+
+@click.command("models")
+@click.argument("words", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="Print all facts and their sources as JSON.")
+def models_command(words: tuple[str, ...], as_json: bool) -> None:
+    """List published models that jaxembed serves, those to which all WORDS apply.
+
+    WORDS are parts of a name, a language or its code, `embedder`, `reranker`, `sparse`, `colbert`,
+    `static`, `images`, `pages`, an architecture or a licence. A single match is shown in full. No
+    model is downloaded. Other models of the same architectures are served too.
+
+    Example: jaxembed models german reranker
+    """
+    import msgspec
+
+    from jaxembed.errors import ConfigError
+    from jaxembed.known_models import known_models
+
+    table = known_models()
+    found = table.search(words)
+    if not found:
+        raise ConfigError(
+            f"no model in the table matches {' '.join(words)!r}; use fewer words, or "
+            "`jaxembed info MODEL` for a model that is not in the table"
+        )
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+    elif len(found) == 1:
+        click.echo(_described(found[0], table))
+    else:
+        click.echo("\n".join(_lines(found, table)))
+
+
+def _lines(models: "list[KnownModel]", table: "KnownModels") -> list[str]:
+    """A table in plain text, with a heading for each kind of model."""
+    rows = {model.name: _cells(model, table) for model in models}
+    widths = [max(map(len, column)) for column in zip(HEAD, *rows.values(), strict=True)]
+    lines = [_aligned(HEAD, widths)]
+    for kind in dict.fromkeys(model.kind for model in models):
+        lines.append(f"{kind}:")
+        lines += [_aligned(rows[one.name], widths) for one in models if one.kind == kind]
+    return lines
+
+
+def _cells(model: "KnownModel", table: "KnownModels") -> tuple[str, ...]:
+    few = 0 < len(model.languages) <= MOST_LANGUAGES
+    languages = ", ".join(table.languages[code] for code in model.languages) if few else ""
+    return (
+        model.name,
+        size(model.parameters),
+        str(model.dimensions or ""),
+        str(model.max_tokens or ""),
+        languages or (f"{len(model.languages)} languages" if model.languages else ""),
+        model.licence or "",
+    )
+
+
+def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
+    padded = zip(cells, widths, strict=True)
+    return "  ".join(cell.ljust(width) for cell, width in padded).rstrip()
+
+
+def _described(model: "KnownModel", table: "KnownModels") -> str:
+    """Every fact of a model on its own line, with its source."""
+    from jaxembed.known_models import VERIFIED
+
+    source_of = {fact: source for source, facts in model.sources.items() for fact in facts}
+    values = {
+        "type": model.type,
+        "task": model.task,
+        "outputs": ", ".join(model.outputs),
+        "parameters": size(model.parameters),
+        "dimensions": str(model.dimensions or ""),
+        "max_tokens": str(model.max_tokens or ""),
+        "languages": ", ".join(table.languages[code] for code in model.languages),
+        "prompts": ", ".join(f"{role} {text!r}" for role, text in model.prompts.items()),
+        "licence": model.licence or "",
+    }
+    lines = [
+        f"  {fact:<11} {value}  [{source_of[fact]}]" if value else f"  {fact:<11} not known"
+        for fact, value in values.items()
+        if value or fact != "prompts"
+    ]
+    note = [f"  note        {model.note}"] if model.note else []
+    legend = [f"  [{source}] {table.sources[source]}" for source in model.sources]
+    return "\n".join(
+        [model.name, *lines, f"  verified    {VERIFIED[model.verified]}", *note, *legend]
+    )
+
+
+def size(parameters: int | None) -> str:
+    """A number of parameters for people: `22.7M`, `7.1B`; empty if it is not known."""
+    if parameters is None:
+        return ""
+    billions = parameters >= 1e9
+    return f"{parameters / (1e9 if billions else 1e6):.1f}{'B' if billions else 'M'}"

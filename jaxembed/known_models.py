@@ -1,0 +1,114 @@
+"""Reads the table of published models that jaxembed serves, and searches it by words."""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+TABLE = Path(__file__).with_suffix(".json")
+
+Fact = Literal[
+    "type",
+    "task",
+    "outputs",
+    "parameters",
+    "dimensions",
+    "max_tokens",
+    "languages",
+    "prompts",
+    "licence",
+]
+Kind = Literal["embedder", "reranker", "sparse", "colbert", "static", "images", "pages"]
+
+PAGES = ("colpali", "colqwen2")
+IMAGES = ("clip", "siglip", "siglip2")
+VERIFIED = {
+    "weights": "the model's own weights, compared with sentence-transformers",
+    "size": "random weights of its size and family, compared with a reference",
+    "family": "smaller models of its family with random weights, compared with a reference",
+}
+SHORT = 2  # letters of a word that is only compared with whole words, such as the code `de`
+
+
+class KnownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A published model. A fact that no source states is None, or empty.
+
+    `type` is the `model_type` of its config.json, `static` for static embeddings. `languages` are
+    codes of ISO 639. `prompts` are the texts that the authors put before a query or a document, or
+    the default instruction of a reranker. `verified` is a key of VERIFIED. `sources` holds the
+    facts by the source that states them.
+    """
+
+    name: str
+    type: str
+    task: Literal["embed", "rerank"]
+    outputs: tuple[str, ...]
+    parameters: int | None = None
+    dimensions: int | None = None
+    max_tokens: int | None = None
+    languages: tuple[str, ...] = ()
+    prompts: dict[str, str] = {}
+    licence: str | None = None
+    verified: Literal["weights", "size", "family"]
+    note: str | None = None
+    sources: dict[str, tuple[Fact, ...]]
+
+    @property
+    def kind(self) -> Kind:
+        """The group of the table that the model is in."""
+        if self.task == "rerank":
+            return "reranker"
+        if self.type in PAGES:
+            return "pages"
+        if self.type in IMAGES:
+            return "images"
+        if self.type == "static":
+            return "static"
+        by_output: dict[str, Kind] = {"sparse": "sparse", "multi_vector": "colbert"}
+        return by_output.get(self.outputs[0], "embedder")
+
+
+class KnownModels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole table. `sources` describes each source, `languages` names each code."""
+
+    sources: dict[str, str]
+    languages: dict[str, str]
+    models: tuple[KnownModel, ...]
+
+    def search(self, words: Sequence[str]) -> list[KnownModel]:
+        """Return the models to which every word applies, in the order of the table.
+
+        The full name of a model, or what follows the owner in it, means that model alone. Of other
+        words, one of up to two letters is a language code or another whole word. A longer one
+        may also be part of the name, or the beginning of anything else that is known: a language,
+        the `model_type`, the task, an output, the kind, the licence.
+        """
+        named = " ".join(words).lower()
+        for model in self.models:
+            if named in (model.name.lower(), model.name.lower().split("/")[-1]):
+                return [model]
+        return [model for model in self.models if all(self._applies(word, model) for word in words)]
+
+    def _applies(self, word: str, model: KnownModel) -> bool:
+        sought = word.lower()
+        terms = set(self._terms(model))
+        if len(sought) <= SHORT:
+            return sought in terms
+        return sought in model.name.lower() or any(term.startswith(sought) for term in terms)
+
+    def _terms(self, model: KnownModel) -> Iterator[str]:
+        names = (self.languages[code] for code in model.languages)
+        facts = (model.type, model.task, *model.outputs, model.kind, model.licence or "", *names)
+        for text in (model.name, *facts):
+            yield text.lower()
+            yield from re.findall(r"\w+", text.lower())
+        yield from model.languages
+
+
+@cache
+def known_models() -> KnownModels:
+    """Read the table that is part of the package."""
+    return msgspec.json.decode(TABLE.read_bytes(), type=KnownModels)
