@@ -1,6 +1,6 @@
 """Fill LanceDB from the Parquet parts of `jaxembed embed`, and search it by meaning and by words.
 
-    pip install jaxembed pyarrow lancedb
+    pip install pyarrow lancedb
     python fill_lancedb.py vectors/ text "how do vaccines work"
 
 `text` is the kept column whose words are indexed: LanceDB has no sparse vectors, so it fuses the

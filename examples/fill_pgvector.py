@@ -1,7 +1,7 @@
 """Fill PostgreSQL with pgvector from the Parquet parts of `jaxembed embed`, and search it by all
 their vectors.
 
-    pip install jaxembed pgvector 'psycopg[binary]' pyarrow
+    pip install pgvector 'psycopg[binary]' pyarrow
     PGHOST=localhost PGUSER=postgres python fill_pgvector.py vectors/ id "how do vaccines work"
 
 `id` is the column that names a row, of integers or strings: run it again after the parts have

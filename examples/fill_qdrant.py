@@ -1,6 +1,6 @@
 """Fill Qdrant from the Parquet parts of `jaxembed embed`, and search it by all their vectors.
 
-    pip install jaxembed pyarrow qdrant-client
+    pip install pyarrow qdrant-client
     python fill_qdrant.py vectors/ id "how do vaccines work"
 
 `id` is the column that names a row, of integers or strings: run it again after the parts have

@@ -1,14 +1,17 @@
 """Hybrid search: dense vectors and weights of terms, whose rankings Qdrant fuses in this process.
 
-    pip install jaxembed qdrant-client
+    pip install qdrant-client
     python hybrid_search.py corpus.jsonl "how do vaccines work"
+    python hybrid_search.py corpus.jsonl "a question" --dense BAAI/bge-m3 --sparse BAAI/bge-m3
 
-Each line of the file is a JSON object with `_id`, `text` and perhaps `title`.
+Each line of the file is a JSON object with `_id`, `text` and perhaps `title`. A model is a hub id
+or a folder. One that gives both outputs is named twice and loaded once.
 """
 
 import json
-import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +28,30 @@ RANK_CONSTANT = 60  # a text scores 1 / (60 + its rank), from 0, in each ranking
 Embedders = Sequence[tuple[Embedder, Sequence[str]]]  # with the outputs that are asked of each
 
 
-def main(corpus: str, query: str) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = ArgumentParser(description="Search a corpus by meaning and by terms.")
+    parser.add_argument("corpus", type=Path, help="a .jsonl file: `_id` and `text` in each line")
+    parser.add_argument("query")
+    parser.add_argument("--dense", default=DENSE, help="model of the dense vectors (%(default)s)")
+    parser.add_argument("--sparse", default=SPARSE, help="model of the terms (%(default)s)")
+    parser.add_argument("--limit", type=int, default=10, help="texts to show (%(default)s)")
+    options = parser.parse_args(arguments)
+
     client = QdrantClient(":memory:")  # or path="folder", or the url of a server
-    with Embedder(DENSE) as dense, Embedder(SPARSE) as sparse:
-        embedders = [(dense, ["dense"]), (sparse, ["sparse"])]
-        index(client, embedders, dict(read(Path(corpus))))
-        (vectors,) = embed(embedders, [query], "query")
-    for score, name, text in search(client, vectors, limit=10):
+    with ExitStack() as stack:
+        embedders = load(stack, options.dense, options.sparse)
+        index(client, embedders, dict(read(options.corpus)))
+        (vectors,) = embed(embedders, [options.query], "query")
+    for score, name, text in search(client, vectors, options.limit):
         print(f"{score:.4f}  {name}  {text[:70]}")
+
+
+def load(stack: ExitStack, dense: str, sparse: str) -> Embedders:
+    """Load the models, which the stack closes, with the outputs that are asked of each."""
+    if dense == sparse:
+        return [(stack.enter_context(Embedder(dense)), ["dense", "sparse"])]
+    wanted = ((dense, ["dense"]), (sparse, ["sparse"]))
+    return [(stack.enter_context(Embedder(model)), outputs) for model, outputs in wanted]
 
 
 def embed(embedders: Embedders, texts: Sequence[str], role: str) -> list[dict[str, Any]]:
@@ -91,4 +110,4 @@ def read(path: Path) -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

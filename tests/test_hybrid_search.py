@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,13 +130,27 @@ def test_the_program_prints_the_texts_that_rank_best(
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
     tiny = partial(example.Embedder, cache_dir=tmp_path / "cache", config=few())
     monkeypatch.setattr(example, "Embedder", tiny)
-    monkeypatch.setattr(example, "DENSE", models[0])
-    monkeypatch.setattr(example, "SPARSE", models[1])
-    example.main(str(tmp_path / "corpus.jsonl"), QUERY)
+    files = [str(tmp_path / "corpus.jsonl"), QUERY]
+    example.main([*files, "--dense", models[0], "--sparse", models[1]])
     shown = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
     assert {name: text for _, name, text in shown} == DOCUMENTS
     scores = [float(score) for score, _, _ in shown]
     assert scores == sorted(scores, reverse=True)
+    example.main([*files, "--dense", models[0], "--sparse", models[1], "--limit", "1"])
+    assert capsys.readouterr().out.splitlines() == [f"{scores[0]:.4f}  {'  '.join(shown[0][1:])}"]
+
+
+def test_a_model_that_is_named_twice_is_loaded_once(example, monkeypatch):
+    loaded = []
+
+    def load(name: str) -> ExitStack:
+        loaded.append(name)
+        return ExitStack()
+
+    monkeypatch.setattr(example, "Embedder", load)
+    with ExitStack() as stack:
+        ((_, outputs),) = example.load(stack, "both", "both")
+        assert (loaded, outputs) == (["both"], ["dense", "sparse"])
 
 
 def test_eval_hybrid_scores_each_ranking_and_both(

@@ -381,6 +381,12 @@ def test_texts_of_spaces_and_nul_are_texts(processor):
         assert ids_of(processor, Text(text)) == [CLS, *words(text.strip("\0 \n\t")), SEP]
 
 
+def test_outer_white_space_reaches_the_tokenizer(processor, monkeypatch):
+    shown = shown_lengths(processor, monkeypatch)
+    processor.encode([Text("  cat \n")], rules())
+    assert shown == [len("  cat \n")]
+
+
 def test_a_lone_surrogate_is_refused(processor):
     for text in ("\ud800", "cat \udfff dog", "\ud800" + "cat " * 5000):
         with pytest.raises(TokenizerError, match="lone surrogate"):

@@ -167,9 +167,9 @@ def pool_slots(dense: np.ndarray, bounds: np.ndarray, chunked: Chunked) -> np.nd
 def plan_windows(ranges: Sequence[Span], count: int, room: int, overlap: int) -> list[LateWindow]:
     """The windows of a text of `count` tokens, of `room` tokens at most, that pool all `ranges`.
 
-    A window ends before a range that has more room in the next one. The next one starts `overlap`
-    tokens before the first range that is not pooled yet, so that it has some context. A range that
-    fits in no such window is pooled in several.
+    A window has `room` tokens, or ends with the text. It pools the ranges that end in it. The next
+    one starts `overlap` tokens before the first range that is not pooled yet, so that this range
+    has some context. A range of more than `room - overlap` tokens is pooled in several.
     """
     order = sorted(range(len(ranges)), key=lambda chunk: ranges[chunk][0])
     found: list[LateWindow] = []
