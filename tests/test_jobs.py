@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import random
 import signal
 import threading
