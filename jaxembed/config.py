@@ -1,6 +1,7 @@
 """Defines the settings of the engine and the server as frozen dataclasses. Reads no environment."""
 
 from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Literal
 
@@ -49,6 +50,7 @@ class ServerConfig:
     max_client_batch_size: int = 2048  # inputs of a request; 0: unlimited
     payload_limit: int = 32 * MIB  # bytes of a request body
     media_hosts: tuple[str, ...] = ()  # whose URLs of images are fetched; empty: none
+    media_networks: tuple[IPv4Network | IPv6Network, ...] = ()  # private ones they may be in
     accept_bare_token_ids: bool = False  # OpenAI's routes take token ids without special tokens
     drain_timeout_s: float = 20.0  # time to answer admitted requests at shutdown
     prometheus_port: int | None = None  # for /metrics; None: the server's own port

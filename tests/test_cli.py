@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from ipaddress import ip_network
 
 import click
 import numpy as np
@@ -108,6 +109,18 @@ def test_a_tei_command_line_is_understood(parsed):
     assert flags["model_id"] == ("some/model",)
     assert flags["served_model_name"] == ("name",)
     assert flags["auto_truncate"] is True
+
+
+def test_networks_of_media_are_named_by_flag_or_variable(parsed):
+    line = "--allow-media-urls minio.internal:9000 --allow-media-network 10.0.0.0/8"
+    for flags in (
+        parsed(line + " --allow-media-network fd12::/32"),
+        parsed("--allow-media-urls a", {"ALLOW_MEDIA_NETWORK": "10.0.0.0/8 fd12::/32"}),
+    ):
+        assert server_config(flags).media_networks == (
+            ip_network("10.0.0.0/8"),
+            ip_network("fd12::/32"),
+        )
 
 
 def test_bare_token_ids_are_accepted_only_on_request(parsed):
@@ -249,6 +262,9 @@ BLANK_KEY = "--api-key is blank"
         (("--audit-log", "/nowhere/file"), {}, "/nowhere/file cannot be opened: No such"),
         (("--model-repository", "./nowhere"), {}, "--model-repository nowhere is no directory"),
         (("--model-repository", "s3://a/b"), {}, "an object store is named with --loadable"),
+        (("--allow-media-network", "10.0.0.1/8"), {}, "has host bits set"),
+        (("--allow-media-network", "10.0.0.0/8"), {}, "changes nothing without --allow-media-urls"),
+        ((), {"ALLOW_MEDIA_NETWORK": "10.0.0.0/8 0.0.0.0/0"}, "0.0.0.0/0 is not within one of"),
         (
             ("--loadable", "./b", "--revision", "main"),
             {},

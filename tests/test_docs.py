@@ -222,3 +222,9 @@ def test_every_name_in_contributing_is_in_the_code():
             assert code in names or (ROOT / code).is_file(), f"no file {code}"
         elif re.fullmatch(r"[\w.]+(\([\w, ]*\))?", code):
             assert set(re.findall(r"[A-Za-z_]\w*", code)) <= known, f"nothing is called {code}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_example_puts_a_file_into_an_argument(page):
+    """Linux refuses an argument over 128 KiB, which an image in base64 exceeds."""
+    assert "$(base64" not in page.read_text()

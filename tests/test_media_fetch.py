@@ -25,6 +25,7 @@ from jaxembed.images.media_fetch import (
     MediaFetcher,
     addresses_of,
 )
+from jaxembed.images.media_urls import AllowedAddresses, parse_media_network
 
 LIMIT = 1000  # bytes
 SHORT_S = 0.1  # for what never comes; else the default
@@ -386,6 +387,49 @@ async def test_addresses_that_are_named_but_not_public_reach_nothing(host, url):
     async with serving(says(ok())) as server:
         media = MediaFetcher([host.format(port=server.port)], ports=[server.port])
         assert "public" in await refusal(server, media, url.format(port=server.port))
+
+
+NETWORK = AllowedAddresses([parse_media_network("127.0.0.0/29")])
+
+
+@pytest.mark.parametrize(
+    ("addresses", "arrives"),
+    [
+        (["127.0.0.1"], True),
+        (["::ffff:127.0.0.1"], True),
+        (["127.0.0.1", "127.0.0.9"], False),  # all must be allowed
+        (["10.0.0.1", "127.0.0.1"], False),
+        (["169.254.169.254"], False),
+    ],
+)
+async def test_a_host_may_be_in_a_network_that_is_named(addresses, arrives):
+    async with serving(says(ok())) as server:
+        media = fetcher(server, resolve=lambda host, port: addresses, allowed_address=NETWORK)
+        url = f"http://a.test:{server.port}/"
+        if arrives:
+            assert await media.fetch(url) == PICTURE
+        else:
+            assert "in a network of --allow-media-network" in await refusal(server, media, url)
+
+
+@pytest.mark.parametrize(
+    ("location", "rule"),
+    [
+        ("http://127.0.0.1:PORT/", "its host is none of those"),
+        ("http://b.test:PORT/", "its host is none of those"),
+        ("http://a.test:22/", "its port is not"),
+        ("http://c.test:PORT/", "not all addresses"),
+    ],
+)
+async def test_a_redirect_within_a_named_network_needs_a_named_host_and_port(location, rule):
+    def resolve(host: str, port: int) -> list[str]:
+        return ["127.0.0.9"] if host == "c.test" else ["127.0.0.1"]
+
+    async with serving(says(redirect(location))) as server:
+        media = fetcher(server, "a.test", "c.test", resolve=resolve, allowed_address=NETWORK)
+        with pytest.raises(MediaUrlError, match=rule):
+            await media.fetch(f"http://a.test:{server.port}/x")
+        assert await server.connections() == 1
 
 
 async def test_an_address_that_is_named_and_allowed_is_not_looked_up():

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from jaxembed.errors import ConfigError, MediaUrlError
 from jaxembed.images.media_urls import (
     LONGEST_URL,
+    AllowedAddresses,
     AllowedHosts,
     is_public_address,
+    parse_media_network,
     parse_media_url,
     unmapped,
 )
@@ -109,6 +111,69 @@ def test_ipv4_is_judged_the_same_when_mapped_into_ipv6(address):
         assert address.is_global
         assert not address.is_multicast
         assert not address.is_private
+
+
+# Networks that the operator names
+
+
+@pytest.mark.parametrize(
+    ("networks", "address", "allowed"),
+    [
+        ([], "10.0.0.1", False),
+        (["10.0.0.0/8"], "10.0.0.1", True),
+        (["10.0.0.0/8"], "::ffff:10.0.0.1", True),
+        (["10.0.0.0/8"], "64:ff9b::10.0.0.1", False),  # NAT64
+        (["10.0.0.0/8"], "11.0.0.1", True),  # public
+        (["10.0.0.0/8"], "192.168.0.1", False),
+        (["10.0.0.0/8"], "127.0.0.1", False),
+        (["10.0.0.0/8"], "169.254.169.254", False),
+        (["10.0.0.0/8", "192.168.0.0/16"], "192.168.0.1", True),
+        (["10.0.0.5"], "10.0.0.5", True),
+        (["10.0.0.5"], "10.0.0.6", False),
+        (["127.0.0.1"], "127.0.0.1", True),
+        (["127.0.0.1"], "0.0.0.0", False),  # which connects to the machine itself, too
+        (["fd12:3456::/32"], "fd12:3456::1", True),
+        (["fd12:3456::/32"], "fd12:3456::1%2", False),
+        (["fd12:3456::/32"], "::ffff:10.0.0.1", False),
+        (["169.254.0.0/16"], "169.254.1.1", True),
+        (["169.254.0.0/16"], "169.254.169.254", False),  # metadata: only by its own address
+        (["169.254.169.254"], "169.254.169.254", True),
+        (["169.254.169.254/32"], "::ffff:169.254.169.254", True),
+        (["100.64.0.0/10"], "100.64.0.1", True),
+        (["100.64.0.0/10"], "100.100.100.200", False),
+        (["fc00::/7"], "fd00:ec2::254", False),
+        (["fc00::/7"], "fd20:ce::254", False),
+        (["fc00::/7"], "fe80::1", False),
+    ],
+)
+def test_a_named_network_admits_its_own_addresses_alone(networks, address, allowed):
+    rule = AllowedAddresses([parse_media_network(one) for one in networks])
+    assert rule(ip_address(address)) == allowed
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("10.0.0.1/8", "has host bits set"),
+        ("10.0.0.0/33", "is not a network"),
+        ("minio.internal", "is not a network"),
+        ("", "is not a network"),
+        ("10.0.0.0/8,192.168.0.0/16", "is not a network"),
+        ("0.0.0.0/0", "is not within one of 10.0.0.0/8"),
+        ("::/0", "is not within one of"),
+        ("8.0.0.0/5", "is not within one of"),  # holds 10.0.0.0/8
+        ("8.8.8.0/24", "public addresses need no flag"),
+        ("0.0.0.0/8", "is not within one of"),
+        ("::ffff:10.0.0.0/104", "is not within one of"),
+        ("64:ff9b::/96", "is not within one of"),
+        ("fe80::/10", "is not within one of"),
+        ("224.0.0.0/4", "is not within one of"),
+        ("168.63.129.16", "is not within one of"),
+    ],
+)
+def test_a_network_that_cannot_be_named_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_media_network(text)
 
 
 # URLs

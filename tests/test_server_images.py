@@ -1,6 +1,9 @@
 """Images over HTTP: every form that clients send them in, and what is refused."""
 
 import base64
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_network
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -180,6 +183,29 @@ def test_urls_of_other_hosts_and_of_private_addresses_are_refused(clip):
     for url in ("http://127.0.0.1/a.png", "http://localhost/a.png", "gopher://example.com/"):
         answer = post(clip, {"input": [url], "modality": "image"}, status=400, **config)
         assert answer["error"]["code"] == "invalid_media_url"
+
+
+def test_the_image_of_a_host_in_a_named_network_is_fetched(clip, vectors):
+    class Store(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(FILES[0])
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Store) as store:
+        Thread(target=store.serve_forever, daemon=True).start()
+        host = f"localhost:{store.server_port}"
+        body = {"input": [f"http://{host}/a.png"], "modality": "image"}
+        networks = (ip_network("127.0.0.0/8"), ip_network("::1"))
+        config: Any = {"media_hosts": (host,), "media_networks": networks}
+        answer = post(clip, body, **config)
+        np.testing.assert_allclose(answer["data"][0]["embedding"], vectors[0], atol=2e-6)
+        answer = post(clip, body, status=400, media_hosts=(host,))
+        assert "--allow-media-network" in answer["error"]["message"]
+        store.shutdown()
 
 
 @COHERE

@@ -9,6 +9,7 @@ import click
 
 from jaxembed.cli.options import FiniteRange, tei_option, together
 from jaxembed.config import EngineConfig, PoolLimits, ServerConfig
+from jaxembed.errors import ConfigError
 from jaxembed.memory import MIB
 
 
@@ -135,6 +136,16 @@ SERVER_OPTIONS = together(
         "it, `host:8443` a port. Default: no URL is fetched.",
     ),
     click.option(
+        "--allow-media-network",
+        "media_networks",
+        metavar="CIDR",
+        multiple=True,
+        envvar="ALLOW_MEDIA_NETWORK",
+        show_envvar=True,
+        help="Let the hosts of --allow-media-urls have addresses in this private network, such as "
+        "10.1.0.0/16; repeatable. Default: public addresses alone.",
+    ),
+    click.option(
         "--playground/--no-playground",
         default=None,
         help="Whether to serve a page at /playground to try the models. Default: if --host is this "
@@ -219,8 +230,23 @@ def server_config(flags: dict[str, Any]) -> ServerConfig:
         drain_timeout_s=flags["drain_timeout"],
         prometheus_port=flags["prometheus_port"],
         media_hosts=tuple(flags["media_hosts"]),
+        media_networks=_media_networks(flags),
         playground=flags["playground"],
         admin_key=flags["admin_key"],
         admin_port=flags["admin_port"],
         notify_socket=os.environ.get("NOTIFY_SOCKET"),
     )
+
+
+def _media_networks(flags: dict[str, Any]) -> tuple[Any, ...]:
+    """The networks of --allow-media-network. Raises ConfigError for what is no such network, and
+    for a network without a host to fetch from."""
+    from jaxembed.images.media_urls import FLAG, NETWORK_FLAG, parse_media_network
+
+    networks = tuple(map(parse_media_network, flags["media_networks"]))
+    if networks and not flags["media_hosts"]:
+        raise ConfigError(
+            f"{NETWORK_FLAG} {networks[0]} changes nothing without {FLAG}, which names the hosts "
+            "whose URLs are fetched; add it, or leave the network out"
+        )
+    return networks

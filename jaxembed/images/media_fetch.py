@@ -1,4 +1,4 @@
-"""Fetches files from URLs that clients send: from allowed hosts at public addresses, within bounds.
+"""Fetches files from URLs that clients send: from allowed hosts at allowed addresses, in bounds.
 
 A name is looked up once for each request that is sent, and the connection goes to an address of
 that very answer: looking it up again could give another one, to which no rule was applied. Proxies
@@ -18,6 +18,7 @@ from jaxembed.errors import MediaUrlError, ShuttingDown
 from jaxembed.images.media import excerpt
 from jaxembed.images.media_urls import (
     FLAG,
+    NETWORK_FLAG,
     WEB_PORTS,
     Address,
     AllowedHosts,
@@ -161,7 +162,9 @@ class MediaFetcher:
             raise MediaUrlError(source, "its host has no address")
         if not all(map(self._allowed_address, addresses)):
             raise MediaUrlError(
-                source, f"not all addresses of its host are public, which {FLAG} does not change"
+                source,
+                f"not all addresses of its host are public or in a network of {NETWORK_FLAG}; "
+                f"{FLAG} alone admits no other address",
             )
         return addresses
 

@@ -8,15 +8,24 @@ import re
 import string
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from ipaddress import (
+    IPv4Address,
+    IPv4Network,
+    IPv6Address,
+    IPv6Network,
+    ip_address,
+    ip_network,
+)
 from urllib.parse import quote, urljoin, urlsplit
 
 from jaxembed.errors import ConfigError, MediaUrlError
 from jaxembed.images.media import excerpt
 
 Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
 
 FLAG = "--allow-media-urls"
+NETWORK_FLAG = "--allow-media-network"
 WEB_PORTS = (80, 443)
 LONGEST_URL = 8192  # characters
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -45,6 +54,91 @@ _NOT_PUBLIC = [
         "3fff::/20",  # documentation
     )
 ]
+
+# The networks in which NETWORK_FLAG may admit addresses. Ranges of IPv6 that hold an IPv4 address
+# are missing, because one such network holds metadata addresses in a second form.
+_NAMEABLE = [
+    ip_network(network)
+    for network in (
+        "10.0.0.0/8",
+        "172.16.0.0/12",
+        "192.168.0.0/16",
+        "100.64.0.0/10",  # shared; some clouds give it to pods
+        "127.0.0.0/8",
+        "169.254.0.0/16",
+        "::1/128",
+        "fc00::/7",
+    )
+]
+# Addresses at which clouds give credentials to any process of the machine. A network admits one
+# only if it is that one address.
+_METADATA = frozenset(
+    ip_address(address)
+    for address in (
+        "169.254.169.254",  # most clouds
+        "169.254.170.2",  # Amazon's credentials of a container
+        "169.254.170.23",  # and of a pod
+        "169.254.0.23",  # Tencent
+        "100.100.100.200",  # Alibaba
+        "fd00:ec2::254",  # Amazon
+        "fd00:ec2::23",  # Amazon's credentials of a pod
+        "fd20:ce::254",  # Google
+        "fd00:c1::a9fe:a9fe",  # Oracle
+    )
+)
+
+
+def parse_media_network(text: str) -> Network:
+    """Parse a network whose addresses media may be fetched from, such as 10.1.0.0/16. An address
+    without a prefix length is a network of one.
+
+    Raises ConfigError if the text is no network, or one outside the private, shared, loopback and
+    link-local ranges.
+    """
+    try:
+        network = ip_network(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{NETWORK_FLAG} {text!r} is not a network ({error}); expected a CIDR such as "
+            "10.1.0.0/16 or fd12:3456::/32"
+        ) from error
+    if not any(_lies_in(network, range_) for range_ in _NAMEABLE):
+        ranges = ", ".join(map(str, _NAMEABLE))
+        raise ConfigError(
+            f"{NETWORK_FLAG} {text} is not within one of {ranges}; public addresses need no flag, "
+            "and others are never fetched from"
+        )
+    return network
+
+
+def _lies_in(network: Network, other: Network) -> bool:
+    """Whether all addresses of a network are in the other one, which may be of another version."""
+    if isinstance(network, IPv4Network):
+        return isinstance(other, IPv4Network) and network.subnet_of(other)
+    return isinstance(other, IPv6Network) and network.subnet_of(other)
+
+
+class AllowedAddresses:
+    """The addresses that media may be fetched from: public ones, and those of some networks, which
+    `parse_media_network` gives.
+
+    A metadata address of a cloud is allowed only by a network of this one address.
+    """
+
+    def __init__(self, networks: Sequence[Network] = ()):
+        self._networks = tuple(networks)
+
+    def __call__(self, address: Address) -> bool:
+        """Whether the address is allowed. IPv4 that is mapped into IPv6 is judged as IPv4."""
+        address = unmapped(address)
+        if is_public_address(address):
+            return True
+        if isinstance(address, IPv6Address) and address.scope_id:
+            return False
+        found = [network for network in self._networks if address in network]
+        if address in _METADATA:
+            return any(network.num_addresses == 1 for network in found)
+        return bool(found)
 
 
 def is_public_address(address: Address) -> bool:

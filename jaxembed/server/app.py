@@ -11,6 +11,7 @@ from werkzeug.routing import BaseConverter, MapAdapter
 from jaxembed.config import ServerConfig
 from jaxembed.errors import ShuttingDown
 from jaxembed.images.media_fetch import MediaFetcher
+from jaxembed.images.media_urls import AllowedAddresses
 from jaxembed.server import (
     access,
     classify,
@@ -143,7 +144,13 @@ def create_app(
     if there is an admin key, the routes that load them. With a `keyring` requests need a key of it,
     or of the config. A `tracer` traces the requests."""
     pool_of_all = pool or ModelPool(models)
-    hosts = config.media_hosts
+    fetcher = None
+    if config.media_hosts:
+        fetcher = MediaFetcher(
+            config.media_hosts,
+            most_bytes=MOST_IMAGE_BYTES,
+            allowed_address=AllowedAddresses(config.media_networks),
+        )
     service = Service(
         models,
         config,
@@ -151,11 +158,11 @@ def create_app(
         keyring=keyring,
         audit=audit,
         tracer=tracer,
-        fetcher=MediaFetcher(hosts, most_bytes=MOST_IMAGE_BYTES) if hosts else None,
+        fetcher=fetcher,
     )
     app = Server(service)
-    if service.fetcher is not None:
-        app.after_serving(service.fetcher.aclose)
+    if fetcher is not None:
+        app.after_serving(fetcher.aclose)
     for blueprint in BLUEPRINTS:
         app.register_blueprint(blueprint)
     if pool is not None and config.admin_key is not None:
