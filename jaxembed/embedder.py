@@ -5,7 +5,9 @@ vectors = embedder.encode(["a text", "another"])  # float32 [2, 384]
 """
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 from jaxembed.errors import InvalidInput
 from jaxembed.images.sources import read_image
 from jaxembed.inputs import ChunkedText, Image, Input, Pair, Text
-from jaxembed.interaction import compare_outputs
+from jaxembed.interaction import compare_outputs, compare_pairs
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import (
     Embeddings,
@@ -181,10 +183,12 @@ class Embedder(LoadedModel):
 
         Of a model that reads pages the documents are `images`, as `encode` takes them.
 
-        Scores are from 0 to 1, with `raw_scores` the model's logits. An embedding model with
-        several vectors a text compares these: scores are means of cosines, raw ones their sums;
-        `weights` are those of its dense, sparse and multi-vector outputs. Other options are the
-        fields of ScoreOptions. Raises WrongTask and the errors of InvalidInput and BackendError.
+        Scores are from 0 to 1, with `raw_scores` the model's logits. An embedding model compares
+        its outputs for the query and for each document. The score is the cosine of dense vectors,
+        from -1 to 1, the product of weights of terms, or of several vectors a text a mean of
+        cosines, whose raw score is the sum; `weights` are those of its dense, sparse and
+        multi-vector outputs. Other options are the fields of ScoreOptions. Raises WrongTask for a
+        classifier, and the errors of InvalidInput and BackendError.
         """
         _check_top_n(top_n)
         asked = ScoreOptions(**options)
@@ -224,12 +228,27 @@ class Embedder(LoadedModel):
     ) -> np.ndarray:
         """The score of each pair of a query and a document, float32 `[n]`: those of `rerank`, in
         the order given."""
+        if self.spec.task == "embed":
+            compared = self.tasks.compare_pairs(pairs, ScoreOptions(**options))
+            of_queries, of_documents, weights, numbers = compared
+            with _of_pairs(numbers):
+                queries = self.run(of_queries)
+            both, texts = (queries, self.run(of_documents)), [text for _, text in pairs]
+            return compare_pairs(*both, weights, texts, numbers, raw_scores=raw_scores)
         return _of_first_label(self.run(self._to_score_pairs(pairs, options)), raw_scores)
 
     async def score_async(
         self, pairs: Sequence[tuple[str, str]], *, raw_scores: bool = False, **options
     ) -> np.ndarray:
         """`score` without blocking the event loop."""
+        if self.spec.task == "embed":
+            compared = self.tasks.compare_pairs(pairs, ScoreOptions(**options))
+            of_queries, of_documents, weights, numbers = compared
+            with _of_pairs(numbers):
+                queries = await self.run_async(of_queries)
+            both, texts = (queries, await self.run_async(of_documents)), [text for _, text in pairs]
+            call = partial(compare_pairs, raw_scores=raw_scores)
+            return await self.runner.off_loop(call, *both, weights, texts, numbers)
         answer = await self.run_async(self._to_score_pairs(pairs, options))
         return _of_first_label(answer, raw_scores)
 
@@ -370,6 +389,18 @@ def _one_or_all(texts: str | Sequence[Any], answer: Embeddings) -> np.ndarray:
 
 def _of_first_label(answer: Scores, raw_scores: bool) -> np.ndarray:
     return np.ascontiguousarray(answer.shown(raw_scores)[:, 0])
+
+
+@contextmanager
+def _of_pairs(numbers: Sequence[int]) -> Iterator[None]:
+    """Let an error of a query have the index of the first pair with the query; `numbers` are those
+    of the queries of all pairs."""
+    try:
+        yield
+    except InvalidInput as error:
+        if error.index is not None:
+            error.field, error.index = error.field or "query", numbers.index(error.index)
+        raise
 
 
 def _chunked(text: ChunkedText | Sequence[str]) -> ChunkedText:

@@ -3,8 +3,9 @@ of BGE-M3 by all three. Uses no device and no HTTP."""
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jaxembed.inputs import Image
 from jaxembed.maxsim import maxsim
@@ -12,7 +13,7 @@ from jaxembed.options import Embeddings, Similarities, best_windows
 from jaxembed.outputs import REPRESENTATIONS, OutputName
 from jaxembed.postprocess import similarity
 from jaxembed.terms import cosines, products
-from jaxembed.work import Ragged
+from jaxembed.work import Ragged, chosen_rows
 
 Weights = dict[OutputName, float]
 
@@ -89,6 +90,38 @@ def compare_outputs(
         cached=sum(one.cached for one in both),
         chunks=chunks,
         raw=raw if weights.keys() == {"multi_vector"} else None,
+    )
+
+
+def compare_pairs(
+    queries: Embeddings,
+    documents: Embeddings,
+    weights: Weights,
+    texts: Sequence[str],
+    numbers: Sequence[int],
+    *,
+    raw_scores: bool,
+) -> Float[np.ndarray, " documents"]:
+    """The scores of documents, of which each has the query with its number, float32: those that
+    `compare_outputs` gives. Each query has a document."""
+    found, query_of = np.empty(len(texts), np.float32), np.array(numbers, np.int64)
+    order = np.argsort(query_of, kind="stable")
+    ends = np.cumsum(np.bincount(query_of))
+    for number, chosen in enumerate(np.split(order, ends)[:-1]):
+        scores = compare_outputs(
+            _chosen(queries, np.array([number])),
+            _chosen(documents, chosen),
+            weights,
+            [texts[k] for k in chosen.tolist()],
+        )
+        found[chosen] = scores.shown(raw_scores)[:, 0]
+    return found
+
+
+def _chosen(answer: Embeddings, chosen: Int[np.ndarray, " n"]) -> Embeddings:
+    """The outputs of the inputs with these numbers."""
+    return msgspec.structs.replace(
+        answer, values=chosen_rows(answer.values, chosen), num_tokens=answer.num_tokens[chosen]
     )
 
 

@@ -23,7 +23,7 @@ from jaxembed.processors.text import Row, Rules, TextProcessor, Tokenized
 from jaxembed.quantise import quantise
 from jaxembed.spec import Head, ModelSpec, PerToken, Vocabulary
 from jaxembed.terms import most_active, terms_of_tokens
-from jaxembed.work import Ragged, Span, SparseRows, WorkResult
+from jaxembed.work import Ragged, Span, SparseRows, WorkResult, chosen_rows
 
 INPUT_BYTES = 1024  # of memory an input takes beside its text and its tokens: measured 0.8 KB
 TOKEN_BYTES = 8  # a token takes: its id, twice while a batch is packed
@@ -219,10 +219,7 @@ class MixedRequest(EncodeRequest):
         """The answer of answers to the parts, in the order of the inputs."""
         first = Embeddings.joined(answers)
         order = np.argsort(np.concatenate(self.places))
-        values: WorkResult = {
-            name: value.ordered(order) if isinstance(value, Ragged) else value[order]
-            for name, value in first.values.items()
-        }
+        values = chosen_rows(first.values, order)
         ids = first.vector_ids
         if ids is not None:
             ids = Ragged(ids, first.multi_vector.offsets).ordered(order).values

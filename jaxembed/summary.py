@@ -8,10 +8,7 @@ import msgspec
 from jaxembed.engine.bucket import LONGEST_DEFAULT_ROW
 from jaxembed.engine.placement import placed_bytes
 from jaxembed.models import is_static, parameter_shapes, position_limit
-from jaxembed.outputs import OutputName
 from jaxembed.spec import DType, ModelSpec, Routes
-
-SUMMARY_NAMES: dict[OutputName, str] = {"dense": "embedding", "tokens": "token_embeddings"}
 
 
 def summary_of_routes(routes: Routes) -> dict[str, Any]:
@@ -52,7 +49,7 @@ def summary(spec: ModelSpec) -> dict[str, Any]:
 
 def _of_embedder(spec: ModelSpec) -> dict[str, Any]:
     return {
-        "outputs": {SUMMARY_NAMES.get(name, name): width for name, width in spec.widths.items()},
+        "outputs": spec.widths,
         "normalized": spec.head.normalize,
         "prompts": spec.prompts,
         "default_prompt_name": spec.default_prompt_name,

@@ -279,9 +279,11 @@ class Tasks:
         """The request for the logit of each document with the query, which is tokenized once.
 
         Equal documents get equal logits and keep their order: the engine computes them once.
-        Documents may be empty, as in TEI. Raises EmptyInput for an empty query.
+        Documents may be empty, as in TEI. Raises EmptyInput for an empty query, and WrongTask for
+        an embedding model, whose requests `compare` makes.
         """
-        check_task(self._name, self._spec, "rerank")
+        if "rerank" not in DOES[self._spec.task]:
+            raise _wrong_task(self._name, self._spec, "rerank")
         if Image in map(type, documents):
             self.check_images()
         if options.weights is not None:
@@ -299,18 +301,42 @@ class Tasks:
         self, query: str, documents: Sequence[str | Image], options: ScoreOptions
     ) -> tuple[EncodeRequest, EncodeRequest, Weights]:
         """The requests for the outputs of a query and of documents, by which the documents are
-        ranked, and the weights of the outputs. Documents may be empty, as in `rerank`; those of a
-        model that reads pages are images. Raises also EmptyInput for an empty query."""
-        offered = self._spec.representations
-        if "multi_vector" not in offered:
-            check_task(self._name, self._spec, "rerank")
+        ranked, and the weights of the outputs.
+
+        Queries and documents have the routes and prompts of their roles. Dense vectors are
+        normalised, so that their product is the cosine, unless the model also gives several vectors
+        a text: then its heads decide. Documents may be empty, as in `rerank`; those of a model that
+        reads pages are images. Raises also EmptyInput for an empty query.
+        """
         check_query(query)
+        return self._compare([query], documents, options)
+
+    def compare_pairs(
+        self, pairs: Sequence[tuple[str, str]], options: ScoreOptions
+    ) -> tuple[EncodeRequest, EncodeRequest, Weights, list[int]]:
+        """The requests for the outputs of all different queries and of the documents of some pairs,
+        as `compare` makes them, and for each pair the number of its query. Raises EmptyInput, with
+        the index of the pair, for an empty query."""
+        if options.max_chunks != 1:
+            raise InvalidInput("only `rerank` divides documents", field="max_chunks")
+        numbers: dict[str, int] = {}
+        for index, (query, _) in enumerate(pairs):
+            if not query:
+                raise EmptyInput("query", index)
+            numbers.setdefault(query, len(numbers))
+        compared = self._compare(list(numbers), [document for _, document in pairs], options)
+        return *compared, [numbers[query] for query, _ in pairs]
+
+    def _compare(
+        self, queries: Sequence[str], documents: Sequence[str | Image], options: ScoreOptions
+    ) -> tuple[EncodeRequest, EncodeRequest, Weights]:
+        check_task(self._name, self._spec, "embed")
         usual = ScoreOptions()
         for field in ("instruction", "max_document_tokens"):
             if getattr(options, field) != getattr(usual, field):
                 raise InvalidInput(
                     f"`{FIELDS.get(field, field)}` is for models that score pairs, and this one "
-                    "compares vectors; leave it out",
+                    "compares embeddings; leave it out",
                     field=FIELDS.get(field, field),
                 )
         _check_windows(options)
@@ -318,12 +344,13 @@ class Tasks:
         weights = weights_of(self._offered, options.weights)
         encoded = EncodeOptions(
             outputs=frozenset(weights),
+            normalize=None if "multi_vector" in self._offered else True,
             truncate=options.truncate,
             truncation_side=options.truncation_side,
             adapter=options.adapter,
             priority=options.priority,
         )
-        of_query = self.embed([Text(query)], self.for_role("query", encoded))
+        of_queries = self.embed(list(map(Text, queries)), self.for_role("query", encoded))
         of_documents = self.for_role("document", encoded)
         inputs = [one if isinstance(one, Image) else Text(one) for one in documents]
         if self._spec.image is not None or Image in map(type, inputs):
@@ -332,7 +359,9 @@ class Tasks:
                     "`max_chunks_per_doc` is for texts, and the documents are images; leave it out",
                     field="max_chunks_per_doc",
                 )
-            return of_query, self.embed(inputs, of_documents), weights
+            return of_queries, self.embed(inputs, of_documents), weights
+        if self._takes_images:
+            _check_texts(inputs)
         plain = self.embed((), of_documents)
         rules = msgspec.structs.replace(
             plain.rules,
@@ -349,7 +378,7 @@ class Tasks:
             route=plain.route,
             adapter=plain.adapter,
         )
-        return of_query, compared, weights
+        return of_queries, compared, weights
 
     def _check_weights(self, weights: Sequence[float] | None) -> None:
         """Raise InvalidInput for weights of outputs that the model does not give."""
@@ -607,16 +636,30 @@ def _calibration(model: str, spec: ModelSpec, kind: VectorKind) -> str:
 
 
 def tasks_of(spec: ModelSpec) -> tuple[Task, ...]:
-    """The tasks that a model can do. An embedder with a vector for each token reranks by these."""
+    """The tasks that a model is listed for. An embedding model with a vector for each token is
+    listed as one that reranks."""
     return (*DOES[spec.task], "rerank") if "multi_vector" in spec.heads else DOES[spec.task]
+
+
+def fit(spec: ModelSpec, task: Task) -> int | None:
+    """How well a model does a task: 0 if it is made for it, 1 if it is listed for it, 2 for any
+    other embedding model that reranks, by the similarity of its embeddings. None if it cannot."""
+    if spec.task == task:
+        return 0
+    if task in tasks_of(spec):
+        return 1
+    return 2 if (spec.task, task) == ("embed", "rerank") else None
 
 
 def check_task(name: str, spec: ModelSpec, task: Task) -> None:
     """Raises WrongTask if a model cannot do the task."""
-    if task not in DOES[spec.task]:
-        raise WrongTask(
-            f"{name} is {KIND[spec.task]}: it cannot {task}, only {' and '.join(DOES[spec.task])}"
-        )
+    if fit(spec, task) is None:
+        raise _wrong_task(name, spec, task)
+
+
+def _wrong_task(name: str, spec: ModelSpec, task: Task) -> WrongTask:
+    able = " and ".join(DOES[spec.task])
+    return WrongTask(f"{name} is {KIND[spec.task]}: it cannot {task}, only {able}")
 
 
 def check_cut(

@@ -246,6 +246,18 @@ bounds, or SparseRows of as many rows, or a Ragged with an array `[length, width
 sequence."""
 
 
+def chosen_rows(result: WorkResult, chosen: np.ndarray) -> WorkResult:
+    """The outputs of the inputs with these numbers, int `[chosen]`, in this order; of a result with
+    one slot for each input."""
+    return {name: _chosen(value, chosen) for name, value in result.items()}
+
+
+def _chosen(value: Any, chosen: np.ndarray) -> Any:
+    if isinstance(value, Ragged):
+        return value.ordered(chosen)
+    return value.rows(chosen.tolist()) if isinstance(value, SparseRows) else value[chosen]
+
+
 def empty_result(work: Work, widths: Mapping[OutputName, int]) -> WorkResult:
     """A result for the work, to be filled; `widths` are those of the model's outputs."""
     result: WorkResult = {}

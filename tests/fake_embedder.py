@@ -128,6 +128,7 @@ class FakeEmbedder(LoadedModel):
         self.routes = {"": SimpleNamespace(plan=self.plan, processor=processor)}
         self.engines = self.run_by = self.routes
         self.images = None
+        self.runner = SimpleNamespace(off_loop=asyncio.to_thread)
         self.admission = Admission(Capacity(1000, 100_000), 0, lambda: 0.0)
         self.telemetry = Telemetry()
         self.failure = failure

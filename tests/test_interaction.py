@@ -29,11 +29,13 @@ M3 = {
     "max_input_tokens": LIMIT,
     "prompts": {},
 }
+DENSE = {"heads": {"dense": Pooled(("mean",))}, "max_input_tokens": LIMIT}  # not normalised
 PROMPTED = {"prompts": {"query": "", "document": "the red "}, "include_prompt": False}
 MODELS = {  # the fields of a spec, and how many tokens are around a document
     "colbert": (late(document_length=LIMIT) | {"max_input_tokens": LIMIT}, 3),
     "m3": (M3, 2),
     "m3, prompted": (M3 | PROMPTED, 4),
+    "dense": (DENSE, 3),
 }
 SHORT = late(document_length=60) | {"max_input_tokens": 60}
 
@@ -66,15 +68,17 @@ def _opened(tmp_path_factory):
 def similarity(embedder: Embedder, query: str, document: str) -> float:
     """The mean of the similarities of all outputs, in float64."""
     names = embedder.spec.representations
-    one = embedder.encode_outputs(query, names, role="query")
-    other = embedder.encode_outputs(document, names, role="document")
+    one = embedder.encode_outputs(query, names, role="query", normalize=True)
+    other = embedder.encode_outputs(document, names, role="document", normalize=True)
     found = []
     if "dense" in names:
         found.append(float(one["dense"][0].astype(float) @ other["dense"][0]))
     if "sparse" in names:
         found.append(float(as_dense(one["sparse"])[0].astype(float) @ as_dense(other["sparse"])[0]))
-    tokens = one["multi_vector"][0].astype(float) @ other["multi_vector"][0].T
-    return float(np.mean([*found, tokens.max(axis=1).mean()]))
+    if "multi_vector" in names:
+        tokens = one["multi_vector"][0].astype(float) @ other["multi_vector"][0].T
+        found.append(tokens.max(axis=1).mean())
+    return float(np.mean(found))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -113,7 +117,67 @@ def test_the_rows_of_a_window_are_those_of_its_text(opened, name):
     assert [one.spans for one in got] == [one.spans for one in wanted]
 
 
-@pytest.mark.parametrize("name", ["colbert", "m3"])
+def test_a_dense_embedder_ranks_by_the_cosines_of_its_vectors(opened):
+    embedder, documents = opened("dense"), ["a cat", prose(20, 1), "", "the dog", prose(300, 2)]
+    query = embedder.encode_query(QUERY, normalize=True).astype(float)
+    vectors = embedder.encode_document(["a cat", *documents[1:2], "x", *documents[3:]])
+    lengths = np.linalg.norm(vectors.astype(float), axis=1)
+    assert lengths.min() > 1.1  # so that products of what `encode` gives would be no cosines
+    wanted = vectors.astype(float) @ query / lengths
+    wanted[2] = -1
+    assert not np.allclose(wanted[0], embedder.encode("a cat", normalize=True) @ query)  # prompts
+    ranked = embedder.rerank(QUERY, documents)
+    assert ranked == asyncio.run(embedder.rerank_async(QUERY, documents))
+    assert ranked == embedder.rerank(QUERY, documents, raw_scores=True)
+    order = np.argsort(-wanted, kind="stable").tolist()
+    assert [one.index for one in ranked] == order
+    np.testing.assert_allclose([one.score for one in ranked], wanted[order], rtol=0, atol=1e-6)
+    for path, field in ROUTES.items():
+        body = {"query": QUERY, field: documents, "top_n": 3}
+        response, answer = ask(body, path=path, embedder=embedder, status=200)
+        results = answer["results"] if isinstance(answer, dict) else answer
+        assert [one["index"] for one in results] == order[:3]
+        scores = [one.get("relevance_score", one.get("score")) for one in results]
+        np.testing.assert_allclose(scores, wanted[order[:3]], rtol=0, atol=1e-6)
+        assert response.headers["x-score-source"] == "embeddings"
+        assert response.headers["x-truncated-inputs"] == "1"
+    assert embedder.rerank(QUERY, []) == []
+
+
+@pytest.mark.parametrize("name", ["colbert", "m3", "dense"])
+def test_pairs_have_the_scores_of_rerank(opened, name):
+    embedder, documents = opened(name), ["a cat", prose(20, 1), "", "the dog"]
+    pairs = [(query, text) for text in documents for query in (QUERY, "dog", "red")]
+    for raw_scores in (False, True):
+        wanted = {
+            (query, documents[one.index]): one.score
+            for query in (QUERY, "dog", "red")
+            for one in embedder.rerank(query, documents, raw_scores=raw_scores)
+        }
+        got = embedder.score(pairs, raw_scores=raw_scores)
+        np.testing.assert_allclose(got, [wanted[pair] for pair in pairs], rtol=1e-5, atol=1e-6)
+        again = asyncio.run(embedder.score_async(pairs, raw_scores=raw_scores))
+        np.testing.assert_allclose(again, got, rtol=1e-5, atol=1e-6)
+    assert embedder.score([]).tolist() == []
+
+
+def test_a_pair_that_cannot_be_scored_is_named_by_its_index(opened):
+    embedder = opened("dense")
+    pairs = [("cat", "a"), ("dog", "a"), (prose(300), "a"), ("cat", "a"), (prose(300), "b")]
+    with pytest.raises(InputTooLong) as refused:
+        embedder.score(pairs, truncate=False)
+    assert (refused.value.field, refused.value.index) == ("query", 2)
+    with pytest.raises(InputTooLong) as refused:
+        embedder.score([("cat", "a"), ("cat", prose(300))], truncate=False)
+    assert (refused.value.field, refused.value.index) == (None, 1)
+    with pytest.raises(EmptyInput) as refused:
+        embedder.score([("cat", "a"), ("", "a")])
+    assert refused.value.index == 1
+    with pytest.raises(InvalidInput, match="only `rerank` divides documents"):
+        embedder.score([("cat", "a")], max_chunks=2)
+
+
+@pytest.mark.parametrize("name", ["colbert", "m3", "dense"])
 def test_an_empty_document_is_ranked_last(opened, name):
     embedder = opened(name)
     documents = ["", "a cat", "", prose(300, 1), " "]
@@ -179,13 +243,17 @@ def test_every_route_that_reranks_takes_and_names_chunks(opened, name, path):
         ({"max_chunks_per_doc": 2, "overlap_tokens": -1}, "`overlap_tokens` must be 0 or more"),
         ({"max_chunks_per_doc": 2, "long_documents": "truncate"}, "contradicts"),
         ({"instruction": "x"}, "`instruction` is for models that score pairs"),
+        ({"max_tokens_per_doc": 8}, "`max_tokens_per_doc` is for models that score pairs"),
+        ({"dimensions": 8}, "`dimensions` of 8 is not supported"),
+        ({"top_n": -1}, "`top_n` must be 1 or more"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(opened, path, field, asked, words):
-    body = {"query": QUERY, field: ["a cat"], **asked}
-    response, answer = ask(body, path=path, embedder=opened("colbert"))
-    assert response.status_code in (400, 422)
-    assert words in str(answer)
+    for name in ("colbert", "dense"):
+        body = {"query": QUERY, field: ["a cat"], **asked}
+        response, answer = ask(body, path=path, embedder=opened(name))
+        assert response.status_code in (400, 422)
+        assert words in str(answer)
 
 
 def test_a_document_that_is_cut_is_refused_where_nothing_may_be(opened):

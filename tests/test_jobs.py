@@ -29,6 +29,7 @@ from jaxembed.bulk.computations import ClassifyRows, EmbedRows, ScoreRows, as_ar
 from jaxembed.bulk.run import JobProgress, Rows, run_job
 from jaxembed.config import EngineConfig
 from jaxembed.errors import ConfigError, InvalidInput, JaxembedError, WrongTask
+from jaxembed.tasks import check_task
 from jaxembed.work import Ragged, SparseRows
 
 ROOT = Path(__file__).parent.parent
@@ -569,6 +570,9 @@ def test_scores_and_labels_are_those_of_the_library(tmp_path, pairs_file, grid_f
                 run_job(job, Rows([str(pairs_file)]), str(path / "scores"))
                 found = table(path / "scores")["score"].to_pylist()
                 np.testing.assert_allclose(found, [ranked[k] for k in range(40)], atol=1e-5)
+            else:
+                with pytest.raises(WrongTask, match="it cannot rerank"):
+                    ScoreRows(scorer, "query", "text", False, {}).compute([(query, texts[0])])
         found = table(path / "labels")
         assert found["id"].to_pylist() == [str(k) for k in range(40)]
         for some, wanted in zip(found["labels"].to_pylist(), labelled, strict=True):
@@ -577,10 +581,14 @@ def test_scores_and_labels_are_those_of_the_library(tmp_path, pairs_file, grid_f
             np.testing.assert_allclose([one["score"] for one in some], scores, atol=1e-5)
 
 
-def test_a_model_that_scores_nothing_is_refused(embedder, tmp_path, pairs_file):
+def test_an_embedder_scores_rows_by_its_vectors(embedder, tmp_path, pairs_file):
+    check_task(embedder.name, embedder.spec, "rerank")  # as the command does before it loads
     job = ScoreRows(embedder, "query", "text", False, {})
-    with pytest.raises(WrongTask, match="it cannot rerank"):
-        run_job(job, Rows([str(pairs_file)]), str(tmp_path / "out"))
+    run_job(job, Rows([str(pairs_file)]), str(tmp_path / "out"))
+    documents = embedder.encode_document([f"the cat number {k} sat" for k in range(40)])
+    wanted = documents.astype(float) @ embedder.encode_query("where is the cat")
+    found = table(tmp_path / "out")["score"].to_pylist()
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
 
 
 def test_all_outputs_have_columns_of_their_kinds():

@@ -6,10 +6,11 @@ import threading
 import numpy as np
 import pytest
 from conftest import save_tiny
-from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
+from fake_embedder import CLASSIFIER, M3, RERANKER, SPEC, FakeEmbedder
 from prometheus_client.parser import text_string_to_metric_families
 from test_server_app import fetch, fetch_json
 from test_server_openai import ask
+from test_server_outputs import SPARSE
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.config import ServerConfig
@@ -34,7 +35,7 @@ SPECS = {"embed": SPEC, "rerank": RERANKER, "classify": CLASSIFIER}
 
 def fake(name: str, task: str = "embed", **attributes) -> FakeEmbedder:
     embedder = FakeEmbedder()
-    vars(embedder).update(name=name, spec=SPECS[task], **attributes)
+    vars(embedder).update({"name": name, "spec": SPECS[task], **attributes})
     return embedder
 
 
@@ -77,6 +78,65 @@ def test_several_that_can_must_be_told_apart():
     assert raised.value.field == "model"
 
 
+@pytest.mark.parametrize(
+    ("specs", "chosen"),
+    [
+        ({"e": SPEC}, "e"),
+        ({"e": SPEC, "c": CLASSIFIER}, "e"),
+        ({"e": SPEC, "m": M3}, "m"),  # is listed as one that reranks
+        ({"e": SPEC, "m": M3, "r": RERANKER}, "r"),
+        ({"e": SPEC, "s": SPARSE}, None),
+    ],
+)
+def test_a_model_that_is_made_to_rerank_comes_first(specs, chosen):
+    served = Models([fake(name, spec=spec) for name, spec in specs.items()])
+    if chosen is None:
+        with pytest.raises(InvalidInput, match="`model` must say which: e, s"):
+            served.find(None, "rerank")
+    else:
+        assert served.find(None, "rerank").loaded.name == chosen
+    assert served.find("e", "rerank").loaded.name == "e"
+
+
+def test_what_a_dense_embedder_is_listed_for_does_not_change():
+    _, body = fetch_json("/v1/models", models=models(e="embed"))
+    assert body["data"][0]["capabilities"] == ["embed"]
+
+
+@pytest.mark.parametrize(
+    ("specs", "path", "body", "chosen"),
+    [
+        ({"d": SPEC, "s": SPARSE}, "/embed_sparse", {"inputs": "x"}, "s"),
+        ({"d": SPEC, "s": SPARSE}, "/v1/embeddings", {"input": "x", "outputs": ["sparse"]}, "s"),
+        ({"s": SPARSE, "d": SPEC}, "/v1/embeddings", {"input": "x"}, "d"),
+        ({"s": SPARSE, "d": SPEC}, "/embed", {"inputs": "x"}, "d"),
+        ({"s": SPARSE, "d": SPEC}, "/", {"inputs": "x"}, "d"),
+        ({"s": SPARSE, "d": SPEC}, "/v1/embed", {"texts": ["x"]}, "d"),
+        ({"s": SPARSE, "d": SPEC}, "/v1/contextualizedembeddings", {"inputs": [["x"]]}, None),
+        ({"d": SPEC, "m": M3}, "/embed_multi", {"inputs": "x"}, "m"),
+        ({"d": SPEC, "m": M3}, "/v1/multi-vector", {"input": "x"}, "m"),
+        ({"s": SPARSE}, "/v1/embeddings", {"input": "x"}, "s"),
+        ({"s": SPARSE, "d": SPEC}, "/embed_sparse", {"inputs": "x", "model": "d"}, None),
+        ({"s": SPARSE, "m": M3}, "/embed_sparse", {"inputs": "x"}, None),
+        ({"s": SPARSE, "d": SPEC}, "/embed_all", {"inputs": "x"}, None),
+    ],
+)
+def test_without_a_name_a_model_is_meant_that_gives_what_is_asked_for(specs, path, body, chosen):
+    embedders = {name: fake(name, spec=spec) for name, spec in specs.items()}
+    response, answer = ask(body, path=path, models=Models(list(embedders.values())))
+    assert response.status_code == 200 or chosen is None, answer
+    asked = {name for name, embedder in embedders.items() if embedder.asked}
+    assert asked == ({chosen} if chosen else set())
+
+
+def test_no_model_that_gives_what_is_asked_for():
+    served = Models([fake("a"), fake("b")])
+    body = {"input": "x", "outputs": ["sparse"]}
+    _, answer = ask(body, models=served, status=400)
+    words = "`model` must say which: a, b; none of them gives sparse"
+    assert answer["error"]["message"] == words
+
+
 def test_an_unknown_name_is_told_those_there_are():
     with pytest.raises(UnknownModel, match=r"`x` does not exist; this server has e, r") as raised:
         models(e="embed", r="rerank").find("x", "embed")
@@ -93,13 +153,12 @@ def test_a_long_name_is_not_repeated_in_full():
     ("name", "task", "message"),
     [
         ("r", "embed", r"not an embedding model: `r` is a reranker \(/rerank"),
-        ("e", "rerank", r"not a re-ranker model: `e` is an embedding model \(/v1/embeddings"),
-        (None, "classify", r"not a classifier model: `e` is an embedding model"),
-        (None, "rerank", r"not a re-ranker model: `e` is"),
+        ("c", "rerank", r"not a re-ranker model: `c` is a classifier \(/predict"),
+        (None, "classify", r"not a classifier model: `e` is an embedding model \(/v1/embeddings"),
     ],
 )
 def test_a_model_of_another_kind_is_named_with_its_routes(name, task, message):
-    served = models(e="embed", r="rerank") if name else models(e="embed")
+    served = models(e="embed", r="rerank", c="classify") if name else models(e="embed")
     with pytest.raises(WrongTask, match=message):
         served.find(name, task)
 

@@ -76,6 +76,19 @@ def pool_of(shelf: Shelf, lasting: Sequence[FakeEmbedder] = (), **limits) -> Mod
     return ModelPool(models, shelf.load, PoolLimits(**limits))
 
 
+def rerank_pool(shelf: Shelf, asked: list[str], lasting: Sequence[FakeEmbedder] = ()) -> ModelPool:
+    """A pool that notes in `asked` of which models it reads what they are for."""
+
+    def describe(model: str) -> Task:
+        asked.append(model)
+        if model in shelf.errors:
+            raise shelf.errors[model]
+        return SPECS.get(model, SPEC).task
+
+    models = Models(list(lasting), capacity=Capacity(1000), loadable=shelf)
+    return ModelPool(models, shelf.load, describe=describe)
+
+
 def fake(residence: Residence) -> FakeEmbedder:
     assert isinstance(residence.loaded, FakeEmbedder)
     return residence.loaded
@@ -104,6 +117,42 @@ async def test_a_model_is_loaded_once_for_all_who_ask_at_once():
     assert len(set(await asyncio.gather(*asking))) == 1
     assert pool.state(pool.models["a"]) == ("READY", "")
     assert shelf.names == "a"
+
+
+async def test_a_reranker_that_may_be_loaded_comes_before_an_embedder_in_memory():
+    shelf, asked = Shelf("abcr"), []
+    pool = rerank_pool(shelf, asked, [FakeEmbedder()])
+    assert (await use(pool, None, "embed")).name == "test/fake"
+    assert asked == []
+    assert (await use(pool, None, "rerank")).name == "r"
+    assert (await use(pool, None, "rerank")).name == "r"
+    assert (shelf.names, sorted(asked)) == ("r", list("abcr"))  # each read once, one loaded
+    await pool.unload(pool.models["r"])
+    assert (await use(pool, None, "rerank")).name == "r"
+    assert (await use(pool, "a", "rerank")).name == "a"
+    residence = await pool.lease(None, "rerank", {"test/fake"})  # a key that may not use it
+    assert fake(residence).name == "test/fake"
+    residence.give_back()
+
+
+async def test_an_embedder_reranks_where_no_reranker_can_be_read(caplog):
+    shelf, asked = Shelf("ar"), []
+    shelf.errors["r"] = CheckpointError("no such tensor")
+    pool = rerank_pool(shelf, asked, [FakeEmbedder()])
+    for _ in range(2):
+        assert (await use(pool, None, "rerank")).name == "test/fake"
+    assert sorted(asked) == ["a", "r"]  # what fails is not tried again at once
+    assert "r may be a reranker; it cannot be read: no such tensor" in caplog.text
+
+
+async def test_a_reranker_at_the_start_is_meant_whatever_may_be_loaded():
+    shelf, asked = Shelf("ar"), []
+    lasting = FakeEmbedder(spec=RERANKER)
+    pool = rerank_pool(shelf, asked, [lasting])
+    assert await use(pool, None, "rerank") is lasting
+    assert asked == []
+    with pytest.raises(InvalidInput, match="`model` must say which: a, c"):
+        await use(rerank_pool(Shelf("ac"), []), None, "rerank")
 
 
 async def test_ten_models_of_which_two_fit_are_all_served():
@@ -610,7 +659,7 @@ async def test_a_request_for_a_model_that_cannot_be_loaded_says_so_in_its_dialec
         assert "b cannot be loaded: no such tensor" in await response.get_data(as_text=True)
     status, _ = await post(client, "/v1/embeddings", {"model": "a", "input": "x"})
     assert status == 200
-    status, _ = await post(client, "/rerank", {"model": "a", "query": "q", "texts": ["t"]})
+    status, _ = await post(client, "/rerank", {"model": "c", "query": "q", "texts": ["t"]})
     assert status == 424
     status, _ = await post(client, "/rerank", {"model": "r", "query": "q", "texts": ["t"]})
     assert status == 200

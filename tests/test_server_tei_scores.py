@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from fake_embedder import CLASSIFIER, RERANKER, FakeEmbedder, logits
+from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder, logits
 from test_server_openai import ask
 from test_server_tei import TIMES
 
@@ -39,6 +39,26 @@ def test_rerank_sorts_by_score_and_puts_the_later_of_equals_first():
 def test_rerank_gives_logits_when_asked():
     _, body = rerank({"query": QUERY, "texts": TEXTS, "raw_scores": True})
     assert [item["score"] for item in body] == [2, 1, 0, 0, -1]
+
+
+@pytest.mark.parametrize("field", ["top_n", "top_k"])
+def test_rerank_gives_as_many_as_asked_for(field):
+    for most, wanted in ((2, [4, 2]), (9, [4, 2, 3, 1, 0]), (0, [4, 2, 3, 1, 0])):
+        _, body = rerank({"query": QUERY, "texts": TEXTS, field: most}, status=200)
+        assert [item["index"] for item in body] == wanted
+    _, body = rerank({"query": QUERY, "texts": TEXTS, field: -1}, status=422)
+    assert f"`{field}` must be 1 or more" in body["error"]
+    _, body = rerank({"query": QUERY, "texts": TEXTS, "top_n": 2, "top_k": 3}, status=422)
+    assert "contradict each other" in body["error"]
+
+
+def test_rerank_cuts_texts_to_the_tokens_asked_for():
+    embedder = FakeEmbedder(spec=RERANKER)
+    for given, wanted in ((3, 3), (0, None), (None, None)):
+        body = {"query": QUERY, "texts": TEXTS, "max_tokens_per_doc": given}
+        ask(body, path="/rerank", embedder=embedder, status=200)
+        assert embedder.asked[-1].max_document_tokens == wanted
+    assert "x-score-source" not in ask(body, path="/rerank", embedder=embedder)[0].headers
 
 
 def test_rerank_gives_texts_between_index_and_score():
@@ -211,16 +231,26 @@ def test_every_text_counts_into_the_batch(path, body):
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "words"),
+    ("path", "body", "spec", "words"),
     [
-        ("/rerank", {"query": "q", "texts": ["a"]}, "model is not a re-ranker model"),
-        ("/predict", {"inputs": "a"}, "Model is not a classifier model"),
+        (
+            "/rerank",
+            {"query": "q", "texts": ["a"]},
+            CLASSIFIER,
+            "model is not a re-ranker model: `test/fake` is a classifier",
+        ),
+        (
+            "/predict",
+            {"inputs": "a"},
+            SPEC,
+            "Model is not a classifier model: `test/fake` is an embedding model",
+        ),
     ],
 )
-def test_an_embedding_model_answers_424_and_says_what_it_is(path, body, words):
-    _, answer = ask(body, path=path, status=424)
+def test_a_model_that_cannot_answers_424_and_says_what_it_is(path, body, spec, words):
+    _, answer = ask(body, path=path, embedder=FakeEmbedder(spec=spec), status=424)
     assert answer["error_type"] == "Backend"
-    assert answer["error"].startswith(f"Backend error: {words}: `test/fake` is an embedding model")
+    assert answer["error"].startswith(f"Backend error: {words}")
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/predict"])

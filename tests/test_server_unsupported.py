@@ -138,12 +138,11 @@ def test_a_vector_other_than_the_one_asked_for_is_refused(field, value):
     assert answer["error"]["param"] == field
 
 
-@pytest.mark.parametrize("field", ["top_n", "top_k", "max_tokens_per_doc", "return_documents"])
-def test_what_texts_are_not_ranked_by_is_refused(field):
-    """A body with `documents` has these."""
-    response, answer, embedder = send("/rerank", **{field: 1})
+def test_texts_are_returned_by_their_own_field():
+    """A body with `documents` has `return_documents`."""
+    response, answer, embedder = send("/rerank", return_documents=True)
     assert response.status_code == 422
-    assert f"`{field}` of 1 is not supported: send " in answer["error"]
+    assert "`return_documents` of true is not supported: send `return_text`" in answer["error"]
     assert not embedder.asked
 
 

@@ -515,3 +515,19 @@ def test_settings_for_devices_are_named_in_the_log(tmp_path, caplog):
 def test_there_is_nothing_to_tune(source, tmp_path):
     with pytest.raises(ConfigError, match="nothing to tune"):
         load_measured(str(source), cache_dir=tmp_path, config=EngineConfig(), text=TextConfig())
+
+
+def test_documents_are_ranked_whole_and_in_windows_alike(load, tmp_path):
+    """What a model drops of a text it drops of a window, too; an empty document is ranked last."""
+    embedder = load(write_static(tmp_path / "source", OF_MODEL2VEC, normalize=False))
+    documents = ["the cat", "the qqq cat sat", "", "a dog"]
+    assert UNKNOWN in ids_of(documents[1])
+    ranked = embedder.rerank("cat", documents)
+    vectors = embedder.encode(["cat", *documents[:2], documents[3]], normalize=True).astype(float)
+    wanted = np.insert(vectors[1:] @ vectors[0], 2, -1)
+    got = np.zeros(len(documents))
+    for one in ranked:
+        got[one.index] = one.score
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+    in_windows = embedder.rerank("cat", documents, max_chunks=2)
+    assert [(one.index, one.score) for one in in_windows] == [(k.index, k.score) for k in ranked]

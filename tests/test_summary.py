@@ -34,7 +34,7 @@ def test_the_bytes_are_those_that_a_replica_places(tower):
 def test_an_embedder_is_told_by_its_outputs_and_prompts():
     facts = summary(tiny_spec(default_prompt_name="query"))
     assert facts["task"] == "embed"
-    assert facts["outputs"] == {"embedding": 32, "token_embeddings": 32}
+    assert facts["outputs"] == {"dense": 32, "tokens": 32}
     assert facts["normalized"] is True
     assert facts["prompts"] == {"query": "what is ", "passage": "the "}
     assert facts["default_prompt_name"] == "query"

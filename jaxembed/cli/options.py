@@ -69,7 +69,9 @@ TEXT_COLUMN_FLAG = click.option(
 )
 OUTPUT_FLAG = click.option("--output", "-o", required=True, help="A folder, or one file.")
 RAW_SCORES_FLAG = click.option(
-    "--raw-scores", is_flag=True, help="The model's logits instead of scores from 0 to 1."
+    "--raw-scores",
+    is_flag=True,
+    help="The logits of a reranker or classifier instead of scores from 0 to 1.",
 )
 JOB_OPTIONS = together(
     click.option("--id-column", help="Keep this column, first; rows without a value are bad."),

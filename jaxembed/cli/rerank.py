@@ -1,5 +1,6 @@
 """`jaxembed rerank`: scores of files of queries and documents, as a folder of Parquet."""
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +20,8 @@ from jaxembed.cli.options import (
 
 if TYPE_CHECKING:
     from jaxembed.embedder import Embedder
+
+logger = logging.getLogger("jaxembed")
 
 
 @click.command("rerank")
@@ -43,7 +46,8 @@ def rerank_command(
     raw_scores: bool,
     **flags: Any,
 ) -> None:
-    """Score each row's document for its query by a reranker.
+    """Score each row's document for its query by a reranker, or by the similarity of an embedding
+    model's vectors.
 
     INPUTS are files as of `jaxembed embed`, and OUTPUT is a folder of Parquet as there, with the
     column `score`.
@@ -53,6 +57,12 @@ def rerank_command(
     def make(embedder: "Embedder") -> Any:
         from jaxembed.bulk.computations import ScoreRows
 
+        if embedder.spec.task == "embed":
+            logger.info(
+                "%s is an embedding model: scores are similarities of its embeddings; "
+                "--model names a reranker",
+                embedder.name,
+            )
         return ScoreRows(embedder, query_column, text_column, raw_scores, {})
 
     score_with(model, "rerank", flags, make, inputs, output)

@@ -15,11 +15,12 @@ from jaxembed.cli.loading import load_embedder
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_OPTIONS
 from jaxembed.cli.server_options import REPOSITORY_OPTIONS, SERVER_OPTIONS, server_config
-from jaxembed.cli.settings import engine_config
+from jaxembed.cli.settings import engine_config, model_source
 from jaxembed.cli.tracing import tracer_of
 from jaxembed.config import PoolLimits
 from jaxembed.errors import ConfigError, JaxembedError
 from jaxembed.signals import end_at_signals
+from jaxembed.spec import Task
 
 logger = logging.getLogger("jaxembed")
 
@@ -89,6 +90,7 @@ def serve_command(
         listener,
         partial(_load_later, flags, capacity) if changes else None,
         _pool_limits(flags, loaded) if changes else None,
+        describe=partial(_task_of, flags) if changes else None,
         keyring=keyring,
         audit=audit,
         tracer=tracer,
@@ -225,6 +227,13 @@ def _load_later(
         loaded.close(timeout_s=0.0)
         raise
     return loaded
+
+
+def _task_of(flags: dict[str, Any], model: str) -> Task:
+    """What a model is for that a server may load. Raises JaxembedError."""
+    from jaxembed import hub
+
+    return hub.describe_model(model, **model_source(flags)).main.task
 
 
 def _pool_limits(flags: dict[str, Any], loaded: Sequence[Any]) -> PoolLimits:

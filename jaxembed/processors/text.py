@@ -182,6 +182,12 @@ class TextProcessor:
         the rules allow several. Raises what `encode` does."""
         if rules.max_windows == 1:
             return self.encode(documents, rules)
+        if self._has_types or self._spec.filled is not None:
+            raise InvalidInput(
+                "the documents of this model cannot be divided into windows; leave "
+                "`max_chunks_per_doc` and `long_documents` out",
+                field="max_chunks_per_doc",
+            )
         _check_side(rules)
         limit, marker = self.limit, None
         if self._spec.interaction is not None:
@@ -201,8 +207,12 @@ class TextProcessor:
                 parts.append(part := self._divide(document.text, text, division, rules))
                 for row in part.rows:
                     ids = np.concatenate([before, row, after])
-                    if not len(ids) or not (document.text or rules.may_be_empty):
+                    is_given = bool(document.text) or rules.may_be_empty
+                    if not self._is_static and not (is_given and len(ids)):
                         raise EmptyInput()
+                    self._check_words(ids)
+                    if self._dropped_id is not None:
+                        ids = ids[ids != self._dropped_id]
                     own = ((min(len(before) + len(division.head), len(ids) - 1), len(ids)),)
                     encodings.append(Encoding(ids, spans=own if spans else None))
         except InvalidInput as error:

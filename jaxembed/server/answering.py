@@ -1,7 +1,7 @@
 """The steps of every request that a model runs, once: find the model, accept the request, run it,
 encode the answer. Knows no dialect."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
@@ -13,6 +13,7 @@ from jaxembed.inputs import Image, Input, Text
 from jaxembed.interaction import compare_first, compare_outputs
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
+from jaxembed.outputs import OutputName
 from jaxembed.request import Answer, Request
 from jaxembed.server.body import RequestInputs, RequestTexts, check_batch
 from jaxembed.server.late import RequestChunks
@@ -23,16 +24,21 @@ from jaxembed.spec import Task
 Size = TypeVar("Size", bound=RequestSize)
 Options = TypeVar("Options", EncodeOptions, ScoreOptions)
 
+DENSE: frozenset[OutputName] = frozenset({"dense"})
+
 
 async def embed_inputs(
     meter: Meter,
     model: str | None,
     read: Callable[[], RequestInputs],
     options: Callable[[LoadedModel], EncodeOptions],
+    *,
+    outputs: Collection[OutputName] = DENSE,
 ) -> Embeddings:
     """The vectors of a request to embed. `read` and `options` are called once the model is known:
-    they raise what is wrong with the body."""
-    loaded, inputs = await _accept(meter, model, "embed", read)
+    they raise what is wrong with the body. Where the body names no model, one that gives these
+    outputs is preferred."""
+    loaded, inputs = await _accept(meter, model, "embed", read, outputs)
     asked = _adapted(meter, options(loaded))
     if any(isinstance(item, ImageSource) for item in inputs.items):
         loaded.tasks.check_images()
@@ -49,7 +55,7 @@ async def embed_chunks(
 ) -> Embeddings:
     """The vectors of the chunks of a request's texts, with `read` and `options` as in
     `embed_inputs`. An error of a chunk names its place in the body."""
-    loaded, texts = await _accept(meter, model, "embed", read)
+    loaded, texts = await _accept(meter, model, "embed", read, DENSE)
     request = loaded.tasks.embed_chunks(texts.items, _adapted(meter, options(loaded)))
     try:
         return await _answer(meter, request)
@@ -179,10 +185,14 @@ def _adapted(meter: Meter, options: Options) -> Options:
 
 
 async def _accept(
-    meter: Meter, model: str | None, task: Task, read: Callable[[], Size]
+    meter: Meter,
+    model: str | None,
+    task: Task,
+    read: Callable[[], Size],
+    outputs: Collection[OutputName] = (),
 ) -> tuple[LoadedModel, Size]:
     """The model, and what `read` gives, counted as accepted by this model."""
-    loaded = await meter.find(model, task)
+    loaded = await meter.find(model, task, outputs)
     inputs = read()
     meter.accept(inputs)
     return loaded, inputs

@@ -3,7 +3,7 @@ hosting platforms, which know no tasks: /, /invocations (SageMaker), /vertex.
 
 A body with a `query` is handled as by /rerank. Any other is handled as by /embed or /predict,
 whichever the model that it names can do; without a name by /embed if an embedding model is served.
-For a model without a dense output /embed_sparse or /embed_multi stands in for /embed.
+If no model gives a dense output, /embed_sparse or /embed_multi stands in for /embed.
 """
 
 import asyncio
@@ -125,10 +125,12 @@ async def decode_any(
     asked = await decode_body(data, Asked, at_once)
     if asked.query is not msgspec.UNSET:
         return await _decode_rerank(data, asked, at_once)
-    for spec in await pool.specs_of(asked.model, check_name(asked.model)):
-        if spec.task == "embed":
-            return await decode_body(data, EMBEDS[spec.primary], at_once)
-    return await decode_body(data, PredictRequest, at_once)
+    specs = await pool.specs_of(asked.model, check_name(asked.model))
+    primaries = {spec.primary for spec in specs if spec.task == "embed"}
+    if not primaries:
+        return await decode_body(data, PredictRequest, at_once)
+    kind = EmbedRequest if len(primaries) > 1 else EMBEDS[primaries.pop()]
+    return await decode_body(data, kind, at_once)
 
 
 async def _decode_rerank(

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,7 +12,8 @@ from quart import Response, g, request
 
 from jaxembed.engine.admission import Held
 from jaxembed.loaded_model import LoadedModel
-from jaxembed.options import Embeddings, Scores
+from jaxembed.options import Embeddings, Scores, Similarities
+from jaxembed.outputs import OutputName
 from jaxembed.server.bounded_body import BoundedBody
 from jaxembed.server.models import Residence
 from jaxembed.server.permission import check_name
@@ -104,12 +105,14 @@ class Meter:
             if (trace := current_trace()) is not None:
                 trace.note(stage, started_at, ended_at)
 
-    async def find(self, name: str | None, task: Task | None) -> LoadedModel:
+    async def find(
+        self, name: str | None, task: Task | None, outputs: Collection[OutputName] = ()
+    ) -> LoadedModel:
         """The model that `Models.find` gives, loaded if it is not in memory; from now on the
         request is counted for it. Raises as `ModelPool.lease`, and Forbidden if the request's key
         may not use it."""
         permitted = None if self.service.keyring is None else check_name(name)
-        residence = await self.service.pool.lease(name, task, permitted)
+        residence = await self.service.pool.lease(name, task, permitted, outputs)
         self._leases.append(residence)
         self.loaded = residence.loaded
         self.adapter = self.service.models.adapter_of(name)
@@ -148,6 +151,8 @@ class Meter:
             response.headers.add("x-truncated-inputs", str(answer.truncated))
         if answer.cached:
             response.headers.add("x-cache-hits", str(answer.cached))
+        if isinstance(answer, Similarities):
+            response.headers.add("x-score-source", "embeddings")
         return response
 
     def _count(self, answer: Embeddings | Scores) -> float:

@@ -16,8 +16,9 @@ from jaxembed.errors import (
     WrongTask,
 )
 from jaxembed.loaded_model import LoadedModel
+from jaxembed.outputs import OutputName
 from jaxembed.spec import ModelSpec, Task
-from jaxembed.tasks import KIND, tasks_of
+from jaxembed.tasks import KIND, fit
 from jaxembed.telemetry import Telemetry, exposition
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class KnownModel:
     takes_images: bool = False  # as far as is known
     pinned: bool = False  # never taken out of memory to make room
     is_loading: bool = False
+    described: Task | None = None  # what it is for, as read without loading it
 
     @property
     def loaded(self) -> LoadedModel:
@@ -84,13 +86,19 @@ class KnownModel:
         assert self.residence is not None
         return self.residence.loaded
 
+    @property
+    def task(self) -> Task | None:
+        """What the model is for, as far as is known."""
+        return self.described if self.spec is None else self.spec.task
+
 
 class Models:
     """The models of a server: those loaded at its start, in the order given, and others.
 
     `aliases` maps a model id to its served names. A model without any is served under its id.
     `loadable` gives ids by served name, again whenever it is called: these models may be loaded
-    later. A request that names no model never means one of them.
+    later. A request that names no model means one of them only if it is a reranker and the request
+    reranks.
     Raises ConfigError if two models have a name in common.
     """
 
@@ -277,7 +285,7 @@ class Models:
         still have one; where none was, the only one there is. With `permitted` names, which a given
         one must be among, there are no models but theirs. Raises UnknownModel, InvalidInput if a
         name is needed, Forbidden if no model remains, and ModelUnavailable if there is none."""
-        if name and name != UNSPECIFIED:
+        if name and is_name(name):
             return [self.named(name, permitted)]
         known = [one for one in self._lasting or self.known if self.names_of(one, permitted)]
         if (self._lasting and known) or len(known) == 1:
@@ -289,26 +297,43 @@ class Models:
             raise Forbidden(NONE_PERMITTED)
         raise InvalidInput(f"`model` must say which: {', '.join(names)}", field="model")
 
-    def find(
-        self, name: str | None, task: Task | None, permitted: Collection[str] | None = None
-    ) -> KnownModel:
-        """The model served under `name` or, without a name, the only model that can do the task.
+    def rerankers(self, permitted: Collection[str] | None = None) -> list[KnownModel]:
+        """The rerankers with a permitted name, loaded or not: those that were loaded at the start,
+        or where none was, any other."""
+        named = [one for one in self.known if self.names_of(one, permitted)]
+        found = [one for one in named if one.task == "rerank"]
+        return [one for one in found if one in self._lasting] or found
 
-        A task of None stands for a task that every model can do. A reranker can also classify, but
-        a classifier is preferred. A model that was never loaded counts as one that can. Raises
-        UnknownModel if no model has the name, WrongTask if the named model, or every model, cannot
-        do the task, InvalidInput if several models remain, and what `meant` does, whose `permitted`
-        it takes.
+    def find(
+        self,
+        name: str | None,
+        task: Task | None,
+        permitted: Collection[str] | None = None,
+        outputs: Collection[OutputName] = (),
+    ) -> KnownModel:
+        """The model served under `name` or, without a name, the only model that fits the task best
+        and gives these outputs.
+
+        A task of None stands for a task that every model can do. `fit` says how well a model fits a
+        task: a classifier is preferred to a reranker that classifies, and any reranker to an
+        embedding model that reranks. A model that was never loaded counts as one that can. Where no
+        model gives the outputs they do not count; the request is refused later. Raises UnknownModel
+        if no model has the name, WrongTask if the named model, or every model, cannot do the task,
+        InvalidInput if several models remain, and what `meant` does, whose `permitted` it takes.
         """
-        asked = self.meant(name, permitted)
-        able = [known for known in asked if _can(known, task)]
-        if task is not None and not able:
+        is_open = task == "rerank" and not is_name(name)
+        asked = (is_open and self.rerankers(permitted)) or self.meant(name, permitted)
+        fits = {known: how for known in asked if (how := _fit(known, task)) is not None}
+        if task is not None and not fits:
             described = [self._description(known, permitted) for known in asked]
             raise WrongTask(f"{REFUSAL[task]}: {', '.join(described)}")
-        chosen = [known for known in able if known.spec and known.spec.task == task] or able
+        best = [known for known, how in fits.items() if how == min(fits.values())]
+        giving = [known for known in best if _gives(known, outputs)]
+        chosen = giving or best
         if len(chosen) > 1:
             names = [name for known in chosen for name in self.names_of(known, permitted)[:1]]
-            raise InvalidInput(f"`model` must say which: {', '.join(names)}", field="model")
+            lack = "" if giving else f"; none of them gives {' and '.join(outputs)}"
+            raise InvalidInput(f"`model` must say which: {', '.join(names)}{lack}", field="model")
         return chosen[0]
 
     def exposition(self) -> bytes:
@@ -359,8 +384,17 @@ class Models:
         return f"{name} is {KIND[task]} ({TASK_ROUTES[task]})"
 
 
-def _can(known: KnownModel, task: Task | None) -> bool:
-    return task is None or known.spec is None or task in tasks_of(known.spec)
+def is_name(name: str | None) -> bool:
+    """Whether the `model` of a request names one."""
+    return bool(name) and name != UNSPECIFIED
+
+
+def _fit(known: KnownModel, task: Task | None) -> int | None:
+    return 0 if task is None or known.spec is None else fit(known.spec, task)
+
+
+def _gives(known: KnownModel, outputs: Collection[OutputName]) -> bool:
+    return known.spec is None or set(outputs) <= {*known.spec.representations}
 
 
 def served_names(

@@ -156,7 +156,11 @@ async def _answer(
         )
 
     return await embed_inputs(
-        meter, body.model, lambda: read_inputs(body.inputs, field="inputs"), options
+        meter,
+        body.model,
+        lambda: read_inputs(body.inputs, field="inputs"),
+        options,
+        outputs={output},
     )
 
 

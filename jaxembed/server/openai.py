@@ -43,6 +43,7 @@ from jaxembed.server.representations import (
     SparseEmbedding,
     asked_outputs,
     fields_of,
+    wanted_outputs,
     width_of,
 )
 from jaxembed.server.service import current_service
@@ -196,7 +197,8 @@ async def _answer(meter: Meter, body: EmbeddingsRequest) -> Embeddings:
 
     if asks_for_chunks(body):
         return await embed_chunks(meter, body.model, lambda: read_chunks(body, read()), asked)
-    return await embed_inputs(meter, body.model, read, asked)
+    wanted = wanted_outputs(body.outputs, body.return_multivector)
+    return await embed_inputs(meter, body.model, read, asked, outputs=wanted)
 
 
 def _read_messages(messages: Sequence[Message]) -> RequestInputs:

@@ -32,7 +32,8 @@ from jaxembed.errors import (
     ShuttingDown,
 )
 from jaxembed.loaded_model import LoadedModel
-from jaxembed.server.models import KnownModel, Models, Residence
+from jaxembed.outputs import OutputName
+from jaxembed.server.models import KnownModel, Models, Residence, is_name
 from jaxembed.spec import ModelSpec, Task
 
 logger = logging.getLogger(__name__)
@@ -46,15 +47,27 @@ State = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 Load = Callable[[str, Callable[[int], object]], LoadedModel]
 """Loads a model by its id. It calls the function with the bytes it will take before it takes them,
 and returns once the model is ready."""
+Describe = Callable[[str], Task]
+"""Reads from the description of a model what it is for, by its id, without loading it."""
 
 
 class ModelPool:
     """The models of a server that may be in memory."""
 
-    def __init__(self, models: Models, load: Load | None = None, limits: PoolLimits | None = None):
-        """Without `load` the models are those in memory now."""
+    def __init__(
+        self,
+        models: Models,
+        load: Load | None = None,
+        limits: PoolLimits | None = None,
+        describe: Describe | None = None,
+    ):
+        """Without `load` the models are those in memory now. Without `describe` nothing is known of
+        a model before it is loaded."""
         self.models = models
         self._load = load
+        self._describe = describe
+        self._describing = asyncio.Lock()
+        self._undescribed: dict[KnownModel, float] = {}  # when it was tried in vain
         self._limits = limits or PoolLimits()
         self._turn = asyncio.Lock()  # of the one model that is being loaded
         self._loading: dict[KnownModel, asyncio.Task[Residence]] = {}
@@ -75,23 +88,53 @@ class ModelPool:
         return "UNAVAILABLE", "not in memory"
 
     async def lease(
-        self, name: str | None, task: Task | None, permitted: Collection[str] | None = None
+        self,
+        name: str | None,
+        task: Task | None,
+        permitted: Collection[str] | None = None,
+        outputs: Collection[OutputName] = (),
     ) -> Residence:
         """The model that `Models.find` gives, with a lease on it, loaded if it must be.
 
         Raises what `find` does, ModelUnavailable if it cannot be loaded or not in time, and
         ShuttingDown.
         """
-        known = self.models.find(name, task, permitted)
+        if task == "rerank" and not is_name(name):
+            await self._look_for_rerankers(permitted)
+        known = self.models.find(name, task, permitted, outputs)
         if known.residence is None:
             await self._arrival(known, name, permitted)
             # only now is it known what it can do, and which adapters it has
-            known = self.models.find(name, task, permitted)
+            known = self.models.find(name, task, permitted, outputs)
         residence = known.residence
         if residence is None:  # moved meanwhile to another model, which is not in memory
-            return await self.lease(name, task, permitted)
+            return await self.lease(name, task, permitted, outputs)
         residence.take()
         return residence
+
+    async def _look_for_rerankers(self, permitted: Collection[str] | None) -> None:
+        """Learn what the models are for that were never loaded, unless a reranker is known: one of
+        them may be a reranker, which comes before an embedding model."""
+        if self._describe is None or self.models.rerankers(permitted):
+            return
+        self.models.discover()
+        async with self._describing:
+            for known in self.models.known:
+                since_s = time.monotonic() - self._undescribed.get(known, -FAILURE_S)
+                if known.task is None and since_s >= FAILURE_S:
+                    known.described = await self._described(known)
+
+    async def _described(self, known: KnownModel) -> Task | None:
+        """What a model is for, None if that cannot be read now."""
+        assert self._describe is not None
+        call = _in_thread(self._describe, known.id)
+        try:
+            return await asyncio.wait_for(call, self._limits.load_timeout_s)
+        except Exception as error:  # whatever its folder holds, other models can rerank
+            self._undescribed[known] = time.monotonic()
+            why = _reason(error)
+            logger.warning("%s may be a reranker; it cannot be read: %s", self._name(known), why)
+            return None
 
     async def specs_of(
         self, name: str | None, permitted: Collection[str] | None = None

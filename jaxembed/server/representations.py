@@ -1,6 +1,6 @@
 """Which outputs a body asks for, and their form in JSON. Knows no route."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +24,15 @@ class SparseEmbedding(msgspec.Struct, omit_defaults=True):
     indices: list[int]
     values: list[float]
     tokens: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
+def wanted_outputs(
+    outputs: list[str] | None, return_multivector: bool | None
+) -> Collection[OutputName]:
+    """The outputs that the fields name, by which a model is chosen that is not named; without any
+    the dense one."""
+    named = {*(outputs or ()), *(("multi_vector",) if return_multivector else ())}
+    return [name for name in REPRESENTATIONS if name in named] or ["dense"]
 
 
 def asked_outputs(

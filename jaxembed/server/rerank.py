@@ -1,9 +1,9 @@
-"""Reranks a body with `documents`. Jina and Cohere take the same body and give the same results, in
-different answers."""
+"""What all bodies to rerank have in common, and the body with `documents`. Jina and Cohere take
+the same body and give the same results, in different answers."""
 
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -38,31 +38,37 @@ class Document(msgspec.Struct, omit_defaults=True):
         return self.text or "" if self.image is None else ImageSource(self.image, bare=True)
 
 
-class DocumentsRequest(ModelRequest, kw_only=True):
-    """The fields of Jina, Cohere, Voyage, Infinity and vLLM; `raw_scores`, `truncate` and
-    `instruction` on every route.
+class RankingRequest(ModelRequest, kw_only=True):
+    """The fields of every body to rerank.
 
-    Null or 0 as `top_n` asks for all documents, as `max_tokens_per_doc` for the model's own limit.
-    Voyage says `top_k` and `truncation`. `max_chunks_per_doc` over 1, or `long_documents` of
-    "chunk", divides documents that are too long. A number as `priority` and any `user` change
-    nothing.
+    Null or 0 as `top_n`, or Voyage's `top_k`, asks for all documents, as `max_tokens_per_doc` for
+    the model's own limit. `max_chunks_per_doc` over 1, or `long_documents` of "chunk", divides
+    documents that are too long.
     """
 
     query: str
-    documents: list[str | Document]
     model: str | None = None
     top_n: int | None = None
     top_k: int | None = None
-    return_documents: bool | None = None
     raw_scores: bool | None = None
     truncate: bool | None = None
-    truncation: bool | None = None
     max_tokens_per_doc: int | None = None
     max_chunks_per_doc: int | None = None
     overlap_tokens: int | None = None
     long_documents: LongDocuments | None = None
     weights: list[float] | None = None
     instruction: str | None = None
+
+
+class DocumentsRequest(RankingRequest, kw_only=True):
+    """The fields of Jina, Cohere, Voyage, Infinity and vLLM; `raw_scores`, `truncate` and
+    `instruction` on every route. Voyage says `truncation`. A number as `priority` and any `user`
+    change nothing.
+    """
+
+    documents: list[str | Document]
+    return_documents: bool | None = None
+    truncation: bool | None = None
     priority: AnyPriority | None = None
     user: str | None = None
 
@@ -90,7 +96,8 @@ async def rerank_documents(
 ) -> tuple[Scores, Callable[[], AsyncIterator[bytes]]]:
     """The model's answer, and a function that gives the best documents as Results: at each call the
     inside of a JSON list, in slices. With `as_strings` the document of a Result is its text."""
-    _check(body)
+    if not body.documents:
+        raise NoInputs("documents")
     sources = [item if isinstance(item, str) else item.source for item in body.documents]
     texts = [one if isinstance(one, str) else "" for one in sources]
     if body.return_documents and any(isinstance(one, ImageSource) for one in sources):
@@ -98,13 +105,9 @@ async def rerank_documents(
             "`return_documents` is for texts, and some documents are images; leave it out",
             field="return_documents",
         )
-    options = ScoreOptions(
+    options = ranking_options(
+        body,
         truncate=agreed(body, "truncate", "truncation"),
-        instruction=body.instruction or None,
-        max_document_tokens=body.max_tokens_per_doc or None,
-        max_chunks=most_chunks(body.max_chunks_per_doc, body.long_documents),
-        overlap_tokens=body.overlap_tokens,
-        weights=tuple(body.weights) if body.weights else None,
         priority=priority_of(body.priority),
     )
     answer = await score_documents(
@@ -124,12 +127,38 @@ async def rerank_documents(
         texts if body.return_documents else None,
         raw_scores=bool(body.raw_scores),
         ties="first",
-        top_n=agreed(body, "top_n", "top_k", unset=(None, 0)),
+        top_n=most_results(body),
     )
     return answer, results
 
 
-def most_chunks(asked: int | None, long: LongDocuments | None) -> int:
+def ranking_options(body: RankingRequest, **more: Any) -> ScoreOptions:
+    """The options that a body asks for, and `more` fields of ScoreOptions. Raises InvalidInput for
+    a number out of range and for fields that contradict each other."""
+    for field in ("top_n", "top_k", "max_tokens_per_doc"):
+        value = getattr(body, field)
+        if value is not None and value < 0:
+            raise InvalidInput(
+                f"`{field}` must be 1 or more; null or 0 means no limit. Given: {value}",
+                field=field,
+            )
+    return ScoreOptions(
+        instruction=body.instruction or None,
+        max_document_tokens=body.max_tokens_per_doc or None,
+        max_chunks=_most_chunks(body.max_chunks_per_doc, body.long_documents),
+        overlap_tokens=body.overlap_tokens,
+        weights=tuple(body.weights) if body.weights else None,
+        **more,
+    )
+
+
+def most_results(body: RankingRequest) -> int | None:
+    """How many of the best results to answer; None for all. Raises InvalidInput if `top_n` and
+    `top_k` differ."""
+    return agreed(body, "top_n", "top_k", unset=(None, 0))
+
+
+def _most_chunks(asked: int | None, long: LongDocuments | None) -> int:
     """The most windows of a document; 1 cuts it. Raises InvalidInput if the fields contradict each
     other."""
     if long == "truncate" and (asked or 1) > 1:
@@ -144,16 +173,3 @@ def most_chunks(asked: int | None, long: LongDocuments | None) -> int:
 def chunk_of(answer: Scores, document: int) -> dict[str, Chunk]:
     """The field of a result that says which chunk of its document counts, if any."""
     return {} if answer.chunks is None else {"chunk": answer.chunks[document]}
-
-
-def _check(body: DocumentsRequest) -> None:
-    """Raise NoInputs if there are no documents, InvalidInput for a number out of range."""
-    if not body.documents:
-        raise NoInputs("documents")
-    for field in ("top_n", "top_k", "max_tokens_per_doc"):
-        value = getattr(body, field)
-        if value is not None and value < 0:
-            raise InvalidInput(
-                f"`{field}` must be 1 or more; null or 0 means no limit. Given: {value}",
-                field=field,
-            )

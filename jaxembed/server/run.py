@@ -27,7 +27,7 @@ from jaxembed.server.audit import AuditLog
 from jaxembed.server.connection import use_connections
 from jaxembed.server.keyring import Keyring
 from jaxembed.server.models import Models
-from jaxembed.server.pool import Load, ModelPool
+from jaxembed.server.pool import Describe, Load, ModelPool
 from jaxembed.server.service import Service
 from jaxembed.server.supervisor import READY, STOPPING, tell
 from jaxembed.signals import STOP_SIGNALS, leave
@@ -51,6 +51,7 @@ def run(
     load: Load | None = None,
     limits: PoolLimits | None = None,
     *,
+    describe: Describe | None = None,
     keyring: Keyring | None = None,
     audit: AuditLog | None = None,
     tracer: Tracer | None = None,
@@ -58,12 +59,12 @@ def run(
     """Serve until SIGTERM or SIGINT, then drain, close the models and return.
 
     `listener` is a socket that is already bound, so that the port is reserved while the models
-    load; None means that the address in `config` is bound now. `load` and `limits` are as in
-    ModelPool. SIGHUP has the file of the `keyring` read and the `audit` log opened again. A
+    load; None means that the address in `config` is bound now. `load`, `limits` and `describe` are
+    as in ModelPool. SIGHUP has the file of the `keyring` read and the `audit` log opened again. A
     `tracer` traces the requests, and is closed at the end. Raises BackendError if a model cannot be
     compiled, ConfigError if a port cannot be bound, and the error of a server that fails.
     """
-    pool = ModelPool(models, load, limits)
+    pool = ModelPool(models, load, limits, describe)
     app = create_app(models, config, pool, keyring=keyring, audit=audit, tracer=tracer)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         failures = runner.run(_serve_until_stopped(app, models, config, listener))

@@ -161,6 +161,7 @@ async def embed_all() -> Response:
                 output_dtype=asked_dtype(body) or "float",
                 priority=priority_of(body.priority),
             ),
+            outputs=(),
         )
         matrices = answer.tokens
         response = await encode_answer(meter, answer, lambda: json_stream(json_matrices(matrices)))

@@ -23,37 +23,30 @@ from jaxembed.server.body import (
 from jaxembed.server.decoding import mixed
 from jaxembed.server.encoding import json_list, json_stream
 from jaxembed.server.meter import Meter, current_meter
-from jaxembed.server.rerank import BestChunk, LongDocuments, chunk_of, most_chunks
+from jaxembed.server.rerank import (
+    BestChunk,
+    RankingRequest,
+    chunk_of,
+    most_results,
+    ranking_options,
+)
 from jaxembed.server.scoring import json_predictions, json_ranks
 from jaxembed.server.tei import SIDES, Direction
 from jaxembed.server.unsupported import ModelRequest, Unserved
 
 blueprint = Blueprint("tei_scores", __name__)
 
-_WITH_DOCUMENTS = Unserved("send the texts as `documents`, in Jina's form", (0,))
 _RETURN_TEXT = Unserved("send `return_text`, or the texts as `documents`", (False,))
 
 
-class RerankRequest(ModelRequest, kw_only=True):
-    """A query, and the texts to rank by how well they answer it. TEI has no `model`,
-    `instruction` or `priority`."""
+class RerankRequest(RankingRequest, kw_only=True):
+    """A query, and the texts to rank by how well they answer it. TEI has `truncate`,
+    `truncation_direction`, `raw_scores` and `return_text` of the other fields."""
 
-    query: str
     texts: list[str]
-    top_n: Annotated[Any, _WITH_DOCUMENTS] = None
-    top_k: Annotated[Any, _WITH_DOCUMENTS] = None
-    max_tokens_per_doc: Annotated[Any, _WITH_DOCUMENTS] = None
     return_documents: Annotated[Any, _RETURN_TEXT] = None
-    max_chunks_per_doc: int | None = None
-    overlap_tokens: int | None = None
-    long_documents: LongDocuments | None = None
-    weights: list[float] | None = None
-    truncate: bool | None = None
     truncation_direction: Direction | None = None
-    raw_scores: bool | None = None
     return_text: bool | None = None
-    model: str | None = None
-    instruction: str | None = None
     priority: Priority | None = None
 
 
@@ -91,15 +84,13 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
     texts = body.texts
     if not texts:
         raise NoInputs("texts")
-    options = ScoreOptions(
+    options = ranking_options(
+        body,
         truncate=body.truncate,
         truncation_side=SIDES[body.truncation_direction],
-        instruction=body.instruction or None,
-        max_chunks=most_chunks(body.max_chunks_per_doc, body.long_documents),
-        overlap_tokens=body.overlap_tokens,
-        weights=tuple(body.weights) if body.weights else None,
         priority=priority_of(body.priority),
     )
+    top_n = most_results(body)
     answer = await score_documents(meter, body.model, body.query, texts, options, field="texts")
 
     def item(i: int, score: np.float32) -> dict:
@@ -113,6 +104,7 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
             texts if body.return_text else None,
             raw_scores=bool(body.raw_scores),
             ties="last",
+            top_n=top_n,
         )
         return json_stream(json_list(inside))
 
