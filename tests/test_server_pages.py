@@ -59,9 +59,17 @@ def test_a_broken_page_is_named_by_its_place(colpali):
     assert "documents[1]" in answer["error"]["message"]
 
 
-def test_a_model_that_ranks_no_images_says_so(clip):
-    body = {"query": "w1", "documents": [{"image": URIS[0]}]}
-    assert "is an embedding model" in str(post(clip, body, "/v1/rerank", 400))
+def test_a_model_of_texts_and_images_ranks_both(clip):
+    documents = ["w1", {"image": URIS[0]}, "w2 w3", {"text": "w4"}]
+    found = post(clip, {"query": "w1 w2", "documents": documents}, "/v1/rerank")["results"]
+    vectors = clip.encode(["w1 w2", "w1", "w2 w3", "w4"], images=FILES[:1]).astype(float)
+    wanted = vectors[[1, 4, 2, 3]] @ vectors[0]
+    assert [one["index"] for one in found] == np.argsort(-wanted).tolist()
+    np.testing.assert_allclose(
+        [one["relevance_score"] for one in found], np.sort(wanted)[::-1], atol=2e-6
+    )
+    body = {"query": "w1", "documents": [URIS[0]]}
+    assert "send it as an image" in str(post(clip, body, "/v1/rerank", 400))
 
 
 def test_vectors_of_queries_and_pages_in_one_request(colpali):
