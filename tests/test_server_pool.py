@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import collect, save_tiny
-from fake_embedder import CLASSIFIER, RERANKER, SPEC, FakeEmbedder
+from fake_embedder import CLASSIFIER, M3, RERANKER, SPEC, FakeEmbedder
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.config import PoolLimits, ServerConfig
@@ -147,9 +147,8 @@ async def test_an_embedder_reranks_where_no_reranker_can_be_read(caplog):
 
 async def test_a_reranker_at_the_start_is_meant_whatever_may_be_loaded():
     shelf, asked = Shelf("ar"), []
-    lasting = FakeEmbedder(spec=RERANKER)
-    pool = rerank_pool(shelf, asked, [lasting])
-    assert await use(pool, None, "rerank") is lasting
+    for lasting in (FakeEmbedder(spec=RERANKER), FakeEmbedder(spec=M3)):
+        assert await use(rerank_pool(shelf, asked, [lasting]), None, "rerank") is lasting
     assert asked == []
     with pytest.raises(InvalidInput, match="`model` must say which: a, c"):
         await use(rerank_pool(Shelf("ac"), []), None, "rerank")

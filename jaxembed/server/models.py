@@ -298,11 +298,11 @@ class Models:
         raise InvalidInput(f"`model` must say which: {', '.join(names)}", field="model")
 
     def rerankers(self, permitted: Collection[str] | None = None) -> list[KnownModel]:
-        """The rerankers with a permitted name, loaded or not: those that were loaded at the start,
-        or where none was, any other."""
+        """The models with a permitted name that are listed as ones that rerank, of those loaded at
+        the start; where there is none, any other reranker, loaded or not."""
         named = [one for one in self.known if self.names_of(one, permitted)]
-        found = [one for one in named if one.task == "rerank"]
-        return [one for one in found if one in self._lasting] or found
+        listed = [one for one in named if one in self._lasting and _fit(one, "rerank") in (0, 1)]
+        return listed or [one for one in named if one.task == "rerank"]
 
     def find(
         self,
