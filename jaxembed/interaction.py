@@ -112,7 +112,7 @@ def compare_pairs(
             _chosen(queries, np.array([number])),
             _chosen(documents, chosen),
             weights,
-            [texts[k] for k in chosen.tolist()],
+            [texts[int(k)] for k in chosen],
         )
         found[chosen] = scores.shown(raw_scores)[:, 0]
     return found

@@ -126,7 +126,7 @@ async def decode_any(
     if asked.query is not msgspec.UNSET:
         return await _decode_rerank(data, asked, at_once)
     specs = await pool.specs_of(asked.model, check_name(asked.model))
-    primaries = {spec.primary for spec in specs if spec.task == "embed"}
+    primaries: set[OutputName] = {spec.primary for spec in specs if spec.task == "embed"}
     if not primaries:
         return await decode_body(data, PredictRequest, at_once)
     kind = EmbedRequest if len(primaries) > 1 else EMBEDS[primaries.pop()]
