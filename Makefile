@@ -3,8 +3,6 @@ PYTHON ?= python3
 VENV ?= .venv
 MODEL ?=
 ARGS ?=
-TORCH ?=
-SIZES ?= bert-base bge-large modernbert-base qwen3-0.6b
 # the versions that were tested; lowest.txt: the lowest that are supported; empty: the newest
 CONSTRAINTS ?= constraints/tested.txt
 BIN := $(VENV)/bin
@@ -20,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test numerics slow wheel page deploy stores ray check everything format docs docs-links parity golden chaos eval bench bench-peers \
-	bench-gpu plots constraints clean
+	card plots constraints clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -104,12 +102,8 @@ bench-peers: $(VENV)/dev.stamp $(VENV)-parity/stamp $(VENV)-peers/stamp  ## comp
 	$(BIN)/python -m benchmarks.bench_libraries --torch $(VENV)-parity --onnx $(VENV)-peers $(ARGS)
 	$(BIN)/python -m benchmarks.bench_peers --infinity $(VENV)-peers $(ARGS)
 
-# TORCH=<environment> with torch and transformers is compared with, where there is one
-bench-gpu: $(VENV)/dev.stamp  ## time random weights of four sizes on an accelerator, and the host's part over HTTP
-	for size in $(SIZES); do \
-		$(BIN)/python -m benchmarks.bench_gpu --architecture-size $$size $(TORCH:%=--torch %) $(ARGS) || exit; done
-	$(BIN)/python -m benchmarks.bench_http
-	$(BIN)/python -m benchmarks.bench_http -- --null-model
+card: $(VENV)/dev.stamp  ## pack .card, which benchmarks/first_card.sh needs on a machine without internet
+	$(BIN)/python -m benchmarks.first_card pack $(ARGS)
 
 plots: $(VENV)/dev.stamp  ## draw benchmarks/results as PNG
 	$(BIN)/python -m benchmarks.plots

@@ -30,11 +30,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks import report, subject
 from benchmarks.subject import Subject
+from jaxembed.engine import timing
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
 from jaxembed.engine.calibrate import Calibration
 from jaxembed.engine.replica import Replica
 from jaxembed.models import native, position_limit
-from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import DType
 
 
@@ -169,13 +169,10 @@ def full_planes(bucket: Bucket, model: Subject, seed: int = 0) -> tuple[np.ndarr
     batch, and the lengths of its sequences.
     """
     longest = min(position_limit(model.spec) or bucket.length, bucket.length)
-    planes = np.zeros((PackedTokens.PLANES, bucket.rows, bucket.length), np.int32)
-    ids, positions, segments, _, pooled = planes
-    place = np.arange(bucket.length)
+    planes = timing.full_planes(bucket, longest)
+    ids = planes[0]
     ids[:] = np.random.default_rng(seed).integers(0, model.vocab_size, ids.shape)
-    positions[:] = place % longest
-    segments[:] = pooled[:] = place // longest + 1
-    return planes, np.bincount(place // longest).tolist() * bucket.rows
+    return planes, np.bincount(np.arange(bucket.length) // longest).tolist() * bucket.rows
 
 
 def products(model: Subject, dtype: DType, tokens: int, device: Any, native_layout: bool = False):

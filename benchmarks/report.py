@@ -1,7 +1,7 @@
 """Functions that all benchmarks share: timing, tables for people, and JSON with its provenance.
 
-Knows nothing of models. Imports only JAX, numpy and the standard library, so that the device probe
-runs without jaxembed's other dependencies.
+Knows nothing of models. Imports only JAX, numpy and the standard library, so that the steps of
+first_card about the device alone run without jaxembed's other dependencies.
 """
 
 import json
@@ -116,9 +116,9 @@ def finish(
     if out is not None:
         out = out / device_folder() / f"{benchmark}.json" if out.suffix != ".json" else out
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(_rounded(report), indent=1) + "\n")
+        out.write_text(json.dumps(rounded(report), indent=1) + "\n")
         print(f"written to {out}")
-    print(json.dumps(_rounded(report)), flush=True)
+    print(json.dumps(rounded(report)), flush=True)
 
 
 def provenance(benchmark: str, argv: Sequence[str] | None) -> dict[str, Any]:
@@ -233,12 +233,12 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Round all floats of a JSON value to six digits, for people who read and compare results."""
     if isinstance(value, dict):
-        return {str(key): _rounded(one) for key, one in value.items()}
+        return {str(key): rounded(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(one) for one in value]
+        return [rounded(one) for one in value]
     if isinstance(value, float | np.floating):
         return float(f"{float(value):.6g}") if np.isfinite(value) else str(value)
     if isinstance(value, np.integer):

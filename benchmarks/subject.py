@@ -4,20 +4,25 @@ Random weights run as fast as real ones, because the shapes are equal and speed 
 values.
 """
 
+import os
+import zlib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 
 from jaxembed.engine.bucket import BucketGrid
 from jaxembed.engine.kernels import Choice, choose_kernels, choose_native
+from jaxembed.engine.placement import placed_dtype
 from jaxembed.engine.replica import Replica
-from jaxembed.models import Program, program, random_parameters
+from jaxembed.models import Program, program, random_parameter, random_parameters
 from jaxembed.spec import Adapter, DType, ModelSpec, NormalizeLayer, Pooled, Pooling
 
 
@@ -103,6 +108,13 @@ QWEN3_06B = {
     "out_bias": False,
     "qk_norm": True,
     "causal": True,
+}
+QWEN3_8B = QWEN3_06B | {
+    "vocab_size": 151665,
+    "hidden_size": 4096,
+    "num_layers": 36,
+    "num_heads": 32,
+    "intermediate_size": 12288,
 }
 EUROBERT_210M = QWEN3_06B | {
     "vocab_size": 128256,
@@ -201,6 +213,7 @@ SIZES: dict[str, tuple[str, dict[str, Any], Pooling]] = {
     "gemma2-9b": ("qwen3", GEMMA2_9B, "lasttoken"),
     "llama-1b": ("qwen3", LLAMA_1B, "lasttoken"),
     "qwen3-0.6b": ("qwen3", QWEN3_06B, "lasttoken"),
+    "qwen3-8b": ("qwen3", QWEN3_8B, "lasttoken"),
 }
 
 
@@ -244,10 +257,23 @@ def load(args: Namespace) -> Subject:
     return Subject(name, spec, program(spec), parameters, checkpoint.tokenizer_path(path))
 
 
-def random_subject(size: str, seed: int = 0) -> Subject:
-    """A model of SIZES with random weights."""
+def random_subject(size: str, seed: int = 0, dtype: DType = "float32") -> Subject:
+    """A model of SIZES with random weights, the same on every machine.
+
+    Each weight has a generator of its own, so that threads draw them. `dtype` is that of matrices;
+    the host holds few of them in float32 at once.
+    """
     spec = spec_of(size)
-    return Subject(f"{size} (random)", spec, program(spec), random_parameters(spec, seed), None)
+    made = program(spec)
+
+    def drawn(name: str) -> np.ndarray:
+        draw = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        values = random_parameter(name, made.shapes[name].shape, draw)
+        return values.astype(jnp.dtype(placed_dtype(name, values.ndim, dtype)), copy=False)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        parameters = dict(zip(made.shapes, threads.map(drawn, made.shapes), strict=True))
+    return Subject(f"{size} (random)", spec, made, parameters, None)
 
 
 # Weights that stand side by side in a product; an adapter changes each by columns of its own.

@@ -14,7 +14,6 @@ import pytest
 
 from benchmarks import (
     bench_before,
-    bench_gpu,
     bench_http,
     bench_libraries,
     bench_peers,
@@ -273,15 +272,6 @@ def test_bench_http_runs(tiny_checkpoint, grid_file, tmp_path, capsys):
         for kind in kinds
     ]
     assert all(row["requests"] > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_bench_gpu_runs(capsys):
-    tiny = ["--architecture-size", "tiny", "--limit", "32", "--buckets", "1x32,2x32"]
-    bench_gpu.main([*tiny, "--texts", "20", "--repeat", "1", "--mixes", "queries"])
-    found = last_line(capsys)
-    assert [row["bucket"] for row in found["buckets"]] == ["1x32", "2x32"]
-    assert [row["mix"] for row in found["results"]] == ["queries"]
 
 
 MADE = {

@@ -3,7 +3,6 @@
 import json
 import sys
 from functools import partial
-from itertools import pairwise
 
 import jax
 import numpy as np
@@ -24,7 +23,6 @@ from benchmarks import (
     bench_start,
     eval_sts,
     load,
-    probe_device,
     report,
     servers,
     subject,
@@ -122,23 +120,6 @@ def test_overlaps_are_programs_that_began_while_the_other_model_ran():
     runs = [(0.0, 2.0, "a"), (2.0, 3.0, "b"), (2.5, 4.0, "a"), (2.6, 2.7, "a"), (5.0, 6.0, "b")]
     assert bench_pair.Watch(runs[:2]).overlaps() == 0
     assert bench_pair.Watch(runs).overlaps() == 2
-
-
-def test_segments_and_offsets_of_a_probe_agree():
-    case = probe_device.Case(3, 64, 2, 8, packed=True)
-    starts, longest = probe_device.starts_of(case)
-    assert starts[-1] == 3 * 64
-    assert longest == max(np.diff(starts))
-    flat = case.segments.reshape(-1)
-    for first, last in pairwise(starts):
-        assert len(set(flat[first:last])) <= 1
-
-
-def test_a_probe_survives_what_it_probes():
-    def fail():
-        raise RuntimeError("no such kernel\nand a long story")
-
-    assert probe_device.attempt(fail) == {"ok": False, "error": "RuntimeError: no such kernel"}
 
 
 def test_results_go_to_a_folder_of_the_device(tmp_path, capsys):
@@ -279,18 +260,6 @@ def test_bench_memory_measures_each_stage_in_a_process_of_its_own(tmp_path, caps
     assert weights < facts["weights_bytes"] < weights + 100_000  # of Orbax's own
     limit = 1.2 * facts["weights_bytes"] + 1024**3
     assert facts["limit_bytes"] == pytest.approx(limit, rel=1e-5)  # printed with six digits
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("only", ["about", "attention:attend", "attention:cudnn", "model:float32"])
-def test_probe_device_runs(only, capsys):
-    probe_device.main(["--quick", "--repeat", "1", "--only", only])
-    tasks = last_line(capsys)["tasks"]
-    assert tasks
-    assert all(name.startswith(only) for name in tasks)
-    if only == "attention:attend":
-        cases = [case for task in tasks.values() for case in task["cases"]]
-        assert all(case["agrees"] and case["padding_finite"] for case in cases)
 
 
 def test_eval_sts_says_skipped_without_data(tmp_path, capsys):

@@ -79,7 +79,7 @@ def test_a_sharded_program_has_no_collectives_and_a_row_on_every_device():
     spec = tiny_spec()
     replica = Replica(program(spec), random_parameters(spec), jax.local_devices(), "float32")
     replica.compile(BUCKET)
-    text = replica.program_text(BUCKET)
+    text = replica.compiled(BUCKET).as_text()
     assert "HloModule" in text
     assert not [name for name in COLLECTIVES if name in text]
     planes = np.ones((5, 8, 16), np.int32)

@@ -227,10 +227,10 @@ def test_packed_parameters_give_what_unpacked_ones_do(name):
     attention = spec.architecture != "deberta"  # whose attention is always XLA's
     for bucket, attends in ((Bucket(2, 32), attention), (Bucket(2, 22), False)):
         assert_close(vectors_of(packed, bucket), wanted)
-        calls = set(re.findall(r"jaxembed_\w+", packed.program_text(bucket)))
+        calls = set(re.findall(r"jaxembed_\w+", packed.compiled(bucket).as_text()))
         assert any("attention" in call for call in calls) == attends
         assert attends or calls == products
-    assert "jaxembed_" not in unpacked.program_text(Bucket(2, 32))
+    assert "jaxembed_" not in unpacked.compiled(Bucket(2, 32)).as_text()
 
 
 @pytest.mark.usefixtures("native_kernels")
@@ -261,7 +261,7 @@ def test_packed_replicas_run_on_several_devices_and_at_once():
 
 def test_the_size_and_the_text_of_a_program_can_be_read(replica):
     assert replica.temporary_bytes(BUCKET) > 2 * 16 * 32 * 4
-    assert "HloModule" in replica.program_text(BUCKET)
+    assert "HloModule" in replica.compiled(BUCKET).as_text()
 
 
 def test_the_safe_fusion_setting_repairs_wrong_sums_on_cpu():

@@ -33,7 +33,7 @@ USES_OF_PRIVATE_NAMES = {
     "jaxembed.images.pdf_renderer": {"_exit"},  # as below
     "jaxembed.signals": {"_exit"},  # of os: documented, in spite of its name
     "jaxembed.telemetry": {"_replace"},  # of a NamedTuple: documented, in spite of its name
-    "benchmarks.probe_device": {"_src"},  # of jax: it finds out what would be there to use
+    "benchmarks.attention_candidates": {"_src"},  # of jax: what would be there to use
 }
 
 

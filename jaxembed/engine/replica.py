@@ -130,7 +130,14 @@ class Replica:
         `planes` is a packed batch, int32 `[planes, rows, length]`. The call does not hold the GIL
         while it waits for the device. Raises what XLA raises.
         """
-        return self._fetch(self._programs[bucket](self._parameters, self._placed(planes)), outputs)
+        return self._fetch(self.launch(bucket, planes), outputs)
+
+    def launch(self, bucket: Bucket, planes: np.ndarray) -> dict[OutputName, Any]:
+        """Start a compiled bucket. Returns all outputs, on the device, where they may not be ready.
+
+        Raises what XLA raises.
+        """
+        return self._programs[bucket](self._parameters, self._placed(planes))
 
     @property
     def float32_bucket(self) -> Bucket | None:
@@ -152,9 +159,9 @@ class Replica:
         for leaf in self._parameters:
             leaf.delete()
 
-    def program_text(self, bucket: Bucket) -> str:
-        """The optimised HLO of the program of a bucket."""
-        return self._programs[bucket].as_text() or ""
+    def compiled(self, bucket: Bucket) -> jax.stages.Compiled:
+        """Return the program of a compiled bucket, which tells its HLO and its memory."""
+        return self._programs[bucket]
 
     def temporary_bytes(self, bucket: Bucket) -> int:
         """The device memory that a run of the bucket needs besides the parameters, in bytes; none
