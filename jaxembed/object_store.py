@@ -101,6 +101,12 @@ def write_objects(folder: Path, names: Iterable[str], url: str) -> None:
     _for_each(write, names)
 
 
+def remove_object(url: str) -> None:
+    """Remove the object at `url`. Raises as `read_object`, and CheckpointError if there is none."""
+    with _asking(f"cannot remove {url}"):
+        _store(url).rm_file(_path(url))
+
+
 class FoundObject(NamedTuple):
     """An object: its URL, its size in bytes, and what changes whenever its content does."""
 

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -217,9 +218,9 @@ def test_a_job_that_is_killed_twenty_times_gives_what_an_undisturbed_one_gives(t
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"part_rows": 200}, "part_rows: 300 before, now 200"),
-        ({"keep": ()}, 'columns.n: "int64" before, not there now'),
-        ({"id_column": None}, 'id_column: "id" before, now null'),
+        ({"part_rows": 200}, "--part-rows (part_rows): 300 before, now 200"),
+        ({"keep": ()}, '--keep or --id-column (columns.n): "int64" before, not there now'),
+        ({"id_column": None}, '--id-column (id_column): "id" before, now null'),
         ({"computation": DigestRows(version=2)}, "computation.version: 1 before, now 2"),
     ],
 )
@@ -236,9 +237,9 @@ def test_a_job_with_other_options_is_refused_with_the_difference(
 def test_a_changed_input_is_refused_with_the_difference(tmp_path, rows_file):
     run(rows_file, tmp_path / "out")
     write_rows(rows_file, 1001)
-    with pytest.raises(ConfigError, match=r"inputs\..*in\.jsonl\.size: \d+ before, now \d+"):
+    with pytest.raises(ConfigError, match=r"INPUTS \(inputs\..*in\.jsonl\.size\): \d+ before, now \d+"):
         run(rows_file, tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"inputs\..*more\.jsonl: not there before"):
+    with pytest.raises(ConfigError, match=r"INPUTS .*more\.jsonl\): not there before"):
         run([str(rows_file), str(write_rows(tmp_path / "more.jsonl", 2))], tmp_path / "out")
 
 
@@ -253,9 +254,21 @@ def test_an_input_that_changes_under_the_job_is_told(tmp_path, rows_file):
     assert "_manifest.json" not in names(tmp_path / "out")
 
 
-def test_a_job_that_has_no_part_yet_is_replaced(tmp_path, rows_file):
+def test_an_interrupted_job_without_a_part_is_not_taken_over(tmp_path, rows_file):
+    with pytest.raises(KeyboardInterrupt):
+        run(rows_file, tmp_path / "out", Stops(version=0))
+    begun = (tmp_path / "out" / "_job.json").read_bytes()
+    with pytest.raises(ConfigError, match=r"--part-rows .*: 300 before, now 200") as refused:
+        run(rows_file, tmp_path / "out", part_rows=200)
+    assert "remove _job.json to begin anew" in str(refused.value)
+    assert (tmp_path / "out" / "_job.json").read_bytes() == begun
+    assert run(rows_file, tmp_path / "out").rows == 1000
+
+
+def test_a_command_that_fails_at_its_first_rows_may_be_corrected(tmp_path, rows_file):
     with pytest.raises(InvalidInput, match="has no `body`"):
         run(rows_file, tmp_path / "out", DigestRows(columns=("body",)))
+    assert names(tmp_path / "out") == []
     assert run(rows_file, tmp_path / "out").rows == 1000
 
 
@@ -549,7 +562,8 @@ def test_other_dimensions_or_prompts_are_another_job(embedder, tmp_path, pairs_f
     for options in ({"dimensions": 8}, {"prompt_name": "query"}, {"output_dtype": "float16"}):
         (name,) = options
         other = EmbedRows(embedder, "text", ("dense",), options)
-        with pytest.raises(ConfigError, match=rf"options\.{name}"):
+        flag = name.replace("_", "-")
+        with pytest.raises(ConfigError, match=rf"--{flag} \(computation\.options\.{name}\)"):
             run_job(other, rows, str(tmp_path / "out"))
 
 
@@ -563,7 +577,10 @@ def test_scores_and_labels_are_those_of_the_library(tmp_path, pairs_file, grid_f
         with Embedder(str(path), cache_dir=tmp_path / "cache", config=config) as scorer:
             labelled = scorer.classify([(query, text) for text in texts])
             job = ClassifyRows(scorer, ("query", "text"), False, {})
-            run_job(job, Rows([str(pairs_file)], id_column="id"), str(path / "labels"))
+            rows = Rows([str(pairs_file)], id_column="id")
+            run_job(job, rows, str(path / "labels"))
+            with pytest.raises(ConfigError, match=r"--raw-scores .*: false before, now true"):
+                run_job(replace(job, raw_scores=True), rows, str(path / "labels"))
             if len(labels) == 1:
                 ranked = {one.index: one.score for one in scorer.rerank(query, texts)}
                 job = ScoreRows(scorer, "query", "text", False, {})

@@ -34,6 +34,10 @@ class Destination(Protocol):
         If the block raises, nothing does."""
         ...
 
+    def remove(self, name: str) -> None:
+        """Remove one of the files."""
+        ...
+
     def locked(self) -> Any:
         """A context in which no other process of this machine writes here. Raises ConfigError if
         one does."""
@@ -77,6 +81,9 @@ class LocalFolder:
             _sync(unfinished)
         _sync(self._path)
 
+    def remove(self, name: str) -> None:
+        (self._path / name).unlink()
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Also removes what a killed process left unfinished."""
@@ -113,6 +120,9 @@ class StoreFolder:
         with TemporaryDirectory(prefix="jaxembed-") as folder:
             yield Path(folder) / name
             object_store.write_objects(Path(folder), [name], self._url)
+
+    def remove(self, name: str) -> None:
+        object_store.remove_object(f"{self._url}/{name}")
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -9,12 +10,39 @@ import msgspec
 from jaxembed.bulk.destination import Destination
 from jaxembed.bulk.parts import finished_parts
 from jaxembed.bulk.sources import InputFile
-from jaxembed.errors import ConfigError
+from jaxembed.errors import ConfigError, JaxembedError
 from jaxembed.json_file import shown
 
 JOB = "_job.json"
 FORMAT = 1
 MOST_DIFFERENCES = 10  # in a message
+OPTIONS = {  # what sets a value of a job, by the beginning of its path; the first that fits counts
+    "inputs": "INPUTS",
+    "part_rows": "--part-rows",
+    "columns": "--keep or --id-column",
+    "id_column": "--id-column",
+    "text_columns": "--text-column, --query-column, --second-column or --image-column",
+    "pdf_dpi": "--pdf-dpi",
+    "computation.task": "the command",
+    "computation.of": "--image-column or INPUTS",
+    "computation.outputs": "--outputs",
+    "computation.raw_scores": "--raw-scores",
+    "computation.ranges": "the calibration of the model",
+    "computation.options.adapter": "--adapter-name",
+    "computation.options.dimensions": "--dimensions",
+    "computation.options.output_dtype": "--output-dtype",
+    "computation.options.prompt_name": "--prompt-name",
+    "computation.options.role": "--role",
+    "computation.model.adapters": "--adapter",
+    "computation.model.dtype": "--dtype",
+    "computation.model.max_input_tokens": "--max-input-length",
+    "computation.model.pooling": "--pooling",
+    "computation.model.text.auto_truncate": "--auto-truncate",
+    "computation.model.text.default_prompt_name": "--default-prompt-name",
+    "computation.model.text.default_prompt": "--default-prompt",
+    "computation.model": "--model or --revision",
+    "format": "the version of jaxembed",
+}
 
 
 class BulkJob(msgspec.Struct, frozen=True):
@@ -51,21 +79,24 @@ def refuse_others(folder: Destination) -> None:
 
 
 def begin(job: BulkJob, folder: Destination) -> None:
-    """Write the job into its folder, unless it is there; one that has no part yet is replaced.
+    """Write the job into its folder, unless it is there.
 
-    Raises ConfigError if another job is there, which says in what it differs.
+    Raises ConfigError if another job was begun there, even if no part of it is finished. The
+    message names the options that differ, each with both values.
     """
     if JOB in folder.names():
         differences = list(_differences(_builtins(read_job(folder)), _builtins(job)))
         if not differences:
             return
-        if finished_parts(folder):
-            more = len(differences) - MOST_DIFFERENCES
-            lines = differences[:MOST_DIFFERENCES] + [f"and {more} more"] * (more > 0)
-            raise ConfigError(
-                f"--output {folder}: a job was begun there with another input or other options. "
-                f"Go on with those, or choose another folder:\n  " + "\n  ".join(lines)
-            )
+        more = len(differences) - MOST_DIFFERENCES
+        lines = differences[:MOST_DIFFERENCES] + [f"and {more} more"] * (more > 0)
+        anew = "" if finished_parts(folder) else (
+            f", or remove {JOB} to begin anew: no part of that job is finished"
+        )
+        raise ConfigError(
+            f"--output {folder}: a job was begun there with another input or other options. "
+            f"Go on with those, or choose another folder{anew}:\n  " + "\n  ".join(lines)
+        )
     try:
         content = msgspec.json.format(msgspec.json.encode(job, order="sorted"), indent=1)
     except UnicodeEncodeError as error:
@@ -74,6 +105,14 @@ def begin(job: BulkJob, folder: Destination) -> None:
         ) from error
     with folder.writing(JOB) as path:
         path.write_bytes(content)
+
+
+def withdraw(folder: Destination) -> None:
+    """Remove the job from its folder if no part of it is finished, so that a corrected command may
+    begin there. Stores may forbid it; then the job stays."""
+    if not finished_parts(folder):
+        with suppress(JaxembedError, OSError):
+            folder.remove(JOB)
 
 
 def read_job(folder: Destination) -> BulkJob:
@@ -95,15 +134,24 @@ def _builtins(job: BulkJob) -> dict[str, Any]:
 
 
 def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
-    """A line for each value that differs, by where it is."""
+    """A line for each value that differs, by its path and the option that sets it."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted(before.keys() | now.keys()):
             place = f"{path}.{name}" if path else str(name)
             if name not in before:
-                yield f"{place}: not there before, now {shown(now[name])}"
+                yield f"{_named(place)}: not there before, now {shown(now[name])}"
             elif name not in now:
-                yield f"{place}: {shown(before[name])} before, not there now"
+                yield f"{_named(place)}: {shown(before[name])} before, not there now"
             else:
                 yield from _differences(before[name], now[name], place)
     elif before != now:
-        yield f"{path}: {shown(before)} before, now {shown(now)}"
+        yield f"{_named(path)}: {shown(before)} before, now {shown(now)}"
+
+
+def _named(path: str) -> str:
+    """The option that sets the value at a path of a job, and the path; the path alone for a value
+    that no option sets."""
+    for beginning, option in OPTIONS.items():
+        if path == beginning or path.startswith(f"{beginning}."):
+            return f"{option} ({path})"
+    return path

@@ -177,6 +177,9 @@ def run_job(
         running = _Run(job, computation, folder, schema, earlier, rows)
         try:
             running.run(on_progress)
+        except InvalidInput:
+            jobs.withdraw(folder)
+            raise
         except OSError as error:
             raise ConfigError(
                 f"cannot write {folder}: {error}; finished parts stay: run the same command again"
