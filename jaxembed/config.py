@@ -58,6 +58,7 @@ class ServerConfig:
     admin_key: str | None = None  # opens the routes that load models, on the server's own port
     admin_port: int | None = None  # for these routes, on this machine's own address
     notify_socket: str | None = None  # of a supervisor, which is told when the server is ready
+    watchdog_s: float | None = None  # the supervisor ends the server after such a silence
 
 
 @dataclass(frozen=True)

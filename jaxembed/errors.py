@@ -4,6 +4,7 @@ JaxembedError
   * ConfigError             a flag or setting that cannot be honoured
       - Unanswered          a URL where nothing answers
   * CheckpointError         a model directory, hub id or checkpoint that cannot be used
+      - HubUnreachable      a hub that gives no answer
       - StoreUnreachable    an object store that gives no answer
       - UnsupportedModel    an architecture, module or activation we have no code for
       - ConversionError     tensors missing, unused or wrongly shaped, all listed at once
@@ -57,6 +58,10 @@ class Unanswered(ConfigError):
 
 class CheckpointError(JaxembedError):
     """A model directory, hub id or checkpoint cannot be used."""
+
+
+class HubUnreachable(CheckpointError):
+    """The hub cannot be asked for a model that is not downloaded yet, or it failed."""
 
 
 class StoreUnreachable(CheckpointError):

@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 
 from jaxembed import checkpoint, object_store, stored_checkpoint
 from jaxembed.cache_folder import make_private, refuse_shared
-from jaxembed.errors import CheckpointError, StoreUnreachable
+from jaxembed.errors import CheckpointError, HubUnreachable, StoreUnreachable
 from jaxembed.files import is_copy_of, replacing
 from jaxembed.ranges import RANGES
 from jaxembed.spec import FORMAT_VERSION, ModelSpec, Routes
@@ -486,9 +486,10 @@ def _outline(source: Source, choices: Choices) -> Routes:
 def _snapshot(
     name: str, revision: str | None, offline: bool, token: str | None, patterns: list[str]
 ) -> Path:
-    """Download the files of a model that match the patterns. Raises CheckpointError on failure."""
+    """Download the files of a model that match the patterns. Raises HubUnreachable if the hub does
+    not answer or fails, and CheckpointError for everything else."""
     # imported here, because a converted checkpoint is served without it
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
 
     at = f"{name} at {revision}" if revision else name
     try:
@@ -515,11 +516,23 @@ def _snapshot(
             f"{name} is not on the hub, or is private and wants a token"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        why = "--offline is set" if offline else "the hub cannot be reached"
-        raise CheckpointError(f"{at} is not downloaded yet and {why}") from error
+        if offline or constants.HF_HUB_OFFLINE:
+            setting = "--offline" if offline else "HF_HUB_OFFLINE"
+            raise CheckpointError(f"{at} is not downloaded yet and {setting} is set") from error
+        raise HubUnreachable(f"{at} is not downloaded yet and the hub cannot be reached") from error
     except OSError as error:
-        raise CheckpointError(f"cannot download {at}: {error}") from error
+        kind = HubUnreachable if _is_failure_of_hub(error) else CheckpointError
+        raise kind(f"cannot download {at}: {error}") from error
     return Path(folder)
+
+
+def _is_failure_of_hub(error: OSError) -> bool:
+    """Whether a download failed by the hub or on the way to it: neither by the disk, whose errors
+    have a number, nor because the hub refused it."""
+    answer = getattr(error, "response", None)
+    if answer is None:
+        return error.errno is None or isinstance(error, ConnectionError)
+    return answer.status_code >= 500 or answer.status_code in (408, 429)
 
 
 def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> Path:

@@ -23,11 +23,20 @@ from jaxembed.cli.logs import JsonFormatter
 from jaxembed.cli.serve import OF_ONE_MODEL, model_aliases, models_given, serve_command
 from jaxembed.cli.server_options import server_config
 from jaxembed.cli.settings import engine_config
+from jaxembed.cli.status import EXIT_REFUSED, EXIT_TEMPORARY, exit_status
 from jaxembed.cli.tracing import spans_url
 from jaxembed.config import EngineConfig, ServerConfig
 from jaxembed.engine.quota import Limits
-from jaxembed.errors import JaxembedError
+from jaxembed.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceStuck,
+    JaxembedError,
+    NoRoom,
+    StoreUnreachable,
+)
 from jaxembed.server.key_file import digest_of, parse_keys
+from jaxembed.server.run import listen
 
 TEI_COMMAND_LINE = (
     "--model-id some/model --revision main --tokenization-workers 2 --dtype float32 "
@@ -602,6 +611,29 @@ def test_every_option_says_what_it_is_for():
     for command in cli.commands.values():
         options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
         assert [p.name for p in options if not p.help] == []
+
+
+def test_a_port_in_use_may_pass(cache_dir):
+    with listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run("serve", "--port", str(port), "--cache-dir", cache_dir)
+    assert done.returncode == EXIT_TEMPORARY, done.stderr
+    assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("a"), EXIT_REFUSED),
+        (CheckpointError("a"), EXIT_REFUSED),
+        (NoRoom("a"), EXIT_REFUSED),
+        (StoreUnreachable("a"), EXIT_TEMPORARY),
+        (DeviceStuck(), EXIT_TEMPORARY),
+    ],
+)
+def test_what_may_pass_has_a_status_of_its_own(error, status):
+    assert exit_status(error) == status
 
 
 def test_a_device_that_cannot_be_started_is_one_line(tmp_path, cache_dir):

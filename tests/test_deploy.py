@@ -21,6 +21,7 @@ import yaml
 from fake_embedder import FakeEmbedder
 
 from jaxembed.cli.serve import serve_command
+from jaxembed.cli.status import EXIT_REFUSED
 from jaxembed.config import ServerConfig
 from jaxembed.server.app import create_app
 from jaxembed.server.models import Models
@@ -560,9 +561,33 @@ def test_the_unit_may_compile_and_little_else(unit):
     assert "MemoryDenyWriteExecute" not in unit
     assert unit["CacheDirectoryMode"] == "0700"
     assert (unit["DynamicUser"], unit["ProtectSystem"]) == ("yes", "strict")
-    credential, path = unit["LoadCredential"].split(":")
-    assert path.startswith("/")
-    assert f"API_KEY_FILE=%d/{credential}" in unit["Environment"].split()
+    assert (unit["RuntimeDirectory"], unit["RuntimeDirectoryMode"]) == ("jaxembed", "0700")
+
+
+def test_a_reload_of_the_unit_copies_the_keys_and_has_them_read():
+    lines = UNIT.read_text().splitlines()
+    (copies,) = (one.removeprefix("ExecStartPre=") for one in lines if "ExecStartPre=" in one)
+    reloads = [one.removeprefix("ExecReload=") for one in lines if "ExecReload=" in one]
+    assert reloads == [copies, "/bin/kill -HUP $MAINPID"]
+    copy = copies.split()[-1]
+    assert copy.startswith("%t/jaxembed/")
+    assert f"Environment=API_KEY_FILE={copy}" in lines
+
+
+def test_the_unit_is_started_again_after_what_may_pass_and_not_after_what_is_wrong(unit):
+    assert unit["Restart"] == "on-failure"
+    assert unit["RestartPreventExitStatus"].split() == [str(EXIT_REFUSED)]
+    assert int(unit["WatchdogSec"]) > 0
+
+
+def test_the_logrotate_example_signals_the_unit_and_nothing_else():
+    (script,) = re.findall(
+        r"postrotate\n(.*?)\n +endscript", (ROOT / "docs" / "operations.md").read_text(), re.DOTALL
+    )
+    assert script.split() == [
+        *("systemctl", "kill", "--kill-whom=main", "--signal=HUP"),
+        UNIT.name,
+    ]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd verifies the unit")
@@ -581,14 +606,14 @@ def test_systemd_takes_the_unit(tmp_path, drop_in):
 
 
 @pytest.mark.slow
-def test_what_the_unit_runs_asks_for_a_key_of_its_credential(unit, tmp_path):
+def test_what_the_unit_runs_asks_for_a_key_of_its_file(unit, tmp_path):
     serve = [sys.executable, "-m", "jaxembed.cli"]
     made = subprocess.run([*serve, "key", "new", "me"], capture_output=True, text=True, check=True)
     key = made.stderr.split()[-1]
-    (tmp_path / unit["LoadCredential"].split(":")[0]).write_text(made.stdout)
-    (path,) = re.findall(r"API_KEY_FILE=%d/(\S+)", unit["Environment"])
+    keys = tmp_path / "keys.toml"
+    keys.write_text(made.stdout)
     environment = os.environ | {
-        "API_KEY_FILE": str(tmp_path / path),
+        "API_KEY_FILE": str(keys),
         "JAXEMBED_CACHE": str(tmp_path / "cache"),
         "JAX_PLATFORMS": "cpu",
     }

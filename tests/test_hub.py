@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import huggingface_hub.constants
@@ -23,7 +24,8 @@ from huggingface_hub import errors
 
 import converters
 from jaxembed import checkpoint, hub
-from jaxembed.errors import CheckpointError
+from jaxembed.cli.status import EXIT_REFUSED, EXIT_TEMPORARY, exit_status
+from jaxembed.errors import CheckpointError, ConfigError
 from jaxembed.ranges import save_ranges
 from jaxembed.spec import Routes
 
@@ -311,6 +313,41 @@ def test_hub_errors_name_the_model(cache, monkeypatch, error, offline, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         hub.resolve("me/tiny", cache_dir=cache, offline=offline, revision="v1")
     assert "me/tiny" in str(caught.value)
+
+
+def answered(status: int) -> errors.HfHubHTTPError:
+    answer: Any = SimpleNamespace(status_code=status, headers={}, request=None)
+    return errors.HfHubHTTPError("x", response=answer)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (errors.LocalEntryNotFoundError("x"), EXIT_TEMPORARY),
+        (answered(503), EXIT_TEMPORARY),
+        (answered(429), EXIT_TEMPORARY),
+        (answered(403), EXIT_REFUSED),
+        (ConnectionResetError(errno.ECONNRESET, "x"), EXIT_TEMPORARY),
+        (OSError(errno.ENOSPC, "x"), EXIT_TEMPORARY),
+        (PermissionError(errno.EACCES, "x"), EXIT_REFUSED),
+        (errors.HFValidationError("x"), EXIT_REFUSED),
+    ],
+)
+def test_a_failure_of_the_hub_or_a_full_disk_may_pass(cache, monkeypatch, error, status):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error))
+    with pytest.raises(CheckpointError) as caught:
+        hub.resolve("me/tiny", cache_dir=cache)
+    assert exit_status(caught.value) == status
+    wrapped = ConfigError("a cannot be served")
+    wrapped.__cause__ = caught.value  # as `serve` has it of several models
+    assert exit_status(wrapped) == status
+
+
+def test_the_hub_that_a_variable_turns_off_is_a_setting(cache, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set") as caught:
+        hub.resolve("me/tiny", cache_dir=cache)
+    assert exit_status(caught.value) == EXIT_REFUSED
 
 
 def test_offline_for_real(cache, tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from jaxembed.bulk import run as bulk_run
 from jaxembed.bulk.ahead import CALLS_AHEAD
 from jaxembed.bulk.computations import ClassifyRows, EmbedRows, ScoreRows, as_arrow
 from jaxembed.bulk.run import JobProgress, Rows, run_job
+from jaxembed.cli.status import EXIT_TEMPORARY, exit_status
 from jaxembed.config import EngineConfig
 from jaxembed.errors import ConfigError, InvalidInput, JaxembedError, WrongTask
 from jaxembed.tasks import check_task
@@ -476,8 +477,9 @@ def test_a_full_disk_is_told_and_the_job_goes_on_later(tmp_path, rows_file, monk
 
     finish = parts.PartWriter.finish
     monkeypatch.setattr(parts.PartWriter, "finish", full)
-    with pytest.raises(ConfigError, match="No space left on device; finished parts stay: run the"):
+    with pytest.raises(ConfigError, match="No space left on device; finished parts stay") as told:
         run(rows_file, tmp_path / "out")
+    assert exit_status(told.value) == EXIT_TEMPORARY
     assert names(tmp_path / "out") == ["_job.json", "part-00000.parquet", "part-00001.parquet"]
     assert run(rows_file, tmp_path / "out").computed == 400
 

@@ -145,7 +145,7 @@ def test_a_store_that_cannot_be_reached_is_named_without_the_secret(pinned, tmp_
     gone = f"http://127.0.0.1:{free_port()}"
     started = time.monotonic()
     done = run("info", URL, "--cache-dir", str(tmp_path / "cache"), AWS_ENDPOINT_URL=gone)
-    assert done.returncode == 2
+    assert done.returncode == EXIT_TEMPORARY
     assert time.monotonic() - started < WAIT_S
     assert f"cannot read {URL}/manifest.json" in done.stderr
     assert SECRET not in done.stderr

@@ -1,6 +1,8 @@
 """What a supervisor such as systemd is told."""
 
+import asyncio
 import logging
+import os
 import socket
 import urllib.request
 from pathlib import Path
@@ -10,7 +12,9 @@ import pytest
 import sources
 from live_server import served
 
-from jaxembed.server.supervisor import READY, STOPPING, tell
+from jaxembed.cli.server_options import watchdog_s
+from jaxembed.errors import ConfigError
+from jaxembed.server.supervisor import READY, STOPPING, feed_watchdog, tell
 
 WAIT_S = 60.0
 
@@ -48,14 +52,58 @@ def test_a_supervisor_that_is_gone_is_logged(tmp_path, caplog):
     assert "was not told READY=1" in caplog.text
 
 
+def test_the_watchdog_is_fed_only_while_the_devices_return(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state, looks = [True], []
+
+    async def fed(supervisor: socket.socket) -> None:
+        looked, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def is_alive() -> bool:
+            looks.append(state[0])
+            looked.set()
+            return state[0]
+
+        feeding = loop.create_task(feed_watchdog("notify", 0.01, is_alive))
+        assert await loop.sock_recv(supervisor, 100) == b"WATCHDOG=1"
+        state[0] = False
+        while looks.count(False) < 3:
+            looked.clear()
+            await looked.wait()
+        with pytest.raises(BlockingIOError):
+            while supervisor.recv(100) == b"WATCHDOG=1":  # sent before the device hung
+                assert len(looks) < 100
+        state[0] = True
+        assert await loop.sock_recv(supervisor, 100) == b"WATCHDOG=1"
+        feeding.cancel()
+
+    with listener("notify") as supervisor:
+        supervisor.setblocking(False)
+        asyncio.run(fed(supervisor))
+
+
+@pytest.mark.parametrize(
+    ("process", "wanted"), [("", 60.0), (str(os.getpid()), 60.0), ("1", None)]
+)
+def test_the_watchdog_is_that_of_this_process(monkeypatch, process, wanted):
+    monkeypatch.setenv("WATCHDOG_USEC", "60000000")
+    monkeypatch.setenv("WATCHDOG_PID", process)
+    assert watchdog_s() == wanted
+    monkeypatch.setenv("WATCHDOG_USEC", "60s")
+    if wanted:
+        with pytest.raises(ConfigError, match="WATCHDOG_USEC is '60s'"):
+            watchdog_s()
+
+
 @pytest.mark.slow
 def test_a_server_says_when_it_is_ready_and_when_it_stops(tmp_path, monkeypatch):
     source = sources.write_sentence_bert(tmp_path / "tiny")
     name = uuid4().hex
     monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
+    monkeypatch.setenv("WATCHDOG_USEC", "3600000000")
     with listener(f"\0{name}") as supervisor:
         with served(str(source), "--cache-dir", str(tmp_path / "cache")) as (url, _):
-            assert supervisor.recv(100) == b"READY=1"
+            assert {supervisor.recv(100), supervisor.recv(100)} == {b"READY=1", b"WATCHDOG=1"}
             with urllib.request.urlopen(f"{url}/ready", timeout=WAIT_S) as answer:
                 assert answer.status == 200
         assert supervisor.recv(100) == b"STOPPING=1"

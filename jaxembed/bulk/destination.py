@@ -92,8 +92,8 @@ class LocalFolder:
                 for one in self._path.glob(f".*{PARTIAL}*"):
                     one.unlink(missing_ok=True)
                 yield
-        except Timeout:
-            raise ConfigError(f"{self}: another process is writing here") from None
+        except Timeout as error:
+            raise ConfigError(f"{self}: another process is writing here") from error
 
 
 class StoreFolder:

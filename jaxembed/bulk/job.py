@@ -90,8 +90,10 @@ def begin(job: BulkJob, folder: Destination) -> None:
             return
         more = len(differences) - MOST_DIFFERENCES
         lines = differences[:MOST_DIFFERENCES] + [f"and {more} more"] * (more > 0)
-        anew = "" if finished_parts(folder) else (
-            f", or remove {JOB} to begin anew: no part of that job is finished"
+        anew = (
+            ""
+            if finished_parts(folder)
+            else (f", or remove {JOB} to begin anew: no part of that job is finished")
         )
         raise ConfigError(
             f"--output {folder}: a job was begun there with another input or other options. "

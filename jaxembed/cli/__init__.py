@@ -19,7 +19,7 @@ from jaxembed.cli.key import key_command
 from jaxembed.cli.models import models_command
 from jaxembed.cli.rerank import rerank_command
 from jaxembed.cli.serve import serve_command
-from jaxembed.cli.status import EXIT_REFUSED
+from jaxembed.cli.status import exit_status
 from jaxembed.cli.tune import tune_command
 from jaxembed.cli.verify import verify_command
 from jaxembed.errors import JaxembedError
@@ -53,14 +53,14 @@ for _command in (
 
 
 def main() -> None:
-    """Run the command line. A JaxembedError ends it with one line and exit status 2."""
+    """Run the command line. A JaxembedError ends it with one line and its `exit_status`."""
     try:
         cli(standalone_mode=True)
     except SystemExit as done:
         _exit(done.code if isinstance(done.code, int) else 1)
     except JaxembedError as error:
         click.echo(f"jaxembed: {error}", err=True)
-        _exit(EXIT_REFUSED)
+        _exit(exit_status(error))
 
 
 def _exit(status: int) -> NoReturn:

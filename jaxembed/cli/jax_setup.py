@@ -6,14 +6,15 @@ from pathlib import Path
 
 from jaxembed import memory
 from jaxembed.cache_folder import make_private, refuse_shared
-from jaxembed.errors import ConfigError
+from jaxembed.errors import BackendError, ConfigError
 
 
 def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
     """Set everything that jaxembed sets for the whole process, then start the devices.
 
     `memory_fraction` is the share of a GPU's memory that may be taken. Raises ConfigError if
-    `cache_dir` cannot be made, if others can write to it, or if no device can be started.
+    `cache_dir` cannot be made, if others can write to it, or if JAX_PLATFORMS names no kind of
+    device; BackendError if a device cannot be started.
     """
     if "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):  # the user's choice stays
         memory.keep()
@@ -46,6 +47,6 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
         jax.local_devices()
     except RuntimeError as error:
         platforms = os.environ.get("JAX_PLATFORMS") or "not set"
-        raise ConfigError(
-            f"JAX cannot start a device (JAX_PLATFORMS is {platforms}): {error}"
-        ) from error
+        # a device that is there may be taken or not be up yet; one of no such kind will not come
+        kind = ConfigError if "known backends" in str(error) else BackendError
+        raise kind(f"JAX cannot start a device (JAX_PLATFORMS is {platforms}): {error}") from error

@@ -235,6 +235,7 @@ def server_config(flags: dict[str, Any]) -> ServerConfig:
         admin_key=flags["admin_key"],
         admin_port=flags["admin_port"],
         notify_socket=os.environ.get("NOTIFY_SOCKET"),
+        watchdog_s=watchdog_s(),
     )
 
 
@@ -250,3 +251,17 @@ def _media_networks(flags: dict[str, Any]) -> tuple[Any, ...]:
             "whose URLs are fetched; add it, or leave the network out"
         )
     return networks
+
+
+def watchdog_s() -> float | None:
+    """The seconds of WATCHDOG_USEC, None if it is unset or meant for another process."""
+    microseconds, process = os.environ.get("WATCHDOG_USEC"), os.environ.get("WATCHDOG_PID")
+    if not microseconds or (process and process != str(os.getpid())):
+        return None
+    try:
+        return int(microseconds) / 1e6
+    except ValueError as error:
+        raise ConfigError(
+            f"WATCHDOG_USEC is {microseconds!r}; expected a whole number of microseconds, as "
+            "systemd sets it"
+        ) from error

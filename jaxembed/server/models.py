@@ -349,6 +349,11 @@ class Models:
         return all(loaded.healthy for loaded in self)
 
     @property
+    def stuck(self) -> bool:
+        """Whether no device of a model returns from its call, so that only a new process helps."""
+        return any(loaded.stuck for loaded in self)
+
+    @property
     def ready(self) -> bool:
         return all(loaded.ready for loaded in self)
 

@@ -87,7 +87,7 @@ async def livez() -> Response:
     """200 while the process can do work, or will. 503 when no device of a model returns from its
     call: a thread in native code cannot be stopped, so whoever supervises the process must end it.
     """
-    if any(loaded.stuck for loaded in current_service().models):
+    if current_service().models.stuck:
         raise Unhealthy("stuck in a device call that does not return: end this process")
     return Response(b"")
 

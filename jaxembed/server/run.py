@@ -29,7 +29,7 @@ from jaxembed.server.keyring import Keyring
 from jaxembed.server.models import Models
 from jaxembed.server.pool import Describe, Load, ModelPool
 from jaxembed.server.service import Service
-from jaxembed.server.supervisor import READY, STOPPING, tell
+from jaxembed.server.supervisor import READY, STOPPING, feed_watchdog, tell
 from jaxembed.signals import STOP_SIGNALS, leave
 from jaxembed.tracing import Tracer
 
@@ -97,6 +97,9 @@ async def serve(
     closing = asyncio.Event()
     servers = [_start(app, listener or listen(config.host, config.port), closing)]
     sampling = asyncio.create_task(_sample(app.service))
+    feeding = asyncio.create_task(
+        feed_watchdog(config.notify_socket, config.watchdog_s, lambda: not models.stuck)
+    )
     try:
         if config.prometheus_port is not None:
             metrics = create_metrics_app(app.service)
@@ -113,6 +116,7 @@ async def serve(
         sampling.cancel()
         closing.set()
         await _close(servers)
+        feeding.cancel()
 
 
 async def _sample(service: Service) -> None:
