@@ -1,9 +1,11 @@
 """Builds the native kernels into the wheel on Linux x86-64 with a C compiler.
 
-Elsewhere the wheel is pure Python.
+Elsewhere the wheel is pure Python. With JAXEMBED_NATIVE=required kernels that cannot be compiled on
+Linux x86-64 fail the build.
 """
 
 import importlib.util
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,11 +20,15 @@ class NativeKernels(BuildHookInterface):
     """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile the kernels and set the tag of the wheel. If it fails, warn and build without."""
+        """Compile the kernels and set the tag of the wheel. If it fails, warn and build without,
+        unless they are required."""
         compiler = _compiler(Path(self.root))
         try:
             build_data["tag"] = compiler.build_ahead()
         except (compiler.Unavailable, OSError) as error:
+            foreign = isinstance(error, compiler.Foreign)
+            if os.environ.get("JAXEMBED_NATIVE") == "required" and not foreign:
+                raise
             self.app.display_warning(f"without native kernels: {error}")
             return
         build_data["pure_python"] = False

@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         delete_checkpoint_on_success=False,  # a run after the last one would write all rows again
     )
     check_cpus(args)
-    rows = ray.data.read_parquet(args.documents, override_num_blocks=args.blocks)
+    rows = ray.data.read_parquet(args.documents)
+    if args.blocks is not None:  # Ray does not split a file by override_num_blocks of read_parquet
+        rows = rows.repartition(args.blocks)
     rows = rows.map_batches(
         Embed,
         fn_constructor_kwargs=model_of(args),
@@ -88,7 +90,9 @@ def parse(argv: Sequence[str] | None) -> Namespace:
         "--tpu-chips", type=int, default=0, help="TPU chips of an actor: all of one host"
     )
     parser.add_argument("--batch-size", type=int, default=4096, help="rows of a call")
-    parser.add_argument("--blocks", type=int, help="parts to read; several for each actor")
+    parser.add_argument(
+        "--blocks", type=int, help="parts to embed at a time: several for each actor"
+    )
     return parser.parse_args(argv)
 
 

@@ -102,12 +102,18 @@ def test_the_wheel_is_built_apart_in_the_same_steps():
     """The image for CPUs has it compiled; none has a compiler in the end."""
     stages = set()
     for name in DOCKERFILES:
-        _, build, image = re.split(r"^FROM ", (ROOT / name).read_text(), flags=re.MULTILINE)
-        assert image.startswith("python:3.12-slim\n")
+        head, build, image = re.split(r"^FROM ", (ROOT / name).read_text(), flags=re.MULTILINE)
+        bases = dict(re.findall(r"^ARG (\w+)=(.*)$", head, re.MULTILINE))
+        assert image.startswith("${IMAGE}\n")
+        assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-bookworm(@sha256:\w{64})?", bases["IMAGE"])
         assert "apt-get" not in image
         base, steps = build.split(" AS wheel\n")
-        assert base == ("python:3.12" if name == "Dockerfile.cpu" else "python:3.12-slim")
-        stages.add(steps)
+        assert base == "${BUILD_IMAGE}"
+        compiles = name == "Dockerfile.cpu"
+        wanted = bases["IMAGE"].replace("-slim", "") if compiles else bases["IMAGE"]
+        assert bases["BUILD_IMAGE"] == wanted
+        assert ("JAXEMBED_NATIVE=required" in steps) == compiles
+        stages.add(steps.replace("JAXEMBED_NATIVE=required ", ""))
     assert len(stages) == 1
 
 
@@ -136,13 +142,35 @@ def test_an_image_makes_its_cache_below_a_volume_whose_root_others_may_write(nam
     assert str(Path(cache).parent) in json.loads(instruction(name, "VOLUME"))
 
 
-@pytest.mark.parametrize("name", DOCKERFILES)
-def test_an_image_checks_a_route(name):
-    check = json.loads(instruction(name, "HEALTHCHECK").split("CMD", 1)[1])
-    assert check[:2] == ["python", "-c"]
-    compile(check[2], name, "exec")
-    (path,) = re.findall(r"\}(/\w+)'", check[2])
+@pytest.mark.parametrize(
+    ("command_line", "port"),
+    [
+        ("jaxembed serve --host 0.0.0.0", 1),
+        ("docker-init -- jaxembed serve --port 2 --prometheus-port 3", 2),
+        ("jaxembed serve --port=4 --json-output", 4),
+        ("jaxembed serve -p 5", 5),
+        ("jaxembed serve -p6", 6),
+    ],
+)
+def test_an_image_checks_a_route_at_the_port_of_its_server(
+    tmp_path, monkeypatch, command_line, port
+):
+    """All images have the same steps: see above."""
+    program, flag, code = json.loads(instruction("Dockerfile.cpu", "HEALTHCHECK").split("CMD")[1])
+    assert (program, flag) == ("python", "-c")
+    (tmp_path / "cmdline").write_text(command_line.replace(" ", "\0") + "\0")
+    asked = []
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: asked.append(url))
+    monkeypatch.setenv("PORT", "1")
+    exec(code.replace("/proc/1/cmdline", str(tmp_path / "cmdline")))
+    (url,) = asked
+    path = url.removeprefix(f"http://127.0.0.1:{port}")
     assert path in PATHS
+
+
+def test_an_image_runs_as_the_number_of_its_user():
+    (uid,) = re.findall(r"useradd --uid (\d+)", (ROOT / "Dockerfile.cpu").read_text())
+    assert instruction("Dockerfile.cpu", "USER") == f"{uid}:{uid}"
 
 
 def test_what_an_image_copies_is_there_and_not_ignored():
@@ -166,10 +194,16 @@ def test_the_default_model_is_the_same_everywhere():
 @pytest.mark.parametrize("path", sorted(MANIFESTS.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_a_manifest_is_one_object_that_its_folder_names(path):
     found = yaml.safe_load(path.read_text())
-    assert {"apiVersion", "kind"} <= set(found)
     if path.name == "kustomization.yaml":
-        parts = found["resources"] + [patch["path"] for patch in found.get("patches", [])]
+        parts = [
+            *found.get("resources", []),
+            *found.get("components", []),
+            *found.get("configurations", []),
+            *(patch["path"] for patch in found.get("patches", [])),
+        ]
         assert all((path.parent / part).exists() for part in parts)
+    elif "kind" not in found:  # operations of a patch, or fields that hold names and labels
+        assert f"{path.name}\n" in (path.parent / "kustomization.yaml").read_text()
     else:
         assert found["metadata"]["name"] == "jaxembed"
         assert f"{path.name}\n" in (path.parent / "kustomization.yaml").read_text()
@@ -213,6 +247,7 @@ def test_ports_agree(container):
 def test_everything_selects_the_pods():
     template = manifest("base/deployment.yaml")["spec"]["template"]
     labels = template["metadata"]["labels"].items()
+    assert set(dict(labels)) == {"app.kubernetes.io/name", "app.kubernetes.io/instance"}
     service = manifest("base/service.yaml")["spec"]["selector"]
     others = [
         manifest(path)["spec"]["selector"]["matchLabels"]
@@ -222,7 +257,15 @@ def test_everything_selects_the_pods():
             "autoscaling/pod-monitor.yaml",
         )
     ]
-    assert all(selector and selector.items() <= labels for selector in [service, *others])
+    others += [
+        one["labelSelector"]["matchLabels"] for one in template["spec"]["topologySpreadConstraints"]
+    ]
+    assert all(selector.items() == labels for selector in [service, *others])
+
+
+def test_a_pod_says_how_much_disk_it_takes(container):
+    resources = container["resources"]
+    assert all("ephemeral-storage" in resources[kind] for kind in ("requests", "limits"))
 
 
 def test_every_directory_the_server_writes_is_a_volume(pod, container):
@@ -255,33 +298,77 @@ def fit_schemas(manifest: dict) -> None:
             schemas.validate(manifest, version, strict=True)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl builds the folders")
-@pytest.mark.parametrize(
-    "folder", sorted(path.parent.name for path in MANIFESTS.rglob("kustomization.yaml"))
+needs_kubectl = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="kubectl builds the folders"
 )
-def test_a_folder_builds_into_what_fits_the_schemas(folder):
+FOLDERS = [
+    str(path.parent.relative_to(MANIFESTS))
+    for path in sorted(MANIFESTS.rglob("kustomization.yaml"))
+    if yaml.safe_load(path.read_text())["kind"] != "Component"
+]
+
+
+def built(folder: str) -> list[dict]:
+    """The objects that kustomize makes of a folder."""
     command = ["kubectl", "kustomize", str(MANIFESTS / folder)]
-    built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = list(yaml.safe_load_all(built))
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return list(yaml.safe_load_all(text))
+
+
+@needs_kubectl
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_builds_into_what_fits_the_schemas(folder):
+    found = built(folder)
     assert found
     for one in found:
         fit_schemas(one)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl builds the folders")
-def test_the_patches_of_the_readme_mount_a_file_of_keys(tmp_path):
-    readme = (MANIFESTS / "README.md").read_text()
-    blocks = re.findall(r"```yaml\n(patches:\n.*?)```", readme, re.DOTALL)
-    (patches,) = (one for one in blocks if "API_KEY_FILE" in one)
-    shutil.copytree(MANIFESTS, tmp_path / "kubernetes")
-    (tmp_path / "mine").mkdir()
-    whole = f"resources: [../kubernetes/base]\n{patches}"
-    (tmp_path / "mine" / "kustomization.yaml").write_text(whole)
-    command = ["kubectl", "kustomize", str(tmp_path / "mine")]
-    built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    (deployment,) = (one for one in yaml.safe_load_all(built) if one["kind"] == "Deployment")
-    fit_schemas(deployment)
-    reads_a_file_of_keys(deployment["spec"]["template"]["spec"], "jaxembed-keys")
+@needs_kubectl
+def test_two_deployments_in_one_namespace_share_no_selector():
+    found = built("two-models")
+    assert {one["metadata"]["namespace"] for one in found} == {"search"}
+    deployments = {one["metadata"]["name"]: one for one in found if one["kind"] == "Deployment"}
+    assert set(deployments) == {"jaxembed-embedder", "jaxembed-reranker"}
+    for one in found:
+        selected = [name for name, deployment in deployments.items() if selects(one, deployment)]
+        assert selected == [one["metadata"]["name"]], one["kind"]
+    kinds = ["Deployment", "PodDisruptionBudget", "PodMonitor", "ScaledObject", "Service"]
+    assert sorted(one["kind"] for one in found) == sorted(2 * kinds)
+    for deployment in deployments.values():
+        reads_a_file_of_keys(deployment["spec"]["template"]["spec"], "jaxembed-keys")
+
+
+def selects(one: dict, deployment: dict) -> bool:
+    """Whether an object is for the Pods of a Deployment, by all of its selectors."""
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    if one["kind"] == "ScaledObject":
+        (trigger,) = one["spec"]["triggers"]
+        instance = re.findall(r'app_kubernetes_io_instance="(.*?)"', trigger["metadata"]["query"])
+        by_name = one["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+        assert by_name == (instance == [labels["app.kubernetes.io/instance"]])
+        return by_name
+    selectors = [one["spec"]["selector"]]
+    if one["kind"] == "Deployment":
+        spread = one["spec"]["template"]["spec"]["topologySpreadConstraints"]
+        selectors += [each["labelSelector"] for each in spread]
+    found = {each.get("matchLabels", each).items() <= labels.items() for each in selectors}
+    assert len(found) == 1
+    return found.pop()
+
+
+def test_the_series_have_the_label_by_which_the_autoscaler_asks():
+    (label,) = manifest("autoscaling/pod-monitor.yaml")["spec"]["podTargetLabels"]
+    (trigger,) = manifest("autoscaling/scaled-object.yaml")["spec"]["triggers"]
+    assert f"{re.sub(r'[./]', '_', label)}=" in trigger["metadata"]["query"]
+
+
+@needs_kubectl
+def test_a_pod_on_a_gpu_tolerates_the_taint_of_its_node():
+    (deployment,) = (one for one in built("gpu") if one["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    (resource,) = (name for name in pod["containers"][0]["resources"]["limits"] if "/" in name)
+    assert {"key": resource, "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
 
 
 def reads_a_file_of_keys(pod: dict, secret: str) -> None:
@@ -322,9 +409,9 @@ def _chart():
         yield chart
 
 
-def rendered(chart, values: dict) -> dict[str, dict]:
-    """The objects that the chart gives for a release jaxembed in the namespace search, by kind."""
-    files = chart.render(values, name="jaxembed", namespace="search")
+def rendered(chart, values: dict, name: str = "jaxembed") -> dict[str, dict]:
+    """The objects that the chart gives for a release in the namespace search, by kind."""
+    files = chart.render(values, name=name, namespace="search")
     texts = (text for name, text in files.items() if name.endswith(".yaml"))
     found = [one for text in texts for one in yaml.safe_load_all(text) if one is not None]
     by_kind = {one["kind"]: one for one in found}
@@ -437,9 +524,31 @@ def test_a_release_scales_as_the_manifests_do(chart):
     query = trigger["metadata"]["query"]
     trigger["metadata"]["query"] = query.replace('namespace="default"', 'namespace="search"')
     assert found["ScaledObject"]["spec"] == wanted
-    endpoints = manifest("autoscaling/pod-monitor.yaml")["spec"]["podMetricsEndpoints"]
-    assert found["PodMonitor"]["spec"]["podMetricsEndpoints"] == endpoints
+    assert found["PodMonitor"]["spec"] == manifest("autoscaling/pod-monitor.yaml")["spec"]
     assert "replicas" not in found["Deployment"]["spec"]  # each upgrade would undo the autoscaler
+
+
+def test_two_releases_in_one_namespace_share_no_selector(chart):
+    values = {"autoscaling": {"enabled": True}, "podMonitor": {"enabled": True}}
+    values["networkPolicy"] = {"enabled": True}
+    one, other = (rendered(chart, values, name) for name in ("jaxembed", "jaxembed-reranker"))
+    for deployment, mine in ((one["Deployment"], True), (other["Deployment"], False)):
+        policy = {
+            "kind": "NetworkPolicy",
+            "spec": {"selector": one["NetworkPolicy"]["spec"]["podSelector"]},
+        }
+        kinds = ("Deployment", "Service", "PodDisruptionBudget", "PodMonitor", "ScaledObject")
+        for found in (policy, *(one[kind] for kind in kinds)):
+            assert selects(found, deployment) == mine, found["kind"]
+
+
+def test_a_release_on_gpus_tolerates_their_taint_and_others(chart):
+    mine = {"key": "team", "operator": "Exists"}
+    for count, wanted in ((0, ["team"]), (1, ["amd.com/gpu", "team"])):
+        gpu = {"count": count, "resource": "amd.com/gpu"}
+        found = rendered(chart, {"gpu": gpu, "tolerations": [mine]})["Deployment"]
+        assert [one["key"] for one in found["spec"]["template"]["spec"]["tolerations"]] == wanted
+    assert "tolerations" not in rendered(chart, {})["Deployment"]["spec"]["template"]["spec"]
 
 
 @pytest.mark.parametrize("topology", CHIPS)

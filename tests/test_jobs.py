@@ -238,7 +238,9 @@ def test_a_job_with_other_options_is_refused_with_the_difference(
 def test_a_changed_input_is_refused_with_the_difference(tmp_path, rows_file):
     run(rows_file, tmp_path / "out")
     write_rows(rows_file, 1001)
-    with pytest.raises(ConfigError, match=r"INPUTS \(inputs\..*in\.jsonl\.size\): \d+ before, now \d+"):
+    with pytest.raises(
+        ConfigError, match=r"INPUTS \(inputs\..*in\.jsonl\.size\): \d+ before, now \d+"
+    ):
         run(rows_file, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"INPUTS .*more\.jsonl\): not there before"):
         run([str(rows_file), str(write_rows(tmp_path / "more.jsonl", 2))], tmp_path / "out")

@@ -166,6 +166,27 @@ def test_the_example_goes_on_after_a_failure_and_writes_no_row_twice(
     check_rows(tmp_path / "vectors", embedder.encode_document)
 
 
+def test_the_example_divides_one_file_among_the_actors(
+    example, documents, embedder, tmp_path, monkeypatch
+):
+    whole = pa.concat_tables([pq.read_table(path) for path in sorted(documents.iterdir())])
+    one = tmp_path / "one"
+    one.mkdir()
+    pq.write_table(whole, one / "all.parquet")
+    blocks = []
+
+    def map_batches(self, *arguments, **options):
+        blocks.append(self.materialize().num_blocks())
+        return mapped(self, *arguments, **options)
+
+    mapped = ray.data.Dataset.map_batches
+    monkeypatch.setattr(ray.data.Dataset, "map_batches", map_batches)
+    folders = [str(one), str(tmp_path / "vectors"), str(tmp_path / "checkpoint")]
+    example.main([*folders, "--cpus", "0", "--batch-size", "50", "--blocks", "4"])
+    assert blocks == [4]
+    check_rows(tmp_path / "vectors", embedder.encode_document)
+
+
 def test_the_example_of_ray_serve_answers_as_the_server_does(tiny_checkpoint, embedder):
     serve = pytest.importorskip("ray.serve")
     from examples import ray_serve  # which imports Ray

@@ -18,6 +18,8 @@ import pytest
 import sources
 from live_server import served
 
+from jaxembed.cli.status import EXIT_TEMPORARY
+
 pytest.importorskip("moto", reason="the extra `deploy` brings moto")
 pytest.importorskip("s3fs", reason="the extra `deploy` brings s3fs")
 

@@ -82,9 +82,7 @@ def test_the_watchdog_is_fed_only_while_the_devices_return(tmp_path, monkeypatch
         asyncio.run(fed(supervisor))
 
 
-@pytest.mark.parametrize(
-    ("process", "wanted"), [("", 60.0), (str(os.getpid()), 60.0), ("1", None)]
-)
+@pytest.mark.parametrize(("process", "wanted"), [("", 60.0), (str(os.getpid()), 60.0), ("1", None)])
 def test_the_watchdog_is_that_of_this_process(monkeypatch, process, wanted):
     monkeypatch.setenv("WATCHDOG_USEC", "60000000")
     monkeypatch.setenv("WATCHDOG_PID", process)

@@ -1,6 +1,7 @@
 """The wheel: with the native kernels where they can be compiled, of pure Python where not."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -33,10 +34,11 @@ def _source(tmp_path) -> Path:
     return folder
 
 
-def built(source: Path, path: str) -> Path:
+def built(source: Path, path: str, **variables: str) -> Path:
     """The wheel of hatchling, in this environment, where programs are found on `path`."""
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
-    subprocess.run(command, cwd=source, check=True, env={**os.environ, "PATH": path})
+    environment = {**os.environ, "PATH": path, **variables}
+    subprocess.run(command, cwd=source, check=True, env=environment)
     (wheel,) = (source / "dist").iterdir()
     return wheel
 
@@ -60,3 +62,10 @@ def test_a_wheel_without_a_compiler_is_of_pure_python(source, tmp_path):
     wheel = built(source, str(tmp_path / "nothing"))
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not libraries_in(wheel)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels are for x86-64")
+def test_a_wheel_whose_kernels_are_required_is_not_built_without_a_compiler(source, tmp_path):
+    with pytest.raises(subprocess.CalledProcessError):
+        built(source, str(tmp_path / "nothing"), JAXEMBED_NATIVE="required")
+    assert not (source / "dist").exists()

@@ -37,6 +37,10 @@ class Unavailable(Exception):
     """This machine cannot use the native kernels. The message is the reason, in one line."""
 
 
+class Foreign(Unavailable):
+    """The native kernels are for another kind of machine."""
+
+
 @dataclass(frozen=True)
 class Build:
     """A library: what it is compiled of, and for which CPUs."""
@@ -122,7 +126,7 @@ def build_ahead() -> str:
     libc = platform.libc_ver()[0]
     if (sys.platform, platform.machine(), libc) != ("linux", "x86_64", "glibc"):
         platform_name = f"{sys.platform} {platform.machine()} {libc}".strip()
-        raise Unavailable(
+        raise Foreign(
             f"the native kernels are for Linux x86_64 with glibc, this is {platform_name}"
         )
     partial = LIBRARIES.with_name(f".libs.partial-{uuid4().hex}")
