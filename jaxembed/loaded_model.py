@@ -239,10 +239,8 @@ class LoadedModel:
         return min(filter(None, rates), default=0.0)
 
     def _show_gauges(self) -> None:
-        events, telemetry = compile_events(), self.telemetry
-        telemetry.compile_count.set_function(lambda: events.compiles)
-        telemetry.compile_cache_hits.set_function(lambda: events.cache_hits)
-        telemetry.compile_seconds.set_function(lambda: events.seconds)
+        telemetry = self.telemetry
+        telemetry.show_compiles(compile_events())
         telemetry.held_bytes.set_function(lambda: self.admission.capacity.bytes)
         telemetry.admitted_inputs.set_function(lambda: self.admission.inputs)
         telemetry.admitted_tokens.set_function(lambda: self.admission.tokens)

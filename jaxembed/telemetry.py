@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Gauge, Metric, generate_latest
@@ -42,6 +42,8 @@ OF_THE_PROCESS = {
     "jaxembed_compile_cache_hits",
     "jaxembed_compile_seconds",
 }
+NO_MODEL = ""  # the label of requests that no model is known for
+WITHOUT_A_MODEL = {"te_request_failure", "jaxembed_stage_seconds"}  # what is counted of these
 
 
 Observed = TypeVar("Observed")
@@ -280,6 +282,12 @@ class Telemetry:
         """The metrics in Prometheus' text format, version 0.0.4."""
         return text_format(self.registry)
 
+    def show_compiles(self, events: Any) -> None:
+        """Show the CompileEvents of the process."""
+        self.compile_count.set_function(lambda: events.compiles)
+        self.compile_cache_hits.set_function(lambda: events.cache_hits)
+        self.compile_seconds.set_function(lambda: events.seconds)
+
     def add_to(self, gauge: Gauge, read: Callable[[], float]) -> None:
         """Add what `read` gives to a gauge: the engines of a model share its gauges."""
         reads = self._reads.setdefault(id(gauge), [])
@@ -408,6 +416,7 @@ class _ByModel:
     """The series of several models together, each with the label `model`.
 
     Series that count the whole process are the same in each model; they appear once, without it.
+    Of requests that no model is known for there are only the series that can count them.
     """
 
     def __init__(self, telemetries: Mapping[str, Telemetry]):
@@ -420,7 +429,7 @@ class _ByModel:
             for metric in telemetry.registry.collect():
                 if metric.name in OF_THE_PROCESS:
                     families[metric.name] = metric
-                else:
+                elif model != NO_MODEL or metric.name in WITHOUT_A_MODEL:
                     _merge(families, metric, "model", model)
         return families.values()
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 import time
 from base64 import b64encode
 from hashlib import sha256
@@ -12,6 +13,7 @@ from fake_embedder import FakeEmbedder
 from prometheus_client.parser import text_string_to_metric_families
 from test_server_openai import ask
 
+from jaxembed import __version__
 from jaxembed.config import ServerConfig
 from jaxembed.server.app import create_app
 from jaxembed.server.errors import COHERE, UNPREFIXED
@@ -290,7 +292,16 @@ def test_an_error_does_not_echo_a_value_of_any_size():
 def test_metrics_parse():
     response, body = fetch("/metrics")
     assert response.content_type == "text/plain; version=0.0.4; charset=utf-8"
-    assert len(list(text_string_to_metric_families(body.decode()))) > 20
+    found = {one.name: one for one in text_string_to_metric_families(body.decode())}
+    assert len(found) > 20
+    (build,) = found["jaxembed_build_info"].samples
+    assert build.value == 1
+    assert build.labels["version"] == __version__
+    assert build.labels["platform"] == "cpu"
+    if sys.platform == "linux":
+        (cpu,) = found["process_cpu_seconds"].samples
+        assert cpu.name == "process_cpu_seconds_total"
+        assert found["process_resident_memory_bytes"].samples[0].value > 0
 
 
 LABEL = "a" * 63

@@ -674,7 +674,8 @@ async def test_models_and_metrics_show_what_is_in_memory():
     assert (await client.get("/info?model=a")).status_code == 503
     assert (await client.get("/info")).status_code == 503
     text = await (await client.get("/metrics")).get_data(as_text=True)
-    assert 'te_request_count{method="single",model=""} 0.0' in text
+    assert 'te_request_failure{err="validation",model=""} 0.0' in text
+    assert "te_request_count" not in text
     await post(client, "/v1/embeddings", {"model": "a", "input": "x"})
     listed = (await (await client.get("/v1/models")).get_json())["data"]
     assert [one["loaded"] for one in listed] == [True, False, False, False]

@@ -12,6 +12,7 @@ from jaxembed.telemetry import (
     DURATION_BUCKETS,
     FAILURES,
     MOST_KEPT,
+    NO_MODEL,
     STAGES,
     BulkHistogram,
     Labelled,
@@ -118,6 +119,20 @@ def test_several_models_are_told_apart_by_a_label():
     assert text.count("# TYPE te_request_input_length histogram") == 1
     assert 'te_request_input_length_bucket{le="512.0",model="org/a"}' in text
     assert "_total" not in text
+
+
+def test_requests_without_a_model_have_only_the_series_that_count_them():
+    """The others would be 800 lines of zeros, and count the compiles of the process as none."""
+    one, nobody = Telemetry(), Telemetry()
+    one.compile_count.set_function(lambda: 7)
+    nobody.compile_count.set_function(lambda: 7)
+    nobody.request_failure.labels("validation").inc()
+    text = exposition({"a": one, NO_MODEL: nobody}, label_one=True).decode()
+    found = {f.name: f for f in text_string_to_metric_families(text)}
+    counted = {name for name, family in found.items() if "" in labels(family, "model")}
+    assert counted == {"te_request_failure", "jaxembed_stage_seconds"}
+    assert '\nte_request_failure{err="validation",model=""} 1.0\n' in text
+    assert found["jaxembed_compile_count"].samples[0].value == 7
 
 
 def test_one_model_needs_no_label():

@@ -68,4 +68,4 @@ def test_a_wheel_without_a_compiler_is_of_pure_python(source, tmp_path):
 def test_a_wheel_whose_kernels_are_required_is_not_built_without_a_compiler(source, tmp_path):
     with pytest.raises(subprocess.CalledProcessError):
         built(source, str(tmp_path / "nothing"), JAXEMBED_NATIVE="required")
-    assert not (source / "dist").exists()
+    assert not list(source.rglob("*.whl"))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxembed.engine.admission import Capacity
+from jaxembed.engine.compiles import compile_events
 from jaxembed.errors import (
     ConfigError,
     Forbidden,
@@ -19,7 +20,7 @@ from jaxembed.loaded_model import LoadedModel
 from jaxembed.outputs import OutputName
 from jaxembed.spec import ModelSpec, Task
 from jaxembed.tasks import KIND, fit
-from jaxembed.telemetry import Telemetry, exposition
+from jaxembed.telemetry import NO_MODEL, Telemetry, exposition
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class Models:
         self._own: dict[str, str] = {}  # ids of loadable models, by the names that are theirs alone
         self.capacity = capacity or self._lasting[0].loaded.admission.capacity
         self.telemetry = Telemetry()  # of requests that no model is known for
+        self.telemetry.show_compiles(compile_events())
         self._draining = False
         self.discover()
 
@@ -341,7 +343,7 @@ class Models:
         go, each series has the label `model`, however many there are."""
         telemetries = {name: model.telemetry for name, model in self.by_name().items()}
         if self.changes:
-            telemetries[""] = self.telemetry
+            telemetries[NO_MODEL] = self.telemetry
         return exposition(telemetries, label_one=self.changes)
 
     @property

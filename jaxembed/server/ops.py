@@ -14,6 +14,7 @@ from jaxembed.server.errors import Unhealthy
 from jaxembed.server.models import Models
 from jaxembed.server.permission import check_name
 from jaxembed.server.playground import lead_browsers
+from jaxembed.server.process_metrics import process_exposition
 from jaxembed.server.service import current_service
 from jaxembed.spec import Task
 from jaxembed.tasks import tasks_of
@@ -134,11 +135,12 @@ async def model(name: str) -> Response:
 
 @metrics_blueprint.get("/metrics")
 async def metrics() -> Response:
-    """Every metric in the Prometheus text format."""
+    """Every metric in the Prometheus text format: of the models, the keys and the process."""
     service = current_service()
     series = service.models.exposition()
     if service.keyring is not None or service.audit is not None:
         series += text_format(access_registry(service.keyring, service.audit))
+    series += process_exposition()
     return Response(series, content_type=EXPOSITION)
 
 
