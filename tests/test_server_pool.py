@@ -16,6 +16,7 @@ from fake_embedder import CLASSIFIER, M3, RERANKER, SPEC, FakeEmbedder
 from jaxembed import Embedder, EngineConfig
 from jaxembed.config import PoolLimits, ServerConfig
 from jaxembed.engine.admission import Capacity
+from jaxembed.engine.compiles import compile_events
 from jaxembed.errors import (
     BackendError,
     CheckpointError,
@@ -666,7 +667,8 @@ async def test_a_request_for_a_model_that_cannot_be_loaded_says_so_in_its_dialec
     assert status == 200
 
 
-async def test_models_and_metrics_show_what_is_in_memory():
+async def test_models_and_metrics_show_what_is_in_memory(monkeypatch):
+    monkeypatch.setattr(compile_events(), "compiles", 7)
     client, _ = served(Shelf())
     listed = (await (await client.get("/v1/models")).get_json())["data"]
     assert [(one["id"], one["loaded"]) for one in listed] == [(n, False) for n in "abcr"]
@@ -676,6 +678,7 @@ async def test_models_and_metrics_show_what_is_in_memory():
     text = await (await client.get("/metrics")).get_data(as_text=True)
     assert 'te_request_failure{err="validation",model=""} 0.0' in text
     assert "te_request_count" not in text
+    assert "\njaxembed_compile_count 7.0\n" in text
     await post(client, "/v1/embeddings", {"model": "a", "input": "x"})
     listed = (await (await client.get("/v1/models")).get_json())["data"]
     assert [one["loaded"] for one in listed] == [True, False, False, False]
