@@ -29,8 +29,10 @@ async def feed_watchdog(
     address: str | None, interval_s: float | None, is_alive: Callable[[], bool]
 ) -> None:
     """Tell the supervisor ALIVE twice in each `interval_s` seconds, but not while `is_alive` is
-    False: after such an interval of silence it ends the process. Runs until it is cancelled; without
-    a supervisor or an interval it returns at once."""
+    False: after such an interval of silence it ends the process.
+
+    It runs until it is cancelled. Without a supervisor or an interval it returns at once.
+    """
     while address is not None and interval_s is not None:
         if is_alive():
             tell(address, ALIVE)
