@@ -16,7 +16,7 @@ from fake_embedder import CLASSIFIER, M3, RERANKER, SPEC, FakeEmbedder
 from jaxembed import Embedder, EngineConfig
 from jaxembed.config import PoolLimits, ServerConfig
 from jaxembed.engine.admission import Capacity
-from jaxembed.engine.compiles import compile_events
+from jaxembed.engine.compiles import CompileEvents
 from jaxembed.errors import (
     BackendError,
     CheckpointError,
@@ -668,7 +668,7 @@ async def test_a_request_for_a_model_that_cannot_be_loaded_says_so_in_its_dialec
 
 
 async def test_models_and_metrics_show_what_is_in_memory(monkeypatch):
-    monkeypatch.setattr(compile_events(), "compiles", 7)
+    monkeypatch.setattr(CompileEvents, "compiles", 7)
     client, _ = served(Shelf())
     listed = (await (await client.get("/v1/models")).get_json())["data"]
     assert [(one["id"], one["loaded"]) for one in listed] == [(n, False) for n in "abcr"]
