@@ -4,7 +4,6 @@ Knows nothing of models.
 Credentials and endpoints are those that s3fs and gcsfs find by themselves. No message shows them.
 """
 
-import importlib.util
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxembed.errors import CheckpointError, JaxembedError, StoreUnreachable
+from jaxembed.extras import MODULES, require
 from jaxembed.files import DISK_FULL
 
 # What reads each scheme. The extras are named by scheme, but hf, which needs none.
@@ -41,6 +41,12 @@ def is_url(name: str, *, of_data: bool = False) -> bool:
     """Whether `name` is meant as a place of models, or `of_data` of files of rows."""
     schemes = [scheme for scheme in PACKAGES if of_data or scheme not in OF_DATA]
     return name.startswith(tuple(f"{scheme}://" for scheme in schemes))
+
+
+def require_extra(url: str) -> None:
+    """Raise ConfigError if the extra that reads the URL is not installed. Paths need none."""
+    if _scheme(url) in MODULES:
+        require(_scheme(url), url)
 
 
 def location(name: str) -> Location:
@@ -175,18 +181,9 @@ def _path(url: str) -> str:
     return url.partition("://")[2]
 
 
-def _require_package(url: str) -> None:
-    scheme = _scheme(url)
-    if importlib.util.find_spec(PACKAGES[scheme]) is None:
-        raise CheckpointError(
-            f"{url}: {scheme}:// is read by {PACKAGES[scheme]}, which is not installed: "
-            f"pip install 'jaxembed[{scheme}]'"
-        )
-
-
 def _store(url: str) -> Any:
     """The file system of a URL. It remembers no listing: others write there too."""
-    _require_package(url)
+    require_extra(url)
     import fsspec  # which s3fs and gcsfs bring
 
     scheme = _scheme(url)

@@ -36,7 +36,7 @@ from tokenizers import Tokenizer, processors
 
 from converters import convert, folders_read, outline_routes, weight_folders
 from converters.image_rules import read_rules
-from jaxembed import Embedder, EngineConfig
+from jaxembed import Embedder, EngineConfig, extras
 from jaxembed.checkpoint import load_params, load_routes, route_path, verify, verify_values
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket, BucketGrid, one_length_grid
@@ -52,7 +52,6 @@ from jaxembed.errors import (
     UnsupportedModel,
     WrongTask,
 )
-from jaxembed.images import decode
 from jaxembed.inputs import Image, Text
 from jaxembed.models import native, program
 from jaxembed.models.tokens import PackedTokens
@@ -285,7 +284,7 @@ def test_a_limit_of_texts_that_are_filled_up_is_refused(converted, tmp_path):
 def test_without_pillow_the_extra_is_named_before_anything_is_served(
     converted, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(decode, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxembed\[images\]'"):
         Embedder(str(converted["clip"]), cache_dir=tmp_path)
 

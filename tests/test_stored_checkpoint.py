@@ -17,10 +17,10 @@ import pytest
 import sources
 from click.testing import CliRunner
 
-from jaxembed import checkpoint, hub, object_store, stored_checkpoint
+from jaxembed import checkpoint, extras, hub, object_store, stored_checkpoint
 from jaxembed.checkpoint import DIGESTS, MANIFEST
 from jaxembed.cli import cli
-from jaxembed.errors import CheckpointError, StoreUnreachable
+from jaxembed.errors import CheckpointError, ConfigError, StoreUnreachable
 
 URL = "memory://bucket/tiny"
 
@@ -382,8 +382,8 @@ def test_a_store_that_denies_access_ends_what_the_copy_is_used_for(store, digest
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, cache):
-    monkeypatch.setitem(object_store.PACKAGES, "gs", "no_such_package")
-    with pytest.raises(CheckpointError, match=r"pip install 'jaxembed\[gs\]'"):
+    monkeypatch.setitem(extras.MODULES, "gs", ("no_such_package",))
+    with pytest.raises(ConfigError, match=r"pip install 'jaxembed\[gs\]'"):
         hub.resolve("gs://bucket/model", cache_dir=cache)
 
 
@@ -435,6 +435,6 @@ def test_the_commands_take_urls(store, source, cache):
     done = runner.invoke(cli, ["convert", str(source), URL])
     assert done.exit_code == 0, done.output
     assert done.output.endswith(f"{URL}: bert, embed, 8 dimensions, 16 tokens\n")
-    done = runner.invoke(cli, ["info", URL, "--cache-dir", str(cache)])
+    done = runner.invoke(cli, ["info", URL, "--json", "--cache-dir", str(cache)])
     assert done.exit_code == 0, done.output
     assert '"dimensions": 8' in done.output

@@ -33,8 +33,9 @@ from jaxembed.bulk.sources import (
     read_rows,
 )
 from jaxembed.errors import CheckpointError, ConfigError, EmptyInput, InvalidImage, StoreUnreachable
+from jaxembed.extras import require
 from jaxembed.images.media import excerpt, is_data_uri, read_data_uri
-from jaxembed.images.pdf import PDF_DPI, PDF_TIMEOUT_S, PdfFile, require_pdfium
+from jaxembed.images.pdf import PDF_DPI, PDF_TIMEOUT_S, PdfFile
 
 PATH_COLUMN, PAGE_COLUMN = "path", "page"  # the columns of image files; images have no page
 IMAGES_A_BLOCK = 16  # of a column of images
@@ -53,12 +54,10 @@ class ImageRows:
     pdf_timeout_s: float = PDF_TIMEOUT_S  # for each page, and for opening a PDF file
 
     def files(self, names: Sequence[str]) -> list[InputFile]:
-        """The files that these names stand for. Raises ConfigError as `input_files`, and for a PDF
-        file without pypdfium2."""
-        found = input_files(names, IMAGE_FILES if self.column is None else ROW_FILES)
-        if any(is_pdf(file.name) for file in found):
-            require_pdfium()
-        return found
+        """The files that these names stand for. Raises ConfigError as `input_files`, and without
+        the extra `images`."""
+        require("images", "images in a column" if self.column else "image files")
+        return input_files(names, IMAGE_FILES if self.column is None else ROW_FILES)
 
     def check(self, files: Sequence[InputFile]) -> None:
         """Raise ConfigError if a file lacks the column of images, or has one of another kind."""

@@ -26,6 +26,7 @@ import orjson
 
 from jaxembed import object_store
 from jaxembed.errors import ConfigError, InvalidInput
+from jaxembed.extras import require
 from jaxembed.memory import MIB
 
 ROWS_A_BLOCK = 1024
@@ -43,6 +44,7 @@ ROW_FILES = (*LINES, *(f"{suffix}{COMPRESSED}" for suffix in LINES), *BINARY)  #
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 PDF = ".pdf"
 IMAGE_FILES = (*IMAGES, PDF)  # whose rows are images and pages
+EXTRAS = dict.fromkeys(BINARY, "parquet") | dict.fromkeys(IMAGES, "images") | {PDF: "pdf"}
 STANDARD_INPUT = "-"
 WILD = frozenset("*?[")
 COLUMNS_NAMED = 10  # names in a message
@@ -101,11 +103,14 @@ def input_files(names: Sequence[str], suffixes: Sequence[str] = ROW_FILES) -> li
     folder or pattern by name. Of these only files of the `suffixes` are taken. Left out are names
     that begin with `.`, and but for images those that begin with `_`.
 
-    Raises ConfigError if a name is of no file, or a file is of no kind that can be read.
+    Raises ConfigError if a name is of no file, a file is of no kind that can be read, or the extra
+    that reads it is not installed.
     """
     found = [file for name in names for file in _files(name, suffixes)]
     for file in found:
-        _suffix(file.name, suffixes)
+        suffix = _suffix(file.name, suffixes)
+        if suffix in EXTRAS:
+            require(EXTRAS[suffix], file.name)
     return found
 
 
@@ -232,13 +237,9 @@ def as_list(values: Any) -> list:
 
 def arrow() -> Any:
     """pyarrow. Raises ConfigError if it is not installed."""
-    try:
-        import pyarrow
-    except ImportError:
-        raise ConfigError(
-            "Parquet and Arrow need pyarrow, which is not installed: "
-            "pip install 'jaxembed[parquet]'"
-        ) from None
+    require("parquet", "Parquet and Arrow files")
+    import pyarrow
+
     return pyarrow
 
 

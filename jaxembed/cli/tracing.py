@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 import click
 
+from jaxembed.extras import require
 from jaxembed.tracing import Tracer
 
 SPANS_PATH = "/v1/traces"  # of a receiver that takes http/protobuf
@@ -17,8 +18,8 @@ SAMPLER, SAMPLER_ARG = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
 def tracer_of(flags: dict[str, Any]) -> Tracer | None:
     """What sends the spans of `serve`; None without --otlp-endpoint.
 
-    Raises UsageError for an endpoint that is no URL, for variables whose values have no meaning,
-    and if the extra is not installed.
+    Raises UsageError for an endpoint that is no URL and for variables whose values have no meaning,
+    and ConfigError if the extra is not installed.
     """
     endpoint = flags["otlp_endpoint"]
     if endpoint is None:
@@ -26,15 +27,9 @@ def tracer_of(flags: dict[str, Any]) -> Tracer | None:
     protocol = _protocol()
     url = spans_url(endpoint, protocol)
     _check_sampler()
-    try:
-        from jaxembed.server.otlp import OtlpTracer  # needs the extra
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("opentelemetry"):
-            raise
-        raise click.UsageError(
-            f"--otlp-endpoint: {error.name} is not installed; install the extra otel: "
-            "pip install 'jaxembed[otel]'"
-        ) from error
+    require("otel", "--otlp-endpoint")
+    from jaxembed.server.otlp import OtlpTracer
+
     return OtlpTracer(url, flags["otlp_service_name"], protocol)
 
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxembed.errors import ConfigError, InvalidImage
+from jaxembed.errors import InvalidImage
+from jaxembed.extras import require
 from jaxembed.images.parts import check_parts, tile_pixels
 
 if TYPE_CHECKING:
@@ -133,18 +133,10 @@ def _on_white(image: Picture) -> Picture:
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
-def require_pillow() -> None:
-    """Raise ConfigError unless Pillow is installed."""
-    if find_spec("PIL") is None:
-        raise ConfigError(
-            "images are decoded by Pillow, which is not installed: pip install 'jaxembed[images]'"
-        )
-
-
 @contextmanager
 def _opened(data: bytes, most_pixels: int) -> Iterator[Any]:
     """The image, not decoded yet. Whatever goes wrong with the file becomes InvalidImage."""
-    require_pillow()
+    require("images", "images")
     from PIL import Image  # only models of images need it
 
     check_parts(data)

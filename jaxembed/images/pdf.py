@@ -13,7 +13,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
@@ -21,6 +20,7 @@ import msgspec
 import numpy as np
 
 from jaxembed.errors import ConfigError, InvalidImage
+from jaxembed.extras import require
 from jaxembed.images.decode import LONGEST_SIDE, MOST_PIXELS
 
 PDF_DPI = 150  # an A4 page has 1240 by 1755 pixels
@@ -59,7 +59,7 @@ class PdfFile:
         Raises InvalidImage for a file that is broken, encrypted or too large, takes too long, or
         has no pages or more than MOST_PAGES; and ConfigError without pypdfium2 or room on the disk.
         """
-        require_pdfium()
+        require("pdf", "PDF files")
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
         self._renderer: _Renderer | None = _taken_renderer()
@@ -92,15 +92,6 @@ class PdfFile:
             if renderer is not None:
                 renderer.unload(self.timeout_s)
                 _idle.append(renderer)
-
-
-def require_pdfium() -> None:
-    """Raise ConfigError unless pypdfium2 is installed."""
-    if find_spec("pypdfium2") is None:
-        raise ConfigError(
-            "pages of PDF files are rendered by pypdfium2, which is not installed: "
-            "pip install 'jaxembed[pdf]'"
-        )
 
 
 class _Reply(msgspec.Struct):

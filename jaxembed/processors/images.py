@@ -7,7 +7,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from jaxembed.errors import InvalidInput
-from jaxembed.images.decode import MOST_BYTES, decode_image, image_size, picture_of, require_pillow
+from jaxembed.extras import require
+from jaxembed.images.decode import MOST_BYTES, decode_image, image_size, picture_of
 from jaxembed.images.prepare import image_places, prepare_image, resized_size
 from jaxembed.inputs import Image, Input
 from jaxembed.processors.job_threads import JobThreads, go_on_among_large, is_for_small
@@ -34,7 +35,7 @@ class ImageProcessor:
     def __init__(self, spec: ModelSpec, workers: int):
         """`workers` is the number of threads for small images, and of those for others. Raises
         ConfigError without Pillow."""
-        require_pillow()
+        require("images", "a model that takes images")
         assert spec.image is not None
         self._rules = spec.image
         self.limit = spec.max_input_tokens

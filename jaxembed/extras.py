@@ -1,0 +1,39 @@
+"""The extras of the package: the modules that each installs, and the error if one is missing."""
+
+from importlib.util import find_spec
+
+from jaxembed.errors import ConfigError
+
+MODULES = {
+    "gs": ("gcsfs",),
+    "images": ("PIL",),
+    "otel": (
+        "opentelemetry.sdk",
+        "opentelemetry.exporter.otlp.proto.grpc",
+        "opentelemetry.exporter.otlp.proto.http",
+    ),
+    "parquet": ("pyarrow",),
+    "pdf": ("PIL", "pypdfium2"),
+    "s3": ("s3fs",),
+}
+
+
+def require(extra: str, purpose: str) -> None:
+    """Raise ConfigError if a module of an extra is not installed.
+
+    `purpose` begins the message: it is what the extra is needed for, such as "Parquet files".
+    Commands call this before they load a model.
+    """
+    missing = [module for module in MODULES[extra] if not _is_installed(module)]
+    if missing:
+        raise ConfigError(
+            f"{purpose}: the extra `{extra}` is needed, and {missing[0]} is not installed. Install "
+            f"it: pip install 'jaxembed[{extra}]', or in a clone: make .venv/{extra}.stamp"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that the module is in
+        return False
