@@ -31,7 +31,7 @@ import numpy as np
 from jaxembed import memory
 from jaxembed.arrays import stored_arrays
 from jaxembed.errors import CheckpointError
-from jaxembed.files import DISK_FULL, PARTIAL
+from jaxembed.files import DISK_FULL, PARTIAL, unfinished
 from jaxembed.outputs import OutputName
 from jaxembed.spec import (
     FORMAT_VERSION,
@@ -347,9 +347,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
     refuse_occupied(path)
     partial = path.with_name(f"{_partial_prefix(path)}{secrets.token_hex(4)}")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(path)
+        with unfinished(partial):
+            partial.mkdir(parents=True)
+            yield partial
+            partial.rename(path)
     except OSError as error:
         raise unwritable(path, error) from error
     finally:

@@ -1,6 +1,7 @@
-"""Replaces files atomically. Knows nothing of their content."""
+"""Replaces files atomically, and removes what is unfinished when the process ends at once."""
 
 import errno
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,6 +10,28 @@ from uuid import uuid4
 PARTIAL = ".partial-"  # in the names of unfinished copies, before a random part
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+_unfinished: set[Path] = set()
+
+
+@contextmanager
+def unfinished(path: Path) -> Iterator[Path]:
+    """A file or folder that `remove_unfinished` removes until the end of the block."""
+    _unfinished.add(path)
+    try:
+        yield path
+    finally:
+        _unfinished.discard(path)
+
+
+def remove_unfinished() -> None:
+    """Remove the files and folders that are unfinished now. Errors are ignored."""
+    for path in list(_unfinished):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
 
 
 @contextmanager
@@ -21,8 +44,9 @@ def replacing(path: Path) -> Iterator[Path]:
     # random: two containers that share a folder may have the same process id
     partial = path.with_name(f".{path.name}{PARTIAL}{uuid4().hex}")
     try:
-        yield partial
-        partial.replace(path)
+        with unfinished(partial):
+            yield partial
+            partial.replace(path)
     finally:
         with suppress(OSError):  # it is gone if all went well; or the disk has become read-only
             partial.unlink()

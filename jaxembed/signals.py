@@ -4,21 +4,32 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from typing import NoReturn
+
+from jaxembed.files import remove_unfinished
 
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LOG_S = 1.0  # time limit for the last log line, which blocks if the log is a pipe nobody reads
 
+_resume_hint = ""
+
+
+def set_resume_hint(hint: str) -> None:
+    """Set what the last log line says after a signal: how the work can go on."""
+    global _resume_hint
+    _resume_hint = f"; {hint}"
+
 
 def end_at_signals() -> None:
     """Let a signal end the process with the exit status 128 plus its number, as shells report it.
 
-    Handlers are needed because a signal without one does nothing to process 1, which a container's
-    first process is. A thread ends the process: Python runs handlers in the main thread only, which
-    may be inside XLA for minutes.
+    Unfinished files are removed. Handlers are needed because a signal without one does nothing to
+    process 1, which a container's first process is. A thread ends the process: Python runs handlers
+    in the main thread only, which may be inside XLA for minutes.
     """
     ending, waking = socket.socketpair()
     waking.setblocking(False)
@@ -35,7 +46,8 @@ def end_at_signals() -> None:
 def _end(ending: socket.socket, waking: socket.socket) -> None:
     """Wait for a signal and end the process. `waking` is held so that it is not closed."""
     number = ending.recv(1)[0]
-    leave(128 + number, logging.INFO, f"{signal.Signals(number).name}: exiting at once")
+    name = signal.Signals(number).name
+    leave(128 + number, logging.INFO, f"{name}: exiting at once{_resume_hint}")
 
 
 def leave(status: int, level: int, reason: str) -> NoReturn:
@@ -44,7 +56,14 @@ def leave(status: int, level: int, reason: str) -> NoReturn:
     `status` is the exit status. The log line has LOG_S seconds, in case nobody reads the log's
     pipe.
     """
-    writer = threading.Thread(target=logger.log, args=(level, "%s", reason), daemon=True)
+
+    def write() -> None:
+        if sys.stderr.isatty():  # a progress bar may have left the cursor within a line
+            print(file=sys.stderr)
+        logger.log(level, "%s", reason)
+
+    writer = threading.Thread(target=write, daemon=True)
     writer.start()
     writer.join(LOG_S)
+    remove_unfinished()
     os._exit(status)

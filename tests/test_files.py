@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxembed.files import is_copy_of, replacing
+from jaxembed.files import is_copy_of, remove_unfinished, replacing, unfinished
 
 
 def test_the_new_file_takes_the_place_of_the_old_one_at_the_end(tmp_path):
@@ -46,3 +46,15 @@ def test_a_file_and_its_unfinished_copies_are_told_from_all_others(tmp_path):
         assert not is_copy_of(partial, "b.json")
     assert is_copy_of(tmp_path / "a.json", "a.json")
     assert not is_copy_of(tmp_path / "aa.json", "a.json")
+
+
+def test_only_what_is_unfinished_is_removed_when_the_process_ends(tmp_path):
+    finished, folder, file = (tmp_path / name for name in ("finished", "folder", "file"))
+    with unfinished(finished):
+        finished.touch()
+    with unfinished(folder), unfinished(file):
+        folder.mkdir()
+        (folder / "part").touch()
+        file.touch()
+        remove_unfinished()
+        assert list(tmp_path.iterdir()) == [finished]

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from jaxembed import object_store
 from jaxembed.bulk.sources import opened
 from jaxembed.errors import ConfigError
-from jaxembed.files import PARTIAL, replacing
+from jaxembed.files import PARTIAL, replacing, unfinished
 
 LOCK = ".lock"
 
@@ -76,9 +76,9 @@ class LocalFolder:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
-        with replacing(self._path / name) as unfinished:
-            yield unfinished
-            _sync(unfinished)
+        with replacing(self._path / name) as partial:
+            yield partial
+            _sync(partial)
         _sync(self._path)
 
     def remove(self, name: str) -> None:
@@ -117,7 +117,7 @@ class StoreFolder:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
-        with TemporaryDirectory(prefix="jaxembed-") as folder:
+        with TemporaryDirectory(prefix="jaxembed-") as folder, unfinished(Path(folder)):
             yield Path(folder) / name
             object_store.write_objects(Path(folder), [name], self._url)
 
