@@ -17,6 +17,7 @@ from jaxembed.errors import InvalidInput
 from jaxembed.images.sources import read_image
 from jaxembed.inputs import ChunkedText, Image, Input, Pair, Text
 from jaxembed.interaction import compare_outputs, compare_pairs
+from jaxembed.keyword_options import KeywordOptions
 from jaxembed.loaded_model import LoadedModel
 from jaxembed.options import (
     Embeddings,
@@ -36,7 +37,21 @@ from jaxembed.work import Ragged, SparseRows, WorkResult
 
 TextOrPair = str | tuple[str, str]
 NO_OPTIONS = EncodeOptions()
-_OF_ENCODE = {"outputs", "dimensions", "normalize", "output_dtype", "bare_ids"}  # not of `compute`
+
+_PROMPT = ("prompt", "prompt_name", "route")
+_VECTORS = ("dimensions", "normalize", "output_dtype")
+_RUN = ("adapter", "priority")
+_CUT = ("truncate", "truncation_side")
+_PAIRS = (*_CUT, "instruction", "max_document_tokens", *_RUN)
+
+encode_options = KeywordOptions(EncodeOptions, (*_PROMPT, *_CUT, *_VECTORS, *_RUN))
+output_options = KeywordOptions(
+    EncodeOptions, (*_PROMPT, "role", *_CUT, *_VECTORS, "max_active_dims", *_RUN)
+)
+chunk_options = KeywordOptions(EncodeOptions, (*_PROMPT, "truncate", *_VECTORS, *_RUN))
+compute_options = KeywordOptions(EncodeOptions, (*_PROMPT, "role", *_CUT, *_RUN))
+score_options = KeywordOptions(ScoreOptions, _PAIRS)
+rerank_options = KeywordOptions(ScoreOptions, (*_PAIRS, "max_chunks", "overlap_tokens", "weights"))
 
 
 class Embedder(LoadedModel):
@@ -52,6 +67,7 @@ class Embedder(LoadedModel):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @encode_options
     def encode(
         self, texts: str | Sequence[Any] = (), *, images: Any = None, **options
     ) -> np.ndarray:
@@ -62,14 +78,13 @@ class Embedder(LoadedModel):
         `[height, width, 3]`. Images may also be among the texts, but a string is a text there.
         Prompts are for texts alone.
 
-        Options are the fields of EncodeOptions: prompt, prompt_name, route, truncate,
-        truncation_side, dimensions, normalize, output_dtype, adapter, priority. With another
-        `output_dtype` than "float" the array is as `quantise` gives it. Raises the errors of
-        InvalidInput and BackendError.
+        With another `output_dtype` than "float" the array is as `quantise` gives it. Raises the
+        errors of InvalidInput and BackendError, and TypeError for an unknown option.
         """
         texts = _with_images(texts, images)
         return _one_or_all(texts, self.run(self._to_encode(texts, options)))
 
+    @encode_options
     async def encode_async(
         self, texts: str | Sequence[Any] = (), *, images: Any = None, **options
     ) -> np.ndarray:
@@ -77,24 +92,29 @@ class Embedder(LoadedModel):
         texts = await asyncio.to_thread(_with_images, texts, images)
         return _one_or_all(texts, await self.run_async(self._to_encode(texts, options)))
 
+    @encode_options
     def encode_query(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode` with the checkpoint's route and prompt for queries, where it has them."""
         return _one_or_all(texts, self.run(self._to_encode_as("query", texts, options)))
 
+    @encode_options
     async def encode_query_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode_query` without blocking the event loop."""
         request = self._to_encode_as("query", texts, options)
         return _one_or_all(texts, await self.run_async(request))
 
+    @encode_options
     def encode_document(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode` with the checkpoint's route and prompt for documents, where it has them."""
         return _one_or_all(texts, self.run(self._to_encode_as("document", texts, options)))
 
+    @encode_options
     async def encode_document_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode_document` without blocking the event loop."""
         request = self._to_encode_as("document", texts, options)
         return _one_or_all(texts, await self.run_async(request))
 
+    @output_options
     def encode_outputs(
         self,
         texts: str | Sequence[Any],
@@ -107,15 +127,14 @@ class Embedder(LoadedModel):
         `[n, dim]`, of "sparse" SparseRows with a row for each text, of "multi_vector" a Ragged with
         an array `[vectors, width]` for each.
 
-        They are what `encode`, `encode_sparse` and `encode_multi` give alone. Options are those of
-        `encode`, and `role` ("query" or "document") of a model that treats them differently, and
-        `max_active_dims`, which keeps so many of the largest weights of a text. `images` follow the
+        They are what `encode`, `encode_sparse` and `encode_multi` give alone. `images` follow the
         texts, as of `encode`. Raises WrongTask for an output that the model does not give:
         `spec.representations` has them all.
         """
         texts = _with_images(texts, images)
         return dict(self.run(self._to_encode_outputs(texts, outputs, options)).values)
 
+    @output_options
     async def encode_outputs_async(
         self,
         texts: str | Sequence[Any],
@@ -128,26 +147,35 @@ class Embedder(LoadedModel):
         texts = await asyncio.to_thread(_with_images, texts, images)
         return dict((await self.run_async(self._to_encode_outputs(texts, outputs, options))).values)
 
+    @output_options
     def encode_sparse(self, texts: str | Sequence[str], **options) -> SparseRows:
         """The weights of the vocabulary's terms in each text, a row for each; `to_scipy` makes a
         matrix of them. Otherwise as `encode_outputs`."""
         return self.encode_outputs(texts, ("sparse",), **options)["sparse"]
 
+    @output_options
     async def encode_sparse_async(self, texts: str | Sequence[str], **options) -> SparseRows:
         """`encode_sparse` without blocking the event loop."""
         return (await self.encode_outputs_async(texts, ("sparse",), **options))["sparse"]
 
-    def encode_multi(self, texts: str | Sequence[Any] = (), **options) -> Ragged:
+    @output_options
+    def encode_multi(
+        self, texts: str | Sequence[Any] = (), *, images: Any = None, **options
+    ) -> Ragged:
         """The vectors of each text, and of each of `images`, to compare token by token, float32
         `[vectors, width]`. Otherwise as `encode_outputs`."""
-        return self.encode_outputs(texts, ("multi_vector",), **options)["multi_vector"]
+        found = self.encode_outputs(texts, ("multi_vector",), images=images, **options)
+        return found["multi_vector"]
 
-    async def encode_multi_async(self, texts: str | Sequence[Any] = (), **options) -> Ragged:
+    @output_options
+    async def encode_multi_async(
+        self, texts: str | Sequence[Any] = (), *, images: Any = None, **options
+    ) -> Ragged:
         """`encode_multi` without blocking the event loop."""
-        return (await self.encode_outputs_async(texts, ("multi_vector",), **options))[
-            "multi_vector"
-        ]
+        found = await self.encode_outputs_async(texts, ("multi_vector",), images=images, **options)
+        return found["multi_vector"]
 
+    @chunk_options
     def encode_chunks(
         self, texts: Sequence[ChunkedText | Sequence[str]], **options
     ) -> list[EncodedChunks]:
@@ -156,19 +184,21 @@ class Embedder(LoadedModel):
 
         A list of strings is one text, whose chunks these are; neighbours are joined by a space
         where there is no white space between them. One over the model's limit is run in windows, or
-        with `truncate` False refused. Options are those of `encode`, without `truncation_side`.
+        with `truncate` False refused.
 
         Raises the errors of InvalidInput, which has no late chunking for models that pool otherwise
         than by the mean, and of BackendError.
         """
         return _by_text(self.run(self._to_encode_chunks(texts, options)))
 
+    @chunk_options
     async def encode_chunks_async(
         self, texts: Sequence[ChunkedText | Sequence[str]], **options
     ) -> list[EncodedChunks]:
         """`encode_chunks` without blocking the event loop."""
         return _by_text(await self.run_async(self._to_encode_chunks(texts, options)))
 
+    @rerank_options
     def rerank(
         self,
         query: str,
@@ -186,9 +216,8 @@ class Embedder(LoadedModel):
         Scores are from 0 to 1, with `raw_scores` the model's logits. An embedding model compares
         its outputs for the query and for each document. The score is the cosine of dense vectors,
         from -1 to 1, the product of weights of terms, or of several vectors a text a mean of
-        cosines, whose raw score is the sum; `weights` are those of its dense, sparse and
-        multi-vector outputs. Other options are the fields of ScoreOptions. Raises WrongTask for a
-        classifier, and the errors of InvalidInput and BackendError.
+        cosines, whose raw score is the sum. Raises WrongTask for a classifier, and the errors of
+        InvalidInput and BackendError.
         """
         _check_top_n(top_n)
         asked = ScoreOptions(**options)
@@ -201,6 +230,7 @@ class Embedder(LoadedModel):
             found = self.run(self.tasks.rerank(query, documents, asked))
         return found.ranked(raw_scores)[:top_n]
 
+    @rerank_options
     async def rerank_async(
         self,
         query: str,
@@ -223,6 +253,7 @@ class Embedder(LoadedModel):
             found = await self.run_async(self.tasks.rerank(query, documents, asked))
         return found.ranked(raw_scores)[:top_n]
 
+    @score_options
     def score(
         self, pairs: Sequence[tuple[str, str]], *, raw_scores: bool = False, **options
     ) -> np.ndarray:
@@ -237,6 +268,7 @@ class Embedder(LoadedModel):
             return compare_pairs(*both, weights, texts, numbers, raw_scores=raw_scores)
         return _of_first_label(self.run(self._to_score_pairs(pairs, options)), raw_scores)
 
+    @score_options
     async def score_async(
         self, pairs: Sequence[tuple[str, str]], *, raw_scores: bool = False, **options
     ) -> np.ndarray:
@@ -252,6 +284,7 @@ class Embedder(LoadedModel):
         answer = await self.run_async(self._to_score_pairs(pairs, options))
         return _of_first_label(answer, raw_scores)
 
+    @score_options
     def classify(
         self, inputs: str | Sequence[TextOrPair], *, raw_scores: bool = False, **options
     ) -> list[list[Label]]:
@@ -262,12 +295,14 @@ class Embedder(LoadedModel):
         """
         return self.run(self._to_score(inputs, options)).labelled(raw_scores)
 
+    @score_options
     async def classify_async(
         self, inputs: str | Sequence[TextOrPair], *, raw_scores: bool = False, **options
     ) -> list[list[Label]]:
         """`classify` without blocking the event loop."""
         return (await self.run_async(self._to_score(inputs, options))).labelled(raw_scores)
 
+    @compute_options
     def compute(
         self,
         inputs: str | Sequence[TextOrPair],
@@ -278,14 +313,13 @@ class Embedder(LoadedModel):
         `[n, width]`, of `tokens` an array `[length, width]` for each input.
 
         They are as the heads of the model give them: not normalised, and no scores. A classifier's
-        `dense` is the vector that its pooling gives, before the layers that make logits. Options
-        are prompt, prompt_name (of an embedding model), truncate, truncation_side, adapter and
-        priority.
-        Raises InvalidInput for outputs that the model does not have (`spec.widths` has them all),
-        and the errors of InvalidInput and BackendError.
+        `dense` is the vector that its pooling gives, before the layers that make logits. Prompts
+        are for embedding models. Raises InvalidInput for outputs that the model does not have
+        (`spec.widths` has them all), and the errors of InvalidInput and BackendError.
         """
         return self.run(self._to_compute(inputs, outputs, options))
 
+    @compute_options
     async def compute_async(
         self,
         inputs: str | Sequence[TextOrPair],
@@ -341,21 +375,11 @@ class Embedder(LoadedModel):
         outputs: Collection[str],
         options: dict[str, Any],
     ) -> ComputeRequest:
-        return self.tasks.compute(_texts_and_pairs(inputs), outputs, _compute_options(options))
+        return self.tasks.compute(_texts_and_pairs(inputs), outputs, EncodeOptions(**options))
 
 
 def _encode_options(options: dict[str, Any]) -> EncodeOptions:
-    """Raises TypeError for an option that the methods of the library do not have."""
-    if "outputs" in options:
-        raise TypeError("encode gives one vector a text; for other outputs use encode_outputs()")
     return EncodeOptions(**options) if options else NO_OPTIONS
-
-
-def _compute_options(options: dict[str, Any]) -> EncodeOptions:
-    """Raises TypeError for an option that `compute` does not have."""
-    if unknown := sorted(_OF_ENCODE & options.keys()):
-        raise TypeError(f"compute takes no {', '.join(unknown)}: it gives outputs as they are")
-    return EncodeOptions(**options)
 
 
 def _texts(texts: str | Sequence[Any]) -> list[Input]:

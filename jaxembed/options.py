@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from jaxembed.inputs import Priority
+from jaxembed.keyword_options import described
 from jaxembed.outputs import OutputName
 from jaxembed.postprocess import rank, scores
 from jaxembed.processors.late import Chunked
@@ -18,47 +19,73 @@ from jaxembed.quantise import EmbeddingDtype
 from jaxembed.spec import ScoreFunction
 from jaxembed.work import Ragged, SparseRows, WorkResult, join_results
 
+TRUNCATE = "Whether to truncate an input over the limit; False raises InputTooLong (default: True)."
+TRUNCATION_SIDE = 'Side of an input at which tokens are removed, "left" or "right".'
+PRIORITY = '"interactive" or "bulk" (default: "interactive" if the request is small).'
+
 
 @dataclass(frozen=True)
 class EncodeOptions:
     """The options of one request. None means the default of the server or of the checkpoint."""
 
-    outputs: frozenset[OutputName] = frozenset({"dense"})
-    prompt: str | None = None  # literal text
-    prompt_name: str | None = None
-    route: str | None = None  # of a model with several; None: that of the prompt, or the default
-    truncate: bool | None = None
-    truncation_side: Side = "right"
-    dimensions: int | None = None
-    max_active_dims: int | None = None  # of sparse outputs; None: the model's own
-    normalize: bool | None = None
-    output_dtype: EmbeddingDtype = "float"
-    adapter: str | None = None  # its name; None: that of the prompt's name, or none
-    priority: Priority | None = None  # None: interactive where the request is small
-    bare_ids: bool = True  # whether token ids may lack the tokenizer's special tokens
-    role: Role | None = None  # of the texts; None: that of the prompt's name, if it names one
+    outputs: frozenset[OutputName] = described(frozenset({"dense"}), "Outputs of the model.")
+    prompt: str | None = described(
+        None, "Text to put in front of every text (default: the checkpoint's default prompt)."
+    )
+    prompt_name: str | None = described(None, "Name of a prompt of the checkpoint to put there.")
+    route: str | None = described(
+        None, "Route of a model with several (default: that of the prompt, or the model's default)."
+    )
+    truncate: bool | None = described(None, TRUNCATE)
+    truncation_side: Side = described("right", TRUNCATION_SIDE)
+    dimensions: int | None = described(
+        None, "Number of dimensions to truncate the vectors to (default: all)."
+    )
+    max_active_dims: int | None = described(
+        None, "Number of largest weights to keep of a sparse embedding (default: the model's own)."
+    )
+    normalize: bool | None = described(
+        None, "Whether to scale the vectors to length 1 (default: as the checkpoint says)."
+    )
+    output_dtype: EmbeddingDtype = described(
+        "float", 'Data type of the vectors; "int8" and "uint8" need calibration ranges.'
+    )
+    adapter: str | None = described(
+        None, "Name of a low-rank adapter (default: that of the prompt's name, or none)."
+    )
+    priority: Priority | None = described(None, PRIORITY)
+    bare_ids: bool = described(True, "Whether token ids may lack the special tokens.")
+    role: Role | None = described(
+        None,
+        'Whether the texts are a "query" or a "document" (default: as the prompt\'s name says).',
+    )
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
     """The options of one request to a reranker or classifier. It has no prompts: they are for
-    embedding models.
+    embedding models. `weights` are for embedding models that give several outputs, which take no
+    `instruction` and `max_document_tokens`."""
 
-    `instruction` is for models with a template. `max_document_tokens` cuts the second text of each
-    pair, even where `truncate` is off. With `max_chunks` over 1 a document that does not fit is
-    divided into so many windows at most, and the best one counts. `weights` are for embedding
-    models that give several outputs, and these take no `instruction` and `max_document_tokens`.
-    """
-
-    truncate: bool | None = None
-    truncation_side: Side = "right"
-    instruction: str | None = None
-    max_document_tokens: int | None = None
-    max_chunks: int = 1
-    overlap_tokens: int | None = None  # that neighbouring windows share; None: see `overlap_of`
-    weights: tuple[float, ...] | None = None  # of dense, sparse, multi_vector; None: all the same
-    adapter: str | None = None  # its name; None: none
-    priority: Priority | None = None  # None: interactive where the request is small
+    truncate: bool | None = described(None, TRUNCATE)
+    truncation_side: Side = described("right", TRUNCATION_SIDE)
+    instruction: str | None = described(
+        None, "Instruction for a model with a template (default: the model's own)."
+    )
+    max_document_tokens: int | None = described(
+        None, "Maximum tokens of the second text of a pair, which is truncated to it."
+    )
+    max_chunks: int = described(
+        1, "Maximum windows that a document over the limit is divided into; the best one counts."
+    )
+    overlap_tokens: int | None = described(
+        None, "Tokens that neighbouring windows share (default: chosen from their length)."
+    )
+    weights: tuple[float, ...] | None = described(
+        None, "Weights of the dense, sparse and multi-vector scores (default: all the same)."
+    )
+    adapter: str | None = described(None, "Name of a low-rank adapter (default: none).")
+    priority: Priority | None = described(None, PRIORITY)
 
 
 class Embeddings(msgspec.Struct, frozen=True, eq=False):

@@ -240,5 +240,5 @@ def test_ranges_are_of_one_route():
 
 
 def test_outputs_as_they_are_have_no_dtype(embedder):
-    with pytest.raises(TypeError, match="compute takes no output_dtype"):
+    with pytest.raises(TypeError, match=r"compute\(\) has no option `output_dtype`"):
         embedder.compute("cat", ["dense"], output_dtype="binary")

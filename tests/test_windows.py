@@ -14,6 +14,7 @@ from test_server_openai import ask
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.errors import InputTooLong, InvalidInput
+from jaxembed.inputs import Text
 from jaxembed.options import Chunk, ScoreOptions
 from jaxembed.processors import text as text_module
 from jaxembed.processors.text import Rules, TextProcessor
@@ -215,7 +216,7 @@ def test_what_cannot_be_is_refused_by_name(reranker, asked, words):
 
 def test_only_reranking_divides(reranker):
     with pytest.raises(InvalidInput, match="only `rerank` divides"):
-        reranker.classify("a cat", max_chunks=2)
+        reranker.tasks.score([Text("a cat")], ScoreOptions(max_chunks=2))
 
 
 def test_each_window_is_admitted(reranker):

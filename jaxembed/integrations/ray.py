@@ -5,16 +5,15 @@ Knows Arrow, and not Ray, which makes one of these in each actor and gives it ba
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pyarrow as pa  # pyright: ignore[reportMissingImports]
 
 from jaxembed.bulk.computations import as_arrow, labels_as_arrow
-from jaxembed.embedder import Embedder
+from jaxembed.embedder import Embedder, output_options, rerank_options, score_options
 from jaxembed.errors import InvalidInput
-from jaxembed.options import EncodeOptions, Ranked, ScoreOptions
+from jaxembed.options import Ranked
 from jaxembed.outputs import OutputName
 
 SHOWN = 60  # characters of a text in an error
@@ -112,8 +111,7 @@ class Embed:
         outputs: Collection[OutputName] = ("dense",),
         **arguments: Any,
     ):
-        names = {one.name for one in fields(EncodeOptions)} | {"role"}
-        self._options = _taken(arguments, names - {"outputs", "bare_ids"})
+        self._options = _taken(arguments, output_options.names)
         self._outputs = tuple(outputs)
         self._model = _Model(model, [column], self._outputs, id_column, arguments)
 
@@ -140,7 +138,7 @@ class Rerank:
     """Adds the `score` (float) of a column of documents for a column of queries to batches of Ray
     Data, as `Embedder.rerank` gives it.
 
-    `raw_scores` and the fields of ScoreOptions are its options; otherwise as Embed. Rows of a batch
+    The options of `Embedder.rerank` are its options; otherwise as Embed. Rows of a batch
     with the same query are scored together, so sort by query where there are many.
     """
 
@@ -153,7 +151,7 @@ class Rerank:
         id_column: str | None = None,
         **arguments: Any,
     ):
-        self._options = _taken(arguments, _SCORE_OPTIONS)
+        self._options = _taken(arguments, rerank_options.names | {"raw_scores"})
         self._model = _Model(model, [query_column, column], ["score"], id_column, arguments)
 
     async def __call__(self, batch: Any) -> pa.Table:
@@ -189,7 +187,7 @@ class Classify:
     """Adds the `labels` of a column of texts to batches of Ray Data: list<struct<label: string,
     score: float>>, best first, as `Embedder.classify` gives them.
 
-    `raw_scores` and the fields of ScoreOptions are its options; otherwise as Embed.
+    The options of `Embedder.classify` are its options; otherwise as Embed.
     """
 
     def __init__(
@@ -200,7 +198,7 @@ class Classify:
         id_column: str | None = None,
         **arguments: Any,
     ):
-        self._options = _taken(arguments, _SCORE_OPTIONS)
+        self._options = _taken(arguments, score_options.names | {"raw_scores"})
         self._model = _Model(model, [column], ["labels"], id_column, arguments)
 
     async def __call__(self, batch: Any) -> pa.Table:
@@ -215,9 +213,6 @@ class Classify:
                 batch, error.index, self._model.columns[0], str(error)
             ) from error
         return batch.append_column("labels", labels_as_arrow(labels))
-
-
-_SCORE_OPTIONS = {one.name for one in fields(ScoreOptions)} | {"raw_scores"}
 
 
 def _taken(arguments: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
