@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from jaxembed import Embedder
@@ -125,7 +124,4 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 if __name__ == "__main__":
-    # The library leaves this to the program: keep what is compiled for the next run.
-    cache = Path.home() / ".cache" / "jaxembed" / "examples"
-    jax.config.update("jax_compilation_cache_dir", str(cache))
     main()

@@ -11,7 +11,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
@@ -101,7 +100,4 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 
 if __name__ == "__main__":
-    # The library leaves this to the program: keep what is compiled for the next run.
-    cache = Path.home() / ".cache" / "jaxembed" / "examples"
-    jax.config.update("jax_compilation_cache_dir", str(cache))
     main()

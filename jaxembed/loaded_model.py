@@ -1,5 +1,6 @@
 """A model in memory: its tokenizers and engines by route, its metrics and what it may admit."""
 
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from jaxembed.engine.admission import Admission, Capacity, Cost, Held, capacity_
 from jaxembed.engine.build import Plan
 from jaxembed.engine.client import ServedEngine
 from jaxembed.engine.compiles import compile_events
+from jaxembed.engine.programs import keep_programs
 from jaxembed.engine.state import EngineState
 from jaxembed.engines import PlannedEngine, Progress, plan_engine
 from jaxembed.errors import ConfigError, NoInputs
@@ -42,6 +44,8 @@ from jaxembed.spec import (
 )
 from jaxembed.tasks import KIND, Tasks
 from jaxembed.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
 
 IMAGES_A_PART = 64  # of a call: the next ones are decoded while these are computed
 PARTS_AT_ONCE = 2  # of a request in parts: one is decoded while another is computed
@@ -80,8 +84,9 @@ class LoadedModel:
     all-MiniLM-L6-v2. `adapters` are folders of low-rank adapters by the names under which requests
     ask for them. With `wait=False` the constructor returns while buckets still compile;
     requests wait until then. The models of one process may share a `capacity`. `reserve` is called
-    with the bytes that the model will take before its parameters are read. Raises CheckpointError
-    or ConfigError, and what `reserve` does.
+    with the bytes that the model will take before its parameters are read. Compiled programs are
+    kept in `cache_dir` for the next process, as `keep_programs` does it, unless `compile_cache` is
+    False. Raises CheckpointError or ConfigError, and what `reserve` does.
     """
 
     def __init__(
@@ -101,10 +106,13 @@ class LoadedModel:
         wait: bool = True,
         on_progress: Callable[[int, int], None] | None = None,
         reserve: Callable[[int], object] = lambda count: None,
+        compile_cache: bool = True,
     ):
         self.config = config or EngineConfig()
         self.text = text or TextConfig()
         cache_dir = cache_dir or hub.default_cache_dir()
+        if compile_cache:
+            _keep_programs(cache_dir)
         path = hub.resolve(
             model,
             revision=revision,
@@ -480,6 +488,18 @@ class LoadedModel:
         for one in self.engines.values():
             one.engine.close(max(deadline - time.monotonic(), 0.0))
             one.engine.free()
+
+
+def _keep_programs(cache_dir: Path) -> None:
+    """Keep compiled programs, or log why they cannot be kept."""
+    try:
+        keep_programs(cache_dir)
+    except OSError as error:
+        logger.warning(
+            "compiled programs are not kept, and every start compiles again: %s; give a "
+            "`cache_dir` that can be written, or `compile_cache=False`",
+            error,
+        )
 
 
 def _shares_of(on_progress: Progress | None, count: int) -> list[Progress | None]:

@@ -1,10 +1,12 @@
 """Embedder: the library's face, and what the server asks of it."""
 
 import asyncio
+import inspect
 import re
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
@@ -14,8 +16,10 @@ import numpy as np
 import pytest
 from conftest import LIMIT, WORDS, save_tiny
 from fakes import is_work_in
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxembed import Embedder, EngineConfig, Label, Ranked, TextConfig
+from jaxembed.engine import programs
 from jaxembed.engine.build import turn_of
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import (
@@ -133,6 +137,83 @@ def test_no_texts_give_no_vectors(embedder):
     assert embedder.encode([]).shape == (0, 32)
     assert embedder.encode([], dimensions=5).shape == (0, 5)
     assert asyncio.run(embedder.encode_async([])).shape == (0, 32)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda model: model.encode("a", dimension=8),
+            r"encode\(\) has no option `dimension`; did you mean `dimensions`\? Its options are: "
+            "images, prompt, prompt_name, route, truncate, truncation_side, dimensions, ",
+        ),
+        (
+            lambda model: model.encode("a", batch_size=8),
+            r"encode\(\) has no option `batch_size`\. ",
+        ),
+        (lambda model: model.encode("a", outputs=["dense"]), "no option `outputs`"),
+        (lambda model: model.encode_chunks([["a"]], truncation_side="left"), "truncation_side`"),
+        (lambda model: model.rerank("a", ["b"], top_k=1), "`top_k`; did you mean `top_n`"),
+        (lambda model: asyncio.run(model.encode_query_async("a", foo=1)), "query_async.* `foo`"),
+    ],
+)
+def test_an_option_that_a_method_does_not_have_is_refused_with_those_that_it_has(
+    embedder, call, message
+):
+    with pytest.raises(TypeError, match=message):
+        call(embedder)
+
+
+def test_the_help_of_each_method_lists_its_options():
+    methods = [name for name in vars(Embedder) if name.endswith("_async")]
+    assert len(methods) == 11
+    for name in methods:
+        sync, twin = getattr(Embedder, name.removesuffix("_async")), getattr(Embedder, name)
+        options = inspect.signature(sync).parameters
+        assert options == inspect.signature(twin).parameters
+        assert inspect.iscoroutinefunction(twin)
+        assert not any(one.kind is one.VAR_KEYWORD for one in options.values())
+        assert "    priority: " in sync.__doc__
+    assert inspect.signature(Embedder.encode).parameters["dimensions"].default is None
+
+
+@pytest.fixture(name="new_process")
+def _new_process(monkeypatch):
+    """JAX keeps no programs, as in a process that has set nothing."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def test_compiled_programs_are_kept_unless_told_otherwise(
+    tiny_checkpoint, grid_file, tmp_path, new_process
+):
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
+    arguments = {"cache_dir": tmp_path, "config": config}
+    Embedder(str(tiny_checkpoint), compile_cache=False, **arguments).close()
+    assert jax.config.jax_compilation_cache_dir is None
+    Embedder(str(tiny_checkpoint), **arguments).close()
+    assert list((tmp_path / "programs").glob("*/*-cache"))
+    chosen = jax.config.jax_compilation_cache_dir
+    arguments["cache_dir"] = tmp_path / "other"
+    Embedder(str(tiny_checkpoint), **arguments).close()
+    assert jax.config.jax_compilation_cache_dir == chosen
+
+
+def test_a_cache_that_cannot_be_written_is_logged_and_stops_nothing(
+    tiny_checkpoint, grid_file, tmp_path, new_process, monkeypatch, caplog
+):
+    def refuse(*_):
+        raise PermissionError("Permission denied")
+
+    monkeypatch.setattr(programs, "make_private", refuse)
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
+    with Embedder(str(tiny_checkpoint), cache_dir=tmp_path, config=config) as embedder:
+        assert embedder.encode("the cat").shape == (32,)
+    assert "compiled programs are not kept" in caplog.text
 
 
 def test_options_that_are_equal_and_of_other_types_are_not_mixed_up(embedder):

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 from jaxembed import memory
-from jaxembed.cache_folder import make_private, refuse_shared
 from jaxembed.errors import BackendError, ConfigError
 
 
@@ -24,22 +23,14 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
-    from jaxembed.engine.calibrate import host_id
-    from jaxembed.engine.compiles import replace_unreadable_programs
+    from jaxembed.engine.programs import keep_programs
 
-    programs = cache_dir / "programs" / host_id()
     try:
-        for folder in (cache_dir, programs.parent, programs):
-            make_private(folder)
-            refuse_shared(folder)
+        keep_programs(cache_dir)
     except OSError as error:
         raise ConfigError(
             f"--cache-dir {cache_dir} (JAXEMBED_CACHE) cannot be used: {error.strerror}"
         ) from error
-    jax.config.update("jax_compilation_cache_dir", str(programs))
-    replace_unreadable_programs(programs)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # a seat's thread waits for its batch anyway; asynchronous dispatch would oversubscribe cores
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     sys.setswitchinterval(0.0005)  # keeps the event loop responsive beside the engine's threads
