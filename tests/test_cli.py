@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import metadata
 from ipaddress import ip_network
 
 import click
@@ -17,8 +18,8 @@ from commands import run
 from conftest import save_tiny
 from test_keys import table
 
-from jaxembed import hub
-from jaxembed.cli import cli, loading, serve
+from jaxembed import extras, hub
+from jaxembed.cli import cli, embed, jobs, loading, serve
 from jaxembed.cli.logs import JsonFormatter
 from jaxembed.cli.serve import OF_ONE_MODEL, model_aliases, models_given, serve_command
 from jaxembed.cli.server_options import server_config
@@ -82,7 +83,6 @@ def _refusal(monkeypatch):
 
     for module in (serve, loading):
         monkeypatch.setattr(module, "configure_jax", lambda *_: None)
-    monkeypatch.setattr(serve, "end_at_signals", lambda: None)
     monkeypatch.setattr(serve, "load_embedder", lambda *_, **__: pytest.fail("it was not refused"))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     return refusal
@@ -306,15 +306,39 @@ def test_a_model_that_cannot_be_loaded_is_named_and_ends_the_others(tiny_checkpo
     assert "Traceback" not in done.stderr
 
 
-def test_without_the_extra_the_flag_for_traces_names_it():
-    program = (
-        "import sys; sys.modules['opentelemetry'] = None\n"
-        "sys.argv = ['jaxembed', 'serve', '--otlp-endpoint', 'http://localhost:4317']\n"
-        "from jaxembed.cli import main; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "install the extra otel: pip install 'jaxembed[otel]'" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "module", "extra"),
+    [
+        (("serve", "--otlp-endpoint", "http://localhost:4317"), "opentelemetry.sdk", "otel"),
+        (("serve", "./a", "s3://bucket/model"), "s3fs", "s3"),
+        (("embed", "a.txt", "-o", "out"), "pyarrow", "parquet"),
+        (("embed", "a.parquet", "-o", "out.npy"), "pyarrow", "parquet"),
+        (("embed", "a.txt", "-o", "s3://bucket/out"), "s3fs", "s3"),
+        (("embed", "s3://bucket/in", "-o", "out.npy"), "s3fs", "s3"),
+        (("embed", "a.png", "-o", "out"), "PIL", "images"),
+        (("embed", "a.pdf", "-o", "out"), "pypdfium2", "pdf"),
+        (("embed", "a.jsonl", "--image-column", "image", "-o", "out"), "PIL", "images"),
+        (("rerank", "a.jsonl", "-o", "out"), "pyarrow", "parquet"),
+        (("classify", "a.jsonl", "-o", "gs://bucket/out"), "gcsfs", "gs"),
+    ],
+)
+def test_a_missing_extra_is_named_before_a_model_is_loaded(
+    arguments, module, extra, refusal, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for suffix in ("txt", "jsonl", "parquet", "png", "pdf"):
+        (tmp_path / f"a.{suffix}").touch()
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == module else "there")
+    for one in (embed, jobs):
+        monkeypatch.setattr(one, "load_embedder", lambda *_, **__: pytest.fail("not refused"))
+    told = refusal(*arguments)
+    assert f"the extra `{extra}` is needed, and {module} is not installed" in told
+    assert f"pip install 'jaxembed[{extra}]'" in told
+
+
+def test_the_extras_are_those_of_the_package():
+    declared = metadata("jaxembed").get_all("Provides-Extra")
+    assert extras.MODULES.keys() <= set(declared or ())
 
 
 def test_an_endpoint_without_a_path_gets_the_usual_one_over_http():
@@ -451,16 +475,33 @@ def _ask_info(monkeypatch):
 
 
 def test_info_says_what_a_checkpoint_is(tiny_checkpoint, tmp_path, ask_info):
-    facts = json.loads(ask_info(tiny_checkpoint, "--cache-dir", tmp_path).stdout)
+    facts = json.loads(ask_info(tiny_checkpoint, "--json", "--cache-dir", tmp_path).stdout)
     assert facts["architecture"] == "bert"
     assert facts["dimensions"] == 32
     assert facts["converted"] is True
     assert facts["parameter_bytes"]["float32"] == 4 * facts["parameters"]
 
 
+def test_info_says_it_for_people_as_well(tiny_checkpoint, tmp_path, ask_info):
+    first, *rows = ask_info(tiny_checkpoint, "--cache-dir", tmp_path).stdout.splitlines()
+    assert first == json.loads(ask_info(tiny_checkpoint, "--json").stdout)["source"]
+    said = dict(re.split(r" {2,}", row.strip(), maxsplit=1) for row in rows)
+    assert said["task"] == "embed (turns texts into vectors)"
+    assert said["input limit"] == "64 tokens"
+    assert "(32 dimensions)" in said["outputs"]
+    assert "passage: 'the '" in said["prompt"]
+    assert said["converted"].startswith("yes, content hash ")
+
+
+def test_info_lists_the_labels_of_a_classifier(tmp_path, ask_info):
+    said = ask_info(write_classifier(tmp_path / "source"), "--cache-dir", tmp_path).stdout
+    assert re.search(r"^  labels +bad, good$", said, re.MULTILINE)
+    assert re.search(r"^  converted +no: ", said, re.MULTILINE)
+
+
 def test_info_verifies_the_files_of_a_converted_model(tmp_path, ask_info):
     source = sources.write_sentence_bert(tmp_path / "source")
-    ask = (source, "--verify", "--cache-dir", tmp_path / "cache")
+    ask = (source, "--verify", "--json", "--cache-dir", tmp_path / "cache")
     assert "is not converted yet" in str(ask_info(*ask).exception)
     entry = hub.resolve(str(source), cache_dir=tmp_path / "cache")
     done = ask_info(*ask)
@@ -478,7 +519,7 @@ def test_info_converts_nothing_and_reads_no_weights(tmp_path, ask_info):
     source = sources.write_sentence_bert(tmp_path / "source")
     (source / "model.safetensors").unlink()
     cache = tmp_path / "cache"
-    facts = json.loads(ask_info(source, "--cache-dir", cache).stdout)
+    facts = json.loads(ask_info(source, "--json", "--cache-dir", cache).stdout)
     assert (facts["converted"], facts["content_hash"]) == (False, None)
     assert (facts["source"], facts["pooling"]) == (str(source), ["mean"])
     assert not cache.exists()

@@ -50,6 +50,7 @@ COMMANDS = {  # and the sections with the flags that they share with others
     "verify": (MODEL, ENGINE),
     "key new": (),
 }
+HEADING = re.compile(r"^(\w[\w ]*):$", re.MULTILINE)
 OPTION = re.compile(r"^  (-\S.*?)(?:\s{2,}|$)", re.MULTILINE)
 CODE = re.compile(r"`([^`]+)`")
 FENCE = re.compile(r"^```.*?^```\n", re.MULTILINE | re.DOTALL)
@@ -77,30 +78,38 @@ def codes(text: str) -> list[str]:
 # Flags
 
 
-def documented_flags(command: str) -> dict[frozenset[str], tuple[str, str | None]]:
-    """By the spellings of each flag, its variable and its default, None where that is described in
-    words."""
+def documented_flags(command: str) -> dict[frozenset[str], tuple[str, str, str | None]]:
+    """By the spellings of each flag, its section, "" for one of the command's own, its variable and
+    its default, None where that is described in words."""
     shared = sections(DOCS / "configuration.md")
-    texts = [shared[name] for name in COMMANDS[command]]
-    texts.append(sections(DOCS / "command-line.md")[command])
+    texts = {name: shared[name] for name in COMMANDS[command]}
+    texts[""] = sections(DOCS / "command-line.md")[command]
     flags = {}
-    for flag, variable, default, _ in (row for text in texts for row in table(text)):
-        exact = CODE.fullmatch(default)
-        flags[frozenset(codes(flag))] = (variable.strip("`"), exact[1] if exact else None)
+    for section, text in texts.items():
+        for flag, variable, default, _ in table(text):
+            exact = CODE.fullmatch(default)
+            found = section, variable.strip("`"), exact[1] if exact else None
+            flags[frozenset(codes(flag))] = found
     return flags
 
 
-def offered_flags(command: str) -> dict[frozenset[str], tuple[str, str | None]]:
+def offered_flags(command: str) -> dict[frozenset[str], tuple[str, str, str | None]]:
     """The same, from what `--help` prints."""
-    done = CliRunner().invoke(cli, [*command.split(), "--help"])
-    _, *parts = OPTION.split(done.stdout.split("Options:\n")[1])
+    done = CliRunner().invoke(cli, [*command.split(), "--help"], terminal_width=1000)
+    _, *texts = HEADING.split(done.stdout)
     flags = {}
-    for head, text in zip(parts[::2], parts[1::2], strict=True):
-        spellings = frozenset(re.findall(r"(?<![\w-])-{1,2}[a-z][\w-]*", head))
-        words = " ".join(text.split())
-        variable = re.search(r"env var: (\w+)", words)
-        default = re.search(r"default: \(?([^;)\]]+)", words)
-        flags[spellings] = (variable[1] if variable else "", default[1] if default else None)
+    for section, listed in zip(texts[::2], texts[1::2], strict=True):
+        _, *parts = OPTION.split(listed)
+        for head, text in zip(parts[::2], parts[1::2], strict=True):
+            spellings = frozenset(re.findall(r"(?<![\w-])-{1,2}[a-z][\w-]*", head))
+            words = " ".join(text.split())
+            variable = re.search(r"\[env var: (\w+)", words)
+            default = re.search(r"[\[;] ?default: \(?([^;)\]]+)", words)
+            flags[spellings] = (
+                section if section in COMMANDS[command] else "",
+                variable[1] if variable else "",
+                default[1] if default else None,
+            )
     del flags[frozenset({"-h", "--help"})]
     return flags
 
@@ -108,6 +117,17 @@ def offered_flags(command: str) -> dict[frozenset[str], tuple[str, str | None]]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_flags_of_a_command_are_documented_with_variables_and_defaults(command):
     assert documented_flags(command) == offered_flags(command)
+
+
+def test_the_help_has_an_example_of_each_command_and_whole_summaries():
+    help_of = {name: CliRunner().invoke(cli, [*name.split(), "--help"]).stdout for name in COMMANDS}
+    for name, text in help_of.items():
+        example = re.search(r"^Example:\n  (jaxembed .+)$", text, re.MULTILINE)
+        assert example is not None, name
+        assert example[1].startswith(f"jaxembed {name} ")
+    summaries = CliRunner().invoke(cli, ["--help"]).stdout.split("Commands:\n")[1]
+    assert len(re.findall(r"\.$", summaries, re.MULTILINE)) == len(cli.commands)
+    assert "..." not in summaries
 
 
 def test_every_command_is_documented():

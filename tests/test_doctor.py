@@ -616,7 +616,7 @@ def test_a_probe_that_is_refused_says_so():
 @pytest.mark.parametrize(
     ("page", "message"),
     [
-        ((401, b"{}"), "HTTP 401 Unauthorized; wanted a server of ours"),
+        ((401, b"{}"), "HTTP 401 Unauthorized; expected the URL of a running jaxembed server"),
         ((200, b"{}"), "says nothing that this version of `jaxembed doctor` understands"),
         ((200, b"<html>"), "says nothing that this version of `jaxembed doctor` understands"),
         ((200, b'{"jaxembed": {"doctor": {"a": {}}}}'), "says nothing that this version"),
@@ -627,6 +627,15 @@ def test_what_is_no_server_of_ours_cannot_be_asked(page, message):
         ask(url, None)
     assert message in str(raised.value)
     assert not isinstance(raised.value, Unanswered)
+
+
+def test_a_server_that_does_not_answer_is_an_error_and_nothing_else_is_examined(monkeypatch):
+    monkeypatch.setattr("jaxembed.cli.doctor._examine_here", lambda *_: pytest.fail("examined"))
+    done = doctor("http://127.0.0.1:1")
+    assert isinstance(done.exception, Unanswered)
+    told = str(done.exception)
+    assert told.startswith("cannot read http://127.0.0.1:1/")
+    assert "; expected the URL of a running jaxembed server" in told
 
 
 def test_a_model_or_a_server_is_examined_and_not_both():

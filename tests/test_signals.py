@@ -46,6 +46,28 @@ end_at_signals()
 run(Models([Slow()]), ServerConfig(port=0))
 """
 
+EMBEDDING = """
+import sys, threading
+from types import SimpleNamespace
+from jaxembed import cli
+from jaxembed.bulk import computations, destination, run
+from jaxembed.cli import embed
+
+def run_job(computation, rows, output, **_):
+    with destination.destination(output).writing("part-00000.parquet") as path:
+        path.write_text("the first half")
+        print("embedding", flush=True)
+        {wait}
+
+embed._load = lambda *_: SimpleNamespace(close=lambda: None)
+computations.EmbedRows = lambda *_: SimpleNamespace(
+    embedder=SimpleNamespace(telemetry=None), describe=lambda: {{"task": "embed"}}
+)
+run.run_job = run_job
+sys.argv = ["jaxembed", "embed", *sys.argv[1:]]
+cli.main()
+"""
+
 
 # As for process 1, to which signals without a handler do nothing.
 IGNORING_SIGNALS = ["sh", "-c", 'trap "" TERM INT; exec "$@"', "sh"]
@@ -80,6 +102,23 @@ def test_a_signal_ends_a_server_that_loads(tmp_path, wait, number, status):
             assert f"{number.name}: exiting at once\n" in process.stdout.read()
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("wait", ["import hashlib; " + IN_C, IN_PYTHON])
+def test_an_interrupted_job_ends_at_once_and_can_go_on(tmp_path, wait):
+    source, out = tmp_path / "in.txt", tmp_path / "out"
+    source.write_text("the cat\n")
+    with start(EMBEDDING.format(wait=wait), str(source), "-o", str(out)) as process:
+        try:
+            wait_for_line(process, "embedding")
+            assert [one.name.startswith(".part-00000.") for one in out.iterdir()] == [True]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+            said = process.stdout.read()
+        finally:
+            process.kill()
+    assert f"run the same command to go on after the finished parts in {out}\n" in said
+    assert list(out.iterdir()) == []
 
 
 def test_a_log_that_takes_nothing_holds_up_no_signal(tmp_path):

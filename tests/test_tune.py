@@ -157,7 +157,7 @@ def test_of_several_models_one_must_be_named(metrics_url):
         of_server(url, "c")
 
 
-OURS = "; wanted a server of ours such as http://127.0.0.1:8080; one with --prometheus-port"
+OURS = "; expected the URL of a running jaxembed server, such as http://127.0.0.1:8080; one with "
 
 
 @pytest.mark.parametrize(

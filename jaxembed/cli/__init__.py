@@ -14,6 +14,7 @@ from jaxembed.cli.classify import classify_command
 from jaxembed.cli.convert import convert_command
 from jaxembed.cli.doctor import doctor_command
 from jaxembed.cli.embed import embed_command
+from jaxembed.cli.help import Group
 from jaxembed.cli.info import info_command
 from jaxembed.cli.key import key_command
 from jaxembed.cli.models import models_command
@@ -23,37 +24,46 @@ from jaxembed.cli.status import exit_status
 from jaxembed.cli.tune import tune_command
 from jaxembed.cli.verify import verify_command
 from jaxembed.errors import JaxembedError
+from jaxembed.signals import end_at_signals
 
 # Commands import JAX, the engine and the server inside their functions: --help stays quick.
 
 IN_XLA = ("compile-", "seat-", "time-buckets", "timing-")  # how names of threads in XLA begin
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, "-V", "--version", prog_name="jaxembed")
 def cli() -> None:
-    """Embed, rerank and classify texts on JAX: CPU, GPU and TPU."""
+    """Embed, rerank and classify texts and images on CPU, GPU and TPU.
+
+    `jaxembed COMMAND --help` explains a command.
+    """
 
 
 for _command in (
     serve_command,
-    convert_command,
     embed_command,
     rerank_command,
     classify_command,
-    calibrate_command,
-    tune_command,
-    verify_command,
-    doctor_command,
     info_command,
     models_command,
+    convert_command,
+    verify_command,
+    calibrate_command,
+    doctor_command,
+    tune_command,
     key_command,
 ):
     cli.add_command(_command)
 
 
 def main() -> None:
-    """Run the command line. A JaxembedError ends it with one line and its `exit_status`."""
+    """Run the command line. A JaxembedError ends it with one line and its `exit_status`, a signal
+    with 128 plus its number."""
+    end_at_signals()
     try:
         cli(standalone_mode=True)
     except SystemExit as done:

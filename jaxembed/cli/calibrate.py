@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from jaxembed.cli.help import Command
 from jaxembed.cli.loading import load_embedder, refuse_without_outputs
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_COLUMN_FLAG, TEXT_OPTIONS
@@ -12,7 +13,11 @@ from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_COLUMN_FLAG
 logger = logging.getLogger("jaxembed")
 
 
-@click.command("calibrate")
+@click.command(
+    "calibrate",
+    cls=Command,
+    example="jaxembed calibrate sentence-transformers/all-MiniLM-L6-v2 texts.txt",
+)
 @click.argument("model")
 @click.argument("texts", nargs=-1, required=True)
 @TEXT_COLUMN_FLAG
@@ -20,10 +25,14 @@ logger = logging.getLogger("jaxembed")
     "--dimensions",
     type=click.IntRange(1),
     multiple=True,
-    help="Also of vectors cut to this many. Repeatable.",
+    help="Number of dimensions of truncated vectors to measure as well. Repeat for several.",
 )
-@click.option("--prompt-name", help="Prompt of the model to put before every text, and its route.")
-@click.option("--adapter-name", help="The adapter of the model to embed with.")
+@click.option(
+    "--prompt-name",
+    help="Name of the model's prompt to put in front of every text; it also selects the route "
+    "(default: the checkpoint's default prompt).",
+)
+@click.option("--adapter-name", help="Name of the adapter to embed with (default: none).")
 @MODEL_OPTIONS
 @ENGINE_OPTIONS
 @TEXT_OPTIONS
@@ -36,11 +45,11 @@ def calibrate_command(
     adapter_name: str | None,
     **flags: Any,
 ) -> None:
-    """Measure the ranges of MODEL's vectors, which int8 and uint8 need, and keep them beside the
-    converted model.
+    """Measure the calibration ranges that int8 and uint8 vectors need.
 
-    TEXTS are files as of `jaxembed embed`: a hundred texts or more, like those to be embedded. A
-    server reads the ranges when it starts.
+    TEXTS are the same files of texts as for `jaxembed embed`. Give at least a hundred texts that
+    resemble those to be embedded. The ranges are stored beside the converted MODEL, and a server
+    reads them when it starts.
     """
     configure_logging()
     from tqdm import tqdm

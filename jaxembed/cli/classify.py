@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from jaxembed.cli.help import Command
 from jaxembed.cli.jobs import score_with
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import (
@@ -21,12 +22,19 @@ if TYPE_CHECKING:
     from jaxembed.embedder import Embedder
 
 
-@click.command("classify")
+@click.command(
+    "classify",
+    cls=Command,
+    example="jaxembed classify reviews.csv --output labels --model ./my-classifier",
+)
 @click.argument("inputs", nargs=-1, required=True)
 @OUTPUT_FLAG
 @MODEL_FLAG
 @TEXT_COLUMN_FLAG
-@click.option("--second-column", help="Has the second text of each row, to classify pairs.")
+@click.option(
+    "--second-column",
+    help="Column that contains the second text of each pair (default: texts are classified alone).",
+)
 @RAW_SCORES_FLAG
 @JOB_OPTIONS
 @MODEL_OPTIONS
@@ -41,10 +49,11 @@ def classify_command(
     raw_scores: bool,
     **flags: Any,
 ) -> None:
-    """Classify each row's text, or pair of texts.
+    """Classify the text, or the pair of texts, of each row.
 
-    INPUTS are files as of `jaxembed embed`, and OUTPUT is a folder of Parquet as there, with the
-    column `labels`: each label and its score, best first.
+    INPUTS are the same files of texts as for `jaxembed embed`. The output is a folder of Parquet
+    files with the column `labels`: each label with its score, best first. It can be continued: run
+    the same command again after an interruption.
     """
     configure_logging()
     columns = (text_column,) if second_column is None else (text_column, second_column)

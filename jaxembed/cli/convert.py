@@ -5,19 +5,24 @@ from typing import Any
 
 import click
 
+from jaxembed.cli.help import Command
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import MODEL_OPTIONS, SPLADE_FLAG
 from jaxembed.cli.settings import model_source
 
 
-@click.command("convert")
+@click.command(
+    "convert", cls=Command, example="jaxembed convert BAAI/bge-small-en-v1.5 ./bge-small"
+)
 @click.argument("model")
 @click.argument("out")
 @MODEL_OPTIONS
 @SPLADE_FLAG
 def convert_command(model: str, out: str, **flags: Any) -> None:
-    """Convert MODEL, a Hugging Face directory or a hub id, to the checkpoint OUT: a directory, or
-    an s3:// or gs:// URL."""
+    """Convert a Hugging Face model to a checkpoint that can be served without the hub.
+
+    MODEL is a directory or a hub id. OUT is the new directory, or an s3:// or gs:// URL.
+    """
     configure_logging()
     os.environ["JAX_PLATFORMS"] = "cpu"  # saving starts a backend: leave accelerators to others
     from jaxembed import hub

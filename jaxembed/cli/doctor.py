@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from jaxembed.cli.help import Command
 from jaxembed.cli.jax_setup import configure_jax
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, tei_option
@@ -12,13 +13,25 @@ from jaxembed.cli.status import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_REFUSED
 from jaxembed.config import ServerConfig
 from jaxembed.errors import Unanswered
 
+DEFAULT_URL = f"http://127.0.0.1:{ServerConfig.port}"
 
-@click.command("doctor")
+
+@click.command("doctor", cls=Command, example="jaxembed doctor http://127.0.0.1:8080 --probe")
 @click.argument("url", required=False)
-@tei_option("--api-key", multiple=True, help="Key that the server asks for; of several the first.")
-@click.option("--model", "-m", help="Ask no server: what MODEL would have on this machine.")
-@click.option("--probe", is_flag=True, help="Send some lone queries to each model and time them.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@tei_option(
+    "--api-key",
+    multiple=True,
+    help="Key to send to the server (default: none). Of several the first is sent.",
+)
+@click.option(
+    "--model",
+    "-m",
+    help="Model, a directory or a hub id, to examine on this machine instead of asking a server.",
+)
+@click.option(
+    "--probe", is_flag=True, help="Send a few single queries to each model and measure their times."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @MODEL_OPTIONS
 @ENGINE_OPTIONS
 def doctor_command(
@@ -29,23 +42,28 @@ def doctor_command(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Ask the server at URL, by default http://127.0.0.1:8080, why a query is slow.
+    """Explain why queries to a server are slow, and what would help.
 
-    Prints what it runs on, where time goes, what waits and what bounds it, of the last minute; then
-    what is wrong, the worst first, each with the flag or command that helps. Where no server
-    answers, or with --model, it says what this machine has. The flags of the model and the engine
-    are for that, and as those of `serve`.
+    URL is that of a jaxembed server. The report covers the last minute: the device, where the time
+    goes, what waits and what limits the throughput. Then it lists the problems, the worst first,
+    each with the flag or the command that helps.
 
-    Exit status: 0 if nothing is wrong, 1 if something is, 2 if the server could not be asked.
+    Without URL the server at http://127.0.0.1:8080 is asked. If none answers there, or with
+    --model, the report covers this machine; the options for the model and the engine apply to that.
+
+    The exit status is 0 if no problem is found, 1 if there are problems, and 2 if the server could
+    not be asked.
     """
     if url is not None and model is not None:
         raise click.UsageError("give URL or --model: a server says of itself which models it has")
     configure_logging()
     if model is None:
-        url = url or f"http://127.0.0.1:{ServerConfig.port}"
+        key = api_key[0] if api_key else None
         try:
-            has_findings = _ask_doctor(url, api_key[0] if api_key else None, probe, as_json)
+            has_findings = _ask_doctor(url or DEFAULT_URL, key, probe, as_json)
         except Unanswered as error:
+            if url is not None:
+                raise
             click.echo(f"jaxembed: {error}", err=True)
         else:
             click.get_current_context().exit(EXIT_FINDINGS if has_findings else EXIT_HEALTHY)
@@ -57,7 +75,7 @@ def doctor_command(
 def _ask_doctor(url: str, key: str | None, probe: bool, as_json: bool) -> bool:
     """Print what a server reports about itself, and return whether something is wrong.
 
-    Raises ConfigError if what answers is no server of ours, Unanswered if nothing answers.
+    Raises ConfigError if what answers is no jaxembed server, Unanswered if nothing answers.
     """
     import msgspec
 

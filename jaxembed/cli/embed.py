@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 from click.core import ParameterSource
 
+from jaxembed.cli.help import Command
 from jaxembed.cli.image_inputs import images_of, refuse_flags_of_texts, with_columns_of_files
-from jaxembed.cli.jobs import folder_options, refuse_other_suffix, run_folder
+from jaxembed.cli.jobs import check_folder_job, folder_options, refuse_other_suffix, run_folder
 from jaxembed.cli.loading import load_embedder, refuse_without_outputs
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import (
@@ -34,36 +35,52 @@ if TYPE_CHECKING:
 logger = logging.getLogger("jaxembed")
 
 
-@click.command("embed")
+@click.command(
+    "embed",
+    cls=Command,
+    example="jaxembed embed articles/ --output vectors --id-column id --keep title",
+)
 @click.argument("inputs", nargs=-1, required=True)
 @OUTPUT_FLAG
 @MODEL_FLAG
 @TEXT_COLUMN_FLAG
-@click.option("--image-column", help="Has images or their paths, to embed instead of texts.")
+@click.option(
+    "--image-column",
+    help="Column that contains images or their paths, to embed instead of texts.",
+)
 @click.option(
     "--pdf-dpi",
     type=click.IntRange(1),
     default=150,
     show_default=True,
-    help="Pixels an inch at which the pages of PDF files are rendered.",
+    help="Resolution at which pages of PDF files are rendered, in pixels per inch.",
 )
 @click.option(
     "--pdf-timeout",
     type=click.FloatRange(0, 86_400, min_open=True),
     default=30.0,
     show_default=True,
-    help="Seconds that rendering a page of a PDF file may take, and opening the file.",
+    help="Maximum seconds to open a PDF file, and to render each of its pages.",
 )
 @JOB_OPTIONS
-@click.option("--prompt-name", help="Prompt of the model to put before every text.")
-@click.option("--adapter-name", help="The adapter of the model to embed with.")
-@click.option("--dimensions", type=click.IntRange(1), help="Cut the vectors to this many.")
+@click.option(
+    "--prompt-name",
+    help="Name of the model's prompt to put in front of every text (default: the checkpoint's "
+    "default prompt).",
+)
+@click.option("--adapter-name", help="Name of the adapter to embed with (default: none).")
+@click.option(
+    "--dimensions",
+    type=click.IntRange(1),
+    help="Number of dimensions to truncate the vectors to (default: all).",
+)
 @click.option(
     "--output-dtype",
     type=click.Choice(get_args(EmbeddingDtype)),
     default="float",
     show_default=True,
-    help="int8 and uint8 need ranges: see `jaxembed calibrate`.",
+    help="Data type of the vectors in the output; int8 and uint8 need calibration ranges, which "
+    "`jaxembed calibrate` measures.",
 )
 @click.option(
     "--outputs",
@@ -71,10 +88,13 @@ logger = logging.getLogger("jaxembed")
     multiple=True,
     default=("dense",),
     show_default=True,
-    help="What the model gives for a text; repeat it for several, which .npy has no place for.",
+    help="Output of the model to write. Repeat for several, which need a folder or a .jsonl file.",
 )
 @click.option(
-    "--role", type=click.Choice(("query", "document")), help="What the texts are, to the model."
+    "--role",
+    type=click.Choice(("query", "document")),
+    help="Whether the texts are queries or documents, for models that treat them differently "
+    "(default: neither).",
 )
 @MODEL_OPTIONS
 @ENGINE_OPTIONS
@@ -95,14 +115,15 @@ def embed_command(
     role: Literal["query", "document"] | None,
     **flags: Any,
 ) -> None:
-    """Embed files of texts or images into vectors, or other outputs of the model.
+    """Embed the texts or images of files into vectors.
 
-    INPUTS are files, folders and patterns, here or at s3://, gs:// and hf://: .txt (a text a line),
-    .jsonl, .csv, .tsv, .parquet and .arrow, or - for standard input with a text a line. Or images
-    (.jpg, .png, .webp, .gif, .bmp, .tiff) and .pdf, of which each page is a row.
+    INPUTS are files, folders and patterns, local or at s3://, gs:// or hf://. Files of texts are
+    .txt (one text per line), .jsonl, .csv, .tsv, .parquet and .arrow; - is standard input with one
+    text per line. Images are .jpg, .png, .webp, .gif, .bmp and .tiff. Each page of a .pdf is an
+    image.
 
-    OUTPUT is a folder of Parquet, here or at s3:// or gs://, in parts of equal numbers of rows: run
-    the same command again after it was stopped, and it goes on. Or a .npy or .jsonl file.
+    The output is a folder of Parquet files, local or at s3:// or gs://, or one .npy or .jsonl file.
+    A folder can be continued: run the same command again after an interruption.
     """
     configure_logging()
     outputs = tuple(dict.fromkeys(outputs))
@@ -125,6 +146,7 @@ def embed_command(
         write = partial(_write_file, inputs, text_column, Path(output), outputs, options)
     else:
         refuse_other_suffix(output, ".npy, .jsonl or ")
+        check_folder_job(inputs, output)
         if images is not None and images.column is None:
             chosen = with_columns_of_files(inputs, chosen)
         chosen["images"] = images

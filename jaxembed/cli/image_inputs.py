@@ -19,8 +19,8 @@ def images_of(
 ) -> "ImageRows | None":
     """Which images are the rows of the inputs, None if these are texts.
 
-    Raises ConfigError for an input that is missing, for inputs of texts and of images, and for
-    flags that do not fit each other or the inputs.
+    Raises ConfigError for an input that is missing, for inputs of texts and of images, for flags
+    that do not fit each other or the inputs, and for an extra that is not installed.
     """
     from jaxembed.bulk.image_rows import ImageRows
     from jaxembed.bulk.sources import IMAGE_FILES, ROW_FILES, input_files, is_of_images
@@ -46,7 +46,11 @@ def images_of(
         if _is_given(name):
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} is for PDF files, and the inputs are files of rows")
-    return None if image_column is None else ImageRows(image_column)
+    if image_column is None:
+        return None
+    images = ImageRows(image_column)
+    images.files(inputs)
+    return images
 
 
 def refuse_flags_of_texts(flags: dict[str, Any]) -> None:

@@ -1,24 +1,42 @@
 """`jaxembed info`: what a model is, without loading it."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import click
 
+from jaxembed.cli.help import Command
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import MODEL_OPTIONS, SPLADE_FLAG
 from jaxembed.cli.settings import model_source
 
+MIB = 2**20
+TASKS = {
+    "embed": "embed (turns texts into vectors)",
+    "rerank": "rerank (scores documents for a query)",
+    "classify": "classify (gives texts labels)",
+}
+MOST_LABELS = 20  # on the page for people
+LONGEST_PROMPT = 70  # characters
 
-@click.command("info")
+
+@click.command("info", cls=Command, example="jaxembed info BAAI/bge-small-en-v1.5")
 @click.argument("model", required=False)
 @click.option(
-    "--verify", is_flag=True, help="Compare the files of a converted model with their digests."
+    "--verify",
+    is_flag=True,
+    help="Compare the files of a converted model with their stored digests first.",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print all facts as JSON, for programs.")
 @MODEL_OPTIONS
 @SPLADE_FLAG
-def info_command(model: str | None, verify: bool, **flags: Any) -> None:
-    """Say what MODEL is: task, outputs, limits, pooling, prompts, size. Converts nothing."""
+def info_command(model: str | None, verify: bool, as_json: bool, **flags: Any) -> None:
+    """Describe a model before it is served: task, outputs, limits, prompts and size.
+
+    MODEL is a directory or a hub id (default: all-MiniLM-L6-v2). Nothing is converted, and no
+    weights are read.
+    """
     configure_logging()
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing here is worth starting another device for
     import msgspec
@@ -30,4 +48,67 @@ def info_command(model: str | None, verify: bool, **flags: Any) -> None:
     if verify:  # before reading the manifest, which may be damaged
         click.echo(f"{hub.verify_files(model, **source)} files verified", err=True)
     facts = summary_of_routes(hub.describe_model(model, **source))
-    click.echo(msgspec.json.format(msgspec.json.encode(facts)).decode())
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(facts)).decode())
+    else:
+        click.echo("\n".join(_page(facts)))
+
+
+def _page(facts: dict[str, Any]) -> Iterator[str]:
+    """The lines about a model for people; of one with several routes those of each route."""
+    revision = f", revision {facts['revision']}" if facts["revision"] else ""
+    yield f"{facts['source']}{revision}"
+    yield from _lines(_rows(facts))
+    for route, of_route in facts.get("routes", {}).items():
+        yield f"\nRoute {route}"
+        yield from _lines(_rows(of_route))
+    if facts["converted"]:
+        yield from _lines([("converted", f"yes, content hash {facts['content_hash']}")])
+    else:
+        yield from _lines([("converted", "no: the first command that loads it converts it")])
+
+
+def _lines(rows: list[tuple[str, str]]) -> Iterator[str]:
+    for title, value in rows:
+        yield f"  {title:<16}{value}"
+
+
+def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The titles and values of one route."""
+    outputs = (f"{name} ({width} dimensions)" for name, width in facts["outputs"].items())
+    sizes = (f"{size / MIB:,.0f} MiB in {kind}" for kind, size in facts["parameter_bytes"].items())
+    rows = [
+        ("task", TASKS[facts["task"]]),
+        ("architecture", f"{facts['architecture']}, {facts['parameters']:,} parameters"),
+        ("memory", ", ".join(sizes)),
+        ("outputs", ", ".join(outputs)),
+        ("pooling", ", ".join(facts["pooling"])),
+        ("input limit", _limits(facts["limits"])),
+        *(_embedder_rows(facts) if facts["task"] == "embed" else _scorer_rows(facts)),
+        ("adapters", ", ".join(facts["adapters"])),
+    ]
+    return [(title, value) for title, value in rows if value]
+
+
+def _limits(limits: dict[str, int | None]) -> str:
+    served, most = limits["served_by_default"], limits["max_input_tokens"]
+    more = "" if served == most else f"; up to {most} with --max-input-length"
+    return f"{served} tokens{more}"
+
+
+def _embedder_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "normalized", "to length 1" if facts["normalized"] else "no"
+    default = facts["default_prompt_name"]
+    for name, prompt in facts["prompts"].items():
+        short = prompt if len(prompt) <= LONGEST_PROMPT else f"{prompt[: LONGEST_PROMPT - 1]}…"
+        mark = " (default)" if name == default else ""
+        yield "prompt", f"{name}{mark}: {short!r}"
+
+
+def _scorer_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    labels = facts["labels"]
+    more = f" and {len(labels) - MOST_LABELS} more" if len(labels) > MOST_LABELS else ""
+    yield "labels", ", ".join(labels[:MOST_LABELS]) + more
+    yield "scores", facts["score_function"]
+    if facts["template"]:
+        yield "instruction", repr(facts["template"]["instruction"])

@@ -2,11 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxembed.cli.loading import load_embedder, refuse_without_task
 from jaxembed.errors import ConfigError
+from jaxembed.signals import set_resume_hint
 from jaxembed.spec import Task
 
 if TYPE_CHECKING:
@@ -20,6 +21,18 @@ FOLDER_FLAGS = ("id_column", "keep", "part_rows", "on_error", "reuse")  # JOB_OP
 def folder_options(flags: dict[str, Any]) -> dict[str, Any]:
     """Take what JOB_OPTIONS gave out of the flags of a command."""
     return {name: flags.pop(name) for name in FOLDER_FLAGS}
+
+
+def check_folder_job(inputs: Sequence[str], output: str) -> None:
+    """Raise ConfigError, before a model is loaded, for an input that is missing and for an extra
+    that reads an input or writes the folder and is not installed."""
+    from jaxembed import object_store
+    from jaxembed.bulk.sources import IMAGE_FILES, ROW_FILES, input_files
+    from jaxembed.extras import require
+
+    require("parquet", f"--output {output}, a folder of Parquet")
+    object_store.require_extra(output)
+    input_files(inputs, (*ROW_FILES, *IMAGE_FILES))
 
 
 def refuse_other_suffix(output: str, files: str) -> None:
@@ -41,10 +54,12 @@ def score_with(
 ) -> None:
     """Load a model that can do the task, and write what it computes of each row as Parquet.
 
-    `make` gives the Computation. Raises WrongTask before weights are downloaded, and as `run_job`.
+    `make` gives the Computation. Raises ConfigError and WrongTask before weights are downloaded,
+    and as `run_job`.
     """
     refuse_other_suffix(output, "")
     chosen = folder_options(flags)
+    check_folder_job(inputs, output)
     refuse_without_task(model, task, flags)
     embedder = load_embedder(model, flags)
     try:
@@ -76,11 +91,8 @@ def run_folder(
                 bar.initial = bar.n = max(progress.rows - computation.rows_a_call, 0)
             bar.update(progress.rows - bar.n)
 
-        try:
-            summary = run_job(computation, rows, output, reuse=reuse, on_progress=show)
-        except KeyboardInterrupt:
-            logger.info("finished parts stay in %s: the same command goes on after them", output)
-            raise
+        set_resume_hint(f"run the same command to go on after the finished parts in {output}")
+        summary = run_job(computation, rows, output, reuse=reuse, on_progress=show)
     seconds = time.monotonic() - started_at
     found = f", {summary.parts_found} of them there before" if summary.parts_found else ""
     reused = f", {summary.reused} taken from {reuse}" if summary.reused else ""

@@ -7,40 +7,62 @@ from typing import Any
 
 import click
 
-from jaxembed.cli.options import together
+from jaxembed.cli.help import OWN, Group, section
 
 KEY_BYTES = 32  # 256 random bits
 KEY_PREFIX = "jx-"  # by which people and scanners of secrets know a key
 
-KEY_OPTIONS = together(
+KEY_OPTIONS = section(
+    OWN,
     click.option(
-        "--models", multiple=True, help="Name of a model that the key may use; repeat for several."
+        "--models",
+        multiple=True,
+        help="Model that the key may use (default: all). Repeat for several.",
     ),
     click.option(
         "--routes",
         multiple=True,
-        help="Path that the key may use, or its beginning and *; repeat for several.",
+        help="Path that the key may use, such as /v1/embeddings or /v1/* (default: all). Repeat "
+        "for several.",
     ),
-    click.option("--requests-per-minute", type=int, help="Requests that the key has a minute."),
-    click.option("--tokens-per-minute", type=int, help="Tokens that the key has a minute."),
     click.option(
-        "--max-inputs-waiting", type=int, help="Inputs of the key admitted and not yet answered."
+        "--requests-per-minute",
+        type=int,
+        help="Maximum requests per minute with the key (default: no limit).",
     ),
-    click.option("--expires", help="Last day of the key, or date and time at which it ends."),
+    click.option(
+        "--tokens-per-minute",
+        type=int,
+        help="Maximum tokens per minute with the key (default: no limit).",
+    ),
+    click.option(
+        "--max-inputs-waiting",
+        type=int,
+        help="Maximum inputs of the key that are admitted and not yet answered (default: no "
+        "limit).",
+    ),
+    click.option(
+        "--expires",
+        help="Last day of the key, such as 2027-01-31, or its last moment, such as "
+        "2027-01-31T12:00:00Z (default: never).",
+    ),
 )
 
 
-@click.group("key")
+@click.group("key", cls=Group)
 def key_command() -> None:
-    """Make API keys for the file of `serve --api-key-file`."""
+    """Make API keys for `jaxembed serve --api-key-file`."""
 
 
-@key_command.command("new")
+@key_command.command("new", example="jaxembed key new search-team --models my-model >> keys.toml")
 @click.argument("name")
 @KEY_OPTIONS
 def new_key(name: str, **fields: Any) -> None:
-    """Make a key NAME. Its table goes to standard output, to be appended to the key file, and the
-    key itself to standard error: it is shown this once, and kept nowhere."""
+    """Make an API key and its entry for the key file.
+
+    The entry, which holds the key's digest, goes to standard output, so that it can be appended to
+    the key file. The key itself goes to standard error. It is shown this once and stored nowhere.
+    """
     from jaxembed.server.key_file import digest_of, parse_keys
 
     key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jaxembed.cli.help import Command
+
 if TYPE_CHECKING:
     from jaxembed.known_models import KnownModel, KnownModels
 
@@ -11,7 +13,7 @@ HEAD = ("model", "parameters", "dimensions", "tokens", "languages", "licence")
 MOST_LANGUAGES = 2  # that a line names; of more it gives the number
 
 
-@click.command("models")
+@click.command("models", cls=Command, example="jaxembed models german reranker")
 @click.argument("words", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print all facts and their sources as JSON.")
 def models_command(words: tuple[str, ...], as_json: bool) -> None:
@@ -20,8 +22,6 @@ def models_command(words: tuple[str, ...], as_json: bool) -> None:
     WORDS are parts of a name, a language or its code, `embedder`, `reranker`, `sparse`, `colbert`,
     `static`, `images`, `pages`, an architecture or a licence. A single match is shown in full. No
     model is downloaded. Other models of the same architectures are served too.
-
-    Example: jaxembed models german reranker
     """
     import msgspec
 

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable
-from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
 from jaxembed.adapter_folders import adapter_folders
+from jaxembed.cli.help import section
 from jaxembed.config import EngineConfig
 from jaxembed.errors import CheckpointError
 from jaxembed.spec import DType, PoolingChoice
@@ -40,11 +40,6 @@ def tei_option(flag: str, **attributes: Any) -> Callable:
     return click.option(flag, envvar=name.upper().replace("-", "_"), show_envvar=True, **attributes)
 
 
-def together(*options: Callable) -> Callable:
-    """One decorator that adds all of the options, in this order."""
-    return lambda command: reduce(lambda wrapped, option: option(wrapped), options[::-1], command)
-
-
 def named_folders(
     ctx: click.Context, param: click.Parameter, given: tuple[str, ...]
 ) -> dict[str, Path]:
@@ -62,54 +57,85 @@ def named_folders(
 
 
 MODEL_FLAG = click.option(
-    "--model", "-m", help="A directory or a hub id. Default: all-MiniLM-L6-v2."
+    "--model",
+    "-m",
+    help="Model to load: a directory or a hub id (default: all-MiniLM-L6-v2).",
 )
 TEXT_COLUMN_FLAG = click.option(
-    "--text-column", default="text", show_default=True, help="Has the texts; not of .txt files."
+    "--text-column",
+    default="text",
+    show_default=True,
+    help="Column that contains the texts (ignored for .txt files).",
 )
-OUTPUT_FLAG = click.option("--output", "-o", required=True, help="A folder, or one file.")
+OUTPUT_FLAG = click.option(
+    "--output", "-o", required=True, help="Folder to write, or the path of one file."
+)
 RAW_SCORES_FLAG = click.option(
     "--raw-scores",
     is_flag=True,
-    help="The logits of a reranker or classifier instead of scores from 0 to 1.",
+    help="Write the logits of a reranker or classifier instead of scores from 0 to 1.",
 )
-JOB_OPTIONS = together(
-    click.option("--id-column", help="Keep this column, first; rows without a value are bad."),
-    click.option("--keep", multiple=True, help="Keep this column of the input. Repeatable."),
+JOB_OPTIONS = section(
+    "Output folder",
+    click.option(
+        "--id-column",
+        help="Column of the input to copy as the first column of the output. A row without a value "
+        "there is bad.",
+    ),
+    click.option(
+        "--keep",
+        multiple=True,
+        help="Another column of the input to copy to the output. Repeat for several.",
+    ),
     click.option(
         "--part-rows",
         type=click.IntRange(1),
         default=65_536,
         show_default=True,
-        help="Rows of the input in each part of a folder.",
+        help="Number of input rows in each part of the folder.",
     ),
     click.option(
         "--on-error",
         type=click.Choice(["fail", "skip"]),
         default="fail",
         show_default=True,
-        help="What to do with a row that is bad: stop, or leave it out and name it in a report.",
+        help="What to do with a bad row: stop, or leave it out and list it in _skipped.jsonl.",
     ),
-    click.option("--reuse", help="The folder of an earlier run, whose equal rows are taken."),
+    click.option(
+        "--reuse",
+        help="Folder of an earlier run, whose results are copied for rows with equal inputs.",
+    ),
 )
 
 SPLADE_FLAG = tei_option(
     "--pooling",
     type=click.Choice(["splade"]),
-    help="Make a sparse encoder of a masked language model that has no modules.json.",
+    help="Turn a masked language model that has no modules.json into a sparse encoder.",
 )
 
-MODEL_OPTIONS = together(
-    tei_option("--revision", help="Branch, tag or commit of a hub model."),
-    click.option("--offline", is_flag=True, help="Use only what is downloaded or copied already."),
-    tei_option("--hf-token", help="Token for the hub."),
-    tei_option("--dense-path", help="Use this Dense module instead of the one in modules.json."),
+MODEL_OPTIONS = section(
+    "Model",
+    tei_option(
+        "--revision",
+        help="Branch, tag or commit of a model from the hub (default: the newest).",
+    ),
+    click.option(
+        "--offline",
+        is_flag=True,
+        help="Download nothing: use models that are on this machine already.",
+    ),
+    tei_option("--hf-token", help="Access token for the Hugging Face hub."),
+    tei_option(
+        "--dense-path",
+        help="Folder of the Dense module to use instead of the one that modules.json names.",
+    ),
     click.option(
         "--adapter",
         multiple=True,
         metavar="NAME=DIR",
         callback=named_folders,
-        help="A low-rank adapter as PEFT saves it, which requests ask for by NAME. Repeatable.",
+        help="Low-rank adapter in PEFT's format to load with the model; requests ask for it by "
+        "NAME. Repeat for several.",
     ),
     click.option(
         "--cache-dir",
@@ -118,69 +144,88 @@ MODEL_OPTIONS = together(
         type=click.Path(path_type=Path),
         default=lambda: Path.home() / ".cache" / "jaxembed",
         show_default="~/.cache/jaxembed",
-        help="Converted models and compiled programs. Refused where others can write.",
+        help="Directory for converted models and compiled programs. It must not be writable by "
+        "other users.",
     ),
     tei_option(
         "--huggingface-hub-cache",
         type=click.Path(path_type=Path),
-        help="Where hub downloads are kept.",
+        help="Directory for files downloaded from the hub (default: chosen by huggingface_hub).",
     ),
 )
 
-ENGINE_OPTIONS = together(
+ENGINE_OPTIONS = section(
+    "Engine",
     tei_option(
         "--pooling",
         type=click.Choice(list(POOLING_CHOICES)),
-        help="Pool this way instead of as the checkpoint says; splade: weigh terms by the head of "
-        "a masked language model.",
+        help="Pooling to use instead of the checkpoint's; splade makes a sparse encoder of a "
+        "masked language model.",
     ),
     tei_option(
         "--dtype",
         type=click.Choice(get_args(DType)),
-        help="Default: bfloat16 where the device multiplies it natively, else float32.",
+        help="Data type of weights and products (default: bfloat16 if the device has native "
+        "bfloat16 products, else float32).",
     ),
-    click.option("--devices", type=click.IntRange(1), help="Use this many. Default: all."),
+    click.option(
+        "--devices", type=click.IntRange(1), help="Number of devices to use (default: all)."
+    ),
     click.option(
         "--parallel",
         type=click.Choice(["replicas", "sharded"]),
         default="replicas",
         show_default=True,
-        help="One replica a device, or every batch over all devices.",
+        help="How to use several devices: each runs batches of its own, or all share every batch.",
     ),
     click.option(
         "--warmup",
         type=click.Choice(["minimal", "full"]),
-        help="Buckets compiled before ready. Default: full on a GPU, else minimal.",
+        help="Batch shapes to compile before the model is ready: the few most needed, or all "
+        "(default: full on a GPU, else minimal).",
     ),
     click.option(
         "--kernels",
         default=EngineConfig.kernels,
         show_default=True,
-        help="The fastest that are right; xla; native (CPU); flash or triton (GPU); splash (TPU).",
+        help="Kernels to compute with: auto (the fastest that pass the correctness check), xla, "
+        "native (CPU), flash or triton (GPU), or splash (TPU).",
     ),
-    tei_option("--max-batch-tokens", type=click.IntRange(1), help="Of a batch, padding counted."),
-    tei_option("--max-batch-requests", type=click.IntRange(1), help="Sequences in a batch."),
+    tei_option(
+        "--max-batch-tokens",
+        type=click.IntRange(1),
+        help="Maximum tokens in a batch, padding included (default: 16384; on a CPU chosen from "
+        "its measured speed).",
+    ),
+    tei_option(
+        "--max-batch-requests",
+        type=click.IntRange(1),
+        help="Maximum sequences in a batch (default: no limit).",
+    ),
     click.option(
         "--buckets",
         type=click.Path(path_type=Path),
-        help="JSON file with the grid of shapes; `jaxembed tune` writes one.",
+        help="JSON file with the batch shapes to compile, as `jaxembed tune` writes it (default: a "
+        "built-in grid).",
     ),
     click.option(
         "--max-input-length",
         envvar="MAX_INPUT_LENGTH",
         show_envvar=True,
         type=click.IntRange(1),
-        help="Tokens of an input. Default: what the model says.",
+        help="Maximum tokens in one input (default: the limit of the model).",
     ),
     click.option(
         "--device-memory-fraction",
         type=FiniteRange(0, 1, min_open=True),
-        help="Share of a GPU's memory to take; taken as needed, not at once.",
+        help="Share of a GPU's memory to use, allocated as needed (default: JAX allocates three "
+        "quarters at the start).",
     ),
     click.option("--null-model", is_flag=True, hidden=True, help="Constants: measures the host."),
 )
 
-TEXT_OPTIONS = together(
+TEXT_OPTIONS = section(
+    "Texts",
     tei_option(
         "--auto-truncate",
         type=bool,
@@ -188,13 +233,21 @@ TEXT_OPTIONS = together(
         flag_value=True,
         default=True,
         show_default=True,
-        help="Cut inputs over the limit unless the request says otherwise.",
+        help="Whether to truncate inputs over the limit unless a request says otherwise; false "
+        "refuses them.",
     ),
-    tei_option("--default-prompt", help="Text put before every input."),
-    tei_option("--default-prompt-name", help="The same, by its name in the model's prompts."),
+    tei_option(
+        "--default-prompt",
+        help="Text to put in front of every input (default: the checkpoint's default prompt).",
+    ),
+    tei_option(
+        "--default-prompt-name",
+        help="Name of the model's prompt to put in front of every input (default: the "
+        "checkpoint's default prompt).",
+    ),
     tei_option(
         "--tokenization-workers",
         type=click.IntRange(1),
-        help="Tokenizer threads. Default: cores less one, at least 4.",
+        help="Number of tokenizer threads (default: the number of cores less one, at least 4).",
     ),
 )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from jaxembed.cli.help import Command
 from jaxembed.cli.jobs import score_with
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import (
@@ -24,12 +25,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("jaxembed")
 
 
-@click.command("rerank")
+@click.command(
+    "rerank",
+    cls=Command,
+    example="jaxembed rerank pairs.jsonl --output scores --model BAAI/bge-reranker-base",
+)
 @click.argument("inputs", nargs=-1, required=True)
 @OUTPUT_FLAG
 @MODEL_FLAG
 @click.option(
-    "--query-column", default="query", show_default=True, help="Has the query of each row."
+    "--query-column",
+    default="query",
+    show_default=True,
+    help="Column that contains the queries.",
 )
 @TEXT_COLUMN_FLAG
 @RAW_SCORES_FLAG
@@ -46,11 +54,12 @@ def rerank_command(
     raw_scores: bool,
     **flags: Any,
 ) -> None:
-    """Score each row's document for its query by a reranker, or by the similarity of an embedding
-    model's vectors.
+    """Score how well the document of each row answers the query of that row, by a reranker or by
+    the similarity of an embedding model's vectors.
 
-    INPUTS are files as of `jaxembed embed`, and OUTPUT is a folder of Parquet as there, with the
-    column `score`.
+    INPUTS are the same files of texts as for `jaxembed embed`. The output is a folder of Parquet
+    files with the column `score`. It can be continued: run the same command again after an
+    interruption.
     """
     configure_logging()
 

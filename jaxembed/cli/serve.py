@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from jaxembed.cli.help import Command
 from jaxembed.cli.jax_setup import configure_jax
 from jaxembed.cli.loading import load_embedder
 from jaxembed.cli.logs import configure_logging
@@ -19,7 +20,6 @@ from jaxembed.cli.settings import engine_config, model_source
 from jaxembed.cli.tracing import tracer_of
 from jaxembed.config import PoolLimits
 from jaxembed.errors import ConfigError, JaxembedError
-from jaxembed.signals import end_at_signals
 from jaxembed.spec import Task
 
 logger = logging.getLogger("jaxembed")
@@ -38,7 +38,11 @@ OF_ONE_MODEL = {  # flags that only a lone model can have: what to do instead fo
 }
 
 
-@click.command("serve")
+@click.command(
+    "serve",
+    cls=Command,
+    example="jaxembed serve sentence-transformers/all-MiniLM-L6-v2 --port 9000",
+)
 @click.argument("model", nargs=-1)
 @SERVER_OPTIONS
 @REPOSITORY_OPTIONS
@@ -52,11 +56,13 @@ def serve_command(
     json_output: bool,
     **flags: Any,
 ) -> None:
-    """Serve MODEL over HTTP with the APIs of OpenAI, TEI, Jina and Cohere.
+    """Serve models over HTTP with the APIs of OpenAI, TEI, Jina and Cohere.
 
-    MODEL is a directory, a hub id or an s3:// or gs:// URL of a checkpoint; without one it is
-    all-MiniLM-L6-v2, unless others may be loaded. Several models share the devices and the limits
-    on waiting work; a request says in `model` which one it wants.
+    MODEL is a directory, a hub id, or the s3:// or gs:// URL of a converted model. Without MODEL
+    the server loads all-MiniLM-L6-v2, unless --loadable or --model-repository names others.
+
+    Several models share the devices and the limits on waiting work. A request names its model in
+    the field `model`.
     """
     models = models_given(model, model_id)
     others = flags["loadable"] or flags["model_repository"] is not None
@@ -65,8 +71,8 @@ def serve_command(
     _refuse_blank_keys(flags["api_key"])
     _refuse_admin_key(flags["admin_key"], flags["api_key"])
     configure_logging(json_output)
-    end_at_signals()
     tracer = tracer_of(flags)
+    from jaxembed import object_store
     from jaxembed.engine.admission import capacity_of
     from jaxembed.hub import DEFAULT_MODEL
     from jaxembed.server.catalog import Catalog
@@ -74,6 +80,8 @@ def serve_command(
     from jaxembed.server.run import listen, run
 
     models = models or (() if others else (DEFAULT_MODEL,))
+    for one in models:
+        object_store.require_extra(one)
     changes = others or flags["admin_key"] is not None or flags["admin_port"] is not None
     loadable = Catalog(flags["loadable"], flags["model_repository"]) if changes else None
     aliases = model_aliases(served_model_name, models)

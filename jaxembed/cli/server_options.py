@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from jaxembed.cli.options import FiniteRange, tei_option, together
+from jaxembed.cli.help import section
+from jaxembed.cli.options import FiniteRange, tei_option
 from jaxembed.config import EngineConfig, PoolLimits, ServerConfig
 from jaxembed.errors import ConfigError
 from jaxembed.memory import MIB
@@ -21,14 +22,19 @@ def _ip_address(text: str) -> str | None:
         return None
 
 
-SERVER_OPTIONS = together(
-    tei_option("--model-id", multiple=True, help="The same as MODEL; repeat for several."),
+SERVER_OPTIONS = section(
+    "Server",
+    tei_option(
+        "--model-id",
+        multiple=True,
+        help="Model to serve, as MODEL. Repeat for several (default: all-MiniLM-L6-v2).",
+    ),
     tei_option(
         "--served-model-name",
         multiple=True,
         metavar="NAME[=MODEL]",
-        help="Name in requests and answers, in place of MODEL; repeat for aliases. Of several "
-        "models, say which.",
+        help="Name of the model in requests and responses (default: MODEL). Repeat for aliases; "
+        "with several models say whose name it is.",
     ),
     click.option(
         "--host",
@@ -36,7 +42,8 @@ SERVER_OPTIONS = together(
         "host",
         default=lambda: _ip_address(os.environ.get("HOSTNAME", "")) or "127.0.0.1",
         show_default="127.0.0.1",
-        help="Address to listen on.  [env var: HOSTNAME, if an IP address]",
+        help="Address to listen on; 0.0.0.0 is every address of this machine.  [env var: HOSTNAME, "
+        "if an IP address]",
     ),
     click.option(
         "-p",
@@ -46,84 +53,93 @@ SERVER_OPTIONS = together(
         type=click.IntRange(0, 65535),
         default=8080,
         show_default=True,
-        help="0 is any free port.",
+        help="Port to listen on; 0 is any free port.",
     ),
-    tei_option("--api-key", multiple=True, help="Key that clients must send; repeat for several."),
+    tei_option(
+        "--api-key",
+        multiple=True,
+        help="Key that clients must send (default: none is required). Repeat for several.",
+    ),
     click.option(
         "--api-key-file",
         envvar="API_KEY_FILE",
         show_envvar=True,
         type=click.Path(path_type=Path),
-        help="TOML file of digests of keys, with the models, routes and quota of each; read again "
-        "when it changes and at SIGHUP.",
+        help="TOML file with the digest, the models, the routes and the quota of each API key. It "
+        "is read again when it changes and at SIGHUP.",
     ),
     click.option(
         "--audit-log",
         envvar="AUDIT_LOG",
         show_envvar=True,
         type=click.Path(path_type=Path),
-        help="Append a line of JSON about each request to this file, never its texts; - is "
-        "standard output. Opened again at SIGHUP.",
+        help="File to append one line of JSON per request to, without its texts; - is standard "
+        "output. It is opened again at SIGHUP.",
     ),
     tei_option(
         "--cors-allow-origin",
         multiple=True,
-        help="Repeat for several. Default: any (*) where requests need a key, else none.",
+        help="Origin of web pages that may use the server; * is any (default: any if requests "
+        "need a key, else none). Repeat for several.",
     ),
     tei_option(
         "--max-concurrent-requests",
         type=click.IntRange(1),
         default=EngineConfig.max_concurrent_requests,
         show_default=True,
-        help="Inputs admitted and not yet answered.",
+        help="Maximum inputs that are admitted and not yet answered; more are refused with 429.",
     ),
     click.option(
         "--max-queue-bytes",
         type=click.IntRange(MIB),
         default=EngineConfig.max_queue_bytes,
         show_default=True,
-        help="Memory that requests hold until they are answered.",
+        help="Maximum memory, in bytes, that unanswered requests may hold.",
     ),
     click.option(
-        "--max-queue-tokens", type=click.IntRange(1), help="Tokens admitted and not yet answered."
+        "--max-queue-tokens",
+        type=click.IntRange(1),
+        help="Maximum tokens that are admitted and not yet answered (default: 64 full batches for "
+        "each device and model).",
     ),
     click.option(
         "--cache-bytes",
         type=click.IntRange(0),
         default=EngineConfig.cache_bytes,
         show_default=True,
-        help="Memory in which each model keeps the answers to interactive requests; 0: none.",
+        help="Memory, in bytes, in which each model keeps its answers to interactive requests; 0 "
+        "keeps none.",
     ),
     tei_option(
         "--max-client-batch-size",
         type=click.IntRange(0),
         default=ServerConfig.max_client_batch_size,
         show_default=True,
-        help="Inputs in one request; 0 is unlimited.",
+        help="Maximum inputs in one request; 0 is no limit.",
     ),
     tei_option(
         "--payload-limit",
         type=click.IntRange(1),
         default=32 * MIB,
         show_default=True,
-        help="Bytes in one request.",
+        help="Maximum size of a request body, in bytes.",
     ),
     click.option(
         "--accept-bare-token-ids",
         is_flag=True,
-        help="Run token ids on /v1/embeddings that lack the tokenizer's special tokens.",
+        help="Accept token ids without the tokenizer's special tokens on /v1/embeddings.",
     ),
     click.option(
         "--drain-timeout",
         type=FiniteRange(0),
         default=ServerConfig.drain_timeout_s,
         show_default=True,
-        help="Seconds to finish admitted requests after SIGTERM.",
+        help="Seconds that admitted requests have to finish after SIGTERM.",
     ),
     tei_option(
         "--prometheus-port",
         type=click.IntRange(0, 65535),
-        help="Serve /metrics on a second port too.",
+        help="Second port on which to serve /metrics (default: none).",
     ),
     click.option(
         "--allow-media-urls",
@@ -132,8 +148,9 @@ SERVER_OPTIONS = together(
         multiple=True,
         envvar="ALLOW_MEDIA_URLS",
         show_envvar=True,
-        help="Fetch images at URLs of this host; repeatable. `*.example.org` means all hosts under "
-        "it, `host:8443` a port. Default: no URL is fetched.",
+        help="Host from which images are fetched when a request names their URLs; *.example.org "
+        "is every host below it, host:8443 a port (default: no URL is fetched). Repeat for "
+        "several.",
     ),
     click.option(
         "--allow-media-network",
@@ -148,14 +165,14 @@ SERVER_OPTIONS = together(
     click.option(
         "--playground/--no-playground",
         default=None,
-        help="Whether to serve a page at /playground to try the models. Default: if --host is this "
-        "machine's own address.",
+        help="Whether to serve a web page at /playground that tries the models (default: only if "
+        "--host is this machine's own address).",
     ),
-    tei_option("--json-output", is_flag=True, help="Log lines as JSON."),
+    tei_option("--json-output", is_flag=True, help="Write each log line as a JSON object."),
     tei_option(
         "--otlp-endpoint",
         metavar="URL",
-        help="Send traces to this OpenTelemetry receiver; needs the extra otel.",
+        help="OpenTelemetry receiver to send traces to (default: none). It needs the extra otel.",
     ),
     click.option(
         "--otlp-service-name",
@@ -163,7 +180,7 @@ SERVER_OPTIONS = together(
         show_envvar=True,
         default="jaxembed",
         show_default=True,
-        help="The name of this server in traces.",
+        help="Name of this server in traces.",
     ),
     # flags of TEI that have no effect here: there is no backend process, and log lines have no
     # spans
@@ -172,29 +189,32 @@ SERVER_OPTIONS = together(
 )
 
 
-REPOSITORY_OPTIONS = together(
+REPOSITORY_OPTIONS = section(
+    "Models that come and go",
     click.option(
         "--model-repository",
         type=click.Path(path_type=Path),
-        help="Each model in this directory may be loaded by the name of its folder.",
+        help="Directory of models that may be loaded while the server runs, each by the name of "
+        "its folder.",
     ),
     click.option(
         "--loadable",
         multiple=True,
         metavar="[NAME=]MODEL",
-        help="This directory, hub id or URL in an object store may be loaded when a request asks "
-        "for it, by NAME if there is one. Repeatable.",
+        help="Directory, hub id or object store URL of a model that is loaded when a request asks "
+        "for it, by NAME if there is one. Repeat for several.",
     ),
     click.option(
         "--model-memory",
         type=click.IntRange(MIB),
-        help="Bytes that models may take, of a device or on a CPU of the host. Default: nine "
-        "tenths of what there is.",
+        help="Maximum memory for models, in bytes: of each device, or on a CPU of the host "
+        "(default: nine tenths of what there is).",
     ),
     click.option(
         "--model-keep-alive",
         type=FiniteRange(0),
-        help="Seconds after which an unused model leaves memory. Default: when room is needed.",
+        help="Seconds after which an unused model is evicted (default: only when its memory is "
+        "needed).",
     ),
     click.option(
         "--load-timeout",
@@ -207,12 +227,13 @@ REPOSITORY_OPTIONS = together(
         "--admin-key",
         envvar="ADMIN_KEY",
         show_envvar=True,
-        help="Key for /v2/repository, which loads models and moves aliases.",
+        help="Key for the routes at /v2/repository, which load models and move aliases (default: "
+        "these routes are closed).",
     ),
     click.option(
         "--admin-port",
         type=click.IntRange(0, 65535),
-        help="Serve /v2/repository on this port of 127.0.0.1.",
+        help="Port of 127.0.0.1 on which to serve /v2/repository without a key (default: none).",
     ),
 )
 

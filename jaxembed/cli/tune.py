@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from jaxembed.cli.help import Command
 from jaxembed.cli.jax_setup import configure_jax
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import (
@@ -19,7 +20,7 @@ from jaxembed.cli.progress import step_lines
 from jaxembed.cli.settings import engine_config, model_source, text_config
 
 
-@click.command("tune")
+@click.command("tune", cls=Command, example="jaxembed tune http://127.0.0.1:8080 -o buckets.json")
 @click.argument("traffic")
 @click.option(
     "--output",
@@ -27,34 +28,40 @@ from jaxembed.cli.settings import engine_config, model_source, text_config
     type=click.Path(path_type=Path),
     default=Path("buckets.json"),
     show_default=True,
-    help="The grid, for `jaxembed serve --buckets`.",
+    help="File to write the grid to, for `jaxembed serve --buckets`.",
 )
 @click.option(
     "--picture",
     type=click.Path(path_type=Path),
-    help="A .png or .svg of lengths and buckets. Needs matplotlib.",
+    help="A .png or .svg file to draw the lengths and the buckets into (default: none). It needs "
+    "matplotlib.",
 )
 @MODEL_FLAG
 @TEXT_COLUMN_FLAG
-@click.option("--served-model-name", help="Of a server with several models, the one to read.")
+@click.option(
+    "--served-model-name",
+    help="Model whose lengths to read from a server with several models (default: the only one).",
+)
 @click.option(
     "--seconds",
     type=FiniteRange(1),
     default=120.0,
     show_default=True,
-    help="Of the search, about. Both grids are tried on the engine after it.",
+    help="Approximate duration of the search, in seconds. The comparison of both grids on the "
+    "device comes on top.",
 )
 @click.option(
     "--max-buckets",
     type=click.IntRange(1),
     default=20,
     show_default=True,
-    help="At most, of the new grid.",
+    help="Maximum number of buckets in the new grid.",
 )
 @click.option(
     "--compile-seconds",
     type=FiniteRange(0, min_open=True),
-    help="At most, for all of its buckets one by one, nothing cached.",
+    help="Maximum seconds to compile all buckets of the new grid one after the other without a "
+    "cache (default: no limit).",
 )
 @MODEL_OPTIONS
 @ENGINE_OPTIONS
@@ -71,12 +78,14 @@ def tune_command(
     compile_seconds: float | None,
     **flags: Any,
 ) -> None:
-    """Find the buckets that serve TRAFFIC at least cost on this device.
+    """Find the batch shapes (buckets) that serve given traffic at the lowest cost on this device.
 
-    TRAFFIC is a .txt or .jsonl file of texts, standard input (-), a .json file of lengths in tokens
-    ([9, 12] or {"9": 120}), or the URL of a server of ours, whose metrics say how long its inputs
-    are. The grid found is tried beside the one in use, that of --buckets or the default one, and
-    the better of them is written. The device must have nothing else to do meanwhile.
+    TRAFFIC is a .txt or .jsonl file of texts, - for standard input, a .json file of lengths in
+    tokens ([9, 12] or {"9": 120}), or the URL of a jaxembed server, whose metrics contain the
+    lengths of its inputs.
+
+    The new grid is compared with the current one, which is that of --buckets or the built-in one,
+    and the better one is written. The device must be idle meanwhile.
     """
     configure_logging()
     from jaxembed.bulk.sources import read_texts

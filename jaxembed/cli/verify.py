@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from jaxembed.cli.help import Command
 from jaxembed.cli.jax_setup import configure_jax
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_COLUMN_FLAG
@@ -12,28 +13,35 @@ from jaxembed.cli.settings import engine_config, model_source
 from jaxembed.cli.status import EXIT_AGREES, EXIT_DISAGREES
 
 
-@click.command("verify")
+@click.command("verify", cls=Command, example="jaxembed verify BAAI/bge-small-en-v1.5")
 @click.argument("model", required=False)
 @click.option(
     "--against",
     type=click.Choice(["sentence-transformers"]),
     default="sentence-transformers",
     show_default=True,
-    help="The reference; it must be installed.",
+    help="Reference implementation to compare with; it must be installed.",
 )
-@click.option("--texts", help="Compare these too: a .txt file (a line each), .jsonl, or - (lines).")
+@click.option(
+    "--texts",
+    help="Further texts to compare: a .txt file with one text per line, a .jsonl file, or - for "
+    "standard input (default: a built-in list alone).",
+)
 @TEXT_COLUMN_FLAG
 @MODEL_OPTIONS
 @ENGINE_OPTIONS
 def verify_command(
     model: str | None, against: str, texts: str | None, text_column: str, **flags: Any
 ) -> None:
-    """Compare MODEL with a reference, in float32 and in the dtype that would be served.
+    """Compare a model's vectors or scores with those of a reference implementation.
 
-    Token ids and vectors, or logits, of a fixed list of texts, with each prompt of the checkpoint.
-    Of a long-context model inputs are cut at 2048 tokens unless --max-input-length says otherwise.
-    Ends with a row for the table of verified models. Exit status: 0 if all is within the bounds,
-    1 if not, 2 if it could not be compared.
+    MODEL is a directory or a hub id (default: all-MiniLM-L6-v2). The token ids and the vectors or
+    logits of a fixed list of texts are compared, with each prompt of the checkpoint, in float32 and
+    in the data type that would be served. Inputs are truncated at 2048 tokens unless
+    --max-input-length says otherwise. The last lines are a row for the table of verified models.
+
+    The exit status is 0 if all differences are within the bounds, 1 if not, and 2 if the model
+    could not be compared.
     """
     for flag in ("pooling", "dense_path", "adapter"):
         if flags[flag]:

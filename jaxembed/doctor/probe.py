@@ -12,7 +12,10 @@ from jaxembed.fetch import fetch
 
 PROBES = 20  # queries
 PROBED_QUERY = "how long does a short query take"
-WANTED = "wanted a server of ours such as http://127.0.0.1:8080; one with --api-key needs --api-key"
+WANTED = (
+    "expected the URL of a running jaxembed server, such as http://127.0.0.1:8080; if it has keys, "
+    "give one with --api-key"
+)
 PROBE_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {  # by task
     "embed": ("/embed", {"inputs": PROBED_QUERY}),
     "rerank": ("/rerank", {"query": PROBED_QUERY, "texts": [PROBED_QUERY]}),

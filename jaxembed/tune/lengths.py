@@ -26,8 +26,8 @@ LENGTHS_FORM = (
     "texts go into a .txt or .jsonl file"
 )
 SERVER = (
-    "wanted a server of ours such as http://127.0.0.1:8080; one with --prometheus-port has its "
-    "metrics at that port"
+    "expected the URL of a running jaxembed server, such as http://127.0.0.1:8080; one with "
+    "--prometheus-port has its metrics at that port"
 )
 
 
