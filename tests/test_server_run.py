@@ -225,6 +225,17 @@ async def test_metrics_have_a_port_of_their_own(caplog):
     assert f"listening on http://127.0.0.1:{port}/metrics" in caplog.text
 
 
+def test_the_log_ends_with_what_is_ready_and_where_to_try_it():
+    embedder = FakeEmbedder()
+    models, ready = Models([embedder]), f"ready: {embedder.name} on cpu in float32"
+    address = "http://127.0.0.1:8080"
+    told = list(server_run._ready_lines(models, ServerConfig(), address))
+    docs = f"API documentation: {address}/docs"
+    assert told == [ready, docs, f"try it in a browser: {address}/playground"]
+    everywhere = ServerConfig(host="0.0.0.0")
+    assert list(server_run._ready_lines(models, everywhere, "http://0.0.0.0:8080")) == [ready, docs]
+
+
 def test_a_busy_port_is_a_config_error_that_names_the_flag():
     with listen("127.0.0.1", 0) as taken:
         taken.listen()

@@ -68,12 +68,14 @@ def test_a_needed_length_jumps_the_queue_with_its_smallest_bucket():
     assert plan.next(65) == Bucket(8, 64)  # nothing holds it: the usual order
 
 
-def test_one_thread_compiles_in_the_order_of_the_plan_and_tells_each_step():
+def test_one_thread_compiles_in_the_order_of_the_plan_and_tells_each_step(caplog):
+    caplog.set_level(logging.INFO)
     compiler = Compiler()
     steps, reached, on_progress = progress_to(6)
     warmup = warmup_of(compiler, on_progress=on_progress)
     assert not warmup.ready
     warmup.start()
+    assert f"compiling 6 buckets, {len(COVERING)} of them before it is ready" in caplog.text
     assert reached.wait(60)
     assert compiler.order == COVERING + REST
     assert warmup.compiled == compiler.order

@@ -100,6 +100,13 @@ class Warmup:
 
     def start(self) -> None:
         """Start the threads, which end when no bucket is left."""
+        logger.info(
+            "%s: compiling %d buckets, %d of them before it is ready; later starts load them from "
+            "the cache",
+            self._name,
+            self._total,
+            len(self._required),
+        )
         for thread in self.threads:
             thread.start()
 

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from hypercorn.asyncio import serve as hypercorn_serve
 from hypercorn.config import Config
@@ -22,6 +22,7 @@ from jaxembed.config import PoolLimits, ServerConfig
 from jaxembed.doctor.history import SAMPLE_S
 from jaxembed.errors import BackendError, ConfigError
 from jaxembed.loaded_model import LoadedModel
+from jaxembed.server import playground
 from jaxembed.server.app import Server, create_admin_app, create_app, create_metrics_app
 from jaxembed.server.audit import AuditLog
 from jaxembed.server.connection import use_connections
@@ -65,6 +66,7 @@ def run(
     compiled, ConfigError if a port cannot be bound, and the error of a server that fails.
     """
     pool = ModelPool(models, load, limits, describe)
+    listener = listener or listen(config.host, config.port)
     app = create_app(models, config, pool, keyring=keyring, audit=audit, tracer=tracer)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         failures = runner.run(_serve_until_stopped(app, models, config, listener))
@@ -242,7 +244,7 @@ async def _close(servers: list[asyncio.Task]) -> None:
 
 
 async def _serve_until_stopped(
-    app: Server, models: Models, config: ServerConfig, listener: socket.socket | None
+    app: Server, models: Models, config: ServerConfig, listener: socket.socket
 ) -> list[BackendError]:
     """Serve until SIGTERM or SIGINT, or until a model fails to compile.
 
@@ -251,10 +253,13 @@ async def _serve_until_stopped(
     shutdown = asyncio.Event()
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    lines = _ready_lines(models, config, url(listener))
 
     def tell_if_ready() -> None:
         if models.ready and not shutdown.is_set():
             tell(config.notify_socket, READY)
+            for line in lines:  # once, even if two models became ready at the same time
+                logger.info("%s", line)
 
     def stop() -> None:
         shutdown.set()
@@ -276,6 +281,17 @@ async def _serve_until_stopped(
         loop.call_soon(tell_if_ready)
     await serve(app, models, config, shutdown, listener)
     return failures
+
+
+def _ready_lines(models: Models, config: ServerConfig, address: str) -> Iterator[str]:
+    """The log lines that tell a newcomer what is served, and where to try it and read about it."""
+    for one in models:
+        yield f"ready: {one.name} on {one.plan.device_name} in {one.plan.dtype}"
+    for wildcard, local in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
+        address = address.replace(wildcard, local)
+    yield f"API documentation: {address}/docs"
+    if playground.is_on(config):
+        yield f"try it in a browser: {address}/playground"
 
 
 def _read_again_at_hangups(service: Service, loop: asyncio.AbstractEventLoop) -> None:
