@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import sources
 from conftest import save_tiny
 from dual_sources import dual_tensors, expected_image, picture, png
 from PIL import Image
@@ -17,6 +18,7 @@ from PIL import Image
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
 from axe_playwright_python.sync_playwright import Axe  # noqa: E402
+from test_static import OF_MODEL2VEC  # noqa: E402
 from test_static import WIDTH as STATIC_WIDTH  # noqa: E402
 
 from examples.search_pictures import draw_pictures  # noqa: E402
@@ -32,6 +34,9 @@ TERMS = {"terms-query": "hello a", "terms-document": "hello world"}  # of a smal
 DASH = "\N{EN DASH}"
 WAIT_MS = 90_000  # of a machine that does other things too
 BEGUN = "[role=tab]:visible, #error:not(:empty)"
+ANSWERED = (
+    "() => !document.querySelector('section:not([hidden]) .status')?.textContent.match('Waiting')"
+)
 NARROW = {"width": 400, "height": 800}
 STATES = {  # what axe looks at
     "light": {"color_scheme": "light"},
@@ -39,6 +44,20 @@ STATES = {  # what axe looks at
     "narrow": {"viewport": NARROW},
     "still": {"reduced_motion": "reduce"},
 }
+
+CONTRAST = """cell => { // of the text with its ground, each drawn to know its colour
+  const luminance = (colour) => {
+    const context = document.createElement("canvas").getContext("2d");
+    context.fillStyle = colour;
+    context.fillRect(0, 0, 1, 1);
+    const linear = [...context.getImageData(0, 0, 1, 1).data].map((one) =>
+      one / 255 <= 0.04045 ? one / 255 / 12.92 : ((one / 255 + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05;
+  };
+  const style = getComputedStyle(cell);
+  const both = [luminance(style.color), luminance(style.backgroundColor)];
+  return Math.max(...both) / Math.min(...both);
+}"""
 
 Opened = Callable[..., "playwright.Page"]
 
@@ -83,6 +102,7 @@ def _opened(browser, url) -> Iterator[Opened]:
         page.on("console", lambda message: complaints.append(message.text))
         page.goto(f"{at}{path}{panel and '#' + panel}")
         page.wait_for_selector(begun)
+        page.wait_for_function(ANSWERED)
         return page
 
     yield opened
@@ -135,8 +155,9 @@ def test_a_browser_comes_from_the_root_and_sees_the_panels_of_the_models(opened)
     page = opened(path="/")
     assert page.url.endswith("/playground")
     tabs = page.locator("[role=tab]:visible").all_inner_texts()
-    assert [tab.lower() for tab in tabs] == list(PANELS)
-    assert page.locator("#about").text_content() == "7 names of models, 6 in memory"
+    titles = {"terms": "sparse terms", "alignments": "token matches"}
+    assert [tab.lower() for tab in tabs] == [titles.get(panel, panel) for panel in PANELS]
+    assert page.locator("#about").text_content() == "7 model names, 6 in memory"
 
 
 def test_a_panel_that_no_model_fills_is_left_out(opened, tmp_path):
@@ -147,6 +168,45 @@ def test_a_panel_that_no_model_fills_is_left_out(opened, tmp_path):
         assert tabs == ["Similarity", "Search", "Tokens", "Server"]
         assert page.locator("#search-alone").get_attribute("hidden") is None
         page.context.close()
+
+
+def test_the_sample_is_answered_when_it_is_first_seen(opened):
+    assert status_of(panel_of(opened())).startswith("Most similar: 1 and 3 (0.")
+    page = opened("search")
+    sent_to: list[str] = []
+    page.on("request", lambda request: sent_to.append(request.url))
+    page.click("#tab-tokens")
+    assert sent_to == []
+    page.click("#tab-similarity")
+    page.wait_for_selector("text=Most similar: 1 and 3")
+    page.click("#tab-tokens")
+    page.click("#tab-similarity")
+    assert [one.rpartition("/v1/")[2] for one in sent_to] == ["embeddings"]
+
+
+def test_no_sample_is_sent_to_a_model_that_is_not_in_memory(opened, tmp_path):
+    sources.write_static(tmp_path / "repository" / "later", OF_MODEL2VEC, normalize=True)
+    arguments = ("--model-repository", str(tmp_path / "repository"))
+    with ready(*arguments, "--cache-dir", str(tmp_path / "cache")) as url:
+        page = opened(at=url)
+        assert page.locator("#similarity-texts").is_visible()
+        assert status_of(panel_of(page)) == ""
+        assert page.locator("#about").text_content() == "later"
+        assert panel_of(page).locator(".requests li").count() == 0
+        page.context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_colour_fills_the_cell_and_its_number_can_be_read(opened, scheme):
+    panel = panel_of(opened(color_scheme=scheme))
+    cells = panel.locator(".heat tbody td")
+    colours = {cell.evaluate("e => getComputedStyle(e).backgroundColor") for cell in cells.all()}
+    assert len(colours) > 5
+    images = {cell.evaluate("e => getComputedStyle(e).backgroundImage") for cell in cells.all()}
+    assert images == {"none"}
+    contrasts = [cell.evaluate(CONTRAST) for cell in cells.all()]
+    assert min(contrasts) >= 4.5  # WCAG 2, level AA
+    assert max(contrasts) / min(contrasts) > 2
 
 
 def test_the_most_similar_pair_is_named_and_outlined(opened):
@@ -339,8 +399,12 @@ def test_the_server_is_watched_live(opened):
         ".nextElementSibling.querySelector('dd').textContent > '0'"
     )
     titles = figures.locator("dt").all_inner_texts()
-    assert titles[:2] == ["Tokens a second", "Requests a second"]
-    assert {"Queue, interactive", "Queue, bulk", "Fill of batches"} <= set(titles)
+    assert titles[:2] == ["Tokens per second", "Requests per second"]
+    assert {
+        "Waiting inputs, interactive",
+        "Waiting inputs, bulk",
+        "Batch utilization",
+    } <= set(titles)
     figures.locator("svg path[d^=M]").first.wait_for(state="attached")  # from the second rate on
     state = {row[0]: row[1] for row in table_of(panel_of(page))}
     assert state["minilm"] == "in memory"
@@ -392,7 +456,6 @@ def test_an_answer_is_marked_as_old_once_its_texts_change(opened):
     page = opened("similarity")
     note = page.locator("#similarity .note")
     page.fill("#similarity-texts", "the cat\nred dog")
-    assert note.text_content() == ""  # there is no answer yet
     panel = sent(page, "minilm")
     status = status_of(panel)
     page.fill("#similarity-texts", "the cat\nred dogs")
@@ -588,7 +651,7 @@ def test_images_beyond_the_bounds_are_named_and_not_added(opened):
         "Not added: large.png: there would be 20.1 MB, of at most 20.0 MB"
     )
     page.fill("#similarity-texts", "a\nb")
-    message = "Not sent: wanted 2 to 40 texts and images, one a line; got 41"
+    message = "Not sent: wanted 2 to 40 texts and images, one per line; got 41"
     assert sent(page).locator(":scope > .error").text_content() == message
 
 
@@ -703,11 +766,12 @@ def test_an_error_is_shown_in_the_servers_words(opened):
 
 def test_what_is_wrong_before_anything_is_sent_is_said(opened):
     page = opened("similarity")
-    assert page.locator("label[for=similarity-texts]").inner_text() == "Texts, one a line (2 to 40)"
+    label = page.locator("label[for=similarity-texts]").inner_text()
+    assert label == "Texts, one per line (2 to 40)"
     for texts, count in (("", 0), ("alone", 1), ("a\n" * 41, 41)):
         page.fill("#similarity-texts", texts)
         panel_of(page).locator("button[type=submit]").click()
-        message = f"Not sent: wanted 2 to 40 texts, one a line; got {count}"
+        message = f"Not sent: wanted 2 to 40 texts, one per line; got {count}"
         assert panel_of(page).locator(":scope > .error").text_content() == message
 
 
@@ -724,9 +788,10 @@ def test_a_server_with_a_key_is_given_it_and_nothing_else_holds_it(opened, tmp_p
     with ready(str(embedder), *arguments) as url:
         page = opened(at=url)
         assert page.locator("#error").text_content().startswith("401: missing or wrong API key")
+        assert page.locator("section:visible").count() == 0
         page.keyboard.type("secret-key")  # its field has the focus
         page.keyboard.press("Enter")
-        page.wait_for_selector("[role=tab]:visible")
+        page.wait_for_selector("text=Most similar: ")  # of the sample
         panel = sent(page, similarity_texts="the cat\nred dog")
         assert status_of(panel).startswith("Most similar: 1 and 2")
         panel.get_by_role("button", name="Copy as curl").click()
