@@ -85,15 +85,19 @@ def test_the_watchdog_is_fed_only_while_the_devices_return(tmp_path, monkeypatch
         asyncio.run(fed(supervisor))
 
 
-@pytest.mark.parametrize(("process", "wanted"), [("", 60.0), (str(os.getpid()), 60.0), ("1", None)])
-def test_the_watchdog_is_that_of_this_process(monkeypatch, process, wanted):
-    monkeypatch.setenv("WATCHDOG_USEC", "60000000")
-    monkeypatch.setenv("WATCHDOG_PID", process)
-    assert watchdog_s() == wanted
-    monkeypatch.setenv("WATCHDOG_USEC", "60s")
-    if wanted:
-        with pytest.raises(ConfigError, match="WATCHDOG_USEC is '60s'"):
-            watchdog_s()
+def test_the_watchdog_is_that_of_this_process(monkeypatch):
+    for microseconds, process, wanted in (
+        ("60000000", "", 60.0),
+        ("60000000", str(os.getpid()), 60.0),
+        ("60000000", "1", None),
+        ("60s", "1", None),
+    ):
+        monkeypatch.setenv("WATCHDOG_USEC", microseconds)
+        monkeypatch.setenv("WATCHDOG_PID", process)
+        assert watchdog_s() == wanted
+    monkeypatch.setenv("WATCHDOG_PID", "")
+    with pytest.raises(ConfigError, match="WATCHDOG_USEC is '60s'"):
+        watchdog_s()
 
 
 @pytest.mark.slow
