@@ -63,6 +63,38 @@ TEMPLATE = PairTemplate("", "{instruction} {query}", "{document}", "", "Find wha
 GENERATOR = msgspec.structs.replace(RERANKER, template=TEMPLATE)
 CLASSIFIER = msgspec.structs.replace(SCORER, labels=("bad", "fair", "good"))
 
+MEAN = msgspec.structs.replace(SPEC, heads={"dense": Pooled(("mean",))})
+
+# Every route that is for a model: a body, and a model that answers it.
+ROUTES: dict[str, tuple[dict, ModelSpec]] = {
+    "/v1/embeddings": ({"input": ["a", {"text": "b"}]}, SPEC),
+    "/embeddings": ({"input": "a", "encoding_format": "base64"}, SPEC),
+    "/embed": ({"inputs": ["a"]}, SPEC),
+    "/embed_all": ({"inputs": ["a b"]}, SPEC),
+    "/similarity": ({"inputs": {"source_sentence": "a", "sentences": ["b"]}}, SPEC),
+    "/tokenize": ({"inputs": "a"}, SPEC),
+    "/decode": ({"ids": [1, 2]}, SPEC),
+    "/": ({"inputs": "a"}, SPEC),
+    "/invocations": ({"inputs": "a"}, SPEC),
+    "/vertex": ({"instances": [{"inputs": "a"}]}, SPEC),
+    "/embed_sparse": ({"inputs": ["a", "b"], "return_tokens": True}, M3),
+    "/embed_multi": ({"inputs": ["a b"]}, M3),
+    "/v1/multi-vector": ({"input": ["a b"], "outputs": ["dense", "sparse", "multi_vector"]}, M3),
+    "/predict": ({"inputs": [["a", "b"]]}, CLASSIFIER),
+    "/rerank": ({"query": "a", "texts": ["a", "b"], "return_text": True}, RERANKER),
+    "/v1/rerank": (
+        {"query": "a", "documents": ["a", {"text": "b"}], "return_documents": True},
+        RERANKER,
+    ),
+    "/v2/rerank": ({"query": "a", "documents": ["a", "b"], "top_n": 1}, RERANKER),
+    "/v2/embed": ({"texts": ["a", "b"], "embedding_types": ["float", "base64", "binary"]}, SPEC),
+    "/v1/embed": ({"inputs": [{"content": [{"type": "text", "text": "a"}]}]}, SPEC),
+    "/v1/contextualizedembeddings": ({"inputs": ["a b"], "enable_auto_chunking": True}, MEAN),
+    "/v1/multimodalembeddings": ({"inputs": [{"content": [{"type": "text", "text": "a"}]}]}, SPEC),
+    "/classify": ({"input": ["a"]}, CLASSIFIER),
+    "/v1/classify": ({"input": "a"}, CLASSIFIER),
+}
+
 IDLE = EngineState(
     waiting_inputs=0,
     waiting_tokens=0,

@@ -14,7 +14,7 @@ WAIT_S = 60.0
 @contextmanager
 def served(*arguments: str) -> Iterator[tuple[str, int]]:
     """Serve with these arguments, on the CPU and on any port: (url, pid). At the end it must stop
-    cleanly at SIGTERM."""
+    cleanly at SIGTERM, which a test may send before."""
     with subprocess.Popen(
         [sys.executable, "-m", "jaxembed.cli", "serve", "--port", "0", *arguments],
         stderr=subprocess.PIPE,

@@ -1,13 +1,11 @@
 """What may enter, and when to come back."""
 
-import gc
 import threading
-import weakref
 
 import numpy as np
 import pytest
 
-from jaxembed import Embedder, EngineConfig
+from jaxembed import EngineConfig
 from jaxembed.engine.admission import LARGEST, LONGEST_RETRY_S, Admission, Capacity, Cost
 from jaxembed.errors import Overloaded, RequestTooLarge, ShuttingDown
 
@@ -16,32 +14,22 @@ def admission(inputs=10, tokens=100, rate=0.0) -> Admission:
     return Admission(Capacity(inputs, tokens), 0, lambda: rate)
 
 
-def test_a_request_enters_below_the_limits_even_if_it_alone_overshoots_them():
-    door = admission(inputs=2, tokens=100)
-    with door.admit(Cost(1, 10)), door.admit(Cost(50, 1600)):
-        assert (door.inputs, door.tokens) == (51, 1610)
-        with pytest.raises(Overloaded):
-            door.admit(Cost(1, 1))
-
-
-@pytest.mark.parametrize(("inputs", "tokens"), [(10, 1), (1, 100)])
-def test_a_request_is_refused_at_either_limit_and_told_both(inputs, tokens):
+@pytest.mark.parametrize(("inputs", "tokens", "limit"), [(10, 1, "inputs"), (1, 100, "tokens")])
+def test_what_is_refused_at_either_limit_is_told_both_counted_and_leaves_nothing(
+    inputs, tokens, limit
+):
     door = admission(inputs=10, tokens=100)
-    door.admit(Cost(inputs, tokens))
-    with pytest.raises(Overloaded, match="--max-concurrent-requests") as raised:
-        door.admit(Cost(1, 1))
+    permit = door.admit(Cost(inputs, tokens))
+    for _ in range(2):
+        with pytest.raises(Overloaded, match="--max-concurrent-requests") as raised:
+            door.admit(Cost(5, 50))
     assert "--max-queue-tokens" in str(raised.value)
     assert f"{inputs} inputs and about {tokens} tokens" in str(raised.value)
-
-
-def test_a_refused_request_leaves_nothing_behind():
-    door = admission(inputs=1)
-    permit = door.admit(Cost(1, 1))
-    for _ in range(3):
-        with pytest.raises(Overloaded):
-            door.admit(Cost(7, 7))
+    assert door.capacity.refused == {limit: 2}
     permit.release()
+    permit.release()  # counts once
     assert (door.inputs, door.tokens) == (0, 0)
+    door.admit(Cost(1, 1))
 
 
 def test_the_parts_of_one_request_enter_together_or_not_at_all():
@@ -78,15 +66,6 @@ def test_small_requests_enter_a_full_server_until_their_reserve_is_full():
     door.admit(Cost(1, 100))
 
 
-@pytest.mark.parametrize("large", [(640, 1), (1, 6400)])
-def test_a_flood_of_large_requests_never_takes_the_reserve(large):
-    door = admission(inputs=640, tokens=6400)
-    door.admit(Cost(*large))
-    with pytest.raises(Overloaded):
-        door.admit(Cost(*large))
-    assert door.admit(Cost(1, 1))
-
-
 def test_bytes_are_held_until_the_request_is_answered_and_never_pass_their_limit():
     capacity = Capacity(10, 1000, max_bytes=8000)
     door = Admission(capacity, 0, lambda: 0.0)
@@ -104,14 +83,6 @@ def test_bytes_are_held_until_the_request_is_answered_and_never_pass_their_limit
     assert capacity.bytes == 0
 
 
-def test_a_part_that_is_a_request_by_itself_gives_its_bytes_back():
-    capacity = Capacity(10, 1000, max_bytes=8000)
-    door = Admission(capacity, 0, lambda: 0.0)
-    with door.admit(Cost(1, 10, 17)):
-        assert capacity.bytes == 17
-    assert capacity.bytes == 0
-
-
 def test_what_finds_no_room_for_its_bytes_is_refused_and_leaves_nothing():
     capacity = Capacity(10, 1000, max_bytes=8000)
     door = Admission(capacity, 0, lambda: 0.0)
@@ -122,6 +93,7 @@ def test_what_finds_no_room_for_its_bytes_is_refused_and_leaves_nothing():
         with pytest.raises(Overloaded):
             door.admit(Cost(1, 20, 200))
         assert (capacity.bytes, door.inputs, door.tokens) == (6900, 0, 0)
+        assert capacity.refused == {"bytes": 2}
         with capacity.request() as small:
             small.charge(125)  # a 64th: the last part is for such
 
@@ -147,29 +119,6 @@ def test_the_limit_of_bytes_is_a_gibibyte_unless_it_is_given():
     assert Capacity(1).max_bytes == EngineConfig().max_queue_bytes == 2**30
 
 
-def test_release_makes_room():
-    door = admission(inputs=1)
-    door.admit(Cost(1, 1)).release()
-    door.admit(Cost(1, 1))
-
-
-def test_a_permit_is_released_when_its_request_fails():
-    door = admission()
-    with pytest.raises(ValueError, match="request"), door.admit(Cost(3, 30)):
-        raise ValueError("request")
-    assert (door.inputs, door.tokens) == (0, 0)
-
-
-def test_releasing_twice_counts_once():
-    door = admission()
-    permit, other = door.admit(Cost(1, 10)), door.admit(Cost(2, 20))
-    permit.release()
-    permit.release()
-    assert (door.inputs, door.tokens) == (2, 20)
-    other.release()
-    assert (door.inputs, door.tokens) == (0, 0)
-
-
 def test_correct_replaces_the_guess_and_release_takes_the_corrected_count():
     door = admission(tokens=100)
     permit, other = door.admit(Cost(1, 99)), door.admit(Cost(1, 5))
@@ -181,18 +130,6 @@ def test_correct_replaces_the_guess_and_release_takes_the_corrected_count():
     assert (door.inputs, door.tokens) == (1, 5)
     other.release()
     assert (door.inputs, door.tokens) == (0, 0)
-    assert (door.inputs, door.tokens) == (0, 0)
-
-
-def test_draining_admits_nothing_more():
-    door = admission()
-    permit = door.admit(Cost(1, 1))
-    door.drain()
-    assert door.draining
-    with pytest.raises(ShuttingDown) as raised:
-        door.admit(Cost(1, 1))
-    assert raised.value.retry_after_s > 0
-    permit.release()
 
 
 @pytest.mark.parametrize(
@@ -216,14 +153,12 @@ def test_retry_after_is_the_time_for_half_of_what_waits_within_bounds(rate, seco
 def test_models_of_one_capacity_share_its_limits():
     capacity = Capacity(max_inputs=3, max_tokens=100)
     one, other = (Admission(capacity, 0, lambda: 0.0) for _ in range(2))
-    permit = one.admit(Cost(2, 20))
+    one.admit(Cost(2, 20))
     other.admit(Cost(1, 30))
     assert (capacity.inputs, capacity.tokens) == (3, 50)
     assert (one.inputs, other.inputs) == (2, 1)
     with pytest.raises(Overloaded, match="3 inputs and about 50 tokens wait, the limits are 3"):
         one.admit(Cost(1, 1))
-    permit.release()
-    one.admit(Cost(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -244,17 +179,6 @@ def test_a_flood_of_one_model_leaves_the_other_its_share(max_tokens, room):
         doors[calm].admit(Cost(1, 1))
         with pytest.raises(Overloaded, match="--max-queue-tokens"):
             doors[calm].admit(Cost(2, 2))
-
-
-def test_a_flood_of_inputs_leaves_the_other_model_an_equal_part():
-    capacity = Capacity(max_inputs=3, max_tokens=1000)
-    flooded, calm = (Admission(capacity, 0, lambda: 0.0) for _ in range(2))
-    flooded.admit(Cost(3, 3))
-    calm.admit(Cost(1, 1))
-    calm.admit(Cost(1, 1))  # the part is one and a half, and a request may overshoot it
-    for door in (flooded, calm):
-        with pytest.raises(Overloaded, match="--max-concurrent-requests"):
-            door.admit(Cost(1, 1))
 
 
 @pytest.mark.parametrize("models", [1, 2, 5])
@@ -288,31 +212,6 @@ def test_a_closed_model_takes_its_share_away_when_its_last_request_is_released()
     assert (capacity.inputs, capacity.max_tokens) == (0, 50)
 
 
-def test_a_capacity_does_not_keep_a_closed_model_alive(tiny_checkpoint, tmp_path):
-    capacity = Capacity(max_inputs=10)
-    embedder = Embedder(
-        str(tiny_checkpoint),
-        cache_dir=tmp_path,
-        config=EngineConfig(null_model=True),
-        capacity=capacity,
-    )
-    gone = weakref.ref(embedder)
-    embedder.close()
-    del embedder
-    gc.collect()
-    assert gone() is None
-    assert capacity.max_tokens == 0
-
-
-def test_without_a_limit_on_tokens_each_model_brings_its_share():
-    capacity = Capacity(max_inputs=10)
-    Admission(capacity, 100, lambda: 0.0)
-    assert capacity.max_tokens == 100
-    Admission(capacity, 50, lambda: 0.0)
-    assert capacity.max_tokens == 150
-    assert Capacity(10, 7).max_tokens == 7
-
-
 def test_retry_after_adds_up_the_work_of_all_models():
     capacity = Capacity(max_inputs=10, max_tokens=1000)
     quick, slow = (Admission(capacity, 0, lambda rate=rate: rate) for rate in (100.0, 10.0))
@@ -328,8 +227,9 @@ def test_draining_one_model_leaves_the_other_open():
     one, other = (Admission(capacity, 0, lambda: 0.0) for _ in range(2))
     one.drain()
     other.admit(Cost(1, 1))
-    with pytest.raises(ShuttingDown):
+    with pytest.raises(ShuttingDown) as raised:
         one.admit(Cost(1, 1))
+    assert raised.value.retry_after_s > 0
 
 
 def test_many_threads_leave_the_counts_at_zero():
@@ -353,22 +253,3 @@ def test_many_threads_leave_the_counts_at_zero():
     for thread in threads:
         thread.join(60)
     assert (door.inputs, door.tokens) == (0, 0)
-
-
-@pytest.mark.parametrize(("inputs", "tokens", "limit"), [(10, 1, "inputs"), (1, 100, "tokens")])
-def test_a_refusal_is_counted_by_the_limit_that_had_no_room(inputs, tokens, limit):
-    door = admission(inputs=10, tokens=100)
-    door.admit(Cost(inputs, tokens))
-    for _ in range(2):
-        with pytest.raises(Overloaded):
-            door.admit(Cost(5, 50))
-    assert door.capacity.refused == {limit: 2}
-
-
-def test_a_refusal_for_want_of_memory_is_counted():
-    capacity = Capacity(10, 100, max_bytes=1000)
-    with capacity.request() as held, capacity.request() as other:
-        held.charge(800)
-        with pytest.raises(Overloaded):
-            other.charge(800)
-    assert capacity.refused == {"bytes": 1}

@@ -17,7 +17,7 @@ from jaxembed.errors import BackendError, NotFinite
 from jaxembed.server.app import create_app
 from jaxembed.server.models import Models
 from jaxembed.telemetry import Telemetry
-from jaxembed.work import Encoding, SparseRows, work_of
+from jaxembed.work import SparseRows
 
 BIG = 2**20
 ONE = KEPT_BYTES + 4 + 4  # bytes of a token's sum: the values, and the tokens in its key
@@ -120,14 +120,6 @@ def test_a_closed_engine_answers_nothing_and_frees_what_it_kept(start, runner):
     assert counts(engine.telemetry)[2] == 0
 
 
-def test_without_bytes_nothing_is_kept_or_counted(start, runner):
-    engine = start(runner)
-    for _ in range(2):
-        assert sums(engine.ask([encoding(5)])) == [5]
-    assert len(runner.ran) == 2
-    assert counts(engine.telemetry) == (0, 0, 0)
-
-
 def test_what_was_used_last_stays_and_what_is_larger_than_the_cache_is_not_kept():
     cache = AnswerCache(2 * ONE, telemetry := Telemetry())
     cache.keep(sums_of(interactive(5, 6)))
@@ -189,27 +181,6 @@ def test_sparse_answers_are_kept_whole():
     assert found is not None
     rows = found.values["sparse"]
     assert (rows.indices[0].tolist(), rows.values[0].tolist()) == ([2, 7], [0.5, 1.5])
-
-
-def test_spans_and_types_tell_sequences_apart():
-    ids = np.array([5, 6], np.int32)
-    forms = [
-        Encoding(ids),
-        Encoding(ids, types=np.array([0, 1], np.int32)),
-        Encoding(ids, spans=((0, 1), (1, 2))),
-        Encoding(ids, fillers=1),
-    ]
-    cache = AnswerCache(BIG, Telemetry())
-    for form in forms:
-        ticket = Ticket(work_of([form]), {"dense": 1})
-        assert cache.take(ticket) is None
-        ticket.interactive = True
-        slots = len(form.spans or [0])
-        cache.keep(Answers(ticket.entries, {"dense": np.ones((slots, 1), np.float32)}))
-    for form in forms:
-        found = cache.take(Ticket(work_of([form]), {"dense": 1}))
-        assert found is not None
-        assert found.values["dense"].shape == (len(form.spans or [0]), 1)
 
 
 # -- models, and over HTTP -------------------------------------------------------------------------

@@ -31,25 +31,16 @@ def test_the_bytes_of_a_data_uri(head):
     assert read_data_uri(f"{head},{DIGITS}", LIMIT) == PIXEL
 
 
-@pytest.mark.parametrize("line_break", ["\n", "\r\n", "\r"])
-def test_line_breaks_of_base64_are_skipped(line_break):
-    text = line_break.join([DIGITS[:5], "", DIGITS[5:], ""])
-    assert read_base64(text, LIMIT) == PIXEL
-    assert read_data_uri(f"data:image/gif;base64,{text}", LIMIT) == PIXEL
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("data:image/gif;base64", "no data URI; wanted data:"),
         ("data:", "no data URI"),
         ("", "no data URI"),
-        ("base64,QQ==", "no data URI"),
         (" data:image/gif;base64,QQ==", "no data URI"),
         ("https://example.com/a,b", "no data URI"),
         ("data:image/svg+xml,%3Csvg/%3E", "percent-encoded data URI; wanted base64"),
         ("data:,QQ==", "percent-encoded data URI"),
-        ("data:base64,QQ==x", "percent-encoded data URI"),
         ("data:image/gif;base64;charset=utf-8,QQ==", "percent-encoded data URI"),
         ("data:image/gif;base64,QQ%3D%3D", "'%' at character 2"),
     ],
@@ -63,14 +54,10 @@ def test_what_is_no_data_uri_of_base64_is_refused(text, message):
     ("text", "message"),
     [
         ("QQ", "multiple of 4 characters"),
-        ("QQ=", "multiple of 4 characters"),
-        ("QQ===", "multiple of 4 characters"),
-        ("Q===", "multiple of 4 characters"),
         ("====", "multiple of 4 characters"),
         ("QQ==QQ==", "at the end alone"),
         ("=QQQ", "at the end alone"),
         ("QQ Q", "' ' at character 2"),
-        ("QQ\tQ", r"'\\t' at character 2"),
         ("Q-_Q", "'-' at character 1"),  # the alphabet of URLs
         ("QQ==#", "'#' at character 4"),
         ("QQéQ", "'é' at character 2"),

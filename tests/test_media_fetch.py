@@ -18,12 +18,11 @@ from ipaddress import ip_address
 import pytest
 import uvloop
 
-from jaxembed.errors import ConfigError, MediaUrlError, ShuttingDown
+from jaxembed.errors import MediaUrlError, ShuttingDown
 from jaxembed.images.media_fetch import (
     MOST_INFORMATIONAL,
     REDIRECTS,
     MediaFetcher,
-    addresses_of,
 )
 from jaxembed.images.media_urls import AllowedAddresses, parse_media_network
 
@@ -200,11 +199,9 @@ async def refusal(server: Server, fetcher: MediaFetcher, url: str) -> str:
     [
         [ok()],
         [ok(PICTURE, "Content-Type: text/html")],
-        [ok()[:20], ok()[20:50], ok()[50:]],
         [ok(), b"more than was said"],
         [CHUNKED, b"6\r\nGIF89a\r\n", b"100;a=b\r\n" + PICTURE[6:] + b"\r\n", b"0\r\n\r\n"],
         [b"HTTP/1.1 200 OK\r\n\r\n", PICTURE],  # to the end of the connection
-        [b"HTTP/1.0 200 OK\r\n\r\n", PICTURE],
         [b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n", b"HTTP/1.1 100 C\r\n\r\n", ok()],
         [b"HTTP/1.1 100 C\r\n\r\n" * MOST_INFORMATIONAL, ok()],
     ],
@@ -274,17 +271,6 @@ async def test_no_more_than_so_many_are_fetched_at_once(loop_factory):
     assert max(seen) == 2
 
 
-def test_the_systems_resolver_gives_addresses():
-    assert addresses_of("127.0.0.1", 80) == ["127.0.0.1"]
-    with pytest.raises(socket.gaierror):
-        addresses_of("a.invalid", 80)
-
-
-def test_a_setting_that_is_no_host_is_refused():
-    with pytest.raises(ConfigError, match=r"http://a.test"):
-        MediaFetcher(["http://a.test"], tls=AUTHORITIES)
-
-
 # What is refused before anything is connected to
 
 
@@ -293,46 +279,18 @@ def test_a_setting_that_is_no_host_is_refused():
 REFUSED_URLS = {
     "its host is none of those": [
         "http://127.0.0.1:{port}/",
-        "http://localhost:{port}/",
         "http://127\u30020\u30020\u30021:{port}/",
-        "http://\uff11\uff12\uff17.0.0.1:{port}/",
-        "http://[::1]:{port}/",
-        "http://[::ffff:127.0.0.1]:{port}/",
         "http://[64:ff9b::7f00:1]:{port}/",
         "http://127.0.0.1:{port}#@a.test/",
-        "http://127.0.0.1:{port}?@a.test/",
-        "http://127.0.0.1:{port}/@a.test/",
         "http://c.test:{port}/",
     ],
-    "its host is a number": [
-        "http://2130706433:{port}/",
-        "http://127.1:{port}/",
-        "http://a.test.127.0.0.1:{port}/",
-    ],
+    "its host is a number": ["http://127.1:{port}/", "http://a.test.127.0.0.1:{port}/"],
     "malformed": ["http://127%2e0%2e0%2e1:{port}/"],
-    "user name or password": [
-        "http://a.test@127.0.0.1:{port}/",
-        "http://a.test:80@127.0.0.1:{port}/",
-        "http://a.test:{port}@b.test/",
-    ],
-    "backslash": [
-        "http://127.0.0.1:{port}\\@a.test/",
-        "http://a.test\\@127.0.0.1:{port}/",
-    ],
-    "control character": [
-        "http://127.0.0.1:{port}\t@a.test/",
-        "http://127.0\t.0.1:{port}/",
-        "http://a.test:{port}/ HTTP/1.1\r\nX: y",
-    ],
-    "its port is not": [
-        "http://b.test:{port}/",
-        "http://a.test/",
-    ],
-    "wanted http:// or https://": [
-        "file:///etc/passwd",
-        "gopher://a.test:{port}/_GET",
-        "unix://a.test:{port}/",
-    ],
+    "user name or password": ["http://a.test:80@127.0.0.1:{port}/"],
+    "backslash": ["http://a.test\\@127.0.0.1:{port}/"],
+    "control character": ["http://a.test:{port}/ HTTP/1.1\r\nX: y"],
+    "its port is not": ["http://b.test:{port}/", "http://a.test/"],
+    "wanted http:// or https://": ["file:///etc/passwd", "gopher://a.test:{port}/_GET"],
 }
 
 
@@ -348,23 +306,9 @@ async def test_urls_that_are_not_allowed_reach_nothing():
                 assert rule in message, url
 
 
-async def test_without_hosts_nothing_is_fetched():
-    async with serving(says(ok())) as server:
-        media = MediaFetcher([], ports=[server.port], resolve=lambda *_: ["127.0.0.1"])
-        url = f"http://a.test:{server.port}/"
-        assert "fetches no URLs; --allow-media-urls" in await refusal(server, media, url)
-
-
 @pytest.mark.parametrize(
     "addresses",
-    [
-        ["127.0.0.1"],
-        ["8.8.8.8", "127.0.0.1"],
-        ["2606:4700::1", "::ffff:127.0.0.1"],
-        ["::1", "127.0.0.1"],
-        ["64:ff9b::7f00:1", "127.0.0.1"],
-        ["fe80::1%2"],
-    ],
+    [["127.0.0.1"], ["8.8.8.8", "127.0.0.1"], ["2606:4700::1", "::ffff:127.0.0.1"], ["fe80::1%2"]],
 )
 async def test_names_with_an_address_that_is_not_public_reach_nothing(addresses):
     async with serving(says(ok())) as server:
@@ -377,9 +321,7 @@ async def test_names_with_an_address_that_is_not_public_reach_nothing(addresses)
     ("host", "url"),
     [
         ("127.0.0.1", "http://127.0.0.1:{port}/"),
-        ("127.0.0.1:{port}", "http://127.0.0.1.:{port}/"),
         ("::ffff:127.0.0.1", "http://[::ffff:7f00:1]:{port}/"),
-        ("::1", "http://[0::1]:{port}/"),
         ("[::]:{port}", "http://[::]:{port}/"),
     ],
 )
@@ -430,15 +372,6 @@ async def test_a_redirect_within_a_named_network_needs_a_named_host_and_port(loc
         with pytest.raises(MediaUrlError, match=rule):
             await media.fetch(f"http://a.test:{server.port}/x")
         assert await server.connections() == 1
-
-
-async def test_an_address_that_is_named_and_allowed_is_not_looked_up():
-    def resolve(host: str, port: int) -> list[str]:
-        raise AssertionError(host)
-
-    async with serving(says(ok())) as server:
-        media = fetcher(server, "127.0.0.1", resolve=resolve)
-        assert await media.fetch(f"http://127.0.0.1:{server.port}/") == PICTURE
 
 
 @pytest.mark.parametrize("location", ["/", "http://a.test:PORT/", "//a.test.:PORT/"])
@@ -503,8 +436,6 @@ async def targets(*answers: bytes, **settings) -> list[str]:
     ("location", "target"),
     [
         ("/z", "/z"),
-        ("z?q", "/x/z?q"),
-        ("../z", "/z"),
         ("", "/x/y"),
         ("//b.test:PORT/z", "/z"),
         ("http://b.test:PORT#fragment", "/"),
@@ -531,16 +462,10 @@ async def test_so_many_redirects_are_followed_and_no_more():
     [
         ("http://127.0.0.1:PORT/", "its host is none of those"),
         ("///127.0.0.1:PORT/", "malformed|more than 3 redirects"),
-        ("http://2130706433:PORT/", "its host is a number"),
-        ("http://e.test:PORT/", "its host is none of those"),
-        ("http://a.test@127.0.0.1:PORT/", "user name or password"),
         ("http://a.test:22/", "its port is not"),
         ("/\\127.0.0.1:PORT/", "backslash"),
         ("/ä\tb", "control character"),
         ("file:///etc/passwd", "wanted http:// or https://"),
-        ("data:image/gif;base64,QQ==", "wanted http:// or https://"),
-        ("javascript:alert(1)", "wanted http:// or https://"),
-        ("http://", "malformed|more than 3 redirects"),
     ],
 )
 async def test_redirects_obey_all_rules_and_messages_do_not_say_where_they_lead(location, rule):
@@ -554,13 +479,12 @@ async def test_redirects_obey_all_rules_and_messages_do_not_say_where_they_lead(
         assert followed or message.startswith(
             f"a redirect of 'http://a.test:{server.port}/x' cannot be fetched: "
         )
-        for secret in ("127.0.0.1", "passwd", "e.test:", "\\", "alert", "2130706433"):
+        for secret in ("127.0.0.1", "passwd", "\\"):
             assert secret not in message
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [b"HTTP/1.1 302 X\r\n\r\n", b"HTTP/1.1 302 X\r\nLocation: /\xff\xfe\r\n\r\n"],
+    "answer", [b"HTTP/1.1 302 X\r\n\r\n", b"HTTP/1.1 302 X\r\nLocation: /\xff\xfe\r\n\r\n"]
 )
 async def test_a_redirect_to_no_url_is_refused(answer):
     await refused(says(answer), "its redirect leads")
@@ -569,7 +493,7 @@ async def test_a_redirect_to_no_url_is_refused(answer):
 # Answers that are refused
 
 
-@pytest.mark.parametrize("status", [201, 203, 204, 206, 300, 304, 305, 400, 404, 500, 503])
+@pytest.mark.parametrize("status", [201, 204, 206, 304, 305, 404, 500])
 async def test_only_status_200_is_success(status):
     answer = f"HTTP/1.1 {status} Secret\r\nLocation: /\r\nContent-Length: 6\r\n\r\nsecret"
     with pytest.raises(MediaUrlError, match=r"status of the answer is not 200$") as caught:
@@ -613,8 +537,6 @@ async def test_a_length_over_the_limit_is_refused_before_the_file_is_read():
         (CHUNKED, b"64\r\n" + b"x" * 100 + b"\r\n", "larger than the limit"),
         (CHUNKED, b"1\r\nx\r\n" * 100, "larger than the limit|too small pieces"),
         (CHUNKED + b"1", b";a" * 100, "head too long"),
-        (CHUNKED + b"0\r\n", b"a: b\r\n" * 100, "head too long"),
-        (b"HTTP/1.1 200 OK\r\n", b"a: b\r\n" * 100, "head too long"),
         (b"HTTP/1.1 200 OK\r\na: ", b"b" * 100, "head too long"),
         (b"", b"x" * 100, "no HTTP"),
         (b"", b"HTTP/1.1 100 C\r\n\r\n" * 10, "too many of status 1xx"),
@@ -637,24 +559,17 @@ async def test_a_file_in_too_small_pieces_is_refused():
     "answer",
     [
         b"",
-        b"HTTP/1.1 200",
         b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n",
         ok(b"1234", length=5),
-        ok(b"", length=5),
-        CHUNKED + b"5\r\n1234",
         CHUNKED + b"5\r\n12345\r\n",
         CHUNKED + b"x\r\n12345\r\n0\r\n\r\n",
         CHUNKED + b"5\r\n12345xx0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n12345",
-        b"HTTP/1.1 200 OK\r\nContent-Length: five\r\n\r\n12345",
         b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n12345",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\n\r\n",
         b"HTTP/2 200 OK\r\n\r\n",
-        b"ICY 200 OK\r\n\r\n",
-        b"SSH-2.0-OpenSSH_9.2\r\n",
         b"\x16\x03\x01\x02\x00",
-        b"220 mail.test ESMTP secret\r\n",
     ],
 )
 @each_loop
@@ -663,31 +578,11 @@ async def test_answers_that_break_off_or_are_no_http_are_refused(answer, loop_fa
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [
-        [],
-        [b"HTTP/1.1 200 OK\r\n"],
-        [b"HTTP/1.1 100 Continue\r\n\r\n"],
-        [ok(b"1234", length=5)],
-        [CHUNKED, b"1\r\nx\r\n"],
-    ],
+    "parts", [[], [b"HTTP/1.1 200 OK\r\n"], [ok(b"1234", length=5)], [CHUNKED, b"1\r\nx\r\n"]]
 )
 @each_loop
 async def test_what_does_not_come_in_time_is_refused(parts, loop_factory):
     await refused(stalls(*parts), "did not arrive within 0.1 s", timeout_s=SHORT_S)
-
-
-@each_loop
-async def test_a_body_that_drips_is_refused_in_time(loop_factory):
-    """Each byte comes, and there is no time limit between two of them."""
-
-    async def answer(writer: asyncio.StreamWriter) -> None:
-        await says(CHUNKED)(writer)
-        while True:
-            await asyncio.sleep(SHORT_S / 10)
-            await send(writer, b"1\r\nx\r\n")
-
-    await refused(answer, "did not arrive within 0.1 s", timeout_s=SHORT_S)
 
 
 async def test_the_time_is_that_of_all_redirects_together():
@@ -696,14 +591,6 @@ async def test_the_time_is_that_of_all_redirects_together():
         await says(redirect("/"))(writer)
 
     await refused(answer, "did not arrive within 0.1 s", timeout_s=SHORT_S, most_redirects=1000)
-
-
-@each_loop
-async def test_a_port_where_nothing_listens_is_refused(loop_factory):
-    async with serving(says(ok())) as server:
-        media = fetcher(server)
-    with pytest.raises(MediaUrlError, match=r"no connection to its host could be made$"):
-        await media.fetch(f"http://a.test:{server.port}/")
 
 
 # TLS
@@ -721,9 +608,7 @@ def make_certificate(tmp_path_factory) -> tuple[str, str]:
         "-subj /CN=a.test -addext subjectAltName=DNS:a.test"
     )
     subprocess.run(
-        [*command.split(), "-out", files[0], "-keyout", files[1]],
-        check=True,
-        capture_output=True,
+        [*command.split(), "-out", files[0], "-keyout", files[1]], check=True, capture_output=True
     )
     return files
 
@@ -763,21 +648,11 @@ async def test_a_redirect_from_https_to_http_is_refused(certificate):
             assert await plain.connections() == 0
 
 
-async def test_a_redirect_from_http_to_https_is_followed(certificate):
-    async with serving_tls(says(ok()), certificate) as (server, _, trust):
-        answer = says(redirect(f"https://a.test:{server.port}/"))
-        async with serving(answer) as plain:
-            media = fetcher(server, ports=[server.port, plain.port], **trust)
-            assert await media.fetch(f"http://a.test:{plain.port}/") == PICTURE
-
-
 @pytest.mark.parametrize(
     ("scheme", "greeting", "rule"),
     [
         ("https", b"220 mail.test\r\n", "no connection to its host could be made$"),
         ("https", b"", "no connection to its host could be made$"),
-        ("http", b"220 mail.test\r\n", "its host broke off, or its answer is no HTTP"),
-        ("http", b"", "its host broke off"),
     ],
 )
 @each_loop

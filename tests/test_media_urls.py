@@ -20,86 +20,27 @@ from jaxembed.images.media_urls import (
 # Addresses
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "8.8.8.8",
-        "1.1.1.1",
-        "100.63.255.255",  # the neighbours of networks that are not public
-        "100.128.0.1",
-        "172.15.0.1",
-        "172.32.0.1",
-        "192.0.1.1",
-        "223.255.255.255",
-        "2606:4700:4700::1111",
-        "2a00:1450:4001:80b::200e",
-        "2001:4860:4860::8888",
-        "::ffff:8.8.8.8",
-    ],
-)
-def test_public_addresses(address):
-    assert is_public_address(ip_address(address))
+# Half of them neighbours of networks that are not public.
+PUBLIC = """
+8.8.8.8 100.63.255.255 100.128.0.1 172.15.0.1 172.32.0.1 192.0.1.1 223.255.255.255
+2606:4700:4700::1111 2a00:1450:4001:80b::200e 2001:4860:4860::8888 ::ffff:8.8.8.8
+"""
+# Of networks; metadata of Alibaba, Azure, most clouds, Oracle, Amazon and Google; translated to
+# IPv4, also to addresses that are public.
+NOT_PUBLIC = """
+0.0.0.0 0.1.2.3 10.0.0.1 100.64.0.1 127.0.0.1 127.255.255.255 172.16.0.1 172.31.255.255 192.0.0.9
+192.0.2.1 192.88.99.1 192.168.0.1 198.18.0.1 198.51.100.1 203.0.113.1 224.0.0.1 239.255.255.255
+240.0.0.1 255.255.255.255 :: ::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 100::1 2001:20::1 2001:db8::1
+2606:4700::1%2 3fff::1 5f00::1 fc00::1 fe80::1 fe80::1%eth0 fec0::1 ff02::1 ff0e::1
+100.100.100.200 168.63.129.16 169.254.169.254 ::ffff:169.254.169.254 192.0.0.192 fd00:ec2::254
+fd20:ce::254 ::127.0.0.1 ::8.8.8.8 ::ffff:0:8.8.8.8 64:ff9b::127.0.0.1 64:ff9b::8.8.8.8
+64:ff9b:1::8.8.8.8 2001::1 2001:0:808:808:: 2002:7f00:1:: 2002:808:808::1
+"""
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "0.0.0.0",
-        "0.1.2.3",
-        "10.0.0.1",
-        "100.64.0.1",
-        "100.100.100.200",  # Alibaba's metadata
-        "127.0.0.1",
-        "127.255.255.255",
-        "168.63.129.16",  # Azure's host
-        "169.254.169.254",  # metadata of most clouds
-        "172.16.0.1",
-        "172.31.255.255",
-        "192.0.0.9",
-        "192.0.0.192",  # Oracle's metadata
-        "192.0.2.1",
-        "192.88.99.1",
-        "192.168.0.1",
-        "198.18.0.1",
-        "198.51.100.1",
-        "203.0.113.1",
-        "224.0.0.1",
-        "239.255.255.255",
-        "240.0.0.1",
-        "255.255.255.255",
-        "::",
-        "::1",
-        "::127.0.0.1",  # IPv4-compatible
-        "::8.8.8.8",
-        "::ffff:127.0.0.1",
-        "::ffff:10.0.0.1",
-        "::ffff:169.254.169.254",
-        "::ffff:0:8.8.8.8",  # IPv4-translated
-        "64:ff9b::127.0.0.1",  # NAT64
-        "64:ff9b::8.8.8.8",
-        "64:ff9b:1::8.8.8.8",
-        "100::1",
-        "2001::1",  # Teredo
-        "2001:0:808:808::",
-        "2001:20::1",
-        "2001:db8::1",
-        "2002:7f00:1::",  # 6to4
-        "2002:808:808::1",
-        "2606:4700::1%2",  # with a scope
-        "3fff::1",
-        "5f00::1",
-        "fc00::1",
-        "fd00:ec2::254",  # Amazon's metadata
-        "fd20:ce::254",  # Google's metadata
-        "fe80::1",
-        "fe80::1%eth0",
-        "fec0::1",
-        "ff02::1",
-        "ff0e::1",
-    ],
-)
-def test_addresses_that_are_not_public(address):
-    assert not is_public_address(ip_address(address))
+@pytest.mark.parametrize("address", [*PUBLIC.split(), *NOT_PUBLIC.split()])
+def test_which_addresses_are_public(address):
+    assert is_public_address(ip_address(address)) == (address in PUBLIC.split())
 
 
 @given(st.ip_addresses(v=4))
@@ -182,23 +123,17 @@ def test_a_network_that_cannot_be_named_is_refused(text, message):
 @pytest.mark.parametrize(
     ("text", "host", "port", "target", "authority"),
     [
-        ("http://a.test", "a.test", 80, "/", "a.test"),
         ("https://a.test", "a.test", 443, "/", "a.test"),
         ("HTTPS://A.Test:443/Cat.png", "a.test", 443, "/Cat.png", "a.test"),
         ("https://a.test:80/", "a.test", 80, "/", "a.test:80"),
-        ("http://a.test:/", "a.test", 80, "/", "a.test"),
         ("http://a.test./x", "a.test", 80, "/x", "a.test"),
         ("http://a.test?q=1#fragment", "a.test", 80, "/?q=1", "a.test"),
         ("http://a.test/ä%20b", "a.test", 80, "/%C3%A4%20b", "a.test"),
         ("http://a.test/?q=ä&r={}|^", "a.test", 80, "/?q=%C3%A4&r={}|^", "a.test"),
-        ("http://a.test/@x/..;/%2e", "a.test", 80, "/@x/..;/%2e", "a.test"),
         ("http://bücher.test/", "xn--bcher-kva.test", 80, "/", "xn--bcher-kva.test"),
         ("http://BÜCHER。test\uff0e/", "xn--bcher-kva.test", 80, "/", "xn--bcher-kva.test"),
-        ("http://xn--bcher-kva.test/", "xn--bcher-kva.test", 80, "/", "xn--bcher-kva.test"),
         ("http://a_b.test/", "a_b.test", 80, "/", "a_b.test"),
-        ("http://1.2.3.example/", "1.2.3.example", 80, "/", "1.2.3.example"),
         ("http://8.8.8.8:8080/", "8.8.8.8", 8080, "/", "8.8.8.8:8080"),
-        ("http://8。8.8.8/", "8.8.8.8", 80, "/", "8.8.8.8"),
         ("http://[2606:4700:0:0::1]:8080/", "2606:4700::1", 8080, "/", "[2606:4700::1]:8080"),
     ],
 )
@@ -213,71 +148,41 @@ def test_a_url_is_taken_apart(text, host, port, target, authority):
     [
         ("", "wanted http:// or https://"),
         ("a.test/cat.png", "wanted http"),
-        ("//a.test/cat.png", "wanted http"),
         ("file:///etc/passwd", "wanted http"),
-        ("gopher://a.test/_x", "wanted http"),
-        ("ftp://a.test/x", "wanted http"),
         ("data:image/gif;base64,QQ==", "wanted http"),
-        ("jar:http://a.test!/", "wanted http"),
-        ("http:a.test", "host or port is malformed"),
-        ("http:/a.test/", "host or port is malformed"),
-        ("http:///a.test/", "host or port is malformed"),
-        ("http://:80/", "host or port is malformed"),
         ("http://a.test:0/", "host or port is malformed"),
         ("http://a.test:65536/", "host or port is malformed"),
-        ("http://a.test:99999999999/", "host or port is malformed"),
-        ("http://a.test:x/", "host or port is malformed"),
         ("http://a.test:\uff18\uff10/", "host or port is malformed"),
-        ("http://a.test:-80/", "host or port is malformed"),
         ("http://a.test:80:80/", "host or port is malformed"),
         ("http://::1/", "host or port is malformed"),
         ("http://127%2e0%2e0%2e1/", "host or port is malformed"),
-        ("http://a%2etest/", "host or port is malformed"),
         ("http://[fe80::1%25eth0]/", "host or port is malformed|no URL"),
         ("http://[::1/", "no URL"),
         ("http://[a.test]/", "host or port is malformed|no URL"),
         ("http://[127.0.0.1]/", "neither a name nor an address|no URL"),
         ("http://a℀b.test/", "no URL"),  # NFKC has a slash in it
-        ("http://a..test/", "neither a name nor an address"),
-        ("http://.a.test/", "neither a name nor an address"),
         ("http://a.test../", "neither a name nor an address"),
-        ("http://./", "neither a name nor an address"),
         ("http://a$b.test/", "neither a name nor an address"),
         (f"http://{'a' * 64}.test/", "neither a name nor an address"),
         (f"http://{'a.' * 130}test/", "neither a name nor an address"),
         (f"http://{'ü.' * 130}test/", "neither a name nor an address"),
         ("http://a.test\ud800/", "neither a name nor an address|no URL"),
         ("http://a.test/\ud800", "no URL"),
-        ("http://user@a.test/", "user name or password"),
-        ("http://:@a.test/", "user name or password"),
         ("http://@a.test/", "user name or password"),
         ("http://a.test\\@b.test/", "backslash"),
         ("http:\\\\a.test/", "backslash"),
-        ("http://a.test/\\..\\", "backslash"),
-        (" http://a.test/", "blank"),
         ("http://a.test/ ", "blank"),
         ("http://a.te\tst/", "control character"),
-        ("ht\ntp://a.test/", "control character"),
         ("http://a.test/\r\nHost: b.test", "control character"),
-        ("http://a.test/\x00", "control character"),
         ("http://a.test/" + "x" * LONGEST_URL, f"longer than {LONGEST_URL} characters"),
         # what C's inet_aton and browsers read as 127.0.0.1
         ("http://2130706433/", "its host is a number"),
         ("http://0x7f000001/", "its host is a number"),
-        ("http://0x7F.1/", "its host is a number"),
-        ("http://0x/", "its host is a number"),
         ("http://017700000001/", "its host is a number"),
-        ("http://0177.0.0.1/", "its host is a number"),
         ("http://127.1/", "its host is a number"),
-        ("http://127.0.1/", "its host is a number"),
-        ("http://127.0.0.01/", "its host is a number"),
         ("http://127.0.0.0x1/", "its host is a number"),
-        ("http://127.0.0.256/", "its host is a number"),
-        ("http://1.2.3.4.5/", "its host is a number"),
         ("http://0/", "its host is a number"),
         ("http://a.test.1/", "its host is a number"),
-        ("http://\uff11\uff12\uff17.1/", "its host is a number"),
-        ("http://①②⑦.1/", "its host is a number"),
     ],
 )
 def test_what_is_no_url_of_a_name_or_an_address_is_refused(text, rule):
@@ -333,13 +238,8 @@ def test_any_text_is_a_safe_url_or_refused(text):
         (["a.test"], "http://a.test/"),
         (["A.Test."], "https://a.tesT./"),
         (["*.a.test"], "http://b.a.test/"),
-        (["*.a.test"], "http://c.b.a.test/"),
-        (["*.A.test."], "http://b.a.test./"),
-        (["b.test", "a.test:8443"], "https://a.test:8443/"),
-        (["a.test", "a.test:8443"], "https://a.test/"),
         (["*.a.test:8443"], "https://b.a.test:8443/"),
         (["bücher.test"], "http://xn--bcher-kva.test/"),
-        (["xn--bcher-kva.test"], "http://bücher.test/"),
         (["8.8.8.8"], "http://8.8.8.8/"),
         (["2606:4700::1"], "http://[2606:4700:0::1]/"),
         (["[2606:4700::1]:8443"], "http://[2606:4700::1]:8443/"),
@@ -354,12 +254,10 @@ def test_allowed_hosts(hosts, text):
     [
         ([], "http://a.test/", "this server fetches no URLs; --allow-media-urls names"),
         (["a.test"], "http://b.test/", "its host is none of those that --allow-media-urls names"),
-        (["a.test"], "http://b.a.test/", "its host is none"),
         (["a.test"], "http://xa.test/", "its host is none"),
         (["a.test"], "http://a.test.b.test/", "its host is none"),
         (["*.a.test"], "http://a.test/", "its host is none"),
         (["*.a.test"], "http://ba.test/", "its host is none"),
-        (["a.test"], "http://127.0.0.1/", "its host is none"),
         (["8.8.8.8"], "http://[::ffff:8.8.8.8]/", "its host is none"),
         (["a.test"], "http://\u0430.test/", "its host is none"),  # a Cyrillic letter
         (["a.test"], "http://a.test:8080/", "its port is not 80 or 443, nor one that --allow-m"),
@@ -372,30 +270,13 @@ def test_hosts_and_ports_that_are_not_allowed(hosts, text, rule):
         AllowedHosts(hosts).check(parse_media_url(text), "it")
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "",
-        "*",
-        "*.",
-        "a.*.test",
-        "*a.test",
-        "*.*.test",
-        "http://a.test",
-        "a.test/x",
-        "user@a.test",
-        "a.test:0",
-        "a.test:http",
-        "*.8.8.8.8",
-        "*.::1",
-        "127.1",
-        "a b",
-        "a.test,b.test",
-        "[::1",
-        ":80",
-        ":::",
-    ],
-)
+NO_HOSTS = """
+* *. a.*.test *a.test *.*.test http://a.test a.test/x user@a.test a.test:0 a.test:http *.8.8.8.8
+*.::1 127.1 a.test,b.test [::1 :80 :::
+"""
+
+
+@pytest.mark.parametrize("host", ["", "a b", *NO_HOSTS.split()])
 def test_what_names_no_host_is_no_setting(host):
     with pytest.raises(ConfigError, match=r"--allow-media-urls of .*; wanted a host"):
         AllowedHosts([host])

@@ -58,13 +58,6 @@ def test_a_bucket_never_holds_more_than_a_minute(clock):
     assert quota.states()[1].reset_s == pytest.approx(10)
 
 
-def test_a_clock_that_goes_back_gives_nothing(clock):
-    quota = quota_of(clock, tokens_per_minute=600)
-    quota.charge(600)
-    clock.now -= 50
-    assert remaining(quota) == {"tokens": 0}
-
-
 def test_tokens_are_charged_by_estimate_then_by_what_is_run_then_by_the_answer(clock):
     quota, admission = quota_of(clock, tokens_per_minute=1000), door()
     with admission.capacity.request() as held:
@@ -157,14 +150,6 @@ def test_later_parts_of_a_request_do_not_wait_but_all_of_them_are_within_the_lim
             admission.admit(Cost(1, 101), held)
         with pytest.raises(RequestTooLarge, match="11 inputs"):
             admission.admit(Cost(3, 1), held)
-
-
-def test_what_no_model_runs_takes_no_tokens(clock):
-    quota, admission = quota_of(clock, tokens_per_minute=10, max_inputs_waiting=1), door()
-    with admission.capacity.request() as held:
-        held.account = Account(quota)
-        with admission.admit(Cost(1, 5000), held, is_run=False):
-            assert (remaining(quota), quota.waiting) == ({"tokens": 10}, 1)
 
 
 def test_other_limits_keep_the_share_that_was_used(clock):

@@ -14,14 +14,7 @@ from jaxembed.config import TextConfig
 from jaxembed.errors import CheckpointError, ConfigError, InvalidInput
 from jaxembed.options import EncodeOptions
 from jaxembed.quantise import quantise
-from jaxembed.ranges import (
-    RANGES,
-    KeptRanges,
-    VectorKind,
-    check_writable,
-    load_ranges,
-    save_ranges,
-)
+from jaxembed.ranges import RANGES, KeptRanges, VectorKind, check_writable, load_ranges, save_ranges
 from jaxembed.spec import Adapter, Routes
 from jaxembed.tasks import Tasks
 
@@ -98,11 +91,8 @@ def test_a_damaged_file_is_refused(tmp_path, change, message):
         load_ranges(tmp_path)
     assert f"{path} is damaged" in str(refused.value)
     assert "remove it and run `jaxembed calibrate` again" in str(refused.value)
-
-
-def test_what_is_no_file_of_ranges_is_refused(tmp_path):
-    for content in (b"", b"[]", b'{"ranges": [{}', b"\xff"):
-        (tmp_path / RANGES).write_bytes(content)
+    for broken in (b"", b"[]", b'{"ranges": [{}', b"\xff"):
+        path.write_bytes(broken)
         with pytest.raises(CheckpointError, match="is damaged"):
             load_ranges(tmp_path)
 
@@ -214,29 +204,20 @@ def test_ranges_of_another_checkpoint_or_pooling_are_refused():
         tasks_with(tiny_spec(("cls",), content_hash="old"), ranges).embed([], options)
 
 
-def test_ranges_are_of_one_adapter():
+def test_ranges_are_of_one_adapter_and_of_one_route():
     adapters = (Adapter("law", {"tower.layers.0.attention.qkv": 4}),)
-    kind = VectorKind("", ("mean",), "law", 32)
-    ranges = KeptRanges(kind, "", 100, [-0.5] * 32, [0.5] * 32)
-    tasks = tasks_with(tiny_spec(adapters=adapters), ranges)
-    options = EncodeOptions(output_dtype="int8", adapter="law")
+    specs = {"query": tiny_spec(adapters=adapters), "document": tiny_spec(adapters=adapters)}
+    kind = VectorKind("query", ("mean",), "law", 32)
+    ranges = {kind: KeptRanges(kind, "", 100, [-0.5] * 32, [0.5] * 32)}
+    tasks = Tasks("tiny", Routes(specs, "document"), NoPrompts(), TextConfig(), ranges)
+    options = EncodeOptions(output_dtype="int8", route="query", adapter="law")
     assert tasks.embed([], options).ranges is not None
-    with pytest.raises(InvalidInput, match="`jaxembed calibrate tiny TEXTS`"):
-        tasks.embed([], EncodeOptions(output_dtype="int8"))
-    with pytest.raises(InvalidInput, match="TEXTS --adapter-name law`"):
-        tasks_with(tiny_spec(adapters=adapters)).embed([], options)
-
-
-def test_ranges_are_of_one_route():
-    specs = {"query": tiny_spec(content_hash="q"), "document": tiny_spec(content_hash="d")}
-    kind = VectorKind("query", ("mean",), None, 32)
-    ranges = KeptRanges(kind, "q", 100, [-0.5] * 32, [0.5] * 32)
-    routes = Routes(specs, "document")
-    tasks = Tasks("tiny", routes, NoPrompts(), TextConfig(), {kind: ranges})
-    options = EncodeOptions(output_dtype="int8", route="query")
-    assert tasks.embed([], options).ranges is not None
-    with pytest.raises(InvalidInput, match="TEXTS --prompt-name document`"):
-        tasks.embed([], EncodeOptions(output_dtype="int8"))
+    for other in ({"route": "query"}, {"route": "document"}):
+        with pytest.raises(InvalidInput, match=f"TEXTS --prompt-name {other['route']}`"):
+            tasks.embed([], EncodeOptions(output_dtype="int8", **other))
+    options = EncodeOptions(output_dtype="int8", route="document", adapter="law")
+    with pytest.raises(InvalidInput, match="--adapter-name law"):
+        tasks.embed([], options)
 
 
 def test_outputs_as_they_are_have_no_dtype(embedder):

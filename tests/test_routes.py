@@ -1,11 +1,9 @@
 """A model with several routes: which engine a request gets, and all engines together."""
 
 import asyncio
-import base64
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from operator import is_, is_not
 from pathlib import Path
@@ -105,23 +103,20 @@ def same(got, wanted) -> bool:
 # The library.
 
 
-def test_each_method_takes_the_route_of_its_texts(routed, wanted):
+def test_methods_and_prompt_names_name_a_route_and_other_names_the_default_one(
+    opened, saved, routed, alone, wanted
+):
     assert not same(wanted["query"], wanted["document"])
     assert same(routed.encode_query(TEXTS), wanted["query"])
     assert same(routed.encode_document(TEXTS), wanted["document"])
     assert same(routed.encode_query(TEXTS[0]), wanted["query"][0])
-
-
-async def test_so_do_their_twins_for_event_loops(routed, wanted):
-    assert same(await routed.encode_query_async(TEXTS), wanted["query"])
-    assert same(await routed.encode_document_async(TEXTS), wanted["document"])
-
-
-def test_a_prompt_name_names_a_route_and_other_names_the_default_one(routed, alone, wanted):
     for route, vectors in wanted.items():
         assert same(routed.encode(TEXTS, prompt_name=route), vectors)
     for options in ({}, {"prompt_name": "sts"}):
         assert same(routed.encode(TEXTS, **options), alone["document"].encode(TEXTS, **options))
+    embedder = opened(saved, text=TextConfig(default_prompt_name="query"))
+    assert same(embedder.encode(TEXTS), wanted["query"])
+    assert same(embedder.encode_document(TEXTS), wanted["document"])
 
 
 def test_a_route_can_be_chosen_beside_the_prompt(routed, alone):
@@ -130,13 +125,6 @@ def test_a_route_can_be_chosen_beside_the_prompt(routed, alone):
         assert same(got, one.encode(TEXTS, prompt="the "))
     got = routed.encode_query(TEXTS, prompt_name="sts")
     assert same(got, alone["query"].encode(TEXTS, prompt_name="sts"))
-
-
-def test_other_outputs_are_of_the_route_too(routed, alone):
-    got = routed.compute(TEXTS, ["dense", "tokens"], prompt_name="query")
-    assert same(
-        got["dense"], alone["query"].compute(TEXTS, ["dense"], prompt_name="query")["dense"]
-    )
 
 
 def test_no_name_is_refused_where_no_route_is_the_default(undecided, wanted):
@@ -148,31 +136,14 @@ def test_no_name_is_refused_where_no_route_is_the_default(undecided, wanted):
     assert same(undecided.encode_query(TEXTS), wanted["query"])
 
 
-def test_unknown_names_are_refused(routed):
+def test_unknown_names_are_refused(routed, embedder):
     with pytest.raises(UnknownRoute, match="'image', which is no route"):
         routed.encode(TEXTS, route="image")
     with pytest.raises(UnknownPrompt):
         routed.encode(TEXTS, prompt_name="passage")
-
-
-def test_a_model_with_one_route_knows_no_other(embedder):
     assert same(embedder.encode(TEXTS, route=""), embedder.encode(TEXTS))
     with pytest.raises(UnknownRoute, match=r"of this model; it has no routes$"):
         embedder.encode(TEXTS, route="query")
-
-
-def test_the_default_prompt_of_the_flags_chooses_the_route(opened, saved, wanted):
-    embedder = opened(saved, text=TextConfig(default_prompt_name="query"))
-    assert same(embedder.encode(TEXTS), wanted["query"])
-    assert same(embedder.encode_document(TEXTS), wanted["document"])
-
-
-def test_each_route_has_its_own_limit(routed, alone):
-    long = "cat " * 40
-    assert routed.routes["query"].plan.max_input_tokens == SHORT
-    assert routed.max_input_tokens == LIMIT  # of the default route
-    for route, one in alone.items():
-        assert same(routed.encode(long, route=route, prompt=""), one.encode(long, prompt=""))
 
 
 def test_another_pooling_is_refused(saved, tmp_path):
@@ -192,11 +163,9 @@ def over_http(model, path, body, **options):
     ("fields", "route"),
     [
         ({"prompt_name": "query"}, "query"),
-        ({"input_type": "query"}, "query"),
         ({"input_type": "search_query"}, "query"),
         ({"task": "retrieval.query"}, "query"),
         ({"input_type": "query", "task": "retrieval.query"}, "query"),
-        ({"prompt_name": "document"}, "document"),
         ({"input_type": "passage"}, "document"),
         ({"input_type": "search_document"}, "document"),
         ({"task": "retrieval.passage"}, "document"),
@@ -208,37 +177,13 @@ def test_openai_chooses_the_route_by_the_fields_of_its_prompt(routed, wanted, fi
     assert same([one["embedding"] for one in answer["data"]], wanted[route])
 
 
-def test_openai_can_have_it_as_base64(routed, wanted):
-    body = {"input": TEXTS, "encoding_format": "base64", "input_type": "query"}
-    (first, *_) = over_http(routed, "/v1/embeddings", body)["data"]
-    assert same(np.frombuffer(base64.b64decode(first["embedding"]), "<f4"), wanted["query"][0])
-
-
-def test_the_headers_are_those_of_the_route(routed, monkeypatch):
-    query = routed.engines["query"]
-    other = replace(query, plan=replace(query.plan, dtype="bfloat16"))
-    monkeypatch.setitem(routed.run_by, "query", other)
-    for route, dtype in (("query", "bfloat16"), ("document", "float32")):
-        body = {"inputs": TEXTS, "prompt_name": route}
-        response, _ = ask(body, path="/embed", models=Models([routed]))
-        assert response.headers["x-compute-type"] == f"cpu+{dtype}"
-
-
-@pytest.mark.parametrize("path", ["/embed", "/", "/invocations"])
-def test_tei_chooses_the_route_by_prompt_name(routed, wanted, path):
+def test_tei_chooses_the_route_by_prompt_name(routed, alone, wanted):
     for route, vectors in wanted.items():
-        assert same(over_http(routed, path, {"inputs": TEXTS, "prompt_name": route}), vectors)
-    assert same(over_http(routed, path, {"inputs": TEXTS}), wanted["document"])
-
-
-def test_vertex_takes_a_route_for_each_instance(routed, wanted):
-    body = {"instances": [{"inputs": TEXTS, "prompt_name": route} for route in wanted]}
-    queries, documents = over_http(routed, "/vertex", body)["predictions"]
-    assert same(queries, wanted["query"])
-    assert same(documents, wanted["document"])
-
-
-def test_token_vectors_are_of_the_route(routed, alone):
+        assert same(over_http(routed, "/embed", {"inputs": TEXTS, "prompt_name": route}), vectors)
+    assert same(over_http(routed, "/", {"inputs": TEXTS}), wanted["document"])
+    body = {"instances": [{"inputs": TEXTS, "prompt_name": "query"}, {"inputs": TEXTS}]}
+    for got, route in zip(over_http(routed, "/vertex", body)["predictions"], wanted, strict=True):
+        assert same(got, wanted[route])
     rows = over_http(routed, "/embed_all", {"inputs": ["the cat"], "prompt_name": "query"})
     tokens = alone["query"].compute(["the cat"], ["tokens"], prompt_name="query")["tokens"]
     assert same(rows[0], tokens[0])
@@ -283,7 +228,6 @@ def test_texts_are_tokenized_by_the_route(routed):
     ("path", "body"),
     [
         ("/v1/embeddings", {"input": TEXTS}),
-        ("/embeddings", {"input": TEXTS}),
         ("/embed", {"inputs": TEXTS}),
         ("/embed_all", {"inputs": TEXTS}),
         ("/tokenize", {"inputs": TEXTS}),
@@ -309,23 +253,6 @@ def test_a_purpose_without_a_route_is_refused(routed, field):
     assert f"`{field}` of 'classification' names none of the routes" in answer["error"]["message"]
 
 
-def test_info_has_each_route(routed):
-    _, info = fetch_json("/info", models=Models([routed]))
-    assert info["max_input_length"] == LIMIT
-    more = info["jaxembed"]
-    assert more["default_route"] == "document"
-    assert {name: one["max_input_length"] for name, one in more["routes"].items()} == {
-        "query": SHORT,
-        "document": LIMIT,
-    }
-    assert len({one["content_hash"] for one in more["routes"].values()}) == 2
-
-
-def test_info_of_an_ordinary_model_has_no_routes(embedder):
-    _, info = fetch_json("/info", models=Models([embedder]))
-    assert "routes" not in info["jaxembed"]
-
-
 def test_the_doctor_examines_each_route(routed):
     models, history = {"m": routed}, History()
     before = examine(models, history.window(models))["m, query"].facts
@@ -341,15 +268,6 @@ def test_the_doctor_examines_each_route(routed):
     assert before.window.inputs == 0 < facts["m, query"].window.inputs
     _, info = fetch_json("/info?verbose", models=Models([routed]))
     assert list(info["jaxembed"]["doctor"]) == [f"{routed.name}, query", f"{routed.name}, document"]
-
-
-def test_the_metrics_are_of_all_routes(routed):
-    done = routed.telemetry.inputs["embed"].count
-    routed.encode_query(TEXTS)
-    routed.encode_document(TEXTS)
-    assert routed.telemetry.inputs["embed"].count == done + 6
-    _, text = fetch("/metrics", models=Models([routed]))
-    assert text.count(b"\nte_queue_size 0.0\n") == 1
 
 
 # All engines together.
@@ -472,28 +390,15 @@ def test_a_static_query_encoder_runs_beside_a_tower_for_documents(opened, tmp_pa
         embedder, "/similarity", {"inputs": {"source_sentence": texts[0], "sentences": texts}}
     )
     assert same(got, documents @ wanted[0])
-    models = {"m": embedder}
-    assert list(examine(models, History().window(models))) == ["m, query", "m, document"]
-    _, info = fetch_json("/info?verbose", models=Models([embedder]))
+    models = Models([embedder])
+    _, info = fetch_json("/info?verbose", models=models)
     assert info["jaxembed"]["routes"]["query"]["buckets"] == []
-    assert fetch("/ready", models=Models([embedder]))[0].status_code == 200
-    _, metrics = fetch("/metrics", models=Models([embedder]))
+    assert fetch("/ready", models=models)[0].status_code == 200
+    _, metrics = fetch("/metrics", models=models)
     assert metrics.count(b"\nte_queue_size 0.0\n") == 1
 
 
 # The command line.
-
-
-def test_a_file_is_embedded_by_the_route_of_its_prompt(saved, wanted, tmp_path):
-    texts, out, grid = (tmp_path / name for name in ("texts.txt", "out.npy", "grid.json"))
-    texts.write_text("\n".join(TEXTS))
-    grid.write_text('{"buckets": [[2, 64]]}')
-    named = ["--model", str(saved), "--prompt-name", "query"]
-    named += ["--cache-dir", str(tmp_path / "cache")]
-    flags = ["--dtype", "float32", "--devices", "1", "--buckets", str(grid)]
-    done = run("embed", str(texts), "-o", str(out), *named, *flags)
-    assert done.returncode == 0, done.stderr
-    assert same(np.load(out), wanted["query"])
 
 
 def test_a_file_without_a_route_is_refused_before_the_model_is_loaded(tmp_path):

@@ -152,17 +152,13 @@ async def test_a_large_answer_without_room_is_503_and_says_when_to_come_back(app
     assert app.capacity.bytes == 0
 
 
-async def test_a_refused_client_may_send_its_body_slowly_but_not_pause(app, monkeypatch):
-    """Its connection would be reset, and it would not read why it was refused."""
-    monkeypatch.setattr(server_body, "DISCARD_S", 1.0)
-
-    client = Client(app, "POST", "/no-such-route")
-    pieces = [PIECE] * 20
+async def test_a_refused_client_that_pauses_is_not_waited_for(app, monkeypatch):
+    monkeypatch.setattr(server_body, "DISCARD_S", 0.01)
+    client, pieces = Client(app, "POST", "/no-such-route"), [PIECE] * 20
 
     async def receive():
         if not pieces:
-            await asyncio.Event().wait()  # it pauses
-        await asyncio.sleep(0.06)
+            await asyncio.Event().wait()
         return {"type": "http.request", "body": pieces.pop(), "more_body": True}
 
     client._receive = receive
@@ -201,27 +197,6 @@ async def test_the_bytes_of_a_request_are_held_until_its_answer_is_sent(app):
     assert app.capacity.bytes == 0
 
 
-async def test_a_client_that_does_not_read_its_answer_loses_its_connection(app, monkeypatch):
-    monkeypatch.setattr(connection, "SEND_S", 0.02)
-    closed = []
-
-    class Watched:
-        def abort(self):
-            closed.append(True)
-
-    connection._connection.set(Watched())
-    client = Client(app, "GET", "/info", b"")
-
-    async def never(message):
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
-
-    client._send = never
-    await app(client.scope, client._receive, client._send)
-    assert closed == [True]
-    assert app.capacity.bytes == 0
-
-
 async def test_a_sender_waits_while_much_is_unread_and_goes_on_when_it_is_read():
     with Capacity(1).request() as held:
         body = BoundedBody(held)
@@ -233,16 +208,3 @@ async def test_a_sender_waits_while_much_is_unread_and_goes_on_when_it_is_read()
         await body.put(b"x")  # there is room
         body.set_complete()
         assert [part async for part in body] == [b"x"]
-
-
-async def test_a_sender_that_waits_goes_on_when_nobody_will_read():
-    with Capacity(1).request() as held:
-        body = BoundedBody(held)
-        async with running(body.put(PIECE)) as putting:
-            await turns(10)
-            body.discard()
-            await putting
-        assert held.bytes == 0
-        body.discard()  # a second time changes nothing
-        body.set_complete()
-        await body.end(5)

@@ -13,6 +13,7 @@ import h2.errors
 import h2.events
 import h2.settings
 import pytest
+import test_server_run
 from fake_embedder import FakeEmbedder
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
@@ -20,12 +21,9 @@ from hypercorn.events import RawData
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.typing import ConnectionState
 
-from jaxembed.config import ServerConfig
 from jaxembed.memory import KIB
 from jaxembed.server import run
-from jaxembed.server.app import create_app
 from jaxembed.server.connection import MOST_HELD, Connection
-from jaxembed.server.models import Models
 from jaxembed.server.protocols import MOST_FRAMES, MOST_TABLE, Http2
 
 PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -41,21 +39,9 @@ def _warnings_alone(caplog) -> None:
 async def serving(embedder=None, *, send_buffer: int | None = None):
     """A server on a free port, and its host and port. `send_buffer` is how many bytes the system
     keeps for a client that does not read."""
-    listener = run.listen("127.0.0.1", 0)
-    if send_buffer is not None:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    listener.listen()
-    host, port = listener.getsockname()
-    shutdown = asyncio.Event()
-    models = Models([embedder or FakeEmbedder()])
-    config = ServerConfig()
-    app = create_app(models, config)
-    task = asyncio.create_task(run.serve(app, models, config, shutdown, listener))
-    try:
-        yield host, port
-    finally:
-        shutdown.set()
-        await task
+    async with test_server_run.serving(embedder or FakeEmbedder(), send_buffer=send_buffer) as made:
+        client, _, _ = made
+        yield client.base_url.host, client.base_url.port
 
 
 @contextlib.asynccontextmanager
@@ -71,64 +57,20 @@ async def embed(reader, writer, texts: list[str]) -> bytes:
     body = b'{"inputs": [%s]}' % b",".join(b'"%s"' % text.encode() for text in texts)
     head = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-    return await answer(reader)
+    return (await answer(reader))[1]
 
 
-async def answer(reader) -> bytes:
-    """The body of the next answer."""
-    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-    assert head.startswith("http/1.1 200")
-    (length,) = (
-        int(line.split(":")[1]) for line in head.splitlines() if line.startswith("content-length")
-    )
-    return await reader.readexactly(length)
+async def answer(reader) -> tuple[int, bytes]:
+    """The status and the body of the next answer of HTTP/1.1."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    (length,) = re.findall(rb"\r\ncontent-length: (\d+)", head)
+    return int(head.split()[1]), await reader.readexactly(int(length))
 
 
-@pytest.fixture(name="written")
-def written_fixture(monkeypatch):
-    """How many bytes each write of a connection had."""
-    sizes = []
-    start = Connection.__init__
-
-    def watched(connection, *arguments):
-        start(connection, *arguments)
-        write = connection.writer.write
-        connection.writer.write = lambda data: (sizes.append(len(data)), write(data))[1]
-
-    monkeypatch.setattr(Connection, "__init__", watched)
-    return sizes
-
-
-async def test_a_small_answer_leaves_in_one_piece(written):
+async def test_a_large_answer_comes_whole():
     async with serving() as address, connected(address) as streams:
-        body = await embed(*streams, ["a"])
-        assert len(written) == 1
-        assert written[0] > len(body)
-        await embed(*streams, ["a b"])
-        assert len(written) == 2
-
-
-async def test_a_large_answer_comes_whole(written):
-    async with serving() as address, connected(address) as streams:
-        body = await embed(*streams, [f"a {k}" for k in range(2000)])
-        assert len(body) > MOST_HELD
-        assert sum(written) > len(body)
+        assert len(await embed(*streams, [f"a {k}" for k in range(2000)])) > MOST_HELD
         assert len(await embed(*streams, ["a"])) < MOST_HELD
-
-
-async def test_requests_sent_ahead_are_answered_in_order(written):
-    async with serving() as address, connected(address) as (reader, writer):
-        writer.write(PING * 3)
-        for _ in range(3):
-            assert await answer(reader) == b""
-
-
-async def test_an_idle_connection_is_closed_in_time(monkeypatch):
-    monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.05)
-    async with serving() as address, connected(address) as (reader, writer):
-        writer.write(PING)
-        await answer(reader)
-        assert await reader.read() == b""
 
 
 async def test_a_connection_that_waits_for_an_answer_is_not_idle(monkeypatch):
@@ -144,41 +86,17 @@ async def test_a_connection_that_waits_for_an_answer_is_not_idle(monkeypatch):
         assert await asking
 
 
-class Writer:
-    """What is written, by a client that reads at once."""
-
-    def __init__(self):
-        self.written = []
-        self.write = self.written.append
-
-    async def drain(self):
-        """There is room."""
-
-
-def bare_connection() -> tuple[Connection, Writer]:
-    """A connection without a socket, in the running loop."""
-    connection, writer = Connection.__new__(Connection), Writer()
-    connection.loop, connection.writer = asyncio.get_running_loop(), writer
-    connection._held, connection._bytes_held = [], 0
-    return connection, writer
-
-
 async def status(reader) -> int:
-    """The status of the next answer of HTTP/1.1, whose body is read, too."""
-    head = (await reader.readuntil(b"\r\n\r\n")).lower()
-    (length,) = re.findall(rb"\r\ncontent-length: (\d+)", head)
-    await reader.readexactly(int(length))
-    return int(head.split()[1])
+    return (await answer(reader))[0]
 
 
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
+        ("CONNECT x:443", 404),  # there are no tunnels
         ("?x", 200),
         ("http://x/livez", 200),
-        ("HTTPS://x:8080?x", 200),
         ("http://[/v1/models/test%2Ffake", 200),
-        ("http://[::1", 200),
         ("http://a]b/%00", 404),
         ("*", 404),
         ("urn:[", 404),
@@ -187,16 +105,9 @@ async def status(reader) -> int:
 )
 async def test_a_target_may_be_more_or_less_than_a_path(target, expected, caplog):
     async with serving() as address, connected(address) as (reader, writer):
-        writer.write(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode() + PING)
+        method = "" if target.startswith("CONNECT") else "GET "
+        writer.write(f"{method}{target} HTTP/1.1\r\nHost: x\r\n\r\n".encode() + PING)
         assert await status(reader) == expected
-        assert await status(reader) == 200
-    assert not caplog.records
-
-
-async def test_there_are_no_tunnels(caplog):
-    async with serving() as address, connected(address) as (reader, writer):
-        writer.write(b"CONNECT x:443 HTTP/1.1\r\nHost: x\r\n\r\n" + PING)
-        assert await status(reader) == 404
         assert await status(reader) == 200
     assert not caplog.records
 
@@ -210,11 +121,9 @@ H2C = "Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: "
     "upgrade",
     [
         WEBSOCKET,
-        WEBSOCKET + VERSION,
         WEBSOCKET + VERSION + KEY,
         H2C + "AAMAAABkAAQAAP__\r\n",
         H2C + "AAAAA\r\n",
-        "Upgrade: h2c\r\n",
         "Upgrade: TLS/1.0, websocket, h2c\r\nConnection: Upgrade\r\n",
     ],
 )
@@ -237,19 +146,19 @@ async def test_a_connection_ends_after_an_upgrade(monkeypatch):
         assert await reader.read() == b""
 
 
-async def test_an_empty_piece_does_not_keep_the_next_answer_back():
-    connection, writer = bare_connection()
+async def test_pieces_leave_together_and_neither_empty_nor_many_ones_keep_the_next_back():
+    connection, written = Connection.__new__(Connection), []
+    connection.loop = asyncio.get_running_loop()
+    connection.writer = SimpleNamespace(write=written.append)
+    connection._held, connection._bytes_held = [], 0
     connection._send(b"")  # the end of an answer whose length was told
-    connection._send(b"the next answer")
+    connection._send(b"the next ")
+    connection._send(b"answer")
     await asyncio.sleep(0)
-    assert writer.written == [b"the next answer"]
-
-
-async def test_many_small_pieces_are_not_held_until_there_are_no_more():
-    connection, writer = bare_connection()
+    assert written == [b"the next answer"]
     for _ in range(40):  # as HTTP/2 sends a large answer, within one turn of the loop
         connection._send(bytes(MOST_HELD // 4))
-    assert [len(piece) for piece in writer.written] == [MOST_HELD] * 10
+    assert [len(piece) for piece in written[1:]] == [MOST_HELD] * 10
 
 
 async def test_a_connection_ends_though_more_of_a_body_comes_than_is_discarded(monkeypatch):
@@ -327,10 +236,8 @@ async def test_a_body_that_goes_on_after_its_answer_is_stopped_and_the_connectio
     "change",
     [
         {":path": b"/\xff"},
-        {":path": "/livez?\N{LATIN SMALL LETTER U WITH DIAERESIS}"},
         {":path": "/ /"},
         {":method": b"G\xff"},
-        {":method": "G T"},
         {":method": ""},
         {":method": "connect"},
         {":method": "CONNECT", ":protocol": "websocket"},
@@ -403,28 +310,6 @@ async def test_a_body_with_two_lengths_is_refused_and_its_connection_closed():
     assert said.startswith(b"HTTP/1.1 400")
     assert b"not both" in said
     assert said.count(b"HTTP/1.1") == 1
-
-
-async def test_a_client_that_sends_ahead_and_leaves_an_answer_unread_leaves_nothing_behind(caplog):
-    texts = b",".join([b'"%s"' % (b"a " * 16)] * 2000)  # an answer of some megabytes
-    body = b'{"inputs": [%s]}' % texts
-    head = b"POST /embed_all HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    loop = asyncio.get_running_loop()
-    async with serving() as address:
-        async with connected(address) as streams:
-            await embed(*streams, ["a"])  # the server has begun its own tasks
-            before = asyncio.all_tasks()
-        for _ in range(5):
-            client = socket.socket()
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.setblocking(False)
-            await loop.sock_connect(client, address)
-            await loop.sock_sendall(client, request + PING)
-            await asyncio.sleep(0.1)  # its answer fills what the client can take
-            client.close()
-        await until(lambda: not asyncio.all_tasks() - before)
-    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_an_http2_connection_that_asks_nothing_is_idle(monkeypatch):
@@ -516,50 +401,41 @@ def h2_requests(head: dict, count: int, *, resets: bool) -> bytes:
     return client.data_to_send()
 
 
-async def test_what_waits_for_a_client_that_is_done_and_does_not_read_is_dropped(
-    monkeypatch, running
+DOCS = b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "then"),
+    [
+        pytest.param(lambda: 3 * DOCS, "stays", id="sends ahead"),
+        pytest.param(lambda: DOCS + PING, "leaves", id="sends ahead and leaves"),
+        pytest.param(lambda: 300 * PING, "is idle", id="is idle"),
+        pytest.param(lambda: h2_requests(FILE, 1, resets=False), "is done", id="is done"),
+        pytest.param(lambda: h2_requests(FILE, 3000, resets=True), "stays", id="resets streams"),
+    ],
+)
+async def test_a_client_that_does_not_read_is_disconnected_and_leaves_nothing_behind(
+    sent, then, monkeypatch, running, caplog
 ):
-    monkeypatch.setattr("jaxembed.server.connection.SEND_S", 0.5)
-    monkeypatch.setattr("jaxembed.server.connection.CLOSE_TIMEOUT_S", 0.1)
-    async with serving(send_buffer=SMALL) as address, deaf(address) as client:
-        sent = h2_requests(FILE, 1, resets=False)
-        await asyncio.get_running_loop().sock_sendall(client, sent)
-        await until_it_waits(running)
-        client.shutdown(socket.SHUT_WR)
-        await until(lambda: not running)
-
-
-async def test_a_client_that_resets_many_streams_and_reads_nothing_is_disconnected(
-    monkeypatch, running, caplog
-):
-    monkeypatch.setattr("jaxembed.server.connection.SEND_S", 0.5)
-    monkeypatch.setattr("jaxembed.server.connection.CLOSE_TIMEOUT_S", 0.1)
-    async with serving(send_buffer=SMALL) as address, deaf(address) as client:
-        sent = h2_requests(FILE, 3000, resets=True)
-        with contextlib.suppress(ConnectionError):
-            await asyncio.get_running_loop().sock_sendall(client, sent)
-        await until_it_waits(running)
-        await until(lambda: not running)
-    assert not caplog.records
-
-
-async def test_a_client_that_sends_ahead_and_does_not_read_is_disconnected(monkeypatch, running):
-    monkeypatch.setattr("jaxembed.server.connection.SEND_S", 0.2)
-    monkeypatch.setattr("jaxembed.server.connection.CLOSE_TIMEOUT_S", 0.1)
-    request = b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nHost: x\r\n\r\n"
-    async with serving(send_buffer=SMALL) as address, deaf(address) as client:
-        await asyncio.get_running_loop().sock_sendall(client, 3 * request)
-        await until_it_waits(running)
-        await until(lambda: not running)
-
-
-async def test_an_idle_client_that_has_not_read_its_answer_is_disconnected(monkeypatch, running):
     monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.1)
+    if then != "is idle":
+        monkeypatch.setattr("jaxembed.server.connection.SEND_S", 0.5)
     monkeypatch.setattr("jaxembed.server.connection.CLOSE_TIMEOUT_S", 0.1)
-    async with serving(send_buffer=SMALL) as address, deaf(address) as client:
-        await asyncio.get_running_loop().sock_sendall(client, 300 * PING)
-        await until_it_waits(running)
+    async with serving(send_buffer=SMALL) as address:
+        async with connected(address) as streams:
+            await embed(*streams, ["a"])  # the server has begun its own tasks
         await until(lambda: not running)
+        running.one_has_ended, before = False, asyncio.all_tasks()
+        async with deaf(address) as client:
+            with contextlib.suppress(ConnectionError):
+                await asyncio.get_running_loop().sock_sendall(client, sent())
+            await until_it_waits(running)
+            if then == "is done":
+                client.shutdown(socket.SHUT_WR)
+            if then != "leaves":
+                await until(lambda: not running)
+        await until(lambda: not asyncio.all_tasks() - before)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_an_unforeseen_error_ends_its_connection_in_one_line(monkeypatch, running, caplog):

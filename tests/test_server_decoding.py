@@ -3,24 +3,20 @@
 import asyncio
 import gc
 import json
-import random
 import tracemalloc
 from array import array
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import msgspec
-import numpy as np
 import pytest
-from fake_embedder import CLASSIFIER, RERANKER, FakeEmbedder
+from fake_embedder import CLASSIFIER, ROUTES, FakeEmbedder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_server_hosted import three
-from test_server_openai import ask, unit
+from test_server_openai import ask
 
 from jaxembed.config import ServerConfig
 from jaxembed.engine.admission import Admission, Capacity
 from jaxembed.errors import InvalidInput
-from jaxembed.inputs import Tokens
 from jaxembed.server import decoding
 from jaxembed.server.classify import ClassifyRequest
 from jaxembed.server.cohere_embed import CohereEmbedRequest
@@ -190,31 +186,13 @@ def test_a_number_out_of_range_before_another_fault_is_refused(data):
         run(data, EmbedRequest, at_once=AT_ONCE)
 
 
-def test_bodies_that_are_cut_are_refused():
-    """By the errors that have an answer: any other would be a 500."""
-    draw = random.Random(5)
-    numbers = (7, -1, 2**32, 2**70, 1.5)
-    values = ("", "a", True, None, *numbers, {"text": "a"}, ["a"], [1, 2], [2**32], [["a", 1]])
-    for _ in range(2_000):
-        kind = draw.choice(KINDS)
-        names = [*(field.name for field in msgspec.structs.fields(kind)), "other"]
-        body = {
-            name: draw.choices(values, k=draw.randrange(4)) if draw.random() < 0.6 else value
-            for name, value in ((name, draw.choice(values)) for name in names)
-            if draw.random() < 0.7
-        }
-        data = json.dumps(body).encode()
-        data = data[: draw.randrange(len(data) + 1)]
-        with suppress(BadField, BadJson):
-            run(data, kind, at_once=draw.choice((0, AT_ONCE)))
-
-
 def test_token_ids_come_as_arrays_if_they_are_many():
     body = run(b'{"inputs": [1, 2, 4294967295]}', EmbedRequest)
     assert body.inputs == array("I", [1, 2, 2**32 - 1])
     many = [7] * 300
     body = run(json.dumps({"inputs": [[1], many, "a"]}).encode(), EmbedRequest)
     assert body.inputs == [[1], array("I", many), "a"]
+    assert run(b" " * AT_ONCE + b'{"inputs": []}', EmbedRequest).inputs == []
 
 
 def test_the_last_of_two_equal_keys_counts():
@@ -237,22 +215,14 @@ def test_the_collector_is_left_as_it_was(data, enabled):
 
 FAULTS = [
     (EmbedRequest, '"inputs": 3'),
-    (EmbedRequest, '"inputs": {}'),
-    (EmbedRequest, '"inputs": null'),
-    (EmbedRequest, '"inputs": [%s, null]'),
     (EmbedRequest, '"inputs": [%s, 1.5]'),
-    (EmbedRequest, '"inputs": [%s, {}]'),
     (EmbedRequest, '"inputs": [%s, -1]'),
     (EmbedRequest, '"inputs": [%s, [1, 4294967296]]'),
     (EmbedRequest, '"inputs": [%s, [1, "a"]]'),
-    (EmbedRequest, '"inputs": [%s, [1, [2]]]'),
-    (EmbedRequest, '"inputs": [%s], "truncate": 3'),
     (EmbedRequest, '"inputs": [%s], "truncation_direction": "up"'),
-    (EmbedRequest, '"inputs": [%s], "priority": 3'),
     (EmbedRequest, '"inputs": [%s], "dimensions": -1'),
     (EmbedRequest, '"truncate": true'),
     (EmbeddingsRequest, '"input": [%s], "encoding_format": "hex"'),
-    (SimilarityRequest, '"inputs": [%s]'),
     (SimilarityRequest, '"inputs": {"sentences": [%s]}'),
     (SimilarityRequest, '"inputs": {"source_sentence": "a", "sentences": [%s, 3]}'),
     (
@@ -262,12 +232,9 @@ FAULTS = [
     ),
     (TokenizeRequest, '"inputs": [%s, 3]'),
     (DecodeRequest, '"ids": ["a"]'),
-    (DecodeRequest, '"ids": [1, true]'),
     (DecodeRequest, '"ids": [1, 4294967296]'),
     (PredictRequest, '"inputs": [%s, ["a", 3]]'),
-    (PredictRequest, '"inputs": [%s, 3]'),
     (RerankRequest, '"query": "a", "texts": [%s, ["a"]]'),
-    (RerankRequest, '"texts": [%s]'),
     (DocumentsRequest, '"query": "a", "documents": [%s, {"x": 3}]'),
     (DocumentsRequest, '"query": "a", "documents": [%s, {"text": 3}]'),
     (VertexRequest, '"instances": {}'),
@@ -291,44 +258,14 @@ def test_a_bad_field_has_the_same_words_in_a_large_body(kind, fault):
 
 
 @pytest.mark.parametrize(
-    ("body", "path", "model"),
-    [
-        ({"inputs": [1, 2, "a"]}, "/embed", None),
-        ({"inputs": [1, 2, [3]]}, "/embed", None),
-        ({"inputs": ["a", 2]}, "/embed", None),
-        ({"inputs": ["a", ""]}, "/embed", None),
-        ({"inputs": ["a", []]}, "/embed", None),
-        ({"inputs": []}, "/embed", None),
-        ({"ids": [1, [2]]}, "/decode", None),
-        ({"ids": [[1], []]}, "/decode", None),
-        ({"ids": []}, "/decode", None),
-        ({"inputs": ["a", ["b"]]}, "/predict", CLASSIFIER),
-        ({"inputs": [["a"], ["b", "c", "d"]]}, "/predict", CLASSIFIER),
-        ({"inputs": [["a"], ["", ""]]}, "/predict", CLASSIFIER),
-        ({"query": "a", "texts": []}, "/rerank", RERANKER),
-        ({"query": "a"}, "/rerank", RERANKER),
-    ],
-)
-def test_a_route_answers_a_large_body_as_a_small_one(body, path, model):
-    spec = {"spec": model} if model else {}
-    small = ask(body, path=path, embedder=FakeEmbedder(**spec))
-    raw = json.dumps(body).encode() + b" " * AT_ONCE
-    large = ask(None, path=path, embedder=FakeEmbedder(**spec), raw=raw)
-    assert small[0].status_code == large[0].status_code >= 400
-    assert small[1] == large[1]
-
-
-@pytest.mark.parametrize(
     "data",
     [
         b'{"inputs": ["a" "b"]}',
         b'{"inputs": ["a",]}',
-        b'{"inputs": ["a"}',
         b'{"inputs": ["a"]',
         b'{"inputs": ["a"]} x',
         b'{"inputs": ["\xff"]}',
         b'{"inputs": ["\\ud800"]}',
-        b'{"inputs": ["\\x"]}',
         b'{"inputs": [01]}',
         b'{"inputs": ["a"], "other": [nul]}',
         b'{"inputs": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
@@ -471,19 +408,6 @@ def test_a_pair_of_millions_of_texts_is_refused_by_its_place():
         assert "one text or a pair, got more than two texts - at `$.inputs[1]`" in body["error"]
 
 
-def test_too_many_inputs_in_a_large_body_name_the_flag():
-    raw = filled(b'"a",', b'{"inputs": [', b'"a"]}')
-    _, body = ask(None, path="/embed", raw=raw, status=422)
-    assert "> maximum allowed batch size 2048" in body["error"]
-    assert "--max-client-batch-size" in body["error"]
-
-
-def test_zero_means_any_number_of_inputs_in_a_large_body():
-    config = ServerConfig(max_client_batch_size=0)
-    _, body = ask({"inputs": ["a" * 40] * 3000}, path="/embed", config=config)
-    assert len(body) == 3000
-
-
 def test_any_number_of_inputs_ends_where_their_memory_could_never_be_had():
     raw = filled(b"[],", b'{"inputs": [', b"[]]}")
     config = ServerConfig(max_client_batch_size=0)
@@ -495,59 +419,16 @@ def test_any_number_of_inputs_ends_where_their_memory_could_never_be_had():
     assert "--max-queue-bytes" in body["error"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/embed", {"inputs": ["a b", [1, 2, 3], "c"]}),
-        ("/embed", {"inputs": [[5] * 400, [6] * 300]}),
-        ("/embed", {"inputs": [1, 2, 3]}),
-        ("/embed_all", {"inputs": "a b"}),
-        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b", "a c"]}}),
-        ("/tokenize", {"inputs": ["a b", "c"], "model": "e"}),
-        ("/decode", {"ids": [1, 2, 3], "model": "e"}),
-        ("/decode", {"ids": [[1] * 300, [3]], "model": "e"}),
-        ("/rerank", {"query": "a b", "texts": ["c", "a", "a b"]}),
-        ("/rerank", {"query": "a b", "documents": ["c", {"text": "a b"}]}),
-        ("/v2/rerank", {"query": "a b", "documents": ["c", {"text": "a b"}]}),
-        ("/classify", {"input": ["a", ["b", "c"]], "model": "c"}),
-        ("/predict", {"inputs": [["a"], ["b", "c"]], "model": "c"}),
-        ("/", {"inputs": ["a b"]}),
-        ("/invocations", {"query": "a b", "texts": ["c", "a b"]}),
-        ("/vertex", {"instances": [{"inputs": "a"}, {"inputs": [1, 2]}, {"inputs": ["a", "b"]}]}),
-    ],
-)
-def test_a_large_body_is_answered_as_a_small_one(path, body):
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_large_body_is_answered_as_a_small_one(path):
+    body, spec = ROUTES[path]
     raw = json.dumps(body).encode() + b" " * AT_ONCE
-    small, large = (
-        ask(body, path=path, models=three()),
-        ask(None, path=path, models=three(), raw=raw),
-    )
+    small = ask(body, path=path, embedder=FakeEmbedder(spec=spec))
+    large = ask(None, path=path, embedder=FakeEmbedder(spec=spec), raw=raw)
     assert large[0].status_code == small[0].status_code == 200
-    for answer in (small[1], large[1]):
-        if isinstance(answer, dict):
-            for name in ("id", "created"):
-                answer.pop(name, None)
+    if isinstance(small[1], dict):  # what is of one request
+        large[1].update({name: small[1][name] for name in ("id", "created") if name in small[1]})
     assert large[1] == small[1]
-
-
-@pytest.mark.parametrize(
-    ("instances", "count"),
-    [
-        ([{"inputs": [[7] * 300] * 1500}] * 2, 3000),  # sequences of ids, which come as arrays
-        ([{"inputs": ["a"] * 2000}] * 20, 4000),  # none is read after the input too many
-    ],
-)
-def test_vertex_counts_the_inputs_of_all_instances(instances, count):
-    _, answer = ask({"instances": instances}, path="/vertex", models=three(), status=422)
-    assert f"batch size {count} > maximum allowed batch size 2048" in answer["error"]
-
-
-def test_ids_of_a_large_body_are_the_ids_of_a_small_one():
-    ids = list(range(1, 20001))
-    raw = json.dumps({"inputs": ids}).encode()
-    assert len(raw) > AT_ONCE
-    _, body = ask(None, path="/embed", raw=raw)
-    np.testing.assert_allclose(body, [unit(Tokens(ids))], rtol=1e-6)
 
 
 def test_a_long_object_holds_no_more_than_a_short_one():

@@ -51,17 +51,18 @@ def test_too_many_pixels_in_one_request_are_refused(clip, monkeypatch):
     assert "the 2 images have 3424 pixels together, of at most 3000" in str(refused)
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        [{"type": "image", "url": uri} for uri in URIS],
-        [{"type": "image", "url": uri.replace("data:", "DATA:")} for uri in URIS],
-    ],
-)
-def test_typed_inputs_of_tei(clip, vectors, inputs):
+def test_typed_inputs_of_tei(clip, vectors):
+    inputs = [
+        {"type": "image", "url": URIS[0]},
+        {"type": "image", "url": URIS[1].replace("data:", "DATA:")},
+    ]
     np.testing.assert_allclose(post(clip, {"inputs": inputs}, "/embed"), vectors, atol=2e-6)
     got = post(clip, {"inputs": inputs[0]}, "/embed")
     np.testing.assert_allclose(got, vectors[:1], atol=2e-6)
+    for wrong in ({"value": "a"}, {}, {"url": URIS[0], "other": 1}):
+        post(clip, {"inputs": [{"type": "image"} | wrong]}, "/embed", status=422)
+    for wrong in ({"type": "text", "url": URIS[0]}, {"type": "audio", "url": "a"}):
+        post(clip, {"inputs": [wrong]}, "/embed", status=422)
 
 
 def test_texts_and_images_in_one_request_keep_their_order(clip, vectors):
@@ -107,11 +108,8 @@ def test_the_modality_of_infinity(clip, vectors):
 def test_messages_of_vllm(clip, vectors, content):
     answer = post(clip, message(content))
     np.testing.assert_allclose(openai_vectors(answer), vectors[:1], atol=2e-6)
-
-
-def test_a_message_of_texts(clip):
-    content = [{"type": "text", "text": "w1"}, {"type": "text", "text": "w2"}]
-    for one in (content, "w1\nw2"):
+    texts = [{"type": "text", "text": "w1"}, {"type": "text", "text": "w2"}]
+    for one in (texts, "w1\nw2"):
         answer = post(clip, message(one))
         np.testing.assert_allclose(openai_vectors(answer), [clip.encode("w1 w2")], atol=2e-6)
 
@@ -122,20 +120,15 @@ def test_a_message_of_texts(clip):
         ({}, "`input` (or `messages`)"),
         ({"input": ["w1"], "messages": [{"role": "user", "content": "w1"}]}, "are both given"),
         ({"messages": [{"role": "system", "content": "w1"}]}, "one message of the role `user`"),
-        ({"messages": [{"role": "user", "content": "w1"}] * 2}, "one message"),
-        (message(""), "cannot be empty"),
-        (message([]), "0 parts"),
         (message([{"type": "text", "text": "w1"}, IMAGE]), "a vector of its own"),
         (message([{"type": "video_url"}]), "video_url"),
         ({"input": [{"image": URIS[0], "text": "w1"}]}, "`text` or `image`"),
-        ({"input": [{"audio": "x"}]}, "audio"),
         ({"input": [{"image": ""}]}, "cannot be empty"),
         ({"input": [{"image": "%%"}]}, "is not base64"),
         ({"input": [{"image": BARE[0][:80]}]}, "`input[0]`: a file of 60 bytes"),
         ({"input": ["w1", {"image": base64.b64encode(b"no image").decode()}]}, "input[1]"),
         ({"input": [{"image": "data:image/png,abc"}]}, "percent-encoded"),
         ({"input": [{"image": "http://example.com/a.png"}]}, "--allow-media-urls"),
-        ({"input": [{"image": "file:///etc/passwd"}]}, "--allow-media-urls"),
         ({"input": ["w1"], "modality": "image"}, "--allow-media-urls"),
         ({"input": [{"image": BARE[0]}], "prompt_name": "query"}, "`prompt_name` is for texts"),
         ({"input": [{"image": BARE[0]}], "late_chunking": True}, "only texts have chunks"),
@@ -143,21 +136,6 @@ def test_a_message_of_texts(clip):
 )
 def test_what_is_wrong_is_named(clip, body, words):
     assert words in post(clip, body, status=400)["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    "one",
-    [
-        {"type": "image", "value": "a"},
-        {"type": "text", "url": URIS[0]},
-        {"type": "image"},
-        {"type": "audio", "url": "a"},
-        {"type": "text", "value": ""},
-        {"type": "image", "url": URIS[0], "other": 1},
-    ],
-)
-def test_typed_inputs_that_are_wrong(clip, one):
-    post(clip, {"inputs": [one]}, "/embed", status=422)
 
 
 def test_the_image_at_fault_is_named_by_its_place(clip):

@@ -5,6 +5,12 @@ from test_server_app import fetch_json
 
 from jaxembed.server.models import Models
 
+KEYS = """
+model_id model_sha model_dtype served_model_name model_type max_concurrent_requests
+max_input_length max_batch_tokens max_batch_requests max_client_batch_size auto_truncate
+tokenization_workers version sha docker_label jaxembed
+"""
+
 
 def info(models, query=""):
     response, body = fetch_json(f"/info{query}", models=models)
@@ -19,24 +25,7 @@ def named(name, **arguments):
 
 def test_info_has_the_keys_of_tei_in_their_order():
     _, body = info(Models([FakeEmbedder()], {"test/fake": ("mine",)}))
-    assert list(body) == [
-        "model_id",
-        "model_sha",
-        "model_dtype",
-        "served_model_name",
-        "model_type",
-        "max_concurrent_requests",
-        "max_input_length",
-        "max_batch_tokens",
-        "max_batch_requests",
-        "max_client_batch_size",
-        "auto_truncate",
-        "tokenization_workers",
-        "version",
-        "sha",
-        "docker_label",
-        "jaxembed",
-    ]
+    assert list(body) == KEYS.split()
     assert body["model_type"] == {"embedding": {"pooling": "last_token"}}
     assert body["served_model_name"] == "mine"
     assert body["max_input_length"] == MAX_TOKENS

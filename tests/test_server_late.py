@@ -5,14 +5,11 @@ import base64
 import numpy as np
 import pytest
 from conftest import save_tiny
-from fake_embedder import FakeEmbedder
 from test_late import PARTS, prose
 from test_server_openai import ask
-from test_server_unsupported import MEAN
 
 from jaxembed import ChunkedText, ChunkSize, Embedder, EngineConfig
 from jaxembed.config import ServerConfig
-from jaxembed.errors import Overloaded
 from jaxembed.spec import DenseLayer, NormalizeLayer
 
 TEXT = " ".join(PARTS)
@@ -57,26 +54,6 @@ def test_the_strings_of_a_list_are_the_chunks_of_one_text(post, embedder, path):
     assert response.headers["x-compute-tokens"] == "12"
     objects = [{"text": part} for part in PARTS]
     assert post(path, input=objects, late_chunking=True)[1] == answer
-
-
-def test_one_string_has_the_ordinary_vector(post):
-    _, late = post(input=TEXT, late_chunking=True)
-    _, plain = post(input=TEXT)
-    assert late == plain
-
-
-def test_what_asks_for_no_chunks_is_an_ordinary_request(post):
-    response, answer = post(
-        input=PARTS,
-        late_chunking=False,
-        chunks=None,
-        chunk_size=None,
-        chunk_overlap=0,
-        offset_unit=None,
-        enable_auto_chunking=False,
-    )
-    assert answer == post(input=PARTS)[1]
-    assert "x-late-windows" not in response.headers
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -128,12 +105,6 @@ def test_vectors_of_chunks_are_encoded_as_others(post, embedder):
     close(np.frombuffer(data, "<f4").reshape(3, 32), plain)
 
 
-def test_the_prompt_is_put_before_the_whole_text(post, embedder):
-    response, answer = post(input=PARTS, late_chunking=True, input_type="query")
-    close(vectors(answer), wanted(embedder, PARTS, prompt_name="query"))
-    assert response.headers["x-prompt-name"] == "query"
-
-
 def test_a_long_text_is_run_in_windows_or_refused(post, embedder):
     parts = [prose(40), prose(40, 1)]
     response, answer = post(input=parts, late_chunking=True)
@@ -152,40 +123,23 @@ LATE = {"input": PARTS, "late_chunking": True}
     ("body", "field", "words"),
     [
         (LATE | {"chunks": PLACES}, "chunks", "`late_chunking` and `chunks` both say"),
-        (LATE | {"chunk_size": 10}, "chunk_size", "`late_chunking` and `chunk_size` both say"),
         ({"input": TEXT, "chunks": PLACES, "chunk_size": 9}, "chunk_size", "both say what"),
         ({"input": TEXT, "chunk_overlap": 5}, "chunk_overlap", "goes with `chunk_size`"),
-        (LATE | {"chunk_overlap": 5}, "chunk_overlap", "goes with `chunk_size`"),
         (LATE | {"offset_unit": "utf-8"}, "offset_unit", "goes with `chunks` or `chunk_size`"),
-        ({"input": TEXT, "offset_unit": "utf-8"}, "offset_unit", "goes with"),
-        ({"input": TEXT, "chunks": PLACES, "offset_unit": "bytes"}, "offset_unit", "'utf-16'"),
+        ({"input": TEXT, "chunk_size": 10, "chunk_overlap": 6}, "chunk_overlap", "from 0 to 5"),
         ({"input": [5, 6], "late_chunking": True}, "input", "only texts have chunks"),
-        ({"input": ["a", [5]], "late_chunking": True}, "input[1]", "only texts have chunks"),
         ({"input": TEXT, "chunk_size": 0}, "chunk_size", "must be 8 tokens or more. Given: 0"),
-        (
-            {"input": TEXT, "chunk_size": 10, "chunk_overlap": 6},
-            "chunk_overlap",
-            "must be from 0 to 5",
-        ),
-        ({"input": ["a", "", "b"], "late_chunking": True}, "input[1]", "cannot be empty"),
         ({"input": ["a", " ", "b"], "late_chunking": True}, "input[1]", "has no tokens"),
-        ({"input": [], "late_chunking": True}, "input", "cannot be empty"),
         (
             {"input": ["a", "b"], "chunks": PLACES},
             "chunks",
             "for each text. Wanted: 2 of them. Given: 1",
         ),
-        ({"input": ["a", "b"], "chunks": [[[0, 1]]]}, "chunks", "Given: 1"),
-        ({"input": TEXT, "chunks": [[0, 1, 2]]}, "chunks[0]", "two whole numbers"),
-        ({"input": TEXT, "chunks": [[0, 1], [[0, 1]]]}, "chunks[1]", "two whole numbers"),
         ({"input": TEXT, "chunks": [[[0, 1], 2]]}, "chunks[0][1]", "two whole numbers"),
-        ({"input": TEXT, "chunks": [[]]}, "chunks[0]", "is empty; wanted one [start, end]"),
         ({"input": [TEXT, "a"], "chunks": [PLACES, []]}, "chunks[1]", "is empty; wanted one"),
         ({"input": TEXT, "chunks": [[0, 11], [12, 12]]}, "chunks[1]", "is no range of its text"),
         ({"input": TEXT, "chunks": [[0, 11], [12, 10**20]]}, "chunks[1]", "has 41 code-points"),
-        ({"input": [TEXT, "a"], "chunks": [PLACES, [[0, 2]]]}, "chunks[1][0]", "`chunks[1][0]` of"),
         ({"input": TEXT, "chunks": [[12, 22], [0, 11]]}, "chunks[1]", "starts before the one"),
-        ({"input": TEXT, "chunks": "sentences"}, "chunks", "Expected `array | null`, got `str`"),
     ],
 )
 def test_what_is_wrong_with_chunks_is_named(post, body, field, words):
@@ -201,18 +155,6 @@ def test_more_chunks_than_a_request_may_have_inputs_are_refused(post):
         assert "batch size 3 > maximum allowed batch size 2" in answer["detail"]
     _, answer = post(CONTEXTUALIZED, inputs=[["a", "b"], ["c"]], config=limit, status=400)
     assert "batch size 3 > maximum allowed batch size 2" in answer["detail"]
-
-
-def test_many_chunks_of_a_large_body_come_whole(post):
-    places = [[k * 80, k * 80 + 7] for k in range(1000)]
-    _, answer = post(input="the cat " * 10_000, chunks=places, status=200)
-    assert [[one["start"], one["end"]] for one in answer["data"]] == places
-    assert answer["usage"]["total_tokens"] == 20_002
-
-
-def test_many_places_are_refused_while_they_are_read(post):
-    _, answer = post(input="a" * 70_000, chunks=[[k, k + 1] for k in range(3000)], status=400)
-    assert "maximum allowed batch size" in answer["detail"]
 
 
 @pytest.mark.parametrize("path", ["/embed", "/v2/embed", "/embed_all"])
@@ -231,12 +173,6 @@ def test_a_model_that_pools_otherwise_is_refused_by_name():
         response, answer = ask(body, path=path)  # it pools the last token
         assert response.status_code == 400
         assert "this one pools by lasttoken" in answer["detail"]
-
-
-def test_a_failure_is_answered_as_that_of_others():
-    embedder = FakeEmbedder(failure=Overloaded("full"), spec=MEAN)
-    _, answer = ask({"inputs": [PARTS]}, path=CONTEXTUALIZED, embedder=embedder, status=429)
-    assert answer["detail"] == "full"
 
 
 # /v1/contextualizedembeddings
@@ -284,45 +220,22 @@ def test_a_query_may_be_a_string(post, embedder):
     close(np.concatenate(of_documents(answer)), embedder.encode_query(["the cat", "a dog"]))
 
 
-def test_its_vectors_come_in_fewer_bytes(post, embedder):
-    _, answer = post(
-        CONTEXTUALIZED,
-        inputs=[PARTS],
-        output_dtype="binary",
-        encoding_format="base64",
-        output_dimension=16,
-    )
-    plain = wanted(embedder, PARTS, dimensions=16)
-    for one, row in zip(answer["data"][0]["data"], plain, strict=True):
-        got = np.frombuffer(base64.b64decode(one["embedding"]), np.uint8)
-        np.testing.assert_array_equal(np.unpackbits(got ^ 0x80), row > 0)
-
-
 @pytest.mark.parametrize(
     ("body", "field", "words"),
     [
         ({"inputs": []}, "inputs", "`inputs` cannot be empty"),
         ({"inputs": [["a"], []]}, "inputs[1]", "cannot be empty"),
+        ({"inputs": [["a"]], "chunk_size": 10}, "chunk_size", "goes with `enable_auto_chunking`"),
         ({"inputs": [["a"], ["b", ""]]}, "inputs[1][1]", "cannot be empty"),
         ({"inputs": [["a"], ["b", " "]]}, "inputs[1][1]", "has no tokens"),
-        ({"inputs": ["a", "b"]}, "inputs[0]", "must be the list of the chunks"),
         ({"inputs": [["a"], "b"]}, "inputs[1]", "must be the list of the chunks"),
         (
             {"inputs": [["a", "b"]], "enable_auto_chunking": True},
             "inputs[0]",
             "holds 2 chunks; with `enable_auto_chunking` a document is one string",
         ),
-        ({"inputs": [["a"]], "chunk_size": 10}, "chunk_size", "goes with `enable_auto_chunking`"),
-        ({"inputs": [["a"]], "chunk_overlap": 1}, "chunk_overlap", "goes with"),
-        (
-            {"inputs": ["a"], "enable_auto_chunking": True, "chunk_size": 3},
-            "chunk_size",
-            "must be 8 tokens or more",
-        ),
-        ({"inputs": [["a"]], "input_type": "nonsense"}, "input_type", "is unknown"),
         ({"inputs": [["a"]], "output_dimension": 99}, "output_dimension", "from 1 to 32"),
         ({"inputs": [["a"]], "late_chunking": True}, "late_chunking", "is not supported"),
-        ({"inputs": "a"}, "inputs", "Expected `array`, got `str`"),
         ({}, None, "missing required field `inputs`"),
     ],
 )

@@ -127,11 +127,6 @@ ATTACKS = {
         True,
     ),
     "token ids": (pour, post("/embed", b'{"inputs": [' + b"5," * (4 * MIB) + b"5]}"), True),
-    "tokens, not truncated": (
-        pour,
-        post("/embed", b'{"truncate": false, "inputs": "' + b"a," * (4 * MIB) + b'"}'),
-        True,
-    ),
     "texts": (pour, post("/embed", f'{{"inputs": [{",".join(TEXTS)}]}}'.encode()), True),
     "wide texts": (
         pour,
@@ -143,11 +138,6 @@ ATTACKS = {
         post(
             "/embed_all", json.dumps({"inputs": [f"the cat sat {k}" for k in range(2000)]}).encode()
         ),
-        False,
-    ),
-    "tokens to show": (
-        pour,
-        post("/tokenize", f'{{"inputs": {repeated("cat ", 5000)}}}'.encode()),
         False,
     ),
 }

@@ -1,11 +1,6 @@
 """Several models in one server: which one a request means, and all of them together."""
 
-import asyncio
-import threading
-
-import numpy as np
 import pytest
-from conftest import save_tiny
 from fake_embedder import CLASSIFIER, M3, RERANKER, SPEC, FakeEmbedder
 from prometheus_client.parser import text_string_to_metric_families
 from test_server_app import fetch, fetch_json
@@ -13,7 +8,6 @@ from test_server_openai import ask
 from test_server_outputs import SPARSE
 
 from jaxembed import Embedder, EngineConfig
-from jaxembed.config import ServerConfig
 from jaxembed.engine.admission import Capacity, Cost
 from jaxembed.errors import (
     BackendError,
@@ -23,12 +17,7 @@ from jaxembed.errors import (
     UnknownModel,
     WrongTask,
 )
-from jaxembed.server.app import create_app
 from jaxembed.server.models import Models, served_names
-from jaxembed.spec import DenseLayer
-from jaxembed.work import Encoding, work_of
-
-LOGITS = frozenset({"logits"})
 
 SPECS = {"embed": SPEC, "rerank": RERANKER, "classify": CLASSIFIER}
 
@@ -44,38 +33,10 @@ def models(**tasks: str) -> Models:
     return Models([fake(name, task) for name, task in tasks.items()])
 
 
-@pytest.mark.parametrize("task", ["embed", "rerank", "classify"])
-def test_without_a_name_the_only_model_that_can_is_meant(task):
-    served = models(e="embed", r="rerank", c="classify")
-    for name in (None, ""):
-        assert served.find(name, task).loaded.spec.task == task
-
-
-def test_with_a_name_that_model_is_meant():
-    served = models(a="embed", b="embed", r="rerank")
-    assert served.find("b", "embed").loaded.name == "b"
-    assert served.find("r", "rerank").loaded.name == "r"
-
-
-def test_a_reranker_classifies_where_no_classifier_is():
-    assert models(e="embed", r="rerank").find(None, "classify").loaded.name == "r"
-    both = models(r="rerank", c="classify")
-    assert both.find(None, "classify").loaded.name == "c"
-    assert both.find("r", "classify").loaded.name == "r"
-
-
-def test_a_task_of_none_is_what_every_model_does():
-    assert models(e="embed").find(None, None).loaded.name == "e"
-    served = models(e="embed", r="rerank")
-    assert served.find("r", None).loaded.name == "r"
-    with pytest.raises(InvalidInput, match="`model` must say which: e, r"):
-        served.find(None, None)
-
-
-def test_several_that_can_must_be_told_apart():
-    with pytest.raises(InvalidInput, match="`model` must say which: a, b") as raised:
-        models(a="embed", b="embed", r="rerank").find(None, "embed")
-    assert raised.value.field == "model"
+def of_kinds(names: str) -> Models:
+    """Fakes whose names begin with the letter of their task."""
+    tasks = {"e": "embed", "r": "rerank", "c": "classify"}
+    return models(**{name: tasks[name[0]] for name in names.split()})
 
 
 @pytest.mark.parametrize(
@@ -137,30 +98,38 @@ def test_no_model_that_gives_what_is_asked_for():
     assert answer["error"]["message"] == words
 
 
-def test_an_unknown_name_is_told_those_there_are():
-    with pytest.raises(UnknownModel, match=r"`x` does not exist; this server has e, r") as raised:
-        models(e="embed", r="rerank").find("x", "embed")
-    assert raised.value.field == "model"
-
-
-def test_a_long_name_is_not_repeated_in_full():
-    with pytest.raises(UnknownModel, match=r"xxx\.\.\.` does not exist") as raised:
-        models(e="embed").find("x" * 100_000, "embed")
-    assert len(str(raised.value)) < 300
+@pytest.mark.parametrize(
+    ("tasks", "name", "task", "found"),
+    [
+        ("e r c", None, "embed", "e"),
+        ("e r c", "", "rerank", "r"),
+        ("e r c", None, "classify", "c"),
+        ("e e2 r", "e2", "embed", "e2"),
+        ("e r", None, "classify", "r"),
+        ("r c", "r", "classify", "r"),
+        ("e", None, None, "e"),
+        ("e r", "r", None, "r"),
+    ],
+)
+def test_a_name_means_its_model_and_no_name_the_only_one_that_can(tasks, name, task, found):
+    assert of_kinds(tasks).find(name, task).loaded.name == found
 
 
 @pytest.mark.parametrize(
-    ("name", "task", "message"),
+    ("tasks", "name", "task", "error", "message"),
     [
-        ("r", "embed", r"not an embedding model: `r` is a reranker \(/rerank"),
-        ("c", "rerank", r"not a re-ranker model: `c` is a classifier \(/predict"),
-        (None, "classify", r"not a classifier model: `e` is an embedding model \(/v1/embeddings"),
+        ("e r", None, None, InvalidInput, "`model` must say which: e, r"),
+        ("e e2 r", None, "embed", InvalidInput, "`model` must say which: e, e2$"),
+        ("e r", "x", "embed", UnknownModel, "`x` does not exist; this server has e, r"),
+        ("e r", "r", "embed", WrongTask, r"not an embedding model: `r` is a reranker \(/rerank"),
+        ("e c", "c", "rerank", WrongTask, r"not a re-ranker model: `c` is a classifier \(/predict"),
+        ("e", None, "classify", WrongTask, "not a classifier model: `e` is an embedding model"),
     ],
 )
-def test_a_model_of_another_kind_is_named_with_its_routes(name, task, message):
-    served = models(e="embed", r="rerank", c="classify") if name else models(e="embed")
-    with pytest.raises(WrongTask, match=message):
-        served.find(name, task)
+def test_what_means_no_one_model_is_told_why(tasks, name, task, error, message):
+    with pytest.raises(error, match=message) as raised:
+        of_kinds(tasks).find(name, task)
+    assert error is WrongTask or raised.value.field == "model"
 
 
 def test_aliases_are_names_and_the_first_is_carried():
@@ -187,38 +156,15 @@ def test_two_models_of_one_name_are_refused(ids, aliases, clash):
         Models([fake(name) for name in ids], aliases)
 
 
-def test_an_alias_given_twice_is_one_name():
-    assert served_names(["a"], {"a": ["x", "x"]}) == [("x",)]
-
-
 def test_models_lists_every_name_with_its_task_and_limit():
-    _, body = fetch_json("/v1/models", models=models(e="embed", r="rerank"))
+    served = models(e="embed", r="rerank")
+    _, body = fetch_json("/v1/models", models=served)
     assert [(m["id"], m["task"], m["max_model_len"]) for m in body["data"]] == [
         ("e", "embed", 16),
         ("r", "rerank", 16),
     ]
-
-
-def test_answers_carry_the_name_of_the_model_that_answered():
-    served = Models([fake("a"), fake("b")])
-    served.find("b", None).loaded.plan.dtype = "bfloat16"
-    for name, dtype in (("a", "float32"), ("b", "bfloat16")):
-        response, body = ask({"input": "x", "model": name}, models=served)
-        assert body["model"] == name
-        assert response.headers["x-compute-type"] == f"cpu+{dtype}"
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "message"),
-    [
-        ({"input": "x"}, 400, "`model` must say which: a, b"),
-        ({"input": "x", "model": "r"}, 400, "not an embedding model: `r` is a reranker"),
-        ({"input": "x", "model": "z"}, 404, "this server has a, b, r"),
-    ],
-)
-def test_a_request_that_means_no_one_model_is_told_why(body, status, message):
-    _, answer = ask(body, models=models(a="embed", b="embed", r="rerank"), status=status)
-    assert message in answer["error"]["message"]
+    _, body = ask({"query": "x", "documents": ["y"]}, path="/v1/rerank", models=served)
+    assert body["model"] == "r"
 
 
 def test_ready_and_healthy_mean_all_of_them():
@@ -255,12 +201,6 @@ def stage_count(served: Models, stage: str) -> dict[str, float]:
     }
 
 
-def test_one_model_has_the_metrics_of_tei_without_a_label_of_ours():
-    served = models(a="embed")
-    assert served.exposition() == served.first().telemetry.exposition()
-    assert b"model=" not in served.exposition()
-
-
 def test_requests_are_counted_for_the_model_they_were_for():
     served = models(a="embed", b="embed", r="rerank")
     ask({"input": "x", "model": "b"}, models=served)
@@ -270,22 +210,10 @@ def test_requests_are_counted_for_the_model_they_were_for():
     assert values(served, "te_request_success", method="single") == {"a": 0, "b": 1, "r": 0}
     assert values(served, "te_request_failure", err="validation") == {"a": 0, "b": 1, "r": 0}
     assert values(served, "te_request_failure", err="tokenization") == {"a": 0, "b": 1, "r": 0}
-
-
-def test_a_request_that_never_found_its_model_is_counted_for_the_first():
-    served = models(a="embed", b="embed")
-    ask({"input": "x", "model": "z"}, models=served)
-    ask({"input": "x"}, models=served)
-    assert values(served, "te_request_failure", err="validation") == {"a": 2, "b": 0}
-
-
-def test_stages_are_counted_for_the_model_they_were_for():
-    served = models(a="embed", b="embed")
-    ask({"input": "x", "model": "b"}, models=served)
-    for stage in ("decode", "encode"):
-        assert stage_count(served, stage) == {"a": 0, "b": 1}
-    ask({"input": "x", "model": "z"}, models=served)  # found no model
-    assert stage_count(served, "decode") == {"a": 1, "b": 1}
+    assert stage_count(served, "decode") == {"a": 0, "b": 3, "r": 0}
+    ask({"input": "x", "model": "z"}, models=served)  # finds no model: it counts for the first
+    assert values(served, "te_request_failure", err="validation") == {"a": 1, "b": 1, "r": 0}
+    assert stage_count(served, "decode") == {"a": 1, "b": 3, "r": 0}
 
 
 def test_instances_are_counted_each_for_its_model():
@@ -301,116 +229,18 @@ def test_instances_are_counted_each_for_its_model():
     assert values(served, "te_request_failure", err="validation") == {"a": 1, "b": 0, "c": 0}
 
 
-@pytest.fixture(name="pair", scope="module")
-def _pair(tmp_path_factory, grid_file):
-    """A real embedder and a real reranker, on one device and within one capacity."""
-    folder = tmp_path_factory.mktemp("pair")
-    paths = {
-        "e": save_tiny(folder / "embedder"),
-        "r": save_tiny(
-            folder / "reranker",
-            pooling=("cls",),
-            modules=(DenseLayer(32, 32), DenseLayer(32, 1, activation="identity")),
-            labels=("LABEL_0",),
-            score_function="sigmoid",
-        ),
-    }
-    config = EngineConfig(
-        dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128, warmup="full"
-    )
-    capacity = Capacity(1000)
-    embedders = [
-        Embedder(str(path), cache_dir=folder / "cache", config=config, capacity=capacity)
-        for path in paths.values()
-    ]
-    yield Models(embedders, {str(path): [name] for name, path in paths.items()})
-    for embedder in embedders:
-        embedder.close()
-
-
-def test_an_embedder_and_a_reranker_answer_over_one_server(pair):
-    _, body = ask({"input": ["the cat sat", "a dog"], "encoding_format": "float"}, models=pair)
-    assert body["model"] == "e"
-    vectors = [item["embedding"] for item in body["data"]]
-    np.testing.assert_allclose(
-        vectors, pair["e"].loaded.encode(["the cat sat", "a dog"]), atol=1e-6
-    )
-    _, body = fetch_json("/v1/models", models=pair)
-    assert [(m["id"], m["task"]) for m in body["data"]] == [("e", "embed"), ("r", "rerank")]
-    _, body = ask({"input": "the cat", "model": "r"}, models=pair, status=400)
-    assert "`r` is a reranker" in body["error"]["message"]
-
-
-def test_models_share_their_limits(pair):
-    e, r = pair["e"].loaded, pair["r"].loaded
-    capacity = e.admission.capacity
-    assert capacity is r.admission.capacity
-    assert capacity.max_tokens == 2 * 64 * 128  # what each would have alone
-    with (
-        r.admission.admit(Cost(1000, 10)),
-        e.admission.admit(Cost(500, 10)),
-        pytest.raises(Overloaded),
-    ):
-        e.admission.admit(Cost(17, 1))  # past the limit it has had its half, and is not small
-
-
-async def test_two_models_together_have_no_more_programs_in_flight_than_one(pair, monkeypatch):
-    inside, most, ran, lock = 0, 0, {"e": 0, "r": 0}, threading.Lock()
-
-    def watched(name, run):
-        def call(*arguments):
-            nonlocal inside, most
-            with lock:
-                inside += 1
-                most = max(most, inside)
-                ran[name] += 1
-            try:
-                return run(*arguments)
-            finally:
-                with lock:
-                    inside -= 1
-
-        return call
-
-    for name in ran:
-        runner = pair[name].loaded.engine.seats[0].runner
-        monkeypatch.setattr(runner, "run", watched(name, runner.run))
-    client = create_app(pair, ServerConfig()).test_client()
-    different = [[n >> bit & 1 for bit in range(30)] for n in range(400)]
-    texts = [" ".join("red" if bit else "train" for bit in bits) for bits in different[:200]]
-    asked = [
-        client.post("/v1/embeddings", json={"input": texts[k : k + 40]}) for k in range(0, 200, 40)
-    ]
-    sequences = [Encoding(np.array(bits, np.int32) + 7) for bits in different[200:]]
-    works = [work_of(sequences[k : k + 40], LOGITS) for k in range(0, 200, 40)]
-    tickets = [pair["r"].loaded.engine.submit(work) for work in works]
-    responses = await asyncio.gather(*asked)
-    for ticket in tickets:
-        await asyncio.to_thread(ticket.result, 30.0)
-    assert [response.status_code for response in responses] == [200] * 5
-    assert most <= pair["e"].loaded.engine.seats[0].turn.permits
-    assert ran["e"] > 10
-    assert ran["r"] > 10
-
-
-def test_every_sample_of_several_models_names_its_model_but_those_of_the_process(pair):
-    before = values(pair, "te_embed_success")
-    ask({"input": ["the", "cat"]}, models=pair)
-    families = metric_families(pair)
-    assert set(families) >= {f.name for f in pair.first().telemetry.registry.collect()}
-    unlabelled = {
-        name
-        for name, family in families.items()
-        if any("model" not in sample.labels for sample in family.samples)
-    }
-    assert unlabelled == {
-        "jaxembed_compile_count",
-        "jaxembed_compile_cache_hits",
-        "jaxembed_compile_seconds",
-    }
-    assert all(len(families[name].samples) == 1 for name in unlabelled)
-    assert values(pair, "te_embed_success") == {"e": before["e"] + 2, "r": before["r"]}
-    assert values(pair, "te_queue_size") == {"e": 0, "r": 0}
-    text = pair.exposition().decode()
-    for name in families:
-        assert text.count(f"# TYPE {name} ") == text.count(f"# HELP {name} ") == 1
+def test_models_share_their_device_and_their_limits(tiny_checkpoint, grid_file, tmp_path):
+    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
+    options = {"cache_dir": tmp_path, "config": config, "capacity": Capacity(1000)}
+    path = str(tiny_checkpoint)
+    with Embedder(path, **options) as one, Embedder(path, **options) as other:
+        assert one.engine.seats[0].turn is other.engine.seats[0].turn
+        capacity = one.admission.capacity
+        assert capacity is other.admission.capacity
+        assert capacity.max_tokens == 2 * 64 * 128  # what each would have alone
+        with (
+            other.admission.admit(Cost(1000, 10)),
+            one.admission.admit(Cost(500, 10)),
+            pytest.raises(Overloaded),
+        ):
+            one.admission.admit(Cost(17, 1))  # past the limit it has had its half

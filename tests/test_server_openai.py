@@ -13,13 +13,7 @@ from jaxembed.errors import BackendError, DeviceStuck, NotFinite, Overloaded, Sh
 from jaxembed.inputs import Text, Tokens
 from jaxembed.processors.text import Rules
 from jaxembed.server.app import create_app
-from jaxembed.server.encoding import (
-    MOST_JOINED,
-    SLICE_FLOATS,
-    json_items,
-    json_matrix,
-    json_stream,
-)
+from jaxembed.server.encoding import MOST_JOINED, SLICE_FLOATS, json_items, json_matrix, json_stream
 from jaxembed.server.models import Models
 
 
@@ -106,29 +100,11 @@ def test_base64_is_a_type_of_embeddings_to_clients_of_jina(field, given):
     assert f"`{field}` of base64 and `encoding_format` of float" in body["detail"]
 
 
-def test_octets_on_request_with_their_shape_in_a_header():
-    response, body = ask({"input": ["a", "b"]}, headers={"accept": "application/octet-stream"})
-    assert response.headers["x-embedding-shape"] == f"2,{DIM}"
-    assert response.headers["x-compute-tokens"] == "2"
-    got = np.frombuffer(body, "<f4").reshape(2, DIM)
-    np.testing.assert_allclose(got, [unit(Text("a")), unit(Text("b"))], rtol=1e-6)
-
-
-def test_json_wins_when_the_client_takes_both():
-    response, _ = ask({"input": "a"}, headers={"accept": "*/*, application/octet-stream;q=0.5"})
-    assert response.mimetype == "application/json"
-
-
-@pytest.mark.parametrize("unset", [0, None])
-def test_unset_dimensions_give_the_whole_vector(unset):
-    _, body = ask({"input": "a", "dimensions": unset})
-    assert len(body["data"][0]["embedding"]) == DIM
-
-
-def test_fewer_dimensions_are_renormalised():
-    _, body = ask({"input": "a", "dimensions": 3})
+@pytest.mark.parametrize("given", [0, None, 3])
+def test_fewer_dimensions_are_renormalised(given):
+    _, body = ask({"input": "a", "dimensions": given})
     assert np.linalg.norm(body["data"][0]["embedding"]) == pytest.approx(1)
-    assert len(body["data"][0]["embedding"]) == 3
+    assert len(body["data"][0]["embedding"]) == (given or DIM)
 
 
 @pytest.mark.parametrize("field", ["dimensions", "output_dimension"])
@@ -142,24 +118,11 @@ def test_impossible_dimensions_name_the_limit(field, dimensions):
     )
 
 
-def test_our_extensions_reach_the_embedder():
-    embedder = FakeEmbedder()
-    ask({"input": "a", "truncate": False, "prompt_name": "query"}, embedder=embedder)
-    (options,) = embedder.asked
-    assert options.truncate is False
-    assert options.prompt_name == "query"
-    assert options.normalize is True
-
-
-@pytest.mark.parametrize("model", [None, "", "mine", "alias"])
-def test_served_names_and_none_are_answered_by_the_first(model):
+def test_served_names_and_none_are_answered_by_the_first_and_others_are_told_them():
     models = Models([FakeEmbedder()], {"test/fake": ("mine", "alias")})
-    _, body = ask({"input": "a", "model": model}, models=models)
-    assert body["model"] == "mine"
-
-
-def test_an_unknown_model_is_told_the_known_ones():
-    models = Models([FakeEmbedder()], {"test/fake": ("mine", "alias")})
+    for model in (None, "", "mine", "alias"):
+        _, body = ask({"input": "a", "model": model}, models=models)
+        assert body["model"] == "mine"
     _, body = ask({"input": "a", "model": "gpt"}, models=models, status=404)
     assert body["error"]["code"] == "model_not_found"
     assert body["error"]["message"] == "the model `gpt` does not exist; this server has mine, alias"
@@ -177,32 +140,23 @@ def test_an_unknown_model_is_told_the_known_ones():
         (b"[]", None, "Expected `object`"),
         (b"{}", "input", "missing required field `input`"),
         (b'{"input": 3}', "input", "Expected `str | array`"),
-        (b'{"input": "a", "dimensions": "x"}', "dimensions", "at `$.dimensions`"),
-        (b'{"input": "a", "encoding_format": "hex"}', "encoding_format", "hex"),
+        (b'{"input": "a", "encoding_format": "hex"}', "encoding_format", "one of 'float', 'b"),
         (b'{"input": ["a", 1]}', "input[1]", "at `$.input[1]`"),
         (b'{"input": [1, "a"]}', "input[1]", "at `$.input[1]`"),
-        (b'{"input": [1, [2]]}', "input[1]", "at `$.input[1]`"),
-        (b'{"input": [1, {"text": "a"}]}', "input[1]", "got `object` - at `$.input[1]`"),
-        (b'{"input": [{"text": "a"}, 1]}', "input[1]", "at `$.input[1]`"),
         (b'{"input": [{"text": ""}]}', "input[0]", "`input[0]` cannot be empty"),
-        (b'{"input": [{"text": null}]}', "input[0]", "at `$.input[0]`"),
         (b'{"input": ["a", {"image": "u"}]}', None, "takes texts and no images"),
         (
             b'{"input": [{"text": "a", "image": "u"}]}',
             "input[0]",
             "an object with `text` or `image`",
         ),
-        (b'{"input": {"text": "a"}}', "input", "got `object`"),
         (b'{"input": [[1], 2]}', "input[1]", "at `$.input[1]`"),
-        (b'{"input": [1.5]}', "input[0]", "at `$.input[0]`"),
-        (b'{"input": [true]}', "input[0]", "at `$.input[0]`"),
         (b'{"input": [-1]}', "input[0]", ">= 0"),
         (b'{"input": [4294967296]}', "input[0]", "<= 4294967295"),
-        (b'{"input": ["a", null]}', "input[1]", "at `$.input[1]`"),
         (b'{"input": ""}', "input", "`input` cannot be empty"),
         (b'{"input": []}', "input", "`input` cannot be empty"),
-        (b'{"input": ["a", ""]}', "input[1]", "`input[1]` cannot be empty"),
         (b'{"input": [[1], []]}', "input[1]", "`input[1]` cannot be empty"),
+        (b'{"input": ["a", ""]}', "input[1]", "`input[1]` cannot be empty"),
     ],
 )
 def test_a_bad_request_is_a_400_naming_the_field(raw, param, message):
@@ -221,12 +175,6 @@ def test_too_many_inputs_name_the_flag():
     _, body = ask({"input": ["a", "b", "c"]}, config=config, status=400)
     assert body["error"]["message"].startswith("batch size 3 > maximum allowed batch size 2")
     assert "--max-client-batch-size" in body["error"]["message"]
-
-
-def test_zero_means_any_number_of_inputs():
-    config = ServerConfig(max_client_batch_size=0)
-    _, body = ask({"input": ["a"] * 5000}, config=config)
-    assert len(body["data"]) == 5000
 
 
 @pytest.mark.parametrize(
@@ -254,20 +202,16 @@ def test_a_failure_has_its_status_and_is_counted(failure, status, code, err):
 
 
 def test_too_long_is_an_error_only_without_truncation():
-    text = " ".join("x" * 20)
-    response, body = ask({"input": [text, "a"]})
+    texts = ["a", " ".join("x" * 20)]
+    response, body = ask({"input": texts})
     assert response.headers["x-truncated-inputs"] == "1"
     assert body["usage"]["prompt_tokens"] == 17
-    _, body = ask({"input": text, "truncate": False}, status=400)
+    _, body = ask({"input": texts, "truncate": False}, status=400)
     assert body["error"]["code"] == "context_length_exceeded"
-    assert body["error"]["param"] == "input"
-
-
-def test_the_input_that_is_too_long_is_named():
-    texts = ["a", " ".join("x" * 20), "b"]
-    _, body = ask({"input": texts, "truncate": False})
     assert body["error"]["param"] == "input[1]"
     assert "`input[1]` must have less than 16 tokens" in body["error"]["message"]
+    _, body = ask({"input": texts[1], "truncate": False}, status=400)
+    assert body["error"]["param"] == "input"
 
 
 def test_a_request_is_counted_and_timed():
@@ -313,11 +257,6 @@ def test_the_loop_gets_a_turn_between_slices():
     assert len(turns) >= 3
 
 
-def test_floats_are_as_short_as_float32_allows():
-    rows = np.array([[0.1, 1 / 3]], np.float32)
-    assert asyncio.run(joined(json_matrix(rows))) == b"[[0.1,0.33333334]]"
-
-
 async def test_a_large_answer_leaves_as_it_is_made_and_a_small_one_as_a_whole():
     made = []
 
@@ -333,12 +272,6 @@ async def test_a_large_answer_leaves_as_it_is_made_and_a_small_one_as_a_whole():
     assert large.content_length is None
     assert len(made) == 4  # the others wait for the client
     assert len(await large.get_data(as_text=False)) == 10 * MOST_JOINED
-
-
-def test_a_value_that_is_not_allowed_is_told_those_that_are():
-    _, answer = ask({"input": "a", "encoding_format": "int8"}, status=400)
-    assert "wanted one of 'float', 'base64'" in answer["error"]["message"]
-    assert answer["error"]["param"] == "encoding_format"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from jaxembed.inputs import Text
 from jaxembed.options import Embeddings, EncodeOptions
 from jaxembed.request import TERM_BYTES, TERMS_A_TOKEN, EncodeRequest
 from jaxembed.server import multi
-from jaxembed.server.models import Models
 from jaxembed.spec import Vocabulary
 from jaxembed.work import SparseRows
 
@@ -44,22 +43,6 @@ def test_one_request_answers_all_outputs(embedder):
     assert body["usage"]["total_tokens"] == int(response.headers["x-compute-tokens"])
 
 
-def test_what_is_not_asked_for_is_not_answered(embedder):
-    _, body = ask({"input": "a world"}, embedder=embedder)
-    assert list(body["data"][0]) == ["object", "embedding", "index"]
-    _, body = ask({"input": "a world", "outputs": ["sparse"]}, embedder=embedder)
-    (item,) = body["data"]
-    assert item["embedding"] is None
-    assert list(item) == ["object", "embedding", "sparse_embedding", "index"]
-
-
-def test_base64_of_a_vector_that_was_not_asked_for_is_empty(embedder):
-    """OpenAI's client for Node decodes whatever it gets, of the base64 that it asks for."""
-    for more in ({"outputs": ["sparse"]}, {"return_multivector": True}):
-        _, body = ask({"input": "a", "encoding_format": "base64"} | more, embedder=embedder)
-        assert body["data"][0]["embedding"] == ""
-
-
 def test_base64_holds_the_matrix_and_its_shape_is_beside_it(embedder):
     asked = {"input": "a world", "outputs": ["dense", "multi_vector"], "encoding_format": "base64"}
     _, body = ask(asked, embedder=embedder)
@@ -82,25 +65,16 @@ def test_jina_asks_for_several_vectors_by_its_own_names(embedder, path, more):
     np.testing.assert_allclose(item["embeddings"], wanted, rtol=1e-6)
 
 
-def test_terms_may_be_named_and_few(embedder):
+def test_terms_may_be_named_and_few_and_what_was_not_asked_for_is_empty(embedder):
     asked = {"input": "hello a", "outputs": ["sparse"], "max_active_dims": 1, "return_tokens": True}
-    _, body = ask(asked, embedder=embedder)
-    found = body["data"][0]["sparse_embedding"]
-    assert len(found["indices"]) == len(found["values"]) == len(found["tokens"]) == 1
-    assert found["tokens"][0] in ("hello", "a")
-
-
-def test_embed_sparse_answers_as_tei(embedder):
-    asked = {"inputs": TEXTS, "return_tokens": True}
-    response, body = ask(asked, path="/embed_sparse", embedder=embedder)
-    assert response.headers["x-compute-tokens"].isdigit()
-    rows = embedder.encode_sparse(TEXTS)
-    for terms, indices, values in zip(body, rows.indices, rows.values, strict=True):
-        assert [term["index"] for term in terms] == indices.tolist()
-        np.testing.assert_allclose([term["value"] for term in terms], values, rtol=1e-6)
-        assert all(term["token"] for term in terms)
-    _, body = ask({"inputs": "a world"}, path="/embed_sparse", embedder=embedder)
-    assert [list(term) for term in body[0]] == [["index", "value"]] * len(body[0])
+    for form, nothing in (("float", None), ("base64", "")):  # which OpenAI's client decodes
+        _, body = ask(asked | {"encoding_format": form}, embedder=embedder)
+        (item,) = body["data"]
+        assert list(item) == ["object", "embedding", "sparse_embedding", "index"]
+        assert item["embedding"] == nothing
+        found = item["sparse_embedding"]
+        assert len(found["indices"]) == len(found["values"]) == len(found["tokens"]) == 1
+        assert found["tokens"][0] in ("hello", "a")
 
 
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
@@ -171,15 +145,6 @@ def test_the_raw_score_of_several_vectors_is_the_sum(embedder):
         assert other["score"] == pytest.approx(count * one["score"], rel=1e-5)
 
 
-def test_the_library_ranks_as_the_server_does(embedder):
-    asked = {"query": "hello a", "documents": TEXTS}
-    _, body = ask(asked, path="/v1/rerank", embedder=embedder)
-    ranked = embedder.rerank("hello a", TEXTS)
-    assert [one.index for one in ranked] == [item["index"] for item in body["results"]]
-    scores = [item["relevance_score"] for item in body["results"]]
-    np.testing.assert_allclose([one.score for one in ranked], scores, rtol=1e-6)
-
-
 REFUSED = {  # by the route: what a body has beside what it must have, and the field that is named
     "/v1/embeddings": [
         ({"outputs": ["dense", "colour"]}, "outputs"),
@@ -247,33 +212,27 @@ def test_raw_bytes_are_of_the_dense_vector_alone(embedder, path, asked):
     assert "`Accept: application/octet-stream` is for the dense vector alone" in answer["detail"]
 
 
+@pytest.mark.parametrize("most", [1, 3, 100])
+def test_embed_sparse_answers_as_tei_in_slices(embedder, monkeypatch, most):
+    monkeypatch.setattr(multi, "SLICE_TERMS", most)
+    texts = [*TEXTS, '"', "."]  # unknown, so without terms
+    asked = {"inputs": texts, "return_tokens": True}
+    response, body = ask(asked, path="/embed_sparse", embedder=embedder)
+    assert response.headers["x-compute-tokens"].isdigit()
+    assert [] in body
+    rows = embedder.encode_sparse(texts)
+    for terms, indices, values in zip(body, rows.indices, rows.values, strict=True):
+        assert [term["index"] for term in terms] == indices.tolist()
+        np.testing.assert_allclose([term["value"] for term in terms], values, rtol=1e-6)
+        assert [term["token"] for term in terms] == embedder.processor.term_names(indices)
+    _, plain = ask({"inputs": texts}, path="/embed_sparse", embedder=embedder)
+    assert plain == [[{k: one[k] for k in ("index", "value")} for one in row] for row in body]
+
+
 @pytest.mark.parametrize("path", ["/embed_sparse", "/embed_multi"])
 def test_a_model_without_the_output_is_refused_in_teis_words(path):
     _, body = ask({"inputs": "a"}, path=path, status=424)
     assert body["error"].startswith("Backend error: Model is not an embedding model with")
-
-
-def test_the_terms_of_embed_sparse_are_those_of_openais_route(embedder):
-    texts = [*TEXTS, '"', "."]  # unknown, so without terms
-    asked = {"input": texts, "outputs": ["sparse"], "return_tokens": True}
-    _, body = ask(asked, embedder=embedder)
-    asked = {"inputs": texts, "return_tokens": True}
-    _, lists = ask(asked, path="/embed_sparse", embedder=embedder)
-    assert [] in lists
-    for terms, item in zip(lists, body["data"], strict=True):
-        columns = item["sparse_embedding"]
-        for name, plural in (("index", "indices"), ("value", "values"), ("token", "tokens")):
-            assert [term[name] for term in terms] == columns[plural]
-
-
-@pytest.mark.parametrize("return_tokens", [False, True])
-@pytest.mark.parametrize("most", [1, 3, 100])
-def test_the_terms_of_a_text_are_written_in_slices(embedder, monkeypatch, return_tokens, most):
-    asked = {"inputs": [*TEXTS, '"'], "return_tokens": return_tokens}
-    _, whole = ask(asked, path="/embed_sparse", embedder=embedder)
-    monkeypatch.setattr(multi, "SLICE_TERMS", most)
-    _, sliced = ask(asked, path="/embed_sparse", embedder=embedder)
-    assert sliced == whole
 
 
 async def test_no_slice_has_more_terms_than_one_turn_writes():
@@ -332,10 +291,6 @@ def test_late_chunking_of_a_model_without_dense_vectors_blames_no_field(path, bo
     _, answer = ask(body, path=path, embedder=FakeEmbedder(spec=SEVERAL_VECTORS), status=400)
     assert "give a dense vector, and this one gives multi_vector" in answer["error"]["message"]
     assert answer["error"]["param"] is None
-
-
-def test_the_model_lists_what_it_can_do(embedder):
-    assert Models([embedder]).find(None, "rerank").loaded is embedder
 
 
 def test_weights_of_more_terms_than_texts_have_are_counted_once_they_are_known(embedder):

@@ -81,22 +81,6 @@ def test_vectors_of_queries_and_pages_in_one_request(colpali):
         np.testing.assert_allclose(got, want, atol=2e-6)
 
 
-def test_jinas_form_with_several_vectors(colpali):
-    body = {"input": [{"image": URIS[1]}, {"text": "w5"}], "return_multivector": True}
-    found = post(colpali, body)["data"]
-    wanted = colpali.encode_multi(["w5"], images=[FILES[1]])
-    np.testing.assert_allclose(found[0]["embeddings"], wanted[1], atol=2e-6)
-    np.testing.assert_allclose(found[1]["embeddings"], wanted[0], atol=2e-6)
-
-
-def test_pages_as_bytes(colpali):
-    body = {"input": [{"image": URIS[0]}], "return_multivector": True, "encoding_format": "base64"}
-    (found,) = post(colpali, body | {"output_dtype": "float16"})["data"]
-    values = np.frombuffer(base64.b64decode(found["embeddings"]), np.float16)
-    (wanted,) = colpali.encode_multi(images=FILES[:1])
-    np.testing.assert_allclose(values.reshape(-1, SPACE), wanted, atol=1e-3)
-
-
 def test_voyages_route_says_that_it_answers_dense_vectors(colpali):
     for part in ({"type": "text", "text": "a"}, {"type": "image_base64", "image_base64": URIS[0]}):
         body = {"inputs": [{"content": [part]}]}

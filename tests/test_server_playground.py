@@ -10,10 +10,9 @@ from test_server_app import fetch, fetch_json
 
 from jaxembed.config import ServerConfig
 from jaxembed.server.models import Models
-from jaxembed.server.playground import FILE, _page
+from jaxembed.server.playground import FILE
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
-OFF = ServerConfig(host="0.0.0.0")
 HTML = FILE.read_text()
 
 
@@ -28,11 +27,6 @@ def test_the_page_is_the_file():
     assert body.decode() == HTML
 
 
-def test_a_head_request_gets_the_headers():
-    response, _ = fetch("/playground", "HEAD", status=200)
-    assert "content-security-policy" in response.headers
-
-
 @pytest.mark.parametrize("kind", ["script", "style"])
 def test_only_what_is_in_the_file_may_run(kind):
     """The hashes are of what is between the tags, which a browser hashes."""
@@ -41,16 +35,6 @@ def test_only_what_is_in_the_file_may_run(kind):
     policy = policy_of(fetch("/playground")[0])
     assert policy[f"{kind}-src"] == [f"'sha256-{digest}'"]
     assert len(re.findall(f"<{kind}[ >]", HTML)) == 1
-
-
-def test_the_page_may_connect_to_this_server_alone():
-    policy = policy_of(fetch("/playground")[0])
-    assert policy["default-src"] == ["'none'"]
-    assert policy["connect-src"] == ["'self'"]
-    assert policy["img-src"] == ["data:"]
-    for name in ("base-uri", "form-action", "frame-ancestors"):
-        assert policy[name] == ["'none'"]
-    assert not any("unsafe" in value for values in policy.values() for value in values)
 
 
 def test_the_page_names_no_other_site_and_writes_no_markup():
@@ -86,13 +70,10 @@ def test_there_is_a_page_where_only_this_machine_reaches_the_server_or_where_it_
     host, flag, status
 ):
     config = ServerConfig(host=host, playground=flag)
-    assert fetch("/playground", config=config)[0].status_code == status
-
-
-def test_a_server_without_the_page_names_the_flag():
-    _, body = fetch_json("/playground", config=OFF, status=404)
-    assert body["error_type"] == "NotFound"
-    assert "--playground" in body["error"]
+    _, body = fetch("/playground", config=config, status=status)
+    assert status == 200 or b"--playground" in body
+    found = 302 if status == 200 else 200  # a browser that asks for the root
+    assert fetch("/", headers=BROWSER, config=config)[0].status_code == found
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
@@ -110,27 +91,11 @@ def test_others_are_answered_as_before(accept):
     assert "location" not in response.headers
 
 
-def test_without_the_page_a_browser_is_answered_as_all_are():
-    response, body = fetch("/", headers=BROWSER, config=OFF)
-    assert (response.status_code, body) == (200, b"")
-
-
 def test_a_probe_that_asks_for_html_sees_an_unhealthy_server():
     embedder = FakeEmbedder()
     embedder.healthy = False
     fetch("/", headers=BROWSER, embedder=embedder, status=503)
     assert fetch("/playground", embedder=embedder)[0].status_code == 200
-
-
-def test_only_the_root_leads_anywhere():
-    assert fetch("/ping", headers=BROWSER)[0].status_code == 200
-
-
-def test_the_page_needs_no_key_and_is_read_once():
-    keys = ServerConfig(api_keys=("key",))
-    assert fetch("/playground", config=keys)[0].status_code == 200
-    assert fetch("/v1/models", config=keys)[0].status_code == 401
-    assert _page() is _page()
 
 
 def test_the_list_of_models_says_what_each_gives():

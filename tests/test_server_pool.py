@@ -272,24 +272,6 @@ async def test_models_that_come_to_take_more_than_they_may_leave():
     assert shelf.closed == "a"
 
 
-async def test_an_answer_has_the_name_that_its_model_had_when_it_was_asked():
-    client, pool = served(Shelf())
-    residence = await pool.lease("a", None)
-    gate = fake(residence).gate = asyncio.Event()
-    asking = asyncio.create_task(post(client, "/v1/embeddings", {"model": "a", "input": "x"}))
-    await fake(residence).entered.wait()
-    leaving = asyncio.create_task(pool.unload(pool.models["a"]))
-    await until(lambda: pool.state(pool.models["a"])[0] == "UNLOADING")
-    gate.set()
-    residence.give_back()
-    assert (await asking)[1]["model"] == "a"
-    await leaving
-    for model in "ab":
-        await pool.move("live", model)
-        asked = {"model": "live", "input": "x"}
-        assert (await post(client, "/v1/embeddings", asked))[1]["model"] == model
-
-
 async def test_a_model_that_cannot_be_loaded_leaves_all_as_it_was_and_is_not_tried_at_once():
     shelf = Shelf()
     shelf.errors["b"] = CheckpointError("the config is damaged\nsecond line")
@@ -309,18 +291,6 @@ async def test_a_model_that_cannot_be_loaded_leaves_all_as_it_was_and_is_not_tri
 
 class Panic(BaseException):
     """As an extension in Rust raises it."""
-
-
-async def test_a_load_that_panics_is_answered_and_not_tried_at_once():
-    shelf = Shelf()
-    shelf.errors["b"] = Panic("unwrapped an error")
-    client, _ = served(shelf)
-    asked = {"model": "b", "input": "x"}
-    for _ in range(2):
-        status, answer = await post(client, "/v1/embeddings", asked)
-        assert status == 503
-        assert "b cannot be loaded: unwrapped an error" in answer["error"]["message"]
-        shelf.errors["b"] = CheckpointError("it was tried again")
 
 
 async def test_without_memory_after_all_another_model_goes_and_it_is_tried_once_more():
@@ -373,7 +343,7 @@ async def test_an_alias_moves_without_a_failed_request_and_each_answer_is_of_one
         while not done.is_set():
             residence = await pool.lease("live", "embed")
             assert not fake(residence).closed
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
             assert not fake(residence).closed  # nobody who has a lease loses the model
             served.add(residence.loaded.name)
             residence.give_back()
@@ -505,47 +475,43 @@ async def post(client, path: str, body=None, headers=KEY, method="POST"):
 
 
 async def test_triton_clients_load_list_and_unload():
-    client, _ = served(Shelf())
-    status, listed = await post(client, "/v2/repository/index")
-    assert status == 200
-    assert [one["name"] for one in listed] == ["a", "b", "c", "r"]
-    assert {one["state"] for one in listed} == {"UNAVAILABLE"}
-    status, one = await post(client, "/v2/repository/models/a/load")
-    assert (status, one["state"], one["version"]) == (200, "READY", SPEC.content_hash)
-    pinned = {"parameters": {"pinned": True}}
-    _, one = await post(client, "/v2/repository/models/b/load", pinned)
-    assert one["pinned"]
-    _, listed = await post(client, "/v2/repository/index", {"ready": True})
-    assert [one["name"] for one in listed] == ["a", "b"]
-    status, one = await post(client, "/v2/repository/models/a/unload")
-    assert (status, one["state"], one["bytes"]) == (200, "UNAVAILABLE", 0)
-
-
-async def test_bodies_are_taken_as_triton_clients_send_them():
-    """As tritonclient 2.62 over HTTP: an empty one, and others that nothing declares as JSON."""
+    """As tritonclient 2.62 over HTTP: bodies may be empty, and nothing declares them as JSON."""
     client, _ = served(Shelf())
 
-    async def send(path: str, body: bytes):
+    async def send(path: str, body: bytes = b""):
         response = await client.post(f"/v2/repository/{path}", data=body, headers=KEY)
         return response.status_code, await response.get_json()
 
-    assert (await send("index", b""))[0] == 200
-    assert (await send("models/a/load", b"{}"))[1]["state"] == "READY"
+    status, listed = await send("index")
+    assert status == 200
+    assert [one["name"] for one in listed] == ["a", "b", "c", "r"]
+    assert {one["state"] for one in listed} == {"UNAVAILABLE"}
+    status, one = await send("models/a/load", b"{}")
+    assert (status, one["state"], one["version"]) == (200, "READY", SPEC.content_hash)
+    _, one = await send("models/b/load", b'{"parameters": {"pinned": true}}')
+    assert one["pinned"]
+    _, listed = await send("index", b'{"ready": true}')
+    assert [one["name"] for one in listed] == ["a", "b"]
     unload = b'{"parameters": {"unload_dependents": false}}'
-    assert (await send("models/a/unload", unload))[1]["state"] == "UNAVAILABLE"
+    status, one = await send("models/a/unload", unload)
+    assert (status, one["state"], one["bytes"]) == (200, "UNAVAILABLE", 0)
     status, body = await send("models/a/load", b"{")
     assert status == 400
     assert "JSON" in body["error"]
 
 
-async def test_an_alias_is_dropped_over_http_but_no_model_loses_its_last_name():
+async def test_an_alias_is_moved_and_dropped_over_http_but_no_model_loses_its_last_name():
     client, pool = served(Shelf())
-    await post(client, "/v2/repository/aliases/live", {"model": "a"}, method="PUT")
-    status, one = await post(client, "/v2/repository/aliases/live", method="DELETE")
+    path, asked = "/v2/repository/aliases/org/live", {"model": "org/live", "input": "x"}
+    for model in ("b", "a"):
+        status, one = await post(client, path, {"model": model}, method="PUT")
+        assert (status, one["name"], one["state"]) == (200, "org/live", "READY")
+        assert (await post(client, "/v1/embeddings", asked))[0] == 200
+        assert pool.models["org/live"] is pool.models[model]
+    status, one = await post(client, path, method="DELETE")
     assert (status, one["name"]) == (200, "a")
-    asked = {"model": "live", "input": "x"}
     assert (await post(client, "/v1/embeddings", asked))[0] == 404
-    for name, wanted in (("a", 422), ("live", 404), ("nothing", 404)):
+    for name, wanted in (("a", 422), ("org/live", 404)):
         path = f"/v2/repository/aliases/{name}"
         assert (await post(client, path, method="DELETE"))[0] == wanted
     assert pool.models.names == ("a", "b", "c", "r")
@@ -553,13 +519,12 @@ async def test_an_alias_is_dropped_over_http_but_no_model_loses_its_last_name():
 
 async def test_no_page_in_a_browser_may_use_an_admin_port_without_a_key():
     pool = pool_of(Shelf())
-    client = create_admin_app(Service(pool.models, ServerConfig(admin_port=1), pool)).test_client(
-        use_cookies=False
-    )
+    service = Service(pool.models, ServerConfig(admin_port=1), pool)
+    client = create_admin_app(service).test_client(use_cookies=False)
     for headers, wanted in (
+        ({}, 200),
         ({"host": "localhost:81"}, 200),
         ({"host": "[::1]:81"}, 200),
-        ({"host": "127.0.0.1"}, 200),
         ({"host": "evil.example:81"}, 401),
         ({"host": "[1:2:]"}, 401),
         ({"host": "127.0.0.1", "origin": "http://evil.example"}, 401),
@@ -567,17 +532,11 @@ async def test_no_page_in_a_browser_may_use_an_admin_port_without_a_key():
         status, body = await post(client, "/v2/repository/index", headers=headers)
         assert status == wanted, headers
         assert wanted == 200 or "pages in a browser" in body["error"]
-
-
-async def test_an_alias_is_moved_over_http_and_answers_carry_it():
-    client, pool = served(Shelf())
-    for model in ("a", "b"):
-        path = "/v2/repository/aliases/org/live"
-        status, one = await post(client, path, {"model": model}, method="PUT")
-        assert (status, one["name"], one["state"]) == (200, "org/live", "READY")
-        asked = {"model": "org/live", "input": "x"}
-        assert (await post(client, "/v1/embeddings", asked))[0] == 200
-        assert pool.models["org/live"] is pool.models[model]
+    assert (await client.get("/v1/models")).status_code == 404
+    service = Service(pool.models, ServerConfig(admin_port=1, admin_key="admin"), pool)
+    client = create_admin_app(service).test_client()
+    assert (await post(client, "/v2/repository/index", headers={}))[0] == 401
+    assert (await post(client, "/v2/repository/index"))[0] == 200
 
 
 ADMIN_ROUTES = [
@@ -603,17 +562,6 @@ async def test_every_admin_route_is_refused_without_the_admin_key_which_opens_no
     assert (await post(keyed, "/v1/embeddings", {"model": "a", "input": "x"}))[0] == 401
 
 
-async def test_the_admin_port_needs_no_key_unless_there_is_one():
-    pool = pool_of(Shelf())
-    client = create_admin_app(Service(pool.models, ServerConfig(admin_port=1), pool)).test_client()
-    assert (await post(client, "/v2/repository/index", headers={}))[0] == 200
-    assert (await client.get("/v1/models")).status_code == 404
-    keyed = ServerConfig(admin_port=1, admin_key="admin")
-    client = create_admin_app(Service(pool.models, keyed, pool)).test_client()
-    assert (await post(client, "/v2/repository/index", headers={}))[0] == 401
-    assert (await post(client, "/v2/repository/index"))[0] == 200
-
-
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
@@ -622,12 +570,7 @@ async def test_the_admin_port_needs_no_key_unless_there_is_one():
         ("models/http://x/y/load", {}, 404, "does not exist"),
         ("models/a/load", {"parameters": {"config": "{}"}}, 422, "`parameters.config` is not"),
         ("models/a/load", {"parameters": {"file:1/model": ""}}, 422, "`parameters.file:1/model`"),
-        (
-            "models/a/load",
-            {"parameters": {"pinned": "yes"}},
-            422,
-            "true or false. Given: 'y",
-        ),
+        ("models/a/load", {"parameters": {"pinned": "yes"}}, 422, "true or false. Given: 'y"),
         ("models/a/unload", {"parameters": {"pinned": True}}, 422, "only `unload_dependents`"),
         ("models/b/load", {}, 400, "b cannot be loaded: no such tensor"),
     ],
@@ -643,60 +586,51 @@ async def test_what_cannot_be_loaded_is_refused_by_name(path, body, status, word
 
 async def test_a_request_for_a_model_that_cannot_be_loaded_says_so_in_its_dialect():
     shelf = Shelf()
-    shelf.errors["b"] = CheckpointError("no such tensor")
+    shelf.errors["b"] = Panic("no such tensor")
     client, _ = served(shelf)
-    for path, field in (
-        ("/v1/embeddings", "input"),
-        ("/embed", "inputs"),
-        ("/v2/embed", "texts"),
-    ):
-        body = {"model": "b", field: ["x"]}
-        if path == "/v2/embed":
-            body["input_type"] = "search_query"
-        response = await client.post(path, json=body)
+    for path, field in (("/v1/embeddings", "input"), ("/embed", "inputs"), ("/v2/embed", "texts")):
+        response = await client.post(path, json={"model": "b", field: ["x"]})
         assert response.status_code == 503
         assert response.headers["Retry-After"]
         assert "b cannot be loaded: no such tensor" in await response.get_data(as_text=True)
-    status, _ = await post(client, "/v1/embeddings", {"model": "a", "input": "x"})
-    assert status == 200
-    status, _ = await post(client, "/rerank", {"model": "c", "query": "q", "texts": ["t"]})
-    assert status == 424
-    status, _ = await post(client, "/rerank", {"model": "r", "query": "q", "texts": ["t"]})
-    assert status == 200
-    status, _ = await post(client, "/", {"model": "c", "inputs": "x"})
-    assert status == 200
+    for path, body, wanted in (
+        ("/v1/embeddings", {"model": "a", "input": "x"}, 200),
+        ("/rerank", {"model": "c", "query": "q", "texts": ["t"]}, 424),
+        ("/rerank", {"model": "r", "query": "q", "texts": ["t"]}, 200),
+        ("/", {"model": "c", "inputs": "x"}, 200),
+    ):
+        assert (await post(client, path, body))[0] == wanted
 
 
 async def test_models_and_metrics_show_what_is_in_memory(monkeypatch):
     monkeypatch.setattr(CompileEvents, "compiles", 7)
     client, _ = served(Shelf())
-    listed = (await (await client.get("/v1/models")).get_json())["data"]
-    assert [(one["id"], one["loaded"]) for one in listed] == [(n, False) for n in "abcr"]
+
+    async def shown(model: str):
+        listed = (await (await client.get("/v1/models")).get_json())["data"]
+        text = await (await client.get("/metrics")).get_data(as_text=True)
+        assert (f'te_request_count{{method="single",model="{model}"}}' in text) == bool(model)
+        assert "\njaxembed_compile_count 7.0\n" in text
+        infos = [await client.get(path) for path in ("/info", "/info?model=a")]
+        return [one["id"] for one in listed if one["loaded"]], {one.status_code for one in infos}
+
+    assert await shown("") == ([], {503})
     assert (await client.get("/ready")).status_code == 200
-    assert (await client.get("/info?model=a")).status_code == 503
-    assert (await client.get("/info")).status_code == 503
-    text = await (await client.get("/metrics")).get_data(as_text=True)
-    assert 'te_request_failure{err="validation",model=""} 0.0' in text
-    assert "te_request_count" not in text
-    assert "\njaxembed_compile_count 7.0\n" in text
     await post(client, "/v1/embeddings", {"model": "a", "input": "x"})
-    listed = (await (await client.get("/v1/models")).get_json())["data"]
-    assert [one["loaded"] for one in listed] == [True, False, False, False]
-    text = await (await client.get("/metrics")).get_data(as_text=True)
-    assert 'te_request_count{method="single",model="a"} 1.0' in text
-    assert (await client.get("/info?model=a")).status_code == 200
-    assert (await client.get("/info")).status_code == 200
+    assert await shown("a") == (["a"], {200})
 
 
 # real models
 
 
+CONFIG = EngineConfig(dtype="float32", max_batch_tokens=64, devices=1)
+
+
 def test_a_freed_model_leaves_no_array_and_no_thread(tmp_path):
-    config = EngineConfig(dtype="float32", max_batch_tokens=64, devices=1)
-    path = save_tiny(tmp_path / "tiny")
+    path, capacity = str(save_tiny(tmp_path / "tiny")), Capacity(10)
 
     def loaded() -> Embedder:
-        return Embedder(str(path), cache_dir=tmp_path / "cache", config=config)
+        return Embedder(path, cache_dir=tmp_path / "cache", config=CONFIG, capacity=capacity)
 
     loaded().close()  # what is made once is there then
     arrays = len(jax.live_arrays())
@@ -711,57 +645,27 @@ def test_a_freed_model_leaves_no_array_and_no_thread(tmp_path):
         assert not any(state.threads for state in one.snapshot().values())
         pools = one.processor.executor._small, one.processor.executor._large
         assert not any(thread.is_alive() for pool in pools for thread in pool._threads)
-        weak = weakref.ref(one.engine)
+        weak = weakref.ref(one), weakref.ref(one.engine)
         del one
         gc.unfreeze()
         gc.collect()
-        assert weak() is None
+        assert [ref() for ref in weak] == [None, None]
+        assert capacity.max_tokens == 0
 
 
 def test_room_is_asked_for_before_parameters_are_read(tmp_path):
-    path = save_tiny(tmp_path / "tiny")
     asked: list[int] = []
 
     def refuse(count: int) -> None:
         asked.append(count)
         raise NoRoom("none")
 
-    arrays = len(jax.live_arrays())
-    config = EngineConfig(dtype="float32", max_batch_tokens=64, devices=1)
+    path, arrays = str(save_tiny(tmp_path / "tiny")), len(jax.live_arrays())
     with pytest.raises(NoRoom):
-        Embedder(str(path), cache_dir=tmp_path / "cache", config=config, reserve=refuse)
+        Embedder(path, cache_dir=tmp_path / "cache", config=CONFIG, reserve=refuse)
     assert len(asked) == 1
     assert asked[0] > 0
     assert len(jax.live_arrays()) == arrays
-
-
-async def test_two_real_models_in_turn_give_their_own_vectors(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool_module, "_collect", collect)
-    paths = {
-        "a": save_tiny(tmp_path / "a"),
-        "b": save_tiny(tmp_path / "b", pooling=("cls",)),
-    }
-    config = EngineConfig(dtype="float32", max_batch_tokens=64, devices=1)
-    make = partial(Embedder, cache_dir=tmp_path / "cache", config=config)
-    alone = {}
-    for name, path in paths.items():
-        with make(str(path)) as one:
-            alone[name] = one.encode("the cat sat")
-
-    def load(model: str, reserve: Callable[[int], object]) -> Embedder:
-        one = make(model, reserve=reserve)
-        one.probe()
-        return one
-
-    models = Models(capacity=Capacity(1000), loadable=lambda: {n: str(p) for n, p in paths.items()})
-    pool = ModelPool(models, load, PoolLimits(bytes=2**40))
-    client = create_app(models, ServerConfig(admin_key="admin"), pool).test_client()
-    for name in "aba":
-        body = {"model": name, "input": "the cat sat", "encoding_format": "float"}
-        status, answer = await post(client, "/v1/embeddings", body)
-        assert status == 200
-        np.testing.assert_allclose(answer["data"][0]["embedding"], alone[name], atol=1e-6)
-        assert (await post(client, f"/v2/repository/models/{name}/unload"))[0] == 200
 
 
 async def test_a_server_without_any_model_yet_says_so(tmp_path):
@@ -770,3 +674,23 @@ async def test_a_server_without_any_model_yet_says_so(tmp_path):
     status, body = await post(client, "/v1/embeddings", {"input": "x"})
     assert status == 503
     assert "there is no model yet" in body["error"]["message"]
+
+
+async def test_two_real_models_in_turn_give_their_own_vectors(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "_collect", collect)
+    paths = {
+        "a": str(save_tiny(tmp_path / "a")),
+        "b": str(save_tiny(tmp_path / "b", pooling=("cls",))),
+    }
+    make = partial(Embedder, cache_dir=tmp_path / "cache", config=CONFIG)
+    alone = {}
+    for name, path in paths.items():
+        with make(path) as one:
+            alone[name] = one.encode("the cat sat")
+    models = Models(capacity=Capacity(1000), loadable=lambda: paths)
+    pool = ModelPool(models, lambda model, reserve: make(model, reserve=reserve))
+    client = create_app(models, ServerConfig(admin_key="admin"), pool).test_client()
+    for name in "aba":
+        _, answer = await post(client, "/embed", {"model": name, "inputs": "the cat sat"})
+        np.testing.assert_allclose(answer[0], alone[name], atol=1e-6)
+        assert (await post(client, f"/v2/repository/models/{name}/unload"))[0] == 200

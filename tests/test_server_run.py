@@ -29,10 +29,13 @@ ASK = {"inputs": "a"}
 
 
 @contextlib.asynccontextmanager
-async def serving(embedder, config=None, tracer=None):
-    """A server on a free port: its client, its shutdown event and its task."""
+async def serving(embedder, config=None, tracer=None, send_buffer: int | None = None):
+    """A server on a free port: its client, its shutdown event and its task. `send_buffer` is how
+    many bytes the system keeps for a client that does not read."""
     config = config or ServerConfig()
     listener = listen("127.0.0.1", 0)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     listener.listen()  # `serve` does too, but only in the task's first turn
     address = url(listener)
     shutdown = asyncio.Event()
@@ -51,21 +54,13 @@ def failures(embedder, err):
     return count_of(embedder.telemetry.request_failure.labels(err))
 
 
-async def test_a_request_comes_back_over_a_real_socket():
-    async with serving(FakeEmbedder()) as (client, _, _):
-        response = await client.post("/embed", json={"inputs": ["a", "b"]})
-        assert len(response.json()) == 2
-        assert response.headers["content-length"] == str(len(response.content))
-
-
 async def test_what_was_done_of_late_is_noted_while_the_server_runs(monkeypatch):
     monkeypatch.setattr(server_run, "SAMPLE_S", 0.001)
-    embedder = FakeEmbedder()
-    models, shutdown = Models([embedder]), asyncio.Event()
+    models, shutdown = Models([FakeEmbedder()]), asyncio.Event()
     app = create_app(models, ServerConfig())
     task = asyncio.create_task(serve(app, models, ServerConfig(), shutdown, listen("127.0.0.1", 0)))
     while len(app.service.history) < 2:
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
     shutdown.set()
     await task
 
@@ -113,11 +108,7 @@ async def wait_until_draining(client):
 async def test_the_drain_ends_when_its_time_is_up(caplog):
     embedder = FakeEmbedder()
     embedder.gate = asyncio.Event()
-    async with serving(embedder, ServerConfig(drain_timeout_s=0.05)) as (
-        client,
-        shutdown,
-        task,
-    ):
+    async with serving(embedder, ServerConfig(drain_timeout_s=0.05)) as (client, shutdown, task):
         work = asyncio.create_task(client.post("/embed", json=ASK))
         await embedder.entered.wait()
         shutdown.set()
@@ -161,14 +152,10 @@ async def test_the_client_of_openai_is_at_home():
     "request_bytes",
     [
         b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET http://x/health HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET /health HTTP/1.0\r\n\r\n",
-        b"BREW /embed HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET /%ff%00 HTTP/1.1\r\nHost: x\r\n\r\n",
         b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n",
         b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n",
-        b"GET /embed HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: upgrade\r\n"
-        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eHh4eHh4eHh4eHh4eHh4eA==\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
         b"\x00\x01\r\n\r\n",
     ],
@@ -244,42 +231,8 @@ def test_a_busy_port_is_a_config_error_that_names_the_flag():
             listen("127.0.0.1", port)
         with pytest.raises(ConfigError, match="--prometheus-port"):
             listen("127.0.0.1", port, flag="--prometheus-port")
-
-
-async def test_a_busy_metrics_port_stops_the_start():
-    with listen("127.0.0.1", 0) as taken:
-        taken.listen()
-        models = Models([FakeEmbedder()])
-        config = ServerConfig(prometheus_port=taken.getsockname()[1], port=0)
-        with pytest.raises(ConfigError, match="--prometheus-port"):
-            await serve(create_app(models, config), models, config, asyncio.Event())
-
-
-def test_an_unknown_host_is_a_config_error():
     with pytest.raises(ConfigError, match="--host"):
         listen("256.256.256.256", 0)
-
-
-PROGRAM = """
-import asyncio, logging, sys
-from fake_embedder import FakeEmbedder
-from jaxembed.config import ServerConfig
-from jaxembed.server.models import Models
-from jaxembed.server.run import run
-
-class Slow(FakeEmbedder):
-    async def answer(self, request, held=None):
-        print("entered", flush=True)
-        while not self.draining:
-            await asyncio.sleep(0.01)
-        self.draining = False  # let the fake answer what was admitted
-        answer = await super().answer(request, held)
-        self.draining = True
-        return answer
-
-logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-run(Models([Slow()]), ServerConfig(port=0))
-"""
 
 
 STUCK = """
@@ -316,30 +269,6 @@ def test_the_watchdog_ends_a_process_that_a_thread_holds_up():
             process.send_signal(signal.SIGTERM)
             assert process.wait(WAIT_S) == 0
             assert "still running" in process.stdout.read()
-        finally:
-            process.kill()
-
-
-@pytest.mark.skipif(os.name == "nt", reason="no SIGTERM on Windows")
-async def test_sigterm_answers_what_was_admitted_and_exits_with_0():
-    with start(PROGRAM) as process:
-
-        async def line_with(word):
-            while word not in (line := await asyncio.to_thread(process.stdout.readline)):
-                assert line, "the server ended early"
-            return line
-
-        try:
-            address = (await line_with("listening on")).split()[-1]
-            async with httpx.AsyncClient(
-                base_url=address, timeout=WAIT_S, trust_env=False
-            ) as client:
-                work = asyncio.create_task(client.post("/embed", json=ASK))
-                await line_with("entered")
-                process.send_signal(signal.SIGTERM)
-                assert (await work).status_code == 200
-            assert process.wait(WAIT_S) == 0
-            assert "stopped" in process.stdout.read()
         finally:
             process.kill()
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import sources
 from conftest import save_tiny
-from fake_embedder import RERANKER, FakeEmbedder
 from test_late_interaction import HEAD, ID, LENGTH, late
 from test_server_openai import ask
 from test_sparse import as_dense
@@ -100,33 +99,12 @@ def test_of_several_vectors_it_is_the_mean_of_the_best_products(colbert):
     np.testing.assert_allclose(got, [by_name[k] for k in range(len(TEXTS))], rtol=1e-6)
 
 
-def test_a_prompt_that_is_named_is_for_all_texts(colbert):
-    queries = list(colbert.encode_multi([CAT, *TEXTS], role="query"))
-    got = similarities(colbert, CAT, TEXTS, prompt_name="query")
-    np.testing.assert_allclose(got, mean_max(queries[0], queries[1:]), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("source", "sentences", "place"),
-    [("", ["cat"], "inputs"), ("cat", ["cat", ""], "inputs"), ("cat", [], "inputs.sentences")],
-)
-def test_what_is_empty_is_refused(colbert, source, sentences, place):
-    body = {"inputs": {"source_sentence": source, "sentences": sentences}}
-    _, answer = ask(body, path="/similarity", embedder=colbert, status=400)
-    assert f"`{place}` cannot be empty" in answer["error"]
-
-
 def test_the_answer_counts_what_was_run_and_cut(colbert):
     body = {"inputs": {"source_sentence": CAT, "sentences": TEXTS}}
     response, _ = ask(body, path="/similarity", embedder=colbert)
     counts = [len(text.split()) + 3 for text in (CAT, *TEXTS)]  # a document has room for 10
     assert int(response.headers["x-compute-tokens"]) == sum(min(one, 10) for one in counts)
     assert response.headers["x-truncated-inputs"] == "1"
-
-
-def test_a_reranker_is_refused():
-    body = {"inputs": {"source_sentence": "a", "sentences": ["b"]}}
-    ask(body, path="/similarity", embedder=FakeEmbedder(spec=RERANKER), status=424)
 
 
 @pytest.mark.parametrize(

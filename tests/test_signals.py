@@ -90,8 +90,7 @@ def wait_for_line(process, word):
 
 
 @pytest.mark.parametrize(
-    ("wait", "number", "status"),
-    [(IN_PYTHON, signal.SIGINT, 130), (IN_C, signal.SIGTERM, 143)],
+    ("wait", "number", "status"), [(IN_PYTHON, signal.SIGINT, 130), (IN_C, signal.SIGTERM, 143)]
 )
 def test_a_signal_ends_a_server_that_loads(tmp_path, wait, number, status):
     with start(LOADING.format(wait=wait), str(tmp_path / "cache")) as process:

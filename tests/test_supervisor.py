@@ -112,12 +112,3 @@ def test_a_server_says_when_it_is_ready_and_when_it_stops(tmp_path, monkeypatch)
             with urllib.request.urlopen(f"{url}/ready", timeout=WAIT_S) as answer:
                 assert answer.status == 200
         assert supervisor.recv(100) == b"STOPPING=1"
-
-
-@pytest.mark.slow
-def test_a_server_whose_models_are_loaded_later_is_ready_at_once(tmp_path, monkeypatch):
-    name = uuid4().hex
-    monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
-    options = ("--loadable", str(tmp_path / "later"), "--cache-dir", str(tmp_path / "cache"))
-    with listener(f"\0{name}") as supervisor, served(*options):
-        assert supervisor.recv(100) == b"READY=1"

@@ -22,15 +22,6 @@ def rows(*values: float) -> np.ndarray:
     return np.array([[value, value] for value in values], np.float32)
 
 
-def test_a_ticket_counts_its_entries_and_tokens():
-    ticket, _ = ticket_of([3, 5])
-    assert ticket.work.tokens == 8
-    assert [(e.length, e.claims) for e in ticket.entries] == [
-        (3, {ticket: [0]}),
-        (5, {ticket: [1]}),
-    ]
-
-
 def test_a_ticket_wakes_once_when_the_last_answer_is_in():
     ticket, woken = ticket_of([1, 1, 1])
     ticket.answer([2, 0], {"dense": rows(2, 0)})
@@ -108,16 +99,6 @@ def test_answers_from_many_threads_complete_a_ticket_once():
         thread.join()
     assert woken == [1]
     np.testing.assert_array_equal(ticket.values["dense"], rows(*range(count)))
-
-
-def test_a_waiter_in_another_thread_is_released():
-    ticket, _ = ticket_of([1])
-    seen: list[np.ndarray] = []
-    waiter = threading.Thread(target=lambda: seen.append(ticket.result(timeout_s=60.0)["dense"]))
-    waiter.start()
-    ticket.answer([0], {"dense": rows(3)})
-    waiter.join(60)
-    np.testing.assert_array_equal(seen[0], rows(3))
 
 
 def test_sequences_share_a_key_only_if_they_have_the_same_answer():

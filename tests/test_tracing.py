@@ -2,10 +2,7 @@
 
 import asyncio
 import logging
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent import futures
@@ -258,7 +255,6 @@ def test_no_text_and_no_key_is_in_a_span(embedder):
     ("path", "options", "name", "expected"),
     [
         ("/nowhere", {}, "POST", {"http.response.status_code": 404}),
-        ("/info", {"method": "GET"}, "GET /info", {"http.response.status_code": 200}),
         ("/embed", {"method": "PURGE"}, "HTTP", {"http.request.method": "_OTHER"}),
         ("/embed", {"json": {"inputs": 5}}, "POST /embed", {"error.type": "BadField"}),
         ("/embed", {"config": KEYS}, "POST /embed", {"error.type": "Unauthorized"}),
@@ -272,16 +268,6 @@ def test_refused_requests_have_spans_too(path, options, name, expected):
     assert root.name == name
     assert expected.items() <= attributes(root).items()
     assert root.status.code != ERROR
-
-
-def test_a_request_that_the_server_failed_has_failed_in_its_trace():
-    model = FakeEmbedder(failure=RuntimeError("the cat"))
-    with tracing() as (receiver, tracer):
-        assert ask(model, tracer) == 500
-    (root,) = receiver.named("POST /v1/embeddings")
-    assert root.status.code == ERROR
-    assert attributes(root)["error.type"] == "RuntimeError"
-    assert not root.status.message
 
 
 def test_probes_and_metrics_are_not_traced():
@@ -339,27 +325,27 @@ def test_answers_from_the_cache_wait_for_no_queue_and_no_device(tmp_path):
 # Who is sampled
 
 
-@pytest.mark.parametrize("state", [None, "a=b,c=d"])
-def test_the_clients_trace_is_continued(state):
-    headers = {"traceparent": SAMPLED} | ({"tracestate": state} if state else {})
+def test_the_clients_trace_is_continued_also_where_it_failed_or_its_state_is_malformed(caplog):
+    states = [None, "a=b,c=d", "", "=", "a=b,,=,c", "x" * 10_000, "é=é"]
+    model = FakeEmbedder(failure=RuntimeError("boom"))
     with tracing() as (receiver, tracer):
-        ask(FakeEmbedder(), tracer, headers=headers, json={"input": "a"})
-    (root,) = receiver.named("POST /v1/embeddings")
-    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, PARENT)
-    assert root.trace_state == (state or "")
-
-
-def test_a_request_that_its_client_does_not_sample_leaves_no_span(embedder):
-    with tracing() as (receiver, tracer):
-        ask(embedder, tracer, headers={"traceparent": UNSAMPLED}, json={"input": "cat"})
-    assert not receiver.spans
+        for state in states:
+            headers = {"traceparent": SAMPLED} | ({} if state is None else {"tracestate": state})
+            assert ask(model, tracer, headers=headers, json={"input": "a"}) == 500
+    roots = receiver.named("POST /v1/embeddings")
+    for root in roots:
+        assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, PARENT)
+        assert root.status.code == ERROR
+        assert attributes(root)["error.type"] == "RuntimeError"
+        assert not root.status.message
+    assert [root.trace_state for root in roots[:2]] == ["", "a=b,c=d"]
+    assert len(roots) == len(states)
 
 
 MALFORMED_PARENTS = [
     "",
     "cat",
     SAMPLED + "-extra",
-    SAMPLED.upper(),
     f"ff-{TRACE}-{PARENT}-01",
     f"00-{'0' * 32}-{PARENT}-00",
     f"00-{TRACE}-{'0' * 16}-00",
@@ -368,6 +354,12 @@ MALFORMED_PARENTS = [
     f"00-{TRACE}-{PARENT}-é",
     "0" * 10_000,
 ]
+
+
+def test_a_request_that_its_client_does_not_sample_leaves_no_span(embedder):
+    with tracing() as (receiver, tracer):
+        ask(embedder, tracer, headers={"traceparent": UNSAMPLED}, json={"input": "cat"})
+    assert not receiver.spans
 
 
 def test_a_malformed_traceparent_is_ignored():
@@ -381,28 +373,12 @@ def test_a_malformed_traceparent_is_ignored():
         assert not root.parent_span_id, values
 
 
-def test_a_malformed_tracestate_does_no_harm():
-    given = ["", "=", "a=b,,=,c", "x" * 10_000, "é=é"]
-    with tracing() as (receiver, tracer):
-        for state in given:
-            headers = {"traceparent": SAMPLED, "tracestate": state}
-            assert ask(FakeEmbedder(), tracer, headers=headers, json={"input": "a"}) == 200
-    roots = receiver.named("POST /v1/embeddings")
-    assert [root.trace_id.hex() for root in roots] == [TRACE] * len(given)
-
-
 @pytest.mark.parametrize(
     ("sampler", "share", "headers", "is_sampled"),
     [
-        ("always_on", "", {"traceparent": UNSAMPLED}, True),
         ("always_off", "", {"traceparent": SAMPLED}, False),
-        ("parentbased_always_off", "", {}, False),
         ("parentbased_always_off", "", {"traceparent": SAMPLED}, True),
-        ("traceidratio", "0", {}, False),
-        ("traceidratio", "0", {"traceparent": SAMPLED}, False),
         ("traceidratio", "0.0001", {"traceparent": f"00-{'0' * 31}1-{PARENT}-00"}, True),
-        ("parentbased_traceidratio", "0", {"traceparent": SAMPLED}, True),
-        ("parentbased_traceidratio", "1", {}, True),
         ("parentbased_traceidratio", "1", {"traceparent": UNSAMPLED}, False),
     ],
 )
@@ -444,21 +420,6 @@ def test_a_batch_is_linked_to_at_most_64_requests_and_known_to_all():
     assert len(devices) == len(traces)
     assert all({ids(link) for link in span.links} <= contexts for span in devices)
     assert all(span.links for span in devices)
-
-
-def test_two_who_asked_for_the_same_are_both_linked():
-    runner = SumRunner()
-    with tracing() as (receiver, tracer), engine_of(runner) as engine:
-        runner.gate.clear()
-        first = engine.ask([encoding(2)])
-        assert runner.entered.acquire(timeout=WAIT_S)
-        traces = [tracer.begin(scope()) for _ in range(2)]
-        twins = [engine.ask([encoding(3, 4)], trace=TicketTrace(trace)) for trace in traces]
-        runner.gate.set()
-        for ticket in (first, *twins):
-            ticket.result(WAIT_S)
-    (batch,) = receiver.named("batch")
-    assert {link.trace_id.hex() for link in batch.links} == {one.trace_id for one in traces}
 
 
 def test_a_batch_that_failed_has_failed_in_its_trace():
@@ -548,21 +509,6 @@ def test_a_receiver_that_fails_neither_fails_a_request_nor_keeps_the_server_from
     assert kind == "closed" or "the last spans were not sent within 0.01 s" in told
 
 
-def test_a_complaint_is_logged_once_in_a_while_with_the_number_of_others(caplog, monkeypatch):
-    otlp._limit_complaints()
-    library = logging.getLogger("opentelemetry.exporter")
-    with caplog.at_level(logging.WARNING):
-        for k in range(5):
-            library.error("cannot send %d\nmore", k)
-        (handler,) = logging.getLogger("opentelemetry").handlers
-        handler._next_at = 0.0
-        library.error("cannot send again")
-    assert [record.getMessage() for record in caplog.records] == [
-        "OpenTelemetry: cannot send 0",
-        "OpenTelemetry: cannot send again (4 more such lines before)",
-    ]
-
-
 def test_a_span_that_cannot_be_made_fails_no_request(monkeypatch, caplog):
     with tracing() as (receiver, tracer):
         monkeypatch.setattr(tracer, "_ns", lambda at: 1 / 0)
@@ -583,46 +529,7 @@ def test_log_lines_of_a_traced_request_carry_its_trace_id():
         assert ("cut trace_id=" + TRACE in line) or f'"trace_id":"{TRACE}"' in line
 
 
-def test_the_log_line_of_a_failed_request_carries_its_trace_id(caplog):
-    model = FakeEmbedder(failure=RuntimeError("boom"))
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(TextFormatter().format(record))
-    logging.getLogger("jaxembed").addHandler(handler)
-    try:
-        with tracing() as (_, tracer):
-            ask(model, tracer, headers={"traceparent": SAMPLED}, json={"input": "a"})
-    finally:
-        logging.getLogger("jaxembed").removeHandler(handler)
-    assert any("met a bug trace_id=" + TRACE in line for line in lines)
-
-
 # Without the flag, without the extra
-
-
-@pytest.mark.slow
-def test_nothing_of_opentelemetry_is_imported_without_the_flag(tmp_path):
-    save_tiny(tmp_path / "model")
-    program = f"""
-import asyncio, sys
-import jaxembed.cli.serve, jaxembed.server.run
-from jaxembed import Embedder, EngineConfig
-from jaxembed.config import ServerConfig
-from jaxembed.server.app import create_app
-from jaxembed.server.models import Models
-async def ask():
-    with Embedder({str(tmp_path / "model")!r}, config=EngineConfig(null_model=True)) as embedder:
-        client = create_app(Models([embedder]), ServerConfig()).test_client()
-        return (await client.post("/embed", json={{"inputs": "cat"}})).status_code
-print(asyncio.run(ask()), sys.modules.keys() & {{"opentelemetry", "grpc"}})
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"JAXEMBED_CACHE": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"},
-    )
-    assert done.stdout == "200 set()\n", done.stderr
 
 
 def test_the_documents_name_every_attribute():

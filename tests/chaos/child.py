@@ -7,12 +7,9 @@ and n. Each fault is written to standard output as a line of JSON, which the sto
 after this process is killed.
 """
 
-import asyncio
-import gc
 import json
 import os
 import resource
-import signal
 import sys
 import threading
 import time
@@ -126,22 +123,9 @@ def spoil(models, faults: Faults, overdue_s: float) -> None:
         watchdog._overdue_s, watchdog._look_s = overdue_s, overdue_s / 5
 
 
-def show_tasks(*_: object) -> None:
-    """Log what every task of the event loop waits for."""
-    for task in [one for one in gc.get_objects() if isinstance(one, asyncio.Task)]:
-        print(f"task {task!r}", file=sys.stderr)
-        awaited = task.get_coro()
-        while awaited is not None:
-            frame = getattr(awaited, "cr_frame", None)
-            if frame is not None:
-                print(f"  {frame.f_code.co_filename}:{frame.f_lineno}", file=sys.stderr)
-            awaited = getattr(awaited, "cr_await", None)
-
-
 def main() -> None:
     """Run the command line, and inject the faults once the server's models are built."""
     plan = json.loads(sys.argv[1])
-    signal.signal(signal.SIGUSR1, show_tasks)
     if plan["disk"] == "full":  # no regular file can grow; Python ignores SIGXFSZ
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     from jaxembed import cli

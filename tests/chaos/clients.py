@@ -28,16 +28,12 @@ class Client:
             self._ask_in_turn: 12,
             self._pipeline: 3,
             self._multiplex: 4,
-            self._vanish_in_body: 1,
-            self._vanish_before_answer: 2,
+            self._vanish: 4,
             self._vanish_in_answer: 1,
             self._half_close: 1,
             self._dawdle: 1,
-            self._say_garbage: 1,
             self._say_too_little: 1,
-            self._promise_too_much: 1,
-            self._send_huge_header: 1,
-            self._break_http2: 1,
+            self._say_nonsense: 3,
         }
 
     async def act(self) -> None:
@@ -114,15 +110,23 @@ class Client:
         finally:
             await wire.close()
 
-    async def _vanish_in_body(self) -> None:
-        """Disconnect before the whole body is sent."""
-        message = self._corpus.draw(self._random).message
-        data = message.http1()
-        await self._vanish_after(data[: len(data) - len(message.body or b"") // 2 - 1])
-
-    async def _vanish_before_answer(self) -> None:
-        """Disconnect after the request is sent."""
-        await self._vanish_after(self._draw().message.http1())
+    async def _vanish(self) -> None:
+        """Disconnect before the whole body is sent, after it, or while the server waits for more
+        than there is."""
+        message = self._draw().message
+        size = len(message.body or b"")
+        data = self._random.choice(
+            [message.http1()[: -size // 2 or None], message.http1(), message.http1(size + 100)]
+        )
+        wire = await self._open()
+        entry = self._ledger.sent(Ask("vanishing", Message("/")))
+        try:
+            await wire.send(data)
+            await asyncio.sleep(self._random.choice([0.0, 0.0, 0.002, 0.02]))
+        except Lost:
+            pass
+        wire.abort()
+        self._ledger.vanished(entry)
 
     async def _vanish_in_answer(self) -> None:
         """Disconnect after the first bytes of the answer."""
@@ -164,11 +168,6 @@ class Client:
             pass  # a 413 is answered before the body is sent
         await self._finish(entry, wire)
 
-    async def _say_garbage(self) -> None:
-        """Send random bytes: the server must answer with a 4xx, or close the connection."""
-        garbage = self._random.randbytes(self._random.randint(1, 2000)) + b"\r\n\r\n"
-        await self._expect_refusal(garbage)
-
     async def _say_too_little(self) -> None:
         """Send a body longer than its Content-Length: broken JSON, then garbage."""
         message = Message("/embed", b'{"inputs": "a cat", "model": "e"}')
@@ -178,31 +177,14 @@ class Client:
         await self._finish(entry, wire, data)
         await wire.rest()
 
-    async def _promise_too_much(self) -> None:
-        """Send a body shorter than its Content-Length, let the server wait, and disconnect."""
-        message = self._corpus.plain().message
-        await self._vanish_after(message.http1(length=len(message.body or b"") + 100))
-
-    async def _send_huge_header(self) -> None:
-        """Send a header that is too long, which must be refused."""
+    async def _say_nonsense(self) -> None:
+        """Send random bytes, a header that is too long, or broken frames of HTTP/2: the server must
+        answer with a 4xx, or close the connection."""
         message = self._corpus.plain().message
         message.headers["x-huge"] = "a" * HUGE_HEADER_BYTES
-        await self._expect_refusal(message.http1())
-
-    async def _break_http2(self) -> None:
-        """Send the preface of HTTP/2, then random bytes."""
-        frames = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + self._random.randbytes(200)
-        wire = await self._open()
-        try:
-            await wire.send(frames)
-            wire.half_close()
-        except (Lost, OSError):
-            pass
-        await wire.rest()
-        self._ledger.outcomes["nonsense closed"] += 1
-
-    async def _expect_refusal(self, data: bytes) -> None:
-        """Send data that the server must refuse with a 4xx, or by closing the connection."""
+        noise = self._random.randbytes(self._random.randint(1, 2000))
+        http2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        data = self._random.choice([noise + b"\r\n\r\n", message.http1(), http2 + noise])
         wire = await self._open()
         try:
             await wire.send(data)
@@ -210,21 +192,9 @@ class Client:
         except (Lost, OSError):
             pass
         answer = await wire.rest()
-        if answer and not answer.startswith(b"HTTP/1.1 4"):
+        if answer and not (data.startswith(http2) or answer.startswith(b"HTTP/1.1 4")):
             self._ledger.violate(None, f"nonsense was answered with {answer[:100]!r}")
         self._ledger.outcomes["nonsense refused" if answer else "nonsense closed"] += 1
-
-    async def _vanish_after(self, data: bytes) -> None:
-        """Send this data, wait a moment, and disconnect."""
-        wire = await self._open()
-        entry = self._ledger.sent(Ask("vanishing", Message("/")))
-        try:
-            await wire.send(data)
-            await asyncio.sleep(self._random.choice([0.0, 0.0, 0.002, 0.02]))
-        except Lost:
-            pass
-        wire.abort()
-        self._ledger.vanished(entry)
 
     async def _finish(self, entry: Entry, wire: Http1, data: bytes = b"") -> bool:
         """Send the rest of a request and read its answer.

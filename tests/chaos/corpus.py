@@ -97,13 +97,17 @@ class Corpus:
 
     def draw(self, random: Random) -> Ask:
         """Draw a request of a random kind."""
-        kinds = {
+        kinds: dict[Callable[[Random], Ask], float] = {
             self._draw_embed: 8,
-            self._draw_openai: 6,
-            self._draw_hidden: 2,
-            self._draw_pieces: 2,
+            lambda random: self._ask_openai(
+                self._some(random, 24), random.choice(["float", "base64"])
+            ): 6,
+            lambda random: self._ask_hidden(self._some(random, 4)): 2,
+            lambda random: self._ask_pieces(random.choices(self._texts, k=4)): 2,
+            self._draw_bad: 4,
+            self._draw_probe: 2,
+            self._draw_key: 4,
         }
-        kinds |= {self._draw_bad: 4, self._draw_probe: 2, self._draw_key: 4}
         if self.reranks:
             kinds[self._draw_ranks] = 4
         if self.moved:
@@ -135,15 +139,6 @@ class Corpus:
             return any(self._same(_matrix(reply), expected) for expected in allowed)
 
         return Ask("moved", message, right, counted=False)
-
-    def _draw_openai(self, random: Random) -> Ask:
-        return self._ask_openai(self._some(random, 24), random.choice(["float", "base64"]))
-
-    def _draw_hidden(self, random: Random) -> Ask:
-        return self._ask_hidden(self._some(random, 4))
-
-    def _draw_pieces(self, random: Random) -> Ask:
-        return self._ask_pieces(random.choices(self._texts, k=random.randint(1, 4)))
 
     def _draw_ranks(self, random: Random) -> Ask:
         q, texts = random.randrange(len(self.queries)), random.choices(self._texts, k=12)
@@ -274,13 +269,10 @@ def _administer(method: str, path: str, key: str, **body) -> Ask:
 
 BAD = [
     ("JSON", "/embed", b'{"inputs":', 400, "validation"),
-    ("JSON", "/v1/embeddings", b"\xff\xfe", 400, "validation"),
-    ("nesting", "/embed", b'{"inputs":' + b"[" * 5000, 422, "validation"),
     ("field", "/embed", {}, 422, "validation"),
     ("type", "/v1/embeddings", {"input": {"a": 1}}, 400, "validation"),
     ("mixture", "/embed", {"inputs": ["a", 1], "model": EMBEDDER}, 422, "validation"),
     ("emptiness", "/embed", {"inputs": "", "model": EMBEDDER}, 400, "tokenization"),
-    ("emptiness", "/v1/embeddings", {"input": [], "model": EMBEDDER}, 400, "tokenization"),
     (
         "count",
         "/embed",
@@ -290,21 +282,6 @@ BAD = [
     ),
     ("token id", "/embed", {"inputs": [10**9], "model": EMBEDDER}, 422, "validation"),
     ("model", "/v1/embeddings", {"input": "a", "model": "nobody"}, 404, "validation"),
-    ("priority", "/embed", {"inputs": "a", "priority": "first"}, 422, "validation"),
-    (
-        "dimensions",
-        "/embed",
-        {"inputs": "a", "dimensions": 0, "model": EMBEDDER},
-        422,
-        "validation",
-    ),
-    (
-        "prompt",
-        "/embed",
-        {"inputs": "a", "prompt_name": "no", "model": EMBEDDER},
-        422,
-        "validation",
-    ),
     (
         "length",
         "/embed",
@@ -315,7 +292,6 @@ BAD = [
     ("task", "/predict", {"inputs": "a", "model": EMBEDDER}, 424, "model_type"),
     ("size", "/embed", {"inputs": "a" * PAYLOAD_LIMIT}, 413, None),
     ("route", "/nowhere", {"inputs": "a"}, 404, None),
-    ("method", "/health", {"inputs": "a"}, 405, None),
 ]
 
 

@@ -32,37 +32,34 @@ class Locksmith:
 
     async def work(self, is_over: Callable[[], bool]) -> None:
         """Change the file again and again, until it is over or the task is cancelled."""
-        ways = (self._replace, self._replace, self._write, self._tear, self._soil, self._lose)
         while not is_over():
-            self._random.choice(ways)()
+            self._change()
             self.changes += 1
             if self._random.random() < 0.5:
                 self._hang_up()
             await asyncio.sleep(self._random.uniform(*PAUSE_S))
 
-    def _replace(self) -> None:
-        aside = self._path.with_suffix(".new")
-        aside.write_text(self._draw())
-        os.replace(aside, self._path)
+    def _change(self) -> None:
+        """Replace, write, tear, soil or lose the file.
 
-    def _write(self) -> None:
-        self._path.write_text(self._draw())
-
-    def _tear(self) -> None:
-        """Cut the file in its first table, so that it has no key, or in the last one, of the key
-        that comes and goes: the others never lose what they may not do."""
-        text = key_file()
-        cuts = (range(len("[[key]]")), range(text.index(FLEETING), len(text)))
-        self._path.write_text(text[: self._random.choice(self._random.choice(cuts))])
-
-    def _soil(self) -> None:
-        self._path.write_bytes(self._random.randbytes(200))
-
-    def _lose(self) -> None:
-        self._path.unlink(missing_ok=True)
-
-    def _draw(self) -> str:
-        return key_file(fleeting=self._random.random() < 0.5)
+        It is torn in its first table, so that it has no key, or in the last one, of the key that
+        comes and goes: the others never lose what they may not do.
+        """
+        whole, text = key_file(), key_file(fleeting=self._random.random() < 0.5)
+        match self._random.choice(["replace", "replace", "write", "tear", "soil", "lose"]):
+            case "replace":
+                aside = self._path.with_suffix(".new")
+                aside.write_text(text)
+                os.replace(aside, self._path)
+            case "write":
+                self._path.write_text(text)
+            case "tear":
+                cuts = (range(len("[[key]]")), range(whole.index(FLEETING), len(whole)))
+                self._path.write_text(whole[: self._random.choice(self._random.choice(cuts))])
+            case "soil":
+                self._path.write_bytes(self._random.randbytes(200))
+            case "lose":
+                self._path.unlink(missing_ok=True)
 
 
 def key_file(*, fleeting: bool = True) -> str:

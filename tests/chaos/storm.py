@@ -18,16 +18,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from .clients import Client
-from .corpus import (
-    EMBEDDER,
-    MOST_INPUTS,
-    PAYLOAD_LIMIT,
-    RERANKER,
-    Ask,
-    Corpus,
-    move,
-    unload,
-)
+from .corpus import EMBEDDER, MOST_INPUTS, PAYLOAD_LIMIT, RERANKER, Ask, Corpus, move, unload
 from .ledger import Fault, Ledger
 from .locksmith import Locksmith, key_file
 from .wire import HOST, Http1, Lost, Message, Reply
@@ -380,7 +371,6 @@ class Storm:
             if not held:
                 break
             if time.monotonic() > deadline:
-                server.process.send_signal(signal.SIGUSR1)  # log its tasks
                 self.ledger.violate(None, f"still held after a wave: {held}, before it {before}")
                 break
         self._check_counts(metrics)
