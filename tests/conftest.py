@@ -520,6 +520,26 @@ def _embedder(tiny_checkpoint, grid_file, tmp_path_factory) -> Iterator[Embedder
     embedder.close()
 
 
+@pytest.fixture(name="load_model", scope="module")
+def _load_model(tmp_path_factory) -> Iterator[Callable[..., Embedder]]:
+    """Embedder(source) in float32 on one device, with one bucket of these rows and this length;
+    closed after the module. Options are those of Embedder."""
+    opened: list[Embedder] = []
+    cache = tmp_path_factory.mktemp("cache")
+
+    def load(source: Path, rows: int, length: int, **options: Any) -> Embedder:
+        grid = cache / f"{rows}-{length}.json"
+        grid.write_text(f'{{"buckets": [[{rows}, {length}]]}}')
+        budget = rows * length
+        config = EngineConfig(dtype="float32", devices=1, buckets=grid, max_batch_tokens=budget)
+        opened.append(Embedder(str(source), cache_dir=cache, config=config, **options))
+        return opened[-1]
+
+    yield load
+    for embedder in opened:
+        embedder.close()
+
+
 @pytest.fixture(name="clip", scope="session")
 def _clip(tmp_path_factory) -> Iterator[Embedder]:
     """A tiny CLIP. Shared: do not close or drain it."""

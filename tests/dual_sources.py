@@ -14,22 +14,14 @@ SIDE, PATCH = 32, 8
 PATCHES = (SIDE // PATCH) ** 2
 WORDS = ["<pad>", "</s>", "<s>", *(f"w{k}" for k in range(20)), "<unk>", "<end>"]
 
-TEXT: dict[str, Any] = {
-    "vocab_size": len(WORDS),
+_SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
     "intermediate_size": WIDE,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
-    "max_position_embeddings": POSITIONS,
 }
-IMAGE: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "image_size": SIDE,
-    "patch_size": PATCH,
-}
+TEXT = _SIZES | {"vocab_size": len(WORDS), "max_position_embeddings": POSITIONS}
+IMAGE = _SIZES | {"image_size": SIDE, "patch_size": PATCH}
 CLIP_CONFIG: dict[str, Any] = {
     "architectures": ["CLIPModel"],
     "model_type": "clip",

@@ -16,6 +16,12 @@ IMAGE_ID = len(WORDS)  # that of "<image>"
 VOCABULARY = 40
 PAGE = (SIDE // PATCH) ** 2 + 6  # tokens of a page: patches, and what is said after them
 
+_SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+}
 CONFIG: dict[str, Any] = {
     "architectures": ["ColPaliForRetrieval"],
     "model_type": "colpali",
@@ -25,26 +31,12 @@ CONFIG: dict[str, Any] = {
         "image_token_index": IMAGE_ID,
         "projection_dim": WIDTH,
         "hidden_size": WIDTH,
-        "text_config": {
-            "model_type": "gemma",
-            "vocab_size": VOCABULARY,
-            "hidden_size": WIDTH,
-            "intermediate_size": WIDE,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": 1,
-            "head_dim": HEAD_WIDTH,
-        },
-        "vision_config": {
-            "model_type": "siglip_vision_model",
-            "hidden_size": WIDTH,
-            "intermediate_size": WIDE,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "image_size": SIDE,
-            "patch_size": PATCH,
-            "vision_use_head": False,
-        },
+        "text_config": _SIZES
+        | {"model_type": "gemma", "vocab_size": VOCABULARY}
+        | {"num_key_value_heads": 1, "head_dim": HEAD_WIDTH},
+        "vision_config": _SIZES
+        | {"model_type": "siglip_vision_model", "vision_use_head": False}
+        | {"image_size": SIDE, "patch_size": PATCH},
     },
 }
 

@@ -10,6 +10,10 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from converters import convert
+from jaxembed import checkpoint
+from jaxembed.spec import ModelSpec
+
 HIDDEN, LAYERS, INTERMEDIATE, POSITIONS = 8, 2, 16, 24
 
 WORDS = [
@@ -70,6 +74,14 @@ def write_json(path: Path, content: Any) -> None:
 
 def change_json(path: Path, **fields: Any) -> None:
     write_json(path, json.loads(path.read_text()) | fields)
+
+
+def converted(source: Path, out: Path | None = None, **options: Any) -> tuple[ModelSpec, Tensors]:
+    """The spec and the parameters of a directory's checkpoint, which is beside it if there is no
+    `out`. Options are those of convert."""
+    out = out or source.parent / f"{source.name}-out"
+    spec = convert(source, out, progress=lambda steps: steps, **options)
+    return spec, checkpoint.load_params(out, spec)
 
 
 def bert_tensors(seed: int = 0, config: Mapping[str, Any] = BERT_CONFIG) -> Tensors:

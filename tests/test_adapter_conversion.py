@@ -3,31 +3,28 @@
 tests/parity/test_adapters.py compares with PEFT itself.
 """
 
-import json
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sources
 from safetensors.numpy import load_file, save_file
 from sources import (
     HIDDEN,
     NORMALIZE,
     POOLING,
     TRANSFORMER,
-    WORDS,
     write_bert,
     write_json,
     write_modules,
     write_router,
     write_sentence_bert,
-    write_static,
 )
 from test_adapters import merged
 from test_golden import FILES, read, write_source
 
-from converters import convert
 from jaxembed import checkpoint, hub
 from jaxembed.adapter_folders import adapter_folders
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
@@ -101,8 +98,7 @@ def _refused(source, tmp_path):
 
 
 def converted(source: Path, out: Path, **adapters: Path) -> tuple[ModelSpec, dict[str, np.ndarray]]:
-    spec = convert(source, out, adapters=adapters, progress=lambda steps: steps)
-    return spec, checkpoint.load_params(out, spec)
+    return sources.converted(source, out, adapters=adapters)
 
 
 # Weights that get no adapter in the tests: those that none is possible for, and all values.
@@ -232,24 +228,6 @@ def test_an_adapter_of_another_model_is_refused(weights, message, refused, tmp_p
     refused(write_adapter(tmp_path / "a", weights), ConversionError, message)
 
 
-def test_an_adapter_of_what_relative_keys_are_made_of_is_refused(tmp_path):
-    (file,) = (file for file in FILES if file.stem == "deberta_mean")
-    source = write_source(read(file), tmp_path / "source")
-    shapes = {
-        name.removesuffix(".weight"): array.shape
-        for name, array in load_file(source / "model.safetensors").items()
-        if "layer.0.attention.self" in name and array.ndim == 2
-    }
-    key, value = (next(name for name in shapes if part in name) for part in ("key", "value"))
-    spec, _ = converted(
-        source, tmp_path / "out", one=write_adapter(tmp_path / "a", {value: shapes[value]})
-    )
-    assert list(spec.adapters[0].ranks) == ["tower.layers.0.attention.qkv"]
-    adapter = write_adapter(tmp_path / "b", {key: shapes[key]})
-    with pytest.raises(ConversionError, match=r"self\.key\.weight takes no adapter"):
-        converted(source, tmp_path / "other", one=adapter)
-
-
 def test_the_layers_of_an_adapter_must_be_joined_as_those_of_its_base(tmp_path):
     (file,) = (file for file in FILES if file.stem == "gte_cls")
     source = write_source(read(file), tmp_path / "source")
@@ -271,8 +249,8 @@ def test_a_model_with_routes_takes_no_adapter(adapter, tmp_path):
 
 
 def test_static_embeddings_take_no_adapter(adapter, tmp_path):
-    table = np.zeros((len(WORDS), HIDDEN), np.float32)
-    source = write_static(tmp_path / "source", {"embedding.weight": table})
+    table = np.zeros((len(sources.WORDS), HIDDEN), np.float32)
+    source = sources.write_static(tmp_path / "source", {"embedding.weight": table})
     with pytest.raises(UnsupportedModel, match=r"adapter one: .* holds static embeddings"):
         converted(source, tmp_path / "out", one=adapter)
 
@@ -310,14 +288,6 @@ def test_a_folder_of_sentence_transformers_is_an_adapter_if_it_pools_alike(adapt
         converted(source, tmp_path / "other", one=adapter)
 
 
-def test_an_adapter_given_as_a_model_is_told_how_it_is_served(tmp_path):
-    adapter = write_adapter(
-        tmp_path / "a", {QUERY: (HIDDEN, HIDDEN)}, base_model_name_or_path="org/base"
-    )
-    with pytest.raises(UnsupportedModel, match=r"adapter of org/base; serve .* --adapter NAME="):
-        convert(adapter, tmp_path / "out")
-
-
 def test_a_folder_without_an_adapter_is_refused(source, tmp_path):
     with pytest.raises(CheckpointError, match=r"adapter one: .* has no adapter_config.json"):
         converted(source, tmp_path / "out", one=tmp_path)
@@ -342,13 +312,6 @@ def test_the_cache_has_an_entry_for_each_set_of_adapters(adapter, tmp_path, conv
     assert len(conversions) == 3
     with pytest.raises(CheckpointError, match="converted already; give --adapter when converting"):
         hub.resolve(str(plain), cache_dir=tmp_path / "cache", adapters={"one": adapter})
-
-
-def test_the_manifest_names_the_adapters(source, adapter, tmp_path):
-    converted(source, tmp_path / "out", one=adapter)
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
-    ranks = {"tower.layers.0.attention.qkv": 3}
-    assert manifest["adapters"] == [{"name": "one", "ranks": ranks}]
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "[" * 100_000])
@@ -409,10 +372,3 @@ def test_tensors_that_are_no_adapter_are_refused(changed, message, adapter, refu
 def test_adapters_without_names_or_folders_are_refused(given, message):
     with pytest.raises(CheckpointError, match=message):
         adapter_folders(given)
-
-
-def test_the_folder_of_an_adapter_may_be_a_string(source, adapter, tmp_path):
-    spec = convert(source, tmp_path / "out", adapters={"one": str(adapter)})
-    assert spec.adapter_names == ("one",)
-    with pytest.raises(CheckpointError, match="the name 'a:b', wanted letters"):
-        convert(source, tmp_path / "other", adapters={"a:b": adapter})

@@ -1,7 +1,5 @@
 """Requests that name an adapter: in the library, and over HTTP in each dialect."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from conftest import save_tiny, tiny_spec
@@ -9,7 +7,7 @@ from fake_embedder import FakeEmbedder
 from test_server_app import fetch_json
 from test_server_openai import ask
 
-from jaxembed import Embedder, EngineConfig
+from jaxembed import Embedder
 from jaxembed.config import TextConfig
 from jaxembed.errors import InvalidInput
 from jaxembed.inputs import Text
@@ -25,17 +23,10 @@ PROMPTS = {"retrieval.query": "what is ", "retrieval.passage": "the ", "text-mat
 
 
 @pytest.fixture(name="model", scope="module")
-def _model(tmp_path_factory) -> Iterator[Embedder]:
+def _model(tmp_path_factory, load_model) -> Embedder:
     """Three adapters for tasks, as those of Jina v3, and one for none."""
     folder = tmp_path_factory.mktemp("adapted")
-    (folder / "buckets.json").write_text('{"buckets": [[2, 64]]}')
-    path = save_tiny(folder / "tiny", prompts=PROMPTS, adapters=ADAPTERS)
-    config = EngineConfig(
-        dtype="float32", devices=1, buckets=folder / "buckets.json", max_batch_tokens=128
-    )
-    model = Embedder(str(path), config=config, cache_dir=folder)
-    yield model
-    model.close()
+    return load_model(save_tiny(folder / "tiny", prompts=PROMPTS, adapters=ADAPTERS), 2, 64)
 
 
 @pytest.fixture(name="models")
@@ -45,12 +36,6 @@ def _models(model) -> Models:
 
 def same(vector, wanted) -> bool:
     return bool(np.allclose(vector, wanted, rtol=1e-5, atol=1e-5))
-
-
-def test_adapters_give_different_vectors(model):
-    vectors = [model.encode("cat", adapter=name, prompt="") for name in (None, *NAMES)]
-    for k, vector in enumerate(vectors):
-        assert not any(same(vector, other) for other in vectors[k + 1 :])
 
 
 def test_an_adapter_has_the_prompt_of_its_name_and_a_prompt_the_adapter(model):
@@ -97,17 +82,29 @@ def test_the_default_prompt_brings_its_adapter(model, tmp_path):
         other.close()
 
 
-@pytest.mark.parametrize("task", ["retrieval.query", "retrieval.passage", "text-matching"])
-def test_jinas_task_chooses_the_adapter_and_its_prompt(task, model, models):
-    response, body = ask({"input": "cat", "model": "tiny", "task": task}, models=models)
-    assert same(body["data"][0]["embedding"], model.encode("cat", adapter=task))
-    assert response.headers["x-prompt-name"] == task
-    assert body["model"] == "tiny"
-
-
-def test_a_purpose_chooses_the_adapter_of_its_role(model, models):
-    _, body = ask({"input": "cat", "input_type": "search_query"}, models=models)
-    assert same(body["data"][0]["embedding"], model.encode("cat", adapter="retrieval.query"))
+@pytest.mark.parametrize(
+    ("path", "fields", "adapter", "named"),
+    [
+        *(("/v1/embeddings", {"task": name}, name, "tiny") for name in PROMPTS),
+        ("/v1/embeddings", {"input_type": "search_query"}, "retrieval.query", "tiny"),
+        ("/v1/embeddings", {}, None, "tiny"),
+        ("/v1/embeddings", {"model": "tiny:sql"}, "sql", "tiny:sql"),
+        ("/v1/embeddings", {"model": "alias:sql"}, "sql", "tiny:sql"),
+        ("/embed", {"prompt_name": "text-matching"}, "text-matching", None),
+        ("/embed", {"model": "tiny:sql"}, "sql", None),
+    ],
+)
+def test_a_task_a_purpose_a_prompt_or_the_model_chooses_the_adapter(
+    path, fields, adapter, named, model, models
+):
+    text = {"inputs" if path == "/embed" else "input": "cat"}
+    response, body = ask(text | fields, path=path, models=models)
+    vector = body[0] if path == "/embed" else body["data"][0]["embedding"]
+    assert same(vector, model.encode("cat", adapter=adapter))
+    if path != "/embed":
+        assert body["model"] == named
+    if "task" in fields:
+        assert response.headers["x-prompt-name"] == adapter
 
 
 @pytest.mark.parametrize("field", ["task", "input_type"])
@@ -118,34 +115,6 @@ def test_a_task_that_the_model_lacks_is_refused_with_those_it_has(field, models)
     assert body["error"]["message"].endswith(
         "the model has no such task; it has retrieval.query, retrieval.passage, text-matching"
     )
-
-
-def test_without_a_task_the_base_model_answers(model, models):
-    _, body = ask({"input": "cat"}, models=models)
-    assert same(body["data"][0]["embedding"], model.encode("cat"))
-
-
-@pytest.mark.parametrize("name", ["tiny:sql", "alias:sql"])
-def test_an_adapter_is_a_model_of_its_own(name, model, models):
-    _, body = ask({"input": "cat", "model": name}, models=models)
-    assert same(body["data"][0]["embedding"], model.encode("cat", adapter="sql"))
-    assert body["model"] == "tiny:sql"
-
-
-def test_the_routes_of_tei_take_it_by_the_prompt_or_by_the_model(model, models):
-    _, by_prompt = ask(
-        {"inputs": "cat", "prompt_name": "text-matching"}, path="/embed", models=models
-    )
-    assert same(by_prompt[0], model.encode("cat", adapter="text-matching"))
-    _, by_model = ask({"inputs": "cat", "model": "tiny:sql"}, path="/embed", models=models)
-    assert same(by_model[0], model.encode("cat", adapter="sql"))
-
-
-def test_similarity_is_of_the_vectors_of_the_adapter(model, models):
-    compared = {"source_sentence": "cat", "sentences": ["the dog"]}
-    _, got = ask({"inputs": compared, "model": "tiny:sql"}, path="/similarity", models=models)
-    first, second = model.encode(["cat", "the dog"], adapter="sql")
-    assert same(got, [first @ second])
 
 
 def test_an_unknown_adapter_is_an_unknown_model(models):

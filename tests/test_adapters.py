@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from conftest import LIMIT, TOWERS, WIDER_TOWERS, tiny_spec
-from fakes import ticket_of
+from conftest import TOWERS, WIDER_TOWERS, tiny_spec
 from representatives import each
 
 from jaxembed.engine.batch import pack, place
@@ -16,7 +15,6 @@ from jaxembed.engine.replica import Replica
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import CheckpointError
 from jaxembed.models import attention, program, random_parameters
-from jaxembed.models.tokens import PackedTokens
 from jaxembed.spec import Adapter, DType, ModelSpec
 from jaxembed.work import Encoding, join_work, work_of
 
@@ -156,13 +154,6 @@ def test_native_kernels_compute_a_text_as_if_it_were_alone(name, native_kernels)
     np.testing.assert_array_equal(got[1], vectors(replica, [text], [1])[0])
 
 
-def test_a_model_without_adapters_has_no_plane_for_them():
-    spec = tiny_spec()
-    assert program(spec).planes == PackedTokens.PLANES
-    assert program(adapted_spec(TOWERS["bert"])).planes == PackedTokens.PLANES + 1
-    assert not any(".adapter." in name for name in program(spec).shapes)
-
-
 def test_an_adapter_of_a_layer_that_the_tower_lacks_is_refused():
     layer = "tower.layers.0.attention.key"
     with pytest.raises(CheckpointError, match=f"no layer {layer}"):
@@ -177,10 +168,3 @@ def test_a_text_under_two_adapters_is_computed_twice_and_under_one_once():
     batch = lanes.take({Bucket(1, 64): 1.0}, 0.0, None)
     assert batch is not None
     assert sorted(entry.adapter for entry in batch.entries) == [0, 1, 2]
-
-
-def test_the_plane_of_adapters_has_the_number_of_each_token():
-    tickets = [Ticket(work_with([5] * 3, 2), {"dense": 1}), ticket_of([Encoding(np.ones(4, "i4"))])]
-    batch = place(Bucket(1, LIMIT), [ticket.entries[0] for ticket in tickets])
-    plane = pack(batch, PackedTokens.PLANES + 1)[PackedTokens.PLANES][0]
-    assert plane[:8].tolist() == [0, 0, 0, 0, 2, 2, 2, 0]

@@ -29,17 +29,9 @@ from test_jina import JINA_V3, flash_tensors
 from tokenizers import AddedToken
 
 from converters import convert, outline, weight_folders
-from jaxembed import Embedder, checkpoint, hub
+from jaxembed import Embedder, checkpoint
 from jaxembed.errors import CheckpointError, ConfigError, UnsupportedModel
-from jaxembed.spec import (
-    DenseLayer,
-    Expansion,
-    LateInteraction,
-    ModelSpec,
-    NormalizeLayer,
-    PerToken,
-)
-from jaxembed.summary import summary
+from jaxembed.spec import DenseLayer, Expansion, LateInteraction, ModelSpec, PerToken
 from jaxembed.verify import verification
 
 WIDTH = 5
@@ -135,55 +127,99 @@ def head_of(spec: ModelSpec) -> PerToken:
 PROJECTION = DenseLayer(HIDDEN, WIDTH, bias=False, activation="identity")
 
 
-# -- Stanford ------------------------------------------------------------------------------------
+def stanford(folder: Path, **metadata: Any) -> None:
+    write_stanford(folder, {"query_maxlen": 9, "dim": WIDTH} | metadata)
 
 
-def test_stanfords_form_says_all_in_its_metadata(source, tmp_path):
-    write_stanford(
-        source,
-        {
-            "query_token_id": ".",
-            "doc_token_id": "[unused1]",
-            "query_maxlen": 9,
-            "doc_maxlen": 20,
-            "attend_to_mask_tokens": True,
-            "mask_punctuation": False,
-            "similarity": "cosine",
-            "dim": WIDTH,
-        },
-    )
-    spec = convert(source, tmp_path / "out")
-    assert spec.interaction == LateInteraction(
-        9, 20, STOP, UNUSED1, Expansion(MASK, 9, attended=True)
-    )
-    assert head_of(spec) == PerToken((PROJECTION, NormalizeLayer()))
-    assert (spec.task, spec.dim, spec.pooling) == ("embed", WIDTH, ("multi_vector",))
-    assert (spec.max_input_tokens, spec.token_types) == (20, False)
-    assert spec.prompts == {"query": "", "document": ""}
-    assert spec.default_prompt_name == "document"
-    assert checkpoint.load_spec(tmp_path / "out") == spec
-    parameters = checkpoint.load_params(tmp_path / "out", spec)
-    np.testing.assert_array_equal(parameters["heads.multi_vector.modules.0.kernel"], projection().T)
-    facts = summary(spec)
-    assert facts["pooling"] == ["multi_vector"]
-    assert facts["interaction"]["expansion"] == {"token_id": MASK, "length": 9, "attended": True}
+def stanford_default(folder: Path, metadata: dict[str, Any] | None) -> None:
+    write_stanford(folder, metadata, width=128)
+    change_json(folder / "config.json", max_position_embeddings=512)
 
 
-@pytest.mark.parametrize("metadata", [None, {}, {"dim": None, "query_maxlen": None}])
-def test_what_its_metadata_does_not_say_is_colberts_default(source, metadata):
-    write_stanford(source, metadata, width=128)
-    change_json(source / "config.json", max_position_embeddings=512)
+def pylate(folder: Path, **settings: Any) -> None:
+    write_pylate(folder, {"model_type": "ColBERT"} | settings)
+
+
+def pylate_default(folder: Path) -> None:
+    pylate(folder, query_length=None)
+    change_json(folder / "config.json", max_position_embeddings=512)
+
+
+def pylate_early(folder: Path, **settings: Any) -> None:
+    """Early versions named no model type."""
+    write_pylate(folder, settings)
+
+
+OF_STANFORD = {
+    "query_token_id": ".",
+    "doc_token_id": "[unused1]",
+    "doc_maxlen": 20,
+    "attend_to_mask_tokens": True,
+    "mask_punctuation": False,
+    "similarity": "cosine",
+}
+OF_PYLATE = {  # max_seq_length, which it writes for itself, does not count
+    "query_prefix": "[Q] ",
+    "document_prefix": "",
+    "document_length": 20,
+    "attend_to_expansion_tokens": True,
+    "skiplist_words": [".", "lacking", "hello"],
+    "prompts": {"query": "hello ", "other": "world "},
+    "similarity_fn_name": "MaxSim",
+}
+OF_NATIVE = {
+    "prompts": {"query": "[Q] ", "document": "[D] world "},
+    "mask": {"skiplist_words": [",", "?"], "skiplist_tasks": ["document"]},
+    "query_expansion": {"strategy": "fixed", "length": 9, "attend": False, "token": "a"},
+    "document_length": 20,
+}
+ATTENDED = Expansion(MASK, 9, attended=True)
+PUNCTUATION = (COMMA, STOP)
+FILLED, DEFAULT = Expansion(MASK, 9), Expansion(MASK, 32)
+WITH_A = Expansion(WORDS.index("a"), 9)
+# Fills queries up and does not cut them there.
+LEAST = {"query_expansion": {"strategy": "min", "length": 9}}
+# Only what was added as a token is one: a word of the vocabulary is text.
+UNUSED = {"query": "[unused0] ", "document": "hello "}
+# How it is written and what is said; then LateInteraction, skipped ids and prompts.
+FORMS: list[tuple[Any, dict[str, Any], tuple[Any, ...], tuple[int, ...], dict[str, str]]] = [
+    (stanford, OF_STANFORD, (9, 20, STOP, UNUSED1, ATTENDED), (), {}),
+    *(
+        (stanford_default, said, (32, 220, UNUSED0, UNUSED1, DEFAULT), PUNCTUATION, {})
+        for said in ({"metadata": None}, {"metadata": {}}, {"metadata": {"dim": None}})
+    ),
+    # lengths end at the last position
+    (stanford, {"doc_maxlen": 300}, (9, POSITIONS, UNUSED0, UNUSED1, FILLED), PUNCTUATION, {}),
+    (
+        pylate,
+        OF_PYLATE,
+        (9, 20, Q, None, ATTENDED),
+        (STOP, WORDS.index("hello")),
+        OF_PYLATE["prompts"],
+    ),
+    (pylate_default, {}, (32, 180, Q, D, DEFAULT), PUNCTUATION, {}),
+    (pylate_early, {"query_prefix": "[Q] "}, (9, POSITIONS, Q, D, FILLED), PUNCTUATION, {}),
+    (pylate_early, {"do_query_expansion": True}, (9, POSITIONS, Q, D, FILLED), PUNCTUATION, {}),
+    # without expansion queries are only cut
+    (pylate, {"do_query_expansion": False}, (9, POSITIONS, Q, D), PUNCTUATION, {}),
+    (write_native, OF_NATIVE, (9, 20, Q, D, WITH_A), (COMMA,), {"document": "world "}),
+    (write_native, {"prompts": {"query": None}}, (22, 22), (), {}),
+    (write_native, LEAST, (22, 22, None, None, FILLED), (), {}),
+    (write_native, LEAST | {"query_length": 12}, (12, 22, None, None, FILLED), (), {}),
+    (write_native, {"prompts": UNUSED}, (22, 22), (), UNUSED),
+]
+
+
+@pytest.mark.parametrize(("write", "said", "interaction", "skipped", "prompts"), FORMS)
+def test_its_files_say_all_or_it_is_the_default_of_their_library(
+    source, write, said, interaction, skipped, prompts
+):
+    write(source, **said)
     spec = spec_of(source)
-    expansion = Expansion(MASK, 32)
-    assert spec.interaction == LateInteraction(32, 220, UNUSED0, UNUSED1, expansion)
-    assert (spec.dim, head_of(spec).skipped_ids) == (128, (COMMA, STOP))
-
-
-def test_lengths_end_at_the_last_position(source):
-    write_stanford(source, {"query_maxlen": 9, "doc_maxlen": 300, "dim": WIDTH})
-    spec = spec_of(source)
-    assert spec.interaction is not None
-    assert spec.interaction.document_length == spec.max_input_tokens == POSITIONS
+    assert spec.interaction == LateInteraction(*interaction)
+    assert head_of(spec).skipped_ids == skipped
+    assert spec.prompts == {"query": "", "document": ""} | prompts
+    assert (spec.max_input_tokens, spec.token_types) == (interaction[1], False)
 
 
 def test_jina_colbert_v2_is_stanfords_form_of_jinas_tower(source, tmp_path):
@@ -202,56 +238,6 @@ def test_jina_colbert_v2_is_stanfords_form_of_jinas_tower(source, tmp_path):
     spec = convert(source, tmp_path / "out")
     assert spec.config["rope_theta"] == 20000.0
     assert spec.interaction == LateInteraction(9, 20, Q, D, Expansion(MASK, 9, attended=True))
-
-
-def test_the_metadata_is_among_what_is_fetched_first():
-    assert "artifact.metadata" in hub.DESCRIPTIONS
-
-
-# -- PyLate --------------------------------------------------------------------------------------
-
-
-def test_pylates_form_says_all_in_its_settings(source):
-    """max_seq_length, which it writes for itself, does not count."""
-    write_pylate(
-        source,
-        {
-            "model_type": "ColBERT",
-            "query_prefix": "[Q] ",
-            "document_prefix": "",
-            "document_length": 20,
-            "attend_to_expansion_tokens": True,
-            "skiplist_words": [".", "lacking", "hello"],
-            "prompts": {"query": "hello ", "other": "world "},
-            "similarity_fn_name": "MaxSim",
-        },
-    )
-    spec = spec_of(source)
-    expansion = Expansion(MASK, 9, attended=True)
-    assert spec.interaction == LateInteraction(9, 20, Q, None, expansion)
-    assert head_of(spec) == PerToken(
-        (PROJECTION, NormalizeLayer()), skipped_ids=(STOP, WORDS.index("hello"))
-    )
-    assert spec.prompts == {"query": "hello ", "document": "", "other": "world "}
-
-
-def test_what_its_settings_do_not_say_is_pylates_default(source):
-    write_pylate(source, {"model_type": "ColBERT", "query_length": None})
-    change_json(source / "config.json", max_position_embeddings=512)
-    spec = spec_of(source)
-    assert spec.interaction == LateInteraction(32, 180, Q, D, Expansion(MASK, 32))
-    assert head_of(spec).skipped_ids == (COMMA, STOP)
-
-
-@pytest.mark.parametrize("settings", [{"query_prefix": "[Q] "}, {"do_query_expansion": True}])
-def test_early_versions_named_no_model_type(source, settings):
-    write_pylate(source, settings)
-    assert spec_of(source).primary == "multi_vector"
-
-
-def test_without_expansion_queries_are_only_cut(source):
-    write_pylate(source, {"model_type": "ColBERT", "do_query_expansion": False})
-    assert spec_of(source).interaction == LateInteraction(9, POSITIONS, Q, D, None)
 
 
 @pytest.mark.parametrize(
@@ -304,46 +290,6 @@ def test_a_residual_is_projected_where_the_widths_differ(source, tmp_path):
     assert weight_folders(source) == ["", "1_Dense"]
 
 
-# -- sentence-transformers -----------------------------------------------------------------------
-
-
-def test_sentence_transformers_form_says_it_in_its_modules(source):
-    write_native(
-        source,
-        {"query": "[Q] ", "document": "[D] world "},
-        {"skiplist_words": [",", "?"], "skiplist_tasks": ["document"]},
-        query_expansion={"strategy": "fixed", "length": 9, "attend": False, "token": "a"},
-        document_length=20,
-    )
-    spec = spec_of(source)
-    assert spec.interaction == LateInteraction(9, 20, Q, D, Expansion(WORDS.index("a"), 9))
-    layer = DenseLayer(HIDDEN, WIDTH)  # with a bias, and Tanh where no activation is named
-    assert head_of(spec) == PerToken((layer, NormalizeLayer()), skipped_ids=(COMMA,))
-    assert spec.prompts == {"query": "", "document": "world "}
-
-
-def test_lengths_that_it_does_not_say_are_the_models(source):
-    write_native(source, {"query": None})
-    spec = spec_of(source)
-    assert spec.interaction == LateInteraction(22, 22, None, None, None)
-    assert head_of(spec).skipped_ids == ()
-
-
-@pytest.mark.parametrize(("given", "length"), [({}, 22), ({"query_length": 12}, 12)])
-def test_min_fills_queries_up_and_does_not_cut_them_there(source, given, length):
-    write_native(source, query_expansion={"strategy": "min", "length": 9}, **given)
-    interaction = spec_of(source).interaction
-    assert interaction == LateInteraction(length, 22, None, None, Expansion(MASK, 9))
-
-
-def test_a_word_of_the_vocabulary_is_text_in_its_prompts(source):
-    """Only what was added as a token is one."""
-    write_native(source, {"query": "[unused0] ", "document": "hello "})
-    spec = spec_of(source)
-    assert spec.interaction == LateInteraction(22, 22)
-    assert spec.prompts == {"query": "[unused0] ", "document": "hello "}
-
-
 def test_what_follows_a_marker_in_a_prompt_is_kept(source):
     """A blank too: to a byte-level tokenizer a word after it is another one."""
     write_native(source, {"query": "[MASK] ", "document": "[D] [D] world "})
@@ -363,17 +309,6 @@ def test_the_filler_of_a_tokenizer_without_a_mask_is_its_end(source):
     interaction = spec_of(source).interaction
     assert interaction is not None
     assert interaction.expansion == Expansion(WORDS.index("[SEP]"), 9)
-
-
-# -- refused -------------------------------------------------------------------------------------
-
-
-def stanford(folder: Path, **metadata: Any) -> None:
-    write_stanford(folder, {"query_maxlen": 9, "dim": WIDTH} | metadata)
-
-
-def pylate(folder: Path, **settings: Any) -> None:
-    write_pylate(folder, {"model_type": "ColBERT"} | settings)
 
 
 def expanded(**expansion: Any) -> dict[str, Any]:
@@ -461,9 +396,3 @@ def test_it_is_not_verified_and_takes_no_pooling(source, tmp_path):
         Embedder(str(source), cache_dir=tmp_path, pooling="mean")
     with pytest.raises(ConfigError, match="gives multi_vector; only vectors of whole texts"):
         verification._check_outputs(spec_of(source))
-
-
-def test_a_dense_path_is_refused(source, tmp_path):
-    write_pylate(source)
-    with pytest.raises(CheckpointError, match="compares texts token by token; leave it out"):
-        convert(source, tmp_path / "out", dense_path="1_Dense")

@@ -1,7 +1,5 @@
 """Models of texts and images: what their files say, their vectors, and inputs of both kinds."""
 
-import json
-from contextlib import suppress
 from functools import cache
 from io import BytesIO
 from itertools import product
@@ -9,7 +7,6 @@ from itertools import product
 import jax
 import numpy as np
 import pytest
-from conftest import tiny_spec
 from dual_sources import (
     CLIP_CONFIG,
     PATCH,
@@ -31,7 +28,7 @@ from dual_sources import (
 )
 from fake_embedder import FakeEmbedder
 from sources import change_json, write_json, write_modules
-from test_field_types import changes
+from test_field_types import assert_described_or_refused
 from tokenizers import Tokenizer, processors
 
 from converters import convert, folders_read, outline_routes, weight_folders
@@ -41,7 +38,6 @@ from jaxembed.checkpoint import load_params, load_routes, route_path, verify, ve
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket, BucketGrid, one_length_grid
 from jaxembed.engine.build import make_plan
-from jaxembed.engine.native_trial import noted_calls
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import (
     CheckpointError,
@@ -53,12 +49,11 @@ from jaxembed.errors import (
     WrongTask,
 )
 from jaxembed.inputs import Image, Text
-from jaxembed.models import native, program
+from jaxembed.models import program
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.options import EncodeOptions
 from jaxembed.processors.images import ImageProcessor
-from jaxembed.processors.text import Rules, characters
-from jaxembed.processors.tokenizer import chunks
+from jaxembed.processors.text import Rules
 from jaxembed.spec import IMAGE_ROUTE, TEXT_ROUTE, Expansion, Pooled, Probed
 
 pytest.importorskip("PIL")
@@ -159,16 +154,6 @@ def shaped_pictures():
             enumerate(SHAPES)]  # fmt: skip
 
 
-def test_images_in_their_own_shapes_have_the_vectors_of_the_formulas(dual):
-    tensors = dual_tensors("siglip2")
-    images = shaped_pictures()
-    wanted = [expected_image("siglip2", tensors, image) for image in images]
-    np.testing.assert_allclose(dual("siglip2").encode(images=images), wanted, atol=2e-6)
-    request = dual("siglip2").tasks.embed([Image(image) for image in images], EncodeOptions())
-    counts = dual("siglip2").run(request).num_tokens.tolist()
-    assert counts == [rows * columns for rows, columns in SHAPES]
-
-
 def test_images_of_several_shapes_in_one_row_equal_each_alone(converted):
     spec = load_routes(converted["siglip2"]).image
     assert spec is not None
@@ -225,7 +210,8 @@ def test_equal_images_are_computed_once_and_different_ones_never_confused(dual, 
 
 
 @each_kind
-def test_inputs_of_both_kinds_keep_their_order(dual, kind):
+def test_inputs_of_both_kinds_keep_their_order_also_in_parts(dual, kind, monkeypatch):
+    monkeypatch.setattr("jaxembed.loaded_model.IMAGES_A_PART", 1)
     images = [picture(3), picture(4)]
     mixed = ["w1", images[0], "w2 w3", images[1], "w4"]
     got = dual(kind).encode(mixed)
@@ -233,6 +219,9 @@ def test_inputs_of_both_kinds_keep_their_order(dual, kind):
     wanted = [texts[0], pictures[0], texts[1], pictures[1], texts[2]]
     np.testing.assert_allclose(got, wanted, atol=2e-6)
     np.testing.assert_allclose(dual(kind).encode(["w1"], images=images)[1:], pictures, atol=2e-6)
+    with pytest.raises(InvalidImage) as caught:
+        dual(kind).encode([*mixed, Image(b"no image")])
+    assert caught.value.index == len(mixed)
 
 
 def test_an_image_comes_as_a_file_bytes_an_array_or_one_of_pillow(dual, tmp_path):
@@ -253,14 +242,12 @@ def test_an_image_comes_as_a_file_bytes_an_array_or_one_of_pillow(dual, tmp_path
     assert caught.value.index == 2
 
 
-def test_arrays_are_divided_among_the_threads_as_files_are():
-    images = [Image(picture(number, 200, 200)) for number in range(3)]
-    assert list(chunks(images, characters)) == [[one] for one in images]
-
-
 def test_texts_are_filled_up_and_only_their_own_tokens_count(dual):
-    request = dual("siglip2").tasks.embed([Text("w1 w2"), Image(picture(1))], EncodeOptions())
-    assert dual("siglip2").run(request).num_tokens.tolist() == [3, 16]
+    """Nor do images have more tokens than patches."""
+    inputs = [Text("w1 w2"), *(Image(image) for image in shaped_pictures())]
+    request = dual("siglip2").tasks.embed(inputs, EncodeOptions())
+    wanted = [3, *(rows * columns for rows, columns in SHAPES)]
+    assert dual("siglip2").run(request).num_tokens.tolist() == wanted
 
 
 def test_what_a_model_of_texts_and_images_refuses(dual):
@@ -308,32 +295,28 @@ def test_modules_json_says_whether_vectors_are_normalised(tmp_path):
         outline_routes(folder)
 
 
+def of_text(config, **changes):
+    return {"text_config": config["text_config"] | changes}
+
+
+def of_images(config, **changes):
+    return {"vision_config": config["vision_config"] | changes}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
         ("clip", {"architectures": ["CLIPTextModelWithProjection"]}, "CLIPTextModelWithProjection"),
-        ("clip", {"text_config": CLIP_CONFIG["text_config"] | {"eos_token_id": 3}}, "ends texts"),
-        ("clip", {"vision_config": CLIP_CONFIG["vision_config"] | {"num_channels": 1}}, "channels"),
-        ("clip", {"vision_config": CLIP_CONFIG["vision_config"] | {"image_size": 64}}, "64, 64"),
-        ("clip", {"vision_config": CLIP_CONFIG["vision_config"] | {"patch_size": 5}}, "patches of"),
-        (
-            "siglip",
-            {"vision_config": SIGLIP_CONFIG["vision_config"] | {"vision_use_head": False}},
-            "vision_use_head",
-        ),
-        (
-            "siglip2",
-            {"vision_config": SIGLIP2_CONFIG["vision_config"] | {"num_patches": 15}},
-            "num_patches 15",
-        ),
-        (
-            "siglip2",
-            {"vision_config": SIGLIP2_CONFIG["vision_config"] | {"patch_size": 4}},
-            "patch_size 8",
-        ),
+        ("clip", of_text(CLIP_CONFIG, eos_token_id=3), "ends texts"),
+        ("clip", of_images(CLIP_CONFIG, num_channels=1), "channels"),
+        ("clip", of_images(CLIP_CONFIG, image_size=64), "64, 64"),
+        ("clip", of_images(CLIP_CONFIG, patch_size=5), "patches of"),
+        ("siglip", of_images(SIGLIP_CONFIG, vision_use_head=False), "vision_use_head"),
+        ("siglip2", of_images(SIGLIP2_CONFIG, num_patches=15), "num_patches 15"),
+        ("siglip2", of_images(SIGLIP2_CONFIG, patch_size=4), "patch_size 8"),
         ("siglip2", {"architectures": ["Siglip2ForImageClassification"]}, "Siglip2ForImage"),
-        ("siglip", {"text_config": SIGLIP_CONFIG["text_config"] | {"hidden_act": "x"}}, "hidden_a"),
-        ("clip", {"text_config": CLIP_CONFIG["text_config"] | {"hidden_size": 33}}, "split into"),
+        ("siglip", of_text(SIGLIP_CONFIG, hidden_act="x"), "hidden_a"),
+        ("clip", of_text(CLIP_CONFIG, hidden_size=33), "split into"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path, kind, changes, message):
@@ -411,52 +394,45 @@ def test_old_and_new_forms_of_sizes(config, wanted):
     assert (rules.size, rules.shortest, rules.crop) == wanted
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"image_processor_type": "ViTImageProcessor"},
-        {"resample": 7},
-        {"do_rescale": False},
-        {"do_normalize": False},
-        {"do_resize": False},
-        {"do_pad": True},
-        {"do_center_crop": False},
-        {"size": {"shortest_edge": 100}},
-        {"size": {"shortest_edge": 224, "longest_edge": 300}},
-        {"size": {"height": 0, "width": 224}},
-        {"image_mean": [0.5]},
-        {"image_std": [0.5, 0.0, 0.5]},
-        {"rescale_factor": "x"},
-    ],
-)
-def test_preparation_that_is_not_done_is_refused(changes):
-    with pytest.raises(CheckpointError):
-        read_rules({"image_processor_type": "CLIPImageProcessor"} | changes, 32)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"patch_size": 14}, "patch_size 14"),
-        ({"max_num_patches": 0}, "max_num_patches"),
-        ({"max_num_patches": "256"}, "max_num_patches"),
-        ({"max_num_patches": 10**6}, "max_num_patches"),
-        ({"size": {"height": 224, "width": 224}}, "size"),
-        ({"do_center_crop": True}, "do_center_crop"),
-        ({"do_resize": False}, "do_resize"),
-    ],
-)
-def test_preparation_of_images_in_their_own_shapes_that_is_not_done_is_refused(changes, message):
-    with pytest.raises(CheckpointError, match=message):
-        read_rules(SIGLIP2_IMAGES | changes, PATCH)
-
-
 def test_rows_hold_one_image_in_its_own_shape(converted, tmp_path):
     spec = load_routes(converted["siglip2"]).image
     assert spec is not None
     config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=1024, kernels="xla")
     grid = make_plan(spec, program(spec), config, tmp_path).grid
     assert {bucket.length for bucket in grid.buckets} == {PATCHES}
+
+
+OF_CLIP = {"image_processor_type": "CLIPImageProcessor"}
+
+
+@pytest.mark.parametrize(
+    ("of_kind", "changes"),
+    [
+        (OF_CLIP, {"image_processor_type": "ViTImageProcessor"}),
+        (OF_CLIP, {"resample": 7}),
+        (OF_CLIP, {"do_rescale": False}),
+        (OF_CLIP, {"do_normalize": False}),
+        (OF_CLIP, {"do_pad": True}),
+        (OF_CLIP, {"do_center_crop": False}),
+        (OF_CLIP, {"size": {"shortest_edge": 100}}),
+        (OF_CLIP, {"size": {"shortest_edge": 224, "longest_edge": 300}}),
+        (OF_CLIP, {"size": {"height": 0, "width": 224}}),
+        (OF_CLIP, {"image_mean": [0.5]}),
+        (OF_CLIP, {"image_std": [0.5, 0.0, 0.5]}),
+        (OF_CLIP, {"rescale_factor": "x"}),
+        (SIGLIP2_IMAGES, {"patch_size": 14}),
+        (SIGLIP2_IMAGES, {"max_num_patches": 0}),
+        (SIGLIP2_IMAGES, {"max_num_patches": "256"}),
+        (SIGLIP2_IMAGES, {"max_num_patches": 10**6}),
+        (SIGLIP2_IMAGES, {"size": {"height": 224, "width": 224}}),
+        (SIGLIP2_IMAGES, {"do_center_crop": True}),
+        (SIGLIP2_IMAGES, {"do_resize": False}),
+    ],
+)
+def test_preparation_that_is_not_done_is_refused(of_kind, changes):
+    own_shapes = of_kind is SIGLIP2_IMAGES
+    with pytest.raises(CheckpointError, match="|".join(changes) if own_shapes else None):
+        read_rules(of_kind | changes, PATCH if own_shapes else 32)
 
 
 def test_a_grid_for_one_length_holds_it_and_wastes_little():
@@ -471,79 +447,7 @@ def test_a_grid_for_one_length_holds_it_and_wastes_little():
         assert fill > 0.94 or budget < 6 * length, case
 
 
-BASE = {"hidden_size": 768, "num_layers": 1, "num_heads": 12, "intermediate_size": 3072}
-SMALLER = {"hidden_size": 512, "num_layers": 1, "num_heads": 8, "intermediate_size": 2048}
-CLIP_SWITCHES = {"norm_eps": 1e-5, "activation": "quick_gelu"}
-SIGLIP_SWITCHES = {"norm_eps": 1e-6, "activation": "gelu_tanh"}
-OF_CLIP = {"class_token": True, "input_norm": True, "patch_bytes": 3072, "max_positions": 50}
-PUBLISHED = {
-    "CLIP-B/32, images": BASE | CLIP_SWITCHES | OF_CLIP,
-    "CLIP-B/32, texts": SMALLER
-    | CLIP_SWITCHES
-    | {"causal": True, "vocab_size": 49408, "max_positions": 77},
-    "SigLIP-base, images": BASE
-    | SIGLIP_SWITCHES
-    | {"patch_bias": True, "patch_bytes": 768, "max_positions": 196},
-    "SigLIP-base, texts": BASE | SIGLIP_SWITCHES | {"vocab_size": 32000, "max_positions": 64},
-}
-
-
-def published_spec(name):
-    config = PUBLISHED[name]
-    rules = read_rules({}, 32 if config.get("class_token") else 16)
-    return tiny_spec(
-        architecture="clip",
-        config=config,
-        hidden_size=config["hidden_size"],
-        max_input_tokens=config["max_positions"],
-        image=rules if "patch_bytes" in config else None,
-    )
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_native_calls_take_every_product_and_the_attention_of_published_towers(name):
-    spec, config = published_spec(name), PUBLISHED[name]
-    width, inner = config["hidden_size"], config["intermediate_size"]
-    calls = noted_calls(program(spec), "bfloat16")
-    assert {call.name for call in calls} == {"linear", "joint_attention", "self_attention"}
-    operands = [one for call in calls for one in call.operands]
-    found = {native.plain_shape(of.shape) for operand, of in operands if operand == "kernel"}
-    wanted = {(width, 3 * width), (width, width), (width, inner), (inner, width)}
-    assert found == wanted | ({(config["patch_bytes"], width)} if spec.image else set())
-    for bucket in one_length_grid(config["max_positions"], 2048).buckets:
-        assert native.takes(bucket.length, width // config["num_heads"], "bfloat16")
-
-
-@pytest.mark.parametrize("name", ["CLIP-B/32, images", "SigLIP-base, images"])
-def test_rows_of_xla_on_a_cpu_are_as_long_as_an_image(name, tmp_path):
-    spec = published_spec(name)
-    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=512)
-    grid = make_plan(spec, program(spec), config, tmp_path).grid
-    assert {bucket.length for bucket in grid.buckets} == {spec.max_input_tokens}
-    assert grid.buckets[-1].rows > 1
-
-
 @each_kind
 def test_a_config_is_described_or_refused_whatever_it_holds(tmp_path, kind):
-    folder = write_dual(tmp_path, kind)
-    for file in ("config.json", "preprocessor_config.json", "tokenizer_config.json"):
-        given = json.loads((folder / file).read_text())
-        for changed in changes(given):
-            write_json(folder / file, given | changed)
-            with suppress(CheckpointError):
-                outline_routes(folder)
-        write_json(folder / file, given)
-    outline_routes(folder)
-
-
-def test_many_images_are_run_in_parts_and_keep_their_places(dual, monkeypatch):
-    monkeypatch.setattr("jaxembed.loaded_model.IMAGES_A_PART", 2)
-    images = [Image(picture(k)) for k in range(5)]
-    inputs = [images[0], "w1 w2", *images[1:3], "w3", *images[3:]]
-    found = dual("clip").encode(inputs)
-    for vector, item in zip(found, inputs, strict=True):
-        alone = dual("clip").encode([item])[0]
-        np.testing.assert_allclose(vector, alone, atol=2e-6)
-    with pytest.raises(InvalidImage) as caught:
-        dual("clip").encode([*inputs, Image(b"no image")])
-    assert caught.value.index == len(inputs)
+    files = ("config.json", "preprocessor_config.json", "tokenizer_config.json")
+    assert_described_or_refused(write_dual(tmp_path, kind), files, outline_routes)

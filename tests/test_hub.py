@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import importlib.util
-import logging
 import os
 import shutil
 import stat
@@ -155,38 +154,6 @@ def test_what_a_source_was_before_is_removed_a_day_after_its_last_use(source, ca
     assert time.time() - now.stat().st_mtime < 3600  # it was used
 
 
-def test_use_keeps_an_entry(source, cache):
-    old = hub.resolve(str(source), cache_dir=cache)
-    whole = (source / "model.safetensors").stat()
-    weights = (source / "model.safetensors").read_bytes()
-    unused_for(old, 25)
-    hub.resolve(str(source), cache_dir=cache)
-    change(source, seed=7)
-    hub.resolve(str(source), cache_dir=cache)
-    (source / "model.safetensors").write_bytes(weights)
-    os.utime(source / "model.safetensors", ns=(whole.st_mtime_ns, whole.st_mtime_ns))
-    assert hub.resolve(str(source), cache_dir=cache) == old
-
-
-def test_an_incomplete_or_truncated_entry_is_made_anew(source, cache, conversions):
-    entry = hub.resolve(str(source), cache_dir=cache)
-    for lost in ("source.json", "manifest.json", "tokenizer.json", "params", None):
-        path = entry / (lost or "")
-        if lost is None:
-            largest = max(
-                (p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
-            )
-            largest.write_bytes(largest.read_bytes()[:-1])
-        else:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        (cache / "models" / f".{entry.name}.partial-dead" / "params").mkdir(parents=True)
-        before = len(conversions)
-        entry = hub.resolve(str(source), cache_dir=cache)
-        assert checkpoint.load_spec(entry).source == str(source)
-        assert len(conversions) == before + 1, lost
-        assert not list((cache / "models").glob("*partial*"))
-
-
 def test_another_dense_path_is_another_entry(source, cache):
     sources.write_modules(
         source,
@@ -198,13 +165,6 @@ def test_another_dense_path_is_another_entry(source, cache):
     sources.write_dense(source / "2_Dense_6", 8, 6)
     paths = [hub.resolve(str(source), cache_dir=cache, dense_path=p) for p in (None, "2_Dense_6")]
     assert [checkpoint.load_spec(path).dim for path in paths] == [4, 6]
-
-
-def test_a_failed_conversion_leaves_no_entry(source, cache):
-    (source / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no weights"):
-        hub.resolve(str(source), cache_dir=cache)
-    assert [path.suffix for path in (cache / "models").iterdir()] in ([".lock"], [])
 
 
 def _resolve(source: Path, cache: Path, ready: Any, converted: Any) -> None:
@@ -232,27 +192,6 @@ def test_two_processes_convert_once(source, cache):
         process.join(60)
     assert [process.exitcode for process in both] == [0, 0]
     assert converted.empty()
-
-
-def test_waiting_for_another_process_is_logged(source, cache, caplog, monkeypatch):
-    lock = hub.FileLock
-
-    def busy_once(path):
-        real = lock(path)
-        acquire = real.acquire
-
-        def refuse(timeout=None):
-            if timeout == 0:
-                raise hub.Timeout(str(path))
-            return acquire()
-
-        monkeypatch.setattr(real, "acquire", refuse)
-        return real
-
-    monkeypatch.setattr(hub, "FileLock", busy_once)
-    with caplog.at_level(logging.INFO):
-        hub.resolve(str(source), cache_dir=cache)
-    assert "another process converts" in caplog.text
 
 
 def test_a_disk_that_is_full_at_the_last_file_leaves_no_entry(source, cache, monkeypatch):
@@ -384,12 +323,6 @@ def test_the_default_model_comes_from_the_hub_without_its_package(cache, downloa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     hub.resolve(None, cache_dir=cache)
     assert downloads[0].name == hub.DEFAULT_MODEL
-
-
-def test_a_foreign_converters_package_is_named(source, cache, monkeypatch):
-    monkeypatch.delattr(converters, "CONVERTERS")
-    with pytest.raises(CheckpointError, match="is not jaxembed's"):
-        hub.resolve(str(source), cache_dir=cache)
 
 
 def test_convert_of_a_hub_model_brings_its_weights(downloads, tmp_path):

@@ -17,6 +17,7 @@ from sources import (
     WORDS,
     Tensors,
     change_json,
+    converted,
     head_tensors,
     write_bert,
     write_json,
@@ -26,10 +27,8 @@ from sources import (
 )
 from test_adapters import merged
 
-from converters import convert, jina, outline
-from jaxembed import checkpoint
+from converters import convert
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
-from jaxembed.spec import ModelSpec
 
 TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]
 RANK = 3
@@ -109,16 +108,13 @@ def write_jina(folder: Path, tensors: Tensors, **changes: Any) -> Path:
     return folder
 
 
-def converted(source: Path, out: Path, **options: Any) -> tuple[ModelSpec, dict[str, np.ndarray]]:
-    spec = convert(source, out, progress=lambda steps: steps, **options)
-    return spec, checkpoint.load_params(out, spec)
-
-
 def test_each_task_is_the_model_with_its_adapter_merged(tmp_path):
     published, tasks = with_adapters(flash_tensors())
     spec, parameters = converted(write_jina(tmp_path / "jina", published), tmp_path / "out")
     assert spec.adapter_names == tuple(TASKS)
     assert spec.heads["dense"].normalize
+    assert spec.prompts == dict.fromkeys(TASKS, "") | {"retrieval.query": QUERY}
+    assert spec.default_prompt_name is None
     wanted = [flash_tensors(), *tasks]
     for number, tensors in enumerate(wanted):
         plain_config: dict[str, Any] = JINA_V3 | {"lora_adaptations": None}
@@ -136,27 +132,6 @@ def test_a_route_with_adapters_of_its_own_is_refused(tmp_path):
     write_bert(source / "query_0_Transformer", tensors=published, **JINA_V3)
     with pytest.raises(UnsupportedModel, match="its route query has adapters"):
         converted(source, tmp_path / "out")
-
-
-def test_each_task_has_its_prompt(tmp_path):
-    published, _ = with_adapters(flash_tensors())
-    spec = outline(write_jina(tmp_path / "jina", published)).spec
-    assert spec.prompts == dict.fromkeys(TASKS, "") | {"retrieval.query": QUERY}
-    assert spec.default_prompt_name is None
-
-
-def test_a_config_of_transformers_says_the_same_as_the_published_one():
-    native = {
-        key: value
-        for key, value in JINA_V3.items()
-        if key not in ("auto_map", "position_embedding_type", "rotary_emb_base")
-    } | {
-        "model_type": "jina_embeddings_v3",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
-    }
-    assert jina.config(native) == jina.config(JINA_V3)
-    assert jina.config(JINA_V3)["rope_theta"] == 20000.0
-    assert jina.config(JINA_V3).get("pad_id") is None  # positions count from 0
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,6 @@ def test_chunks_are_the_means_of_the_hidden_states_of_the_whole_text(embedder):
     close(chunks_of(embedder, PARTS, normalize=False), wanted)
 
 
-def test_a_chunk_is_not_what_it_would_be_alone(embedder):
-    alone = embedder.encode(PARTS)
-    assert np.abs(chunks_of(embedder, PARTS) - alone).max() > 1e-2
-
-
 @pytest.mark.parametrize("include_prompt", [True, False])
 @pytest.mark.parametrize("prompt_name", [None, "query"])
 def test_one_chunk_has_the_ordinary_vector(open_embedder, include_prompt, prompt_name):
@@ -91,16 +86,6 @@ def test_one_chunk_has_the_ordinary_vector(open_embedder, include_prompt, prompt
         wanted = embedder.encode([text], prompt_name=prompt_name)
         got = chunks_of(embedder, [text], prompt_name=prompt_name)
         np.testing.assert_array_equal(got, wanted)
-
-
-@pytest.mark.parametrize("include_prompt", [True, False])
-def test_chunks_weighted_by_their_tokens_have_the_mean_of_the_text(open_embedder, include_prompt):
-    embedder = open_embedder(include_prompt=include_prompt)
-    options = {"prompt_name": "query", "normalize": False}
-    vectors = chunks_of(embedder, PARTS, **options).astype(np.float64)
-    first = 4 + 2 * include_prompt - (not include_prompt)  # [CLS], and "what is"
-    mean = np.average(vectors, axis=0, weights=[first, 3, 5])
-    close(mean, embedder.encode(" ".join(PARTS), **options))
 
 
 def test_places_in_a_text_are_the_same_chunks_as_a_list(embedder):
@@ -146,10 +131,6 @@ def test_vectors_are_cut_normalised_and_encoded_as_others(embedder):
     np.testing.assert_array_equal(np.unpackbits(bits, axis=1), plain > 0)
 
 
-def test_no_texts_have_no_chunks(embedder):
-    assert embedder.encode_chunks([]) == []
-
-
 def test_more_chunks_than_a_row_has_slots_are_run_in_copies(embedder):
     """A row of 64 tokens has 16 slots."""
     text = prose(60)
@@ -161,16 +142,6 @@ def test_more_chunks_than_a_row_has_slots_are_run_in_copies(embedder):
     spans = [(0, 2), *((k, k + 1) for k in range(2, 60)), (60, 62)]
     got = chunks_of(embedder, ChunkedText(text, words), normalize=False)
     close(got, chunked_pooling(hidden, spans))
-
-
-def test_layers_after_the_pooling_run_for_each_chunk(open_embedder):
-    embedder = open_embedder(modules=(DenseLayer(32, 12), *NORMALIZED))
-    (hidden,) = embedder.compute([" ".join(PARTS)], ["tokens"])["tokens"]
-    pooled = chunked_pooling(hidden, [(0, 4), (4, 7), (7, 12)])
-    parameters = random_parameters(embedder.spec)  # as save_tiny has them
-    kernel, bias = (parameters[f"heads.dense.modules.0.{name}"] for name in ("kernel", "bias"))
-    wanted = np.tanh(pooled @ kernel + bias)
-    close(chunks_of(embedder, PARTS, normalize=False), wanted)
 
 
 # windows
@@ -215,7 +186,6 @@ def test_windows_pool_every_token_of_every_chunk_once(case, share):
 
 
 WINDOWS = {  # ranges, tokens, room, overlap: windows
-    "a text that fits": ([(3, 9), (9, 20)], 20, 20, 5, [(0, 20, [(0, 3, 9), (1, 9, 20)])]),
     "the window ends before the chunk that does not fit": (
         *([(0, 6), (6, 12), (12, 16), (16, 24)], 24, 15, 3),
         [(0, 15, [(0, 0, 6), (1, 6, 12)]), (9, 24, [(2, 12, 16), (3, 16, 24)])],
@@ -322,12 +292,6 @@ def test_a_text_is_divided_by_its_tokens(embedder):
     np.testing.assert_array_equal(one.vectors, again)
 
 
-def test_a_chunk_size_over_a_window_is_the_whole_text(embedder):
-    text = prose(150)
-    got = chunks_of(embedder, ChunkedText(text, ChunkSize(32000)))
-    np.testing.assert_array_equal(got, chunks_of(embedder, [text]))
-
-
 @pytest.mark.parametrize(
     ("size", "field"),
     [
@@ -414,13 +378,6 @@ def test_the_space_before_a_word_belongs_to_its_chunk(make_reader, name, prompt)
     assert all(one[1] == other[0] for one, other in pairwise(bounds))
     ids = processor.encode([Text(text)], Rules(prompt, True, "right")).work.planes["ids"]
     np.testing.assert_array_equal(ids, found[0].planes["ids"])
-
-
-def test_texts_are_joined_by_a_space_where_there_is_none():
-    joined = join_texts(["one", "two ", "three", "\nfour"])
-    assert joined.text == "one two three\nfour"
-    assert [joined.text[a:b] for a, b in places_of(joined)] == ["one", " two ", "three", "\nfour"]
-    assert join_texts(["one"]) == ChunkedText("one", [(0, 3)])
 
 
 @pytest.mark.parametrize(

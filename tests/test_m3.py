@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sources
-from fake_embedder import FakeEmbedder
 from safetensors.numpy import save_file
 from test_sparse import as_dense
 
@@ -16,9 +15,7 @@ from converters.m3 import SPARSE_FILE, VECTORS_FILE
 from jaxembed.bulk.vector_file import embed_file
 from jaxembed.config import EngineConfig
 from jaxembed.embedder import Embedder
-from jaxembed.errors import ConfigError, InvalidInput, UnsupportedModel, WrongTask
-from jaxembed.inputs import Text
-from jaxembed.options import EncodeOptions
+from jaxembed.errors import ConfigError, InvalidInput, UnsupportedModel
 from jaxembed.outputs import OutputName
 
 SMALL = EngineConfig(devices=1, max_batch_tokens=64)
@@ -69,11 +66,6 @@ def test_one_of_the_two_files_is_refused(files, tmp_path, names):
     assert outline(source).spec.representations == ("dense",)
 
 
-def linear(files: Path, name: str, hidden: np.ndarray) -> np.ndarray:
-    tensors = {key: one.read() for key, one in weights.safetensors_of(files / name).items()}
-    return hidden.astype(np.float64) @ tensors["weight"].T + tensors["bias"]
-
-
 def test_one_call_gives_all_three(embedder):
     assert embedder.spec.representations == ("dense", "sparse", "multi_vector")
     together = embedder.encode_outputs(TEXTS, ("multi_vector", "sparse", "dense"))
@@ -82,32 +74,6 @@ def test_one_call_gives_all_three(embedder):
     np.testing.assert_array_equal(as_dense(together["sparse"]), as_dense(sparse))
     for one, other in zip(together["multi_vector"], multi, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_they_are_those_of_the_formulas(embedder, files):
-    hidden = embedder.compute(TEXTS, ["tokens"])["tokens"]
-    sparse, multi = embedder.encode_sparse(TEXTS), embedder.encode_multi(TEXTS)
-    for number, text in enumerate(TEXTS):
-        ids = embedder.processor.pieces([text], special=True, prompt="")[0]
-        tokens = [piece.id for piece in ids]
-        weight = np.maximum(linear(files, SPARSE_FILE, hidden[number])[:, 0], 0)
-        wanted = np.zeros(sparse.width)
-        for token, one in zip(tokens, weight, strict=True):
-            if token > 3:  # the first four words are the special ones
-                wanted[token] = max(wanted[token], one)
-        np.testing.assert_allclose(as_dense(sparse)[number], wanted, rtol=1e-5, atol=1e-6)
-        vectors = linear(files, VECTORS_FILE, hidden[number])[1:]  # [SEP] stays
-        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        np.testing.assert_allclose(multi[number], vectors, rtol=1e-5, atol=1e-6)
-        assert len(multi[number]) == len(tokens) - 1
-
-
-def test_a_text_alone_has_the_same(embedder):
-    sparse, multi = embedder.encode_sparse(TEXTS), embedder.encode_multi(TEXTS)
-    for number, text in enumerate(TEXTS):
-        (alone,) = as_dense(embedder.encode_sparse(text))
-        np.testing.assert_allclose(as_dense(sparse)[number], alone, rtol=1e-6, atol=1e-7)
-        np.testing.assert_allclose(multi[number], embedder.encode_multi(text)[0], rtol=1e-5)
 
 
 def test_options_shorten_what_they_are_for(embedder):
@@ -140,12 +106,6 @@ def test_what_makes_no_sense_is_refused(embedder, outputs, options, field):
     with pytest.raises(InvalidInput) as error:
         embedder.encode_outputs(TEXTS, outputs, **options)
     assert error.value.field == field
-
-
-def test_a_model_with_one_head_gives_no_other():
-    options = EncodeOptions(outputs=frozenset({"dense", "sparse"}))
-    with pytest.raises(WrongTask, match="gives no sparse output, only dense"):
-        FakeEmbedder().tasks.embed([Text("a")], options)
 
 
 def test_files_hold_an_object_for_each_text(embedder, tmp_path):

@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from dual_sources import picture, png
-from page_sources import CONFIG, IMAGE_ID, PAGE, SPACE, words, write_pages
-from sources import change_json, write_json
+from dual_sources import picture
+from page_sources import CONFIG, IMAGE_ID, PAGE, words, write_pages
+from sources import change_json
 
 from converters import convert, outline_routes
-from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoint import load_routes
-from jaxembed.errors import CheckpointError, ConfigError, InvalidInput, UnsupportedModel
+from jaxembed.errors import CheckpointError, InvalidInput, UnsupportedModel
 from jaxembed.inputs import Image, Tokens
 from jaxembed.options import EncodeOptions
 
@@ -25,14 +24,8 @@ def _source(tmp_path_factory):
 
 
 @pytest.fixture(name="embedder", scope="module")
-def _embedder(source, tmp_path_factory):
-    cache = tmp_path_factory.mktemp("cache")
-    write_json(cache / "buckets.json", {"buckets": [[2, 64]]})
-    config = EngineConfig(
-        dtype="float32", devices=1, buckets=cache / "buckets.json", max_batch_tokens=128
-    )
-    with Embedder(str(source), cache_dir=cache, config=config) as embedder:
-        yield embedder
+def _embedder(source, load_model):
+    return load_model(source, 2, 64)
 
 
 def vectors(embedder, ids) -> np.ndarray:
@@ -41,31 +34,11 @@ def vectors(embedder, ids) -> np.ndarray:
     return embedder.run(embedder.tasks.embed([Tokens(ids)], options)).multi_vector[0]
 
 
-def test_a_page_has_a_vector_for_each_patch_and_for_the_words_after_it(embedder):
-    (found,) = embedder.encode_multi([Image(picture(1))])
-    assert found.shape == (PAGE, SPACE)
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-6)
-
-
 def test_a_query_has_its_prompt_and_fillers(embedder):
     given = embedder.compute(["w1 w2"], ["tokens"])["tokens"][0]
     asked = words().encode("<bos>Question: w1 w2" + "<pad>" * 10 + "\n").ids
     assert len(given) == len(asked)
     np.testing.assert_array_equal(embedder.encode_multi(["w1 w2"])[0], vectors(embedder, asked))
-
-
-def test_texts_and_pages_of_one_request_equal_each_alone(embedder):
-    """They may ride in the same batch."""
-    mixed = [QUERIES[0], Image(PICTURES[0]), QUERIES[1], Image(PICTURES[1]), Image(PICTURES[2])]
-    together = embedder.encode_multi(mixed)
-    for found, item in zip(together, mixed, strict=True):
-        np.testing.assert_allclose(found, embedder.encode_multi([item])[0], atol=2e-6)
-
-
-def test_equal_pages_are_computed_once_and_different_ones_are_told_apart(embedder):
-    first, again, other = embedder.encode_multi([Image(PICTURES[k]) for k in (0, 0, 1)])
-    np.testing.assert_array_equal(first, again)
-    assert np.abs(first - other).max() > 1e-3
 
 
 def test_pages_are_ranked_by_the_best_product_of_each_vector_of_the_query(embedder):
@@ -95,11 +68,6 @@ def test_a_text_with_the_token_of_images_is_refused(embedder):
 def test_divided_pages_are_refused(embedder):
     with pytest.raises(InvalidInput, match="`max_chunks_per_doc` is for texts"):
         embedder.rerank("w1", images=PICTURES, max_chunks=2)
-
-
-def test_files_are_read_as_colours_are(embedder):
-    of_file, of_array = embedder.encode_multi([Image(png(PICTURES[0])), Image(PICTURES[0])])
-    np.testing.assert_array_equal(of_file, of_array)
 
 
 def test_the_checkpoint_holds_one_set_of_parameters(source, tmp_path):
@@ -144,12 +112,6 @@ def test_what_is_not_served_is_refused_by_name(tmp_path, config, message):
     change_json(changed / "config.json", **config)
     with pytest.raises((UnsupportedModel, CheckpointError), match=message):
         outline_routes(changed)
-
-
-def test_a_limit_below_a_page_is_refused(source, tmp_path):
-    config = EngineConfig(dtype="float32", devices=1, max_input_tokens=PAGE - 1)
-    with pytest.raises(ConfigError, match=f"the {PAGE} tokens of an image"):
-        Embedder(str(source), cache_dir=tmp_path, config=config)
 
 
 def test_adapters_are_refused(source, tmp_path):

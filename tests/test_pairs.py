@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import pytest
-from conftest import WORDS, tiny_spec, word_tokenizer
+from conftest import WORDS, word_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
@@ -132,13 +132,6 @@ def test_a_pair_has_the_ids_and_types_that_the_tokenizer_gives_it(kinds, kind, f
     assert paired.ids.tolist() == wanted.ids
 
 
-def test_types_are_left_out_where_there_is_one(kinds, make):
-    assert kinds["roberta"][0].encode([Pair("a", "cat")], rules()).work.encodings[0].types is None
-    config = tiny_spec().config | {"type_vocab_size": 1}
-    one_type = make(post_processor=template("[CLS] $A [SEP] $B:1 [SEP]:1"), config=config)
-    assert one_type.encode([Pair("a", "cat")], rules()).work.encodings[0].types is None
-
-
 def test_types_are_left_out_where_the_model_is_not_given_them(make):
     for post_processor in (bert, template("[CLS]:1 $A:1 [SEP]:1 $B:0")):
         with_types = make(post_processor=post_processor)
@@ -149,19 +142,6 @@ def test_types_are_left_out_where_the_model_is_not_given_them(make):
         assert given.types is not None
         assert left_out.types is paired.types is None
         assert given.ids.tolist() == left_out.ids.tolist() == paired.ids.tolist()
-
-
-def test_types_of_single_texts_are_left_out_too(make):
-    def ones(tokenizer) -> None:
-        special = [("[CLS]", CLS), ("[SEP]", SEP)]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            "[CLS]:1 $A:1 [SEP]:1", "[CLS] $A [SEP] $B:1 [SEP]:1", special
-        )
-
-    for token_types in (True, False):
-        processor = make(post_processor=ones, token_types=token_types)
-        types = processor.encode([Text("cat")], rules()).work.encodings[0].types
-        assert (types is not None) == token_types
 
 
 @pytest.mark.parametrize(
@@ -219,11 +199,6 @@ def test_a_template_that_leaves_out_a_text_is_refused(make, first, second, missi
     broken = PairTemplate("", first, second, "", "")
     with pytest.raises(CheckpointError, match=f"has no {missing} in"):
         make(post_processor=bare, labels=("yes",), template=broken)
-
-
-def test_a_model_with_a_template_takes_no_single_texts(scorer):
-    with pytest.raises(InvalidInput, match="scores pairs"):
-        scorer.encode([Text("cat")], rules())
 
 
 def test_a_template_without_room_for_text_is_refused(make):

@@ -64,68 +64,49 @@ def embed(prompts, **fields):
     return response, answer, embedder.asked
 
 
-@pytest.mark.parametrize("field", ["input_type", "task"])
-def test_a_field_that_says_the_purpose_chooses_the_prompt_and_a_header_names_it(field):
-    response, _, (options,) = embed(E5, **{field: "retrieval.query"})
-    assert (options.prompt, options.prompt_name) == (None, "query")
-    assert response.headers["x-prompt-name"] == "query"
-
-
-def test_a_purpose_without_a_prompt_gets_none_instead_of_the_default():
-    response, _, (options,) = embed({"query": "q"}, input_type="document")
-    assert (options.prompt, options.prompt_name) == ("", None)
-    assert response.headers["x-prompt-name"] == ""
-
-
-@pytest.mark.parametrize("fields", [{}, {"input_type": None, "task": None}, {"input_type": ""}])
-def test_a_request_that_says_no_purpose_gets_the_default_prompt(fields):
-    response, _, (options,) = embed(E5, **fields)
-    assert (options.prompt, options.prompt_name) == (None, None)
-    assert "x-prompt-name" not in response.headers
-
-
-def test_a_header_names_the_prompt_that_was_asked_for_by_name():
-    response, _, _ = embed(E5, prompt_name="passage")
-    assert response.headers["x-prompt-name"] == "passage"
-
-
-@pytest.mark.parametrize("field", ["input_type", "task"])
-def test_a_purpose_that_is_unknown_is_refused(field):
-    response, answer, asked = embed(E5, **{field: "question"})
-    assert response.status_code == 400
-    assert answer["error"]["param"] == field
-    assert answer["detail"].startswith(f"`{field}` of 'question' is unknown; wanted one of query,")
-    assert not asked
+@pytest.mark.parametrize(
+    ("prompts", "fields", "chosen", "named"),
+    [
+        (E5, {"input_type": "retrieval.query"}, (None, "query"), "query"),
+        (E5, {"task": "retrieval.query"}, (None, "query"), "query"),
+        # a purpose without a prompt gets none instead of the default
+        ({"query": "q"}, {"input_type": "document"}, ("", None), ""),
+        # no purpose
+        (E5, {}, (None, None), None),
+        (E5, {"input_type": None, "task": None}, (None, None), None),
+        (E5, {"input_type": ""}, (None, None), None),
+        (E5, {"prompt_name": "passage"}, (None, "passage"), "passage"),
+        # fields that agree
+        (E5, {"prompt_name": "query", "input_type": "search_query"}, (None, "query"), "query"),
+        (E5, {"input_type": "query", "task": "retrieval.query"}, (None, "query"), "query"),
+    ],
+    ids=str,
+)
+def test_fields_that_say_the_purpose_choose_the_prompt_and_a_header_names_it(
+    prompts, fields, chosen, named
+):
+    response, _, (options,) = embed(prompts, **fields)
+    assert (options.prompt, options.prompt_name) == chosen
+    assert response.headers.get("x-prompt-name") == named
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "words"),
     [
-        {"prompt_name": "query", "input_type": "document"},
-        {"prompt_name": "passage", "input_type": "query"},
-        {"prompt_name": "other", "task": "retrieval.query"},
-        {"input_type": "query", "task": "retrieval.passage"},
+        ({"input_type": "question"}, "of 'question' is unknown; wanted one of query,"),
+        ({"task": "question"}, "of 'question' is unknown; wanted one of query,"),
+        ({"prompt_name": "query", "input_type": "document"}, "ask for different prompts"),
+        ({"prompt_name": "passage", "input_type": "query"}, "ask for different prompts"),
+        ({"prompt_name": "other", "task": "retrieval.query"}, "ask for different prompts"),
+        ({"input_type": "query", "task": "retrieval.passage"}, "ask for different prompts"),
     ],
 )
-def test_fields_that_ask_for_different_prompts_are_refused(fields):
+def test_purposes_that_are_unknown_or_differ_are_refused(fields, words):
     response, answer, asked = embed(E5 | {"other": "o"}, **fields)
     assert response.status_code == 400
     assert all(f"`{field}`" in answer["detail"] for field in fields)
-    assert "ask for different prompts" in answer["detail"]
+    assert words in answer["detail"]
     assert not asked
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"prompt_name": "query", "input_type": "search_query"},
-        {"input_type": "query", "task": "retrieval.query"},
-    ],
-)
-def test_fields_that_agree_are_taken(fields):
-    response, _, (options,) = embed(E5, **fields)
-    assert response.status_code == 200
-    assert options.prompt_name == "query"
 
 
 def test_the_vector_is_the_one_with_the_prompt(embedder):

@@ -10,7 +10,7 @@ import pytest
 from converters import rope
 from converters.rope import scaled_positions
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.models.rope import Rotation, read_scaling, segment_lengths
+from jaxembed.models.rope import Rotation, read_scaling
 from jaxembed.models.tokens import PackedTokens
 
 WIDTH, THETA = 16, 10_000.0
@@ -62,19 +62,6 @@ def assert_turned(got: np.ndarray, frequencies: np.ndarray, length: int) -> None
     difference = got[:length] - wanted
     # float32 at 64 radians; angles are known up to whole turns
     assert np.abs(difference - 2 * np.pi * np.round(difference / (2 * np.pi))).max() < 2e-5
-
-
-def test_every_token_knows_the_length_of_its_segment():
-    got = np.array(segment_lengths(tokens_of(5, 1, 30, room=48)))[0]
-    assert (got[:5] == 5).all()
-    assert got[7] == 1
-    assert (got[10:40] == 30).all()
-
-
-def test_angles_without_scaling():
-    got, magnitude = angles(None, 40)
-    assert_turned(got, PLAIN, 40)
-    np.testing.assert_allclose(magnitude, 1, atol=1e-6)
 
 
 def test_linear_divides_every_angle():

@@ -3,15 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import sources
+from sources import converted
 from test_families import damaged, unsupported
 
-from converters import convert, outline
-from jaxembed import checkpoint
+from converters import outline
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
-from jaxembed.spec import DenseLayer, ModelSpec
 
 WIDTH = sources.HIDDEN
 HEADS = {
@@ -34,33 +32,6 @@ def write_scorer(folder: Path, kind: str = BERT, labels: int = 1, **config: Any)
     return sources.write_bert(
         folder, tensors=tensors, rename=names.__getitem__, **base | named | config
     )
-
-
-def converted(source: Path) -> tuple[ModelSpec, dict[str, np.ndarray]]:
-    out = source.parent / f"{source.name}-out"
-    spec = convert(source, out, progress=lambda steps: steps)
-    return spec, checkpoint.load_params(out, spec)
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_cross_encoder_is_a_tower_with_a_head_of_two_layers(kind, tmp_path):
-    spec, params = converted(write_scorer(tmp_path / "source", kind))
-    assert (spec.task, spec.labels, spec.score_function) == ("rerank", ("LABEL_0",), "sigmoid")
-    assert spec.head.pooling == ("cls",)
-    assert spec.head.modules == (
-        DenseLayer(WIDTH, WIDTH, activation="tanh"),
-        DenseLayer(WIDTH, 1, activation="identity"),
-    )
-    assert spec.dim == 1
-    first, second = HEADS[kind]
-    tensors = sources.head_tensors({first: (WIDTH, WIDTH), second: (WIDTH, 1)})
-    for number, layer in enumerate((first, second)):
-        np.testing.assert_array_equal(
-            params[f"heads.logits.modules.{number}.kernel"], tensors[f"{layer}.weight"].T
-        )
-        np.testing.assert_array_equal(
-            params[f"heads.logits.modules.{number}.bias"], tensors[f"{layer}.bias"]
-        )
 
 
 def test_several_labels_are_in_the_order_of_their_ids(tmp_path):
@@ -88,18 +59,6 @@ def test_an_old_cross_encoder_that_gives_logits_is_scored_by_its_labels(tmp_path
     for labels, wanted in ((1, "sigmoid"), (3, "softmax")):
         source = write_scorer(tmp_path / f"{labels}", labels=labels, **identity)
         assert outline(source).spec.score_function == wanted
-
-
-def test_a_saved_cross_encoder_is_read(tmp_path):
-    source = write_scorer(tmp_path / "source", ROBERTA, labels=2)
-    sources.write_modules(source, (TRANSFORMER, ""))
-    task = {"transformer_task": "sequence-classification", "max_seq_length": 20}
-    sources.write_json(source / "sentence_bert_config.json", task)
-    saved = {"model_type": "CrossEncoder", "prompts": {}, "default_prompt_name": None}
-    saved |= {"activation_fn": "torch.nn.modules.activation.Softmax"}
-    sources.write_json(source / "config_sentence_transformers.json", saved)
-    spec = outline(source).spec
-    assert (spec.task, spec.max_input_tokens, spec.score_function) == ("classify", 20, "softmax")
 
 
 @pytest.mark.parametrize(
@@ -145,11 +104,6 @@ def test_what_is_not_scored_is_refused_by_name(said, error, message, tmp_path):
 def test_one_value_of_a_regression_is_scored_as_a_label(tmp_path):
     spec = outline(write_scorer(tmp_path, problem_type="regression")).spec
     assert spec.score_function == "sigmoid"
-
-
-def test_code_for_another_use_does_not_concern_a_classifier(tmp_path):
-    code = {"AutoConfig": "x.Config", "AutoModelForMaskedLM": "x.Masked"}
-    assert outline(write_scorer(tmp_path, auto_map=code)).spec.task == "rerank"
 
 
 def test_a_dense_path_of_a_model_that_scores_is_refused(tmp_path):

@@ -309,12 +309,6 @@ def test_deberta_gets_types_and_a_mask_after_its_pieces(tmp_path):
     assert tokenizer.token_to_id("[MASK]") == len(with_pieces("deberta"))
 
 
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_ids_give_the_text_back(name, tmp_path):
-    tokenizer = built(write(tmp_path, name))
-    assert tokenizer.decode(tokenizer.encode("the cat sat, 42").ids) == "the cat sat, 42"
-
-
 def test_a_difference_from_sentencepiece_is_refused(tmp_path, monkeypatch):
     # half-width kana with a voicing mark, of which the tokenizers library makes two characters
     monkeypatch.setattr(sentencepiece_model, "FIXED_TEXTS", ("ｶﾞ",))

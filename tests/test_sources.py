@@ -149,14 +149,6 @@ def test_a_row_of_csv_over_the_limit_ends_the_job_by_name(tmp_path, monkeypatch)
             list(read_rows(input_files([str(path)]), ["text"]))
 
 
-def test_blocks_of_long_lines_are_shorter(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)
-    for name in ("a.txt", "a.csv", "a.jsonl"):
-        path = write(tmp_path / name, ["x" * 400, "y" * 400, "z" * 400, "a", "b" * 1200, "c"])
-        blocks = [block for _, block in read_rows(input_files([path]), ["text"])]
-        assert [block.count for block in blocks] == [3, 2, 1]
-
-
 def test_long_lines_of_json_are_read_without_what_nobody_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "AT_ONCE", 50)
     lists = "[" + ",".join(["[]"] * 100) + "]"

@@ -52,14 +52,6 @@ def test_csr_has_the_rows_one_after_the_other():
     assert [len(part) for part in no_rows(0, 3).csr] == [0, 0, 1]
 
 
-def test_rows_are_put_as_copies():
-    matrix = mostly_zero(4, 9, 0.5)
-    rows, target = sparse_rows(matrix), no_rows(3, 9)
-    target.put([2, 0], rows.rows([1, 3]))
-    np.testing.assert_array_equal(as_dense(target), matrix[[3, 1, 1]] * [[1], [0], [1]])
-    assert not np.shares_memory(target.values[2], rows.values[1])
-
-
 @pytest.mark.parametrize(("shards", "room"), [(1, 8), (3, 1), (3, 1000)])
 def test_a_device_gives_all_that_is_not_zero(monkeypatch, shards, room):
     """`room` of 1 is less than there is: then everything is copied."""

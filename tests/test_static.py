@@ -10,19 +10,16 @@ import pytest
 import sources
 import tokenizers
 from sources import NORMALIZE, WORDS, write_static
-from test_server_openai import ask
 
 from converters import convert
 from jaxembed import Embedder, EngineConfig
 from jaxembed.config import TextConfig
-from jaxembed.engine.client import ServedEngine
 from jaxembed.engine.host import HostEngine
 from jaxembed.engines import plan_engine
 from jaxembed.errors import (
     BackendError,
     CheckpointError,
     ConfigError,
-    ConversionError,
     InputTooLong,
     InvalidInput,
     NotFinite,
@@ -34,7 +31,6 @@ from jaxembed.models.static import BLOCK_BYTES, StaticEmbeddings, numpy_means
 from jaxembed.options import EncodeOptions
 from jaxembed.processors import text as text_module
 from jaxembed.spec import NO_LIMIT, DenseLayer, ModelSpec, NormalizeLayer, Pooled
-from jaxembed.summary import summary
 from jaxembed.telemetry import Telemetry
 from jaxembed.tune.model import load_measured
 from jaxembed.work import Encoding, work_of
@@ -97,17 +93,6 @@ def _start() -> Iterator[Callable[..., HostEngine]]:
 
 def batch_of(count: int, length: int = 4) -> list[Encoding]:
     return [Encoding(np.full(length, 1 + k % 40, np.int32)) for k in range(count)]
-
-
-@pytest.mark.parametrize("at", ["", "0_StaticEmbedding"])
-def test_vectors_are_means_of_rows_without_special_tokens(at, tmp_path, load):
-    source = write_static(tmp_path / "source", OF_SENTENCE_TRANSFORMERS, at=at)
-    embedder = load(source)
-    texts = ["hello world", "a", "unhappy hello hello"]
-    for text, vector in zip(texts, embedder.encode(texts), strict=True):
-        np.testing.assert_allclose(vector, mean_of(ids_of(text)), rtol=1e-6)
-    rows = embedder.compute("unhappy world", ["tokens"])["tokens"][0]
-    np.testing.assert_array_equal(rows, TABLE[ids_of("unhappy world")])
 
 
 def test_modules_json_says_what_is_normalised(tmp_path, load):
@@ -189,70 +174,29 @@ def test_tables_of_other_dtypes_are_read(dtype, tmp_path, load):
     assert embedder.dtype == "float32"
 
 
-@pytest.mark.parametrize(("with_modules", "with_weights"), [(True, False), (False, True)])
-def test_mapping_and_weights_are_folded_into_the_table(with_modules, with_weights, tmp_path, load):
-    draw = np.random.default_rng(1)
-    mapping, weights = draw.integers(0, 4, len(WORDS)), draw.random(len(WORDS))
-    tensors = {"embeddings": TABLE[:4].astype(np.float16), "mapping": mapping}
-    table = tensors["embeddings"].astype(np.float64)[mapping]
-    if with_weights:
-        tensors["weights"] = weights
-        table = table * weights[:, None]
-    modules = [(NORMALIZE, "1_Normalize")] if with_modules else []
-    embedder = load(write_static(tmp_path / "source", tensors, *modules, normalize=True))
-    wanted = mean_of(ids_of("hello world"), table)
-    got = embedder.encode("hello world")
-    np.testing.assert_allclose(got, wanted / np.linalg.norm(wanted), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "words"),
-    [
-        ({"table": TABLE}, "missing: embedding.weight or embeddings"),
-        ({"embedding.weight": TABLE, "extra": TABLE}, "unused: extra"),
-        ({"embedding.weight": TABLE[0]}, "wanted two axes"),
-        ({"embeddings": TABLE, "weights": np.ones(3)}, r"weights: wanted shape \(11,\)"),
-        (
-            {"embeddings": TABLE, "mapping": np.zeros(11)},
-            "mapping: wanted one of int32, int64, got",
-        ),
-        ({"embeddings": TABLE.astype(np.int64)}, "wanted one of"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named(tensors, words, tmp_path):
-    source = write_static(tmp_path / "source", tensors)
-    with pytest.raises(ConversionError, match=words):
-        convert(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 OUTSIDE = {"embeddings": TABLE[:4], "mapping": np.full(len(WORDS), 4)}
+FLOATS = {"embeddings": TABLE, "mapping": np.zeros(11)}
 
 
 @pytest.mark.parametrize(
-    ("tensors", "config", "error", "message"),
+    ("tensors", "config", "message"),
     [
-        (OUTSIDE, {}, CheckpointError, "mapping has row 4, embeddings only 4 rows"),
-        ({"embedding.weight": TABLE[:-1]}, {}, CheckpointError, "ids up to 10, the model only 10"),
-        (OF_MODEL2VEC, {"head_config": {"labels": ["a"]}}, UnsupportedModel, "head_config"),
-        *(
-            (OF_MODEL2VEC, {"max_length": limit}, CheckpointError, "max_length is")
-            for limit in (0, -1, "512", True)
-        ),
+        ({"table": TABLE}, {}, "missing: embedding.weight or embeddings"),
+        ({"embedding.weight": TABLE, "extra": TABLE}, {}, "unused: extra"),
+        ({"embedding.weight": TABLE[0]}, {}, "wanted two axes"),
+        ({"embeddings": TABLE, "weights": np.ones(3)}, {}, r"weights: wanted shape \(11,\)"),
+        (FLOATS, {}, "mapping: wanted one of int32, int64, got"),
+        ({"embeddings": TABLE.astype(np.int64)}, {}, "wanted one of"),
+        (OUTSIDE, {}, "mapping has row 4, embeddings only 4 rows"),
+        ({"embedding.weight": TABLE[:-1]}, {}, "ids up to 10, the model only 10"),
+        (OF_MODEL2VEC, {"head_config": {"labels": ["a"]}}, "head_config"),
+        *((OF_MODEL2VEC, {"max_length": one}, "max_length is") for one in (0, -1, "512", True)),
     ],
 )
-def test_what_cannot_be_served_is_refused(tensors, config, error, message, tmp_path):
-    with pytest.raises(error, match=message):
+def test_what_cannot_be_served_is_refused_by_name(tensors, config, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
         convert(write_static(tmp_path / "source", tensors, **config), tmp_path / "out")
-
-
-def test_what_is_said_of_a_model_before_its_conversion(tmp_path):
-    source = write_static(tmp_path / "source", OF_SENTENCE_TRANSFORMERS)
-    facts = summary(convert(source, tmp_path / "out"))
-    assert facts["architecture"] == "static"
-    assert facts["limits"]["served_by_default"] == NO_LIMIT
-    assert facts["parameters"] == TABLE.size
-    assert facts["parameter_bytes"] == {"float32": TABLE.nbytes}
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -270,15 +214,6 @@ def test_a_sequence_has_the_same_vector_alone_and_in_any_batch(modules, in_c, na
     for encoding, vector in zip(encodings, together, strict=True):
         alone = model.compute(work_of([encoding]))["dense"][0]
         np.testing.assert_array_equal(alone, vector)
-
-
-def test_long_sequences_are_summed_as_exactly_as_short_ones():
-    spec = spec_of()
-    parameters = random_parameters(spec)
-    ids = np.random.default_rng(3).integers(0, 50, 300_000, np.int32)
-    got = StaticEmbeddings(spec, parameters).compute(work_of([Encoding(ids)]))["dense"][0]
-    wanted = parameters["table"].astype(np.float64)[ids].mean(axis=0)
-    np.testing.assert_allclose(got, wanted, atol=1e-6)
 
 
 def exact_means(table, ids, bounds, block) -> np.ndarray:
@@ -355,31 +290,6 @@ def test_without_a_library_numpy_computes_the_same(source, load, monkeypatch, ca
     assert "run in numpy, slower: there is no C compiler" in caplog.text
 
 
-def test_spans_are_pooled_by_themselves_and_may_overlap():
-    spec = spec_of()
-    parameters = random_parameters(spec)
-    ids = np.arange(20, dtype=np.int32)
-    spans = ((0, 20), (3, 9), (5, 20), (0, 1))
-    work = work_of([Encoding(ids[:2]), Encoding(ids, None, spans)])
-    got = StaticEmbeddings(spec, parameters).compute(work)["dense"]
-    wanted = [mean_of(ids[a:b].tolist(), parameters["table"]) for a, b in ((0, 2), *spans)]
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
-
-
-def test_parameters_of_another_model_are_refused():
-    spec = spec_of()
-    with pytest.raises(CheckpointError, match="table: wanted shape"):
-        StaticEmbeddings(spec, {"table": np.ones((3, WIDTH), np.float32)})
-
-
-def test_it_is_an_engine_that_a_loaded_model_can_have(start):
-    spec = spec_of()
-    engine = start(StaticEmbeddings(spec, random_parameters(spec)))
-    assert isinstance(engine, ServedEngine)
-    assert engine.ready
-    engine.wait_ready(0.0)
-
-
 def test_a_closed_engine_computes_no_more(start):
     spec = spec_of()
     engine = start(StaticEmbeddings(spec, random_parameters(spec)))
@@ -421,39 +331,6 @@ def _source(tmp_path) -> Path:
     return source
 
 
-def test_the_server_answers_as_for_any_embedder(source, load):
-    embedder = load(source)
-    texts = ["hello world", " ", "a b"]  # the blank one has no tokens
-    wanted = embedder.encode(texts, dimensions=3)
-    body = {"input": texts, "dimensions": 3}
-    response, answer = ask(body, embedder=embedder)
-    assert response.status_code == 200
-    np.testing.assert_allclose([one["embedding"] for one in answer["data"]], wanted, rtol=1e-6)
-    assert answer["usage"]["prompt_tokens"] == 4
-    assert wanted[1].tolist() == [0.0] * 3
-    _, answer = ask({"inputs": texts[0], "prompt_name": "query"}, path="/embed", embedder=embedder)
-    np.testing.assert_allclose(answer[0], embedder.encode_query(texts[0]), rtol=1e-6)
-
-
-def test_many_texts_are_answered_in_order(source, load):
-    embedder = load(source)
-    texts = [WORDS[4 + k % 5] for k in range(3000)]
-    vectors = embedder.encode(texts, priority="bulk")
-    np.testing.assert_array_equal(
-        vectors, np.stack([embedder.encode(t) for t in texts[:5]])[np.arange(3000) % 5]
-    )
-
-
-def test_several_outputs_of_many_texts_are_joined_in_order(source, load):
-    embedder = load(source)
-    texts = [" ".join(WORDS[4 : 5 + k % 4]) for k in range(200)]
-    result = embedder.compute(texts, ["dense", "tokens"])
-    for text, dense, tokens in zip(texts, result["dense"], result["tokens"], strict=True):
-        alone = embedder.compute(text, ["dense", "tokens"])
-        np.testing.assert_array_equal(dense, alone["dense"][0])
-        np.testing.assert_array_equal(tokens, alone["tokens"][0])
-
-
 def test_more_tokens_than_estimated_are_admitted_before_they_are_computed(source, load):
     embedder = load(source)
     texts = ["a a a a"] * 200  # the estimate is 3 tokens, there are 4
@@ -464,12 +341,6 @@ def test_more_tokens_than_estimated_are_admitted_before_they_are_computed(source
     asyncio.run(embedder.runner.run_async(request, lambda _, n: told.append((n, sum(computed)))))
     assert told[-1][0] == sum(computed) == 800
     assert all(tokens > before for tokens, before in told)
-
-
-def test_it_says_that_the_host_computes(source, load):
-    facts = load(source).describe()
-    assert (facts["device"], facts["devices"]) == ("host", 1)
-    assert facts["buckets"] == facts["compiled_buckets"] == []
 
 
 def test_texts_that_nothing_cuts_are_refused_when_they_are_huge(source, load, monkeypatch):
@@ -489,11 +360,6 @@ def test_max_input_length_cuts(source, load):
         embedder.encode(text, truncate=False)
 
 
-def test_pairs_are_refused(source, load):
-    with pytest.raises(InvalidInput, match="takes no pairs"):
-        load(source).compute([("a", "b")], ["dense"])
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -504,12 +370,6 @@ def test_pairs_are_refused(source, load):
 def test_settings_that_need_buckets_or_a_device_are_refused(config, words, tmp_path):
     with pytest.raises(ConfigError, match=words):
         plan_engine(spec_of(), config, tmp_path)
-
-
-def test_settings_for_devices_are_named_in_the_log(tmp_path, caplog):
-    config = EngineConfig(dtype="bfloat16", devices=2, cache_bytes=1)
-    plan_engine(spec_of(), config, tmp_path)
-    assert "--dtype, --devices, --cache-bytes is for models that run on devices" in caplog.text
 
 
 def test_there_is_nothing_to_tune(source, tmp_path):

@@ -15,11 +15,9 @@ from pathlib import Path
 import fsspec
 import pytest
 import sources
-from click.testing import CliRunner
 
 from jaxembed import checkpoint, extras, hub, object_store, stored_checkpoint
 from jaxembed.checkpoint import DIGESTS, MANIFEST
-from jaxembed.cli import cli
 from jaxembed.errors import CheckpointError, ConfigError, StoreUnreachable
 
 URL = "memory://bucket/tiny"
@@ -120,13 +118,6 @@ def content(folder: Path) -> dict[str, bytes]:
 )
 def test_urls_of_stores_are_told_from_names_and_paths(name, is_one):
     assert object_store.is_url(name) == is_one
-
-
-def test_a_location_is_a_url_and_its_pin():
-    assert object_store.location("s3://bucket/a@b/").url == "s3://bucket/a@b"
-    pinned = object_store.location(f"s3://bucket/a@sha256:{'0' * 64}")
-    assert pinned == ("s3://bucket/a", "0" * 64)
-    assert str(pinned) == f"s3://bucket/a@sha256:{'0' * 64}"
 
 
 @pytest.mark.parametrize("name", ["s3://bucket", "s3://", "s3://bucket/", "gs:///model"])
@@ -421,20 +412,3 @@ def test_an_upload_that_fails_leaves_no_manifest(store, source, monkeypatch):
     with pytest.raises(CheckpointError, match=f"cannot write {URL}/{DIGESTS}: access is denied"):
         hub.convert_model(str(source), URL)
     assert MANIFEST not in store.names()
-
-
-def test_what_is_converted_is_not_converted_again(store, digest, tmp_path):
-    with pytest.raises(CheckpointError, match="converted already"):
-        hub.convert_model(URL, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="give what it was made from"):
-        hub.fetch_source(URL)
-
-
-def test_the_commands_take_urls(store, source, cache):
-    runner = CliRunner()
-    done = runner.invoke(cli, ["convert", str(source), URL])
-    assert done.exit_code == 0, done.output
-    assert done.output.endswith(f"{URL}: bert, embed, 8 dimensions, 16 tokens\n")
-    done = runner.invoke(cli, ["info", URL, "--json", "--cache-dir", str(cache)])
-    assert done.exit_code == 0, done.output
-    assert '"dimensions": 8' in done.output

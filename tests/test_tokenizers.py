@@ -1,4 +1,5 @@
 """Real tokenizers through the processor, against ids that others recorded; skipped without them.
+Normalizers that would make texts longer and longer.
 
 The files are not part of this repository: a folder beside it holds tokenizers and vectors of ids
 from public test suites.
@@ -7,7 +8,6 @@ from public test suites.
 import gzip
 import hashlib
 import json
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from jaxembed.config import TextConfig
 from jaxembed.errors import CheckpointError, EmptyInput
 from jaxembed.hub import DEFAULT_MODEL_PACKAGE
-from jaxembed.inputs import Pair, Text
-from jaxembed.processors.text import Rules, TextProcessor, Tokenized
+from jaxembed.inputs import Text
+from jaxembed.processors.text import Rules, TextProcessor
 from jaxembed.processors.tokenizer import cut_tokens, parse_tokenizer
 from jaxembed.spec import PairTemplate
 
@@ -40,7 +40,7 @@ QWEN3_RERANKER = PairTemplate(
 )
 TASKS = {"qwen3-reranker": {"labels": ("yes",), "template": QWEN3_RERANKER}}
 
-pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason=f"{FOLDER.name} are not beside us")
+beside_us = pytest.mark.skipif(not FOLDER.exists(), reason=f"{FOLDER.name} are not beside us")
 
 
 @pytest.fixture(name="open_processor", scope="module")
@@ -86,17 +86,11 @@ def rules(*, truncate: bool, side="right") -> Rules:
     return Rules("", truncate, side)
 
 
-def beside(
-    processor: TextProcessor, query: str, documents: Sequence[str], rules: Rules
-) -> Tokenized:
-    """The pairs of a query and each document."""
-    return processor.encode_beside(processor.query_row(query, rules), documents, rules)
-
-
 def locals_of(case: dict) -> list[str]:
     return [name for name, same in case["reproduced_with"].items() if same]
 
 
+@beside_us
 @pytest.mark.parametrize(
     "case", VECTORS.get("cases", []), ids=lambda case: f"{case['family']}-{case['text'][:20]!r}"
 )
@@ -113,6 +107,7 @@ def test_texts_have_the_ids_that_others_recorded(open_processor, case):
                 processor.encode([Text("")], rules(truncate=False))
 
 
+@beside_us
 @pytest.mark.parametrize("hashed", VECTORS.get("chk", []), ids=lambda hashed: hashed["local"][-1])
 def test_a_text_of_everything_has_the_hash_that_others_recorded(open_processor, hashed):
     for name in hashed["local"]:
@@ -123,40 +118,17 @@ def test_a_text_of_everything_has_the_hash_that_others_recorded(open_processor, 
 # -- pairs -----------------------------------------------------------------------------------------
 
 texts = st.lists(
-    st.one_of(
-        st.sampled_from(
-            [
-                *("What is the capital of China?", " The capital is Beijing.", " ", "\n", "\n\n"),
-                *(
-                    "\u5317\u4eac\u662f\u9996\u90fd",
-                    "e\u0301",
-                    "\u0301",
-                    "\U0001f600",
-                    "don't",
-                    ":",
-                ),
-                *("<|im_end|>", "<|im", "_end|>", "</s>", "[SEP]", "<Document>: ", "12 345", "\t"),
-            ]
-        ),
-        st.text(max_size=12),
-    ),
+    st.sampled_from(
+        [
+            *("What is the capital of China?", " The capital is Beijing.", " ", "\n", "\n\n", ":"),
+            *("\u5317\u4eac\u662f\u9996\u90fd", "e\u0301", "\u0301", "\U0001f600", "don't", "\t"),
+            *("<|im_end|>", "<|im", "_end|>", "</s>", "[SEP]", "<Document>: ", "12 345"),
+        ]
+    )
+    | st.text(max_size=12),
     min_size=1,
     max_size=8,
 ).map("".join)
-
-
-@pytest.mark.parametrize("name", [XLM_R, "modernbert", "bert-base-uncased"])
-@given(first=texts.filter(bool), second=texts)
-@settings(max_examples=20, deadline=None)
-def test_real_pairs_have_the_ids_that_the_tokenizer_gives_them(open_processor, name, first, second):
-    processor = open_processor(name)
-    wanted = processor._tokenizer.file.encode(first, second).ids
-    for encoded in (
-        processor.encode([Pair(first, second)], rules(truncate=False)),
-        beside(processor, first, [second], rules(truncate=False)),
-    ):
-        assert encoded.work.encodings[0].ids.tolist() == wanted
-
 
 runs = st.tuples(
     st.sampled_from(
@@ -169,6 +141,7 @@ runs = st.tuples(
 ).map(lambda run: run[0] * run[1])
 
 
+@beside_us
 @pytest.mark.parametrize("name", ["bert-base-uncased", "modernbert", "qwen3", XLM_R])
 @given(
     text=st.lists(texts | runs, min_size=1, max_size=8).map("".join).filter(bool),
@@ -189,14 +162,6 @@ def test_enough_of_a_text_has_the_ids_of_the_whole(open_processor, name, text, m
         assert cut_tokens(ids, most, side).tolist() == cut_tokens(wanted, most, side).tolist()
 
 
-def test_pairs_of_xlm_roberta_and_modernbert_stand_between_their_own_tokens(open_processor):
-    """XLM-R doubles the separator."""
-    frames = [open_processor(name)._frame for name in (XLM_R, "modernbert")]
-    assert [frame.before.tolist() for frame in frames] == [[0], [50281]]
-    assert [frame.between.tolist() for frame in frames] == [[2, 2], [50282]]
-    assert [frame.after.tolist() for frame in frames] == [[2], [50282]]
-
-
 def by_the_readme(tokenizer, query: str, document: str, limit: int) -> list[int]:
     """What Qwen3-Reranker's model card does: the middle is one string, cut to what is left."""
     template = QWEN3_RERANKER
@@ -208,6 +173,7 @@ def by_the_readme(tokenizer, query: str, document: str, limit: int) -> list[int]
     return [*before, *ids[: limit - len(before) - len(after)], *after]
 
 
+@beside_us
 @given(query=texts, document=texts, repeat=st.sampled_from([1, 1, 400]))
 @example(query="", document=" ", repeat=1)
 @example(query="What is the capital of China? " * 400, document="Beijing.", repeat=1)
@@ -216,7 +182,8 @@ def test_qwen3_reranker_gets_the_ids_of_its_model_card(open_processor, query, do
     processor = open_processor("qwen3-reranker")
     tokenizer = processor._tokenizer.file
     document = document * repeat
-    (encoding,) = beside(processor, query, [document], rules(truncate=True)).work.encodings
+    row = processor.query_row(query, rules(truncate=True))
+    (encoding,) = processor.encode_beside(row, [document], rules(truncate=True)).work.encodings
     assert encoding.types is None
     assert encoding.ids.tolist() == by_the_readme(tokenizer, query, document, LIMIT)
     whole = (

@@ -22,11 +22,10 @@ from jaxembed.verify.agreement import (
     cosine_distances,
     same_best,
     same_order,
-    shared_neighbours,
 )
 from jaxembed.verify.reference import run_reference
-from jaxembed.verify.report import HEADER, markdown_row, report_lines
-from jaxembed.verify.texts import TEXTS, input_groups
+from jaxembed.verify.report import HEADER, report_lines
+from jaxembed.verify.texts import TEXTS
 from jaxembed.verify.verification import Verification, verify_model
 
 FAKE = Path(__file__).parent / "fake_reference"
@@ -108,40 +107,28 @@ def test_an_embedder_agrees_in_both_dtypes(agreed):
     assert "source agrees" in text_of(found)
 
 
-def test_a_vector_that_is_another_is_named(verify, source, monkeypatch):
-    monkeypatch.setenv("FAKE_NOISE", "vaccines")
-    found = verify(source)
-    assert not found.agrees
-    assert "'how do vaccines work'" in text_of(found)
-    assert "DISAGREES" in text_of(found)
-    assert not found.different
-
-
-def test_vectors_of_another_length_disagree(verify, source, monkeypatch):
-    """Their cosines are one: a missing Normalize would not be seen."""
-    monkeypatch.setenv("FAKE_SCALE", "2")
-    found = verify(source)
-    assert found.agreements[0].distances.max() < COSINE_BOUNDS["float32"]
-    assert not found.agrees
-
-
-def test_token_ids_that_are_others_disagree_and_the_first_is_named(verify, source, monkeypatch):
-    monkeypatch.setenv("FAKE_EXTRA_TOKEN", "SELECT")
-    found = verify(source)
-    assert not found.agrees
-    report = text_of(found)
-    assert f"tokens: DIFFERENT for 1 of {len(found.groups[0].inputs)} inputs" in report
-    assert "'SELECT name, count(*) FROM users" in report
-
-
-def test_a_limit_of_the_reference_that_is_another_is_seen_in_the_tokens(
-    verify, source, monkeypatch
+@pytest.mark.parametrize(
+    ("setting", "value", "words", "in_tokens"),
+    [
+        ("FAKE_NOISE", "vaccines", "'how do vaccines work'", False),
+        # their cosines are one: a missing Normalize would not be seen
+        ("FAKE_SCALE", "2", "lengths", False),
+        ("FAKE_EXTRA_TOKEN", "SELECT", "tokens: DIFFERENT for 1 of ", True),
+        ("FAKE_EXTRA_TOKEN", "SELECT", "'SELECT name, count(*) FROM users", True),
+        ("FAKE_LIMIT", "12", "reference:  12 tokens", True),
+    ],
+)
+def test_what_differs_disagrees_and_is_named(
+    verify, source, monkeypatch, setting, value, words, in_tokens
 ):
-    monkeypatch.setenv("FAKE_LIMIT", "12")
+    monkeypatch.setenv(setting, value)
     found = verify(source)
-    assert found.different
     assert not found.agrees
-    assert "reference:  12 tokens" in text_of(found)
+    assert "DISAGREES" in text_of(found)
+    assert words in text_of(found)
+    assert bool(found.different) == in_tokens
+    if setting == "FAKE_SCALE":
+        assert found.agreements[0].distances.max() < COSINE_BOUNDS["float32"]
 
 
 def test_a_shorter_limit_is_that_of_both_and_a_longer_one_is_refused(verify, source):
@@ -150,13 +137,6 @@ def test_a_shorter_limit_is_that_of_both_and_a_longer_one_is_refused(verify, sou
     assert max(len(ids) for ids in found.reference.results[0].ids) == 12
     with pytest.raises(ConfigError, match=r"--max-input-length 20 is more than the 16 tokens"):
         verify(source, max_input_tokens=20)
-
-
-def test_inputs_of_a_model_that_takes_long_ones_are_cut(verify, source, monkeypatch):
-    monkeypatch.setattr(verification, "MOST_INPUT_TOKENS", 8)
-    found = verify(source)
-    assert found.agrees
-    assert max(len(ids) for ids in found.reference.results[0].ids) == found.limit == 8
 
 
 def test_every_prompt_of_the_checkpoint_is_compared(verify, tmp_path):
@@ -189,17 +169,6 @@ def test_a_classifier_agrees_on_texts_and_on_pairs(verify, tmp_path):
     assert {type(group.inputs[0]) for group in found.groups} == {str, tuple}
     assert found.got[0].outputs.shape == (len(found.groups[0].inputs), found.spec.dim)
     assert "same best label" in text_of(found)
-
-
-def test_the_row_fits_its_header(agreed):
-    row = markdown_row(agreed)
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    names = [cell.strip() for cell in HEADER.splitlines()[0].strip("|").split("|")]
-    filled = dict(zip(names, cells, strict=True))
-    assert filled["model"] == "source"  # not where it lies on the user's machine
-    assert filled["of"] == f"content {agreed.spec.content_hash[:12]}"
-    assert filled["compared with"] == "sentence-transformers 6.2.0"
-    assert filled["served"].startswith("bfloat16 ")
 
 
 def test_a_package_that_is_not_installed_is_told_with_the_command_that_installs_it(
@@ -266,14 +235,6 @@ def test_flags_that_the_reference_cannot_follow_are_refused(flags):
     assert f"{flags[0]}: sentence-transformers computes what the checkpoint says" in result.output
 
 
-def test_texts_differ_and_none_is_empty():
-    spec = tiny_spec()
-    for group in input_groups(spec, 64, ["!", "mine", "mine"]):
-        assert len(set(group.inputs)) == len(group.inputs)
-        assert all(group.inputs)
-    assert len(TEXTS) == len(set(TEXTS)) > 40
-
-
 def test_distances_are_exact_where_they_are_small_and_zero_vectors_agree():
     wanted = np.array([[1, 0], [1, 1e-4], [0, 0], [1, 0]], np.float32)
     got = np.array([[1, 0], [1, 0], [0, 0], [0, 0]], np.float32)
@@ -287,15 +248,6 @@ def test_what_is_no_number_is_the_worst_and_not_within_bounds(task):
     found = Agreement("float32", task, distances, np.zeros(0), 1.0)
     assert found.worst == 1
     assert not found.within_bounds
-
-
-def test_equal_neighbours_may_change_places():
-    vectors = np.eye(14, dtype=np.float32)  # every text as near to every other
-    assert shared_neighbours(vectors, vectors[::-1]) == 1.0
-    assert shared_neighbours(vectors[:1], vectors[:1]) == 1.0
-    draw = np.random.default_rng(0).standard_normal((2, 40, 3)).astype(np.float32)
-    assert shared_neighbours(draw[0], draw[0]) == 1.0
-    assert shared_neighbours(draw[0], draw[1]) < 0.9
 
 
 def test_order_is_that_of_documents_whose_logits_differ():

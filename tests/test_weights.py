@@ -7,14 +7,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from converters import weights
+from converters import t5, weights
 from converters.weights import (
     Rule,
     Tensor,
-    concatenate,
     concatenate_transposed,
     difference_of_rows,
     identity,
+    one_plus,
     transpose,
 )
 from jaxembed.errors import CheckpointError, ConversionError
@@ -33,19 +33,6 @@ def tensors_of(**arrays: np.ndarray) -> dict[str, Tensor]:
 
 def planned(rules, shapes, ignored=(), **arrays):
     return weights.plan_steps("model", rules, ignored, tensors_of(**arrays), shapes)
-
-
-def test_kernels_of_grouped_heads_become_one():
-    rule = Rule(("q", "k", "v"), "kernel", concatenate_transposed)
-    (step,) = planned([rule], {"kernel": (8, 24)}, q=Q, k=K, v=V)
-    np.testing.assert_array_equal(step.read(), np.hstack([Q.T, K.T, V.T]))
-
-
-def test_biases_of_grouped_heads_become_one():
-    (step,) = planned(
-        [Rule(("q", "k"), "bias", concatenate)], {"bias": (20,)}, q=Q[:, 0], k=K[:, 0]
-    )
-    np.testing.assert_array_equal(step.read(), np.hstack([Q[:, 0], K[:, 0]]))
 
 
 @pytest.mark.parametrize(
@@ -140,3 +127,25 @@ def test_a_torch_file_is_freed_as_it_is_read_and_a_tensor_can_have_two_readers(
         assert step.read().shape == step.shape
         held.append((step.target, set(loaded)))
     assert held == [("kernel", {"table", "w"}), ("w.kernel", {"table"}), ("embedding", set())]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_a_scale_of_queries_loses_no_bit(dtype):
+    """Of a power of two it leaves the dtype; another makes a float32 weight."""
+    query, key, value = np.random.default_rng(0).standard_normal((3, 8, 4)).astype(dtype)
+    for width, made_dtype in ((64, None), (128, "float32")):
+        transform = t5.with_scaled_queries(width**0.5)
+        assert transform.dtype == made_dtype
+        made = transform.apply(query, key, value)
+        assert made.dtype == np.dtype(made_dtype or dtype)
+        wanted = query.T.astype(np.float32) * np.float32(width**0.5)
+        np.testing.assert_array_equal(made[:, :8].astype(np.float32), wanted)
+        np.testing.assert_array_equal(made[:, 8:], np.concatenate([key, value]).T)
+
+
+def test_one_plus_a_weight_keeps_what_bfloat16_would_lose():
+    weight = np.array([2**-9, -0.5], ml_dtypes.bfloat16)
+    scale = one_plus.apply(weight)
+    assert scale.dtype == np.float32
+    np.testing.assert_array_equal(scale, np.array([1 + 2**-9, 0.5], np.float32))
+    assert one_plus.dtype == "float32"

@@ -243,6 +243,11 @@ class Family:
         return (self.config | config)["max_position_embeddings"] - self.spare_positions
 
 
+def classes(name: str, trained: str = "MaskedLM") -> tuple[str, str, str]:
+    """The classes of a tower, of its training, and of a classifier."""
+    return f"{name}Model", f"{name}For{trained}", f"{name}ForSequenceClassification"
+
+
 def class_of(name: str) -> Any:
     """A class of transformers, or of our own where it has none."""
     return getattr(transformers if hasattr(transformers, name) else jina_bert, name)
@@ -297,7 +302,7 @@ ROTARY_ODD = BERT_ODD | {
     "rope_parameters": {"rope_type": "linear", "rope_theta": 30.0, "factor": 1.5},
 }
 
-JINA_BERT = TINY | {
+BERT = TINY | {
     "vocab_size": len(WORDPIECES),
     "max_position_embeddings": 32,
     "type_vocab_size": 2,
@@ -337,44 +342,36 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+DECODER_ODD = {
+    "hidden_size": 15,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 10,
+    "intermediate_size": 37,
+    "max_position_embeddings": 41,
+    "rms_norm_eps": 1e-2,
+}
 # of the sizes of Gemma and Mistral, whose heads are wider than their hidden states together
 WIDE = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12}
 
 FAMILIES = {
     "bert": Family(
-        "BertModel",
-        "BertForMaskedLM",
-        "BertForSequenceClassification",
-        TINY | {"vocab_size": len(WORDPIECES), "max_position_embeddings": 32, "type_vocab_size": 2},
+        *classes("Bert"),
+        BERT,
         BERT_ODD,
         wordpiece,
         {"add_pooling_layer": False},
     ),
     "electra": Family(
-        "ElectraModel",
-        "ElectraForPreTraining",
-        "ElectraForSequenceClassification",
-        TINY
-        | {
-            "vocab_size": len(WORDPIECES),
-            "embedding_size": 10,
-            "max_position_embeddings": 32,
-            "type_vocab_size": 2,
-        },
+        *classes("Electra", "PreTraining"),
+        BERT | {"embedding_size": 10},
         BERT_ODD | {"embedding_size": 15},  # the hidden size: not projected
         wordpiece,
     ),
     "albert": Family(
-        "AlbertModel",
-        "AlbertForMaskedLM",
-        "AlbertForSequenceClassification",
-        TINY
-        | {
-            "vocab_size": len(ALBERT_PIECES),
-            "embedding_size": 10,
-            "max_position_embeddings": 32,
-            "type_vocab_size": 2,
-        },
+        *classes("Albert"),
+        BERT | {"vocab_size": len(ALBERT_PIECES), "embedding_size": 10},
         ODD
         | {
             "type_vocab_size": 3,
@@ -386,9 +383,7 @@ FAMILIES = {
         {"add_pooling_layer": False},
     ),
     "xlm_roberta": Family(
-        "XLMRobertaModel",
-        "XLMRobertaForMaskedLM",
-        "XLMRobertaForSequenceClassification",
+        *classes("XLMRoberta"),
         ROBERTA | {"vocab_size": len(UNIGRAMS)},
         ODD,
         unigram,
@@ -396,18 +391,14 @@ FAMILIES = {
         spare_positions=2,
     ),
     "jina_v3": Family(
-        "JinaEmbeddingsV3Model",
-        "JinaEmbeddingsV3ForMaskedLM",
-        "JinaEmbeddingsV3ForSequenceClassification",
+        *classes("JinaEmbeddingsV3"),
         ROBERTA | {"vocab_size": len(UNIGRAMS)},
         ODD | {"hidden_size": 12},
         unigram,
         {"add_pooling_layer": False},
     ),
     "roberta": Family(
-        "RobertaModel",
-        "RobertaForMaskedLM",
-        "RobertaForSequenceClassification",
+        *classes("Roberta"),
         ROBERTA | {"vocab_size": len(ROBERTA_SPECIAL) + len(byte_pairs()[0])},
         ODD | {"type_vocab_size": 2},
         roberta_bytes,
@@ -415,9 +406,7 @@ FAMILIES = {
         spare_positions=2,
     ),
     "mpnet": Family(
-        "MPNetModel",
-        "MPNetForMaskedLM",
-        "MPNetForSequenceClassification",
+        *classes("MPNet"),
         TINY
         | {
             "vocab_size": len(WORDPIECES),
@@ -430,9 +419,7 @@ FAMILIES = {
         spare_positions=2,
     ),
     "nomic_bert": Family(
-        "NomicBertModel",
-        "NomicBertForMaskedLM",
-        "NomicBertForSequenceClassification",
+        *classes("NomicBert"),
         TINY
         | {
             "vocab_size": len(WORDPIECES),
@@ -444,9 +431,7 @@ FAMILIES = {
         {"add_pooling_layer": False},
     ),
     "gte": Family(
-        "GteModel",
-        "GteForMaskedLM",
-        "GteForSequenceClassification",
+        *classes("Gte"),
         TINY
         | {  # as gte-multilingual-base, whose own "ntk" of 8 times is this
             "vocab_size": len(UNIGRAMS),
@@ -464,7 +449,7 @@ FAMILIES = {
         "JinaBertModel",
         None,
         "JinaBertForSequenceClassification",
-        JINA_BERT,
+        BERT,
         ODD | {"type_vocab_size": 3},
         wordpiece,
         published=jina_bert.PUBLISHED,
@@ -473,15 +458,13 @@ FAMILIES = {
         "JinaBertModel",
         None,
         "JinaBertForSequenceClassification",
-        JINA_BERT | {"qk_post_norm": True},
+        BERT | {"qk_post_norm": True},
         ODD | {"type_vocab_size": 3},
         wordpiece,
         published=jina_bert.PUBLISHED_CODE,
     ),
     "distilbert": Family(
-        "DistilBertModel",
-        "DistilBertForMaskedLM",
-        "DistilBertForSequenceClassification",
+        *classes("DistilBert"),
         {  # hidden_size and the like are saved under its own names
             "vocab_size": len(WORDPIECES),
             "hidden_size": 16,
@@ -503,9 +486,7 @@ FAMILIES = {
         distilbert_wordpiece,
     ),
     "deberta": Family(
-        "DebertaV2Model",
-        "DebertaV2ForMaskedLM",
-        "DebertaV2ForSequenceClassification",
+        *classes("DebertaV2"),
         TINY
         | {  # as published: version 3
             "vocab_size": len(DEBERTA_PIECES),
@@ -538,9 +519,7 @@ FAMILIES = {
         deberta_unigram,
     ),
     "modernbert": Family(
-        "ModernBertModel",
-        "ModernBertForMaskedLM",
-        "ModernBertForSequenceClassification",
+        *classes("ModernBert"),
         {
             "vocab_size": len(MODERNBERT_SPECIAL) + len(byte_pairs()[0]),
             "hidden_size": 12,
@@ -572,19 +551,12 @@ FAMILIES = {
         modernbert_bytes,
     ),
     "qwen3": Family(
-        "Qwen3Model",
-        "Qwen3ForCausalLM",
-        "Qwen3ForSequenceClassification",
+        *classes("Qwen3", "CausalLM"),
         QWEN | {"head_dim": 6},  # so that all heads are wider than the hidden states
-        {
-            "hidden_size": 15,
-            "num_hidden_layers": 3,
+        DECODER_ODD
+        | {
             "num_attention_heads": 9,
             "num_key_value_heads": 3,
-            "head_dim": 10,
-            "intermediate_size": 37,
-            "max_position_embeddings": 41,
-            "rms_norm_eps": 1e-2,
             "rope_theta": 300.0,
             "attention_bias": True,
             "hidden_act": "gelu_pytorch_tanh",
@@ -609,9 +581,7 @@ FAMILIES = {
         qwen2_bytes,
     ),
     "gemma2": Family(
-        "Gemma2Model",
-        "Gemma2ForCausalLM",
-        "Gemma2ForSequenceClassification",
+        *classes("Gemma2", "CausalLM"),
         WIDE
         | {
             "vocab_size": len(word_pieces(GEMMA_SPECIAL)[0]),
@@ -622,21 +592,14 @@ FAMILIES = {
             "query_pre_attn_scalar": 6,  # for scores that the cap changes
             "attn_logit_softcapping": 1.5,
         },
-        {
-            "hidden_size": 15,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "head_dim": 10,
-            "intermediate_size": 37,
-            "max_position_embeddings": 41,
+        DECODER_ODD
+        | {
             "sliding_window": 7,
             "query_pre_attn_scalar": 50,
             "attn_logit_softcapping": 0.7,
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
             "attention_bias": True,
             "hidden_activation": "silu",
-            "rms_norm_eps": 1e-2,
             "rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.5},
             "is_causal": False,
         },
@@ -657,21 +620,15 @@ FAMILIES = {
             "query_pre_attn_scalar": 48,  # large, for scores of the size that trained ones have
             "use_bidirectional_attention": True,
         },
-        {
-            "hidden_size": 15,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 3,
+        DECODER_ODD
+        | {
             "num_key_value_heads": 3,
-            "head_dim": 10,
-            "intermediate_size": 37,
-            "max_position_embeddings": 41,
             "sliding_window": 7,
             "sliding_window_pattern": 3,
             "query_pre_attn_scalar": 50,
             "use_bidirectional_attention": False,
             "attention_bias": True,
             "hidden_activation": "silu",
-            "rms_norm_eps": 1e-2,
             "rope_theta": 300.0,
             "rope_local_base_freq": 30.0,
             "rope_scaling": {"rope_type": "linear", "factor": 2.5},
@@ -679,19 +636,10 @@ FAMILIES = {
         gemma_pieces,
     ),
     "llama": Family(
-        "LlamaModel",
-        "LlamaForCausalLM",
-        "LlamaForSequenceClassification",
+        *classes("Llama", "CausalLM"),
         LLAMA | {"max_position_embeddings": 48, "rope_parameters": LLAMA3_ROPE},
-        {
-            "hidden_size": 15,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "head_dim": 10,
-            "intermediate_size": 37,
-            "max_position_embeddings": 41,
-            "rms_norm_eps": 1e-2,
+        DECODER_ODD
+        | {
             "rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.5},
             "attention_bias": True,
             "mlp_bias": True,
@@ -700,9 +648,7 @@ FAMILIES = {
         llama3_bytes,
     ),
     "mistral": Family(
-        "MistralModel",
-        "MistralForCausalLM",
-        "MistralForSequenceClassification",
+        *classes("Mistral", "CausalLM"),
         WIDE
         | {
             "vocab_size": len(word_pieces(MISTRAL_SPECIAL)[0]),
@@ -712,16 +658,10 @@ FAMILIES = {
             "sliding_window": 6,
             "pad_token_id": 0,
         },
-        {
-            "hidden_size": 15,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 3,
+        DECODER_ODD
+        | {
             "num_key_value_heads": 3,
-            "head_dim": 10,
-            "intermediate_size": 37,
-            "max_position_embeddings": 41,
             "sliding_window": None,
-            "rms_norm_eps": 1e-2,
             "rope_parameters": {
                 "rope_type": "yarn",
                 "rope_theta": 300.0,
@@ -766,9 +706,7 @@ FAMILIES = {
         llama3_bytes,
     ),
     "eurobert": Family(
-        "EuroBertModel",
-        "EuroBertForMaskedLM",
-        "EuroBertForSequenceClassification",
+        *classes("EuroBert"),
         LLAMA | {"num_key_value_heads": 4, "classifier_pooling": "bos"},
         {
             "hidden_size": 18,
