@@ -1,7 +1,6 @@
 """Fixtures that most tests share: a tiny random BERT as a checkpoint, and an Embedder on it."""
 
-import asyncio
-import inspect
+import json
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -65,16 +64,13 @@ native.load_library = _leave_out_native
 collect = pool._collect
 pool._collect = lambda: None  # it searches all that other tests left; fake models leave nothing
 
-compile_builder = Rule._compile_builder
-_builders: dict[tuple[str, bool], Callable[..., Any]] = {}
+_compile_builder, _builders = Rule._compile_builder, {}
 
 
-def _builder_once(rule: Rule, append_unknown: bool = True) -> Callable[..., Any]:
-    """Compile what makes URLs of a route once for all servers: it is most of making a server."""
+def _builder_once(rule: Rule, append_unknown: bool = True) -> Any:
+    """Compile what makes URLs of a route once for all servers: most of the 23 ms that one takes."""
     key = rule.rule, append_unknown
-    if key not in _builders:
-        _builders[key] = compile_builder(rule, append_unknown)
-    return _builders[key]
+    return _builders.get(key) or _builders.setdefault(key, _compile_builder(rule, append_unknown))
 
 
 Rule._compile_builder = _builder_once
@@ -92,12 +88,11 @@ calibrate._measure = _measured_once
 native_trial.MOST_WAITED = costs.MOST_WAITED = 1.0  # other tests use the cores, too
 
 LIMIT = 64  # tokens
-LOOP_S = 120.0  # of a test that is a coroutine: reached only by what hangs
 _SENTENCE = "the a of cat dog sat on mat runs red blue sky how what is where train tiny"
 WORDS = _SENTENCE.split()
 
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": 5 + len(WORDS) + 26,
     "hidden_size": 32,
     "num_layers": 2,
@@ -107,231 +102,133 @@ _SIZES = {
     "norm_eps": 1e-12,
     "activation": "gelu",
 }
-_BERT = _SIZES | {"type_vocab_size": 2}
-_DECODER = _SIZES | {
-    "num_key_heads": 2,
-    "head_width": 8,
-    "rope_theta": 1e6,
-    "activation": "silu",
-    "qkv_bias": False,
-    "out_bias": False,
-    "qk_norm": True,
-    "causal": True,
-}
-_DEBERTA = _SIZES | {
-    "type_vocab_size": 0,
-    "absolute_positions": False,
-    "buckets": 8,
-    "max_distance": LIMIT,
-    "content_to_position": True,
-    "position_to_content": True,
-}
-_CLIP = _SIZES | {"activation": "quick_gelu", "causal": True}
-_T5 = {key: value for key, value in _SIZES.items() if key != "max_positions"} | {
-    "head_width": 8,
-    "bias_reach": 5,
-    "activation": "relu",
-    "gated": False,
-}
+_VISION = {name: _SIZES[name] for name in _SIZES if name not in ("vocab_size", "max_positions")}
+
+
+def _bert(**config: Any) -> dict[str, Any]:
+    return {"architecture": "bert", "config": _SIZES | {"type_vocab_size": 2} | config}
+
+
+def _clip(**config: Any) -> dict[str, Any]:
+    usual = {"activation": "quick_gelu", "causal": True}
+    return {"architecture": "clip", "config": _SIZES | usual | config}
+
+
+def _deberta(**config: Any) -> dict[str, Any]:
+    usual = {"type_vocab_size": 0, "absolute_positions": False, "buckets": 8}
+    usual |= {"max_distance": LIMIT, "content_to_position": True, "position_to_content": True}
+    return {"architecture": "deberta", "config": _SIZES | usual | config}
+
+
+def _decoder(architecture: str = "qwen3", **config: Any) -> dict[str, Any]:
+    usual = {"num_key_heads": 2, "head_width": 8, "rope_theta": 1e6, "activation": "silu"}
+    usual |= {"qkv_bias": False, "out_bias": False, "qk_norm": True, "causal": True}
+    return {"architecture": architecture, "config": _SIZES | usual | config}
+
+
+def _pages(rules: dict[str, Any], **config: Any) -> dict[str, Any]:
+    image = ImageRules(patch=4, mean=(0.5,) * 3, std=(0.5,) * 3, token_id=100, **rules)
+    return _decoder("pages", qk_norm=False, image_token_id=100, **config) | {"image": image}
+
+
+def _t5(**config: Any) -> dict[str, Any]:
+    sizes = {name: size for name, size in _SIZES.items() if name != "max_positions"}
+    usual = {"head_width": 8, "bias_reach": 5, "activation": "relu", "gated": False}
+    return {"architecture": "t5", "config": sizes | usual | config}
+
+
+_GATED = {"gated": True, "up_bias": False}
+_GEMMA = {"activation": "gelu_tanh", "embedding_scale": 32**0.5, "block_norms": True}
+_GEMMA |= {"local_layers": [0], "local_reach": 3, "query_scale": 0.7, "overflows_float16": True}
 
 # A tiny one of every tower, and of what a tower does by its config: fields of ModelSpec.
 TOWERS: dict[str, dict[str, Any]] = {
-    "bert": {"architecture": "bert", "config": _BERT},
-    "roberta": {
-        "architecture": "bert",
-        "config": _BERT | {"max_positions": LIMIT + 2, "pad_id": 1},
-    },
-    "distilbert": {"architecture": "bert", "config": _SIZES | {"type_vocab_size": 0}},
-    "electra": {"architecture": "bert", "config": _BERT | {"embedding_size": 20}},
-    "albert": {  # with a layer that runs again before and after another
-        "architecture": "bert",
-        "config": _BERT | {"embedding_size": 32, "layer_order": [0, 0, 1, 0]},
-    },
-    "mpnet": {
-        "architecture": "bert",
-        "config": _SIZES
-        | {"max_positions": LIMIT + 2, "type_vocab_size": 0, "pad_id": 1, "bias_reach": 5},
-    },
-    "clip": {"architecture": "clip", "config": _CLIP},
-    "clip, gelu": {"architecture": "clip", "config": _CLIP | {"activation": "gelu"}},
+    "bert": _bert(),
+    "roberta": _bert(max_positions=LIMIT + 2, pad_id=1),
+    "distilbert": _bert(type_vocab_size=0),
+    "electra": _bert(embedding_size=20),
+    # with a layer that runs again before and after another
+    "albert": _bert(embedding_size=32, layer_order=[0, 0, 1, 0]),
+    "mpnet": _bert(max_positions=LIMIT + 2, type_vocab_size=0, pad_id=1, bias_reach=5),
+    "clip": _clip(),
+    "clip, gelu": _clip(activation="gelu"),
     "siglip": {"architecture": "clip", "config": _SIZES | {"activation": "gelu_tanh"}},
-    "pages": {
-        "architecture": "pages",
-        "config": _DECODER
-        | {
-            "qk_norm": False,
-            "causal": False,
-            "embedding_scale": 32**0.5,
-            "image": {
-                key: value
-                for key, value in _SIZES.items()
-                if key not in ("vocab_size", "max_positions")
-            }
-            | {"max_positions": 16, "patch_bytes": 48, "patch_bias": True},
-            "image_token_id": 100,
-        },
-        "image": ImageRules(patch=4, size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, token_id=100),
-    },
-    "pages, qwen": {
-        "architecture": "pages",
-        "config": _DECODER
-        | {
-            "qk_norm": False,
-            "rope_sections": [1, 2, 1],
-            "image_tower": "qwen_vision",
-            "image": {
-                "hidden_size": 16,
-                "num_layers": 2,
-                "num_heads": 2,
-                "intermediate_size": 24,
-                "out_size": 32,
-                "patch_bytes": 48,
-                "merge": 2,
-                "activation": "silu",
-                "rms_norm": True,
-                "window": 2,
-                "global_layers": [1],
-            },
-            "image_token_id": 100,
-        },
-        "image": ImageRules(
-            patch=4,
-            area=(64, 1024),
-            mean=(0.5,) * 3,
-            std=(0.5,) * 3,
-            token_id=100,
-            place_numbers=3,
-            merge=2,
-        ),
-    },
-    "nomic_bert": {
-        "architecture": "bert",
-        "config": _BERT
-        | {
+    "pages": _pages(
+        {"size": (16, 16)},
+        causal=False,
+        embedding_scale=32**0.5,
+        image=_VISION | {"max_positions": 16, "patch_bytes": 48, "patch_bias": True},
+    ),
+    "pages, qwen": _pages(
+        {"area": (64, 1024), "place_numbers": 3, "merge": 2},
+        rope_sections=[1, 2, 1],
+        image_tower="qwen_vision",
+        image={
+            "hidden_size": 16,
+            "num_layers": 2,
+            "num_heads": 2,
+            "intermediate_size": 24,
+            "out_size": 32,
+            "patch_bytes": 48,
+            "merge": 2,
             "activation": "silu",
-            "rope_theta": 1000.0,
-            "rope_scaling": {"kind": "dynamic", "factor": 2.0, "length": 12},
-            "gated": True,
-            "attention_bias": False,
-            "up_bias": False,
-            "down_bias": False,
+            "rms_norm": True,
+            "window": 2,
+            "global_layers": [1],
         },
-    },
-    "gte": {
-        "architecture": "bert",
-        "config": _SIZES
-        | {
-            "type_vocab_size": 0,
-            "rope_theta": 160000.0,
-            "rope_scaling": {"kind": "linear", "factor": 1.067},
-            "gated": True,
-            "up_bias": False,
-        },
-    },
-    "jina_bert": {
-        "architecture": "bert",
-        "config": _BERT | {"alibi": True, "gated": True, "up_bias": False},
-    },
-    "jina_bert_code": {
-        "architecture": "bert",
-        "config": _BERT
-        | {
-            "alibi": True,
-            "gated": True,
-            "up_bias": False,
-            "qk_norm": True,
-            "residual_norm": True,
-        },
-    },
+    ),
+    "nomic_bert": _bert(
+        **_GATED,
+        activation="silu",
+        rope_theta=1000.0,
+        rope_scaling={"kind": "dynamic", "factor": 2.0, "length": 12},
+        attention_bias=False,
+        down_bias=False,
+    ),
+    "gte": _bert(
+        **_GATED,
+        type_vocab_size=0,
+        rope_theta=160000.0,
+        rope_scaling={"kind": "linear", "factor": 1.067},
+    ),
+    "jina_bert": _bert(**_GATED, alibi=True),
+    "jina_bert_code": _bert(**_GATED, alibi=True, qk_norm=True, residual_norm=True),
     "modernbert": {
         "architecture": "modernbert",
         "config": _SIZES
-        | {
-            "num_layers": 3,
-            "global_layers": [0],
-            "local_reach": 3,
-            "global_theta": 160000.0,
-            "local_theta": 10000.0,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "norm_bias": False,
-        },
+        | {"num_layers": 3, "global_layers": [0], "local_reach": 3, "global_theta": 160000.0}
+        | {"local_theta": 10000.0, "attention_bias": False, "mlp_bias": False, "norm_bias": False},
     },
-    "deberta": {"architecture": "deberta", "config": _DEBERTA},
-    "deberta, every switch": {
-        "architecture": "deberta",
-        "config": _DEBERTA
-        | {
-            "type_vocab_size": 2,
-            "embedding_size": 20,
-            "absolute_positions": True,
-            "buckets": 0,
-            "max_distance": 24,
-            "content_to_position": False,
-            "conv_width": 3,
-            "conv_activation": "gelu",
-        },
-    },
-    "qwen3": {"architecture": "qwen3", "config": _DECODER},
-    "mistral": {  # with angles that depend on a text's length
-        "architecture": "qwen3",
-        "config": _DECODER
-        | {
-            "qk_norm": False,
-            "local_layers": [0, 1],
-            "local_reach": 3,
-            "rope_scaling": {"kind": "dynamic", "factor": 4.0, "length": 8},
-        },
-    },
-    "ministral3": {
-        "architecture": "qwen3",
-        "config": _DECODER
-        | {
-            "qk_norm": False,
-            "rope_scaling": {"kind": "yarn", "factor": 4.0, "length": 8, "magnitude": 1.2},
-            "query_growth": 0.5,
-            "query_growth_length": 8,
-        },
-    },
-    "gemma3": {
-        "architecture": "qwen3",
-        "config": _DECODER
-        | {
-            "activation": "gelu_tanh",
-            "causal": False,
-            "local_layers": [0],
-            "local_reach": 3,
-            "local_theta": 1e4,
-            "embedding_scale": 32**0.5,
-            "block_norms": True,
-            "query_scale": 0.7,
-            "overflows_float16": True,
-        },
-    },
-    "gemma2": {
-        "architecture": "qwen3",
-        "config": _DECODER
-        | {
-            "activation": "gelu_tanh",
-            "qk_norm": False,
-            "local_layers": [0],
-            "local_reach": 3,
-            "embedding_scale": 32**0.5,
-            "block_norms": True,
-            "query_scale": 0.7,
-            "score_cap": 0.5,
-            "overflows_float16": True,
-        },
-    },
-    "eurobert": {
-        "architecture": "qwen3",
-        "config": _DECODER | {"qk_norm": False, "causal": False, "mlp_bias": True},
-    },
-    "t5": {"architecture": "t5", "config": _T5},
-    "t5, gated": {  # with heads that are wider than the hidden states together
-        "architecture": "t5",
-        "config": _T5 | {"head_width": 12, "activation": "gelu_tanh", "gated": True},
-    },
+    "deberta": _deberta(),
+    "deberta, every switch": _deberta(
+        type_vocab_size=2,
+        embedding_size=20,
+        absolute_positions=True,
+        buckets=0,
+        max_distance=24,
+        content_to_position=False,
+        conv_width=3,
+        conv_activation="gelu",
+    ),
+    "qwen3": _decoder(),
+    "mistral": _decoder(  # with angles that depend on a text's length
+        qk_norm=False,
+        local_layers=[0, 1],
+        local_reach=3,
+        rope_scaling={"kind": "dynamic", "factor": 4.0, "length": 8},
+    ),
+    "ministral3": _decoder(
+        qk_norm=False,
+        rope_scaling={"kind": "yarn", "factor": 4.0, "length": 8, "magnitude": 1.2},
+        query_growth=0.5,
+        query_growth_length=8,
+    ),
+    "gemma3": _decoder(**_GEMMA, causal=False, local_theta=1e4),
+    "gemma2": _decoder(**_GEMMA, qk_norm=False, score_cap=0.5),
+    "eurobert": _decoder(qk_norm=False, causal=False, mlp_bias=True),
+    "t5": _t5(),
+    # with heads that are wider than the hidden states together
+    "t5, gated": _t5(head_width=12, activation="gelu_tanh", gated=True),
 }
 
 # Two heads of 32, which the native kernels take.
@@ -397,20 +294,14 @@ def word_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine, on an event loop of its own."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
+@pytest.fixture(name="loop_factory")
+def _loop_factory() -> None:
+    """Tests that are coroutines run on asyncio's own loop unless they name another."""
 
-    async def within_limit() -> None:
-        names = inspect.signature(pyfuncitem.obj).parameters
-        async with asyncio.timeout(LOOP_S):
-            await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
 
-    with asyncio.Runner(loop_factory=pyfuncitem.funcargs.get("loop_factory")) as runner:
-        runner.run(within_limit())
-    return True
+@pytest.fixture(name="anyio_backend")
+def _anyio_backend(loop_factory) -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"loop_factory": loop_factory}
 
 
 def save_tiny(path: Path, **changes) -> Path:
@@ -418,6 +309,15 @@ def save_tiny(path: Path, **changes) -> Path:
     spec = tiny_spec(**changes)
     checkpoint.save(path, spec, random_parameters(spec), word_tokenizer().to_str().encode())
     return path
+
+
+def open_tiny(checkpoint: Path, folder: Path, *buckets: tuple[int, int], **fields) -> Embedder:
+    """An Embedder on one device, with a grid of these buckets and its cache in a folder."""
+    grid, most = folder / "buckets.json", max(rows * length for rows, length in buckets)
+    grid.write_text(json.dumps({"buckets": buckets}))
+    usual = {"dtype": "float32", "devices": 1, "buckets": grid, "max_batch_tokens": most}
+    config = EngineConfig(**(usual | fields))
+    return Embedder(str(checkpoint), cache_dir=folder / "cache", config=config)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -491,15 +391,15 @@ def _grid_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(name="make_processor", scope="module")
 def _make_processor(tmp_path_factory) -> Iterator[Callable[..., TextProcessor]]:
-    """Processors on the tiny tokenizer with another post-processor."""
+    """Processors on the tiny tokenizer, or with another post-processor."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made: list[TextProcessor] = []
 
-    def make(limit: int, post_processor: Callable[[Any], None], **spec) -> TextProcessor:
+    def make(limit=8, post_processor=lambda tokenizer: None, text=None, **spec) -> TextProcessor:
         tokenizer = word_tokenizer()
         post_processor(tokenizer)
         tokenizer.save(str(path))
-        made.append(TextProcessor(path, tiny_spec(**spec), limit, TextConfig(), 2))
+        made.append(TextProcessor(path, tiny_spec(**spec), limit, text or TextConfig(), 2))
         return made[-1]
 
     yield make

@@ -2,12 +2,14 @@
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pyarrow import dataset
 
 from jaxembed.bulk.computations import RowTexts, as_arrow
 from jaxembed.bulk.reuse import text_digest
@@ -25,6 +27,7 @@ class DigestRows:
     rows_a_call: int = 64
     version: int = 1
     wait_s: float = 0.0  # a call
+    stops_at: int = -1  # the call at which it fails, as if the process were stopped there
     calls: int = 0
     rows: int = 0
 
@@ -39,14 +42,28 @@ class DigestRows:
         for index, row in enumerate(rows):
             if "too long" in row:
                 raise InputTooLong(8, 9, index)
+        return self.counted(vectors_of(rows))
+
+    def counted(self, vectors: np.ndarray) -> list[Any]:
+        """The result of a call."""
+        if self.calls == self.stops_at:
+            raise KeyboardInterrupt
         self.calls += 1
-        self.rows += len(rows)
-        return [as_arrow(vectors_of(rows))]
+        self.rows += len(vectors)
+        return [as_arrow(vectors)]
 
 
 def vectors_of(rows: Sequence[RowTexts]) -> np.ndarray:
-    digests = b"".join(text_digest(row) for row in rows)
-    return np.frombuffer(digests, np.uint32).reshape(-1, WIDTH).astype(np.float32)
+    return vectors_of_digests(map(text_digest, rows))
+
+
+def vectors_of_digests(digests: Iterable[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(digests), np.uint32).reshape(-1, WIDTH).astype(np.float32)
+
+
+def table(out: Path) -> pa.Table:
+    """The rows that a job has written, in order."""
+    return dataset.dataset(out, format="parquet").to_table().sort_by("row")
 
 
 def main() -> None:

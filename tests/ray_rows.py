@@ -3,22 +3,7 @@
 from typing import Any
 
 import numpy as np
-
-WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sat",
-    "on",
-    "mat",
-    "runs",
-    "red",
-    "blue",
-    "sky",
-    "train",
-    "tiny",
-]
+from conftest import WORDS
 
 
 def text_of(row: int) -> str:

@@ -33,32 +33,28 @@ SIGHTS = {
 def reference(
     query, key, value, segments, sight: Sight = EVERYTHING, bias=None, key_segments=None
 ) -> np.ndarray:
-    """One segment, one head, one query at a time, in float64; zeros where no key is seen."""
-    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-    per_group = query.shape[2] // key.shape[2]
-    mixed = np.zeros_like(query)
-    for row in range(len(segments)):
-        for segment in set(segments[row].tolist()) - {0}:
-            at = np.flatnonzero(segments[row] == segment)
-            for head in range(query.shape[2]):
-                of_head = key[row, at, head // per_group], value[row, at, head // per_group]
-                for t, one in zip(at, query[row, at, head], strict=True):
-                    seen = (at <= t) | (not sight.causal)
-                    if sight.reach is not None:
-                        seen &= abs(at - t) <= sight.reach
-                    if key_segments is not None:
-                        seen = seen & (key_segments[row, at] == segment)
-                        if not seen.any():
-                            continue
-                    scores = of_head[0][seen] @ one / np.sqrt(query.shape[3])
-                    if sight.cap is not None:
-                        scores = sight.cap * np.tanh(scores / sight.cap)
-                    if bias is not None:
-                        middle = bias.shape[1] // 2
-                        scores += [bias[head, middle + k - t] for k in at[seen]]
-                    weights = np.exp(scores - scores.max())
-                    mixed[row, t, head] = weights / weights.sum() @ of_head[1][seen]
-    return mixed
+    """By numpy in float64; zeros in padding and where no key is seen."""
+    per_group, at = query.shape[2] // key.shape[2], np.arange(segments.shape[1])
+    real = (segments != 0)[..., None, None]
+    query, key, value = (
+        np.where(real, x, 0).astype(np.float64).swapaxes(1, 2) for x in (query, key, value)
+    )
+    key, value = (np.repeat(x, per_group, axis=1) for x in (key, value))
+    scores = query @ key.swapaxes(2, 3) / np.sqrt(query.shape[3])
+    distance = at[:, None] - at
+    if sight.cap is not None:
+        scores = sight.cap * np.tanh(scores / sight.cap)
+    if bias is not None:
+        scores = scores + np.asarray(bias)[:, at[-1] - distance]
+    keys = segments if key_segments is None else key_segments
+    seen = segments[:, None, :, None] == keys[:, None, None, :]
+    seen = seen & real.swapaxes(1, 2) & ((distance >= 0) | (not sight.causal))
+    if sight.reach is not None:
+        seen &= abs(distance) <= sight.reach
+    scores = np.where(seen, scores, -np.inf)
+    weights = np.exp(scores - np.maximum(scores.max(axis=-1, keepdims=True), -1e300))
+    total = np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+    return (weights @ value / total).swapaxes(1, 2)
 
 
 def ragged(length: int, *lengths_of_rows: list[int]) -> np.ndarray:
@@ -96,18 +92,31 @@ FEW_SIGHTS = "everything", "causal window"
 NOT_FULL = "a block not full", 3
 
 
+def assert_attends(segments, operands, sight=EVERYTHING, bias=None, rtol=1e-5, atol=2e-6) -> None:
+    """Beside padding of NaN, as the reference; rtol: float32, sums of at most 32 terms."""
+    poisoned = [np.where(segments[..., None, None] == 0, np.nan, x) for x in operands]
+    mixed = attend(
+        *(jnp.asarray(x, jnp.float32) for x in poisoned),
+        jnp.asarray(segments),
+        sight,
+        bias,
+    )
+    wanted, real = reference(*operands, segments, sight, bias), segments != 0
+    np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=rtol, atol=atol)
+
+
+def bias_of(heads: int, length: int) -> jax.Array:
+    """Of size three, so that a head or a distance taken for another is seen."""
+    shape = heads, 2 * length - 1
+    return jnp.asarray(3 * np.random.default_rng(1).standard_normal(shape, np.float32))
+
+
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("sight", each(SIGHTS, *FEW_SIGHTS))
 @pytest.mark.parametrize("per_group", each([1, 3], 3))
 @pytest.mark.parametrize("name", each(SEGMENTS, *FEW_SEGMENTS))
-def test_packed_segments_attend_to_themselves(name, per_group, sight):
-    segments, sight = SEGMENTS[name], SIGHTS[sight]
-    query, key, value = draw(segments, per_group)
-    mixed = attend(*map(jnp.asarray, (query, key, value, segments)), sight)
-    real = segments != 0
-    wanted = reference(query, key, value, segments, sight)
-    # rtol: float32, sums of at most 32 terms
-    np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=1e-5, atol=1e-6)
+def test_packed_segments_attend_to_themselves_beside_nan(name, per_group, sight):
+    assert_attends(SEGMENTS[name], draw(SEGMENTS[name], per_group), SIGHTS[sight])
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -119,17 +128,9 @@ def test_packed_segments_attend_to_themselves(name, per_group, sight):
     each([("whole", 1), ("whole", 3), ("blocks", 1), NOT_FULL], ("whole", 1), NOT_FULL),
 )
 def test_a_bias_is_added_by_head_and_distance(name, per_group, sight):
-    """A bias of size three, so that a head or a distance taken for another is seen."""
     segments = SEGMENTS[name]
-    query, key, value = draw(segments, per_group)
-    shape = (query.shape[2], 2 * segments.shape[1] - 1)
-    bias = 3 * np.random.default_rng(1).standard_normal(shape, np.float32)
-    padding = segments[..., None, None] == 0
-    poisoned = [np.where(padding, np.nan, x).astype(np.float32) for x in (query, key, value)]
-    mixed = attend(*map(jnp.asarray, (*poisoned, segments)), sight, jnp.asarray(bias))
-    real = segments != 0
-    wanted = reference(query, key, value, segments, sight, bias)
-    np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=1e-5, atol=2e-6)
+    bias = bias_of(HEADS * per_group, segments.shape[1])
+    assert_attends(segments, draw(segments, per_group), sight, bias)
 
 
 def last_hidden(segments: np.ndarray) -> np.ndarray:
@@ -174,35 +175,12 @@ def test_hidden_keys_leave_native_kernels_alone():
         np.testing.assert_array_equal(attend_joint(*operands, **hidden), wanted)
 
 
-@pytest.mark.numerics
-@pytest.mark.parametrize("length", [112, 320])
-@pytest.mark.parametrize("sight", [EVERYTHING, Sight(reach=64), Sight(causal=True)], ids=str)
-def test_the_shipped_constants_give_the_same_bias_on_both_sides_of_the_limit(length, sight):
-    segments = ragged(length, [length - 40, 30], [length])
-    query, key, value = draw(segments, per_group=2)
-    shape = (query.shape[2], 2 * length - 1)
-    bias = 3 * np.random.default_rng(1).standard_normal(shape, np.float32)
-    joint = np.stack([query, query[:, :, ::-1], query + 1], axis=2)
-    mixed = attend(*map(jnp.asarray, (query, key, value, segments)), sight, jnp.asarray(bias))
-    mixed_joint = attend_joint(jnp.asarray(joint), jnp.asarray(segments), sight, jnp.asarray(bias))
-    real = segments != 0
-    wanted = reference(query, key, value, segments, sight, bias)
-    np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=1e-4, atol=1e-5)
-    wanted = reference(*(joint[:, :, i] for i in range(3)), segments, sight, bias)
-    np.testing.assert_allclose(np.asarray(mixed_joint)[real], wanted[real], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", FEW_SEGMENTS)
 def test_a_soft_cap_bends_scores_before_the_mask(name):
-    segments = SEGMENTS[name]
-    query, key, value = draw(segments)
-    query *= 8  # scores of size eight
+    query, key, value = draw(SEGMENTS[name])
     sight = Sight(causal=True, reach=5, cap=3.0)
-    mixed = attend(*map(jnp.asarray, (query, key, value, segments)), sight)
-    real = segments != 0
-    wanted = reference(query, key, value, segments, sight)
-    np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=1e-5, atol=2e-6)
+    assert_attends(SEGMENTS[name], (8 * query, key, value), sight)  # scores of size eight
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 6, 16])
@@ -218,43 +196,17 @@ def test_slopes_are_multiplied_with_the_distance():
     np.testing.assert_array_equal(bias, [[-1, -0.5, 0, -0.5, -1], [-0.5, -0.25, 0, -0.25, -0.5]])
 
 
-def test_an_implementation_without_a_bias_raises_where_there_is_one():
-    def plain(query, key, value, segments, sight):
-        return query
-
-    segments = SEGMENTS["whole"]
-    query, key, value, of_token = map(jnp.asarray, (*draw(segments), segments))
-    with using(plain):
-        attend(query, key, value, of_token)
-        with pytest.raises(TypeError, match="keyword argument"):
-            attend(query, key, value, of_token, EVERYTHING, jnp.zeros((HEADS, 31)))
-
-
-@pytest.mark.parametrize("length", each([256, 257, 320], 257))
+@pytest.mark.parametrize("length", each([112, 256, 257, 320], 257))
 @pytest.mark.parametrize("sight", [EVERYTHING, Sight(reach=64), Sight(causal=True)], ids=str)
 def test_the_shipped_constants_give_the_same_on_both_sides_of_the_limit(length, sight):
     segments = ragged(length, [length - 100, 60])
-    query, key, value = draw(segments)
-    mixed = attend(*map(jnp.asarray, (query, key, value, segments)), sight)
-    real = segments != 0
-    wanted = reference(query, key, value, segments, sight)
-    np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("sight", each(SIGHTS, *FEW_SIGHTS))
-@pytest.mark.parametrize("name", each(SEGMENTS, *FEW_SEGMENTS))
-def test_nan_in_padding_reaches_no_real_token(name, sight):
-    segments, sight = SEGMENTS[name], SIGHTS[sight]
-    clean = draw(segments)
-    poisoned = [np.where(segments[..., None, None] == 0, np.nan, x) for x in clean]
-    real = segments != 0
-    of_token = jnp.asarray(segments)
-    mixed = [
-        np.asarray(attend(*(jnp.asarray(x, jnp.float32) for x in three), of_token, sight))
-        for three in (clean, poisoned)
-    ]
-    np.testing.assert_array_equal(mixed[1][real], mixed[0][real])
+    operands = draw(segments)
+    for bias in (None, bias_of(HEADS, length)):
+        assert_attends(segments, operands, sight, bias, rtol=1e-4, atol=1e-5)
+        joint = jnp.asarray(np.stack(operands, axis=2))
+        mixed = attend_joint(joint, jnp.asarray(segments), sight, bias)
+        wanted, real = reference(*operands, segments, sight, bias), segments != 0
+        np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -285,20 +237,6 @@ def test_bfloat16_operands_are_summed_in_float32(name):
     wanted = reference(*rounded, segments)
     # bfloat16 has 8 bits: the scaled query and the weights are rounded to them
     np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], atol=0.03)
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("sight", SIGHTS.values(), ids=SIGHTS)
-@pytest.mark.parametrize("size", [1, 7, 8, 64])
-def test_the_size_of_a_block_of_queries_changes_nothing(size, sight, monkeypatch):
-    segments = SEGMENTS["a block not full"]
-    query, key, value, segments = map(jnp.asarray, (*draw(segments), segments))
-    whole = attend(query, key, value, segments, sight)
-    monkeypatch.setattr(attention, "WHOLE_SCORES", 0)
-    monkeypatch.setattr(attention, "QUERY_BLOCK", size)
-    monkeypatch.setattr(attention, "LOCAL_BLOCK", size)
-    blocks = attend(query, key, value, segments, sight)
-    np.testing.assert_allclose(blocks, whole, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("length", [128, 1024])

@@ -80,9 +80,6 @@ def test_the_cheaper_bucket_for_what_waits_is_chosen():
     assert take(entries_of([16] * 8), cost).bucket == Bucket(8, 16)
     assert take(entries_of([16, 64]), cost).bucket == Bucket(1, 16)
     assert take(entries_of([17]), cost).bucket == Bucket(1, 64)
-
-
-def test_a_long_row_is_used_for_short_texts_when_it_is_measured_cheaper():
     waiting = entries_of([16] * 4)
     assert take(waiting, {Bucket(4, 16): 5.0, Bucket(1, 64): 4.0}).bucket == Bucket(1, 64)
     assert take(waiting, {Bucket(4, 16): 4.0, Bucket(1, 64): 5.0}).bucket == Bucket(4, 16)
@@ -111,11 +108,6 @@ def test_rows_that_hold_one_sequence_each_are_seen_to_be_half_empty():
     assert choose_bucket(entries_of([9] * 40), cost) == Bucket(2, 64)
 
 
-def test_a_row_is_thought_to_hold_no_more_sequences_than_it_has_slots():
-    bucket = Bucket(4, 32)
-    assert _useful(np.full(200, 2), bucket) == bucket.rows * bucket.slots * 2
-
-
 @pytest.mark.parametrize("shape", [(32, 16), (16, 32), (8, 64), (4, 128)])
 @pytest.mark.parametrize("spread", [(5, 14), (9, 16), (3, 60)])
 def test_what_a_bucket_is_thought_to_hold_is_about_what_it_gets(shape, spread):
@@ -133,18 +125,8 @@ def test_a_row_takes_no_more_sequences_than_it_has_slots():
     batch = place(Bucket(2, 16), entries_of([1] * 100))
     assert len(batch.entries) == 8
     assert sorted(Counter(batch.rows.tolist()).items()) == [(0, 4), (1, 4)]
-
-
-def test_short_sequences_fill_the_gaps_of_longer_ones():
-    batch = place(Bucket(2, 16), entries_of([10, 10, 6, 6]))
-    assert len(batch.entries) == 4
-    assert batch.fill == 1.0
-
-
-def test_most_limits_the_sequences_of_a_batch():
-    for most in (1, 3, 1000):
-        batch = place(Bucket(16, 16), entries_of([4] * 64), most=most)
-        assert len(batch.entries) == min(most, 64), most
+    assert _useful(np.full(200, 2), Bucket(4, 32)) == 4 * 8 * 2
+    assert place(Bucket(2, 16), entries_of([10, 10, 6, 6])).fill == 1.0  # gaps are filled
 
 
 def packed_slowly(batch: Batch) -> np.ndarray:
@@ -180,17 +162,3 @@ def test_pack_lays_out_what_a_slow_loop_does(lengths, shape, types, unpooled):
     assert planes.dtype == np.int32
     assert planes.flags.c_contiguous
     np.testing.assert_array_equal(planes, packed_slowly(batch))
-
-
-def test_pack_follows_the_order_of_the_fields_of_packed_tokens():
-    ticket = ticket_of([Encoding(np.array([7, 8, 9], np.int32), np.array([0, 1, 1]), ((1, 3),))])
-    tokens = PackedTokens.unstack(pack(place(Bucket(1, 4), ticket.entries)), 1)
-    wanted = {
-        "ids": [7, 8, 9, 0],
-        "positions": [0, 1, 2, 0],
-        "segments": [1, 1, 1, 0],
-        "types": [0, 1, 1, 0],
-        "bounds": [[1, 3]],
-    }
-    for name, row in wanted.items():
-        assert getattr(tokens, name).tolist() == [row], name

@@ -1,67 +1,53 @@
-"""Benchmarks of the host: each runs, on a tiny model and a short load."""
+"""Programs that measure servers run, on a tiny model and a short load."""
 
 import json
-import time
 
-import psutil
 import pytest
 
-from benchmarks import bench_host, soak
-from benchmarks.load import Target
-from benchmarks.servers import Server
+from benchmarks import bench_gpu, bench_host, bench_http, soak
 
 
-def last_line(capsys):
+def last_line(capsys) -> dict:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 @pytest.fixture(name="flags")
-def flags_fixture(grid_file, tmp_path):
+def _flags(grid_file, tmp_path) -> list[str]:
     """Of a server that has few buckets and a cache of its own."""
     flags = ["--buckets", str(grid_file), "--max-batch-tokens", "128", "--devices", "1"]
     return [*flags, "--cache-dir", str(tmp_path), "--max-queue-tokens", "1000000"]
 
 
 @pytest.mark.slow
-def test_bench_host_says_what_a_request_and_a_text_cost(tiny_checkpoint, flags, capsys):
-    arguments = [str(tiny_checkpoint), "--data", "none", "--texts", "256", "--seconds", "0.3"]
-    bench_host.main([*arguments, "--", *flags])
+def test_bench_http_runs(tiny_checkpoint, flags, tmp_path, capsys):
+    arguments = ["--texts", "300", "--seconds", "0.2", "--bulk-per-s", "50"]
+    arguments += ["--data", str(tmp_path), "--only", "1 connection,under bulk"]
+    bench_http.main([str(tiny_checkpoint), *arguments, "--", *flags])
     rows = last_line(capsys)["results"]
-    assert [(row["load"], row["encoding"]) for row in rows] == [
-        ("nothing", ""),
-        ("1 connection", "float"),
-        ("1 connection", "base64"),
-        ("32 connections", "float"),
-        ("32 connections", "base64"),
-        ("bulk of 32", "float"),
-        ("bulk of 32", "base64"),
-        ("bulk of 256", "float"),
-        ("bulk of 256", "base64"),
-        ("bulk of 256, ids", "base64"),
+    assert [(row["scenario"], row["load"]) for row in rows] == [
+        *[("1 connection", "query")] * 2,  # floats, then base64
+        *[("under bulk", "query"), ("under bulk", "bulk")] * 2,
     ]
-    assert all(row["requests"] > 0 and row["server_us"] > 0 for row in rows)
-    assert all(("lag_p99_ms" in row) == row["load"].startswith("bulk") for row in rows)
-
-
-def test_what_was_measured_while_a_bucket_was_timed_is_measured_again():
-    timings = iter([0, 1, 1, 1])
-    server = Server(Target("", ""), psutil.Process(), lambda: {"timings": next(timings)})
-    rows = iter([{"p50_ms": 25.0}, {"p50_ms": 2.8}])
-    assert bench_host.undisturbed(server, lambda: next(rows), tries=2) == {"p50_ms": 2.8}
-    never = Server(Target("", ""), psutil.Process(), lambda: {"timings": time.perf_counter()})
-    with pytest.raises(RuntimeError, match="in each of 3 tries"):
-        bench_host.undisturbed(never, dict, tries=3)
+    assert all(row["requests"] > 0 for row in rows)
 
 
 @pytest.mark.slow
-def test_soak_says_what_is_resident_as_requests_go_by(tiny_checkpoint, flags, capsys):
-    arguments = [str(tiny_checkpoint), "--data", "none", "--texts", "64", "--requests", "50"]
-    soak.main([*arguments, "--", "--null-model", *flags])
+def test_bench_gpu_runs(capsys):
+    tiny = ["--architecture-size", "tiny", "--limit", "32", "--buckets", "1x32,2x32"]
+    bench_gpu.main([*tiny, "--texts", "20", "--repeat", "1", "--mixes", "queries"])
     found = last_line(capsys)
-    assert [row["requests"] for row in found["results"]] == [50 * k // 20 for k in range(21)]
-    assert all(row["resident_mib"] > 10 for row in found["results"])
+    assert [row["bucket"] for row in found["buckets"]] == ["1x32", "2x32"]
+    assert [row["mix"] for row in found["results"]] == ["queries"]
 
 
-def test_the_slope_is_in_bytes_for_each_request():
-    rows = [{"requests": n, "resident_mib": 100 + n / 1024} for n in (0, 10, 20)]
-    assert soak.slope_of(rows) == pytest.approx(1024)
+@pytest.mark.slow
+def test_bench_host_and_soak_run(tiny_checkpoint, flags, capsys):
+    arguments = [str(tiny_checkpoint), "--data", "none"]
+    bench_host.main([*arguments, "--texts", "256", "--seconds", "0.3", "--", *flags])
+    rows = last_line(capsys)["results"]
+    assert len(rows) == 10
+    assert all(row["requests"] > 0 and row["server_us"] > 0 for row in rows)
+    soak.main([*arguments, "--texts", "64", "--requests", "50", "--", "--null-model", *flags])
+    found = last_line(capsys)["results"]
+    assert [row["requests"] for row in found] == [50 * k // 20 for k in range(21)]
+    assert all(row["resident_mib"] > 10 for row in found)

@@ -64,23 +64,6 @@ def test_a_joined_grid_has_one_row_of_the_whole_budget_besides(limit):
         assert rest == usual - {whole}, budget
 
 
-def test_a_joined_row_takes_the_place_of_the_largest_batch_in_the_covering_ones():
-    assert default_grid(64, 256).covering[-1] == Bucket(16, 16)
-    covering = default_grid(64, 256, join=True).covering
-    assert covering == (Bucket(1, 16), Bucket(1, 32), Bucket(1, 64), Bucket(1, 256))
-
-
-def test_covering_takes_the_fewest_rows_of_each_length():
-    grid = BucketGrid((Bucket(1, 16), Bucket(8, 16), Bucket(2, 64), Bucket(4, 64), Bucket(64, 16)))
-    assert grid.covering == (Bucket(1, 16), Bucket(2, 64), Bucket(64, 16))
-
-
-def test_rows_longer_than_the_budget_come_one_at_a_time():
-    buckets = default_grid(512, 128).buckets
-    assert max(b.rows for b in buckets if b.length == 64) == 2
-    assert [b.rows for b in buckets if b.length > 128] == [1, 1]
-
-
 @pytest.mark.parametrize(
     ("length", "slots"), [(1, 1), (3, 1), (16, 4), (32, 8), (512, 128), (8192, MOST_SLOTS)]
 )
@@ -101,16 +84,14 @@ def _write(tmp_path):
 def test_a_grid_is_read_from_a_file_sorted_and_without_doubles(write):
     given = read_grid(write('{"buckets": [[4, 32], [1, 64], [4, 32], [1, 16]]}'))
     assert given.grid(64, 128).buckets == (Bucket(1, 16), Bucket(1, 64), Bucket(4, 32))
-    assert given.max_batch_tokens is None
-    assert given.tuned == {}
-
-
-def test_a_file_may_say_its_token_budget_and_what_it_was_tuned_on(write):
-    given = read_grid(
-        write('{"buckets": [[1, 16]], "max_batch_tokens": 16, "tuned": {"dtype": "float32"}}')
-    )
-    assert given.max_batch_tokens == 16
-    assert given.tuned == {"dtype": "float32"}
+    assert (given.max_batch_tokens, given.tuned) == (None, {})
+    text = '{"buckets": [[1, 16]], "max_batch_tokens": 16, "tuned": {"dtype": "float32"}}'
+    given = read_grid(write(text))
+    assert (given.max_batch_tokens, given.tuned) == (16, {"dtype": "float32"})
+    grid = BucketGrid((Bucket(1, 16), Bucket(8, 16), Bucket(2, 64), Bucket(4, 64), Bucket(64, 16)))
+    assert grid.covering == (Bucket(1, 16), Bucket(2, 64), Bucket(64, 16))
+    joined = default_grid(64, 256, join=True).covering  # without the largest batch
+    assert joined == (Bucket(1, 16), Bucket(1, 32), Bucket(1, 64), Bucket(1, 256))
 
 
 NUMBERS = "not two whole numbers"
@@ -120,27 +101,21 @@ NUMBERS = "not two whole numbers"
     ("text", "problem"),
     [
         ("", " is empty"),
-        (" \n", " is empty"),
         ("not json", " is no JSON from line 1, column 1 on"),
         ('{"buckets":\n [[1, 16],]}', " is no JSON from line 2, column 1"),
         ("[" * 100_000, " is nested too deeply"),
         ("1" * 5000, "a number of thousands of digits"),
         ("[[1, 16]]", ": it holds [[1, 16]]"),
         ("{}", ': there is no "buckets" in it'),
-        ('{"grid": [[1, 16]]}', ': there is no "buckets" in it'),
         ('{"buckets": 3}', ': "buckets" is 3, no list'),
-        ('{"buckets": [1, 16]}', f": buckets[0] is 1, {NUMBERS}"),
         ('{"buckets": [[1, 16], [1, 16, 2]]}', f": buckets[1] is [1, 16, 2], {NUMBERS}"),
-        ('{"buckets": [[1]]}', f": buckets[0] is [1], {NUMBERS}"),
         ('{"buckets": [["1", "16"]]}', f': buckets[0] is ["1", "16"], {NUMBERS}'),
         ('{"buckets": [[1.5, 16]]}', f": buckets[0] is [1.5, 16], {NUMBERS}"),
         ('{"buckets": [[true, 16]]}', f": buckets[0] is [true, 16], {NUMBERS}"),
         ('{"buckets": [[Infinity, 16]]}', f": buckets[0] is [Infinity, 16], {NUMBERS}"),
-        ('{"buckets": [[null, 16]]}', f": buckets[0] is [null, 16], {NUMBERS}"),
         ('{"buckets": [[1, 16]], "max_batch_tokens": 0}', ': "max_batch_tokens" is 0, no whole'),
         ('{"buckets": [[1, 16]], "max_batch_tokens": 1.5}', "leave it to --max-batch-tokens"),
         ('{"buckets": [[1, 16]], "tuned": 3}', ': "tuned" is 3, no object'),
-        ('{"buckets": [[1, 16]], "tuned": null}', ': "tuned" is null, no object'),
     ],
 )
 def test_a_malformed_file_is_refused_with_what_came_and_what_was_wanted(write, text, problem):
@@ -161,12 +136,6 @@ def test_a_missing_file_or_one_that_is_not_text_is_refused(tmp_path):
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"--buckets .* is no text in UTF-8; wanted"):
         read_grid(tmp_path / "bytes.json")
-
-
-def test_of_a_long_value_only_the_beginning_is_shown(write):
-    with pytest.raises(ConfigError) as raised:
-        read_grid(write(str(list(range(9000)))))
-    assert len(str(raised.value)) < 400
 
 
 @pytest.mark.parametrize(
@@ -192,9 +161,6 @@ def test_all_problems_of_a_file_are_told_at_once(write):
         read_grid(path).grid(16, 64, shards=2)
     for part in ("3 rows of bucket 3x8 do not divide over 2", "64x8 holds 512", "0x4", "limit is"):
         assert part in str(raised.value)
-
-
-def test_a_sharded_grid_has_the_budget_of_every_device(write):
     path = write('{"buckets": [[8, 16], [4, 32]]}')
     assert len(read_grid(path).grid(32, 32, shards=4).buckets) == 2
     with pytest.raises(ConfigError, match="over max_batch_tokens=31 on each of 4 devices"):

@@ -1,7 +1,6 @@
 """From settings to a plan and an engine."""
 
 import json
-import logging
 
 import jax
 import pytest
@@ -60,14 +59,45 @@ def test_a_model_that_overflows_float16_is_not_computed_in_it(planned):
     assert planned(dtype="float16").dtype == "float16"
 
 
-def test_by_default_the_checkpoint_and_the_machine_decide(planned):
+def test_by_default_the_checkpoint_and_the_machine_decide(planned, monkeypatch):
     made = planned()
     assert made.max_input_tokens == 64
     assert made.max_batch_tokens == 512
     assert made.devices == tuple(jax.local_devices()[:1])
     assert (made.shards, made.full_warmup, made.dtype) == (1, False, "float32")
-    assert made.platform == "cpu"
-    assert made.device_name == "cpu"
+    assert planned(warmup="full").full_warmup
+    assert (made.platform, made.device_name) == ("cpu", "cpu")
+    assert [len(planned(devices=count).devices) for count in (None, 3)] == [8, 3]
+    for count in (9, 0, -1):
+        with pytest.raises(ConfigError, match=f"--devices {count}: this machine has 8"):
+            planned(devices=count)
+    monkeypatch.setattr(Calibration, "native_dtype", lambda self: "bfloat16")
+    assert planned(dtype=None).dtype == "bfloat16"
+    assert planned(dtype="float16").dtype == "float16"
+
+
+def test_a_limit_over_the_positions_of_the_model_is_refused(planned):
+    assert planned(max_input_tokens=64).max_input_tokens == 64
+    assert planned(max_input_tokens=20).max_input_tokens == 20
+    assert planned(tiny_spec(max_input_tokens=512)).max_input_tokens == 64
+    with pytest.raises(ConfigError, match="--max-input-length 65 is more than the 64 positions"):
+        planned(max_input_tokens=65)
+
+
+def test_a_limit_over_the_grid_or_the_token_budget_is_clamped_unless_the_user_asked_for_it(
+    planned, tmp_path, caplog
+):
+    made = planned(long_spec())
+    assert made.max_input_tokens == made.grid.max_length == 8192
+    assert made.max_batch_tokens == 512
+    assert "the model takes 32768 tokens, the grid holds 8192" in caplog.text
+    made = planned(long_spec(limit=2048), max_batch_tokens=1024)
+    assert made.max_input_tokens == made.grid.max_length == 1024
+    assert "longer inputs are cut" in caplog.text
+    with pytest.raises(ConfigError, match=r"--max-input-length 2048 does not fit.*1024 tokens"):
+        planned(long_spec(), max_batch_tokens=1024, max_input_tokens=2048)
+    made = planned(long_spec(), buckets=grid_of(tmp_path, [1, 32_768]))
+    assert made.max_input_tokens == made.max_batch_tokens == 32_768
 
 
 def test_a_plan_says_whether_the_speed_of_the_cpu_is_an_estimate(planned, monkeypatch):
@@ -125,45 +155,6 @@ def test_the_log_says_that_buckets_were_timed_beside_other_programs(planned, mon
     assert file.load() == {bucket: [2.0]}
 
 
-def test_all_local_devices_are_used_unless_told(planned):
-    assert len(planned(devices=None).devices) == 8
-    assert len(planned(devices=3).devices) == 3
-
-
-@pytest.mark.parametrize("count", [9, 0, -1])
-def test_a_number_of_devices_that_is_not_there_is_refused(planned, count):
-    with pytest.raises(ConfigError, match=f"--devices {count}: this machine has 8"):
-        planned(devices=count)
-
-
-def test_a_limit_over_the_positions_of_the_model_is_refused(planned):
-    assert planned(max_input_tokens=64).max_input_tokens == 64
-    assert planned(max_input_tokens=20).max_input_tokens == 20
-    with pytest.raises(ConfigError, match="--max-input-length 65 is more than the 64 positions"):
-        planned(max_input_tokens=65)
-
-
-def test_a_checkpoint_that_claims_more_than_its_positions_is_held_to_them(planned):
-    assert planned(tiny_spec(max_input_tokens=512)).max_input_tokens == 64
-
-
-def test_a_limit_over_the_default_grid_is_clamped_with_a_warning(planned, caplog):
-    with caplog.at_level(logging.WARNING):
-        made = planned(long_spec())
-    assert made.max_input_tokens == made.grid.max_length == 8192
-    assert made.max_batch_tokens == 512
-    assert "the model takes 32768 tokens, the grid holds 8192" in caplog.text
-
-
-def test_a_limit_over_the_token_budget_is_clamped_unless_the_user_asked_for_it(planned, caplog):
-    with caplog.at_level(logging.WARNING):
-        made = planned(long_spec(limit=2048), max_batch_tokens=1024)
-    assert made.max_input_tokens == made.grid.max_length == 1024
-    assert "longer inputs are cut" in caplog.text
-    with pytest.raises(ConfigError, match=r"--max-input-length 2048 does not fit.*1024 tokens"):
-        planned(long_spec(), max_batch_tokens=1024, max_input_tokens=2048)
-
-
 @pytest.mark.usefixtures("whole_grids")
 def test_inputs_over_the_measured_budget_have_rows_of_their_own(planned):
     made = planned(long_spec(limit=2048))
@@ -196,16 +187,6 @@ def test_a_grid_from_a_file_is_used_and_checked_against_the_limit(planned, tmp_p
         planned(long_spec(limit=2048), buckets=path)
 
 
-def test_a_grid_from_a_file_may_hold_more_than_the_default_one(planned, tmp_path):
-    made = planned(long_spec(), buckets=grid_of(tmp_path, [1, 32_768]))
-    assert made.max_input_tokens == made.max_batch_tokens == 32_768
-
-
-@pytest.mark.parametrize("warmup", ["full", "minimal", None])
-def test_warm_up_is_full_where_asked_and_minimal_on_a_cpu(planned, warmup):
-    assert planned(warmup=warmup).full_warmup == (warmup == "full")
-
-
 def test_sharded_buckets_have_rows_for_every_device(planned, tmp_path):
     made = planned(devices=8, parallel="sharded")
     assert made.shards == 8
@@ -213,12 +194,6 @@ def test_sharded_buckets_have_rows_for_every_device(planned, tmp_path):
     assert planned(devices=8, parallel="replicas").shards == 1
     with pytest.raises(ConfigError, match="1 rows of bucket 1x64 do not divide over 8 devices"):
         planned(devices=8, parallel="sharded", buckets=grid_of(tmp_path, [1, 64]))
-
-
-def test_the_dtype_is_the_native_one_unless_told(planned, monkeypatch):
-    monkeypatch.setattr(Calibration, "native_dtype", lambda self: "bfloat16")
-    assert planned(dtype=None).dtype == "bfloat16"
-    assert planned(dtype="float16").dtype == "float16"
 
 
 def test_the_null_model_has_no_devices_and_loads_no_parameters(planned):
@@ -265,21 +240,13 @@ def tuned_grid(tmp_path, **tuned):
     return path
 
 
-def test_a_tuned_grid_brings_its_token_budget(planned, tmp_path):
-    made = planned(buckets=tuned_grid(tmp_path))
-    assert made.max_batch_tokens == 1024
+def test_a_grid_tuned_for_something_else_serves_with_a_warning(planned, tmp_path, caplog):
+    made = planned(buckets=tuned_grid(tmp_path, dtype="float32", content_hash=""))
+    assert not caplog.records
+    assert made.max_batch_tokens == 1024  # of the file
     assert made.grid.buckets == (Bucket(1, 64), Bucket(64, 16))
-
-
-def test_the_flag_beats_the_budget_of_a_tuned_grid(planned, tmp_path):
     with pytest.raises(ConfigError, match="64x16 holds 1024 tokens, over max_batch_tokens=512"):
         planned(buckets=tuned_grid(tmp_path), max_batch_tokens=512)
-
-
-def test_a_grid_tuned_for_something_else_serves_with_a_warning(planned, tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        planned(buckets=tuned_grid(tmp_path, dtype="float32", content_hash=""))
-        assert not caplog.records
-        planned(buckets=tuned_grid(tmp_path, dtype="bfloat16", device="abacus"))
+    planned(buckets=tuned_grid(tmp_path, dtype="bfloat16", device="abacus"))
     (line,) = (record.getMessage() for record in caplog.records)
     assert "was tuned for dtype bfloat16, here it is float32; for device abacus, here it is" in line

@@ -75,11 +75,8 @@ def test_what_belongs_to_root_is_taken_unless_others_can_write(folder, owned_by,
     folder.chmod(0o770)
     with pytest.raises(ConfigError, match="belongs to user 0, mode 0770, and others can write"):
         refuse_shared(folder)
-
-
-def test_what_belongs_to_another_user_is_refused(folder, owned_by, monkeypatch):
+    folder.chmod(0o700)
     owned_by(4712)
-    monkeypatch.setattr(cache_folder.os, "geteuid", lambda: 4711)
     with pytest.raises(ConfigError, match=r"belongs to user \d+, mode 0700, .* as user 4711: "):
         refuse_shared(folder)
 

@@ -3,7 +3,6 @@
 import base64
 import json
 import sys
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,27 +10,23 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import sources
 from click.testing import CliRunner
-from dual_sources import picture, png, write_dual
-from fake_computation import WIDTH, DigestRows
-from pdf_sources import doubled, pdf
+from dual_sources import picture, png
+from fake_computation import DigestRows, table, vectors_of_digests
+from pdf_sources import pdf
 
-from jaxembed import Embedder, object_store
-from jaxembed.bulk import image_rows, parts, stream
-from jaxembed.bulk.ahead import CALLS_AHEAD
-from jaxembed.bulk.computations import EmbedImages, as_arrow
-from jaxembed.bulk.image_rows import FILES_AHEAD, ImageRows
+from jaxembed import object_store
+from jaxembed.bulk import image_rows, stream
+from jaxembed.bulk.computations import EmbedImages
+from jaxembed.bulk.image_rows import ImageRows
 from jaxembed.bulk.reuse import image_digest
 from jaxembed.bulk.run import Rows, run_job
 from jaxembed.bulk.sources import IMAGE_FILES, input_files
 from jaxembed.cli import cli, loading
-from jaxembed.config import EngineConfig
 from jaxembed.errors import ConfigError, InvalidImage, InvalidInput, StoreUnreachable, WrongTask
-from jaxembed.images import pdf as pdf_module
 
 pytest.importorskip("PIL")
 pytest.importorskip("pypdfium2")
@@ -50,26 +45,11 @@ class DigestImages(DigestRows):
         for index, (image,) in enumerate(rows):
             if isinstance(image, bytes) and not image.startswith(b"\x89PNG"):
                 raise InvalidImage("it is no PNG", index=index)
-        self.calls += 1
-        self.rows += len(rows)
-        return [as_arrow(vectors_of([image for (image,) in rows]))]
-
-
-class Stops(DigestImages):
-    """Fails at one of its calls, as if the process were stopped there."""
-
-    def compute(self, rows: Sequence[Any]) -> list[Any]:
-        if self.calls >= self.version:
-            raise KeyboardInterrupt
-        return super().compute(rows)
-
-    def describe(self) -> dict[str, Any]:
-        return {"version": 1}
+        return self.counted(vectors_of([image for (image,) in rows]))
 
 
 def vectors_of(images: Sequence[bytes | np.ndarray]) -> np.ndarray:
-    digests = b"".join(map(image_digest, images))
-    return np.frombuffer(digests, np.uint32).reshape(-1, WIDTH).astype(np.float32)
+    return vectors_of_digests(map(image_digest, images))
 
 
 @pytest.fixture(name="photos")
@@ -94,10 +74,6 @@ def run(inputs: Path, out: Path, computation: Any = None, **options: Any):
     )
 
 
-def table(out: Path) -> pa.Table:
-    return ds.dataset(out, format="parquet").to_table().sort_by("row")
-
-
 def skipped(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "_skipped.jsonl").read_text().splitlines()]
 
@@ -120,30 +96,11 @@ def test_each_image_and_each_page_is_a_row_with_its_path(tmp_path, photos):
     assert found["image_digest"].to_pylist() == [image_digest(image) for image in images]
 
 
-def test_images_without_pdf_files_have_no_page(tmp_path, photos):
-    run(photos / "deep", tmp_path / "out", keep=())
-    assert table(tmp_path / "out").column_names == ["row", "path", "image_digest", "dense"]
-    job = json.loads((tmp_path / "out" / "_job.json").read_text())
-    assert "pdf_dpi" not in job
-
-
-def test_names_stand_for_images_of_any_case(photos):
-    def names(given: str) -> list[str]:
-        found = input_files([given], IMAGE_FILES)
-        return [str(Path(one.name).relative_to(photos)) for one in found]
-
-    assert names(str(photos / "*.pdf")) == ["4b.pdf"]
-    assert names(str(photos / "**" / "*.JPG")) == ["deep/_5.JPG"]
-    assert names(str(photos / "deep" / "_5.JPG")) == ["deep/_5.JPG"]
-    with pytest.raises(ConfigError, match=r"README: wanted a file that ends in \.jpg, \.jpeg, "):
-        names(str(photos / "README"))
-
-
 @pytest.mark.parametrize("stop", [0, 2, 3])
 def test_a_job_that_was_stopped_goes_on_also_within_a_file(tmp_path, photos, stop):
     run(photos, tmp_path / "whole", part_rows=3)
     with pytest.raises(KeyboardInterrupt):
-        run(photos, tmp_path / "out", Stops(version=stop), part_rows=3)
+        run(photos, tmp_path / "out", DigestImages(stops_at=stop), part_rows=3)
     finished = len(list((tmp_path / "out").glob("part-*")))
     summary = run(photos, tmp_path / "out", part_rows=3)
     assert (summary.parts_found, summary.computed) == (finished, 13 - 3 * finished)
@@ -200,35 +157,14 @@ def test_a_bad_file_stops_the_job_by_its_name_or_is_left_out(
     assert paths == [str(photos / one) for one in ORDER]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux alone")
-def test_a_page_that_crashes_its_process_is_left_out_and_the_others_are_rendered(
-    tmp_path, photos, monkeypatch
-):
-    run(photos, tmp_path / "whole")
-    monkeypatch.setattr(pdf_module, "_idle", deque(maxlen=1))
-    monkeypatch.setattr(pdf_module, "MOST_MEMORY", 100_000_000)
-    (photos / "4a.pdf").write_bytes(doubled([RED, BLUE]))
-    summary = run(photos, tmp_path / "out", on_error="skip")
-    assert (summary.rows, summary.skipped) == (14, 1)
-    (told,) = skipped(tmp_path / "out")
-    assert told["where"] == str(photos / "4a.pdf page 1")
-    assert told["reason"].startswith("is wrong: rendering the page crashed (SIGABRT): ")
-    rows = table(tmp_path / "out").drop_columns("row").to_pylist()
-    assert (rows[5]["path"], rows[5]["page"]) == (str(photos / "4a.pdf"), 2)
-    assert rows[:5] + rows[6:] == table(tmp_path / "whole").drop_columns("row").to_pylist()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="this file is Linux's")
-def test_a_pdf_file_that_stops_being_readable_is_told_by_its_name():
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/mem is Linux's")
+def test_a_file_that_cannot_be_read_is_told_by_its_name(photos):
     with pytest.raises(ConfigError, match="cannot read /proc/self/mem: Input/output error"):
         image_rows._opened_pdf("/proc/self/mem", 30.0)
-
-
-def test_an_image_file_that_cannot_be_read_is_told_by_its_name(tmp_path, photos):
-    (photos / "1a.png").mkdir()
-    with pytest.raises(ConfigError, match=r"cannot read .*1a\.png: Is a directory"):
-        image_rows._WholeFiles().read(str(photos / "1a.png"), 10)
-    assert run(photos, tmp_path / "out").rows == 13
+    with pytest.raises(ConfigError, match=r"cannot read .*deep: Is a directory"):
+        image_rows._WholeFiles().read(str(photos / "deep"), 10)
+    with pytest.raises(ConfigError, match=r"README: wanted a file that ends in \.jpg, \.jpeg, "):
+        input_files([str(photos / "README")], IMAGE_FILES)
 
 
 def test_an_image_file_that_is_too_large_is_left_out(tmp_path, photos, monkeypatch):
@@ -254,38 +190,14 @@ def test_few_bytes_of_images_are_computed_at_a_time(tmp_path, photos, monkeypatc
     assert max(counts) == 2  # the first takes fewer than so many bytes, and the second more
 
 
-def test_few_images_wait_in_memory(tmp_path, monkeypatch):
-    """However slow writing is, reading does not run ahead of it."""
-    (tmp_path / "in").mkdir()
-    for k in range(150):
-        (tmp_path / "in" / f"{k:03}.png").write_bytes(png(picture(k, 2, 2)))
-    read, write = image_rows._WholeFiles.read, parts.PartWriter.write
-    counts, most = {"read": 0, "written": 0}, []
-
-    def counted_read(self, *arguments):
-        counts["read"] += 1
-        return read(self, *arguments)
-
-    def counted_write(self, rows):
-        most.append(counts["read"] - counts["written"])
-        counts["written"] += rows.num_rows
-        write(self, rows)
-
-    monkeypatch.setattr(image_rows._WholeFiles, "read", counted_read)
-    monkeypatch.setattr(parts.PartWriter, "write", counted_write)
-    run(tmp_path / "in", tmp_path / "out", keep=(), part_rows=1000)
-    assert counts == {"read": 150, "written": 150}
-    assert max(most) <= CALLS_AHEAD * 4 + 1 + FILES_AHEAD
-
-
 def test_pdf_files_without_the_package_are_refused_at_once(tmp_path, photos, monkeypatch):
     monkeypatch.setitem(sys.modules, "pypdfium2", None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxembed\[pdf\]'"):
         run(photos, tmp_path / "out")
     assert run(photos / "deep", tmp_path / "out", keep=()).rows == 1
+    assert table(tmp_path / "out").column_names == ["row", "path", "image_digest", "dense"]
+    assert "pdf_dpi" not in json.loads((tmp_path / "out" / "_job.json").read_text())
 
-
-# Columns of images.
 
 FILES = [png(picture(k)) for k in range(40)]
 
@@ -315,7 +227,6 @@ def uri(data: bytes) -> str:
 
 COLUMNS = [
     ("a.parquet", FILES, pa.binary()),
-    ("a.parquet", FILES, pa.large_binary()),
     ("a.parquet", [{"bytes": one, "path": "x.png"} for one in FILES], None),
     ("a.parquet", [{"bytes": None, "path": f"files/{k}.png"} for k in range(40)], None),
     ("a.parquet", [f"files/{k}.png" for k in range(40)], None),
@@ -341,13 +252,6 @@ def test_images_of_every_kind_of_column_are_rows(tmp_path, name, values, kind):
     assert table(tmp_path / "out").equals(found)
 
 
-def test_the_column_of_paths_may_be_the_id(tmp_path):
-    (tmp_path / "x.png").write_bytes(FILES[0])
-    path = write_column(tmp_path / "a.csv", ["x.png", str(tmp_path / "x.png")])
-    run_column(path, tmp_path / "out", id_column="photo", keep=("id",))
-    assert table(tmp_path / "out")["photo"].to_pylist() == ["x.png", str(tmp_path / "x.png")]
-
-
 BAD = [
     (None, "has no `photo` (--image-column names the column)"),
     (7, "has `photo` of type int; wanted bytes or a string"),
@@ -360,17 +264,12 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("value", "words"), BAD[::3])
-def test_a_bad_value_stops_the_job_by_its_line(tmp_path, value, words):
-    path = write_column(tmp_path / "a.jsonl", [*map(uri, FILES[:6]), value])
-    with pytest.raises(InvalidInput) as refused:
-        run_column(path, tmp_path / "out")
-    assert str(refused.value).startswith(f"{path} line 7 {words}")
-
-
 def test_bad_values_are_left_out_and_reported(tmp_path):
     values = [uri(FILES[0]), *[value for value, _ in BAD], uri(FILES[1])]
     path = write_column(tmp_path / "a.jsonl", values)
+    with pytest.raises(InvalidInput) as refused:
+        run_column(path, tmp_path / "stopped")
+    assert str(refused.value).startswith(f"{path} line 2 {BAD[0][1]}")
     summary = run_column(path, tmp_path / "out", on_error="skip")
     assert (summary.rows, summary.skipped) == (2, len(BAD))
     for told, (_, words) in zip(skipped(tmp_path / "out"), BAD, strict=True):
@@ -385,26 +284,6 @@ def test_a_column_that_is_not_there_or_of_another_kind_is_refused(tmp_path):
         run_column(path, tmp_path / "out", images=ImageRows("image"))
 
 
-def test_few_rows_of_a_column_of_images_are_read_at_a_time(tmp_path):
-    path = write_column(tmp_path / "a.parquet", [*FILES, *FILES], pa.binary())
-    pq.write_table(pq.read_table(path), path)  # one row group
-    counts = []
-    as_list = image_rows.as_list
-
-    def counted(values: Any) -> list:
-        counts.append(len(values))
-        return as_list(values)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image_rows, "as_list", counted)
-        run_column(path, tmp_path / "out", part_rows=100)
-    assert sum(counts) == 80
-    assert max(counts) == image_rows.IMAGES_A_BLOCK
-
-
-# Images in stores, with a folder in place of one.
-
-
 @pytest.fixture(name="store")
 def _store(tmp_path, monkeypatch) -> Path:
     """The folder of what is at s3://."""
@@ -415,18 +294,6 @@ def _store(tmp_path, monkeypatch) -> Path:
     for folder in ("in", "files"):
         (tmp_path / "store" / "bucket" / folder).mkdir(parents=True)
     return tmp_path / "store" / "bucket"
-
-
-def test_images_and_pages_in_a_store_are_rows(tmp_path, store):
-    for k in range(3):
-        (store / "in" / f"{k}.png").write_bytes(FILES[k])
-    (store / "in" / "3.pdf").write_bytes(pdf([RED, BLUE]))
-    rows = Rows(["s3://bucket/in"], "path", ("page",), images=ImageRows())
-    assert run_job(DigestImages(), rows, str(tmp_path / "out")).rows == 5
-    found = table(tmp_path / "out")
-    names = [path.rpartition("/")[2] for path in found["path"].to_pylist()]
-    assert names == ["0.png", "1.png", "2.png", "3.pdf", "3.pdf"]
-    np.testing.assert_array_equal(np.stack(found["dense"].to_numpy())[:3], vectors_of(FILES[:3]))
 
 
 def test_paths_in_a_file_of_a_store_are_beside_it(tmp_path, store, monkeypatch):
@@ -449,34 +316,23 @@ def test_paths_in_a_file_of_a_store_are_beside_it(tmp_path, store, monkeypatch):
         run_job(computation, rows, str(tmp_path / "other"))
 
 
-# A model of images.
-
-
-@pytest.fixture(name="dual", scope="module")
-def _dual(tmp_path_factory):
-    folder = write_dual(tmp_path_factory.mktemp("clip"))
-    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
-    with Embedder(str(folder), cache_dir=folder / "cache", config=config) as embedder:
-        yield embedder
-
-
-def test_vectors_are_those_of_the_library(dual, tmp_path, photos):
-    run(photos, tmp_path / "out", EmbedImages(dual, None, ("dense",), {}))
+def test_vectors_are_those_of_the_library(clip, tmp_path, photos):
+    run(photos, tmp_path / "out", EmbedImages(clip, None, ("dense",), {}))
     images: list[Any] = [(photos / name).read_bytes() for name in ORDER]
     for row, colour in enumerate((RED, BLUE, GREEN), 5):
         images[row] = np.full((150, 75, 3), colour, np.uint8)
     found = np.stack(table(tmp_path / "out")["dense"].to_numpy())
-    np.testing.assert_allclose(found, dual.encode(images=images), atol=1e-5)
-    several = dual.encode_outputs(["w1"], ["dense"], images=images[:2])["dense"]
-    np.testing.assert_allclose(several, dual.encode(["w1", *images[:2]]), atol=1e-5)
+    np.testing.assert_allclose(found, clip.encode(images=images), atol=1e-5)
+    several = clip.encode_outputs(["w1"], ["dense"], images=images[:2])["dense"]
+    np.testing.assert_allclose(several, clip.encode(["w1", *images[:2]]), atol=1e-5)
 
 
-def test_files_that_no_decoder_reads_are_left_out_whichever_they_are(dual, tmp_path, photos):
+def test_files_that_no_decoder_reads_are_left_out_whichever_they_are(clip, tmp_path, photos):
     whole = (photos / "2.png").read_bytes()
     (photos / "1.png").write_bytes(b"<html>not found</html>")
     (photos / "2.png").write_bytes(whole[: len(whole) // 2])
     (photos / "7.png").write_bytes(b"")
-    computation = EmbedImages(dual, None, ("dense",), {"output_dtype": "float16"})
+    computation = EmbedImages(clip, None, ("dense",), {"output_dtype": "float16"})
     summary = run(photos, tmp_path / "out", computation, on_error="skip")
     assert (summary.rows, summary.skipped) == (10, 3)
     told = [(Path(one["where"]).name, one["reason"]) for one in skipped(tmp_path / "out")]
@@ -484,9 +340,6 @@ def test_files_that_no_decoder_reads_are_left_out_whichever_they_are(dual, tmp_p
     assert "is no image; wanted a file of JPEG, PNG" in dict(told)["1.png"]
     assert "is a damaged image" in dict(told)["2.png"]
     assert table(tmp_path / "out").schema.field("dense").type == pa.list_(pa.float16(), 16)
-
-
-# The command.
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 from commands import FORKS
-from fake_computation import DigestRows, vectors_of
+from fake_computation import DigestRows, table, vectors_of
 from fakes import until
 from test_embedder import save_scorer
 
 from jaxembed import Embedder
 from jaxembed.bulk import parts
-from jaxembed.bulk import run as bulk_run
 from jaxembed.bulk.ahead import CALLS_AHEAD
 from jaxembed.bulk.computations import ClassifyRows, EmbedRows, ScoreRows, as_arrow
 from jaxembed.bulk.run import JobProgress, Rows, run_job
@@ -53,15 +51,11 @@ def write_rows(path: Path, count: int, first: int = 0) -> Path:
     return path
 
 
-def run(inputs: Path | Sequence[str], out: Path, computation: Any = None, **options: Any):
+def run(inputs: Path | Sequence[str], out: Path | str, computation: Any = None, **options: Any):
     names = [str(inputs)] if isinstance(inputs, Path) else inputs
     reuse = options.pop("reuse", None)
     rows = Rows(names, **{"id_column": "id", "keep": ("n",), "part_rows": 300} | options)
     return run_job(computation or DigestRows(), rows, str(out), reuse=reuse)
-
-
-def table(out: Path) -> pa.Table:
-    return ds.dataset(out, format="parquet").to_table().sort_by("row")
 
 
 def hash_of_rows(out: Path) -> str:
@@ -125,18 +119,6 @@ def test_any_number_of_rows_fills_parts_to_their_ends(tmp_path, count):
     assert json.loads((tmp_path / "out" / "_manifest.json").read_text())["rows"] == count
 
 
-class Stops(DigestRows):
-    """Fails at one of its calls, as if the process were stopped there."""
-
-    def compute(self, rows):
-        if self.calls >= self.version:
-            raise KeyboardInterrupt
-        return super().compute(rows)
-
-    def describe(self) -> dict[str, Any]:
-        return {"version": 1}
-
-
 @pytest.mark.parametrize(
     ("kind", "stop"), [("jsonl", 0), ("parquet", 1), ("jsonl", 5), ("parquet", 6), ("jsonl", 15)]
 )
@@ -144,7 +126,7 @@ def test_a_job_that_was_stopped_goes_on_and_computes_no_part_twice(tmp_path, kin
     source = write_rows(tmp_path / f"in.{kind}", 1000)
     run(source, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        run(source, tmp_path / "out", Stops(version=stop))
+        run(source, tmp_path / "out", DigestRows(stops_at=stop))
     finished = len(list((tmp_path / "out").glob("part-*")))
     assert not list((tmp_path / "out").glob(".part*"))
     summary = run(source, tmp_path / "out")
@@ -165,8 +147,10 @@ def test_a_part_that_was_removed_is_made_anew_alone_and_one_that_is_none_is_name
     before = hash_of_rows(out)
     part = out / "part-00001.parquet"
     part.unlink()
+    (out / ".part-00001.parquet.partial-0123").write_bytes(b"half")  # of a killed process
     assert run(rows_file, out).computed == 300
     assert hash_of_rows(out) == before
+    assert not list(out.glob(".part*"))
     no_part = BytesIO()
     pq.write_table(pa.table({"row": [1]}), no_part)
     for damage in (b"", b"PAR1 no part", no_part.getvalue()):
@@ -259,7 +243,7 @@ def test_an_input_that_changes_under_the_job_is_told(tmp_path, rows_file):
 
 def test_an_interrupted_job_without_a_part_is_not_taken_over(tmp_path, rows_file):
     with pytest.raises(KeyboardInterrupt):
-        run(rows_file, tmp_path / "out", Stops(version=0))
+        run(rows_file, tmp_path / "out", DigestRows(stops_at=0))
     begun = (tmp_path / "out" / "_job.json").read_bytes()
     with pytest.raises(ConfigError, match=r"--part-rows .*: 300 before, now 200") as refused:
         run(rows_file, tmp_path / "out", part_rows=200)
@@ -273,6 +257,27 @@ def test_a_command_that_fails_at_its_first_rows_may_be_corrected(tmp_path, rows_
         run(rows_file, tmp_path / "out", DigestRows(columns=("body",)))
     assert names(tmp_path / "out") == []
     assert run(rows_file, tmp_path / "out").rows == 1000
+
+
+def test_inputs_and_folders_that_cannot_be_are_refused_and_stay_as_they_are(tmp_path, rows_file):
+    for out in (".", "in.jsonl", "out", "deep/out"):
+        with pytest.raises(ConfigError, match="is inside the input"):
+            run(tmp_path, tmp_path / out)
+        assert names(tmp_path) == [rows_file.name]
+    with pytest.raises(ConfigError, match="is inside the input"):
+        run(["s3://bucket/in/"], "s3://bucket/in/out")
+    with pytest.raises(JaxembedError, match=r"cannot|installed|no such"):
+        run(["s3://bucket/in"], "s3://bucket/input")
+    (tmp_path / "twice.csv").write_text("text,id,text\na,b,c\n")
+    with pytest.raises(ConfigError, match="has several columns `text`"):
+        run(tmp_path / "twice.csv", tmp_path / "other", keep=())
+    with pytest.raises(ConfigError, match="standard input cannot be read again"):
+        run(["-"], tmp_path / "other")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"has files and no _job\.json.*thesis\.txt"):
+        run(rows_file, tmp_path / "out")
+    assert names(tmp_path / "out") == ["thesis.txt"]
 
 
 OTHERS = [(1, 2.5), (1, 10**23), (1.5, 10**23 + 1), (1, True), (1, "1"), (True, 1), ([1], [2.5])]
@@ -302,47 +307,6 @@ def test_columns_of_any_type_are_kept(tmp_path):
     found = table(tmp_path / "out")
     for name in ("view", "n", "day"):
         assert found[name].to_pylist() == columns[name].to_pylist()
-
-
-def test_a_column_that_is_there_twice_is_refused(tmp_path):
-    twice = pa.table([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], ["text", "text", "id"])
-    pq.write_table(twice, tmp_path / "in.parquet")
-    (tmp_path / "in.csv").write_text("text,id,text\na,b,c\n")
-    for name in ("in.parquet", "in.csv"):
-        with pytest.raises(ConfigError, match="has several columns `text`"):
-            run(tmp_path / name, tmp_path / "out", keep=())
-
-
-def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(tmp_path, rows_file):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"has files and no _job\.json.*thesis\.txt"):
-        run(rows_file, out)
-    assert [path.name for path in out.iterdir()] == ["thesis.txt"]
-
-
-def test_a_folder_inside_the_input_is_refused(tmp_path, rows_file):
-    for out in (".", "in.jsonl", "out", "deep/out"):
-        with pytest.raises(ConfigError, match="is inside the input"):
-            run(tmp_path, tmp_path / out)
-        assert names(tmp_path) == [rows_file.name]
-
-
-@pytest.mark.parametrize(
-    ("out", "name", "inside"),
-    [
-        ("s3://bucket/out", ".", False),
-        ("out", "s3://bucket/in", False),
-        ("s3://bucket/in/out", "s3://bucket/in/", True),
-        ("s3://bucket/input", "s3://bucket/in", False),
-    ],
-)
-def test_a_store_is_not_inside_a_folder_here(out, name, inside):
-    rows = Rows([name, "none.csv"])
-    words = "is inside the input" if inside else "cannot|installed|no file of rows|no such"
-    with pytest.raises(JaxembedError, match=words):
-        run_job(DigestRows(), rows, out)
 
 
 def test_two_processes_do_not_write_one_folder(tmp_path, rows_file):
@@ -412,15 +376,6 @@ def test_bad_rows_are_left_out_and_reported(tmp_path, rows_file):
         assert words in one["reason"]
     counts = [pq.read_metadata(one).num_rows for one in sorted((tmp_path / "out").glob("part*"))]
     assert counts == [297, 297, 297, 109]  # of equal numbers of rows of the input
-
-
-def test_many_bad_rows_of_one_kind_do_not_hide_the_others(tmp_path, rows_file, monkeypatch):
-    monkeypatch.setattr(bulk_run, "MOST_OF_A_REASON", 3)
-    lines = [*['{"id": "a", "text": ""}'] * 5, "[1]", *rows_file.read_text().splitlines()]
-    rows_file.write_text("\n".join(lines) + "\n")
-    assert run(rows_file, tmp_path / "out", on_error="skip").skipped == 6
-    report = (tmp_path / "out" / "_skipped.jsonl").read_text().splitlines()
-    assert [json.loads(line)["row"] for line in report] == [0, 1, 2, 5]
 
 
 def test_columns_that_are_not_there_or_differ_are_refused_before_anything(tmp_path):
@@ -522,23 +477,6 @@ def test_row_groups_are_bounded_in_bytes(tmp_path, monkeypatch):
     assert sum(meta.row_group(k).num_rows for k in range(meta.num_row_groups)) == 300
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path, rows_file):
-    out = tmp_path / "out"
-    run(rows_file, out)
-    left = out / ".part-00002.parquet.partial-0123"
-    left.write_bytes(b"half")
-    run(rows_file, out)
-    assert not left.exists()
-
-
-def test_standard_input_is_no_input_of_a_job(tmp_path):
-    with pytest.raises(ConfigError, match="standard input cannot be read again"):
-        run(["-"], tmp_path / "out")
-
-
-# The computations of models.
-
-
 @pytest.fixture(name="pairs_file", scope="module")
 def _pairs_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("pairs") / "in.csv"
@@ -563,9 +501,8 @@ def test_vectors_are_those_of_the_library(embedder, tmp_path, pairs_file):
 def test_other_dimensions_or_prompts_are_another_job(embedder, tmp_path, pairs_file):
     rows = Rows([str(pairs_file)])
     run_job(EmbedRows(embedder, "text", ("dense",), {}), rows, str(tmp_path / "out"))
-    for options in ({"dimensions": 8}, {"prompt_name": "query"}, {"output_dtype": "float16"}):
-        (name,) = options
-        other = EmbedRows(embedder, "text", ("dense",), options)
+    for name, value in (("dimensions", 8), ("prompt_name", "query"), ("output_dtype", "float16")):
+        other = EmbedRows(embedder, "text", ("dense",), {name: value})
         flag = name.replace("_", "-")
         with pytest.raises(ConfigError, match=rf"--{flag} \(computation\.options\.{name}\)"):
             run_job(other, rows, str(tmp_path / "out"))

@@ -1,20 +1,16 @@
 """Which attention is taken: a kernel that is right and faster; no failure stops a start."""
 
-import json
 from collections import Counter
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from conftest import TOWERS, WIDER_TOWERS, WORDS, save_tiny, tiny_spec
+from conftest import TOWERS, WIDER_TOWERS, tiny_spec
 from representatives import each
 
-from jaxembed import Embedder, EngineConfig
 from jaxembed.engine import kernels, native_trial
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.drawn import packed_segments
 from jaxembed.engine.kernels import (
     Choice,
     KernelTrial,
@@ -89,17 +85,6 @@ def test_the_calls_of_a_model_are_read_off_its_layers():
     near = Call(4, 4, 8, "bfloat16", Sight(reach=3))
     assert of("modernbert") == Counter({whole: 1, near: 2})
     assert of("qwen3", "float32") == Counter({Call(4, 2, 8, "float32", Sight(causal=True)): 2})
-
-
-def test_on_cpu_everything_is_xla_and_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(kernels, "KernelTrial", None)
-    for wanted in ("auto", "xla"):
-        choice = chosen(None, wanted)
-        assert choice.describe() == {
-            "used": {"16": "xla", "128": "xla"},
-            "not_used": {},
-        }
-        assert choice.implementation(Bucket(1, 128)) is by_xla
 
 
 @pytest.mark.parametrize("tower", ["bert", "qwen3"])
@@ -190,22 +175,6 @@ def test_our_kernel_passes_the_trial(times):
     assert set(chosen(kernel(attend), tower="qwen3", dtype="bfloat16").taken) == {128}
 
 
-def test_the_segments_of_a_trial_are_ragged():
-    segments = packed_segments(Bucket(4, 128))
-    assert (segments[0] == 1).all()
-    assert (segments[1:, -1] == 0).any()
-    for row in segments[1:]:
-        assert len(np.unique(row)) >= 3
-        assert (np.diff(row[row != 0]) >= 0).all()
-
-
-def test_an_embedder_says_what_it_attends_with(embedder):
-    assert embedder.describe()["kernels"] == {
-        "used": {"16": "xla", "32": "xla", "64": "xla"},
-        "not_used": {"native": "computes in bfloat16, this model in float32"},
-    }
-
-
 def chosen_on_cpu(cache_dir, wanted="auto", dtype="bfloat16") -> Choice:
     model, device = program(tiny_spec(**WIDER_TOWERS["bert"])), jax.local_devices()[0]
     native_choice = choose_native(model, device, dtype, wanted, cache_dir)
@@ -274,34 +243,7 @@ def test_rows_may_be_long_where_all_attention_is_native(tmp_path):
             )
             assert native_choice.native == by_native
             assert native_choice.joins == joins, tower
-
-
-@pytest.mark.usefixtures("never_slower")
-def test_rows_are_not_long_for_a_tower_with_attention_of_its_own(tmp_path):
-    model = program(tiny_spec(**WIDER_TOWERS["deberta"]))
-    choice = choose_native(model, jax.local_devices()[0], "bfloat16", "auto", tmp_path)
+    model = program(tiny_spec(**WIDER_TOWERS["deberta"]))  # which has attention of its own
+    choice = choose_native(model, device, "bfloat16", "auto", tmp_path)
     assert choice.native is not None
     assert not choice.joins
-
-
-@pytest.mark.numerics
-@pytest.mark.usefixtures("native_kernels")
-@pytest.mark.parametrize("bucket", [[2, 64], [1, 256]])  # the model takes 64 tokens
-@pytest.mark.parametrize("cached", [2**19, 64 * 32])
-def test_an_embedder_with_the_native_kernels_gives_what_one_without_gives(
-    tmp_path, monkeypatch, bucket, cached
-):
-    monkeypatch.setattr(native, "MOST_OF_A_ROW", cached)
-    checkpoint = save_tiny(tmp_path / "tiny", **WIDER_TOWERS["bert"])
-    grid = tmp_path / "buckets.json"
-    grid.write_text(json.dumps({"buckets": [bucket]}))
-    texts = ["the cat sat on the mat", "a", *(" ".join(WORDS[n:]) for n in range(9))]
-    vectors = {}
-    for name in ("native", "xla"):
-        config = EngineConfig(
-            dtype="bfloat16", devices=1, buckets=grid, max_batch_tokens=256, kernels=name
-        )
-        with Embedder(str(checkpoint), cache_dir=tmp_path / name, config=config) as embedder:
-            assert embedder.describe()["kernels"]["used"] == {str(bucket[1]): name}
-            vectors[name] = embedder.encode(texts)
-    assert (vectors["native"] * vectors["xla"]).sum(axis=1).min() > 0.9995  # of length one

@@ -136,48 +136,22 @@ def test_a_process_that_has_not_grown_is_not_trimmed(monkeypatch):
         assert len(trims) == expected
 
 
-@glibc
-def test_a_process_that_did_not_ask_keeps_glibcs_ways():
-    left = run()
-    assert not left["inside"]
-    assert left["faults"] > 40  # one to a page at least, small or large
-
-
-def test_elsewhere_nothing_is_done(monkeypatch):
+def test_where_nothing_can_be_kept_nothing_is_done(monkeypatch, tmp_path):
     called = []
+    with monkeypatch.context() as patch:  # address space counts as memory
+        (tmp_path / "overcommit_memory").write_text("2\n")
+        patch.setattr(memory, "OVERCOMMIT", tmp_path / "overcommit_memory")
+        assert not memory.keep()
+        assert not memory.kept
+    with monkeypatch.context() as patch:
+        patch.setattr(memory.ctypes, "CDLL", lambda name: object())  # musl, an old glibc
+        assert not memory.keep()
+        memory.trim()
     monkeypatch.setattr(memory.sys, "platform", "darwin")
     assert not memory.keep()
     memory.trim()
     memory.in_kept_heap(lambda: called.append(1))
     assert called == [1]
-
-
-@glibc
-def test_keeping_asked_for_in_another_thread_does_nothing():
-    program = """if 1:
-    import threading
-    from jaxembed import memory
-    thread = threading.Thread(target=lambda: print(memory.keep(), len(memory.kept)))
-    thread.start()
-    thread.join()
-    """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.split() == ["False", "0"]
-
-
-@glibc
-def test_a_c_library_without_mallinfo2_is_left_alone(monkeypatch):
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())  # musl, an old glibc
-    assert not memory.keep()
-    memory.trim()
-
-
-def test_address_space_that_counts_as_memory_is_not_taken(monkeypatch, tmp_path):
-    setting = tmp_path / "overcommit_memory"
-    setting.write_text("2\n")
-    monkeypatch.setattr(memory, "OVERCOMMIT", setting)
-    assert not memory.keep()
-    assert not memory.kept
 
 
 @glibc

@@ -1,17 +1,14 @@
 """Native calls are tried beside XLA: wrong and slow ones are not used, the others are."""
 
-import json
 import logging
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from conftest import TOWERS, WIDER_TOWERS, WORDS, save_tiny, tiny_spec
+from conftest import TOWERS, WIDER_TOWERS, open_tiny, save_tiny, tiny_spec
 from representatives import each
 from test_adapters import adapted_spec
 
-from jaxembed import Embedder, EngineConfig
 from jaxembed.cores import CpuTimes
 from jaxembed.engine import build, native_trial
 from jaxembed.engine.kernels import choose_native
@@ -108,18 +105,6 @@ def test_calls_with_adapters_are_right_too(name):
         assert verdict.refusal(faster=False) is None
 
 
-def test_calls_are_tried_in_few_tokens_and_in_many():
-    few, many = (bucket.tokens for bucket in native_trial.TRIED)
-    tokens: dict[str, set[int]] = {}
-    for call in noted_calls(tower("bert"), "bfloat16"):
-        tokens.setdefault(call.name, set()).add(int(np.prod(call.shape[:2])))
-    fused = {"mlp", "self_attention"}
-    assert {name for name, sizes in tokens.items() if sizes == {many}} == fused
-    assert {name for name, sizes in tokens.items() if sizes == {few}} == CALLS["bert"] - fused
-    noted = noted_calls(tower("qwen3"), "bfloat16")
-    assert {int(np.prod(call.shape[:2])) for call in noted} == {few, many}
-
-
 @pytest.mark.parametrize("name", each(PLANTED, "linear", "attention"))
 def test_a_planted_error_is_found_and_only_its_call_is_not_used(name, monkeypatch, tmp_path):
     plant(monkeypatch, name, PLANTED[name])
@@ -129,30 +114,6 @@ def test_a_planted_error_is_found_and_only_its_call_is_not_used(name, monkeypatc
     assert choice.native == ByNative(frozenset({name}))
     assert choice.native_layout == (name != "linear")
     assert choice.name_of(64) == f"native_without_{name}"
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_model_without_one_of_the_calls_gives_the_same_vectors(name, monkeypatch, tmp_path):
-    """With the error planted: a call that is not used is in no program."""
-    checkpoint = save_tiny(tmp_path / "tiny", **WIDER_TOWERS[model_with(name)])
-    grid = tmp_path / "buckets.json"
-    grid.write_text(json.dumps({"buckets": [[1, 32], [2, 64]]}))
-    texts = ["the cat sat on the mat", *(" ".join(WORDS[n:]) for n in range(9))]
-
-    def vectors(kernels: str):
-        config = EngineConfig(
-            dtype="bfloat16", devices=1, buckets=grid, max_batch_tokens=256, kernels=kernels
-        )
-        with Embedder(str(checkpoint), cache_dir=tmp_path / kernels, config=config) as embedder:
-            used = embedder.describe()["kernels"]["used"]
-            return embedder.encode(texts), set(used.values())
-
-    wanted, _ = vectors("xla")
-    plant(monkeypatch, name, PLANTED[name])
-    got, used = vectors("auto")
-    assert used == {f"native_without_{name}"}
-    assert (got * wanted).sum(axis=1).min() > 0.9995  # of length one
 
 
 def test_a_call_that_raises_is_not_used_and_says_why(monkeypatch, tmp_path):
@@ -220,12 +181,9 @@ def test_verdicts_are_kept_with_the_costs_and_the_next_start_tries_nothing(
     monkeypatch, tmp_path, caplog
 ):
     checkpoint = save_tiny(tmp_path / "tiny", **WIDER_TOWERS["qwen3"])
-    grid = tmp_path / "buckets.json"
-    grid.write_text(json.dumps({"buckets": [[1, 64]]}))
-    config = EngineConfig(dtype="bfloat16", devices=1, buckets=grid, max_batch_tokens=64)
 
     def kernels():
-        with Embedder(str(checkpoint), cache_dir=tmp_path / "cache", config=config) as embedder:
+        with open_tiny(checkpoint, tmp_path, (1, 64), dtype="bfloat16") as embedder:
             return embedder.describe()["kernels"]
 
     with monkeypatch.context() as planted:

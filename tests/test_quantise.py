@@ -1,6 +1,5 @@
 """Vectors in fewer bytes: the values of sentence-transformers, and what real clients decode."""
 
-import struct
 from typing import get_args
 
 import numpy as np
@@ -55,37 +54,22 @@ def test_each_dtype_has_its_type_and_width(vectors, ranges, dtype, rows):
 
 @pytest.mark.parametrize("dtype", get_args(EmbeddingDtype))
 def test_a_vector_is_the_same_in_any_batch_and_memory_order(vectors, ranges, dtype):
+    copies = vectors.copy(), ranges.copy()
     together = quantise(np.asfortranarray(vectors), dtype, ranges)
     alone = [quantise(vectors[i : i + 1], dtype, ranges)[0] for i in range(len(vectors))]
     np.testing.assert_array_equal(together, alone)
     assert together.flags.c_contiguous
-
-
-@pytest.mark.parametrize("dim", [1, 7, 8, 9, 16, 21])
-def test_a_bit_says_whether_a_value_is_over_zero(vectors, dim):
-    cut = vectors[:, :dim]
-    packed = quantise(cut, "ubinary")
-    np.testing.assert_array_equal(np.unpackbits(packed, axis=1, count=dim), cut > 0)
-    assert not np.unpackbits(packed, axis=1)[:, dim:].any()
-
-
-def test_float16_is_the_nearest_half(vectors):
-    for value, half in zip(vectors[0], quantise(vectors, "float16")[0], strict=True):
-        assert struct.unpack("<e", struct.pack("<e", float(value)))[0] == half
+    np.testing.assert_array_equal(vectors, copies[0])  # what is given stays as it is
+    np.testing.assert_array_equal(ranges, copies[1])
 
 
 def test_float16_holds_what_rounds_to_its_largest_value():
     edge = np.nextafter(np.float32(65520), np.float32(0))
     np.testing.assert_array_equal(quantise(np.array([[edge, -edge]]), "float16"), [[65504, -65504]])
     for value in (65520, -65520):
-        with pytest.raises(InvalidInput, match="has 65520"):
-            quantise(np.array([[value]], np.float32), "float16")
-
-
-def test_float16_refuses_what_it_cannot_hold():
-    with pytest.raises(InvalidInput, match="values up to 65504, and a vector has 70000") as caught:
-        quantise(np.array([[1.0, -7e4]], np.float32), "float16")
-    assert caught.value.field == "output_dtype"
+        with pytest.raises(InvalidInput, match="values up to 65504, and a vector has 65520") as one:
+            quantise(np.array([[1.0, value]], np.float32), "float16")
+        assert one.value.field == "output_dtype"
 
 
 def test_an_unknown_dtype_is_refused_with_those_that_there_are():
@@ -95,17 +79,3 @@ def test_an_unknown_dtype_is_refused_with_those_that_there_are():
             embedding_dtype(name, "dtype")
         assert refused.value.field == "dtype"
         assert len(str(refused.value)) < 140
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8"])
-def test_whole_bytes_need_ranges(vectors, dtype):
-    with pytest.raises(ValueError, match="need ranges"):
-        quantise(vectors, dtype)
-
-
-def test_the_vectors_and_ranges_given_stay_as_they_are(vectors, ranges):
-    copies = vectors.copy(), ranges.copy()
-    for dtype in get_args(EmbeddingDtype):
-        quantise(vectors, dtype, ranges)
-    np.testing.assert_array_equal(vectors, copies[0])
-    np.testing.assert_array_equal(ranges, copies[1])

@@ -45,20 +45,6 @@ def recover(runner: SumRunner, telemetry: Telemetry, entries, bucket, buckets=BU
     return Recovery(runner, lambda: buckets, telemetry).run(batch)
 
 
-def test_a_good_batch_runs_once(telemetry):
-    runner, entries = SumRunner(), entries_of([1, 2], [3], [4, 5, 6])
-    results = recover(runner, telemetry, entries, Bucket(1, 16))
-    assert by_entry(results, entries) == [3.0, 3.0, 15.0]
-    assert runner.ran == [Bucket(1, 16)]
-
-
-def test_outputs_are_those_that_anyone_in_the_batch_asked_for(telemetry):
-    entries = entries_of([1, 2]) + entries_of([7, 8, 9], outputs=frozenset({"tokens"}))
-    (answers,) = recover(SumRunner(), telemetry, entries, Bucket(1, 16))
-    hidden = dict(zip(answers.entries, answers.values["tokens"], strict=True))
-    np.testing.assert_array_equal(hidden[entries[1]][:, 0], [7, 8, 9])
-
-
 @pytest.mark.parametrize("most_tokens", [16, 32, 64])
 def test_a_batch_too_large_for_memory_is_halved_until_it_fits(telemetry, most_tokens, caplog):
     entries = entries_of(*[[k, 1000 + k] * 6 for k in range(8)])  # one of 12 tokens in each row
@@ -71,11 +57,7 @@ def test_a_batch_too_large_for_memory_is_halved_until_it_fits(telemetry, most_to
     assert count_of(telemetry.split_batches) == len(runner.ran) - len(fitting)
     assert count_of(telemetry.failed_batches) == 0
     assert "running it in halves" in caplog.text
-
-
-def test_halves_hold_the_longest_sequence(telemetry):
-    entries = entries_of([1] * 20, [2] * 12)
-    runner = SumRunner(32)
+    runner, entries = SumRunner(32), entries_of([1] * 20, [2] * 12)  # for one length of 32
     results = recover(runner, telemetry, entries, Bucket(2, 32), [*BUCKETS, Bucket(2, 32)])
     assert by_entry(results, entries) == [20, 24]
     assert set(runner.ran[1:]) == {Bucket(1, 32)}
@@ -148,35 +130,6 @@ def test_token_vectors_that_are_not_finite_count_too(telemetry):
     assert isinstance(answers[1], NotFinite)
 
 
-def test_a_device_that_fails_on_a_lone_sequence_fails_only_that_one(telemetry):
-    runner, entries = SumRunner(), entries_of([1, 2], [3, BAD])
-
-    def fail_the_second(bucket, planes):
-        if len(runner.ran) > 1:
-            raise RuntimeError("INTERNAL: gone")
-
-    runner.on_run = fail_the_second
-    answers = by_entry(recover(runner, telemetry, entries, Bucket(1, 16)), entries)
-    assert answers[0] == 3.0
-    assert isinstance(answers[1], BackendError)
-    assert not isinstance(answers[1], NotFinite)
-
-
-def test_a_half_that_fails_otherwise_leaves_the_other_half_answered(telemetry):
-    entries = entries_of(*[[k] * 16 for k in (11, 12, 13, 14)])
-    runner = SumRunner(most_tokens=32)
-
-    def fail_on_13(bucket, planes):
-        if 13 in planes[0] and bucket.tokens <= runner.most_tokens:
-            raise RuntimeError("INTERNAL: 13")
-
-    runner.on_run = fail_on_13
-    answers = by_entry(recover(runner, telemetry, entries, Bucket(4, 16)), entries)
-    assert [type(answer) for answer in answers].count(BackendError) == 2
-    assert isinstance(answers[2], BackendError)
-    assert answers[0] == 176.0
-
-
 def test_each_call_of_the_runner_is_announced_with_its_bucket(telemetry):
     """A watchdog counts from there: many sequences that run alone are not one call that hangs."""
     calls: list[Bucket] = []
@@ -213,31 +166,30 @@ def test_a_lone_sequence_that_must_run_in_smaller_buckets_keeps_its_answer(telem
 
 @pytest.mark.parametrize("error", [KeyError("1x16"), MemoryError()])
 def test_an_error_in_the_recovery_itself_goes_to_those_who_wait(telemetry, error):
-    def broken() -> list[Bucket]:
-        raise error
-
-    entries = entries_of([1, 2], [3, BAD])
-    runner = SumRunner()
-    answers = Recovery(runner, broken, telemetry).run(place(Bucket(1, 16), entries))
-    assert all(isinstance(one, BackendError) for one in by_entry(answers, entries))
-    assert count_of(telemetry.failed_batches) == 1
-
-
-def test_an_error_in_the_recovery_of_one_half_leaves_the_other_half_answered(telemetry):
-    entries = entries_of([11] * 16, [12] * 16, [13] * 16, [BAD] * 16)
     calls = []
 
-    def compiled() -> list[Bucket]:
+    def broken() -> list[Bucket]:
         calls.append(1)
-        if len(calls) > 1:  # that which looks where to run the guilty one
-            raise MemoryError
+        if len(calls) == most_calls:
+            raise error
         return BUCKETS
 
-    batch = place(Bucket(4, 16), entries)
-    answers = by_entry(Recovery(SumRunner(32), compiled, telemetry).run(batch), entries)
-    assert sorted(type(answer).__name__ for answer in answers) == [
-        "BackendError",
-        "BackendError",
-        "float",
-        "float",
-    ]
+    most_calls, entries = 1, entries_of([1, 2], [3, BAD])
+    answers = Recovery(SumRunner(), broken, telemetry).run(place(Bucket(1, 16), entries))
+    assert all(isinstance(one, BackendError) for one in by_entry(answers, entries))
+    assert count_of(telemetry.failed_batches) == 1
+    calls.clear()  # of two halves that which looks where to run the guilty one
+    most_calls, entries = 2, entries_of([11] * 16, [12] * 16, [13] * 16, [BAD] * 16)
+    answers = Recovery(SumRunner(32), broken, telemetry).run(place(Bucket(4, 16), entries))
+    kinds = sorted(type(answer).__name__ for answer in by_entry(answers, entries))
+    assert kinds == ["BackendError", "BackendError", "float", "float"]
+
+
+def test_a_good_batch_runs_once_and_gives_what_anyone_in_it_asked_for(telemetry):
+    runner = SumRunner()
+    entries = entries_of([1, 2], [3]) + entries_of([7, 8, 9], outputs=frozenset({"tokens"}))
+    (answers,) = recover(runner, telemetry, entries, Bucket(1, 16))
+    assert by_entry([answers], entries) == [3.0, 3.0, 24.0]
+    hidden = dict(zip(answers.entries, answers.values["tokens"], strict=True))
+    np.testing.assert_array_equal(hidden[entries[2]][:, 0], [7, 8, 9])
+    assert runner.ran == [Bucket(1, 16)]

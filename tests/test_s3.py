@@ -7,15 +7,17 @@ import re
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import commands
 import pyarrow.parquet as pq
 import pytest
 import sources
+from commands import Done
+from fakes import until
 from live_server import served
 
 from jaxembed.cli.status import EXIT_TEMPORARY
@@ -44,6 +46,16 @@ def ask(url: str, body: object = None, method: str = "GET") -> bytes:
         return answer.read()
 
 
+def answers(url: str, process: subprocess.Popen) -> bool:
+    """Whether a bucket could be made."""
+    assert process.poll() is None
+    try:
+        ask(url, method="PUT")
+    except OSError:
+        return False
+    return True
+
+
 @pytest.fixture(name="store", scope="module")
 def _store() -> Iterator[str]:
     """The address of an S3 server with one empty bucket."""
@@ -54,50 +66,33 @@ def _store() -> Iterator[str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ) as process:
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            try:
-                ask(f"{url}/models", method="PUT")
-                break
-            except OSError:
-                assert time.monotonic() < deadline
-                assert process.poll() is None
-                time.sleep(0.1)
+        until(lambda: answers(f"{url}/models", process))
         yield url
         process.terminate()
         process.wait(WAIT_S)
 
 
-@pytest.fixture(name="environment", autouse=True)
-def _environment(store, monkeypatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", store)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+@pytest.fixture(name="environment", autouse=True, scope="module")
+def _environment(store) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", store)
+        patch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        yield
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "jaxembed.cli", *arguments],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=4 * WAIT_S,
-    )
+def run(*arguments: str, **environment: str) -> Done:
+    store = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    return commands.run(*arguments, **store | environment)
 
 
 @pytest.fixture(name="pinned", scope="module")
-def _pinned(store, tmp_path_factory) -> str:
+def _pinned(environment, tmp_path_factory) -> str:
     """The model is in the store; the URL that names its content."""
     source = sources.write_sentence_bert(tmp_path_factory.mktemp("source") / "tiny")
-    done = run(
-        *("convert", str(source), URL),
-        AWS_ENDPOINT_URL=store,
-        AWS_ACCESS_KEY_ID="AKIAEXAMPLE",
-        AWS_SECRET_ACCESS_KEY=SECRET,
-        AWS_DEFAULT_REGION="us-east-1",
-    )
+    done = run("convert", str(source), URL)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{URL}: bert, embed, 8 dimensions, 16 tokens\n"
     return next(word for word in done.stderr.split() if word.startswith(f"{URL}@sha256:"))
@@ -121,34 +116,10 @@ def test_a_model_is_served_from_a_store(pinned, tmp_path, monkeypatch):
             assert again == pytest.approx(vector, abs=1e-5)  # another batch, perhaps
 
 
-def test_a_client_loads_what_the_operator_named_and_no_other_url(pinned, tmp_path):
-    options = ("--loadable", URL, "--cache-dir", str(tmp_path / "cache"), "--admin-key", "admin")
-    with served(*options) as (url, _):
-        assert len(vectors(url, URL)) == 2
-        for other in (pinned, "s3://models/other", f"{URL}/"):
-            with pytest.raises(urllib.error.HTTPError) as caught:
-                vectors(url, other)
-            assert caught.value.code == 404
-            caught.value.close()
-
-
-def test_a_missing_model_is_refused_in_one_line(store, pinned, tmp_path):
-    cache = str(tmp_path / "cache")
-    done = run("serve", "s3://models/none", "--port", "0", "--cache-dir", cache)
-    assert done.returncode == 2
-    (line,) = done.stderr.strip().splitlines()[-1:]
-    assert "s3://models/none has no manifest.json" in line
-    done = run("convert", str(tmp_path), URL)
-    assert done.returncode == 2
-    assert f"{URL} exists already" in done.stderr
-
-
 def test_a_store_that_cannot_be_reached_is_named_without_the_secret(pinned, tmp_path):
     gone = f"http://127.0.0.1:{free_port()}"
-    started = time.monotonic()
     done = run("info", URL, "--cache-dir", str(tmp_path / "cache"), AWS_ENDPOINT_URL=gone)
     assert done.returncode == EXIT_TEMPORARY
-    assert time.monotonic() - started < WAIT_S
     assert f"cannot read {URL}/manifest.json" in done.stderr
     assert SECRET not in done.stderr
 
@@ -179,11 +150,7 @@ def test_a_job_that_is_killed_goes_on_from_a_store_into_a_store(store, tmp_path)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     slow = [*program, "s3://models/out", "s3://models/in/", "--part-rows", "400", "--wait-s", "0.3"]
     with subprocess.Popen(slow, env=environment) as process:
-        deadline = time.monotonic() + WAIT_S
-        while "part-00000.parquet" not in keys(store):
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
+        until(lambda: process.poll() is not None or "part-00000.parquet" in keys(store))
         process.kill()
     assert "part-00003.parquet" not in keys(store)
     quick = ["--part-rows", "400", "--wait-s", "0"]

@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-from conftest import LIMIT, WORDS, save_tiny
-from fakes import SMALL_GRID, WAIT_S, EngineUnderTest, SumRunner, count_of, ticket_of
+from conftest import LIMIT, WORDS, open_tiny, save_tiny
+from fakes import SMALL_GRID, WAIT_S, EngineUnderTest, SumRunner, count_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxembed import Embedder, EngineConfig
-from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.errors import InvalidInput, TooManySpans
 from jaxembed.spec import DenseLayer
@@ -29,15 +27,6 @@ def check(result, index: int, spans, first: int) -> None:
         np.testing.assert_allclose(
             result["dense"][first + k], hidden[start:end].mean(axis=0), rtol=1e-5, atol=1e-5
         )
-
-
-def test_two_spans_that_overlap_are_pooled_on_the_device(embedder):
-    spans = ((0, 6), (3, 9))
-    work = work_of([Encoding(ids_of(9), spans=spans)], BOTH)
-    result = embedder.engine.submit(work).result(WAIT_S)
-    assert result["dense"].shape == (2, 32)
-    check(result, 0, spans, 0)
-    assert np.abs(result["dense"][0] - result["dense"][1]).max() > 1e-3
 
 
 spans_of = st.integers(1, LIMIT).flatmap(
@@ -120,33 +109,15 @@ def test_more_spans_than_a_row_has_slots_are_refused():
     engine.close(WAIT_S)
 
 
-def test_a_row_gives_out_no_more_slots_than_it_has():
-    spans = ((0, 1), (1, 2), (2, 3))
-    bucket = Bucket(2, 32)  # 8 slots in a row
-    entries = ticket_of([Encoding(ids_of(3, seed), spans=spans) for seed in range(12)]).entries
-    batch = place(bucket, entries)
-    assert len(batch.entries) == 4  # two in each row
-    bounds = pack(batch)[4]
-    used = (bounds[:, bucket.slots : 2 * bucket.slots] > 0).sum(axis=1)
-    assert used.tolist() == [6, 6]
-
-
-# several outputs
-
-
 @pytest.fixture(name="classifier", scope="module")
 def _classifier(tmp_path_factory):
     """A classifier with one bucket, in which three short texts are one batch."""
     folder = tmp_path_factory.mktemp("classifier")
-    (folder / "grid.json").write_text('{"buckets": [[4, 64]]}')
     layers = (DenseLayer(32, 32), DenseLayer(32, 3, activation="identity"))
     path = save_tiny(
         folder / "tiny", pooling=("cls",), modules=layers, labels=("no", "maybe", "yes")
     )
-    config = EngineConfig(
-        dtype="float32", devices=1, buckets=folder / "grid.json", max_batch_tokens=256
-    )
-    with Embedder(str(path), cache_dir=folder, config=config) as classifier:
+    with open_tiny(path, folder, (4, 64)) as classifier:
         yield classifier
 
 

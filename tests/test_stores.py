@@ -3,17 +3,18 @@ search of all vectors finds. Each is skipped where its packages are not installe
 `stores`."""
 
 import re
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import open_tiny
 from test_m3 import _files  # noqa: F401, a fixture
 from test_sparse import as_dense
 
 from converters import convert, weights
-from jaxembed import Embedder, EngineConfig
 
 pytest.importorskip("pyarrow", reason="the extra `stores` brings pyarrow")
 
@@ -36,9 +37,7 @@ def _embedder(files, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weights, "torch_file", weights.safetensors_of)
         convert(files, folder / "model")
-    (folder / "grid.json").write_text('{"buckets": [[2, 24]]}')
-    config = EngineConfig(devices=1, buckets=folder / "grid.json", max_batch_tokens=48)
-    with Embedder(str(folder / "model"), cache_dir=folder / "cache", config=config) as embedder:
+    with open_tiny(folder / "model", folder, (2, 24), dtype=None) as embedder:
         yield embedder
 
 
@@ -100,13 +99,11 @@ def _postgres(tmp_path_factory):
     server.cleanup()
 
 
-class Qdrant:
+class Store:
     """What the tests ask of a store: the names of the rows that rank best, with their scores."""
 
-    def __init__(self, example: Any):
-        self.example = example
-        self.client = example.QdrantClient(":memory:")
-        self.close = self.client.close
+    def __init__(self, example: Any, client: Any):
+        self.example, self.client = example, client
 
     def fill(self, parts: str, id_column: str = "id") -> None:
         self.example.fill(self.client, parts, id_column)
@@ -115,27 +112,23 @@ class Qdrant:
         vectors = self.example.embed(embedder, QUERY, kinds)
         return self.example.search(self.client, vectors, limit=len(TEXTS))
 
+
+class Qdrant(Store):
+    def __init__(self, example: Any):
+        super().__init__(example, example.QdrantClient(":memory:"))
+
     def kept(self) -> list[dict]:
         found, _ = self.client.scroll(self.example.COLLECTION, limit=1000)
         return [point.payload for point in found]
 
 
-class Postgres:
+class Postgres(Store):
     def __init__(self, example: Any, url: str):
-        self.example = example
-        self.db = example.psycopg.connect(url, autocommit=True)
-        self.db.execute("DROP TABLE IF EXISTS texts")
-        self.close = self.db.close
-
-    def fill(self, parts: str, id_column: str = "id") -> None:
-        self.example.fill(self.db, parts, id_column)
-
-    def search(self, embedder: Any, kinds: list[str]) -> list[tuple[float, dict]]:
-        vectors = self.example.embed(embedder, QUERY, kinds)
-        return self.example.search(self.db, vectors, limit=len(TEXTS))
+        super().__init__(example, example.psycopg.connect(url, autocommit=True))
+        self.client.execute("DROP TABLE IF EXISTS texts")
 
     def kept(self) -> list[dict]:
-        return [kept for (kept,) in self.db.execute("SELECT kept FROM texts")]
+        return [kept for (kept,) in self.client.execute("SELECT kept FROM texts")]
 
 
 @pytest.fixture(name="store", params=["qdrant", "postgres"])
@@ -143,7 +136,7 @@ def _store(request):
     example = request.getfixturevalue(request.param)
     store = Qdrant(example) if request.param == "qdrant" else Postgres(*example)
     yield store
-    store.close()
+    store.client.close()
 
 
 def ranking(matrix: np.ndarray) -> list[str]:
@@ -163,13 +156,6 @@ def names(found: list[tuple[float, dict]]) -> list[str]:
     return [kept["id"] for _, kept in found]
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_each_ranking_is_that_of_a_search_of_all_vectors(kind, store, parts, of, embedder):
-    store.fill(parts())
-    matrix = of["dense"] if kind == "dense" else as_dense(of["sparse"])
-    assert names(store.search(embedder, [kind])) == ranking(matrix)
-
-
 def test_both_rankings_are_fused_by_the_ranks(store, parts, of, embedder):
     store.fill(parts())
     wanted = dict.fromkeys(NAMES, 0.0)
@@ -181,33 +167,22 @@ def test_both_rankings_are_fused_by_the_ranks(store, parts, of, embedder):
     assert [score for score, _ in found] == sorted((score for score, _ in found), reverse=True)
 
 
-def test_a_row_is_found_with_the_columns_that_were_kept(store, parts):
-    store.fill(parts(year=pa.array(range(len(TEXTS)))))
-    kept = sorted(store.kept(), key=lambda row: row["year"])
-    rows = zip(NAMES, TEXTS, range(len(TEXTS)), strict=True)
-    assert kept == [{"id": name, "text": text, "year": year} for name, text, year in rows]
-
-
 @pytest.mark.parametrize("ids", [NAMES, list(range(len(TEXTS))), list(range(-5, len(TEXTS) - 5))])
 def test_a_second_time_replaces_the_rows(ids, store, parts, embedder):
-    store.fill(parts(id=ids))
-    store.fill(parts(id=ids, text=[text.upper() for text in TEXTS]))
-    kept = {row["id"]: row["text"] for row in store.kept()}
-    assert kept == dict(zip(ids, (text.upper() for text in TEXTS), strict=True))
-    assert len(store.kept()) == len(TEXTS)
+    years = list(range(len(TEXTS)))
+    store.fill(parts(id=ids, year=pa.array(years)))
+    store.fill(parts(id=ids, text=[text.upper() for text in TEXTS], year=pa.array(years)))
+    rows = zip(ids, TEXTS, years, strict=True)
+    wanted = [{"id": name, "text": text.upper(), "year": year} for name, text, year in rows]
+    assert sorted(store.kept(), key=lambda row: row["year"]) == wanted
     assert len(store.search(embedder, ["dense"])) == len(TEXTS)
 
 
-def test_without_ids_the_number_of_a_row_names_it(store, parts):
-    for _ in range(2):
-        store.fill(parts(), id_column="row")
-    assert len(store.kept()) == len(TEXTS)
-
-
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_parts_of_one_output_are_enough(kind, store, parts, of, embedder):
+@pytest.mark.parametrize("alone", [False, True])
+def test_each_ranking_is_that_of_a_search_of_all_vectors(kind, alone, store, parts, of, embedder):
     other = {"dense": "sparse", "sparse": "dense"}[kind]
-    store.fill(parts(**{other: None}))
+    store.fill(parts(**({other: None} if alone else {})))
     matrix = of["dense"] if kind == "dense" else as_dense(of["sparse"])
     assert names(store.search(embedder, [kind])) == ranking(matrix)
 
@@ -215,6 +190,12 @@ def test_parts_of_one_output_are_enough(kind, store, parts, of, embedder):
 def test_float16_is_searched_as_it_is(store, parts, of, embedder):
     store.fill(parts(dense=dense_column(of["dense"][:-1].astype(np.float16))))
     assert_ranked(names(store.search(embedder, ["dense"])), of["dense"])
+
+
+def test_without_ids_the_number_of_a_row_names_it(store, parts):
+    for _ in range(2):
+        store.fill(parts(), id_column="row")
+    assert len(store.kept()) == len(TEXTS)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
@@ -242,38 +223,37 @@ def test_rows_without_a_name_or_a_vector_are_refused(store, parts, outputs):
         store.fill(parts(dense=dense))
 
 
-@pytest.fixture(name="few")
-def _few(embedder):
-    """A class as an example uses it, which gives the embedder of the tests."""
-
-    class Open:
-        def __init__(self, model: str):
-            assert model == "sentence-transformers/all-MiniLM-L6-v2"
-
-        def __enter__(self):
-            return embedder
-
-        def __exit__(self, *_):
-            pass
-
-    return Open
+@pytest.fixture(name="opened")
+def _opened(embedder):
+    """What an example opens its model with: it gives the embedder of the tests."""
+    return lambda model: nullcontext(embedder)
 
 
-def test_the_program_fills_a_folder_of_qdrant_and_finds_the_text(
-    qdrant, parts, few, tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize(
+    ("name", "column", "told"),
+    [
+        ("qdrant", "id", f"{len(TEXTS)} rows read, {len(TEXTS)} in the collection"),
+        ("lance", "text", f"{len(TEXTS)} rows in the table"),
+    ],
+)
+def test_the_program_fills_a_folder_and_finds_the_text(
+    name, column, told, parts, opened, tmp_path, monkeypatch, capsys, request
 ):
-    monkeypatch.setattr(qdrant, "Embedder", few)
-    monkeypatch.setattr(qdrant, "STORE", str(tmp_path / "qdrant"))
+    example = request.getfixturevalue(name)
+    monkeypatch.setattr(example, "Embedder", opened)
+    monkeypatch.setattr(example, "STORE", str(tmp_path / "store"))
     for _ in range(2):
-        qdrant.main(parts(), "id", QUERY)
+        example.main(parts(), column, QUERY)
         first, best, *_ = capsys.readouterr().out.splitlines()
-        assert first == f"{len(TEXTS)} rows read, {len(TEXTS)} in the collection"
-        assert best.endswith(f"{{'id': '{NAMES[0]}', 'text': '{TEXTS[0]}'}}")
+        assert first == told
+        assert f"'id': '{NAMES[0]}', 'text': '{TEXTS[0]}'" in best
 
 
-def test_the_program_fills_postgresql_and_finds_the_text(postgres, parts, few, monkeypatch, capsys):
+def test_the_program_fills_postgresql_and_finds_the_text(
+    postgres, parts, opened, monkeypatch, capsys
+):
     example, url = postgres
-    monkeypatch.setattr(example, "Embedder", few)
+    monkeypatch.setattr(example, "Embedder", opened)
     monkeypatch.setattr(example.psycopg, "connect", partial(example.psycopg.connect, url))
     with example.psycopg.connect() as db:
         db.execute("DROP TABLE IF EXISTS texts")
@@ -281,18 +261,6 @@ def test_the_program_fills_postgresql_and_finds_the_text(postgres, parts, few, m
         example.main(parts(), "id", QUERY)
         best, *_ = capsys.readouterr().out.splitlines()
         assert best.endswith(f"{{'id': '{NAMES[0]}', 'text': '{TEXTS[0]}'}}")
-
-
-def test_the_program_fills_lancedb_and_finds_the_text(
-    lance, parts, few, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(lance, "Embedder", few)
-    monkeypatch.setattr(lance, "STORE", str(tmp_path / "lancedb"))
-    for _ in range(2):
-        lance.main(parts(), "text", QUERY)
-        first, best, *_ = capsys.readouterr().out.splitlines()
-        assert first == f"{len(TEXTS)} rows in the table"
-        assert f"'id': '{NAMES[0]}', 'text': '{TEXTS[0]}'" in best
 
 
 @pytest.fixture(name="table")
@@ -326,19 +294,3 @@ def test_lancedb_fuses_the_vectors_with_the_words(lance, table, parts, of):
             wanted[name] += 1 / (60 + rank)
     found = lance.search(filled, of["dense"][-1], QUERY, "text", limit=len(TEXTS))
     assert {row["id"]: pytest.approx(row["_relevance_score"]) for row in found} == wanted
-
-
-def test_many_rows_of_lancedb_get_an_index(lance, table, parts, of, monkeypatch):
-    monkeypatch.setattr(lance, "INDEXED_ROWS", len(TEXTS))
-    filled = table(parts())
-    assert {index.columns[0] for index in filled.list_indices()} == {"dense", "text"}
-    assert nearest(filled, of["dense"][-1]) == ranking(of["dense"])
-
-
-def test_lancedb_is_given_only_what_it_can_search(table, parts, of):
-    with pytest.raises(
-        SystemExit, match="dense holds int8: embed with --output-dtype float or float16"
-    ):
-        table(parts(dense=dense_column((of["dense"][:-1] * 100).astype(np.int8))))
-    with pytest.raises(SystemExit, match=r"the columns dense and 'text', and has .*'sparse'"):
-        table(parts(dense=None))

@@ -20,12 +20,6 @@ def test_a_term_has_the_largest_weight_of_its_tokens():
     np.testing.assert_array_equal(as_dense(rows), wanted)
 
 
-def test_no_texts_have_no_terms():
-    none = np.zeros(0, np.float32)
-    rows = terms_of_tokens(none, none.astype(int), np.zeros(0, int), skipped=(), vocab_size=3)
-    assert len(rows) == 0
-
-
 @pytest.mark.parametrize("most", [1, 3, 100])
 def test_the_largest_values_are_kept(most):
     matrix = mostly_zero(6, 30, 0.4)
@@ -55,11 +49,3 @@ def test_cosines_are_those_of_the_rows():
     lengths = np.outer(*(np.linalg.norm(one.astype(float), axis=1) for one in (rows, others)))
     wanted = rows.astype(float) @ others.T / np.where(lengths > 0, lengths, 1)
     np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
-
-
-def test_scipy_takes_the_rows():
-    scipy = pytest.importorskip("scipy.sparse")
-    matrix = mostly_zero(5, 9, 0.3)
-    made = sparse_rows(matrix).to_scipy()
-    assert isinstance(made, scipy.csr_array)
-    np.testing.assert_array_equal(made.toarray(), matrix)

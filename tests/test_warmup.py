@@ -39,6 +39,13 @@ def warmup_of(compiler, *, full=False, workers=1, needed=lambda: None, **options
     return Warmup(GRID, compiler, needed, full=full, workers=workers, **options)
 
 
+def ended(warmup: Warmup) -> None:
+    """Wait until its threads have nothing left to do."""
+    for thread in warmup.threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
 def progress_to(count: int):
     """A callback that notes the steps, and an event set at step `count`."""
     steps: list[tuple[int, int]] = []
@@ -50,14 +57,6 @@ def progress_to(count: int):
             reached.set()
 
     return steps, reached, on_progress
-
-
-def test_the_plan_is_the_covering_buckets_then_the_largest():
-    plan = CompilePlan(GRID)
-    taken = [plan.next(None) for _ in GRID.buckets]
-    assert taken == COVERING + REST
-    assert plan.next(None) is None
-    assert plan.next(5) is None
 
 
 def test_a_needed_length_jumps_the_queue_with_its_smallest_bucket():
@@ -82,32 +81,6 @@ def test_one_thread_compiles_in_the_order_of_the_plan_and_tells_each_step(caplog
     assert steps == [(k, 6) for k in range(1, 7)]
 
 
-def test_minimal_is_ready_when_the_covering_buckets_are_compiled():
-    compiler = Compiler(gates=[COVERING[-1], REST[0]])
-    warmup = warmup_of(compiler)
-    warmup.start()
-    assert compiler.reached[COVERING[-1]].wait(60)
-    assert not warmup.ready
-    with pytest.raises(TimeoutError):
-        warmup.wait(0.0)
-    compiler.gates[COVERING[-1]].set()
-    warmup.wait(60.0)
-    assert warmup.ready
-    assert warmup.compiled == COVERING
-    compiler.gates[REST[0]].set()
-
-
-def test_full_is_ready_when_every_bucket_is_compiled():
-    compiler = Compiler(gates=[REST[-1]])
-    warmup = warmup_of(compiler, full=True)
-    warmup.start()
-    assert compiler.reached[REST[-1]].wait(60)
-    assert not warmup.ready
-    compiler.gates[REST[-1]].set()
-    warmup.wait(60.0)
-    assert sorted(warmup.compiled) == sorted(GRID.buckets)
-
-
 def test_a_waiting_sequence_gets_its_bucket_next():
     needs = [None]
     compiler = Compiler(gates=[COVERING[0]])
@@ -119,26 +92,6 @@ def test_a_waiting_sequence_gets_its_bucket_next():
     compiler.gates[COVERING[0]].set()
     assert reached.wait(60)
     assert compiler.order[:4] == [Bucket(1, 16), Bucket(1, 64), Bucket(2, 64), Bucket(8, 64)]
-
-
-def test_several_workers_compile_every_bucket_once():
-    compiler = Compiler()
-    warmup = warmup_of(compiler, full=True, workers=4)
-    warmup.start()
-    warmup.wait(60.0)
-    assert sorted(compiler.order) == sorted(GRID.buckets)
-
-
-def test_workers_compile_side_by_side():
-    """Each of the first two waits for the other one to be reached."""
-    compiler = Compiler(gates=COVERING[:2])
-    warmup = warmup_of(compiler, workers=2)
-    warmup.start()
-    assert compiler.reached[COVERING[0]].wait(60)
-    assert compiler.reached[COVERING[1]].wait(60)
-    for gate in compiler.gates.values():
-        gate.set()
-    warmup.wait(60.0)
 
 
 def test_a_needed_bucket_that_does_not_compile_is_raised_and_told(caplog):
@@ -157,106 +110,44 @@ def test_a_needed_bucket_that_does_not_compile_is_raised_and_told(caplog):
 
 def test_an_optional_bucket_that_does_not_compile_is_left_out_with_a_warning(caplog):
     compiler = Compiler(broken=[REST[0]])
-    _, reached, on_progress = progress_to(len(GRID.buckets))
     finished = threading.Event()
+
+    def on_progress(done: int, total: int) -> None:
+        raise OSError("the terminal has gone")  # which stops nothing
+
     warmup = warmup_of(compiler, on_progress=on_progress, on_finish=finished.set)
     with caplog.at_level(logging.WARNING):
         warmup.start()
-        assert reached.wait(60)
         assert finished.wait(60)
     assert warmup.ready
     warmup.wait(0.0)
     assert sorted(warmup.compiled) == sorted(set(GRID.buckets) - {REST[0]})
     assert "bucket 16x16 does not compile and is left out" in caplog.text
-
-
-def test_stop_compiles_no_further_bucket():
-    compiler = Compiler(gates=[COVERING[1]])
-    _, reached, on_progress = progress_to(2)
-    warmup = warmup_of(compiler, on_progress=on_progress)
-    warmup.start()
-    assert compiler.reached[COVERING[1]].wait(60)
-    warmup.stop()
-    compiler.gates[COVERING[1]].set()
-    assert reached.wait(60)
-    for thread in threading.enumerate():
-        if thread.name == "compile-0":
-            thread.join(60)
-    assert compiler.order == COVERING[:2]
-
-
-def test_a_progress_callback_that_raises_stops_nothing(caplog):
-    def on_progress(done: int, total: int) -> None:
-        raise OSError("the terminal has gone")
-
-    finished = threading.Event()
-    warmup = warmup_of(Compiler(), on_progress=on_progress, on_finish=finished.set)
-    warmup.start()
-    warmup.wait(60.0)
-    assert finished.wait(60)
     assert "progress could not be shown" in caplog.text
-
-
-def test_stopping_before_ready_tells_those_who_wait():
-    compiler = Compiler(gates=COVERING)
-    warmup = warmup_of(compiler)
-    warmup.start()
-    warmup.stop()
-    with pytest.raises(BackendError, match="closed before"):
-        warmup.wait(60.0)
-    for gate in compiler.gates.values():
-        gate.set()
-
-
-class Device:
-    """What is idle for as long as a test says; counts how often it was asked."""
-
-    def __init__(self, idle_s: float):
-        self.value = idle_s
-        self.asked = 0
-
-    def idle_s(self) -> float:
-        self.asked += 1
-        return self.value
 
 
 def test_once_ready_and_in_use_one_thread_goes_on_with_pauses(monkeypatch):
     monkeypatch.setattr(warmup_module, "LONGEST_WAIT_S", 0.02)
     monkeypatch.setattr(warmup_module, "IDLE_CHECK_S", 0.001)
-    compiler, device = Compiler(), Device(idle_s=0.0)
+    compiler, asked = Compiler(), []
     names: list[str] = []
 
     def compile_bucket(bucket):
         names.append(threading.current_thread().name)
         compiler(bucket)
 
-    warmup = warmup_of(compile_bucket, workers=2, idle_s=device.idle_s)
+    def idle_s() -> float:
+        asked.append(1)
+        return 0.0
+
+    warmup = warmup_of(compile_bucket, workers=2, idle_s=idle_s)
     warmup.start()
     warmup.wait(60.0)
-    for thread in warmup.threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    ended(warmup)
     assert set(warmup.compiled) == set(GRID.buckets)
     late = names[-(len(GRID.buckets) - len(COVERING) - 1) :]  # one may be begun before it is ready
     assert set(late) == {"compile-0"}
-    assert device.asked > 3
-
-
-def test_once_ready_and_not_in_use_all_threads_go_on():
-    both = threading.Barrier(2, timeout=60)
-    compiler = Compiler()
-
-    def compile_bucket(bucket):
-        if bucket in (REST[0], REST[1]):
-            both.wait()  # passes only if both are compiled at once
-        compiler(bucket)
-
-    warmup = warmup_of(compile_bucket, workers=2, idle_s=lambda: 1e9)
-    warmup.start()
-    for thread in warmup.threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert set(warmup.compiled) == set(GRID.buckets)
+    assert len(asked) > 3
 
 
 def test_a_pause_ends_when_the_warm_up_stops(monkeypatch):
@@ -265,6 +156,52 @@ def test_a_pause_ends_when_the_warm_up_stops(monkeypatch):
     warmup.start()
     warmup.wait(60.0)
     warmup.stop()
-    for thread in warmup.threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    ended(warmup)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_it_is_ready_when_the_covering_buckets_are_compiled_or_all(full):
+    last = REST[-1] if full else COVERING[-1]
+    compiler = Compiler(gates=[last, REST[0]])
+    if full:
+        compiler.gates[REST[0]].set()
+    warmup = warmup_of(compiler, full=full)
+    warmup.start()
+    assert compiler.reached[last].wait(60)
+    assert not warmup.ready
+    with pytest.raises(TimeoutError):
+        warmup.wait(0.0)
+    compiler.gates[last].set()
+    warmup.wait(60.0)
+    assert warmup.ready
+    assert warmup.compiled == COVERING + (REST if full else [])
+    compiler.gates[REST[0]].set()
+
+
+def test_stop_compiles_no_further_bucket_and_tells_those_who_wait():
+    compiler = Compiler(gates=[COVERING[1]])
+    warmup = warmup_of(compiler)
+    warmup.start()
+    assert compiler.reached[COVERING[1]].wait(60)
+    warmup.stop()
+    with pytest.raises(BackendError, match="closed before"):
+        warmup.wait(60.0)
+    compiler.gates[COVERING[1]].set()
+    ended(warmup)
+    assert compiler.order == COVERING[:2]
+
+
+def test_workers_compile_side_by_side_also_once_ready_and_not_in_use():
+    pairs = [threading.Barrier(2, timeout=60) for _ in range(2)]
+    meets = dict.fromkeys(COVERING[:2], pairs[0]) | dict.fromkeys(REST[:2], pairs[1])
+    compiler = Compiler()
+
+    def compile_bucket(bucket):
+        if bucket in meets:
+            meets[bucket].wait()  # passes only if both are compiled at once
+        compiler(bucket)
+
+    warmup = warmup_of(compile_bucket, workers=2, idle_s=lambda: 1e9)
+    warmup.start()
+    ended(warmup)
+    assert sorted(compiler.order) == sorted(GRID.buckets)  # each once

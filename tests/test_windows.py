@@ -5,14 +5,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from conftest import TOWERS, WORDS
+from conftest import TOWERS, WORDS, open_tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from test_embedder import save_scorer
 from test_pairs import TEMPLATE, bare, bert, template
 from test_server_openai import ask
 
-from jaxembed import Embedder, EngineConfig
 from jaxembed.errors import InputTooLong, InvalidInput
 from jaxembed.inputs import Text
 from jaxembed.options import Chunk, ScoreOptions
@@ -48,17 +47,15 @@ def _reranker(tmp_path_factory):
     path = tmp_path_factory.mktemp("reranker")
     tower = TOWERS["bert"]["config"] | {"max_positions": LIMIT}
     save_scorer(path / "checkpoint", config=tower, max_input_tokens=LIMIT)
-    grid = path / "buckets.json"
-    grid.write_text('{"buckets": [[1, 128], [4, 128]]}')
-    config = EngineConfig(dtype="float32", devices=1, buckets=grid, max_batch_tokens=512)
-    with Embedder(str(path / "checkpoint"), cache_dir=path, config=config) as embedder:
+    with open_tiny(path / "checkpoint", path, (1, 128), (4, 128)) as embedder:
         yield embedder
 
 
 @given(st.integers(0, 3000), st.integers(LEAST_ROOM, 600), st.none() | st.integers(0, 900))
 def test_windows_cover_a_document_and_share_the_overlap(count, room, asked):
+    assert [overlap_of(room, None) for room in (64, 100, 400)] == [16, 25, 80]
     overlap = overlap_of(room, asked)
-    assert 0 <= overlap <= room // 2
+    assert overlap == (min(room // 4, 80) if asked is None else min(asked, room // 2))
     found = windows(count, room, overlap)
     assert found[0][0] == 0
     assert found[-1][1] == count
@@ -67,12 +64,6 @@ def test_windows_cover_a_document_and_share_the_overlap(count, room, asked):
     for (_, end), (start, last) in pairwise(found):
         assert end - start == overlap
         assert last > end  # no window lies within the one before
-
-
-def test_the_overlap_is_a_quarter_of_a_window_and_at_most_80_tokens():
-    assert [overlap_of(room, None) for room in (64, 100, 400)] == [16, 25, 80]
-    assert overlap_of(400, 300) == 200
-    assert overlap_of(400, 0) == 0
 
 
 def ids_of(processor, document, **options) -> list[list[int]]:
@@ -105,14 +96,10 @@ def test_a_window_has_the_tokens_of_its_characters_as_a_document(make, post_proc
     assert tokenized.windows.bounds[-1, 1] == len(long)
 
 
-def test_a_document_that_fits_is_as_it_would_be_without_windows(make):
+def test_windows_beyond_the_most_are_cut(make, monkeypatch):
     processor = make()
-    for document in ("", "cat", prose(ROOM), "  a cat  "):
+    for document in ("", "cat", prose(ROOM), "  a cat  "):  # which fit
         assert ids_of(processor, document, max_windows=8) == ids_of(processor, document)
-
-
-def test_windows_beyond_the_most_are_cut(make):
-    processor = make()
     row = processor.query_row(QUERY, rules())
     long = prose(400)
     cut = processor.encode_beside(row, [long, "cat"], rules(max_windows=2))
@@ -126,12 +113,7 @@ def test_windows_beyond_the_most_are_cut(make):
     strict = Rules("", truncate=False, side="right", max_windows=2)
     with pytest.raises(InputTooLong):
         processor.encode_beside(row, ["cat", long], strict)
-
-
-def test_only_so_much_of_a_document_is_read_as_a_thread_may(make, monkeypatch):
-    monkeypatch.setattr(text_module, "MOST_DIVIDED", 300)
-    processor = make()
-    row = processor.query_row(QUERY, rules())
+    monkeypatch.setattr(text_module, "MOST_DIVIDED", 300)  # tokens that a thread reads
     found = processor.encode_beside(row, [prose(2000)], rules(max_windows=64))
     assert found.truncated == 1
     assert found.windows.bounds[-1, 1] == len(" ".join(prose(2000).split()[:300]))
@@ -214,12 +196,9 @@ def test_what_cannot_be_is_refused_by_name(reranker, asked, words):
         assert words in str(answer), path
 
 
-def test_only_reranking_divides(reranker):
+def test_each_window_is_admitted(reranker):
     with pytest.raises(InvalidInput, match="only `rerank` divides"):
         reranker.tasks.score([Text("a cat")], ScoreOptions(max_chunks=2))
-
-
-def test_each_window_is_admitted(reranker):
     request = reranker.tasks.rerank(QUERY, [prose(2000)], ScoreOptions(max_chunks=64))
     sequences, tokens = reranker.processor.estimate(request.inputs(), request.rules)
     assert sequences == tokens // LIMIT > 10
