@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import bench_gpu, bench_host, bench_http, soak
+from benchmarks import bench_host, bench_http, soak
 
 
 def last_line(capsys) -> dict:
@@ -29,15 +29,6 @@ def test_bench_http_runs(tiny_checkpoint, flags, tmp_path, capsys):
         *[("under bulk", "query"), ("under bulk", "bulk")] * 2,
     ]
     assert all(row["requests"] > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_bench_gpu_runs(capsys):
-    tiny = ["--architecture-size", "tiny", "--limit", "32", "--buckets", "1x32,2x32"]
-    bench_gpu.main([*tiny, "--texts", "20", "--repeat", "1", "--mixes", "queries"])
-    found = last_line(capsys)
-    assert [row["bucket"] for row in found["buckets"]] == ["1x32", "2x32"]
-    assert [row["mix"] for row in found["results"]] == ["queries"]
 
 
 @pytest.mark.slow

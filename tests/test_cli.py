@@ -567,7 +567,7 @@ def test_what_cannot_be_written_ends_a_conversion_in_one_line(tmp_path):
         env={"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"},
         timeout=120,
     )
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == EXIT_TEMPORARY, done.stderr
     (line,) = done.stderr.splitlines()
     wanted = f"jaxembed: cannot write the converted checkpoint in {folder}: File too large; "
     assert line.startswith(wanted)

@@ -859,7 +859,6 @@ def t5_own_table(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         ("t5_mean", t5_tables, {}),
         ("t5_mean", t5_own_table, {}),
     ],
-    ids=str,
 )
 def test_other_spellings_of_a_checkpoint_give_the_same_model(name, spelled, config, tmp_path):
     assert conversion_of(spelled(golden(name)), tmp_path, **config) == wanted_of(name)
