@@ -111,10 +111,10 @@ def test_a_job_that_was_stopped_goes_on_also_within_a_file(tmp_path, photos, sto
 
 def test_a_changed_image_or_resolution_is_refused_with_the_difference(tmp_path, photos):
     run(photos, tmp_path / "out")
-    with pytest.raises(ConfigError, match="pdf_dpi: 150 before, now 72"):
+    with pytest.raises(ConfigError, match=r"--pdf-dpi \(pdf_dpi\): 150 before, now 72"):
         run(photos, tmp_path / "out", images=ImageRows(pdf_dpi=72))
     (photos / "3.png").write_bytes(png(picture(99, 40, 40)))
-    with pytest.raises(ConfigError, match=r"inputs\..*3\.png\.size: \d+ before, now \d+"):
+    with pytest.raises(ConfigError, match=r"inputs\..*3\.png\.size\): \d+ before, now \d+"):
         run(photos, tmp_path / "out")
 
 

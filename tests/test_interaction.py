@@ -165,7 +165,7 @@ def test_a_pair_that_cannot_be_scored_is_named_by_its_index(opened):
     with pytest.raises(EmptyInput) as refused:
         embedder.score([("cat", "a"), ("", "a")])
     assert refused.value.index == 1
-    with pytest.raises(InvalidInput, match="only `rerank` divides documents"):
+    with pytest.raises(TypeError, match="no option `max_chunks`"):
         embedder.score([("cat", "a")], max_chunks=2)
 
 

@@ -468,8 +468,9 @@ def test_other_poolings_are_refused_by_name(open_embedder, pooling, words):
 
 
 def test_options_that_late_chunking_does_not_take_are_refused(embedder):
+    options = EncodeOptions(truncation_side="left")
     with pytest.raises(InvalidInput, match="late chunking cuts no text") as raised:
-        embedder.encode_chunks([PARTS], truncation_side="left")
+        embedder.tasks.embed_chunks([join_texts(PARTS)], options)
     assert raised.value.field == "truncation_side"
     options = EncodeOptions(outputs=frozenset({"tokens"}))
     with pytest.raises(InvalidInput, match="no other outputs") as raised:

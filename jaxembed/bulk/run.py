@@ -144,27 +144,10 @@ def run_job(
     rows are to be skipped, and the errors of the computation.
     """
     _check_places(rows, out, reuse)
-    files, images = rows.files(), rows.images
+    files = rows.files()
     folder = destination(out)
-    first = [] if rows.id_column is None else [rows.id_column]
-    kept = list(dict.fromkeys([*first, *rows.keep]))
-    if images is None:
-        types = column_types(files, kept)
-        check_columns(files, computation.columns)
-    else:
-        types = images.types(files, kept)
-        images.check(files)
-    with_pdf = images is not None and any(is_pdf(file.name) for file in files)
-    job = jobs.BulkJob(
-        inputs=files,
-        part_rows=rows.part_rows,
-        columns={name: str(kind) for name, kind in types.items()},
-        id_column=rows.id_column,
-        computation=computation.describe(),
-        text_columns=list(computation.columns),
-        pdf_dpi=images.pdf_dpi if images is not None and with_pdf else msgspec.UNSET,
-    )
-    digest = TEXT_DIGEST if images is None else IMAGE_DIGEST
+    job, types = _job_of(rows, files, computation)
+    digest = TEXT_DIGEST if rows.images is None else IMAGE_DIGEST
     schema = _schema(types, computation, digest)
     jobs.refuse_others(folder)
     with folder.locked():
@@ -191,6 +174,33 @@ def run_job(
             )
         running.complete()
     return running.summary
+
+
+def _job_of(
+    rows: Rows, files: list[InputFile], computation: Computation
+) -> tuple[jobs.BulkJob, dict[str, Any]]:
+    """The job, and the types of the columns that it keeps. Raises ConfigError for columns that are
+    not there."""
+    images = rows.images
+    first = [] if rows.id_column is None else [rows.id_column]
+    kept = list(dict.fromkeys([*first, *rows.keep]))
+    if images is None:
+        types = column_types(files, kept)
+        check_columns(files, computation.columns)
+    else:
+        types = images.types(files, kept)
+        images.check(files)
+    with_pdf = images is not None and any(is_pdf(file.name) for file in files)
+    job = jobs.BulkJob(
+        inputs=files,
+        part_rows=rows.part_rows,
+        columns={name: str(kind) for name, kind in types.items()},
+        id_column=rows.id_column,
+        computation=computation.describe(),
+        text_columns=list(computation.columns),
+        pdf_dpi=images.pdf_dpi if images is not None and with_pdf else msgspec.UNSET,
+    )
+    return job, types
 
 
 def _check_places(rows: Rows, out: str, reuse: str | None) -> None:
