@@ -20,7 +20,6 @@ from jaxembed.cli.options import (
     JOB_OPTIONS,
     MODEL_FLAG,
     MODEL_OPTIONS,
-    OUTPUT_FLAG,
     TEXT_COLUMN_FLAG,
     TEXT_OPTIONS,
 )
@@ -41,7 +40,12 @@ logger = logging.getLogger("jaxembed")
     example="jaxembed embed articles/ --output vectors --id-column id --keep title",
 )
 @click.argument("inputs", nargs=-1, required=True)
-@OUTPUT_FLAG
+@click.option(
+    "--output",
+    "-o",
+    required=True,
+    help="Folder of Parquet files to write, or one .npy or .jsonl file.",
+)
 @MODEL_FLAG
 @TEXT_COLUMN_FLAG
 @click.option(

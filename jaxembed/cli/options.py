@@ -68,7 +68,7 @@ TEXT_COLUMN_FLAG = click.option(
     help="Column that contains the texts (ignored for .txt files).",
 )
 OUTPUT_FLAG = click.option(
-    "--output", "-o", required=True, help="Folder to write, or the path of one file."
+    "--output", "-o", required=True, help="Folder of Parquet files to write."
 )
 RAW_SCORES_FLAG = click.option(
     "--raw-scores",
