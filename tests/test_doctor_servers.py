@@ -169,11 +169,11 @@ def _serve(tiny_checkpoint, cache):
             stack.callback(process.kill)
             log = list(iter_until(process.stderr, "listening on"))
             assert "listening on" in log[-1], "".join(log)
+            served = Served(process, log[-1].split()[-1])
             rest = threading.Thread(target=log.extend, args=(process.stderr,))
             rest.start()
             stack.callback(rest.join)
             stack.callback(process.kill)
-            served = Served(process, log[-1].split()[-1])
             if compiled:
                 served.wait_compiled(log)
             yield served

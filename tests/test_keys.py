@@ -164,7 +164,7 @@ def test_a_broken_file_changes_nothing_and_a_good_one_everything(tmp_path, caplo
         assert keys.find(b"other").name == "two"
     keys.path.unlink()
     assert not keys.read_again()
-    assert (keys.done, keys.failed) == (0, 6)
+    assert (keys.done, keys.failed, keys.is_current) == (0, 6, False)
     assert "the keys in use stay as they are: " in caplog.text
     file_of(tmp_path, table("new", "third"), table("two", "fourth"))
     assert keys.read_again()
@@ -518,6 +518,7 @@ async def test_no_message_metric_or_log_line_has_a_key_or_its_digest(tmp_path, c
     assert 'jaxembed_key_requests{key="batch"} 1.0' in seen
     assert "jaxembed_unknown_keys 3.0" in seen
     assert 'jaxembed_key_file_reads{result="done"} 1.0' in seen
+    assert "\njaxembed_key_file_ok 1.0\n" in seen
     assert not [one for one in ("secret", "wrong`", DIGEST, DIGEST[:12]) if one in seen]
 
 

@@ -71,6 +71,11 @@ def _of_keys(keyring: Keyring) -> Iterable[Metric]:
         [({"result": "done"}, keyring.done), ({"result": "failed"}, keyring.failed)],
     )
     yield GaugeMetricFamily(
+        "jaxembed_key_file_ok",
+        "1 if the key file could be read the last time, 0 while earlier keys are in use",
+        value=float(keyring.is_current),
+    )
+    yield GaugeMetricFamily(
         "jaxembed_key_file_read_at",
         "When the keys in use were read, in seconds since 1970",
         value=keyring.read_at,

@@ -43,6 +43,7 @@ class Keyring:
         self.path = path
         self.unknown = 0  # requests without a key of ours
         self.done = self.failed = 0  # times that the file was read again, or could not be
+        self.is_current = True  # whether the keys in use are those of the file as last read
         self.read_at = time.time()  # in seconds since 1970
         self._taken = {digest_of(key.encode()): flag for key, flag in (taken or {}).items()}
         self._clock, self._now = clock, now
@@ -95,11 +96,13 @@ class Keyring:
                 keys = read_key_file(self.path, self._taken)
             except ConfigError as error:
                 self.failed += 1
+                self.is_current = False
                 logger.error("the keys in use stay as they are: %s", error)
                 return False
             names = {key.name for key in self._keys.values()}
             self._use(keys)
             self.done += 1
+            self.is_current = True
             self.read_at = time.time()
             new = {key.name for key in keys.values()}
             logger.info(
