@@ -10,8 +10,8 @@ from jaxembed.cli.help import Command
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import MODEL_OPTIONS, SPLADE_FLAG
 from jaxembed.cli.settings import model_source
+from jaxembed.memory import MIB
 
-MIB = 2**20
 TASKS = {
     "embed": "embed (turns texts into vectors)",
     "rerank": "rerank (scores documents for a query)",

@@ -159,8 +159,8 @@ SERVER_OPTIONS = section(
         multiple=True,
         envvar="ALLOW_MEDIA_NETWORK",
         show_envvar=True,
-        help="Let the hosts of --allow-media-urls have addresses in this private network, such as "
-        "10.1.0.0/16; repeatable. Default: public addresses alone.",
+        help="Private network, such as 10.1.0.0/16, in which the hosts of --allow-media-urls may "
+        "have their addresses (default: public addresses only). Repeat for several.",
     ),
     click.option(
         "--playground/--no-playground",

@@ -14,9 +14,7 @@ from jaxembed.files import DISK_FULL
 
 EXIT_AGREES, EXIT_DISAGREES = 0, 1  # of `verify`
 EXIT_HEALTHY, EXIT_FINDINGS = 0, 1  # of `doctor`
-EXIT_REFUSED = (
-    2  # of all: the command, its options or its files are wrong; the same will fail again
-)
+EXIT_REFUSED = 2  # of all: the command, its options or its files are wrong, and stay so
 EXIT_TEMPORARY = 75  # of all: the same command may succeed later; EX_TEMPFAIL of sysexits.h
 
 STATUSES: dict[type[BaseException], int] = {  # the nearest class of an error counts
