@@ -101,8 +101,8 @@ class Warmup:
     def start(self) -> None:
         """Start the threads, which end when no bucket is left."""
         logger.info(
-            "%s: compiling %d buckets, %d of them before it is ready; later starts load them from "
-            "the cache",
+            "%s: preparing %d buckets, %d of them before it is ready; those that the cache of "
+            "programs lacks are compiled",
             self._name,
             self._total,
             len(self._required),
