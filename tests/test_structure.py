@@ -1,4 +1,4 @@
-"""The shape of the code: functions stay short, and words are where their readers are."""
+"""The shape of the code: functions stay short."""
 
 import ast
 from pathlib import Path
