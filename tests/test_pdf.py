@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import psutil
@@ -186,11 +187,16 @@ def interrupt_main_thread() -> None:
 
 
 def test_after_an_interrupt_a_page_has_its_own_colours():
-    file = opened(endless([RED, BLUE]))
-    interrupting = amid_a_page(file, interrupt_main_thread)
+    class Interrupting(SimpleQueue):
+        def get(self, timeout: float) -> bytes:
+            threading.Thread(target=interrupt_main_thread).start()
+            return super().get(timeout=timeout)
+
+    file = opened(pdf([RED, BLUE]))
+    process_of(file).suspend()  # it answers nothing
+    file._renderer._replies = Interrupting()
     with pytest.raises(KeyboardInterrupt):
         file.render(0, 72)
-    interrupting.join()
     assert is_blue(file.render(1, 72))
     file.close()
 
